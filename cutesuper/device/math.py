@@ -1,0 +1,87 @@
+"""Scalar functions on fp32 registers: the namespace ``m`` that `Operator.scalar` is written over.
+
+Values are fragments (``TensorSSA``), scalars (``Float32``) or Python numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+LOG2_E = 1.4426950408889634
+
+
+class DeviceMath:
+    """fp32 functions; ``fast`` uses the approximate special-function unit.
+
+    The approximations are good to about 2 ulp of fp32, far below the rounding of a 16-bit result;
+    kernels that store fp32 use the accurate forms.
+    """
+
+    def __init__(self, fast: bool) -> None:
+        self.fast = fast
+
+    def exp(self, x: Any) -> Any:
+        """e^x."""
+        return cute.math.exp(x, fastmath=self.fast)
+
+    def sqrt(self, x: Any) -> Any:
+        """Square root."""
+        return cute.math.sqrt(x, fastmath=self.fast)
+
+    def rsqrt(self, x: Any) -> Any:
+        """Reciprocal square root."""
+        return cute.math.rsqrt(x, fastmath=self.fast)
+
+    def tanh(self, x: Any) -> Any:
+        """Hyperbolic tangent."""
+        return cute.math.tanh(x, fastmath=self.fast)
+
+    def erf(self, x: Any) -> Any:
+        """Error function."""
+        return cute.math.erf(x)
+
+    def sigmoid(self, x: Any) -> Any:
+        """1 / (1 + e^-x)."""
+        return 1.0 / (1.0 + self.exp(-x))
+
+    def div(self, x: Any, y: Any) -> Any:
+        """x / y."""
+        if isinstance(y, int | float):
+            return x * (1.0 / y)
+        return x / y
+
+    def maximum(self, x: Any, y: Any) -> Any:
+        """The larger one; NaN wins, as in PyTorch."""
+        return _select(x, y, nan_max)
+
+    def minimum(self, x: Any, y: Any) -> Any:
+        """The smaller one; NaN wins, as in PyTorch."""
+        return _select(x, y, nan_min)
+
+
+def nan_max(x: Any, y: Any) -> Float32:
+    """max(x, y) of scalars, NaN if either is."""
+    return Float32(cute.arch.fmax(Float32(x), Float32(y), nan=True))
+
+
+def nan_min(x: Any, y: Any) -> Float32:
+    """min(x, y) of scalars, NaN if either is."""
+    return Float32(cute.arch.fmin(Float32(x), Float32(y), nan=True))
+
+
+def _select(x: Any, y: Any, pick: Any) -> Any:
+    """Apply a scalar function to scalars, or element by element to a fragment."""
+    fragment = next((v for v in (x, y) if isinstance(v, cute.TensorSSA)), None)
+    if fragment is None:
+        return pick(x, y)
+    out = cute.make_rmem_tensor(fragment.shape, Float32)
+    for i in range(cute.size(fragment.shape)):
+        out[i] = pick(_element(x, i), _element(y, i))
+    return out.load()
+
+
+def _element(x: Any, i: int) -> Any:
+    return x[i] if isinstance(x, cute.TensorSSA) else x

@@ -1,0 +1,85 @@
+"""Bulk loads, barriers and exchange through distributed shared memory (Hopper)."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
+
+#: L2 eviction hints of bulk copies, as createpolicy encodes them
+EVICT_FIRST = 0x12F0000000000000
+EVICT_LAST = 0x14F0000000000000
+
+
+@cute.jit
+def init_barriers(groups: cutlass.Constexpr):
+    """Initialise mbarriers: ``groups`` is a list of (pointer, count, arrivals).
+
+    One elected thread and constant addresses: with one lane per barrier the compiler makes a
+    serial loop with a proxy fence each, 2000 cycles instead of 600.
+    """
+    with cute.arch.elect_one():
+        for pointer, count, arrivals in groups:
+            for i in cutlass.range_constexpr(count):
+                cute.arch.mbarrier_init(pointer + i, arrivals)
+    cute.arch.mbarrier_init_fence()
+
+
+@cute.jit
+def bulk_load(atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer,
+              hint: cutlass.Constexpr):
+    """Issue one bulk tensor load; the whole warp calls it, the copy elects a lane."""
+    if cutlass.const_expr(hint is None):
+        cute.copy(atom, source, target, tma_bar_ptr=barrier)
+    else:
+        cute.copy(atom, source, target, tma_bar_ptr=barrier, cache_policy=Int64(hint))
+
+
+@cute.jit
+def expect_bytes(barrier: cute.Pointer, count: cutlass.Constexpr):
+    """Arm a barrier with the bytes that will arrive on it."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, count)
+
+
+@cute.jit
+def arrive_warp(barrier: cute.Pointer, lane: Int32):
+    """One arrival for the whole warp."""
+    if lane == 0:
+        cute.arch.mbarrier_arrive(barrier)
+
+
+def float_bits(value: Float32) -> Int32:
+    """The bit pattern of a float: what st.async carries."""
+    register = cute.make_rmem_tensor(cute.make_layout(1), Float32)
+    register[0] = value
+    return cute.recast_tensor(register, Int32)[0]
+
+
+def push(target: cute.Pointer, values: tuple[Int32, ...], barrier: cute.Pointer, rank: Int32):
+    """Send 1, 2 or 4 words to the same address in block ``rank`` of the cluster.
+
+    The receiver's barrier counts the bytes; pushing to the own rank is allowed, so that all slots
+    look alike.
+    """
+    data = values[0] if len(values) == 1 else values
+    cute.arch.store_async_dsmem(target.align(4 * len(values)), data, barrier, rank)
+
+
+def tile_atom(tensor: cute.Tensor, smem_layout: cute.ComposedLayout, tile: tuple[int, ...]):
+    """A bulk-load atom for tiles of a tensor, and the coordinate tensor to slice."""
+    return cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileG2SOp(), tensor, smem_layout, tile
+    )
+
+
+def partition(atom: cute.CopyAtom, smem: cute.Tensor, tiles: cute.Tensor, tile_rank: int):
+    """Shared-memory slots and global tiles as the copy wants them: (bytes of a box, index...)."""
+    return cpasync.tma_partition(
+        atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(smem, 0, tile_rank),
+        cute.group_modes(tiles, 0, tile_rank),
+    )

@@ -1,0 +1,65 @@
+"""Every error a user can meet.
+
+A message says what was asked, what is wrong, where, and what to do, in that order, e.g.
+``matmul(X[16, 4096], W[4095, 6144]): inner dimensions 4096 and 4095 differ; transpose or reshape
+one of them``. Nothing in the package raises a bare ``assert`` at a user, and nothing aborts the
+process.
+"""
+
+from __future__ import annotations
+
+
+class CutesuperError(Exception):
+    """Base of all errors raised by cutesuper."""
+
+
+class OperatorError(CutesuperError, ValueError):
+    """An operator that does not exist, or that was called with attributes it does not have."""
+
+
+class ShapeError(CutesuperError, ValueError):
+    """Ranks or extents that do not fit together."""
+
+
+class DTypeError(CutesuperError, TypeError):
+    """An element type that is unknown or not allowed here."""
+
+
+class DeviceError(CutesuperError, RuntimeError):
+    """Tensors on the wrong device, or a device that cannot run what was asked."""
+
+
+class LayoutError(CutesuperError, ValueError):
+    """A tensor whose strides or alignment a kernel cannot read."""
+
+
+class GraphError(CutesuperError, ValueError):
+    """A graph that is not legal: what stands in ``graph/check.py``."""
+
+
+class FormatError(CutesuperError, ValueError):
+    """A file from outside (graph, schedule, exported kernel) that is not what it claims to be."""
+
+
+class SearchError(CutesuperError, RuntimeError):
+    """The search found no program, or was given a budget it cannot work with."""
+
+
+class VerificationError(CutesuperError, RuntimeError):
+    """A program that does not compute what the graph defines."""
+
+
+class ScheduleError(CutesuperError, RuntimeError):
+    """No schedule for a program fits the device."""
+
+
+class LoweringError(CutesuperError, NotImplementedError):
+    """A program that the lowering cannot express yet."""
+
+
+class CompileError(CutesuperError, RuntimeError):
+    """The compiler refused a kernel, or a tool it needs is missing."""
+
+
+class CacheError(CutesuperError, RuntimeError):
+    """The artifact cache cannot be used at all (a damaged entry is a miss, not an error)."""

@@ -1,0 +1,256 @@
+"""What a legal graph is. Runs on everything that is built, searched or read from a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutesuper.errors import GraphError, OperatorError
+from cutesuper.graph.block import (
+    ACCUMULATE,
+    CLUSTER_REDUCE,
+    LOAD,
+    STORE,
+    Axis,
+    AxisKind,
+    BlockOp,
+    BlockProgram,
+    MuGraph,
+)
+from cutesuper.graph.dims import Symbol, extent
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.operators import lookup
+
+ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
+
+
+def check_kernel_graph(graph: KernelGraph) -> None:
+    """Refuse a graph that cannot be optimized.
+
+    Raises:
+        GraphError: no inputs, no outputs, or an input that no output depends on.
+    """
+    if not graph.inputs:
+        raise GraphError("kernel graph: it has no inputs; add one with new_input(dims=, dtype=)")
+    if not graph.outputs:
+        raise GraphError("kernel graph: no output is marked; call mark_output(tensor)")
+    needed = set(graph.outputs)
+    for i in reversed(range(len(graph.nodes))):
+        if i in needed:
+            needed.update(graph.nodes[i].inputs)
+    unused = [graph.nodes[i].name for i in graph.inputs if i not in needed]
+    if unused:
+        raise GraphError(
+            f"kernel graph: no output depends on input {', '.join(unused)}; remove it or use it"
+        )
+
+
+@dataclass(frozen=True)
+class ValueState:
+    """What a value of a block program still depends on, besides its own labels.
+
+    Attributes:
+        pending: axes over which it is a partial result (its label was reduced in the tile only).
+        inside: loop and persistent axes inside which it lives.
+        closed: loop and persistent axes that it needs to have ended.
+    """
+
+    pending: frozenset[str]
+    inside: frozenset[str]
+    closed: frozenset[str]
+
+
+def check_block_program(program: BlockProgram) -> list[ValueState]:
+    """Refuse an illegal block program; return the state of every value.
+
+    Raises:
+        GraphError: naming the operation and what is wrong with it.
+    """
+    _check_axes(program)
+    states: list[ValueState] = []
+    for i, op in enumerate(program.ops):
+        where = f"block program, operation {i} ({op.kind})"
+        if any(not 0 <= j < i for j in op.inputs):
+            raise GraphError(f"{where}: inputs {list(op.inputs)} must come before it")
+        if any(program.ops[j].kind == STORE for j in op.inputs):
+            raise GraphError(f"{where}: a stored tensor cannot be an operand; use the value itself")
+        _check_dims(program, op, where)
+        states.append(_state(program, op, states, where))
+    if not program.stores():
+        raise GraphError("block program: it stores nothing")
+    return states
+
+
+def _check_axes(program: BlockProgram) -> None:
+    names = [a.name for a in program.axes]
+    if len(set(names)) < len(names):
+        raise GraphError(f"block program: an axis occurs twice in {', '.join(names)}")
+    if set(program.tile) != set(program.dims):
+        raise GraphError("block program: every label needs a tile extent, and only labels have one")
+    for kind in (AxisKind.CLUSTER, AxisKind.LOOP, AxisKind.PERSISTENT):
+        if len(program.of_kind(kind)) > 1:
+            raise GraphError(f"block program: more than one {kind} axis")
+    for a in program.axes:
+        if a.dim not in program.dims:
+            raise GraphError(f"block program: axis {a} splits the unknown label {a.dim}")
+        symbolic = a.kind == AxisKind.GRID and isinstance(program.dims[a.dim], Symbol)
+        if (a.extent is None and not symbolic) or (a.extent is not None and a.extent < 1):
+            raise GraphError(f"block program: axis {a} needs a positive extent")
+    for dim, tile in program.tile.items():
+        covered = program.covered(dim)
+        if tile < 1 or (covered is not None and covered < extent(program.dims[dim])):
+            raise GraphError(
+                f"block program: axes and tile cover {covered} of the {program.dims[dim]} "
+                f"elements of {dim}"
+            )
+        if covered is not None and isinstance(program.dims[dim], Symbol):
+            raise GraphError(f"block program: {dim} is symbolic and needs an open grid axis")
+
+
+def _check_attributes(op: BlockOp, where: str) -> None:
+    needed = {LOAD: ("tensor", "map"), STORE: ("tensor", "map")}
+    needed |= {ACCUMULATE: ("axis", "op"), CLUSTER_REDUCE: ("axis", "op")}
+    if op.kind not in needed:
+        try:
+            operator = lookup(op.kind)
+            if operator.elementwise:
+                operator.check_attributes(op.attributes)
+                return
+        except OperatorError as e:
+            raise GraphError(f"{where}: {e}") from None
+        if operator.name != "matmul" and not operator.reduces:
+            raise GraphError(f"{where}: not an operation of a block program")
+    missing = set(needed.get(op.kind, ("over",))) - set(op.attributes)
+    if missing:
+        raise GraphError(f"{where}: it needs the attribute {', '.join(sorted(missing))}")
+    if not isinstance(op.attributes.get("map", ()), tuple):
+        raise GraphError(f"{where}: its map must be a tuple of labels")
+
+
+def _check_dims(program: BlockProgram, op: BlockOp, where: str) -> None:
+    _check_attributes(op, where)
+    args = [program.ops[j].dims for j in op.inputs]
+    if op.kind == LOAD:
+        _arity(op, 0, where)
+        expected = {d for d in op.attributes["map"] if d is not None}
+        if len(expected) < sum(d is not None for d in op.attributes["map"]):
+            raise GraphError(f"{where}: {op.attributes['tensor']} has one label twice")
+    elif op.kind in (STORE, ACCUMULATE, CLUSTER_REDUCE):
+        _arity(op, 1, where)
+        expected = set(args[0])
+    else:
+        operator = lookup(op.kind)
+        _arity(op, operator.arity, where)
+        expected = set().union(*args)
+        if not operator.elementwise:
+            over = op.attributes["over"]
+            if any(over not in a for a in args):
+                raise GraphError(f"{where}: an operand does not have the label {over}")
+            expected -= {over}
+    unknown = expected - set(program.dims)
+    if unknown:
+        raise GraphError(f"{where}: unknown label {', '.join(sorted(map(str, unknown)))}")
+    if op.dims != tuple(d for d in program.dims if d in expected):
+        raise GraphError(f"{where}: its labels are {list(op.dims)}, expected {sorted(expected)}")
+
+
+def _arity(op: BlockOp, arity: int, where: str) -> None:
+    if len(op.inputs) != arity:
+        raise GraphError(f"{where}: takes {arity} operand(s), got {len(op.inputs)}")
+
+
+def _state(program: BlockProgram, op: BlockOp, states: list[ValueState], where: str) -> ValueState:
+    args = [states[j] for j in op.inputs]
+    pending = frozenset[str]().union(*(a.pending for a in args))
+    inside = frozenset[str]().union(*(a.inside for a in args))
+    closed = frozenset[str]().union(*(a.closed for a in args))
+    if op.kind == LOAD:
+        inside = frozenset(
+            a.name for a in program.axes if a.dim in op.dims and a.kind in ITERATED
+        )
+    elif op.kind == STORE:
+        _check_store(program, op, pending, inside, where)
+    elif op.kind in (ACCUMULATE, CLUSTER_REDUCE):
+        axis = _reduced_axis(program, op, where)
+        if axis.name not in pending:
+            raise GraphError(f"{where}: its operand is no partial result over {axis.name}")
+        pending -= {axis.name}
+        if axis.kind in ITERATED:
+            inside -= {axis.name}
+            closed |= {axis.name}
+    elif "over" in op.attributes:
+        pending |= {a.name for a in program.axes_of(op.attributes["over"])}
+    if inside & closed:
+        raise GraphError(
+            f"{where}: uses the result of {', '.join(sorted(inside & closed))} inside that loop"
+        )
+    return ValueState(pending, inside, closed)
+
+
+def _reduced_axis(program: BlockProgram, op: BlockOp, where: str) -> Axis:
+    try:
+        axis = program.axis(op.attributes["axis"])
+    except KeyError:
+        raise GraphError(f"{where}: there is no axis {op.attributes.get('axis')!r}") from None
+    kinds = ITERATED if op.kind == ACCUMULATE else (AxisKind.CLUSTER,)
+    if axis.kind not in kinds:
+        raise GraphError(f"{where}: cannot reduce over the {axis.kind} axis {axis.name}")
+    if op.attributes.get("op") not in ("sum", "max"):
+        raise GraphError(f"{where}: op must be 'sum' or 'max'")
+    return axis
+
+
+def _check_store(
+    program: BlockProgram, op: BlockOp, pending: frozenset[str], inside: frozenset[str], where: str
+) -> None:
+    mapped = {d for d in op.attributes["map"] if d is not None}
+    if mapped != set(op.dims) | pending:
+        missing = sorted(pending - mapped)
+        why = f"it is a partial result over {', '.join(missing)}" if missing else (
+            f"it has the labels {list(op.dims)} and is mapped to {list(op.attributes['map'])}"
+        )
+        raise GraphError(f"{where}: {why}; reduce it, or give the tensor a dimension for it")
+    left = {name for name in inside if program.axis(name).dim not in op.dims}
+    if left:
+        raise GraphError(f"{where}: it is stored in every iteration of {', '.join(sorted(left))}")
+
+
+def check_mugraph(mu: MuGraph) -> None:
+    """Refuse an illegal muGraph: programs, names, shapes and the order of kernels.
+
+    Raises:
+        GraphError: naming the kernel and the tensor.
+    """
+    known = set(mu.inputs)
+    for name in (*mu.inputs, *mu.outputs):
+        if name not in mu.tensors:
+            raise GraphError(f"muGraph: tensor {name} is not described")
+    for step in mu.steps:
+        check_block_program(step.program)
+        for op in (*step.program.loads(), *step.program.stores()):
+            _check_map(mu, step.program, op, f"muGraph, kernel {step.name}")
+        unknown = [n for n in step.reads if n not in known]
+        if unknown:
+            raise GraphError(f"muGraph, kernel {step.name}: reads {unknown[0]} before it is made")
+        for name in step.writes:
+            if name in known:
+                raise GraphError(f"muGraph, kernel {step.name}: {name} is written twice")
+            known.add(name)
+    missing = [n for n in mu.outputs if n not in known]
+    if missing:
+        raise GraphError(f"muGraph: no kernel writes the output {missing[0]}")
+
+
+def _check_map(mu: MuGraph, program: BlockProgram, op: BlockOp, where: str) -> None:
+    name: str = op.attributes["tensor"]
+    if name not in mu.tensors:
+        raise GraphError(f"{where}: tensor {name} is not described")
+    shape, mapping = mu.tensors[name].shape, op.attributes["map"]
+    if len(shape) != len(mapping):
+        raise GraphError(f"{where}: {name} has {len(shape)} dimensions, its map {len(mapping)}")
+    for d, label in zip(shape, mapping, strict=True):
+        want: Any = 1 if label is None else program.dims.get(label)
+        if want is None:
+            want = {a.name: a.extent for a in program.axes}.get(label)
+        if d != want:
+            raise GraphError(f"{where}: extent {d} of {name} is mapped to {label} of extent {want}")

@@ -1,0 +1,1 @@
+"""From a plan to a traced CuTe DSL kernel: Python that runs while the DSL traces."""

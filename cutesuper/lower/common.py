@@ -1,0 +1,68 @@
+"""What both loop skeletons need: element types, labelled views of arguments, fake arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.runtime import make_fake_compact_tensor
+
+from cutesuper.graph.block import BlockProgram
+from cutesuper.graph.dims import Symbol
+from cutesuper.schedule.plan import Argument, View
+
+ELEMENT = {
+    "float16": cutlass.Float16,
+    "bfloat16": cutlass.BFloat16,
+    "float32": cutlass.Float32,
+}
+
+
+class Extents:
+    """Extents of labels while tracing: Python ints, or run-time values of symbolic dimensions."""
+
+    def __init__(self, program: BlockProgram, arguments: tuple[Argument, ...]) -> None:
+        self.program = program
+        self.arguments = arguments
+
+    def of(self, label: str, tensors: list[cute.Tensor]) -> Any:
+        """The extent of a label, read off an argument where it is symbolic."""
+        dim = self.program.dims[label]
+        if not isinstance(dim, Symbol):
+            return dim
+        for argument, tensor in zip(self.arguments, tensors, strict=True):
+            if argument.shape and argument.shape[0] == dim:
+                return tensor.shape[0]
+        raise AssertionError(f"no argument carries {dim}")  # the planner made the views
+
+
+def labelled(
+    extents: Extents, view: View, labels: tuple[str, ...], tensors: list[cute.Tensor]
+) -> cute.Tensor:
+    """The argument behind ``view`` with one mode for each of ``labels``, in this order."""
+    shape = tuple(extents.of(d, tensors) for d in labels)
+    stride = tuple(view.stride(d) for d in labels)
+    return cute.make_tensor(
+        tensors[view.argument].iterator, cute.make_layout(shape, stride=stride)
+    )
+
+
+def fake_arguments(arguments: tuple[Argument, ...]) -> tuple[cute.Tensor, ...]:
+    """Arguments to compile with; equal symbols share one run-time extent."""
+    symbols: dict[str, Any] = {}
+
+    def dim(d: Any) -> Any:
+        if isinstance(d, Symbol):
+            return symbols.setdefault(d.name, cute.sym_int())
+        return d
+
+    return tuple(
+        make_fake_compact_tensor(
+            ELEMENT[a.dtype],
+            tuple(dim(d) for d in a.shape) or (1,),
+            stride_order=tuple(reversed(range(max(1, len(a.shape))))),
+            assumed_align=16,
+        )
+        for a in arguments
+    )

@@ -1,0 +1,217 @@
+"""The end of the matmul loop: finish accumulators, apply the fused expression, store.
+
+A thread holds, for one column of the output and a quarter of the rows, ``m / 4`` accumulators:
+rows ``8 j + 2 (lane % 4) + {0, 1}``. With a cluster every block first sends each peer the partial
+sums of the columns that the peer finishes, and adds up what it receives in the order of the ranks,
+so the result does not depend on timing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cutesuper.device.memory import push
+from cutesuper.lower.common import ELEMENT
+from cutesuper.lower.statistics import ROW_VALUES_BARRIER
+from cutesuper.schedule.matmul import COLUMN_BLOCK
+
+if TYPE_CHECKING:
+    from cutesuper.lower.matmul import MatmulKernel
+
+
+class Epilogue:
+    """Everything after the last product of a tile."""
+
+    def __init__(self, kernel: MatmulKernel) -> None:
+        self.k = kernel
+        self.values = kernel.m // 4  # accumulators of one thread and column
+        self.columns = kernel.n // kernel.cluster  # columns this block finishes
+        finals = [final for _, final in kernel.plan.products]
+        self.product_of = {final: w for w, final in enumerate(finals)}
+
+    @cute.jit
+    def run(self, accumulators, smem, tensors, tidx, warp, lane, where):
+        """From the accumulators of all consumer warps to memory."""
+        k = self.k
+        if cutlass.const_expr(k.dependent):
+            # epilogue loads and stores may touch what the predecessor reads or writes
+            cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(k.cluster > 1):
+            self.send(accumulators, smem, warp, lane, where)
+            self.wait_row_values()
+            cute.arch.mbarrier_wait(smem["received"], 0)
+            self.finish_received(smem, tensors, tidx, where)
+        else:
+            self.wait_row_values()
+            self.finish_own(accumulators, smem, tensors, warp, lane, where)
+
+    @cute.jit
+    def wait_row_values(self):
+        """Until the helper warps have written the row values."""
+        if cutlass.const_expr(len(self.k.plan.statistics) > 0):
+            cute.arch.barrier(
+                barrier_id=ROW_VALUES_BARRIER,
+                number_of_threads=32 * (self.k.helpers + self.k.consumers),
+            )
+
+    # -------------------------------------------------------------------------------- exchange
+
+    @cute.jit
+    def send(self, accumulators, smem, warp, lane, where):
+        """Push every column's partial sums to the block that finishes it."""
+        k, count = self.k, self.values
+        rank = where[2]
+        width = min(4, count)
+        for w in cutlass.range_constexpr(k.weights):
+            for i in cutlass.range_constexpr(len(accumulators[w])):
+                words = cute.recast_tensor(accumulators[w][i], Int32)
+                block = warp // 4 + k.warpgroups * i
+                for half in cutlass.range_constexpr(2):
+                    n = block * COLUMN_BLOCK + (warp % 4) * 16 + half * 8 + lane // 4
+                    slot = self.slot(rank, w, n % self.columns, lane % 4)
+                    peer = n // self.columns
+                    for v in cutlass.range_constexpr(0, count, width):
+                        data = tuple(words[self.position(v + e, half)] for e in range(width))
+                        push(smem["partials"] + (slot + v), data, smem["received"], peer)
+
+    def slot(self, source: Any, product: int, column: Any, quarter: Any) -> Any:
+        """Where a peer's partial sums for one column and quarter of the rows lie."""
+        index = ((source * self.k.weights + product) * self.columns + column) * 4 + quarter
+        return index * self.values
+
+    @staticmethod
+    def position(v: int, half: int) -> int:
+        """Place of value ``v`` in an accumulator fragment: (row bit, column half, row block)."""
+        return v % 2 + 2 * half + 4 * (v // 2)
+
+    @cute.jit
+    def finish_received(self, smem, tensors, tidx, where):
+        """Add up the partial sums of this block's columns and store them."""
+        k, items = self.k, 4 * self.columns
+        threads = 32 * k.consumers
+        tile_m, tile_n, rank, batch = where
+        for p in cutlass.range_constexpr(-(-items // threads)):
+            item = tidx + p * threads
+            if item < items:
+                # neighbouring threads take neighbouring columns: stores coalesce
+                column, quarter = item % self.columns, item // self.columns
+                sums = [self.collect(smem, w, column, quarter) for w in range(k.weights)]
+                n = tile_n * k.n + rank * self.columns + column
+                self.store(sums, smem, tensors, n, tile_m, quarter, batch)
+
+    def collect(self, smem: dict[str, Any], product: int, column: Any, quarter: Any) -> Any:
+        """The sum over the cluster, in the order of the ranks."""
+        layout = cute.make_layout(self.values)
+        total = None
+        for source in range(self.k.cluster):
+            part = cute.make_rmem_tensor(layout, Float32)
+            pointer = smem["partials"] + self.slot(source, product, column, quarter)
+            align = 4 * min(4, self.values)
+            cute.autovec_copy(cute.make_tensor(pointer.align(align), layout), part)
+            total = part.load() if total is None else total + part.load()
+        return total
+
+    @cute.jit
+    def finish_own(self, accumulators, smem, tensors, warp, lane, where):
+        """Store a tile that no other block has a part of."""
+        k = self.k
+        tile_m, tile_n, _, batch = where
+        for i in cutlass.range_constexpr(len(accumulators[0])):
+            block = warp // 4 + k.warpgroups * i
+            for half in cutlass.range_constexpr(2):
+                n = tile_n * k.n + block * COLUMN_BLOCK + (warp % 4) * 16 + half * 8 + lane // 4
+                sums = [self.column_of(accumulators[w][i], half) for w in range(k.weights)]
+                self.store(sums, smem, tensors, n, tile_m, lane % 4, batch)
+
+    def column_of(self, accumulator: cute.Tensor, half: int) -> Any:
+        """One column of an accumulator fragment."""
+        column = cute.make_rmem_tensor(cute.make_layout(self.values), Float32)
+        for v in range(self.values):
+            column[v] = accumulator[self.position(v, half)]
+        return column.load()
+
+    # ----------------------------------------------------------------------------------- store
+
+    @cute.jit
+    def store(self, sums, smem, tensors, n, tile_m, quarter, batch):
+        """Apply the outputs' expressions to one column and store the rows that exist."""
+        k, plan = self.k, self.k.plan
+        rows = k.extents.of(plan.row, tensors)
+        columns = k.extents.of(plan.column, tensors)
+        if n < columns:
+            for o, output in enumerate(plan.outputs):
+                leaves = [
+                    self.leaf(i, sums, smem, tensors, n, tile_m, quarter, batch)
+                    for i in output.expression.leaves
+                ]
+                value = output.expression.evaluate(leaves, k.math)
+                self.store_rows(value, o, tensors, n, tile_m, quarter, batch, rows)
+
+    def leaf(self, i: int, sums: Any, smem: Any, tensors: Any, n: Any, tile_m: Any, quarter: Any,
+             batch: Any) -> Any:
+        """A leaf of the epilogue: accumulator, row value or load."""
+        plan = self.k.plan
+        if i in self.product_of:
+            return sums[self.product_of[i]]
+        local = [self.row_of(v, quarter) for v in range(self.values)]
+        if i in plan.row_values:
+            base = list(plan.row_values).index(i) * self.k.m
+            return self.gather(smem["row_values"], [base + m for m in local])
+        return self.fetch(plan.loads[i], tensors, n, tile_m, local, batch)
+
+    @staticmethod
+    def row_of(v: int, quarter: Any) -> Any:
+        """Row of value ``v`` within the tile."""
+        return 8 * (v // 2) + 2 * quarter + v % 2
+
+    def gather(self, array: cute.Pointer, places: list[Any]) -> Any:
+        """Elements of a shared-memory array as a fragment."""
+        out = cute.make_rmem_tensor(cute.make_layout(len(places)), Float32)
+        for v, place in enumerate(places):
+            out[v] = cute.make_tensor(array + place, cute.make_layout(1))[0]
+        return out.load()
+
+    @cute.jit
+    def fetch(self, view: cutlass.Constexpr, tensors, n, tile_m, local, batch):
+        """A bias, residual or the like, for one column."""
+        k, plan = self.k, self.k.plan
+        base = n * view.stride(plan.column)
+        for label in plan.batch:
+            base = base + batch[label] * view.stride(label)
+        source = tensors[view.argument].iterator
+        out = cute.make_rmem_tensor(cute.make_layout(self.values), Float32)
+        if cutlass.const_expr(plan.row in view.labels):
+            rows = k.extents.of(plan.row, tensors)
+            for v in cutlass.range_constexpr(self.values):
+                m = tile_m * k.m + local[v]
+                out[v] = Float32(0.0)
+                if m < rows:
+                    element = cute.make_tensor(
+                        source + (base + m * view.stride(plan.row)), cute.make_layout(1)
+                    )
+                    out[v] = element[0].to(Float32)
+        else:
+            element = cute.make_tensor(source + base, cute.make_layout(1))
+            out.fill(element[0].to(Float32))
+        return out.load()
+
+    @cute.jit
+    def store_rows(self, value, o: cutlass.Constexpr, tensors, n, tile_m, quarter, batch, rows):
+        """Store one column's rows, converted, where they exist."""
+        k, plan = self.k, self.k.plan
+        view = plan.outputs[o].view
+        dtype = ELEMENT[plan.arguments[view.argument].dtype]
+        base = n * view.stride(plan.column)
+        for label in plan.batch:
+            base = base + batch[label] * view.stride(label)
+        converted = cute.make_rmem_tensor(cute.make_layout(self.values), dtype)
+        converted.store(value.to(dtype))
+        for v in cutlass.range_constexpr(self.values):
+            m = tile_m * k.m + self.row_of(v, quarter)
+            if m < rows:
+                place = tensors[view.argument].iterator + (base + m * view.stride(plan.row))
+                cute.make_tensor(place, cute.make_layout(1))[0] = converted[v]

@@ -1,0 +1,31 @@
+"""The namespace ``m`` of `Operator.scalar` over Python floats: expressions evaluated at plan time."""
+
+from __future__ import annotations
+
+import math
+
+
+class HostMath:
+    """Plain Python; raises ArithmeticError or ValueError where the device gives inf or NaN."""
+
+    exp = staticmethod(math.exp)
+    sqrt = staticmethod(math.sqrt)
+    tanh = staticmethod(math.tanh)
+    erf = staticmethod(math.erf)
+    maximum = staticmethod(max)
+    minimum = staticmethod(min)
+
+    @staticmethod
+    def rsqrt(x: float) -> float:
+        """1 / sqrt(x)."""
+        return 1.0 / math.sqrt(x)
+
+    @staticmethod
+    def sigmoid(x: float) -> float:
+        """1 / (1 + e^-x)."""
+        return 1.0 / (1.0 + math.exp(-x))
+
+    @staticmethod
+    def div(x: float, y: float) -> float:
+        """x / y."""
+        return x / y

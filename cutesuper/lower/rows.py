@@ -1,0 +1,199 @@
+"""Row kernels, traced: walks a `RowPlan` operation by operation on register fragments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32
+
+from cutesuper.device.math import DeviceMath, nan_max
+from cutesuper.graph.block import LOAD, STORE
+from cutesuper.graph.dims import extent
+from cutesuper.graph.operators import lookup
+from cutesuper.lower.common import ELEMENT, Extents
+from cutesuper.lower.statistics import NEUTRAL
+from cutesuper.schedule.plan import View
+from cutesuper.schedule.rows import RowPlan
+
+
+class RowKernel:
+    """One group of ``lanes`` threads per row; see `cutesuper.schedule.rows`."""
+
+    def __init__(self, plan: RowPlan) -> None:
+        self.plan = plan
+        self.extents = Extents(plan.program, plan.arguments)
+        s = plan.schedule
+        self.lanes, self.vector, self.chunks = s.lanes, s.vector, s.chunks
+        self.length = extent(plan.program.dims[plan.column])
+        self.ragged = self.length % plan.width != 0 or self.length < plan.width
+        self.row_blocks_of = s.rows
+        written = [a.dtype for a in plan.arguments if a.written]
+        self.math = DeviceMath(fast="float32" not in written)
+
+    @cute.jit
+    def __call__(self, *args):
+        """Arguments are the plan's tensors in order, then the stream."""
+        tensors, stream = list(args[:-1]), args[-1]
+        columns = -(-self.length // self.plan.width)
+        self.kernel(tensors).launch(
+            grid=(cute.ceil_div(self.row_count(tensors), self.row_blocks_of), columns, 1),
+            block=(self.plan.threads, 1, 1),
+            stream=stream,
+            use_pdl=self.plan.schedule.dependent_launch,
+        )
+
+    def row_count(self, tensors: list[cute.Tensor]) -> Any:
+        """Number of rows: the product of all labels but the contiguous one."""
+        count = 1
+        for label in self.plan.rows:
+            count = count * self.extents.of(label, tensors)
+        return count
+
+    @cute.kernel
+    def kernel(self, tensors: list[cute.Tensor]):
+        plan = self.plan
+        tidx, _, _ = cute.arch.thread_idx()
+        bx, by, _ = cute.arch.block_idx()
+        if cutlass.const_expr(plan.schedule.dependent_launch):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        slots = None
+        if cutlass.const_expr(plan.shared_bytes > 0):
+            alloc = cutlass.memory.SmemAllocator()
+            slots = alloc.allocate_array(Float32, plan.shared_bytes // 4, byte_alignment=16)
+        lane = tidx % self.lanes
+        group = tidx // self.lanes
+        row = bx * self.row_blocks_of + group
+        first = by * plan.width + lane * self.vector
+        valid = row < self.row_count(tensors)
+
+        values: dict[int, Any] = {}
+        for i, view in plan.loads.items():
+            values[i] = self.load(view, tensors, row, first, valid)
+        for i, op in enumerate(plan.program.ops):
+            if op.kind in (LOAD, STORE):
+                continue
+            args = [values[j] for j in op.inputs]
+            if i in plan.reductions:
+                n = plan.reductions.index(i)
+                values[i] = self.reduce(op.kind, args[0], n, slots, tidx, group, first)
+            else:
+                values[i] = lookup(op.kind).scalar(self.math, args, op.attributes)
+        for i, view in plan.stores.items():
+            value = values[plan.program.ops[i].inputs[0]]
+            self.store(value, view, tensors, row, first, lane, valid)
+
+    def offset(self, view: View, tensors: list[cute.Tensor], row: Any) -> Any:
+        """Offset in elements of a row's first element."""
+        if not self.plan.rows:
+            return Int32(0)
+        # linear indices run through the first mode fastest, rows through the last label
+        labels = tuple(reversed(self.plan.rows))
+        shape = tuple(self.extents.of(d, tensors) for d in labels)
+        return cute.make_layout(shape, stride=tuple(view.stride(d) for d in labels))(row)
+
+    @cute.jit
+    def load(self, view: cutlass.Constexpr, tensors, row, first, valid):
+        """A row's elements of this thread as an fp32 fragment, or a scalar of the row."""
+        dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
+        source = tensors[view.argument].iterator
+        if cutlass.const_expr(self.plan.column not in view.labels):
+            scalar = cute.make_rmem_tensor(cute.make_layout(1), dtype)
+            scalar.fill(0.0)
+            if valid:
+                place = source + self.offset(view, tensors, row)
+                scalar[0] = cute.make_tensor(place, cute.make_layout(1))[0]
+            result = scalar[0].to(Float32)
+        else:
+            registers = cute.make_rmem_tensor(cute.make_layout((self.vector, self.chunks)), dtype)
+            if cutlass.const_expr(self.ragged):
+                registers.fill(0.0)
+            if valid:
+                base = source + self.offset(view, tensors, row)
+                for c in cutlass.range_constexpr(self.chunks):
+                    at = first + c * (self.lanes * self.vector)
+                    if cutlass.const_expr(self.ragged):
+                        if at < self.length:
+                            cute.autovec_copy(self.piece(base, at, dtype), registers[None, c])
+                    else:
+                        cute.autovec_copy(self.piece(base, at, dtype), registers[None, c])
+            result = registers.load().to(Float32)
+        return result
+
+    def piece(self, base: cute.Pointer, at: Any, dtype: Any) -> cute.Tensor:
+        """One access: ``vector`` neighbouring elements."""
+        pointer = (base + at).align(self.vector * dtype.width // 8)
+        return cute.make_tensor(pointer, cute.make_layout(self.vector))
+
+    @cute.jit
+    def reduce(self, kind: cutlass.Constexpr, value, n: cutlass.Constexpr, slots, tidx, group,
+               first):
+        """Sum, mean or maximum of a row; every thread of the row gets it."""
+        op = "max" if kind == "max" else "sum"
+        neutral = NEUTRAL[op]
+        if cutlass.const_expr(self.ragged):
+            value = cute.where(self.inside(first), value, cute.full_like(value, neutral))
+        if cutlass.const_expr(op == "max"):
+            v = Float32(value.reduce(cute.ReductionOp.MAX, Float32(neutral), 0))
+        else:
+            v = Float32(value.reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
+        distance = min(self.lanes, 32) // 2
+        while cutlass.const_expr(distance > 0):
+            v = self.combine(op, v, cute.arch.shuffle_sync_bfly(v, distance))
+            distance = distance // 2
+        if cutlass.const_expr(self.plan.warps_per_row > 1):
+            v = self.across_warps(op, v, n, slots, tidx, group)
+        if cutlass.const_expr(kind == "mean"):
+            v = v * (1.0 / self.length)
+        return v
+
+    @cute.jit
+    def across_warps(self, op: cutlass.Constexpr, v, n: cutlass.Constexpr, slots, tidx, group):
+        """Combine the warps of a row; each reduction has slots of its own, so one barrier does."""
+        warps = self.plan.warps_per_row
+        base = slots + (n * self.plan.schedule.rows + group) * warps
+        if tidx % 32 == 0:
+            warp = (tidx % self.lanes) // 32
+            cute.make_tensor(base + warp, cute.make_layout(1))[0] = v
+        cute.arch.sync_threads()
+        total = Float32(NEUTRAL[op])
+        for w in cutlass.range_constexpr(warps):
+            total = self.combine(op, total, cute.make_tensor(base + w, cute.make_layout(1))[0])
+        return total
+
+    def combine(self, op: str, a: Any, b: Any) -> Any:
+        """a + b or max(a, b)."""
+        return nan_max(a, b) if op == "max" else a + b
+
+    def inside(self, first: Any) -> Any:
+        """Which elements of the fragment lie before the end of the row."""
+        index = cute.make_rmem_tensor(cute.make_layout((self.vector, self.chunks)), Int32)
+        for c in range(self.chunks):
+            for e in range(self.vector):
+                index[e, c] = first + (c * self.lanes * self.vector + e)
+        return index.load() < self.length
+
+    @cute.jit
+    def store(self, value, view: cutlass.Constexpr, tensors, row, first, lane, valid):
+        """Write a fragment, or a scalar of the row by its first thread."""
+        dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
+        target = tensors[view.argument].iterator
+        if cutlass.const_expr(self.plan.column not in view.labels):
+            if valid and lane == 0:
+                place = target + self.offset(view, tensors, row)
+                cute.make_tensor(place, cute.make_layout(1))[0] = value.to(dtype)
+        else:
+            registers = cute.make_rmem_tensor(cute.make_layout((self.vector, self.chunks)), dtype)
+            registers.store(value.to(dtype))
+            if valid:
+                base = target + self.offset(view, tensors, row)
+                for c in cutlass.range_constexpr(self.chunks):
+                    at = first + c * (self.lanes * self.vector)
+                    if cutlass.const_expr(self.ragged):
+                        if at < self.length:
+                            cute.autovec_copy(registers[None, c], self.piece(base, at, dtype))
+                    else:
+                        cute.autovec_copy(registers[None, c], self.piece(base, at, dtype))

@@ -1,0 +1,101 @@
+"""Plans: everything the lowering needs to know of one kernel, decided, and printable.
+
+`make_plan` recognises which loop skeleton a block program fits, gives every operation its place in
+it, picks a schedule if none is given, and refuses with a reason what no skeleton can run.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from math import prod
+
+from cutesuper.graph.block import LOAD, BlockOp, BlockProgram, KernelStep, TensorSpec
+from cutesuper.graph.dims import Dim, Symbol, extent
+from cutesuper.graph.serial import program_dict
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor argument of a kernel, compact and row-major.
+
+    Attributes:
+        constant: may be read before the dependency wait.
+        written: an output.
+    """
+
+    name: str
+    shape: tuple[Dim, ...]
+    dtype: str
+    constant: bool
+    written: bool
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor as the block program sees it: labels instead of positions.
+
+    Attributes:
+        argument: index of the kernel argument.
+        labels: its labels, extents of 1 left out.
+        strides: distance in elements between neighbours of each label.
+    """
+
+    argument: int
+    labels: tuple[str, ...]
+    strides: tuple[int, ...]
+
+    def stride(self, label: str) -> int:
+        """Stride of ``label``; 0 where the tensor does not have it (it is replicated)."""
+        return dict(zip(self.labels, self.strides, strict=True)).get(label, 0)
+
+
+def arguments_of(step: KernelStep, tensors: dict[str, TensorSpec]) -> tuple[Argument, ...]:
+    """The kernel's arguments: tensors read, then tensors written, in program order."""
+
+    def argument(name: str, written: bool) -> Argument:
+        t = tensors[name]
+        return Argument(name, t.shape, t.dtype.name, t.constant, written)
+
+    return (
+        *(argument(n, False) for n in step.reads),
+        *(argument(n, True) for n in step.writes),
+    )
+
+
+def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
+    """How a load or a store sees its tensor."""
+    written = op.kind != LOAD
+    index = next(
+        i
+        for i, a in enumerate(arguments)
+        if a.name == op.attributes["tensor"] and a.written == written
+    )
+    shape = arguments[index].shape
+    strides = [prod(extent(d) for d in shape[i + 1 :]) for i in range(len(shape))]
+    kept = [(d, s) for d, s in zip(op.attributes["map"], strides, strict=True) if d is not None]
+    return View(index, tuple(d for d, _ in kept), tuple(s for _, s in kept))
+
+
+def is_symbolic(dim: Dim) -> bool:
+    """Whether the extent is known only at the call."""
+    return isinstance(dim, Symbol)
+
+
+def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule: object) -> str:
+    """Canonical text of everything that decides the generated code.
+
+    Symbolic extents enter by name only: the hint does not change the code.
+    """
+    shapes = [
+        [a.dtype, a.constant, a.written, [d.name if isinstance(d, Symbol) else d for d in a.shape]]
+        for a in arguments
+    ]
+    names = {a.name: i for i, a in enumerate(arguments)}
+    data = program_dict(program)
+    data["dims"] = [[k, v["symbol"] if isinstance(v, dict) else v] for k, v in data["dims"]]
+    for op in data["ops"]:
+        if "tensor" in op[3]:
+            op[3]["tensor"] = names[op[3]["tensor"]]
+    knobs = {"kind": type(schedule).__name__, **asdict(schedule)}  # type: ignore[call-overload]
+    return json.dumps([data, shapes, knobs], sort_keys=True, separators=(",", ":"))

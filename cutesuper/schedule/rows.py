@@ -1,0 +1,215 @@
+"""Skeleton 1, rows: element-wise programs and reductions along the contiguous label.
+
+A row (all other labels fixed) is held in registers by a power of two of threads; reductions run
+over shuffles and, across warps, shared memory. Every tensor is read and written once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from cutesuper.errors import LoweringError
+from cutesuper.graph.block import LOAD, STORE, Axis, AxisKind, BlockProgram, KernelStep, TensorSpec
+from cutesuper.graph.dims import Symbol, ceil_div, extent
+from cutesuper.graph.dtypes import as_dtype
+from cutesuper.graph.operators import lookup
+from cutesuper.graph.target import Target
+from cutesuper.schedule.plan import Argument, View, arguments_of, content_key, view_of
+from cutesuper.schedule.schedule import RowSchedule
+
+#: elements of one row that one thread may hold: 64 fp32 registers for every live value
+MAX_PER_THREAD = 64
+MAX_THREADS = 1024
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """A row kernel, decided.
+
+    Attributes:
+        program: the block program, tiled as the kernel runs it.
+        arguments: tensor arguments in order, inputs first.
+        column: the contiguous label.
+        rows: the other labels, outermost first.
+        loads: by operation.
+        stores: by operation.
+        reductions: operations that reduce over ``column``.
+        schedule: the knobs.
+    """
+
+    program: BlockProgram
+    arguments: tuple[Argument, ...]
+    column: str
+    rows: tuple[str, ...]
+    loads: dict[int, View]
+    stores: dict[int, View]
+    reductions: tuple[int, ...]
+    schedule: RowSchedule
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.schedule.lanes * self.schedule.rows
+
+    @property
+    def width(self) -> int:
+        """Elements of the contiguous label that a block covers."""
+        return self.schedule.lanes * self.schedule.vector * self.schedule.chunks
+
+    @property
+    def warps_per_row(self) -> int:
+        """Warps that share a row."""
+        return ceil_div(self.schedule.lanes, 32)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: one slot for every warp and reduction."""
+        slots = len(self.reductions) * self.schedule.rows * self.warps_per_row
+        return 4 * slots if self.warps_per_row > 1 else 0
+
+    @property
+    def key(self) -> str:
+        """Canonical text of everything that decides the generated code."""
+        return content_key(self.program, self.arguments, self.schedule)
+
+
+def plan_rows(
+    step: KernelStep,
+    tensors: dict[str, TensorSpec],
+    target: Target,
+    schedule: RowSchedule | None = None,
+    dependent_launch: bool = False,
+) -> RowPlan:
+    """Fit a block program without matrix products into a row kernel.
+
+    Raises:
+        LoweringError: it has a structure that this skeleton cannot run.
+    """
+    program, where = step.program, f"kernel {step.name}"
+    _check_structure(program, where)
+    arguments = arguments_of(step, tensors)
+    loads = {i: view_of(o, arguments) for i, o in enumerate(program.ops) if o.kind == LOAD}
+    stores = {i: view_of(o, arguments) for i, o in enumerate(program.ops) if o.kind == STORE}
+    column = _column(program, (*loads.values(), *stores.values()), where)
+    reductions = tuple(i for i, o in enumerate(program.ops) if lookup_reduces(o.kind))
+    if schedule is None:
+        views = [*loads.values(), *stores.values()]
+        schedule = _default_schedule(
+            program, arguments, views, column, bool(reductions), target, dependent_launch, where
+        )
+    rows = tuple(d for d in program.dims if d != column)
+    program = _retile(program, rows, column, schedule, bool(reductions))
+    return RowPlan(program, arguments, column, rows, loads, stores, reductions, schedule)
+
+
+def lookup_reduces(kind: str) -> bool:
+    """Whether an operation of a block program reduces over a label."""
+    return kind not in (LOAD, STORE) and lookup(kind).reduces is not None
+
+
+def _check_structure(program: BlockProgram, where: str) -> None:
+    for i, op in enumerate(program.ops):
+        if op.kind in (LOAD, STORE):
+            continue
+        if op.kind in ("accumulate", "cluster_reduce", "matmul"):
+            raise LoweringError(
+                f"{where}: {op.kind} (operation {i}) has no place in a row kernel, which holds "
+                "whole rows"
+            )
+        lookup(op.kind)
+    kinds = {a.kind for a in program.axes} - {AxisKind.GRID}
+    if kinds:
+        raise LoweringError(f"{where}: a row kernel has grid axes only, not {', '.join(kinds)}")
+
+
+def _column(program: BlockProgram, views: tuple[View, ...], where: str) -> str:
+    """The label along which every tensor that has it is contiguous, and all reductions run."""
+    over = {o.attributes["over"] for o in program.ops if lookup_reduces(o.kind)}
+    contiguous = {v.labels[-1] for v in views if v.labels and v.strides[-1] == 1}
+    candidates = over or contiguous
+    if len(candidates) != 1:
+        raise LoweringError(
+            f"{where}: one label must be contiguous in all tensors and be the one reduced; found "
+            f"{', '.join(sorted(over | contiguous)) or 'none'}"
+        )
+    column = candidates.pop()
+    for v in views:
+        if column in v.labels and v.stride(column) != 1:
+            raise LoweringError(f"{where}: a tensor is not contiguous along {column}; transpose it "
+                                "in a kernel of its own")
+    if isinstance(program.dims[column], Symbol):
+        raise LoweringError(f"{where}: the contiguous dimension {column} must have a fixed extent")
+    return column
+
+
+def _default_schedule(
+    program: BlockProgram,
+    arguments: tuple[Argument, ...],
+    views: list[View],
+    column: str,
+    reduces: bool,
+    target: Target,
+    dependent_launch: bool,
+    where: str,
+) -> RowSchedule:
+    length = extent(program.dims[column])
+    vector = _vector(arguments, views, column, length)
+    # four 16-byte accesses in flight per thread and tensor; fewer threads hold longer rows
+    per_thread = 4 if reduces else 2
+    lanes = 1
+    while lanes < min(MAX_THREADS, ceil_div(length, vector * per_thread)):
+        lanes *= 2
+    if not reduces:
+        lanes = min(lanes, 256)
+        chunks = min(per_thread, ceil_div(length, lanes * vector))
+    else:
+        chunks = ceil_div(length, lanes * vector)
+    if chunks * vector > MAX_PER_THREAD:
+        limit = MAX_PER_THREAD * MAX_THREADS
+        raise LoweringError(
+            f"{where}: rows of {length} elements are longer than the {limit} that one block holds "
+            f"in registers with {vector}-element accesses"
+        )
+    total = 1
+    for d in program.dims:
+        total *= extent(program.dims[d]) if d != column else 1
+    # full warps, 128 threads or more, but not fewer blocks than SMs
+    rows = max(1, 128 // lanes)
+    while rows > max(1, 32 // lanes) and ceil_div(total, rows) < target.sms:
+        rows //= 2
+    return RowSchedule(lanes, vector, chunks, rows, dependent_launch)
+
+
+def _vector(
+    arguments: tuple[Argument, ...], views: list[View], column: str, length: int
+) -> int:
+    """Elements per access: 16 bytes of the widest type, as far as row lengths allow."""
+    widest = max(as_dtype(arguments[v.argument].dtype).itemsize for v in views)
+    vector = gcd(16 // widest, length)
+    for v in views:
+        if column in v.labels:
+            for s in v.strides:
+                vector = gcd(vector, s) if s != 1 else vector
+    return vector
+
+
+def _retile(
+    program: BlockProgram, rows: tuple[str, ...], column: str, schedule: RowSchedule, reduces: bool
+) -> BlockProgram:
+    """The program with the tiles that the kernel really uses."""
+    width = schedule.lanes * schedule.vector * schedule.chunks
+    tile = {d: 1 for d in rows} | {column: width}
+    left = schedule.rows
+    for d in reversed(rows):  # blocks take neighbouring rows
+        tile[d] = left if isinstance(program.dims[d], Symbol) else min(left, extent(program.dims[d]))
+        left = max(1, left // tile[d])
+    tile = {d: tile[d] for d in program.dims}
+    axes: list[Axis] = []
+    for d, t in tile.items():
+        dim = program.dims[d]
+        if d == column and reduces:
+            continue
+        parts = None if isinstance(dim, Symbol) else ceil_div(extent(dim), t)
+        axes.append(Axis(d, AxisKind.GRID, parts))
+    return BlockProgram(program.dims, tuple(axes), tile, program.ops)
