@@ -174,6 +174,8 @@ def _state(program: BlockProgram, op: BlockOp, states: list[ValueState], where: 
         axis = _reduced_axis(program, op, where)
         if axis.name not in pending:
             raise GraphError(f"{where}: its operand is no partial result over {axis.name}")
+        if axis.dim in op.dims:  # the other tiles of the label would be added to this one
+            raise GraphError(f"{where}: its operand still has the label {axis.dim}")
         pending -= {axis.name}
         if axis.kind in ITERATED:
             inside -= {axis.name}
@@ -245,7 +247,8 @@ def _check_map(mu: MuGraph, program: BlockProgram, op: BlockOp, where: str) -> N
     name: str = op.attributes["tensor"]
     if name not in mu.tensors:
         raise GraphError(f"{where}: tensor {name} is not described")
-    shape, mapping = mu.tensors[name].shape, op.attributes["map"]
+    shape = mu.tensors[name].shape
+    mapping: tuple[Any, ...] = op.attributes["map"]
     if len(shape) != len(mapping):
         raise GraphError(f"{where}: {name} has {len(shape)} dimensions, its map {len(mapping)}")
     for d, label in zip(shape, mapping, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import DTypeError, GraphError, OperatorError, ShapeError
@@ -328,6 +328,17 @@ class KernelGraph:
                     else g.apply(n.operator, *args, **attributes)
                 )
         g.outputs = [new[i].index for i in self.outputs]
+        return g
+
+    def with_hints(self, hints: dict[str, int]) -> KernelGraph:
+        """The same program with other hints for its symbolic extents."""
+        g = KernelGraph(outputs=list(self.outputs))
+        for n in self.nodes:
+            shape = tuple(
+                Symbol(d.name, hints.get(d.name, d.hint)) if isinstance(d, Symbol) else d
+                for d in n.shape
+            )
+            g.nodes.append(replace(n, shape=shape))
         return g
 
     def __repr__(self) -> str:

@@ -101,6 +101,38 @@ def fuse(
     return _reciprocal_roots(ThreadExpression(tuple(leaves), tuple(ops)))
 
 
+def only_divides(expressions: Sequence[ThreadExpression], leaf: int) -> bool:
+    """Whether every use of a leaf is as a divisor."""
+    for e in expressions:
+        if leaf not in e.leaves:
+            continue
+        place = e.leaves.index(leaf)
+        uses = [(op.kind, n) for op in e.ops for n, i in enumerate(op.args) if i == place]
+        if e.trivial or any(use != ("div", 1) for use in uses):
+            return False
+    return True
+
+
+def reciprocal(e: ThreadExpression) -> ThreadExpression:
+    """before: ``sqrt(a)``; after: ``1 / sqrt(a)``, as a reciprocal root."""
+    end = len(e.leaves) + len(e.ops)
+    one = ThreadOp("constant", (), {"value": 1.0})
+    ops = (*e.ops, one, ThreadOp("div", (end, end - 1), {}))
+    return _reciprocal_roots(ThreadExpression(e.leaves, ops))
+
+
+def multiply_by(e: ThreadExpression, leaf: int) -> ThreadExpression:
+    """before: ``div(a, leaf)``; after: ``mul(a, leaf)``, for a leaf that became its reciprocal."""
+    if leaf not in e.leaves:
+        return e
+    place = e.leaves.index(leaf)
+    ops = [
+        ThreadOp("mul", op.args, {}) if op.kind == "div" and op.args[1] == place else op
+        for op in e.ops
+    ]
+    return ThreadExpression(e.leaves, tuple(ops))
+
+
 def _elementwise_kinds() -> set[str]:
     from cutesuper.graph.operators import TABLE
 

@@ -73,6 +73,16 @@ class RowKernel:
         values: dict[int, Any] = {}
         for i, view in plan.loads.items():
             values[i] = self.load(view, tensors, row, first, valid)
+        self.evaluate(values, slots, tidx, group, first)
+        for i, view in plan.stores.items():
+            value = values[plan.program.ops[i].inputs[0]]
+            self.store(value, view, tensors, row, first, lane, valid)
+
+    def evaluate(
+        self, values: dict[int, Any], slots: Any, tidx: Any, group: Any, first: Any
+    ) -> None:
+        """Every operation between the loads and the stores, on fragments and row scalars."""
+        plan = self.plan
         for i, op in enumerate(plan.program.ops):
             if op.kind in (LOAD, STORE):
                 continue
@@ -82,9 +92,6 @@ class RowKernel:
                 values[i] = self.reduce(op.kind, args[0], n, slots, tidx, group, first)
             else:
                 values[i] = lookup(op.kind).scalar(self.math, args, op.attributes)
-        for i, view in plan.stores.items():
-            value = values[plan.program.ops[i].inputs[0]]
-            self.store(value, view, tensors, row, first, lane, valid)
 
     def offset(self, view: View, tensors: list[cute.Tensor], row: Any) -> Any:
         """Offset in elements of a row's first element."""

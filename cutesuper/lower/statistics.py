@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PIECE = 8  # elements of a 16-byte access
 LANES = CHUNK // PIECE  # threads that share a row
 ROWS = HELPER_WARPS * 32 // LANES  # rows in one pass of the helper warps
-NEUTRAL = {"sum": 0.0, "max": -3.4028234663852886e38}
+NEUTRAL = {"sum": 0.0, "max": float("-inf")}
 #: named barrier on which the epilogue waits for the row values (0 is the block's own)
 ROW_VALUES_BARRIER = 1
 

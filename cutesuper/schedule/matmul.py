@@ -24,7 +24,13 @@ from cutesuper.graph.block import (
 from cutesuper.graph.dims import ceil_div, extent
 from cutesuper.graph.dtypes import as_dtype
 from cutesuper.graph.target import Target
-from cutesuper.graph.thread import ThreadExpression, fuse
+from cutesuper.graph.thread import (
+    ThreadExpression,
+    fuse,
+    multiply_by,
+    only_divides,
+    reciprocal,
+)
 from cutesuper.schedule.plan import (
     Argument,
     View,
@@ -457,6 +463,11 @@ class _Roles:
             i: fuse(self.program, i, is_statistic, where) for i in sorted(leaves) if is_row_value(i)
         }
         loads = {i: self._view(i) for i in sorted(leaves) if self._is_load(i)}
+        for i, value in row_values.items():
+            # one reciprocal for each row in place of a division for every element
+            if only_divides([o.expression for o in outputs], i):
+                row_values[i] = reciprocal(value)
+                outputs = [replace(o, expression=multiply_by(o.expression, i)) for o in outputs]
         return tuple(outputs), row_values, loads
 
 

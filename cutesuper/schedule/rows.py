@@ -126,12 +126,13 @@ def _check_structure(program: BlockProgram, where: str) -> None:
 def _column(program: BlockProgram, views: tuple[View, ...], where: str) -> str:
     """The label along which every tensor that has it is contiguous, and all reductions run."""
     over = {o.attributes["over"] for o in program.ops if lookup_reduces(o.kind)}
-    contiguous = {v.labels[-1] for v in views if v.labels and v.strides[-1] == 1}
-    candidates = over or contiguous
+    stored = {o.attributes["map"][-1] for o in program.stores() if o.attributes["map"]} - {None}
+    last = {v.labels[-1] for v in views if v.labels}
+    candidates = over or stored or last
     if len(candidates) != 1:
         raise LoweringError(
             f"{where}: one label must be contiguous in all tensors and be the one reduced; found "
-            f"{', '.join(sorted(over | contiguous)) or 'none'}"
+            f"{', '.join(sorted(candidates)) or 'none'}"
         )
     column = candidates.pop()
     for v in views:

@@ -1,0 +1,63 @@
+# make demo    optimize a first program and show what was found
+# make test    everything that needs no GPU: lint, types, tests
+#
+# Both make their own virtual environment in .venv (once). A CUDA build of PyTorch that PYTHON
+# already has is used as it is and never replaced.
+#
+#   PYTHON=python3.12   the interpreter the environment is made from
+#   VENV=/path          where the environment is made
+#   TORCH=auto          auto, host, pinned or newest: see scripts/setup_venv.sh
+#   ARGS=...            more arguments for what the target runs
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= auto
+WORKLOAD ?= rmsnorm_linear
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+BENCH_STAMP := $(VENV)/.ready-bench
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint gpu-test bench golden clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup_venv.sh
+	sh scripts/setup_venv.sh "$(VENV)" "$(PYTHON)" "$(TORCH)" "[dev]"
+	@touch $@
+
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint $(VENV)/constraints.txt --editable ".[dev,bench]"
+	@touch $@
+
+setup: $(STAMP)  ## only make the virtual environment
+
+demo: $(STAMP)  ## optimize a first program, verify it, show it (and time it on a GPU)
+	$(BIN)/cutesuper demo $(ARGS)
+
+lint: $(STAMP)  ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+test: lint  ## lint, types and all tests that need no GPU
+	$(BIN)/python -m pytest -m "not gpu" -n 2 --durations=10 $(ARGS)
+
+gpu-test: $(STAMP)  ## the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu --durations=10 $(ARGS)
+
+bench: $(BENCH_STAMP)  ## measure WORKLOAD against its peers, refresh the table in README.md (GPU)
+	$(BIN)/python -m benchmarks $(WORKLOAD) --json benchmarks/results/$(WORKLOAD).json $(ARGS)
+	$(BIN)/python -m benchmarks.report --readme README.md benchmarks/results/$(WORKLOAD).json
+
+golden: $(STAMP)  ## write the golden files in tests/golden again
+	$(BIN)/python -m pytest -m "not gpu" --golden-update $(ARGS)
+	@git --no-pager diff --stat -- tests/golden 2>/dev/null || true
+
+clean:  ## remove the environment and all caches of the tools
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

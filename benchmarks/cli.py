@@ -1,0 +1,216 @@
+"""The command line of the benchmarks, and the watchdog that ends a run which hangs."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import DeviceLostError, Monitor, Settings, run
+from benchmarks.peers import PEERS, choose
+from benchmarks.report import describe_environment, print_case, save_results
+from benchmarks.workloads import WORKLOADS
+
+EXIT_OURS_FAILED = 1
+EXIT_NO_DEVICE = 2
+EXIT_HUNG = 3
+TIMEOUT_SECONDS = 180.0
+GRACE_SECONDS = 20.0
+
+
+class Watchdog:
+    """Calls ``on_expire(step)`` when one guarded step takes longer than ``timeout`` seconds.
+
+    A kernel that never ends cannot be interrupted from inside its process, so what is called
+    should save what there is and end the process. Steps nest; the innermost one counts.
+    """
+
+    def __init__(self, timeout: float, on_expire: Callable[[str], None]) -> None:
+        self.timeout, self._on_expire = timeout, on_expire
+        self._steps: list[tuple[str, float]] = []
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def guard(self, step: str) -> Iterator[None]:
+        """Watch the enclosed statements."""
+        self._steps.append((step, time.monotonic() + self.timeout))
+        # native code that hangs holding the interpreter lock would stop our thread as well
+        faulthandler.dump_traceback_later(
+            self.timeout + GRACE_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr
+        )
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            self._steps.pop()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(1.0, self.timeout / 4)):
+            try:
+                step, deadline = self._steps[-1]
+            except IndexError:
+                continue
+            if time.monotonic() > deadline:
+                self._on_expire(step)
+                return
+
+
+class CliMonitor(Monitor):
+    """Prints each case when it is done, keeps the JSON file up to date, and watches for hangs."""
+
+    def __init__(self, timeout: float, path: Path | None) -> None:
+        self.results: dict[str, Any] = {}
+        self._path = path
+        self._watchdog = Watchdog(timeout, self._hung)
+
+    def started(self, results: dict[str, Any]) -> None:
+        """Remember what is being filled."""
+        self.results = results
+        print(describe_environment(results), flush=True)
+
+    def step(self, name: str) -> AbstractContextManager[None]:
+        """Watch one step."""
+        return self._watchdog.guard(name)
+
+    def case_done(self, results: dict[str, Any], case: dict[str, Any]) -> None:
+        """Print the case, failures and losses included, and save."""
+        print_case(case, results)
+        self._save()
+
+    def abort(self, reason: str) -> None:
+        """Report what there is of a run that cannot go on."""
+        self.results["aborted"] = reason
+        print(f"error: {reason}", file=sys.stderr)
+        if self.results.get("cases"):
+            print_case(self.results["cases"][-1], self.results)
+            self._save()
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        """End the watchdog."""
+        self._watchdog.close()
+
+    def _save(self) -> None:
+        if self._path is not None:
+            save_results(self.results, self._path)
+
+    def _hung(self, step: str) -> None:
+        """Runs on the watchdog's thread while the main thread is stuck; ends the process."""
+        try:
+            self.abort(f"no progress in {step}; leave it out with --skip")
+        finally:
+            os._exit(EXIT_HUNG)
+
+
+def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
+    """Options of a benchmark run."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description="Measure cutesuper and its peers on the current CUDA GPU."
+    )
+    parser.add_argument("workload", choices=sorted(WORKLOADS), help="what to measure")
+    parser.add_argument(
+        "--shape", action="append", metavar="AxBxC", help="shape, repeatable; default all"
+    )
+    parser.add_argument("--dtype", default="float16", help="element type (default float16)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, rounds and peers")
+    known = ", ".join(peer.name for peer in PEERS)
+    parser.add_argument("--peers", help=f"comma-separated subset of: {known}")
+    parser.add_argument("--skip", help="comma-separated implementations to leave out")
+    parser.add_argument("--rounds", type=int, help="replays of each implementation")
+    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of the order")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT_SECONDS,
+        help="seconds before a step counts as hung (default %(default).0f)",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m benchmarks") -> int:
+    """Measure, print the table, write JSON.
+
+    Returns 0 when our implementations ran and were right. Otherwise raises SystemExit: 1 when one
+    of ours failed or was wrong, 2 without a CUDA GPU or for wrong arguments, 3 when an
+    implementation hung or broke the device (what was measured until then is printed and written).
+    """
+    parser = build_parser(prog)
+    arguments = parser.parse_args(argv)
+    workload = WORKLOADS[arguments.workload]
+    try:
+        shapes = [workload.parse_shape(text) for text in arguments.shape or ()]
+        peers = _selected(arguments)
+        if arguments.dtype not in workload.dtypes:
+            raise ValueError(f"--dtype {arguments.dtype}: one of {', '.join(workload.dtypes)}")
+        if arguments.rounds is not None and arguments.rounds < 1:
+            raise ValueError(f"--rounds {arguments.rounds}: at least 1")
+        if arguments.timeout <= 0:
+            raise ValueError(f"--timeout {arguments.timeout}: a positive number of seconds")
+    except ValueError as error:
+        parser.error(str(error))  # exits with code 2
+    if not torch.cuda.is_available():
+        print("error: benchmarks need a CUDA GPU and PyTorch sees none here", file=sys.stderr)
+        raise SystemExit(EXIT_NO_DEVICE)
+    monitor = CliMonitor(arguments.timeout, arguments.json)
+    try:
+        run(
+            workload,
+            shapes=shapes or None,
+            dtype=arguments.dtype,
+            peers=peers,
+            quick=arguments.quick,
+            settings=_settings(arguments),
+            monitor=monitor,
+        )
+    except DeviceLostError as error:
+        monitor.abort(f"the device stopped working: {error}")
+    finally:
+        monitor.close()
+    results = monitor.results
+    if "aborted" in results:
+        raise SystemExit(EXIT_HUNG)
+    if ours_failed(results):
+        raise SystemExit(EXIT_OURS_FAILED)
+    return 0
+
+
+def _selected(arguments: argparse.Namespace) -> list[Any]:
+    names = arguments.peers.split(",") if arguments.peers else None
+    skipped = set(arguments.skip.split(",")) if arguments.skip else set()
+    choose(sorted(skipped))  # refuses unknown names
+    return [p for p in choose(names, quick=arguments.quick) if p.name not in skipped]
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    settings = replace(Settings(), seed=arguments.seed)
+    settings = settings.quick() if arguments.quick else settings
+    # an explicit number outranks --quick
+    return settings if arguments.rounds is None else replace(settings, rounds=arguments.rounds)
+
+
+def ours_failed(results: dict[str, Any]) -> bool:
+    """Whether one of our own implementations failed or was wrong in any case."""
+    return any(
+        entry["status"] != "ok"
+        for case in results.get("cases", ())
+        for entry in case["implementations"]
+        if entry["kind"] == "ours"
+    )

@@ -1,0 +1,169 @@
+"""The tensors of one measured case: enough distinct input sets to keep the L2 cache cold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+
+import torch
+
+from benchmarks.check import Expected, measure_error
+from benchmarks.workloads import Computation, Outputs, Shape, TensorSpec, Workload
+
+TARGET_BYTES = 512 * 10**6
+ALIGNMENT = 256  # bytes; what allocators give, and more than any kernel asks for
+
+
+@dataclass(frozen=True)
+class SetPlan:
+    """How many input sets to walk; ``flush``: they do not outgrow L2, evict it by other means."""
+
+    count: int
+    set_bytes: int
+    flush: bool
+
+
+def plan_sets(
+    set_bytes: int, l2_bytes: int, memory_bytes: int, *, least: int = 64, most: int = 256
+) -> SetPlan:
+    """Choose how many sets of ``set_bytes`` to make within ``memory_bytes``.
+
+    Enough to exceed max(3 x L2, 512 MB), within ``least`` .. ``most`` (more launches per replay
+    also dilute the cost of starting it).
+
+    Raises:
+        MemoryError: not even one set fits.
+    """
+    if set_bytes > memory_bytes:
+        raise MemoryError(
+            f"one input set needs {set_bytes / 1e6:.0f} MB and {memory_bytes / 1e6:.0f} MB may be "
+            "used; choose a smaller shape"
+        )
+    target = max(3 * l2_bytes, TARGET_BYTES)
+    wanted = min(max(ceil(target / set_bytes), least), most)
+    count = min(wanted, memory_bytes // set_bytes)
+    return SetPlan(count, set_bytes, flush=count * set_bytes < target)
+
+
+@dataclass
+class Problem:
+    """One workload at one shape: inputs and outputs of every set, and what they should hold.
+
+    ``slabs[i]`` is the memory (uint8) of all tensors of set ``i``; the floor kernel streams it.
+    """
+
+    workload: Workload
+    shape: Shape
+    dtype: torch.dtype
+    dtype_name: str
+    multiprocessors: int
+    plan: SetPlan
+    slabs: list[torch.Tensor]
+    inputs: list[Outputs]
+    outputs: list[Outputs]
+    checked: tuple[int, ...]
+    _rows: torch.Tensor | None = None
+    _expected: dict[tuple[str, int], list[Expected]] = field(default_factory=dict)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes one call must move."""
+        return self.workload.bytes_moved(self.shape, self.dtype)
+
+    def expected(self, computation: str, index: int) -> list[Expected]:
+        """Reference outputs of set ``index``, computed once from the inputs as first drawn."""
+        key = (computation, index)
+        if key not in self._expected:
+            self._expected[key] = self._reference(self.workload.computations[computation], index)
+        return self._expected[key]
+
+    def _reference(self, computation: Computation, index: int) -> list[Expected]:
+        specs = self.workload.inputs(self.shape)
+        inputs = [
+            (t[self._rows] if spec.rows and self._rows is not None else t).double()
+            for spec, t in zip(specs, self.inputs[index], strict=True)
+        ]
+        references = computation.reference(*inputs)
+        del inputs
+        peers = computation.eager(*self.inputs[index])
+        expected = []
+        outputs = self.workload.outputs(self.shape)
+        for spec, reference, peer in zip(outputs, references, peers, strict=True):
+            rows = self._rows if spec.rows else None
+            error = measure_error(peer if rows is None else peer[rows], reference)
+            expected.append(Expected(reference, error, spec.dims, peer.dtype, rows))
+        return expected
+
+
+def make_problem(
+    workload: Workload,
+    shape: Shape,
+    dtype_name: str,
+    dtype: torch.dtype,
+    *,
+    device: torch.device,
+    multiprocessors: int,
+    plan: SetPlan,
+    seed: int,
+    reference_rows: int = 512,
+) -> Problem:
+    """Allocate and fill the tensors of all sets; the same seed gives the same numbers."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    specs = (*workload.inputs(shape), *workload.outputs(shape))
+    many = len(workload.inputs(shape))
+    slabs, inputs, outputs = [], [], []
+    for _ in range(plan.count):
+        slab = torch.empty(slab_bytes(specs, dtype), dtype=torch.uint8, device=device)
+        tensors = _carve(slab, specs, dtype)
+        for spec, tensor in zip(specs[:many], tensors, strict=False):
+            tensor.normal_(spec.mean, spec.std, generator=generator)
+        for tensor in tensors[many:]:
+            tensor.fill_(float("nan"))
+        slabs.append(slab)
+        inputs.append(tensors[:many])
+        outputs.append(tensors[many:])
+    return Problem(
+        workload=workload,
+        shape=shape,
+        dtype=dtype,
+        dtype_name=dtype_name,
+        multiprocessors=multiprocessors,
+        plan=plan,
+        slabs=slabs,
+        inputs=inputs,
+        outputs=outputs,
+        checked=tuple(sorted({0, plan.count // 2, plan.count - 1})),
+        _rows=_choose_rows(specs, reference_rows, seed, device),
+    )
+
+
+def slab_bytes(specs: Sequence[TensorSpec], dtype: torch.dtype) -> int:
+    """Bytes of a set: every tensor starts at a multiple of ALIGNMENT."""
+    return sum(-(-spec.size(dtype) // ALIGNMENT) * ALIGNMENT for spec in specs)
+
+
+def _carve(slab: torch.Tensor, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Outputs:
+    """Tensors inside the slab's storage; not views of it, which torch.compile treats apart."""
+    tensors, offset = [], 0
+    for spec in specs:
+        strides = [1]
+        for extent in reversed(spec.dims[1:]):
+            strides.insert(0, strides[0] * extent)
+        tensor = torch.empty(0, dtype=dtype, device=slab.device)
+        tensor.set_(slab.untyped_storage(), offset // dtype.itemsize, spec.dims, tuple(strides))
+        tensors.append(tensor)
+        offset += -(-spec.size(dtype) // ALIGNMENT) * ALIGNMENT
+    return tuple(tensors)
+
+
+def _choose_rows(
+    specs: Sequence[TensorSpec], limit: int, seed: int, device: torch.device
+) -> torch.Tensor | None:
+    """Rows to check when there are more than ``limit``: first, last, and random ones between."""
+    total = next((spec.dims[0] for spec in specs if spec.rows), 0)
+    if total <= limit:
+        return None
+    chosen = random.Random(seed).sample(range(1, total - 1), limit - 2)
+    return torch.tensor([0, *sorted(chosen), total - 1], device=device)

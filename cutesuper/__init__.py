@@ -1,0 +1,40 @@
+"""cutesuper: a superoptimizer that writes GPU kernels in CuTe DSL."""
+
+from __future__ import annotations
+
+from cutesuper import errors
+from cutesuper.graph.block import MuGraph
+from cutesuper.graph.dtypes import DType, bfloat16, float16, float32
+from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
+from cutesuper.graph.serial import dumps, loads
+from cutesuper.graph.target import B200, H100, H200, Target
+from cutesuper.optimize import superoptimize
+from cutesuper.runtime.kernel import Kernel
+from cutesuper.runtime.program import load
+from cutesuper.verify.equivalence import Verification, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "B200",
+    "H100",
+    "H200",
+    "DType",
+    "Kernel",
+    "KernelGraph",
+    "MuGraph",
+    "Target",
+    "Tensor",
+    "Verification",
+    "bfloat16",
+    "dumps",
+    "errors",
+    "float16",
+    "float32",
+    "load",
+    "loads",
+    "new_kernel_graph",
+    "superoptimize",
+    "symbol",
+    "verify",
+]

@@ -1,0 +1,146 @@
+"""The demo: RMSNorm + Linear, from its definition to a kernel that runs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.rule import Rule
+from rich.table import Table
+
+from cutesuper.graph.dtypes import as_dtype
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.optimize import superoptimize
+from cutesuper.runtime.kernel import Kernel
+from cutesuper.search.search import Progress as SearchProgress
+from cutesuper.verify.numeric import acceptable
+
+EPS = 1e-6
+
+
+def demo_graph(shape: tuple[int, int, int], dtype: str, weight: bool) -> KernelGraph:
+    """rms_norm(X) @ W, with a norm weight G if asked for."""
+    m, k, n = shape
+    g = KernelGraph()
+    x = g.new_input((m, k), dtype, name="X")
+    w = g.new_input((k, n), dtype, name="W", constant=True)
+    gain = g.new_input((k,), dtype, name="G", constant=True) if weight else None
+    g.mark_output(g.matmul(g.rms_norm(x, gain, eps=EPS), w))
+    return g
+
+
+def run_demo(shape: tuple[int, int, int], dtype: str, weight: bool) -> int:
+    """Search, show, run, compare. Returns the exit code: 1 if the result is wrong."""
+    import torch
+
+    console = Console()
+    graph = demo_graph(shape, dtype, weight)
+    start = time.perf_counter()
+    kernel = _optimize(console, graph)
+    seconds = time.perf_counter() - start
+    for section in kernel.explain().split("\n\n== "):
+        title, _, text = section.partition(" ==\n")
+        console.print(Rule(title.strip("= \n"), align="left"))
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(Rule("run", align="left"))
+    console.print(f"from the definition to a compiled kernel: {seconds:.2f} s")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        console.print("no CUDA GPU here: running through the reference executor on the CPU")
+    inputs = _inputs(graph, device)
+    good = _check(console, kernel, inputs)
+    if device == "cuda":
+        _time(console, kernel, graph, inputs)
+    return 0 if good else 1
+
+
+def _optimize(console: Console, graph: KernelGraph) -> Kernel:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("searching", total=None)
+
+        def show(p: SearchProgress) -> None:
+            best = "-" if p.best_cost_us is None else f"{p.best_cost_us:.1f} us"
+            text = f"{p.stage}: {p.states} states, {p.pruned} pruned, {p.verified} verified"
+            bar.update(task, description=f"{text}, best {best}")
+
+        return superoptimize(graph, on_progress=show)
+
+
+def _inputs(graph: KernelGraph, device: str) -> list[Any]:
+    import torch
+
+    made: list[Any] = []
+    for i in graph.inputs:
+        node = graph.nodes[i]
+        t = torch.randn([int(d) for d in node.shape if isinstance(d, int)], device=device)
+        scale = 0.02 if node.name == "W" else 1.0
+        made.append((t * scale).to(as_dtype(node.dtype).torch))
+    return made
+
+
+def _eager(graph: KernelGraph) -> Any:
+    """The definition as a person writes it in PyTorch."""
+    import torch
+
+    def program(x: Any, w: Any, g: Any = None) -> Any:
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], g, EPS) @ w
+
+    return program
+
+
+def _check(console: Console, kernel: Kernel, inputs: list[Any]) -> bool:
+    import torch
+
+    from cutesuper.graph.evaluate import evaluate
+
+    reference = evaluate(kernel.graph, inputs, torch.float64)[0]
+    eager = _eager(kernel.graph)(*inputs)
+    report = acceptable(kernel(*inputs), reference, eager, kernel.graph.nodes[-1].dtype)
+    console.print(f"against float64: {report.message}", highlight=False)
+    return bool(report)
+
+
+def _time(console: Console, kernel: Kernel, graph: KernelGraph, inputs: list[Any]) -> None:
+    """Cold-L2 graph replays of ours, eager and torch.compile; `cutesuper bench` is the careful
+    form of this."""
+    import torch
+
+    count = max(2, -(-600_000_000 // sum(t.numel() * t.element_size() for t in inputs)))
+    sets = [inputs] + [[torch.randn_like(t) for t in inputs] for _ in range(min(count, 64) - 1)]
+    program = _eager(graph)
+    table = Table("implementation", "us per call")
+    rows = {"cutesuper": kernel, "PyTorch eager": program, "torch.compile": torch.compile(program)}
+    for name, function in rows.items():
+        try:
+            table.add_row(name, f"{_graph_us(function, sets):.2f}")
+        except Exception as error:  # a peer that fails must not end the demo
+            table.add_row(name, f"failed: {type(error).__name__}")
+    console.print(table)
+
+
+def _graph_us(function: Any, sets: list[list[Any]], replays: int = 20) -> float:
+    import torch
+
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        for s in sets[:2]:
+            function(*s)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
+        for s in sets:
+            function(*s)
+    times: list[float] = []
+    for _ in range(replays + 3):
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / len(sets))
+    return statistics.median(times[3:])

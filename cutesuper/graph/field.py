@@ -1,0 +1,419 @@
+"""A finite field that gives every operator a second, exact meaning.
+
+A value is a tensor of residues mod p, and mod q until it has gone through an exponential, where
+``p = 2 q + 1`` is the largest pair of a prime and its Sophie Germain prime below 2^31. Because q
+divides p - 1, ``exp(x) = OMEGA^x mod p`` with x read mod q is a homomorphism from addition mod q to
+multiplication mod p, as the real exponential is from sums to products (the construction of Mirage,
+arXiv:2405.05751, section 5; the distribution of inputs and the bound are our own, see
+``docs/verification.md``).
+
+Dimensions are *named*, so operands meet by name: ``{M, K} * {K} -> {M, K}``. The verifier names the
+parts of split dimensions (``K.loop``, ``K.tile``), the search names labels.
+
+Everything here is NumPy; residues are uint64, so that a product of two fits without a carry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cutesuper.errors import CutesuperError
+
+P = 2147483579
+Q = 1073741789
+#: generates the subgroup of order Q (the squares) of the units mod P
+OMEGA = 4
+
+Residues = NDArray[np.uint64]
+
+_U = np.uint64
+_P, _Q = _U(P), _U(Q)
+_LOW = _U(0xFFFF)
+_16 = _U(16)
+#: below this many products the limbs cost more than multiplying element by element
+_SMALL_MATMUL = 4096
+#: float64 holds sums of this many products of 17-bit limbs (Karatsuba's middle term) exactly
+_EXACT_TERMS = 1 << 19
+#: limbs of an operand are made in pieces of about this many elements, which stay in the cache
+_LIMB_CHUNK = 1 << 18
+#: with at most this many rows four limb products beat three and an addition
+_SKINNY = 64
+
+
+class DivisionByZero(CutesuperError, ArithmeticError):
+    """A denominator is zero mod p or mod q: the caller draws other inputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class FieldValue:
+    """Residues of a tensor with named dimensions.
+
+    Attributes:
+        dims: name of every dimension, each once.
+        p: residues mod P, one axis per name.
+        q: residues mod Q of the same element, or None after an exponential (or where the caller
+            knows that no exponential will want them).
+    """
+
+    dims: tuple[str, ...]
+    p: Residues
+    q: Residues | None = None
+
+    def without_q(self) -> FieldValue:
+        """The same value where only the residues mod p are of use."""
+        return self if self.q is None else FieldValue(self.dims, self.p)
+
+    def key(self) -> int:
+        """64 bits that are equal for equal values, whatever the order of their dimensions."""
+        dims = tuple(sorted(self.dims))
+        h = hashlib.blake2b(",".join(dims).encode(), digest_size=8)
+        for x in (self.p, self.q):
+            h.update(b"-" if x is None else np.ascontiguousarray(align(x, self.dims, dims)).data)
+        return int.from_bytes(h.digest(), "little")
+
+
+def uniform(
+    rng: np.random.Generator, dims: Sequence[str], shape: Sequence[int], with_q: bool = True
+) -> FieldValue:
+    """A value with independent uniform residues."""
+    p = uniform_residues(rng, P, tuple(shape))
+    q = uniform_residues(rng, Q, tuple(shape)) if with_q else None
+    return FieldValue(tuple(dims), p, q)
+
+
+def uniform_residues(rng: np.random.Generator, m: int, shape: tuple[int, ...]) -> Residues:
+    """Independent uniform residues mod m, for any m below 2^31."""
+    count = prod(shape)
+    if count < 1 << 16:
+        return rng.integers(0, m, shape, dtype=np.uint64)
+    # whole words of the generator take half the time; what is not below m is drawn again
+    words = np.asarray(rng.bit_generator.random_raw(count), dtype=np.uint64)
+    words &= _U((1 << m.bit_length()) - 1)
+    again = np.flatnonzero(words >= m)
+    words[again] = rng.integers(0, m, len(again), dtype=np.uint64)
+    return words.reshape(shape)
+
+
+def align(x: NDArray[Any], dims: tuple[str, ...], to: tuple[str, ...]) -> NDArray[Any]:
+    """A view of ``x`` with the dimensions ``to`` in this order; the ones it lacks have extent 1.
+
+    Every name of ``dims`` must be in ``to``.
+    """
+    if dims == to:
+        return x
+    y = x.transpose([dims.index(d) for d in to if d in dims])
+    return y[tuple(slice(None) if d in dims else None for d in to)]
+
+
+# ------------------------------------------------------------------------- arithmetic on residues
+
+
+# Results go where the first temporary was: at real extents a value can be 128 MB.
+
+
+def _add(x: Residues, y: Residues, m: np.uint64) -> Residues:
+    s = np.asarray(np.add(x, y))
+    return np.minimum(s, np.subtract(s, m), out=s)  # s - m wraps to a huge number when s < m
+
+
+def _sub(x: Residues, y: Residues, m: np.uint64) -> Residues:
+    s = np.asarray(np.subtract(x, y))
+    return np.minimum(s, np.add(s, m), out=s)
+
+
+def _mul(x: Residues, y: Residues | np.uint64, m: np.uint64) -> Residues:
+    s = np.asarray(np.multiply(x, y))
+    return np.remainder(s, m, out=s)
+
+
+def inverse(x: Residues, m: int) -> Residues:
+    """1 / x mod the prime m, element-wise: products in a tree, then few true inverses.
+
+    Raises:
+        DivisionByZero: an element is zero.
+    """
+    flat = x.reshape(-1)
+    if not flat.all():
+        raise DivisionByZero("a denominator is zero in the field")
+    return _inverse_tree(flat, m).reshape(x.shape)
+
+
+def _inverse_tree(x: Residues, m: int) -> Residues:
+    n = len(x)
+    if n <= 32:
+        return np.array([pow(v, -1, m) for v in x.tolist()], dtype=np.uint64)
+    half = n // 2
+    low, high = x[:half], x[half : 2 * half]
+    products = np.concatenate([_mul(low, high, _U(m)), x[2 * half :]])
+    inverses = _inverse_tree(products, m)
+    head = inverses[:half]
+    return np.concatenate(
+        [_mul(head, high, _U(m)), _mul(head, low, _U(m)), inverses[half:]]
+    )
+
+
+@cache
+def _power_tables() -> tuple[Residues, Residues]:
+    """OMEGA^i for i < 2^16, and OMEGA^(2^16 i) for i < 2^15: any exponent is two look-ups."""
+
+    def powers(base: int, count: int) -> Residues:
+        table = np.ones(1, dtype=np.uint64)
+        while len(table) < count:
+            table = np.concatenate([table, _mul(table, _U(pow(base, len(table), P)), _P)])
+        return table
+
+    return powers(OMEGA, 1 << 16), powers(pow(OMEGA, 1 << 16, P), 1 << 15)
+
+
+def exponential(x: Residues) -> Residues:
+    """OMEGA^x mod P for x mod Q."""
+    low, high = _power_tables()
+    return _mul(low[np.bitwise_and(x, _LOW)], high[np.right_shift(x, _16)], _P)
+
+
+def _mix(x: Residues, key: int, m: np.uint64) -> Residues:
+    """A keyed pseudo-random function into the residues mod m (the finalizer of splitmix64)."""
+    z = np.bitwise_xor(np.multiply(np.add(x, _U(key)), _U(0x9E3779B97F4A7C15)), _U(key >> 7))
+    z = np.multiply(np.bitwise_xor(z, np.right_shift(z, _U(30))), _U(0xBF58476D1CE4E5B9))
+    z = np.multiply(np.bitwise_xor(z, np.right_shift(z, _U(27))), _U(0x94D049BB133111EB))
+    return np.remainder(np.bitwise_xor(z, np.right_shift(z, _U(31))), m)
+
+
+def _limbs(x: Residues) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    return (x >> _16).astype(np.float64), (x & _LOW).astype(np.float64)
+
+
+def matmul_residues(x: Residues, y: Residues, m: int) -> Residues:
+    """``x[B, M, K] @ y[B, K, N]`` mod m, exact for any K.
+
+    Large products go through float64 BLAS on limbs of 16 and 15 bits, with Karatsuba's three
+    products in place of four (8 G residue products/s on one core, 1 G/s in integers).
+    """
+    b, rows, k = x.shape
+    cols = y.shape[2]
+    if b * rows * k * cols <= _SMALL_MATMUL:
+        return _mul(x[:, :, :, None], y[:, None, :, :], _U(m)).sum(2, dtype=np.uint64) % _U(m)
+    out = np.zeros((b, rows, cols), dtype=np.uint64)
+    step = max(16, _LIMB_CHUNK // max(1, b * k))
+    for k0 in range(0, k, _EXACT_TERMS):
+        part = slice(k0, k0 + _EXACT_TERMS)
+        left = _limbs(x[:, :, part])
+        for n0 in range(0, cols, step):
+            right = _limbs(y[:, part, n0 : n0 + step])
+            piece = out[:, :, n0 : n0 + step]
+            piece[...] = _add(piece, _limb_product(left, right, _U(m)), _U(m))
+    return out
+
+
+def _limb_product(
+    left: tuple[NDArray[np.float64], NDArray[np.float64]],
+    right: tuple[NDArray[np.float64], NDArray[np.float64]],
+    m: np.uint64,
+) -> Residues:
+    (x1, x0), (y1, y0) = left, right
+    rows = x1.shape[1]
+    if rows <= _SKINNY:  # adding the limbs of y would cost as much as the products
+        both = np.concatenate([x1, x0], 1)
+        upper, lower = both @ y1, both @ y0
+        high, low, middle = upper[:, :rows], lower[:, rows:], upper[:, rows:] + lower[:, :rows]
+    else:
+        high, low = x1 @ y1, x0 @ y0
+        middle = (x1 + x0) @ (y1 + y0) - high - low
+    top = high.astype(np.uint64) % m
+    top = ((top << _16) + middle.astype(np.uint64) % m) % m
+    return ((top << _16) + low.astype(np.uint64)) % m
+
+
+# ------------------------------------------------------------------------------------ the algebra
+
+
+class FieldAlgebra:
+    """The algebra over which `Operator.symbolic` evaluates programs.
+
+    Args:
+        seed: chooses the random functions that stand for opaque operators, and the random total
+            order that `max` uses. Programs are compared under one seed.
+        shifts: None, or a generator from which `max` takes *fresh uniform values* in place of the
+            largest elements: a program whose outputs agree whatever its maxima are (safe softmax)
+            is verified for all values of them at once.
+
+    Attributes:
+        nested_exp: an exponential met a value that is itself the result of an exponential; it was
+            evaluated as an opaque function, and no error bound holds.
+        used_max: `max` was called.
+    """
+
+    def __init__(self, seed: int = 0, shifts: np.random.Generator | None = None) -> None:
+        self.seed = seed
+        self.shifts = shifts
+        self.nested_exp = False
+        self.used_max = False
+        self._keys: dict[str, int] = {}
+        self._constants: dict[float, FieldValue] = {}
+
+    # element-wise --------------------------------------------------------------------------
+
+    def add(self, x: FieldValue, y: FieldValue) -> FieldValue:
+        """Sum x + y, broadcast by name."""
+        return _binary(_add, x, y)
+
+    def sub(self, x: FieldValue, y: FieldValue) -> FieldValue:
+        """Difference x - y, broadcast by name."""
+        return _binary(_sub, x, y)
+
+    def mul(self, x: FieldValue, y: FieldValue) -> FieldValue:
+        """Product x * y, broadcast by name."""
+        return _binary(_mul, x, y)
+
+    def div(self, x: FieldValue, y: FieldValue) -> FieldValue:
+        """Quotient x / y, broadcast by name. Raises DivisionByZero."""
+        q = None if x.q is None or y.q is None else inverse(y.q, Q)
+        return self.mul(x, FieldValue(y.dims, inverse(y.p, P), q))
+
+    def exp(self, x: FieldValue) -> FieldValue:
+        """OMEGA^x: consumes the residues mod q; see `nested_exp` for a value that has none."""
+        if x.q is None:
+            self.nested_exp = True
+            return self.opaque("exp", x)
+        return FieldValue(x.dims, exponential(x.q))
+
+    def opaque(self, name: str, x: FieldValue) -> FieldValue:
+        """A random function for each name, applied to both residues independently."""
+        q = None if x.q is None else _mix(x.q, self._key(name + "/q"), _Q)
+        return FieldValue(x.dims, _mix(x.p, self._key(name + "/p"), _P), q)
+
+    def constant(self, value: float) -> FieldValue:
+        """A finite float, exactly: it is a fraction whose denominator is a power of two."""
+        if value not in self._constants:
+            n, d = float(value).as_integer_ratio()
+            p, q = (np.array(n * pow(d, -1, m) % m, dtype=np.uint64) for m in (P, Q))
+            self._constants[value] = FieldValue((), p, q)
+        return self._constants[value]
+
+    # reductions ----------------------------------------------------------------------------
+
+    def sum(
+        self, x: FieldValue, dims: Iterable[str], extents: Mapping[str, int] | None = None
+    ) -> FieldValue:
+        """Sum over ``dims``; one that x lacks multiplies by its extent (KeyError without one)."""
+        over = tuple(dims)
+        axes = tuple(x.dims.index(d) for d in over if d in x.dims)
+        factor = prod((extents or {})[d] for d in over if d not in x.dims)
+        kept = tuple(d for d in x.dims if d not in over)
+
+        def reduce(r: Residues, m: int) -> Residues:
+            if axes:
+                r = np.remainder(np.add.reduce(r, axes), _U(m))
+            return r if factor == 1 else _mul(r, _U(factor % m), _U(m))
+
+        return FieldValue(kept, reduce(x.p, P), None if x.q is None else reduce(x.q, Q))
+
+    def max(
+        self,
+        x: FieldValue,
+        dims: Iterable[str],
+        valid: tuple[tuple[str, ...], NDArray[np.bool_]] | None = None,
+    ) -> FieldValue:
+        """The element of x along ``dims`` that is largest in a random total order.
+
+        Associative, commutative and idempotent, which is all that is used of the real maximum.
+        Both residues come from the same element. ``valid`` (names, booleans) leaves elements out;
+        where none is left the result is a bottom that any later ``max`` ignores.
+        """
+        self.used_max = True
+        over = tuple(d for d in dims if d in x.dims)
+        kept = tuple(d for d in x.dims if d not in over)
+        if self.shifts is not None:
+            shape = [n for d, n in zip(x.dims, x.p.shape, strict=True) if d not in over]
+            return uniform(self.shifts, kept, shape, x.q is not None)
+        axes = tuple(x.dims.index(d) for d in over)
+        rank = self._rank(x)
+        if valid is not None:
+            rank = rank * align(valid[1], valid[0], x.dims)
+        best = rank.max(axes) if axes else rank
+        return self._ranked(kept, best, x.q is not None)
+
+    def matmul(self, x: FieldValue, y: FieldValue, over: Iterable[str]) -> FieldValue:
+        """Sum over ``over`` of x * y: batched where both have a name, outer where one has it."""
+        names = tuple(over)
+        for operand in (x, y):
+            alone = [d for d in names if d not in operand.dims]
+            if alone:  # not a contraction: the sum moves to the operand that has the dimension
+                raise ValueError(f"matmul over {alone[0]}: an operand does not have it")
+        batch = tuple(d for d in x.dims if d in y.dims and d not in names)
+        rows = tuple(d for d in x.dims if d not in y.dims)
+        cols = tuple(d for d in y.dims if d not in x.dims)
+        sizes = dict(zip(x.dims + y.dims, x.p.shape + y.p.shape, strict=True))
+
+        def size(dims: tuple[str, ...]) -> int:
+            return prod(sizes[d] for d in dims)
+
+        def product(r: Residues, s: Residues, m: int) -> Residues:
+            left = align(r, x.dims, batch + rows + names)
+            right = align(s, y.dims, batch + names + cols)
+            flat = matmul_residues(
+                left.reshape(size(batch), size(rows), size(names)),
+                right.reshape(size(batch), size(names), size(cols)),
+                m,
+            )
+            return flat.reshape([sizes[d] for d in batch + rows + cols])
+
+        q = None if x.q is None or y.q is None else product(x.q, y.q, Q)
+        return FieldValue(batch + rows + cols, product(x.p, y.p, P), q)
+
+    # helpers -------------------------------------------------------------------------------
+
+    def _key(self, name: str) -> int:
+        if name not in self._keys:
+            digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
+            self._keys[name] = int.from_bytes(digest, "little")
+        return self._keys[name]
+
+    def _rank(self, x: FieldValue) -> Residues:
+        """A number above 0 that orders elements: a keyed permutation of p, ties broken by q."""
+        z = np.bitwise_xor(x.p, _U(self._key("max") & 0x7FFFFFFF))
+        for shift, factor in _ROUNDS:
+            z = np.bitwise_xor(z, np.right_shift(z, _U(shift)))
+            z = np.bitwise_and(np.multiply(z, _U(factor)), _WORD)
+        z = np.left_shift(np.bitwise_xor(z, np.right_shift(z, _16)), _U(31))
+        z = np.add(z, _U(1))
+        rank = z if x.q is None else np.add(z, x.q)
+        return np.where(x.p == _P, _U(0), rank)  # P itself marks the bottom
+
+    def _ranked(self, dims: tuple[str, ...], rank: Residues, with_q: bool) -> FieldValue:
+        """The elements that have these ranks."""
+        bottom = rank == 0
+        z = np.right_shift(np.subtract(rank, _U(1)), _U(31))
+        q = np.bitwise_and(np.subtract(rank, _U(1)), _U(0x7FFFFFFF)) if with_q else None
+        z = np.bitwise_xor(z, np.right_shift(z, _16))
+        for shift, factor in reversed(_ROUNDS):
+            z = np.bitwise_and(np.multiply(z, _U(pow(factor, -1, 1 << 32))), _WORD)
+            z = np.bitwise_xor(np.bitwise_xor(z, z >> _U(shift)), z >> _U(2 * shift))
+        z = np.bitwise_xor(z, _U(self._key("max") & 0x7FFFFFFF))
+        return FieldValue(
+            dims, np.where(bottom, _P, z), None if q is None else np.where(bottom, _U(0), q)
+        )
+
+
+_WORD = _U(0xFFFFFFFF)
+#: (shift, odd factor) of an invertible 32-bit mixer; shifts of at least 11 invert in two steps
+_ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
+
+
+def _binary(f: Any, x: FieldValue, y: FieldValue) -> FieldValue:
+    if x.dims == y.dims:
+        dims, xp, yp, xq, yq = x.dims, x.p, y.p, x.q, y.q
+    else:
+        dims = x.dims + tuple(d for d in y.dims if d not in x.dims)
+        xp, yp = align(x.p, x.dims, dims), align(y.p, y.dims, dims)
+        xq = None if x.q is None else align(x.q, x.dims, dims)
+        yq = None if y.q is None else align(y.q, y.dims, dims)
+    return FieldValue(dims, f(xp, yp, _P), None if xq is None or yq is None else f(xq, yq, _Q))

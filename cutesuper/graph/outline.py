@@ -1,0 +1,131 @@
+"""How a block program is read: its operations in nested sections, and a short phrase for each.
+
+before: a flat list of operations, of which 0 to 4 depend on ``K.loop``; after::
+
+    Section()                          what needs no loop
+    Section(loops=(K.loop,))           0 to 4 and the accumulators that end the loop
+    Section(ended=(K.loop,))           what uses them
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutesuper.graph.block import (
+    ACCUMULATE,
+    CLUSTER_REDUCE,
+    LOAD,
+    STORE,
+    Axis,
+    AxisKind,
+    BlockOp,
+    BlockProgram,
+)
+from cutesuper.graph.check import ValueState, check_block_program
+
+BEFORE, INSIDE, AFTER = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Section:
+    """Operations that run together.
+
+    Attributes:
+        loops: the persistent and loop axes that they are inside of, outermost first.
+        ended: the innermost axis that ended just before, if that is why this section exists.
+        ops: indices into the program; constants are left out (they are shown where they are used).
+    """
+
+    loops: tuple[Axis, ...]
+    ended: Axis | None
+    ops: tuple[int, ...]
+
+
+def sections(program: BlockProgram) -> tuple[Section, ...]:
+    """The program in the order in which it runs; empty sections are left out.
+
+    Raises:
+        GraphError: the program is illegal.
+    """
+    states = check_block_program(program)
+    outer = next(iter(program.of_kind(AxisKind.PERSISTENT)), None)
+    inner = next(iter(program.of_kind(AxisKind.LOOP)), None)
+    shown = [i for i, op in enumerate(program.ops) if op.kind != "constant"]
+    where = {
+        i: (_phase(outer, program.ops[i], states[i]), _phase(inner, program.ops[i], states[i]))
+        for i in shown
+    }
+    if any(p == INSIDE and k != BEFORE for p, k in where.values()):
+        # the loop runs once per visited tile: all of it stands inside the persistent axis
+        where = {
+            i: (INSIDE, k) if p == BEFORE and k != BEFORE else (p, k) for i, (p, k) in where.items()
+        }
+    keys = sorted(set(where.values()))
+    return tuple(
+        Section(
+            tuple(a for a, phase in ((outer, p), (inner, k)) if a and phase == INSIDE),
+            inner if k == AFTER and p != AFTER else outer if p == AFTER else None,
+            tuple(i for i in shown if where[i] == (p, k)),
+        )
+        for p, k in keys
+    )
+
+
+def _phase(axis: Axis | None, op: BlockOp, state: ValueState) -> int:
+    if axis is None:
+        return BEFORE
+    if axis.name in state.inside or (op.kind == ACCUMULATE and op.attributes["axis"] == axis.name):
+        return INSIDE
+    return AFTER if axis.name in state.closed else BEFORE
+
+
+def phrase(program: BlockProgram, index: int) -> str:
+    """What an operation does, without its operands: ``matmul over K``, ``load X``."""
+    op = program.ops[index]
+    attributes = op.attributes
+    if op.kind in (LOAD, STORE):
+        return f"{op.kind} {attributes['tensor']}"
+    if op.kind == ACCUMULATE:
+        return f"accumulate {attributes['op']} over {attributes['axis']}"
+    if op.kind == CLUSTER_REDUCE:
+        return f"cluster {attributes['op']} over {attributes['axis']}"
+    if "over" in attributes:
+        return f"{op.kind} over {attributes['over']}"
+    given = ", ".join(f"{k}={v:g}" for k, v in attributes.items() if isinstance(v, int | float))
+    constants = [constant(program, j) for j in op.inputs]
+    given = ", ".join(filter(None, [given, *constants]))
+    return f"{op.kind} {given}" if given else op.kind
+
+
+def call(program: BlockProgram, index: int) -> str:
+    """What an operation does with which operands: ``matmul(0, 1) over K``."""
+    op = program.ops[index]
+    operands = ", ".join(constant(program, j) or str(j) for j in op.inputs)
+    if op.kind == LOAD:
+        return phrase(program, index)
+    if op.kind == STORE:
+        return f"store {operands} -> {op.attributes['tensor']}"
+    if op.kind in (ACCUMULATE, CLUSTER_REDUCE) or "over" in op.attributes:
+        name, _, rest = phrase(program, index).partition(" ")
+        return f"{name}({operands}) {rest}"
+    given = ", ".join(f"{k}={v}" for k, v in op.attributes.items())
+    return f"{op.kind}({', '.join(filter(None, [operands, given]))})"
+
+
+def constant(program: BlockProgram, index: int) -> str:
+    """The number that operation ``index`` stands for, or an empty string."""
+    op = program.ops[index]
+    return f"{op.attributes['value']:g}" if op.kind == "constant" else ""
+
+
+def tile_of(program: BlockProgram, op: BlockOp) -> str:
+    """The tile that a block holds of a value: ``M 16  K 128``; ``scalar`` without labels."""
+    return "  ".join(f"{d} {program.tile[d]}" for d in op.dims) or "scalar"
+
+
+def show_bytes(count: int) -> str:
+    """``131072`` -> ``128.0 KiB``."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{count} B" if units[0] == "B" else f"{value:.1f} {units[0]}"

@@ -1,0 +1,24 @@
+"""The entry of the lowering: a plan in, something `cute.compile` takes out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutesuper.schedule.matmul import MatmulPlan
+from cutesuper.schedule.planner import KernelPlan
+
+
+def build(plan: KernelPlan) -> tuple[Any, tuple[Any, ...]]:
+    """The traced kernel and arguments to compile it with (the stream comes after them).
+
+    Imports CuTe DSL, which reads its environment at that moment.
+    """
+    from cutesuper.lower.common import fake_arguments
+
+    if isinstance(plan, MatmulPlan):
+        from cutesuper.lower.matmul import MatmulKernel
+
+        return MatmulKernel(plan), fake_arguments(plan.arguments)
+    from cutesuper.lower.rows import RowKernel
+
+    return RowKernel(plan), fake_arguments(plan.arguments)

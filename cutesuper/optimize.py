@@ -1,0 +1,231 @@
+"""The whole road: graph -> search -> verify -> schedule -> lower -> compile -> a kernel to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from cutesuper.errors import (
+    CutesuperError,
+    GraphError,
+    LoweringError,
+    ScheduleError,
+    SearchError,
+    VerificationError,
+)
+from cutesuper.graph.block import MuGraph
+from cutesuper.graph.check import check_kernel_graph
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.target import H100, H200, TARGETS, Target, find_target
+from cutesuper.report import variant_report
+from cutesuper.runtime.cache import KernelCache
+from cutesuper.runtime.compile import CompileRequest, compile_many
+from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
+from cutesuper.schedule.planner import KernelPlan, make_plan
+from cutesuper.search.search import Candidate, Progress, SearchOptions, SearchResult, search
+from cutesuper.verify.equivalence import Verification, Verifier
+
+#: programs up to this many multiply-adds are checked at their real extents too (about 1 s)
+FULL_CHECK_FLOPS = 4e9
+
+
+@dataclass(frozen=True)
+class Options:
+    """How `superoptimize` works.
+
+    Attributes:
+        target: the GPU; None takes the current one, H200 where there is none.
+        dependent_launch: launch kernels before their predecessor in the stream has ended
+            (programmatic dependent launch); inputs made with ``constant=True`` are then loaded
+            while it still runs.
+        seed: chooses the verifier's inputs and the search's ties.
+        budget_s: seconds the search may take; None is no limit.
+    """
+
+    target: Target | None = None
+    dependent_launch: bool = False
+    seed: int = 0
+    budget_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate that survived everything.
+
+    Attributes:
+        candidate: from the search.
+        plans: of its kernels.
+        verification: at small and, where cheap enough, real extents.
+        refused: better-priced candidates that no schedule or lowering could run, and why.
+    """
+
+    candidate: Candidate
+    plans: tuple[KernelPlan, ...]
+    verification: Verification
+    refused: tuple[str, ...]
+
+
+def superoptimize(
+    graph: KernelGraph,
+    *,
+    target: Target | str | None = None,
+    dependent_launch: bool = False,
+    seed: int = 0,
+    budget_s: float | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    cache: KernelCache | None = None,
+) -> Kernel:
+    """Find, verify and compile the best program for a kernel graph.
+
+    Args:
+        graph: what to compute; at least one output marked.
+        target: a `Target`, or a name such as ``"h200"``; None takes the current GPU.
+        dependent_launch: see `Options`.
+        seed: equal seeds give equal results.
+        budget_s: seconds the search may take.
+        on_progress: called with the search's `Progress`.
+        cache: where compiled kernels are kept; default ``~/.cache/cutesuper``.
+
+    Returns:
+        A `Kernel`: call it with torch tensors.
+
+    Raises:
+        GraphError: the graph is not complete.
+        SearchError, LoweringError, ScheduleError: no program can be run; says which operator.
+        CompileError: the compiler refused the kernel.
+    """
+    if not isinstance(graph, KernelGraph):
+        raise GraphError(
+            f"superoptimize({type(graph).__name__}): give it a kernel graph, made with "
+            "cutesuper.new_kernel_graph()"
+        )
+    check_kernel_graph(graph)
+    chosen = find_target(target) if isinstance(target, str) else target
+    options = Options(chosen or current_target(), dependent_launch, seed, budget_s)
+    cache = cache or KernelCache()
+    return Kernel(
+        graph, options.target or H200, partial(_make_variant, graph, options, cache, on_progress)
+    )
+
+
+def current_target() -> Target:
+    """The target of torch's current CUDA device; H200 where there is none.
+
+    Raises:
+        DeviceError: a GPU whose architecture has no building blocks.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return H200
+    name = torch.cuda.get_device_name().lower()
+    for target in TARGETS.values():
+        if target.name in name:
+            return target
+    if torch.cuda.get_device_capability() == (9, 0):
+        return H100
+    from cutesuper.errors import DeviceError
+
+    raise DeviceError(
+        f"GPU {torch.cuda.get_device_name()!r}: kernels are written for {', '.join(TARGETS)}; "
+        "pass target= to compile for one of them"
+    )
+
+
+def _make_variant(
+    graph: KernelGraph,
+    options: Options,
+    cache: KernelCache,
+    on_progress: Callable[[Progress], None] | None,
+    hints: dict[str, int],
+) -> Variant:
+    """Search, plan and compile for one bucket of the symbolic extents."""
+    graph = graph.with_hints(hints)
+    result, choice = choose(graph, options, on_progress)
+    steps = compile_plans(choice, options, cache)
+    report = variant_report(graph, options, result, choice, steps)
+    return Variant(choice.candidate.mugraph, steps, report)
+
+
+def choose(
+    graph: KernelGraph,
+    options: Options,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> tuple[SearchResult, Choice]:
+    """The cheapest candidate that verifies and that a schedule and the lowering can run.
+
+    Raises:
+        SearchError, LoweringError, ScheduleError: there is none; says why the best failed.
+    """
+    target = options.target or H200
+    verifier = Verifier(graph, seed=options.seed)
+
+    def verify(mu: MuGraph) -> bool:
+        return bool(verifier.check(mu, bound=False))
+
+    result = search(
+        graph,
+        target,
+        options=SearchOptions(seed=options.seed, budget_s=options.budget_s),
+        on_progress=on_progress,
+        verify=verify,
+    )
+    refused: list[str] = []
+    first: CutesuperError | None = None
+    for candidate in result.candidates:
+        try:
+            plans = _plans(candidate, options, target)
+            verification = _verify(verifier, graph, candidate)
+        except (LoweringError, ScheduleError, VerificationError) as error:
+            refused.append(f"{candidate.structure}: {error}")
+            first = first or error
+            continue
+        return result, Choice(candidate, plans, verification, tuple(refused))
+    raise first or SearchError("superoptimize: the search returned no program")
+
+
+def _plans(candidate: Candidate, options: Options, target: Target) -> tuple[KernelPlan, ...]:
+    mu = candidate.mugraph
+    return tuple(
+        make_plan(step, mu.tensors, target, dependent_launch=options.dependent_launch)
+        for step in mu.steps
+    )
+
+
+def _verify(verifier: Verifier, graph: KernelGraph, candidate: Candidate) -> Verification:
+    from cutesuper.graph.operators import lookup
+
+    flops = sum(
+        lookup(n.operator).flops([graph.nodes[i].shape for i in n.inputs], n.shape)
+        for n in graph.nodes
+        if n.operator != "input"
+    )
+    verification = verifier.check(candidate.mugraph, full=flops <= FULL_CHECK_FLOPS)
+    if not verification:
+        raise VerificationError(f"{candidate.structure}: {verification.summary()}")
+    return verification
+
+
+def compile_plans(
+    choice: Choice, options: Options, cache: KernelCache
+) -> tuple[CompiledStep, ...]:
+    """Compile every kernel of a choice (several at once in worker processes)."""
+    target = options.target or H200
+    requests = [
+        _request(plan, step.name, target)
+        for plan, step in zip(choice.plans, choice.candidate.mugraph.steps, strict=True)
+    ]
+    artifacts = compile_many(requests, cache=cache)
+    return tuple(
+        CompiledStep(plan, artifact)
+        for plan, artifact in zip(choice.plans, artifacts, strict=True)
+    )
+
+
+def _request(plan: KernelPlan, name: str, target: Target) -> CompileRequest:
+    from cutesuper.lower.build import build
+
+    outputs = tuple(i for i, a in enumerate(plan.arguments) if a.written)
+    return CompileRequest(plan.key, target.arch, name, partial(build, plan), outputs)
+

@@ -1,0 +1,296 @@
+"""The artifact cache: compiled kernels on disk, keyed by content, shared between processes.
+
+An entry is a directory with the files of one kernel and ``meta.json``, which holds the size and
+SHA-256 of each. Entries are written to a temporary directory and renamed, so a reader sees a whole
+entry or none; whatever does not check out is a miss and is replaced. No pickles are written.
+
+    <root>/v1/<2 hex>/<64 hex>/{kernel.o, kernel.cubin, kernel.ptx, meta.json}
+    <root>/v1/locks/<64 hex>.lock      one writer per key
+    <root>/v1/tmp/                     entries being written
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from cutesuper.errors import CacheError
+from cutesuper.runtime.toolchain import dsl_versions, host_machine
+
+try:
+    import fcntl
+except ImportError:  # not on this system; the renames alone keep entries whole
+    fcntl = None
+
+OBJECT, CUBIN, PTX, META = "kernel.o", "kernel.cubin", "kernel.ptx", "meta.json"
+FILES = (OBJECT, CUBIN, PTX)
+FORMAT = 1
+ROOT_VARIABLE = "CUTESUPER_CACHE"
+
+_MAX_META_BYTES = 16 << 20
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+# Compiler settings that do not change what is emitted, so they stay out of the key.
+_IRRELEVANT_SETTINGS = {
+    f"CUTE_DSL_{name}"
+    for name in ("ARCH", "CACHE_DIR", "DUMP_DIR", "KEEP", "LIBS", "LOG_LEVEL", "LOG_TO_CONSOLE",
+                 "LOG_TO_FILE", "NO_CACHE", "SHOW_STACKTRACE", "JIT_TIME_PROFILING")
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """One compiled kernel, verified when it was read. The bytes are kept here, so that another
+    process may clear or replace the directory at any time.
+
+    Attributes:
+        digest: the key, 64 hex digits.
+        meta: what ``meta.json`` holds, without the checksums.
+        files: contents by file name (``kernel.o``, ``kernel.cubin``, ``kernel.ptx``).
+        path: the entry's directory, or ``None`` when it could not be written.
+    """
+
+    digest: str
+    meta: Mapping[str, Any]
+    files: Mapping[str, bytes]
+    path: Path | None
+
+
+class KernelCache:
+    """A directory of compiled kernels. Safe to use from several threads and processes.
+
+    Args:
+        root: where entries lie; default ``$CUTESUPER_CACHE`` or ``~/.cache/cutesuper``. When it
+            cannot be written, a temporary directory takes its place for the life of this process
+            and one warning says so.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
+        self._requested = Path(root) if root is not None else default_root()
+        self._root = _usable_root(self._requested)
+
+    @property
+    def root(self) -> Path:
+        """The directory in use (a temporary one when the requested one is not writable)."""
+        return self._root
+
+    def digest(self, key: str, arch: str, flavour: str) -> str:
+        """The name of an entry: SHA-256 over everything that decides what the compiler emits.
+
+        Args:
+            key: canonical text of the plan.
+            arch: e.g. ``"sm_90a"``.
+            flavour: ``"tvm_ffi"`` or ``"plain"``: the calling convention of the object.
+
+        Raises:
+            CompileError: when CuTe DSL is not installed, so its version is unknown.
+        """
+        parts = {
+            "format": FORMAT,
+            "key": key,
+            "arch": arch,
+            "flavour": flavour,
+            "sources": source_fingerprint(),
+            "versions": dsl_versions(),
+            "machine": host_machine(),
+            "settings": _compiler_settings(),
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def load(self, digest: str) -> CacheEntry | None:
+        """The entry, or ``None`` when it is missing or anything about it is not as written."""
+        # A cache that cannot be written can still be read, e.g. one shared by a whole cluster.
+        for root in dict.fromkeys((self._root, self._requested)):
+            folder = _entry_folder(root, digest)
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+                return _read_entry(digest, folder)
+        return None
+
+    def store(self, digest: str, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> CacheEntry:
+        """Writes an entry, replacing a damaged one; never fails for want of disk space.
+
+        Raises:
+            CacheError: when ``files`` does not hold exactly the three files of an entry.
+        """
+        if sorted(files) != sorted(FILES):
+            raise CacheError(f"cache entry {digest}: files {sorted(files)}, expected {FILES}")
+        folder = _entry_folder(self._root, digest)
+        # Through JSON and back: the entry looks the same now and when it is read again.
+        meta = json.loads(json.dumps(dict(meta)))
+        try:
+            self._write(folder, meta, files)
+        except OSError as error:
+            _warn_once(f"cannot write the kernel cache entry {folder}: {error}; going on without")
+            return CacheEntry(digest, meta, dict(files), None)
+        return CacheEntry(digest, meta, dict(files), folder)
+
+    @contextlib.contextmanager
+    def lock(self, digest: str) -> Iterator[None]:
+        """Holds the writer lock of one key; look the entry up again once inside.
+
+        Where the file system has no locks this does nothing: two processes may then compile the
+        same kernel, and the renames keep the entry whole.
+        """
+        path = self._base / "locks" / f"{digest}.lock"
+        try:
+            if fcntl is None:
+                raise OSError("no file locks")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            yield
+            return
+        try:
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(handle)
+
+    def entries(self) -> Iterator[CacheEntry]:
+        """All entries that are intact, in no particular order."""
+        for folder in self._base.glob("[0-9a-f][0-9a-f]/*"):
+            if _DIGEST.fullmatch(folder.name) and (entry := self.load(folder.name)) is not None:
+                yield entry
+
+    def clear(self) -> None:
+        """Removes all entries; kernels that are loaded stay usable. Locks are kept: a process
+        that waits on one would otherwise hold a lock nobody else can see."""
+        for folder in (*self._base.glob("[0-9a-f][0-9a-f]"), self._base / "tmp"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @property
+    def _base(self) -> Path:
+        return self._root / f"v{FORMAT}"
+
+    def _write(self, folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        scratch_root = self._base / "tmp"
+        scratch_root.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(dir=scratch_root))
+        try:
+            new = scratch / "new"
+            new.mkdir()
+            for name, content in files.items():
+                (new / name).write_bytes(content)
+            record = {
+                "format": FORMAT,
+                "meta": meta,
+                "meta_sha256": _meta_checksum(meta),
+                "files": _checksums(files),
+            }
+            (new / META).write_text(json.dumps(record, indent=1, sort_keys=True))
+            # A directory cannot be renamed over a non-empty one, so the old one steps aside.
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(folder, scratch / "old")
+            try:
+                os.rename(new, folder)
+            except OSError:
+                # Without locks another process may have put the same entry there just now.
+                if self.load(folder.name) is None:
+                    raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@functools.lru_cache(maxsize=1)
+def source_fingerprint() -> str:
+    """SHA-256 of the sources that decide what is in an entry: lowering, device, compiling."""
+    package = Path(__file__).resolve().parent.parent
+    sources = [*package.glob("lower/**/*.py"), *package.glob("device/**/*.py")]
+    runtime = ("arguments", "compile", "dsl", "host_module")
+    sources += [package / "runtime" / f"{name}.py" for name in runtime]
+    digest = hashlib.sha256()
+    for path in sorted(sources):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(package)}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def default_root() -> Path:
+    """``$CUTESUPER_CACHE``, else ``cutesuper`` below the user's cache directory."""
+    if root := os.environ.get(ROOT_VARIABLE):
+        return Path(root).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "cutesuper"
+
+
+def _entry_folder(root: Path, digest: str) -> Path:
+    if not _DIGEST.fullmatch(digest):
+        raise CacheError(f"cache key {digest!r}: expected 64 hexadecimal digits")
+    return root / f"v{FORMAT}" / digest[:2] / digest
+
+
+def _read_entry(digest: str, folder: Path) -> CacheEntry:
+    """Reads and checks an entry; any exception means that it is damaged or not there."""
+    with (folder / META).open("rb") as stream:
+        text = stream.read(_MAX_META_BYTES + 1)
+    record = cast("dict[str, Any]", json.loads(text))
+    if len(text) > _MAX_META_BYTES or record["format"] != FORMAT:
+        raise ValueError("not an entry of this version")
+    files = {name: (folder / name).read_bytes() for name in FILES}
+    if record["files"] != _checksums(files):
+        raise ValueError("a file differs from its checksum")
+    meta = record["meta"]
+    if not isinstance(meta, dict) or record["meta_sha256"] != _meta_checksum(meta):
+        raise ValueError("meta differs from its checksum")
+    return CacheEntry(digest, cast("dict[str, Any]", meta), files, folder)
+
+
+def _checksums(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in files.items()
+    }
+
+
+def _meta_checksum(meta: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+def _compiler_settings() -> dict[str, str]:
+    """Environment settings of the compiler that may change its output (line info, options)."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("CUTE_DSL_") and name not in _IRRELEVANT_SETTINGS
+    }
+
+
+def _usable_root(requested: Path) -> Path:
+    try:
+        requested.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=requested):
+            return requested
+    except OSError as error:
+        _warn_once(
+            f"cannot write the kernel cache {requested}: {error.strerror or error}; kernels are "
+            f"kept for this process only. Set {ROOT_VARIABLE} to a directory that can be written"
+        )
+        return _temporary_root(str(requested))
+
+
+@functools.cache
+def _temporary_root(requested: str) -> Path:
+    """One temporary directory per unusable root, removed when the process ends."""
+    del requested
+    root = Path(tempfile.mkdtemp(prefix="cutesuper-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -1,0 +1,146 @@
+"""Checks of call arguments: fast when all is well, precise when it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cutesuper.errors import DeviceError, DTypeError, GraphError, LayoutError, ShapeError
+from cutesuper.graph.dims import Shape, Symbol, show_shape
+from cutesuper.graph.kernel import KernelGraph
+
+#: bulk copies and 16-byte accesses need this alignment of the first element
+ALIGNMENT = 16
+#: kernels compute offsets in 32 bits
+MAX_ELEMENTS = 2**31 - 1
+
+
+class Signature:
+    """What a kernel's inputs and outputs must look like."""
+
+    def __init__(self, graph: KernelGraph) -> None:
+        nodes = [graph.nodes[i] for i in graph.inputs]
+        self.names = [n.name for n in nodes]
+        self.shapes = [n.shape for n in nodes]
+        self.dtypes = [n.dtype.torch for n in nodes]
+        self.outputs = [(graph.nodes[i].shape, graph.nodes[i].dtype.torch) for i in graph.outputs]
+        found = {s[0].name: s[0] for s in self.shapes if s and isinstance(s[0], Symbol)}
+        self.symbols = tuple(found.values())
+        self._static = not self.symbols
+        self._fixed = [(tuple(self.outputs[i][0]), self.outputs[i][1])
+                       for i in range(len(self.outputs))]
+
+    def bind(self, inputs: Sequence[Any]) -> dict[str, int]:
+        """Check the inputs; return the extents of the symbols.
+
+        Raises:
+            ShapeError, DTypeError, LayoutError, DeviceError, GraphError: naming the input.
+        """
+        if len(inputs) != len(self.names):
+            raise ShapeError(
+                f"kernel: takes {len(self.names)} input(s) {self._call()}, got {len(inputs)}"
+            )
+        extents: dict[str, int] = {}
+        try:
+            device = inputs[0].device
+            for i, t in enumerate(inputs):
+                want = self.shapes[i]
+                if want and isinstance(want[0], Symbol):
+                    same = tuple(t.shape[1:]) == want[1:] and t.dim() == len(want)
+                    same = same and extents.setdefault(want[0].name, t.shape[0]) == t.shape[0]
+                    same = same and 0 < t.numel() <= MAX_ELEMENTS
+                else:
+                    same = t.shape == want
+                good = t.dtype is self.dtypes[i] and t.is_contiguous() and t.device == device
+                if not (same and good) or t.requires_grad or t.data_ptr() % ALIGNMENT:
+                    self._explain(i, t, device, extents)
+        except AttributeError:
+            self._not_tensors(inputs)
+        return extents
+
+    def output_shapes(self, extents: dict[str, int]) -> list[tuple[Any, Any]]:
+        """Shape and torch dtype of every output for these extents."""
+        if self._static:
+            return self._fixed
+        return [(self._known(shape, extents), dtype) for shape, dtype in self.outputs]
+
+    def check_out(self, out: Any, inputs: Sequence[Any], extents: dict[str, int]) -> list[Any]:
+        """Check tensors given to receive the outputs. Raises like `bind`."""
+        outputs = list(out) if isinstance(out, list | tuple) else [out]
+        wanted = self.output_shapes(extents)
+        if len(outputs) != len(wanted):
+            raise ShapeError(f"kernel(out=...): {len(wanted)} output(s), got {len(outputs)}")
+        for i, (t, (shape, dtype)) in enumerate(zip(outputs, wanted, strict=True)):
+            name = f"kernel(out=...): output {i}"
+            if not hasattr(t, "data_ptr"):
+                raise DTypeError(f"{name} is a {type(t).__name__}, not a torch tensor")
+            if tuple(t.shape) != tuple(shape):
+                raise ShapeError(f"{name} has shape {list(t.shape)}, must be {list(shape)}")
+            if t.dtype is not dtype:
+                raise DTypeError(f"{name} is {t.dtype}, must be {dtype}")
+            if t.device != inputs[0].device:
+                raise DeviceError(f"{name} is on {t.device}, the inputs are on {inputs[0].device}")
+            if not t.is_contiguous() or t.data_ptr() % ALIGNMENT:
+                raise LayoutError(f"{name} must be contiguous and aligned to {ALIGNMENT} bytes")
+            others = [*inputs, *outputs[:i]]
+            if any(_overlap(t, other) for other in others):
+                raise LayoutError(f"{name} overlaps an input or another output; kernels read while "
+                                  "they write")
+        return outputs
+
+    # --------------------------------------------------------------------------------- messages
+
+    def _explain(self, i: int, t: Any, device: Any, extents: dict[str, int]) -> None:
+        """Raise for the first thing that is wrong with input ``i``."""
+        name, want = self.names[i], self.shapes[i]
+        what = f"kernel{self._call()}: input {name}"
+        if t.dtype is not self.dtypes[i]:
+            raise DTypeError(f"{what} is {t.dtype}, must be {self.dtypes[i]}; convert it with .to()")
+        if t.device != device:
+            raise DeviceError(f"{what} is on {t.device}, input {self.names[0]} on {device}; "
+                              "move all inputs to one device")
+        shape = self._known(want, extents)
+        if t.dim() != len(want):
+            raise ShapeError(f"{what} has rank {t.dim()} {list(t.shape)}, must have rank "
+                             f"{len(want)} {show_shape(want)}")
+        if tuple(t.shape) != shape:
+            bound = "".join(f"; {k} is {v} in an earlier input" for k, v in extents.items())
+            raise ShapeError(f"{what} has shape {list(t.shape)}, must be {show_shape(want)}{bound}")
+        if t.numel() == 0:
+            raise ShapeError(f"{what} is empty ({list(t.shape)}); there is nothing to compute")
+        if t.numel() > MAX_ELEMENTS:
+            raise ShapeError(f"{what} has {t.numel()} elements, more than {MAX_ELEMENTS}; "
+                             "split the batch")
+        if not t.is_contiguous():
+            raise LayoutError(f"{what} is not contiguous (strides {list(t.stride())}); call "
+                              ".contiguous(), or put the transposition into the graph")
+        if t.data_ptr() % ALIGNMENT and t.device.type != "cpu":
+            raise LayoutError(f"{what} starts at an address that is no multiple of {ALIGNMENT} "
+                              "bytes (a view into another tensor?); clone it")
+        import torch
+
+        if t.requires_grad and torch.is_grad_enabled():
+            raise GraphError(f"{what} requires a gradient, and this kernel has no backward; call "
+                             "it under torch.no_grad() or detach the input")
+
+    def _not_tensors(self, inputs: Sequence[Any]) -> None:
+        for name, t in zip(self.names, inputs, strict=True):
+            if not hasattr(t, "data_ptr"):
+                raise DTypeError(f"kernel{self._call()}: input {name} is a {type(t).__name__}, "
+                                 "not a torch tensor")
+
+    def _call(self) -> str:
+        parts = [n + show_shape(s) for n, s in zip(self.names, self.shapes, strict=True)]
+        return f"({', '.join(parts)})"
+
+    @staticmethod
+    def _known(shape: Shape, extents: dict[str, int]) -> tuple[int, ...]:
+        return tuple(
+            extents.get(d.name, d.hint) if isinstance(d, Symbol) else d for d in shape
+        )
+
+
+def _overlap(a: Any, b: Any) -> bool:
+    start, other = a.data_ptr(), b.data_ptr()
+    end = start + a.numel() * a.element_size()
+    return start < other + b.numel() * b.element_size() and other < end

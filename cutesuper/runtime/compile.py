@@ -1,0 +1,362 @@
+"""Compiles launchers to artifacts: objects, cubins and PTX, cached on disk, on any machine.
+
+No GPU is needed to compile, for any architecture. ``compile_kernel`` compiles in this process;
+``compile_many`` in several worker processes, because CuTe DSL cannot compile in several threads.
+
+    request = CompileRequest(key=plan.to_json(), arch="sm_90a", name="rms_norm", build=build)
+    artifact = compile_kernel(request)
+    artifact.resources.spills            # read from the cubin
+    kernel = artifact.load()             # kernel(x, w, y): torch tensors, the current stream
+    artifact.export("rms_norm.so")       # needs no CuTe DSL to run
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+from cutesuper.errors import CompileError, CutesuperError
+from cutesuper.runtime import dsl
+from cutesuper.runtime.cache import CUBIN, OBJECT, PTX, CacheEntry, KernelCache
+from cutesuper.runtime.host_module import LaunchFacts
+from cutesuper.runtime.resources import (
+    Resources,
+    arch_number,
+    disassemble,
+    measure,
+    shared_limit,
+)
+from cutesuper.runtime.toolchain import available_processors, find_nvdisasm
+from cutesuper.runtime.workers import run_in_workers
+
+Flavour = Literal["tvm_ffi", "plain"]
+Build = Callable[[], tuple[Any, tuple[Any, ...]]]
+
+DEFAULT_ARCH = "sm_90a"
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_ARCH = re.compile(r"sm_\d{2,3}[af]?")
+
+_loaded: dict[str, Callable[..., Any]] = {}
+_loaded_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """What to compile.
+
+    Attributes:
+        key: canonical text (JSON of the plan) of everything the kernel depends on, apart from
+            ``arch`` and cutesuper's own lowering, whose sources are hashed in. Two requests with
+            one key must build the same kernel.
+        arch: ``"sm_90a"``, ``"sm_100a"``, ...
+        name: short readable kernel name, ``[a-z][a-z0-9_]*``, at most 64 characters.
+        build: called only on a cache miss. Imports CuTe DSL and returns ``(launcher, arguments)``:
+            a ``@cute.jit`` callable object and the fake arguments without the stream;
+            ``launcher(*arguments, stream)`` takes the stream last, annotated ``cuda.CUstream``.
+            At least one argument is a tensor. Compile-time constants live in the launcher.
+            For :func:`compile_many` it must be picklable: a module-level function, or a
+            ``functools.partial`` of one, from a module other than ``__main__``.
+        outputs: positions of the (flattened) arguments that the kernel writes; recorded in
+            exported files.
+        options: more options for ``cute.compile``, e.g. ``"--ptxas-options '-O2'"``.
+    """
+
+    key: str
+    arch: str
+    name: str
+    build: Build
+    outputs: tuple[int, ...] = ()
+    options: str = ""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise CompileError(
+                f"kernel name {self.name!r}: expected at most 64 characters of [a-z0-9_], "
+                "the first a letter"
+            )
+        if not _ARCH.fullmatch(self.arch):
+            raise CompileError(
+                f"kernel {self.name}: architecture {self.arch!r}: expected a name like sm_90a"
+            )
+
+
+class Artifact:
+    """A compiled kernel: its object, cubin and PTX, what they need, and how to run them.
+
+    Attributes:
+        name, arch: as requested.
+        from_cache: whether an earlier compile was reused.
+        compile_s: seconds the compile took, when it was done.
+    """
+
+    def __init__(
+        self, request: CompileRequest, entry: CacheEntry, cache: KernelCache, *, from_cache: bool
+    ) -> None:
+        self.request = request
+        self.from_cache = from_cache
+        self._entry = entry
+        self._cache = cache
+
+    def __repr__(self) -> str:
+        return f"Artifact({self.name}, {self.arch}, {self.digest[:12]})"
+
+    @property
+    def name(self) -> str:
+        """The kernel's short name."""
+        return self.request.name
+
+    @property
+    def arch(self) -> str:
+        """The architecture it was compiled for, e.g. ``"sm_90a"``."""
+        return self.request.arch
+
+    @property
+    def digest(self) -> str:
+        """The cache key, 64 hexadecimal digits: the identity of this kernel."""
+        return self._entry.digest
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds the compile took, when it was done."""
+        return float(self._entry.meta["compile_s"])
+
+    @property
+    def object(self) -> bytes:
+        """The relocatable object with a TVM-FFI entry point."""
+        return self._entry.files[OBJECT]
+
+    @property
+    def cubin(self) -> bytes:
+        """The device code, an ELF file."""
+        return self._entry.files[CUBIN]
+
+    @property
+    def ptx(self) -> str:
+        """The PTX text."""
+        return self._entry.files[PTX].decode()
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The arguments it takes, see :mod:`cutesuper.runtime.arguments`."""
+        return self._entry.meta["arguments"]
+
+    @property
+    def launches(self) -> Sequence[LaunchFacts]:
+        """What is constant about its launches: block, cluster, shared memory, dependent launch."""
+        return dsl.launches_from_json(self._entry.meta["launches"])
+
+    @functools.cached_property
+    def sass(self) -> str:
+        """The disassembly; raises :class:`CompileError` (what to install) without nvdisasm."""
+        return disassemble(self.cubin)
+
+    @functools.cached_property
+    def resources(self) -> Resources:
+        """Registers, spills, shared memory and instruction counts; needs no GPU."""
+        sass = self.sass if find_nvdisasm() else None
+        return measure(self.cubin, self.ptx, self.launches, sass)
+
+    def load(self) -> Callable[..., Any]:
+        """The kernel as a TVM-FFI callable, loaded once per process (a few milliseconds).
+
+        It takes torch CUDA tensors, scalars and lists of tensors as given to ``build``, checks
+        their types, extents and alignment (``ValueError``/``TypeError`` from TVM-FFI) and launches
+        on torch's current stream.
+
+        Raises:
+            CompileError: when the object cannot be loaded.
+        """
+        with _loaded_lock:
+            if self.digest not in _loaded:
+                function = str(self._entry.meta["function"])
+                _loaded[self.digest] = dsl.load_tvm_ffi(self.object, function)
+            return _loaded[self.digest]
+
+    def export(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
+        """Writes a self-contained shared library, see :mod:`cutesuper.runtime.export`.
+
+        Args:
+            path: the file to write (replaced atomically).
+            extra: a JSON object to store with it, e.g. how it was verified.
+
+        Raises:
+            CompileError: when a C compiler or ``libcudart_static.a`` is missing, or linking fails.
+        """
+        from cutesuper.runtime.export import export_kernel
+
+        entry, _ = _entry_of(self.request, self._cache, "plain")
+        export_kernel(self.request, entry, path, extra or {})
+
+
+def compile_kernel(request: CompileRequest, cache: KernelCache | None = None) -> Artifact:
+    """Compiles a kernel in this process, or takes it from the cache.
+
+    Compiles take turns: the DSL is not thread-safe. Several processes that ask for one key wait
+    for the first and read its result.
+
+    Raises:
+        CompileError: when the compiler refuses the kernel or it needs more shared memory than the
+            architecture has.
+    """
+    cache = cache or KernelCache()
+    entry, hit = _entry_of(request, cache, "tvm_ffi")
+    return Artifact(request, entry, cache, from_cache=hit)
+
+
+@overload
+def compile_many(
+    requests: Iterable[CompileRequest],
+    workers: int | None = None,
+    cache: KernelCache | None = None,
+    *,
+    keep_errors: Literal[False] = False,
+) -> list[Artifact]: ...
+
+
+@overload
+def compile_many(
+    requests: Iterable[CompileRequest],
+    workers: int | None = None,
+    cache: KernelCache | None = None,
+    *,
+    keep_errors: Literal[True],
+) -> list[Artifact | CompileError]: ...
+
+
+def compile_many(
+    requests: Iterable[CompileRequest],
+    workers: int | None = None,
+    cache: KernelCache | None = None,
+    *,
+    keep_errors: bool = False,
+) -> list[Artifact] | list[Artifact | CompileError]:
+    """Compiles several kernels in worker processes; results come back through the cache.
+
+    A kernel that crashes the compiler takes down its worker, not this process. A single kernel
+    that is missing is compiled here when ``workers`` is not given: starting a worker costs about
+    a second.
+
+    Args:
+        requests: what to compile; ``build`` must be picklable.
+        workers: worker processes, default one per processor that this process may use.
+        cache: default :class:`KernelCache`.
+        keep_errors: put the error of a kernel in its place of the result instead of raising it.
+
+    Raises:
+        CompileError: the first one in the order of ``requests``, after all others are done.
+    """
+    requests = list(requests)
+    cache = cache or KernelCache()
+    digests = [_digest(request, cache, "tvm_ffi") for request in requests]
+    missing = {
+        digest: request
+        for digest, request in zip(digests, requests, strict=True)
+        if cache.load(digest) is None
+    }
+    failures: dict[str, CompileError] = {}
+    if len(missing) > 1 or (missing and workers is not None):
+        problems = run_in_workers(
+            list(missing.values()), str(cache.root), workers or available_processors()
+        )
+        failures = {
+            digest: CompileError(problem)
+            for digest, problem in zip(missing, problems, strict=True)
+            if problem
+        }
+    results: list[Artifact | CompileError] = []
+    for digest, request in zip(digests, requests, strict=True):
+        results.append(failures.get(digest) or _collect(request, cache, fresh=digest in missing))
+    errors = [result for result in results if isinstance(result, CompileError)]
+    if errors and not keep_errors:
+        raise errors[0]
+    return results
+
+
+def native_arch() -> str:
+    """The architecture of torch's current CUDA device, ``sm_90a`` when there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return DEFAULT_ARCH
+    major, minor = torch.cuda.get_device_capability()
+    # From sm_90 on, tensor cores and TMA need the architecture-specific variant.
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def _collect(
+    request: CompileRequest, cache: KernelCache, *, fresh: bool
+) -> Artifact | CompileError:
+    try:
+        artifact = compile_kernel(request, cache)
+    except CompileError as error:
+        return error
+    artifact.from_cache = not fresh
+    return artifact
+
+
+def _digest(request: CompileRequest, cache: KernelCache, flavour: Flavour) -> str:
+    key = f"{request.name}\0{request.options}\0{request.key}"
+    return cache.digest(key, request.arch, flavour)
+
+
+def _entry_of(
+    request: CompileRequest, cache: KernelCache, flavour: Flavour
+) -> tuple[CacheEntry, bool]:
+    """The entry and whether it was there already."""
+    digest = _digest(request, cache, flavour)
+    entry = cache.load(digest)
+    if entry is not None:
+        return entry, True
+    with cache.lock(digest):
+        entry = cache.load(digest)  # another process may have been faster
+        if entry is not None:
+            return entry, True
+        return _compile(request, cache, flavour, digest), False
+
+
+def _compile(
+    request: CompileRequest, cache: KernelCache, flavour: Flavour, digest: str
+) -> CacheEntry:
+    start = time.perf_counter()
+    run = dsl.compile_tvm_ffi if flavour == "tvm_ffi" else dsl.compile_plain
+    # The name is unique per kernel, so that any number can be loaded into one process.
+    function = f"{request.name}_{digest[:16]}"
+    try:
+        compiled = run(request.build, request.arch, function, request.options)
+    except CutesuperError:
+        raise
+    except Exception as error:
+        raise CompileError(
+            f"kernel {request.name} for {request.arch}: the compiler refused it: "
+            f"{dsl.reason(error)}"
+        ) from error
+    _check_shared_memory(request, measure(compiled.cubin, compiled.ptx, compiled.launches))
+    meta = {
+        "name": request.name,
+        "arch": request.arch,
+        "flavour": flavour,
+        "function": compiled.function,
+        "prefix": function,
+        "cuda_major": compiled.cuda_major,
+        "arguments": compiled.arguments,
+        "launches": dsl.launches_to_json(compiled.launches),
+        "compile_s": time.perf_counter() - start,
+    }
+    files = {OBJECT: compiled.object, CUBIN: compiled.cubin, PTX: compiled.ptx.encode()}
+    return cache.store(digest, meta, files)
+
+
+def _check_shared_memory(request: CompileRequest, resources: Resources) -> None:
+    limit = shared_limit(request.arch)
+    if resources.shared_bytes > limit:
+        raise CompileError(
+            f"kernel {request.name} for {request.arch}: a block needs {resources.shared_bytes} "
+            f"bytes of shared memory, sm_{arch_number(request.arch)} has {limit}; use fewer "
+            "stages or smaller tiles"
+        )

@@ -1,0 +1,245 @@
+"""Forms: what the skeletons of the lowering can run, as rules that the search asks.
+
+* `MatmulForm`: one loop over the contracted label, any number of products that share a row operand,
+  statistics of the rows, an element-wise epilogue.
+* `RowForm`: no products; whole rows are resident, reductions run over the last label.
+
+A form is chosen for a region before it is searched; a region that no form can run is refused with
+the reason, and the kernel-level search cuts the graph elsewhere. A new skeleton is a new form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cutesuper.errors import SearchError
+from cutesuper.graph.block import CLUSTER_REDUCE, AxisKind, BlockProgram
+from cutesuper.graph.dims import Dim, Symbol
+from cutesuper.search.labels import LabelledOp, LabelledProgram, LabelMap, Region
+from cutesuper.search.saturate import Operand, Split, State
+
+#: elements of a resident row; 16384 of 16 bits are 32 KB, of which 7 fit into shared memory
+MAX_ROW = 16384
+#: 16-byte copies of 16-bit elements
+ALIGN = 8
+
+
+class ChainedProducts(SearchError):
+    """A product of a product: no operator added to the region can change that."""
+
+
+_MATMUL_SPLITS = ((AxisKind.LOOP,), (AxisKind.CLUSTER, AxisKind.LOOP))
+
+
+@dataclass(frozen=True)
+class MatmulForm:
+    """``[batch..., row, contracted] @ [batch..., contracted, column]`` and what may surround it.
+
+    Attributes:
+        row: label of the rows; statistics and prologues belong to this side.
+        column: label of the columns; the operand that has it is a plain load.
+        contracted: the label of the loop.
+        batch: all other labels.
+    """
+
+    row: str
+    column: str
+    contracted: str
+    batch: tuple[str, ...]
+
+    def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
+        """The loop alone, and the loop with a cluster; everything else is grid."""
+        return tuple(
+            Split(
+                tuple((d, k if d == self.contracted else (AxisKind.GRID,)) for d in program.dims)
+            )
+            for k in _MATMUL_SPLITS
+        )
+
+    def computes(self, labels: frozenset[str], state: State) -> bool:
+        """Prologues on the row side, epilogues on complete values; none on partial sums."""
+        return not state.pending and not {self.contracted, self.column} <= labels
+
+    def reduces(self, labels: frozenset[str], over: str) -> bool:
+        """Statistics of rows."""
+        return over == self.contracted and self.column not in labels
+
+    def contracts(self, a: Operand, b: Operand, over: str) -> bool:
+        """Rows first; the column operand is a plain load, the row operand no partial sum."""
+        return (
+            over == self.contracted
+            and {self.row, self.column} & a.labels == {self.row}
+            and {self.row, self.column} & b.labels == {self.column}
+            and b.loaded
+            and not a.state.pending
+        )
+
+    def refuses(self, program: BlockProgram) -> str | None:
+        """Why a program that obeys the rules still cannot run, or None."""
+        if len({op.inputs[0] for op in program.ops if op.kind == "matmul"}) > 1:
+            return "products with different row operands"
+        cluster = program.of_kind(AxisKind.CLUSTER)
+        if cluster and not any(op.kind == CLUSTER_REDUCE for op in program.ops):
+            return "an unused cluster axis"
+        return None
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """Rows resident in one block; ``row`` is the label of the last dimension (None: scalars).
+
+    Attributes:
+        row: the label that is whole (if reduced) or tiled (if nothing is reduced).
+        reduced: whether anything is reduced over it.
+    """
+
+    row: str | None
+    reduced: bool
+
+    def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
+        """One: the reduced label whole, all others grid."""
+        whole = self.row if self.reduced else None
+        kinds = ((d, () if d == whole else (AxisKind.GRID,)) for d in program.dims)
+        return (Split(tuple(kinds)),)
+
+    def computes(self, labels: frozenset[str], state: State) -> bool:
+        """Everything element-wise."""
+        return True
+
+    def reduces(self, labels: frozenset[str], over: str) -> bool:
+        """Along the row."""
+        return over == self.row
+
+    def contracts(self, a: Operand, b: Operand, over: str) -> bool:
+        """No matrix products."""
+        return False
+
+    def refuses(self, program: BlockProgram) -> str | None:
+        """Nothing more to refuse."""
+        return None
+
+
+Form = MatmulForm | RowForm
+
+
+def find_form(region: Region, program: LabelledProgram) -> Form:
+    """The form of a region.
+
+    Raises:
+        SearchError: with the reason why no form can run it.
+    """
+    products = [op for op in program.ops if _is_product(program, op)]
+    return _matmul_form(region, program, products) if products else _row_form(program)
+
+
+def _is_product(program: LabelledProgram, op: LabelledOp) -> bool:
+    """A product of a matrix with a vector is a multiplication and a sum instead."""
+    if op.kind != "matmul":
+        return False
+    a, b = (program.ops[i].labels for i in op.inputs)
+    return not a <= b and not b <= a
+
+
+# --------------------------------------------------------------------------------------- products
+
+
+def _matmul_form(
+    region: Region, program: LabelledProgram, products: list[LabelledOp]
+) -> MatmulForm:
+    over = dict.fromkeys(op.over for op in program.ops if op.over is not None)
+    contracted = products[0].over
+    if contracted is None or len(over) > 1:
+        raise SearchError(f"one kernel reduces over one dimension, this needs {_shown(over)}")
+    _check_order_of_products(program)
+    ends = {tuple(x for x in m if x is not None)[-2:] for _, m in program.outputs}
+    if len(ends) > 1 or len(end := ends.pop()) < 2:
+        raise SearchError("a matrix product kernel stores tensors with the same rows and columns")
+    row, column = end
+    for op in products:
+        a, b = (program.ops[i].labels for i in op.inputs)
+        if (column in a) == (column in b) or row in (a if column in a else b):
+            raise SearchError(f"{row} and {column} are not the rows and columns of every product")
+    batch = tuple(d for d in program.dims if d not in (row, column, contracted))
+    form = MatmulForm(row, column, contracted, batch)
+    _check_extents(program, form)
+    for op in program.of_kind("load"):
+        _check_load(region, op, form)
+    return form
+
+
+def _check_order_of_products(program: LabelledProgram) -> None:
+    """Nothing may be contracted or reduced of what comes out of a product."""
+    after: set[int] = set()
+    for i, op in enumerate(program.ops):
+        if not after.isdisjoint(op.inputs):
+            if op.over is not None:
+                raise ChainedProducts(f"{op.kind} of what a matrix product gives: another kernel")
+            after.add(i)
+        if _is_product(program, op):
+            after.add(i)
+
+
+def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
+    for name in (form.contracted, form.column):
+        extent: Dim = program.dims[name]
+        if isinstance(extent, Symbol):
+            raise SearchError(f"matmul: the extent {extent} may only be one of rows or batches")
+        if extent % ALIGN:
+            raise SearchError(
+                f"matmul: the extent {extent} of an inner or column dimension is no multiple of "
+                f"{ALIGN} (16-byte copies); pad the tensor"
+            )
+
+
+def _check_load(region: Region, op: LabelledOp, form: MatmulForm) -> None:
+    mapping = [x for x in op.attributes["map"] if x is not None]
+    tensor = op.attributes["tensor"]
+    if form.contracted in mapping and region.input_dtypes[tensor].itemsize != 2:
+        raise SearchError(
+            f"matmul in {region.input_dtypes[tensor]}: the tensor cores take float16 and bfloat16"
+        )
+    inner = {form.contracted, form.column}
+    if inner <= set(mapping):
+        if set(mapping[-2:]) != inner:
+            raise SearchError("matmul: a column operand must have its matrix in the last two dims")
+    elif (found := inner & set(mapping)) and mapping[-1] not in found:
+        raise SearchError(
+            f"matmul: a tensor is read with its rows along memory ({', '.join(mapping)}); only a "
+            "plain second operand may be stored either way"
+        )
+
+
+# ------------------------------------------------------------------------------------------- rows
+
+
+def _row_form(program: LabelledProgram) -> RowForm:
+    reduced = program.reduced
+    if len(reduced) > 1:
+        raise SearchError(f"one kernel reduces over one dimension, this needs {_shown(reduced)}")
+    maps = [op.attributes["map"] for op in program.of_kind("load")]
+    maps += [m for _, m in program.outputs]
+    order = [d for d in program.dims if d not in reduced] + list(reduced)
+    for m in maps:
+        _check_row_order(m, order)
+    row = order[-1] if order else None
+    if row is not None and reduced:
+        extent = program.dims[row]
+        if isinstance(extent, Symbol):
+            raise SearchError(f"a reduction over the symbolic extent {extent}")
+        if extent > MAX_ROW:
+            raise SearchError(f"a reduction over {extent} elements; at most {MAX_ROW} are resident")
+    return RowForm(row, bool(reduced))
+
+
+def _check_row_order(mapping: LabelMap, order: list[str]) -> None:
+    found = [x for x in mapping if x is not None]
+    if found != [d for d in order if d in found]:
+        raise SearchError(
+            f"tensors are stored in different orders, or reduced over a dimension that is not the "
+            f"last one ([{', '.join(found)}] against [{', '.join(order)}])"
+        )
+
+
+def _shown(labels: Iterable[str]) -> str:
+    return ", ".join(labels)

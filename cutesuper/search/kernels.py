@@ -1,0 +1,284 @@
+"""Cuts of a graph into kernels.
+
+Every contiguous segment of a topological order is convex, so every sequence of segments that covers
+the order is a sequence of kernels. Each segment becomes a `Region`, which is searched by itself
+(equal regions once), and a dynamic program over the ends of segments finds the cheapest sequences.
+What lies between two kernels is stored and loaded, which their costs contain.
+
+before: ``softmax(X @ W)``, 6 operators; after: ``[matmul] [max, sub, exp, sum, div]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from cutesuper.errors import SearchError
+from cutesuper.graph.block import BlockProgram
+from cutesuper.graph.dims import show_shape
+from cutesuper.graph.dtypes import DType, float32
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.search.cost import Cost
+from cutesuper.search.forms import ChainedProducts
+from cutesuper.search.labels import Region, RegionOp, View
+
+#: operators of one kernel at most; bounds the segments of a long graph
+MAX_SEGMENT = 32
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to run a region: a sized program over ``in0``, ..., ``out0``, ...
+
+    ``structure`` numbers the program without its sizes.
+    """
+
+    program: BlockProgram
+    cost: Cost
+    structure: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A region of a graph, and the names of the tensors that it reads and writes."""
+
+    region: Region
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+class Cut(NamedTuple):
+    """A graph as a sequence of kernels."""
+
+    cost: float
+    steps: tuple[tuple[Segment, Kernel], ...]
+
+
+#: kernels of a region, cheapest first; raises SearchError with the reason if there are none
+Find = Callable[[Region], list[Kernel]]
+
+
+class Flat:
+    """A graph of primitive operators without transposes; operands are views of other values."""
+
+    def __init__(self, graph: KernelGraph) -> None:
+        self.graph = graph
+        self.views: list[View] = []
+        for i, n in enumerate(graph.nodes):
+            if n.operator == "transpose":
+                inner = self.views[n.inputs[0]]
+                order = tuple(inner.order[d] for d in n.attributes["dims"])
+                self.views.append(View(inner.value, order))
+            else:
+                self.views.append(View(i, tuple(range(len(n.shape)))))
+
+    @cached_property
+    def scalar(self) -> frozenset[int]:
+        """Nodes that depend on numbers only; every kernel computes them for itself."""
+        found: set[int] = set()
+        for i, n in enumerate(self.graph.nodes):
+            if n.operator != "input" and found.issuperset(n.inputs):
+                found.add(i)
+        return frozenset(found)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The operators, in the order of the graph."""
+        skipped = ("input", "transpose")
+        nodes = enumerate(self.graph.nodes)
+        return tuple(
+            i for i, n in nodes if n.operator not in skipped and i not in self.scalar
+        )
+
+    def depth_first(self, last_operand_first: bool) -> tuple[int, ...]:
+        """The operators, each right after what only it needs."""
+        step = 1 if last_operand_first else -1
+        found: dict[int, None] = {}
+        stack = [(self.views[o].value, False) for o in reversed(self.graph.outputs)]
+        while stack:
+            i, ready = stack.pop()
+            if ready:
+                found[i] = None
+            elif i not in found and i in self._operators:
+                stack.append((i, True))
+                stack += [(v.value, False) for v in self.operands(i)[::step]]
+        return tuple(found)
+
+    @cached_property
+    def _operators(self) -> frozenset[int]:
+        return frozenset(self.order)
+
+    @cached_property
+    def users(self) -> dict[int, tuple[int, ...]]:
+        """For every value the operators that use it."""
+        users: dict[int, list[int]] = {}
+        for i in self.order:
+            for v in self.operands(i):
+                users.setdefault(v.value, []).append(i)
+        return {v: tuple(u) for v, u in users.items()}
+
+    def operands(self, i: int) -> tuple[View, ...]:
+        """Operands of a node as views."""
+        return tuple(self.views[j] for j in self.graph.nodes[i].inputs)
+
+    def stored_as(self, value: int) -> str:
+        """Name of the tensor in which a value waits for another kernel."""
+        node = self.graph.nodes[value]
+        if node.operator == "input":
+            return node.name
+        output = self._output(value)
+        return self.fresh(f"t{value}") if output is None else self.fresh(f"out{output}")
+
+    def fresh(self, name: str) -> str:
+        """The name, or one like it that no input has."""
+        taken = {self.graph.nodes[i].name for i in self.graph.inputs}
+        while name in taken:
+            name += "_"
+        return name
+
+    def _output(self, value: int) -> int | None:
+        """The output that stores a value in the order of its own dimensions."""
+        plain = View(value, tuple(range(len(self.graph.nodes[value].shape))))
+        return next((n for n, o in enumerate(self.graph.outputs) if self.views[o] == plain), None)
+
+    def dtype(self, value: int) -> DType:
+        """Element type of a stored value: the graph's, float32 for statistics of rows."""
+        node = self.graph.nodes[value]
+        between = node.operator != "input" and self._output(value) is None
+        return float32 if between and node.shape[-1:] == (1,) else node.dtype
+
+    def segment(self, members: tuple[int, ...]) -> Segment:
+        """The region of some operators, in the order of the graph (so that equal sets are equal)."""
+        return _SegmentBuilder(self, tuple(sorted(members))).build()
+
+    def describe(self, i: int) -> str:
+        """``sum(t4[16, 4096], dim=0)``."""
+        node = self.graph.nodes[i]
+        shown = [self.graph.nodes[j].name + show_shape(self.graph.nodes[j].shape)
+                 for j in node.inputs]
+        shown += [f"{k}={v}" for k, v in node.attributes.items()]
+        return f"{node.operator}({', '.join(shown)})"
+
+
+class _SegmentBuilder:
+    """Renumbers a part of a graph: inputs first, then operators."""
+
+    def __init__(self, flat: Flat, members: tuple[int, ...]) -> None:
+        self.flat, self.members = flat, members
+        self.inside = set(members)
+        self.ops = self._with_scalars()
+        outside = (v.value for i in self.ops for v in flat.operands(i))
+        produced = set(self.ops)
+        self.inputs = tuple(dict.fromkeys(v for v in outside if v not in produced))
+        self.index = {v: n for n, v in enumerate((*self.inputs, *self.ops))}
+
+    def _with_scalars(self) -> tuple[int, ...]:
+        """The members, each after the numbers that it needs."""
+        found: dict[int, None] = {}
+
+        def add(i: int) -> None:
+            for v in self.flat.operands(i):
+                if v.value in self.flat.scalar:
+                    add(v.value)
+            found[i] = None
+
+        for i in self.members:
+            add(i)
+        return tuple(found)
+
+    def build(self) -> Segment:
+        flat, nodes = self.flat, self.flat.graph.nodes
+        stored = list(self._stored())
+        region = Region(
+            tuple(nodes[v].shape for v in self.inputs),
+            tuple(flat.dtype(v) for v in self.inputs),
+            tuple(self._op(i) for i in self.ops),
+            tuple(View(self.index[v.value], v.order) for v, _, _ in stored),
+            tuple(dtype for _, _, dtype in stored),
+        )
+        reads = tuple(flat.stored_as(v) for v in self.inputs)
+        return Segment(region, reads, tuple(name for _, name, _ in stored))
+
+    def _op(self, i: int) -> RegionOp:
+        node = self.flat.graph.nodes[i]
+        operands = tuple(View(self.index[v.value], v.order) for v in self.flat.operands(i))
+        return RegionOp(node.operator, operands, tuple(sorted(node.attributes.items())), node.shape)
+
+    def _stored(self) -> Iterable[tuple[View, str, DType]]:
+        """What must outlive the kernel: outputs, and values with users elsewhere."""
+        flat, names = self.flat, set[str]()
+        for n, o in enumerate(flat.graph.outputs):
+            if flat.views[o].value in self.inside:
+                names.add(flat.fresh(f"out{n}"))
+                yield flat.views[o], flat.fresh(f"out{n}"), flat.graph.nodes[o].dtype
+        for i in self.members:
+            elsewhere = any(u not in self.inside for u in flat.users.get(i, ()))
+            if elsewhere and flat.stored_as(i) not in names:
+                order = tuple(range(len(flat.graph.nodes[i].shape)))
+                yield View(i, order), flat.stored_as(i), flat.dtype(i)
+
+
+class _Way(NamedTuple):
+    """The cheapest kernels up to some position, as a linked list."""
+
+    cost: float
+    before: _Way | None
+    step: tuple[Segment, Kernel] | None
+
+
+def cuts(flat: Flat, find: Find, keep: int) -> list[Cut]:
+    """The cheapest sequences of kernels, best first, over a few topological orders.
+
+    Depth first from either operand: what prepares one operand of ``norm(Q) @ norm(K)^T`` should be
+    next to the product in one of the orders.
+
+    Raises:
+        SearchError: naming an operator that no kernel can run even by itself, and why.
+    """
+    found: dict[Any, Cut] = {}
+    orders = (flat.order, flat.depth_first(False), flat.depth_first(True))
+    for order in dict.fromkeys(orders):
+        for way in _cheapest(flat, order, find, keep):
+            cut = Cut(way.cost, _steps(way))
+            found.setdefault(tuple((s.writes, id(k)) for s, k in cut.steps), cut)
+    return sorted(found.values(), key=lambda c: c.cost)[:keep]
+
+
+def _cheapest(flat: Flat, order: tuple[int, ...], find: Find, keep: int) -> list[_Way]:
+    ways: list[list[_Way]] = [[_Way(0.0, None, None)]] + [[] for _ in order]
+    for start in range(len(order)):
+        if not ways[start]:
+            continue
+        reasons: list[SearchError] = []
+        for end in range(start + 1, min(len(order), start + MAX_SEGMENT) + 1):
+            segment = flat.segment(order[start:end])
+            try:
+                kernels = find(segment.region)
+            except ChainedProducts as e:
+                reasons.append(e)
+                break
+            except SearchError as e:
+                reasons.append(e)
+                continue
+            longer = [
+                _Way(w.cost + k.cost.total, w, (segment, k))
+                for w in ways[start]
+                for k in kernels
+            ]
+            ways[end] = sorted(ways[end] + longer, key=lambda w: w.cost)[:keep]
+        if start + 1 < len(ways) and not any(ways[start + 1 :]):
+            raise SearchError(
+                f"no kernel can run {flat.describe(order[start])}: {reasons[0]}"
+            ) from reasons[0]
+    return ways[-1]
+
+
+def _steps(way: _Way) -> tuple[tuple[Segment, Kernel], ...]:
+    steps: list[tuple[Segment, Kernel]] = []
+    link: _Way | None = way
+    while link is not None and link.step is not None:
+        steps.append(link.step)
+        link = link.before
+    return tuple(reversed(steps))

@@ -1,0 +1,322 @@
+"""Labels: every dimension of every tensor of a region gets a name by unification.
+
+Element-wise operators unify the dimensions that they align, a matrix product contracts one label.
+An axis of a block program then splits a *label*, one choice for all tensors, so that operands that
+do not belong together never meet although their extents agree.
+
+before: ``X[16, 4096] @ W[4096, 4096]``; after: ``X[M, K] @ W[K, N]``, K and N different labels.
+
+A `Region` is the part of a kernel graph that one kernel computes. It has no transposes: an operand
+is a `View`, a value whose dimensions are read in another order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cutesuper.errors import SearchError
+from cutesuper.graph.dims import Dim, Shape
+from cutesuper.graph.dtypes import DType
+from cutesuper.graph.operators import Attributes, lookup
+
+
+@dataclass(frozen=True)
+class View:
+    """A value of a region; dimension ``i`` of the view is dimension ``order[i]`` of the value."""
+
+    value: int
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RegionOp:
+    """One operator of a region; ``attributes`` as sorted items, so that regions can be compared."""
+
+    kind: str
+    operands: tuple[View, ...]
+    attributes: tuple[tuple[str, Any], ...]
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Region:
+    """What one kernel computes. Value ``i`` is input ``i``, or operation ``i - len(inputs)``.
+
+    Two regions that are equal have the same kernels, whatever their tensors are called.
+
+    Attributes:
+        inputs: shape of every tensor that is read.
+        input_dtypes: its element type.
+        ops: operators, without transposes.
+        outputs: what is stored, in the order of dimensions in which it is stored.
+        output_dtypes: its element type.
+    """
+
+    inputs: tuple[Shape, ...]
+    input_dtypes: tuple[DType, ...]
+    ops: tuple[RegionOp, ...]
+    outputs: tuple[View, ...]
+    output_dtypes: tuple[DType, ...]
+
+
+LabelMap = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class LabelledOp:
+    """An operator on labelled values.
+
+    Attributes:
+        kind: ``load``, or an operator of the table.
+        inputs: indices of earlier operations.
+        labels: labels of the value.
+        attributes: element-wise: the operator's; ``load``: ``tensor`` (index) and ``map``.
+        over: the label that ``matmul``, ``sum``, ``mean`` and ``max`` reduce.
+    """
+
+    kind: str
+    inputs: tuple[int, ...]
+    labels: frozenset[str]
+    attributes: Attributes
+    over: str | None = None
+
+
+@dataclass(frozen=True)
+class LabelledProgram:
+    """A region with labels in place of dimensions.
+
+    Attributes:
+        dims: extent of every label, those of the first output first and in its order.
+        ops: loads and operators.
+        outputs: for each output the operation and the label of each stored dimension.
+    """
+
+    dims: dict[str, Dim]
+    ops: tuple[LabelledOp, ...]
+    outputs: tuple[tuple[int, LabelMap], ...]
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """Labels over which anything is reduced or contracted."""
+        return tuple(dict.fromkeys(op.over for op in self.ops if op.over is not None))
+
+    def of_kind(self, *kinds: str) -> tuple[LabelledOp, ...]:
+        """All operations of these kinds."""
+        return tuple(op for op in self.ops if op.kind in kinds)
+
+
+def label(region: Region) -> LabelledProgram:
+    """Label the dimensions of a region.
+
+    An input in two roles (``X @ X^T``) is loaded once for each role, as ``X[M, K]`` and ``X[N, K]``.
+
+    Raises:
+        SearchError: a value (not an input) would have one label twice, as in ``S @ S^T`` with S
+            computed in the region; in a region of its own, where S is an input, it has not.
+    """
+    uses = [
+        (i, j)
+        for i, op in enumerate(region.ops)
+        for j, view in enumerate(op.operands)
+        if view.value < len(region.inputs)
+    ]
+    shared = {u: (region.ops[u[0]].operands[u[1]].value, 0) for u in uses}
+    found = _Unification(region, shared)
+    return (found if found.consistent else _separate(region, uses)).program()
+
+
+Use = tuple[int, int]  # operation, position of the operand
+Group = tuple[int, int]  # input, number of the load
+
+
+def _separate(region: Region, uses: list[Use]) -> _Unification:
+    """Give every use of an input a load of its own, then join those that can be joined."""
+    value = {u: region.ops[u[0]].operands[u[1]].value for u in uses}
+    groups: dict[Use, Group] = {u: (value[u], n) for n, u in enumerate(uses)}
+    best = _Unification(region, groups)
+    if not best.consistent:
+        raise SearchError("a value is used in two roles (one of its labels would occur twice)")
+    for n, u in enumerate(uses):
+        for v in uses[:n]:
+            if value[u] != value[v] or groups[u] == groups[v]:
+                continue
+            joined = _Unification(region, {**groups, u: groups[v]})
+            if joined.consistent:
+                groups, best = {**groups, u: groups[v]}, joined
+                break
+    return best
+
+
+Slot = tuple[Any, int]  # (value or load group, dimension)
+
+
+class _Unification:
+    """Union-find over the dimensions of all values and loads of a region."""
+
+    def __init__(self, region: Region, groups: dict[Use, Group]) -> None:
+        self.region, self.groups = region, groups
+        self.parent: dict[Slot, Slot] = {}
+        self.dead: list[Slot] = []  # dimensions of extent 1 that a reduction left behind
+        self.shapes: dict[Any, Shape] = {}
+        for g in groups.values():
+            self.shapes[g] = region.inputs[g[0]]
+        for i, op in enumerate(region.ops):
+            self.shapes[len(region.inputs) + i] = op.shape
+        for i, op in enumerate(region.ops):
+            self._unify_op(i, op)
+        self.consistent = all(self._distinct(owner, s) for owner, s in self.shapes.items())
+
+    # ------------------------------------------------------------------------------- unification
+
+    def _find(self, slot: Slot) -> Slot:
+        while slot in self.parent:
+            slot = self.parent[slot]
+        return slot
+
+    def _join(self, a: Slot, b: Slot) -> None:
+        a, b = self._find(a), self._find(b)
+        if a != b:
+            self.parent[a] = b
+
+    def _owner(self, use: Use) -> Any:
+        value = self.region.ops[use[0]].operands[use[1]].value
+        return self.groups[use] if value < len(self.region.inputs) else value
+
+    def _slots(self, use: Use) -> list[Slot]:
+        """The dimensions of an operand, in the order of its view."""
+        owner = self._owner(use)
+        return [(owner, d) for d in self.region.ops[use[0]].operands[use[1]].order]
+
+    def _extent(self, slot: Slot) -> Dim:
+        return self.shapes[slot[0]][slot[1]]
+
+    def _align(self, operand: Sequence[Slot], result: Sequence[Slot]) -> None:
+        """Unify from the last dimension on, except where the operand is broadcast."""
+        for a, b in zip(reversed(operand), reversed(result), strict=False):
+            if self._extent(a) == self._extent(b):
+                self._join(a, b)
+
+    def _unify_op(self, i: int, op: RegionOp) -> None:
+        result: list[Slot] = [(len(self.region.inputs) + i, d) for d in range(len(op.shape))]
+        operands = [self._slots((i, j)) for j in range(len(op.operands))]
+        if op.kind == "matmul":
+            a, b = operands
+            self._join(a[-1], b[-2])
+            self._join(a[-2], result[-2])
+            self._join(b[-1], result[-1])
+            self._align(a[:-2], result[:-2])
+            self._align(b[:-2], result[:-2])
+        elif lookup(op.kind).reduces:
+            dim = dict(op.attributes)["dim"]
+            for d, (a, b) in enumerate(zip(operands[0], result, strict=True)):
+                if d != dim or self._extent(a) == 1:
+                    self._join(a, b)
+                else:
+                    self.dead.append(b)
+        else:
+            for slots in operands:
+                self._align(slots, result)
+
+    def _distinct(self, owner: Any, shape: Shape) -> bool:
+        roots = [self._find((owner, d)) for d, e in enumerate(shape) if e != 1]
+        return len(set(roots)) == len(roots)
+
+    # ------------------------------------------------------------------------------- the program
+
+    def program(self) -> LabelledProgram:
+        """The labelled program (only if consistent)."""
+        self.names = self._names()
+        ops: list[LabelledOp] = []
+        index: dict[Any, int] = {}
+        for i, op in enumerate(self.region.ops):
+            args = [self._operand((i, j), ops, index) for j in range(len(op.operands))]
+            index[len(self.region.inputs) + i] = self._operation(i, op, args, ops)
+        outputs = tuple((index[v.value], self._map(v.value, v.order)) for v in self.region.outputs)
+        order = [n for _, m in outputs for n in m if n is not None]
+        order += [n for op in ops if op.kind == "load" for n in op.attributes["map"] if n]
+        extents = {self.names[r]: self._extent(r) for r in self.names}
+        dims = {n: extents[n] for n in dict.fromkeys(order)}
+        return LabelledProgram(dims, tuple(ops), outputs)
+
+    def _map(self, owner: Any, order: Sequence[int]) -> LabelMap:
+        return tuple(self.names.get(self._find((owner, d))) for d in order)
+
+    def _operand(self, use: Use, ops: list[LabelledOp], index: dict[Any, int]) -> int:
+        owner = self._owner(use)
+        if not isinstance(owner, tuple):
+            return index[owner]
+        mapping = self._map(owner, range(len(self.shapes[owner])))
+        key = (owner[0], mapping)  # loads with one map are one load
+        if key not in index:
+            labels = frozenset(n for n in mapping if n is not None)
+            ops.append(LabelledOp("load", (), labels, {"tensor": owner[0], "map": mapping}))
+            index[key] = len(ops) - 1
+        return index[key]
+
+    def _operation(self, i: int, op: RegionOp, args: list[int], ops: list[LabelledOp]) -> int:
+        labels = frozenset[str]().union(*(ops[a].labels for a in args))
+        kind, over, attributes = op.kind, None, dict(op.attributes)
+        if kind == "matmul":
+            over = self.names.get(self._find(self._slots((i, 0))[-1]))
+            kind = kind if over else "mul"  # an inner dimension of extent 1
+        elif lookup(kind).reduces:
+            over = self.names.get(self._find(self._slots((i, 0))[attributes["dim"]]))
+            attributes = {}
+            if over is None:  # of an extent of 1: the operand itself
+                return args[0]
+        ops.append(LabelledOp(kind, tuple(args), labels - {over}, attributes, over))
+        return len(ops) - 1
+
+    # ------------------------------------------------------------------------------------- names
+
+    def _names(self) -> dict[Slot, str]:
+        """A readable name for every class of dimensions that needs a label."""
+        wanted = {
+            self._find((owner, d))
+            for owner, shape in self.shapes.items()
+            for d, e in enumerate(shape)
+            if e != 1
+        }
+        wanted |= self._single_rows(wanted)
+        names: dict[Slot, str] = {}
+        used: Counter[str] = Counter()
+        for slot, name in self._roles():
+            root = self._find(slot)
+            if root in wanted and root not in names:
+                used[name] += 1
+                names[root] = name if used[name] == 1 else f"{name}{used[name]}"
+        return names
+
+    def _single_rows(self, wanted: set[Slot]) -> set[Slot]:
+        """Rows of extent 1: a matrix product without any other row label needs one."""
+        dead = {self._find(s) for s in self.dead}
+        rows: set[Slot] = set()
+        for i, op in enumerate(self.region.ops):
+            if op.kind != "matmul":
+                continue
+            a, b = ({self._find(s) for s in self._slots((i, j))} & wanted for j in (0, 1))
+            row = self._find(self._slots((i, 0))[-2])
+            if not a - b and b - a and row not in dead:
+                rows.add(row)
+        return rows
+
+    def _roles(self) -> Iterator[tuple[Slot, str]]:
+        """Dimensions with the name that their role suggests, strongest role first."""
+        for i, op in enumerate(self.region.ops):
+            if op.kind == "matmul":
+                a, b = self._slots((i, 0)), self._slots((i, 1))
+                yield from ((a[-1], "K"), (a[-2], "M"), (b[-1], "N"))
+                yield from ((s, "B") for s in a[:-2] + b[:-2])
+        for i, op in enumerate(self.region.ops):
+            if lookup(op.kind).reduces and op.operands:
+                slots = self._slots((i, 0))
+                yield slots[dict(op.attributes)["dim"]], "K"
+                yield from zip(reversed(slots), ("N", "M", "B"), strict=False)
+        for view in self.region.outputs:
+            slots = [(view.value, d) for d in view.order]
+            yield from zip(reversed(slots), ("N", "M", "B", "D"), strict=False)
+        for owner, shape in self.shapes.items():
+            yield from (((owner, d), "D") for d in range(len(shape)))

@@ -1,0 +1,494 @@
+"""Saturation: all useful values of one block program structure, each with all ways to compute it.
+
+A `Split` says which axis kinds divide each label. A *class* is (normal form, labels, state, value
+at one random point of a finite field); the state is what `graph.check` tracks: the axes inside
+which a value lives, those that it needs ended, and those over which it is a partial result. New
+classes are combined with all earlier ones; what can still become part of the goal is kept, with
+every derivation. Programs are read off backwards by `extract`.
+
+before: ``acc_K(X W) / sqrt(mean_K X^2)``, K split over a loop; after, among 20 classes:
+``X[M, K] inside the loop``, ``partial XW[M, N]``, ``XW[M, N]``, ``mean X^2 [M]``, ``XW / sqrt(..)``.
+
+The value keeps apart what the normal form merges (the two rows of nested sums in QKNorm: 555 of
+984 programs were wrong without it); it costs some 40 microseconds for each useful derivation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from cutesuper.errors import SearchError
+from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, LOAD, ORDER, Axis, AxisKind
+from cutesuper.graph.field import DivisionByZero, FieldAlgebra, FieldValue, uniform
+from cutesuper.graph.operators import lookup
+from cutesuper.search.expression import Expressions
+from cutesuper.search.goal import Goal
+from cutesuper.search.labels import LabelledOp, LabelledProgram
+
+#: extent of every part of a label in class keys (1 would make a sum over it invisible)
+_PART = 2
+_ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which axis kinds divide each label, outermost first."""
+
+    kinds: tuple[tuple[str, tuple[AxisKind, ...]], ...]
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """One axis for each, of extent 1."""
+        return tuple(Axis(label, kind, 1) for label, kinds in self.kinds for kind in kinds)
+
+    def parts(self, label: str) -> tuple[str, ...]:
+        """Names of the parts of a label: its axes, and its tile."""
+        kinds = dict(self.kinds)[label]
+        return (*(f"{label}.{k}" for k in kinds), f"{label}.tile")
+
+    def tile_parts(self, label: str) -> tuple[str, ...]:
+        """The parts that a reduction of a tile covers: those no axis stands for."""
+        absent = set(all_parts(label)) - set(self.parts(label))
+        return tuple(sorted((*absent, f"{label}.tile")))
+
+    def __str__(self) -> str:
+        shown = ((label, "+".join(kinds)) for label, kinds in self.kinds)
+        return " ".join(f"{label}:{kinds or 'whole'}" for label, kinds in shown)
+
+
+def all_parts(label: str) -> tuple[str, ...]:
+    """Every part that a label may have."""
+    return (*(f"{label}.{k}" for k in ORDER), f"{label}.tile")
+
+
+class Rules(Protocol):
+    """What a kernel skeleton can do; asked before a class is formed."""
+
+    def computes(self, labels: frozenset[str], state: State) -> bool:
+        """Whether element-wise operators may give (or take) such a value."""
+        ...
+
+    def reduces(self, labels: frozenset[str], over: str) -> bool:
+        """Whether a tile with these labels may be reduced over one of them."""
+        ...
+
+    def contracts(self, a: Operand, b: Operand, over: str) -> bool:
+        """Whether the product of two tiles may be contracted, in this order."""
+        ...
+
+
+class AnyRules:
+    """Everything that `graph.check` allows (grid-split reductions apart: nothing sums them)."""
+
+    def computes(self, labels: frozenset[str], state: State) -> bool:
+        return True
+
+    def reduces(self, labels: frozenset[str], over: str) -> bool:
+        return True
+
+    def contracts(self, a: Operand, b: Operand, over: str) -> bool:
+        return True
+
+
+class State(NamedTuple):
+    """What a value depends on besides its labels; see `graph.check.ValueState`."""
+
+    inside: frozenset[str]
+    closed: frozenset[str]
+    pending: frozenset[str]
+
+
+class Operand(NamedTuple):
+    """An operand of a contraction; ``loaded``: it is a plain load."""
+
+    labels: frozenset[str]
+    state: State
+    loaded: bool
+
+
+class Class(NamedTuple):
+    """A value of a block program; ``value`` is a hash of it at one random field point."""
+
+    form: int
+    labels: frozenset[str]
+    state: State
+    value: int
+
+
+class Derivation(NamedTuple):
+    """One way to compute a class from smaller ones.
+
+    ``over``: a label (reductions, contractions) or an axis (``accumulate``, ``cluster_reduce``).
+    ``attributes``: items; of a ``load`` the operation of the labelled program.
+    """
+
+    kind: str
+    inputs: tuple[int, ...]
+    over: str | None = None
+    attributes: tuple[tuple[str, Any], ...] = ()
+
+
+_FREE = State(frozenset(), frozenset(), frozenset())
+
+
+class Space:
+    """What all splits of one labelled program share: normal forms, goal, operators in use."""
+
+    def __init__(self, program: LabelledProgram) -> None:
+        self.program, self.table = program, Expressions()
+        values = self._seal()
+        self.goals = [(values[i], program.ops[i].labels) for i, _ in program.outputs]
+        parts = {label: all_parts(label) for label in program.reduced}
+        self.goal = Goal(self.table, (form for form, _ in self.goals), parts)
+        operators = {
+            (op.kind, tuple(sorted(op.attributes.items())), len(op.inputs))
+            for op in program.ops
+            if op.kind not in ("load", "constant") and op.over is None
+        }
+        self.unary = sorted((k, a) for k, a, n in operators if n == 1)
+        self.binary = sorted({k for k, _, n in operators if n == 2} | {"mul"})
+        self.reductions = sorted(
+            {("sum" if op.kind == "matmul" else op.kind, op.over) for op in program.ops if op.over}
+        )
+        self.outer = {
+            frozenset(program.ops[i].labels for i in op.inputs)
+            for op in program.ops
+            if len(op.inputs) == 2 and op.over is None
+        }
+
+    def _seal(self) -> list[int]:
+        """Normal forms of the program, with every sum that is multiplied later sealed."""
+        multiplied = {
+            i
+            for op in self.program.ops
+            if op.kind in ("mul", "div", "matmul", "square")
+            for i in op.inputs
+        }
+        for _ in range(2):  # again, so that equal sums met before the first seal are sealed too
+            values: list[int] = []
+            for i, op in enumerate(self.program.ops):
+                x = self.form(op, i, [values[j] for j in op.inputs])
+                values.append(self.table.seal(x) if i in multiplied else x)
+        return values
+
+    def form(self, op: LabelledOp, index: int, args: list[int]) -> int:
+        """Normal form of an operation of the program."""
+        if op.kind == "load":
+            return self.table.variable(f"{op.attributes['tensor']}.{index}", op.labels)
+        if op.over is None:
+            return lookup(op.kind).symbolic(self.table, args, op.attributes)
+        kind = op.kind
+        if kind == "matmul":
+            kind, args = "sum", [self.table.mul(*args)]
+        return self.reduced(kind, args[0], op.over, all_parts(op.over))
+
+    def reduced(self, kind: str, x: int, label: str, parts: tuple[str, ...]) -> int:
+        """Normal form of a sum, mean or maximum over parts of a label."""
+        x = self.table.mark(x, label)
+        if kind == "max":
+            return self.table.maximum(x, label, parts)
+        x = self.table.reduce(x, parts)
+        return self.table.mul(x, self.table.symbol(f"1/{label}")) if kind == "mean" else x
+
+    def partial_maximum(self, x: int) -> str | None:
+        """The label over which x is a maximum of some parts only."""
+        for kind, label in self.reductions:
+            inner = self.table.is_maximum(x, label) if kind == "max" else None
+            if inner is not None and len(inner.labels) < len(all_parts(label)):
+                return label
+        return None
+
+
+class Table:
+    """The classes of one split; `saturate` makes one."""
+
+    def __init__(self, space: Space, split: Split, rules: Rules, limit: int, seed: int) -> None:
+        self.space, self.split, self.rules, self.limit = space, split, rules, limit
+        self.axes = {a.name: a for a in split.axes}
+        self.classes: list[Class] = []
+        self.values: list[FieldValue] = []
+        self.derivations: list[list[Derivation]] = []
+        self.tried = 0
+        self._index: dict[Class, int] = {}
+        self._usable: list[bool] = []  # whether element-wise operators may take a class
+        self._field = FieldAlgebra(seed)
+        self._rng = np.random.default_rng(seed)
+        self.goals = self._leaves()
+
+    # ------------------------------------------------------------------------------------- leaves
+
+    def _leaves(self) -> list[tuple[int, frozenset[str], int]]:
+        """Enter loads and constants; return form, labels and value of each goal."""
+        program, values = self.space.program, []
+        for i, op in enumerate(program.ops):
+            values.append(self._source_value(op, [values[j] for j in op.inputs]))
+            if op.kind in ("load", "constant"):
+                inside = frozenset(
+                    n for n, a in self.axes.items() if a.dim in op.labels and a.kind in _ITERATED
+                )
+                key = Class(
+                    self.space.form(op, i, []), op.labels, State(inside, frozenset(), frozenset()),
+                    values[i].key(),
+                )
+                if key not in self._index:  # a number that occurs twice is one class
+                    self._enter(key, values[i], Derivation(op.kind, (), None, (("op", i),)))
+        wanted = zip(program.outputs, self.space.goals, strict=True)
+        return [(form, labels, values[i].key()) for (i, _), (form, labels) in wanted]
+
+    def _source_value(self, op: LabelledOp, args: list[FieldValue]) -> FieldValue:
+        if op.kind == "load":
+            parts = [p for label in sorted(op.labels) for p in self.split.parts(label)]
+            return uniform(self._rng, parts, [_PART] * len(parts))
+        if op.over is None:
+            return lookup(op.kind).symbolic(self._field, args, op.attributes)
+        kind = op.kind
+        if kind == "matmul":
+            kind, args = "sum", [self._field.mul(*args)]
+        return self._reduced_value(kind, args[0], op.over, self.split.parts(op.over))
+
+    def _reduced_value(
+        self, kind: str, x: FieldValue, label: str, parts: tuple[str, ...]
+    ) -> FieldValue:
+        if kind == "max":
+            return self._field.max(x, parts)
+        x = self._field.sum(x, parts, dict.fromkeys(parts, _PART))
+        if kind == "sum":
+            return x
+        extent = prod(_PART for _ in self.split.parts(label))
+        return self._field.div(x, self._field.constant(float(extent)))
+
+    # --------------------------------------------------------------------------------- saturation
+
+    def run(self) -> Table:
+        """Combine until nothing new is useful. Raises SearchError past the limit."""
+        done = 0
+        while done < len(self.classes):
+            self._unary(done)
+            for j in range(done + 1):
+                self._pair(done, j)
+            done += 1
+            if len(self.classes) > self.limit:
+                raise SearchError(
+                    f"split {self.split}: more than {self.limit} classes; raise "
+                    "SearchOptions.max_classes or compute the program in pieces"
+                )
+        return self
+
+    def _enter(self, key: Class, value: FieldValue, derivation: Derivation) -> None:
+        i = self._index.get(key)
+        if i is None:
+            i = self._index[key] = len(self.classes)
+            self.classes.append(key)
+            self.values.append(value)
+            self.derivations.append([])
+            usable = self.rules.computes(key.labels, key.state)
+            self._usable.append(usable and self.space.partial_maximum(key.form) is None)
+        self.derivations[i].append(derivation)
+
+    def _offer(
+        self, form: int, labels: frozenset[str], state: State, derivation: Derivation,
+        value: Callable[[], FieldValue],
+    ) -> None:
+        """Keep a result that is larger than what it is made of, and useful.
+
+        Larger: with subtraction a class can derive from itself, (a - b) + b.
+        """
+        self.tried += 1
+        size = self.space.table.size
+        if any(size(form) <= size(self.classes[i].form) for i in derivation.inputs):
+            return
+        if not self.space.goal.useful(form):
+            return
+        try:
+            result = value()
+        except DivisionByZero:
+            return
+        self._enter(Class(form, labels, state, result.key()), result, derivation)
+
+    # ------------------------------------------------------------------------------ one operand
+
+    def _unary(self, i: int) -> None:
+        c, space = self.classes[i], self.space
+        if self._usable[i]:
+            for kind, attributes in space.unary:
+                operator, given = lookup(kind), dict(attributes)
+                form = operator.symbolic(space.table, [c.form], given)
+                self._offer(
+                    form, c.labels, c.state, Derivation(kind, (i,), None, attributes),
+                    lambda: operator.symbolic(self._field, [self.values[i]], given),  # noqa: B023
+                )
+        for kind, label in space.reductions:
+            if label in c.labels and self.rules.reduces(c.labels, label):
+                self._tile_reduction(i, kind, label)
+        for name in sorted(c.state.pending):
+            self._axis_reduction(i, self.axes[name])
+
+    def _tile_reduction(self, i: int, kind: str, label: str) -> None:
+        c, parts = self.classes[i], self.split.tile_parts(label)
+        if self.space.partial_maximum(c.form) is not None:
+            return
+        form = self.space.reduced(kind, c.form, label, parts)
+        pending = c.state.pending | {n for n, a in self.axes.items() if a.dim == label}
+        self._offer(
+            form, c.labels - {label}, c.state._replace(pending=pending),
+            Derivation(kind, (i,), label),
+            lambda: self._reduced_value(kind, self.values[i], label, (f"{label}.tile",)),
+        )
+
+    def _axis_reduction(self, i: int, axis: Axis) -> None:
+        """Close a loop or persistent axis, or combine over a cluster."""
+        c, name = self.classes[i], axis.name
+        left = {self.axes[n].kind for n in c.state.inside if n != name}
+        if axis.kind == AxisKind.GRID or AxisKind.LOOP in left:
+            return  # the loop is the innermost axis: it ends first
+        op = "max" if self.space.partial_maximum(c.form) == axis.dim else "sum"
+        form = self.space.reduced(op, c.form, axis.dim, (name,))
+        iterated = axis.kind in _ITERATED
+        state = State(
+            c.state.inside - {name},
+            c.state.closed | {name} if iterated else c.state.closed,
+            c.state.pending - {name},
+        )
+        if not state.inside & state.closed:
+            self._offer(
+                form, c.labels, state,
+                Derivation(
+                    ACCUMULATE if iterated else CLUSTER_REDUCE, (i,), name, (("op", op),)
+                ),
+                lambda: self._reduced_value(op, self.values[i], axis.dim, (name,)),
+            )
+
+    # ------------------------------------------------------------------------------ two operands
+
+    def _pair(self, i: int, j: int) -> None:
+        a, b = self.classes[i], self.classes[j]
+        inside, closed = a.state.inside | b.state.inside, a.state.closed | b.state.closed
+        if inside & closed:
+            return
+        state = State(inside, closed, a.state.pending | b.state.pending)
+        labels = a.labels | b.labels
+        nested = labels in (a.labels, b.labels)
+        if self._usable[i] and self._usable[j] and self.rules.computes(labels, state):
+            if nested or frozenset((a.labels, b.labels)) in self.space.outer:
+                for kind, left, right in self._binary(i, j):
+                    self._elementwise(kind, left, right, labels, state)
+        if not nested:
+            self._contractions(i, j, labels, state)
+
+    def _binary(self, i: int, j: int) -> Iterator[tuple[str, int, int]]:
+        """Element-wise operators and the order of operands that pass the cheap filters."""
+        goal, x, y = self.space.goal, self.classes[i].form, self.classes[j].form
+        kinds = self.space.binary
+        if goal.fits(x, y):
+            yield "mul", i, j
+            if "div" in kinds and goal.divides(y):
+                yield "div", i, j
+            if "div" in kinds and i != j and goal.divides(x):
+                yield "div", j, i
+        if i != j and goal.together(x, y):
+            if "add" in kinds:
+                yield "add", i, j
+            if "sub" in kinds:
+                yield "sub", i, j
+                yield "sub", j, i
+        yield from ((k, *o) for k in kinds if k not in _ARITHMETIC for o in {(i, j), (j, i)})
+
+    def _elementwise(
+        self, kind: str, i: int, j: int, labels: frozenset[str], state: State
+    ) -> None:
+        operator = lookup(kind)
+        form = operator.symbolic(self.space.table, [self.classes[i].form, self.classes[j].form], {})
+        self._offer(
+            form, labels, state, Derivation(kind, (i, j)),
+            lambda: operator.symbolic(self._field, [self.values[i], self.values[j]], {}),
+        )
+
+    def _contractions(self, i: int, j: int, labels: frozenset[str], state: State) -> None:
+        a, b = self.classes[i], self.classes[j]
+        left, right = self._operand(i), self._operand(j)
+        for kind, label in self.space.reductions:
+            if kind != "sum" or label not in a.labels & b.labels:
+                continue
+            if not self.space.goal.fits(a.form, b.form):
+                continue
+            if self.rules.contracts(right, left, label):
+                self._contraction(j, i, label, labels, state)
+            elif self.rules.contracts(left, right, label):
+                self._contraction(i, j, label, labels, state)
+
+    def _contraction(
+        self, i: int, j: int, label: str, labels: frozenset[str], state: State
+    ) -> None:
+        parts, values = self.split.tile_parts(label), (self.values[i], self.values[j])
+        product = self.space.table.mul(self.classes[i].form, self.classes[j].form)
+        form = self.space.reduced("sum", product, label, parts)
+        pending = state.pending | {n for n, x in self.axes.items() if x.dim == label}
+        self._offer(
+            form, labels - {label}, state._replace(pending=pending),
+            Derivation("matmul", (i, j), label),
+            lambda: self._reduced_value("sum", self._field.mul(*values), label, (f"{label}.tile",)),
+        )
+
+    def _operand(self, i: int) -> Operand:
+        loaded = any(d.kind == LOAD for d in self.derivations[i])
+        return Operand(self.classes[i].labels, self.classes[i].state, loaded)
+
+    # -------------------------------------------------------------------------------------- goals
+
+    def finished(self) -> list[list[int]]:
+        """For every output the classes that may be stored as it."""
+        found: list[list[int]] = []
+        for form, labels, value in self.goals:
+            found.append([
+                i
+                for i, c in enumerate(self.classes)
+                if (c.form, c.labels, c.value) == (form, labels, value)
+                and not c.state.pending
+                and all(self.axes[n].dim in labels for n in c.state.inside)
+            ])
+        return found
+
+
+_ARITHMETIC = ("mul", "div", "add", "sub")
+
+
+def saturate(
+    space: Space, split: Split, rules: Rules | None = None, limit: int = 4000, seed: int = 0
+) -> Table:
+    """All useful classes of one split.
+
+    Raises:
+        SearchError: more than ``limit`` classes (459 is the most any tried program needed).
+    """
+    return Table(space, split, rules or AnyRules(), limit, seed).run()
+
+
+def splits(program: LabelledProgram) -> Iterator[Split]:
+    """Every assignment of axis kinds to labels, fewest axes first.
+
+    At most one cluster, one loop and one persistent axis; a label of the outputs is a grid axis,
+    perhaps with a loop or persistent one inside; a label that is only reduced has none of the grid.
+    """
+    outer, inner = (AxisKind.GRID,), (AxisKind.CLUSTER, AxisKind.PERSISTENT, AxisKind.LOOP)
+    options: list[list[tuple[AxisKind, ...]]] = []
+    for label in program.dims:
+        if label in program.reduced:
+            options.append([c for n in range(3) for c in combinations(inner, n)])
+        else:
+            options.append([outer, (*outer, AxisKind.LOOP), (*outer, AxisKind.PERSISTENT)])
+    chosen: list[tuple[tuple[AxisKind, ...], ...]] = [()]
+    for option in options:
+        chosen = [(*c, o) for c in chosen for o in option if _once((*c, o))]
+    for c in sorted(chosen, key=lambda c: sum(map(len, c))):
+        yield Split(tuple(zip(program.dims, c, strict=True)))
+
+
+def _once(kinds: tuple[tuple[AxisKind, ...], ...]) -> bool:
+    flat = [k for ks in kinds for k in ks if k != AxisKind.GRID]
+    return len(set(flat)) == len(flat)

@@ -1,0 +1,189 @@
+"""Sizing: extents of tiles and axes for a structure, under what the device and the lowering allow.
+
+before: ``acc_K(X W) / sqrt(..)`` with K split over a cluster and a loop; after, for
+``[16, 4096] @ [4096, 4096]`` on an H200: tile M=16 N=64 K=128, N.grid(64) K.cluster(2) K.loop(16).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cutesuper.graph.block import Axis, AxisKind, BlockProgram
+from cutesuper.graph.dims import Symbol, ceil_div, extent
+from cutesuper.graph.target import Target
+from cutesuper.search.cost import Cost, matmul_cost, row_cost, tile_bytes
+from cutesuper.search.forms import Form, MatmulForm, RowForm
+
+SMALL_ROWS = (8, 16, 32, 64)
+LARGE_ROWS = (256, 128, 64)  # of equal costs the first one wins
+#: whole 128-byte lines of 16-bit elements: 96 columns (64 + 32) ran 15.4 us where 128 ran 14.2
+COLUMNS = (64, 128, 192, 256)
+INNER = (64, 128, 256)
+CLUSTERS = (1, 2, 4, 8)
+MIN_STAGES = 3
+#: fp32 accumulators of one block: 256 x 128 over two warpgroups are 128 registers of each thread
+MAX_ACCUMULATORS = 256 * 128
+#: barriers, row scalars
+RESERVED_BYTES = 2048
+ROWS_PER_BLOCK = (1, 2, 4, 8, 16)
+#: elements of the last dimension that a block of an element-wise program takes at most
+MAX_STRIP = 8192
+#: elements of a tile of an element-wise program, at least where the tensor has as many
+MIN_STRIP = 1024
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A structure with extents, and what it is expected to cost."""
+
+    program: BlockProgram
+    cost: Cost
+
+
+def sized(
+    structure: BlockProgram,
+    form: Form,
+    target: Target,
+    itemsizes: dict[str, int],
+    keep: int,
+    pruned: Counter[str],
+) -> list[Sized]:
+    """The best extents for a structure, cheapest first.
+
+    Args:
+        structure: a block program with any extents.
+        form: how it will be lowered.
+        target: the device.
+        itemsizes: bytes per element of every tensor of the program.
+        keep: how many to return.
+        pruned: counts what was left out, by reason.
+    """
+    if isinstance(form, MatmulForm):
+        found = _matmul_sizes(structure, form, target, itemsizes, pruned)
+    else:
+        found = _row_sizes(structure, form, target, itemsizes, pruned)
+    return sorted(found, key=lambda s: s.cost.total)[:keep]
+
+
+def _resize(structure: BlockProgram, tile: dict[str, int], inner: dict[str, int]) -> BlockProgram:
+    """Tiles and the extents of cluster and loop axes; grid axes cover the rest."""
+    axes: list[Axis] = []
+    for a in structure.axes:
+        if a.kind != AxisKind.GRID:
+            axes.append(replace(a, extent=inner[a.name]))
+        else:
+            dim = structure.dims[a.dim]
+            blocks = None if isinstance(dim, Symbol) else ceil_div(dim, tile[a.dim])
+            axes.append(replace(a, extent=blocks))
+    return replace(structure, axes=tuple(axes), tile=tile)
+
+
+# -------------------------------------------------------------------------------------- products
+
+
+def row_tiles(rows: int) -> tuple[int, ...]:
+    """Row tiles worth trying: the smallest that covers few rows, the large ones for many."""
+    if rows > SMALL_ROWS[-1]:
+        return LARGE_ROWS
+    return (next(t for t in SMALL_ROWS if t >= rows),)
+
+
+def _matmul_sizes(
+    structure: BlockProgram,
+    form: MatmulForm,
+    target: Target,
+    itemsizes: dict[str, int],
+    pruned: Counter[str],
+) -> Iterator[Sized]:
+    products = sum(op.kind == "matmul" for op in structure.ops)
+    for tile, cluster in _matmul_tiles(structure, form):
+        area = tile[form.row] * tile[form.column] * products
+        if area > MAX_ACCUMULATORS:
+            pruned["accumulators exceed the registers"] += 1
+            continue
+        loop = ceil_div(extent(structure.dims[form.contracted]), cluster * tile[form.contracted])
+        inner = {f"{form.contracted}.loop": loop, f"{form.contracted}.cluster": cluster}
+        program = _resize(structure, tile, inner)
+        if _matmul_bytes(program, form, itemsizes, area * 4 * (cluster > 1)) > target.shared_bytes:
+            pruned["stages exceed the shared memory"] += 1
+            continue
+        yield Sized(program, matmul_cost(program, form, target, itemsizes))
+
+
+def _matmul_tiles(
+    structure: BlockProgram, form: MatmulForm
+) -> Iterator[tuple[dict[str, int], int]]:
+    """Tiles and cluster sizes; a cluster splits whole K tiles, and into at least two parts."""
+    split = bool(structure.of_kind(AxisKind.CLUSTER))
+    k = extent(structure.dims[form.contracted])
+    for rows in row_tiles(extent(structure.dims[form.row])):
+        for columns in COLUMNS:
+            for inner in INNER:
+                tile = {
+                    **dict.fromkeys(form.batch, 1),
+                    form.row: rows, form.column: columns, form.contracted: inner,
+                }
+                for cluster in CLUSTERS[1:] if split else CLUSTERS[:1]:
+                    if ceil_div(k, inner) % cluster == 0:
+                        yield {d: tile[d] for d in structure.dims}, cluster
+
+
+def _matmul_bytes(
+    program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int], exchange: int
+) -> int:
+    """Shared memory of the least number of stages and the buffer of the cluster's exchange."""
+    stage = sum(
+        tile_bytes(program, op, itemsizes) for op in program.loads() if form.contracted in op.dims
+    )
+    return MIN_STAGES * stage + exchange + RESERVED_BYTES
+
+
+# ------------------------------------------------------------------------------------------ rows
+
+
+def _row_sizes(
+    structure: BlockProgram,
+    form: RowForm,
+    target: Target,
+    itemsizes: dict[str, int],
+    pruned: Counter[str],
+) -> Iterator[Sized]:
+    for tile in _row_tiles(structure, form):
+        program = _resize(structure, tile, {})
+        held = sum(tile_bytes(program, op, itemsizes) for op in program.loads())
+        if held + RESERVED_BYTES > target.shared_bytes:
+            pruned["rows exceed the shared memory"] += 1
+            continue
+        yield Sized(program, row_cost(program, target, itemsizes))
+
+
+def _row_tiles(structure: BlockProgram, form: RowForm) -> Iterator[dict[str, int]]:
+    """The last label whole or in strips, some rows of the one before it."""
+    others = [d for d in structure.dims if d != form.row]
+    ones = dict.fromkeys(others, 1)
+    for strip in _strips(structure, form):
+        width = {} if form.row is None else {form.row: strip}
+        yield {d: (ones | width)[d] for d in structure.dims}
+        for rows in ROWS_PER_BLOCK[1:]:
+            if others and rows <= 2 * extent(structure.dims[others[-1]]) - 1:
+                tile = ones | {others[-1]: rows} | width
+                yield {d: tile[d] for d in structure.dims}
+
+
+def _strips(structure: BlockProgram, form: RowForm) -> tuple[int, ...]:
+    if form.row is None:
+        return (1,)
+    whole = extent(structure.dims[form.row])
+    if form.reduced:
+        return (whole,)
+    strips = [s for s in (MIN_STRIP, 2 * MIN_STRIP, 4 * MIN_STRIP, MAX_STRIP) if s < whole]
+    return (*strips, whole) if whole <= MAX_STRIP else tuple(strips)
+
+
+def describe(program: BlockProgram) -> str:
+    """Axes and tile on one line."""
+    tile = " ".join(f"{d}={t}" for d, t in program.tile.items())
+    axes = " ".join(str(a) for a in program.axes if a.extent != 1)
+    return f"{axes or 'one block'}, tile {tile}"

@@ -1,0 +1,235 @@
+"""The chance that unequal programs pass a trial, from degrees (Schwartz-Zippel).
+
+Every value of a program without exponentials is a quotient of two polynomials in the inputs and in
+one fresh variable for each distinct application of an opaque function. This module propagates
+upper bounds of their degrees, and of how many opaque applications one element depends on, by
+running both programs over an algebra of degrees. The proof is in ``docs/verification.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log2, prod
+from typing import Any
+
+from cutesuper.graph.block import MuGraph
+from cutesuper.graph.field import P
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.operators import Attributes, lookup
+from cutesuper.verify.extents import Sizes
+from cutesuper.verify.source import evaluate_graph, names_of
+from cutesuper.verify.tiles import BlockRun, Mapped
+
+
+@dataclass(frozen=True)
+class Bound:
+    """log2 of the false-accept chance of one trial, and what it rests on.
+
+    ``log2`` is None where no bound can be stated; ``conditions`` then says why.
+    """
+
+    log2: float | None
+    conditions: str
+
+
+@dataclass(frozen=True)
+class Degree:
+    """What is known of every element of a value.
+
+    Attributes:
+        sizes: extent of every dimension by name.
+        num: degree of the numerator, at most.
+        den: degree of the denominator, at most.
+        varies: dimensions along which the denominator may change.
+        terms: opaque applications one element depends on, at most.
+        term_dims: dimensions along which those change.
+    """
+
+    sizes: dict[str, int]
+    num: int = 0
+    den: int = 0
+    varies: frozenset[str] = frozenset()
+    terms: int = 0
+    term_dims: frozenset[str] = frozenset()
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+
+class DegreeAlgebra:
+    """The algebra of `Degree`; same methods as `cutesuper.verify.domain.FieldDomain`.
+
+    Attributes:
+        argument: highest degree (numerator plus denominator) under an opaque function.
+        zeros: sum of the degrees of all elements that are divided by.
+        exponentials: `exp` was used.
+        ordered: `max` was used where it means the largest element.
+    """
+
+    def __init__(self, shifted: bool) -> None:
+        self.shifted = shifted
+        self.argument = 0
+        self.zeros = 0
+        self.exponentials = False
+        self.ordered = False
+
+    def add(self, x: Degree, y: Degree) -> Degree:
+        """Over the product of both denominators."""
+        both = self.mul(x, y)
+        return replace(both, num=max(x.num + y.den, y.num + x.den))
+
+    sub = add
+
+    def mul(self, x: Degree, y: Degree) -> Degree:
+        """Degrees add up."""
+        return Degree(
+            {**x.sizes, **y.sizes},
+            x.num + y.num,
+            x.den + y.den,
+            x.varies | y.varies,
+            x.terms + y.terms,
+            x.term_dims | y.term_dims,
+        )
+
+    def div(self, x: Degree, y: Degree) -> Degree:
+        """Numerator and denominator of y change places."""
+        self.zeros += y.num * prod(y.sizes.values())
+        varies = x.varies | y.varies | (frozenset(y.sizes) if y.num else frozenset())
+        product = self.mul(x, y)
+        return replace(product, num=x.num + y.den, den=x.den + y.num, varies=varies)
+
+    def opaque(self, name: str, x: Degree) -> Degree:
+        """A fresh variable."""
+        self.argument = max(self.argument, x.num + x.den)
+        dims = x.term_dims | frozenset(x.sizes)
+        return Degree(x.sizes, 1, 0, frozenset(), x.terms + 1, dims)
+
+    def exp(self, x: Degree) -> Degree:
+        """Counted like a fresh variable; `error_bound` decides whether that may be done."""
+        self.exponentials = True
+        return self.opaque("exp", x)
+
+    def constant(self, value: float) -> Degree:
+        """Degree zero."""
+        return Degree({})
+
+    def sum(
+        self, x: Degree, dims: Iterable[str], extents: Mapping[str, int] | None = None
+    ) -> Degree:
+        """As many different denominators as the reduced dimensions make."""
+        over = set(dims)
+        fractions = prod(n for d, n in x.sizes.items() if d in over & x.varies)
+        return Degree(
+            {d: n for d, n in x.sizes.items() if d not in over},
+            x.num + (fractions - 1) * x.den,
+            x.den * fractions,
+            x.varies - over,
+            x.terms * prod(n for d, n in x.sizes.items() if d in over & x.term_dims),
+            x.term_dims - over,
+        )
+
+    def max(self, x: Degree, dims: Iterable[str], valid: Any = None) -> Degree:
+        """A fresh variable where maxima are replaced by fresh values; else no bound holds."""
+        self.ordered |= not self.shifted
+        over = set(dims)
+        return Degree({d: n for d, n in x.sizes.items() if d not in over}, 1)
+
+    def matmul(self, x: Degree, y: Degree, over: Iterable[str]) -> Degree:
+        """A sum of products."""
+        return self.sum(self.mul(x, y), over)
+
+    def masked(self, x: Degree, valid: Any) -> Degree:
+        """Leaving elements out raises no degree."""
+        return x
+
+    def without_q(self, x: Degree) -> Degree:
+        """Degrees are the same for both residues."""
+        return x
+
+    def elementwise(self, kind: str, args: list[Degree], attributes: Attributes) -> Degree:
+        """An element-wise operator of the table."""
+        return lookup(kind).symbolic(self, args, attributes)
+
+    def rename(self, x: Degree, names: Mapping[str, str]) -> Degree:
+        """Dimensions renamed."""
+        return replace(
+            x,
+            sizes={names.get(d, d): n for d, n in x.sizes.items()},
+            varies=frozenset(names.get(d, d) for d in x.varies),
+            term_dims=frozenset(names.get(d, d) for d in x.term_dims),
+        )
+
+    def load(self, x: Degree, mapped: Sequence[Mapped], window: Any) -> Degree:
+        """Over parts; what varied along some dimension is taken to vary along all."""
+        return _spread(
+            x, {p: n for m in mapped for p, n in zip(m.parts, m.extents, strict=True)}
+        )
+
+    def store(self, x: Degree, mapped: Sequence[Mapped], window: Any, into: Any) -> Degree:
+        """Tiles are put together in `finish`."""
+        return x
+
+    def finish(self, x: Degree, mapped: Sequence[Mapped]) -> Degree:
+        """The inverse of `load`."""
+        shape = tuple(m.extent for m in mapped)
+        sizes = dict(zip(names_of(shape), (n for n in shape if n != 1), strict=True))
+        return _spread(x, sizes)
+
+
+def _spread(x: Degree, sizes: dict[str, int]) -> Degree:
+    every: frozenset[str] = frozenset(sizes)
+    return replace(
+        x,
+        sizes=sizes,
+        varies=every if x.varies else frozenset(),
+        term_dims=every if x.term_dims else frozenset(),
+    )
+
+
+def error_bound(graph: KernelGraph, mu: MuGraph, sizes: Sizes, shifted: bool) -> Bound:
+    """The false-accept bound of one trial.
+
+    Args:
+        graph: the expanded kernel graph at the extents of ``sizes``.
+        mu: the muGraph.
+        sizes: extents of the trial.
+        shifted: maxima were replaced by fresh values.
+    """
+    source, found = DegreeAlgebra(shifted), DegreeAlgebra(shifted)
+    inputs = [_input(s) for s in sizes.inputs]
+    want = evaluate_graph(graph, source, inputs)
+    tensors: dict[str, Any] = dict(zip(mu.inputs, inputs, strict=True))
+    for program in sizes.programs:
+        tensors |= BlockRun(found, program, tensors, set()).run()
+    if source.ordered or found.ordered:
+        return Bound(None, "no bound: a maximum shows an element only where it is the largest")
+    if source.exponentials or found.exponentials:
+        return Bound(None, "no bound: sums of exponentials, see docs/verification.md")
+    argument = 2 * max(source.argument, found.argument)
+    worst = max(
+        _element(w, tensors[name], argument) for w, name in zip(want, mu.outputs, strict=True)
+    )
+    return _bound(worst, source.zeros + found.zeros)
+
+
+def _input(shape: tuple[int, ...]) -> Degree:
+    return Degree(dict(zip(names_of(shape), (n for n in shape if n != 1), strict=True)), 1)
+
+
+def _element(want: Degree, found: Degree, argument: int) -> int:
+    """Degree of the numerator of a difference, plus all chances of opaque arguments to collide."""
+    terms = want.terms + found.terms
+    difference = max(want.num + found.den, found.num + want.den)
+    return difference + terms * (terms - 1) // 2 * argument
+
+
+def _bound(weight: int, zeros: int) -> Bound:
+    if 2 * zeros >= P or weight >= P:
+        return Bound(None, "no bound: degrees too high for the field at these extents")
+    chance = weight / P / (1 - zeros / P)
+    return Bound(
+        min(0.0, log2(max(chance, 1 / P))),
+        f"degree {weight} over a field of {P}; opaque functions random; at the extents tried",
+    )

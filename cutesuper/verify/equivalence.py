@@ -1,0 +1,323 @@
+"""Whether a muGraph computes what a kernel graph defines: tests over a finite field.
+
+Both programs are evaluated on the same uniformly random residues (`cutesuper.graph.field`), at
+small extents that exercise every axis (`cutesuper.verify.extents`), several times, and once more
+with tails; on request once at the real extents. Programs that are equal always pass; the chance
+that unequal ones pass is what `Verification.bound_log2` states. The argument, its conditions and
+what it does not cover are in ``docs/verification.md``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from cutesuper.errors import CutesuperError, GraphError
+from cutesuper.graph.block import MuGraph
+from cutesuper.graph.check import check_mugraph
+from cutesuper.graph.dims import show_shape
+from cutesuper.graph.field import DivisionByZero, FieldValue, align
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.verify.bound import Bound, error_bound
+from cutesuper.verify.domain import FieldDomain, draw
+from cutesuper.verify.extents import SizeChooser, Sizes, real_sizes, resized_graph
+from cutesuper.verify.source import evaluate_graph, names_of
+from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun
+
+#: draws of one trial before a division by zero counts as the program's fault
+DRAWS = 6
+#: a maximum shows an element that was left out only where that element is the largest
+MAX_TRIALS = 16
+#: results of the kernel graph that are kept, by extents and trial
+KEPT = 256
+
+#: what ``max`` means: fresh values, or the largest in a random order
+Mode = Literal["shift", "order"]
+
+
+@dataclass(frozen=True)
+class Counterexample:
+    """One element on which the two programs differ.
+
+    Attributes:
+        output: its name.
+        index: where in the output.
+        expected: residue mod p of the kernel graph.
+        found: residue mod p of the muGraph.
+        inputs: shapes of the inputs in that trial.
+    """
+
+    output: str
+    index: tuple[int, ...]
+    expected: int
+    found: int
+    inputs: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of a check; true where the programs are equal.
+
+    Attributes:
+        equal: no trial found a difference.
+        trials: evaluations of both programs that were compared.
+        bound_log2: log2 of the chance that programs which differ at ``extents`` pass all trials
+            there; None where no bound can be stated.
+        conditions: what the bound rests on, or why there is none.
+        reason: why the programs are not equal.
+        counterexample: an element that differs.
+        extents: shapes of the inputs at which the trials of the bound ran.
+        real_extents: whether the programs were also compared at their real extents.
+    """
+
+    equal: bool
+    trials: int
+    bound_log2: float | None
+    conditions: str
+    reason: str | None = None
+    counterexample: Counterexample | None = None
+    extents: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    real_extents: bool = False
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def summary(self) -> str:
+        """A sentence for people."""
+        if not self.equal:
+            return f"not equal: {self.reason}"
+        at = ", ".join(f"{n}{show_shape(s)}" for n, s in self.extents.items())
+        bound = (
+            f"false accept below 2^{self.bound_log2:.0f}"
+            if self.bound_log2 is not None
+            else "no error bound"
+        )
+        real = "; also at real extents" if self.real_extents else ""
+        return f"equal in {self.trials} trials at {at}{real}; {bound} ({self.conditions})"
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One draw: inputs, and what the kernel graph makes of them."""
+
+    seed: int
+    shift_seed: int
+    inputs: tuple[FieldValue, ...]
+    outputs: tuple[FieldValue, ...]
+
+
+class Verifier:
+    """Checks many muGraphs against one kernel graph and shares its evaluation.
+
+    Args:
+        graph: the kernel graph.
+        seed: chooses all inputs; equal seeds give equal results.
+        trials: at exact small extents, besides one with tails.
+    """
+
+    def __init__(self, graph: KernelGraph, seed: int = 0, trials: int = 3) -> None:
+        self.graph = graph.expanded()
+        self.seed, self.trials = seed, max(1, trials)
+        self._choose = SizeChooser(self.graph)
+        kinds = {n.operator for n in self.graph.nodes}
+        self._has_max, self._has_exp = "max" in kinds, "exp" in kinds
+        self._known: OrderedDict[Any, _Trial] = OrderedDict()
+        self._graphs: dict[Any, KernelGraph] = {}
+
+    def check(self, mu: MuGraph, bound: bool = True, full: bool = False) -> Verification:
+        """Compare a muGraph with the kernel graph.
+
+        Args:
+            mu: of any kind; an illegal one is not equal.
+            bound: work out `Verification.bound_log2`.
+            full: also one trial at the real extents.
+        """
+        try:
+            return self._check(mu, bound, full)
+        except DivisionByZero:
+            return _refused(f"it divides by zero for {DRAWS} draws of the inputs")
+        except CutesuperError as error:
+            return _refused(str(error))
+
+    def _check(self, mu: MuGraph, bound: bool, full: bool) -> Verification:
+        check_mugraph(mu)
+        check_interface(self.graph, mu)
+        exact, ragged = self._choose.small(mu, False), self._choose.small(mu, True)
+        kinds = {op.kind for s in mu.steps for op in s.program.ops}
+        maxima = self._has_max or "max" in kinds
+        with_q = self._has_exp or "exp" in kinds
+        mode: Mode = "shift" if maxima else "order"
+        found = self._compare(mu, exact, 0, mode, with_q)
+        if found is not None and maxima:
+            mode, found = "order", self._compare(mu, exact, 0, "order", with_q)
+        trials = MAX_TRIALS if maxima and mode == "order" else self.trials
+        plan = [(exact, t) for t in range(1, trials)] + [(ragged, 0)]
+        if full:
+            plan.append((real_sizes(mu), 0))
+        for k, (sizes, trial) in enumerate(plan):
+            if found is not None:
+                return _differs(found, k)
+            real = full and k == len(plan) - 1
+            found = self._compare(mu, sizes, trial, "order" if real else mode, with_q, real)
+        if found is not None:
+            return _differs(found, len(plan))
+        limit = self._bound(mu, exact, mode) if bound else Bound(None, "bound not asked for")
+        per_trial = limit.log2
+        return Verification(
+            equal=True,
+            trials=len(plan) + 1,
+            bound_log2=None if per_trial is None else per_trial * trials,
+            conditions=limit.conditions,
+            extents=dict(zip(mu.inputs, exact.inputs, strict=True)),
+            real_extents=full,
+        )
+
+    def _compare(
+        self, mu: MuGraph, sizes: Sizes, trial: int, mode: Mode, with_q: bool, real: bool = False
+    ) -> Counterexample | None:
+        """One trial. Raises DivisionByZero when no draw avoids it."""
+        for attempt in range(DRAWS):
+            try:
+                return self._compare_draw(mu, sizes, (trial, attempt), mode, with_q, real)
+            except DivisionByZero:
+                if attempt == DRAWS - 1:
+                    raise
+        return None
+
+    def _compare_draw(
+        self,
+        mu: MuGraph,
+        sizes: Sizes,
+        number: tuple[int, int],
+        mode: Mode,
+        with_q: bool,
+        real: bool,
+    ) -> Counterexample | None:
+        known = self._source(sizes, number, mode, with_q, keep=not real)
+        a = _domain(known.seed, known.shift_seed + 1, mode)
+        tensors: dict[str, Any] = dict(zip(mu.inputs, known.inputs, strict=True))
+        found = evaluate_mugraph(a, mu, sizes, tensors, CHUNK_ELEMENTS if real else None)
+        shapes = dict(zip(mu.inputs, sizes.inputs, strict=True))
+        for name, want in zip(mu.outputs, known.outputs, strict=True):
+            bad = _first_difference(name, want, found[name], sizes.tensors[name], shapes)
+            if bad is not None:
+                return bad
+        return None
+
+    def _source(
+        self, sizes: Sizes, number: tuple[int, int], mode: Mode, with_q: bool, keep: bool
+    ) -> _Trial:
+        key = (sizes.inputs, number, mode, with_q)
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        seeds = [self.seed & 0xFFFFFFFF, *number]
+        inputs = tuple(draw(s, [*seeds, k], with_q) for k, s in enumerate(sizes.inputs))
+        if sizes.inputs not in self._graphs:
+            self._graphs[sizes.inputs] = resized_graph(self.graph, sizes.inputs)
+        graph = self._graphs[sizes.inputs]
+        seed = hash((*seeds, 1)) & 0x7FFFFFFF
+        a = _domain(seed, seed, mode)
+        outputs = tuple(evaluate_graph(graph, a, list(inputs)))
+        trial = _Trial(seed, seed, inputs, outputs)
+        if keep:
+            self._known[key] = trial
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return trial
+
+    def _bound(self, mu: MuGraph, sizes: Sizes, mode: Mode) -> Bound:
+        graph = self._graphs[sizes.inputs]
+        return error_bound(graph, mu, sizes, shifted=mode == "shift")
+
+
+def verify(
+    graph: KernelGraph, mu: MuGraph, *, trials: int = 3, seed: int = 0, full: bool = False
+) -> Verification:
+    """Check one muGraph against a kernel graph; see `Verifier.check`.
+
+    Args:
+        graph: what to compute.
+        mu: how; an illegal muGraph is not equal to anything.
+        trials: at small extents, besides one with tails.
+        seed: chooses the inputs.
+        full: also one trial at the real extents (1 s for a 50 MB weight).
+    """
+    return Verifier(graph, seed, trials).check(mu, full=full)
+
+
+def evaluate_mugraph(
+    a: Any, mu: MuGraph, sizes: Sizes, tensors: dict[str, Any], chunk_elements: int | None = None
+) -> dict[str, Any]:
+    """All tensors of a muGraph by name, from its inputs, over any algebra (see `BlockRun`)."""
+    wanted: set[str] = set()
+    wants: list[set[str]] = []
+    for program in reversed(sizes.programs):
+        wants.append(set(wanted))
+        wanted |= BlockRun(a, program, {}, wanted).q_loaded()
+    tensors = dict(tensors)
+    for program, kept in zip(sizes.programs, reversed(wants), strict=True):
+        tensors |= BlockRun(a, program, tensors, kept, chunk_elements).run()
+    return tensors
+
+
+def check_interface(graph: KernelGraph, mu: MuGraph) -> None:
+    """Refuse a muGraph with other inputs or outputs than the graph. Raises GraphError."""
+    for what, indices, names in (
+        ("inputs", graph.inputs, mu.inputs),
+        ("outputs", graph.outputs, mu.outputs),
+    ):
+        if len(indices) != len(names):
+            raise GraphError(f"muGraph: {len(names)} {what}, the graph has {len(indices)}")
+        for i, name in zip(indices, names, strict=True):
+            node, spec = graph.nodes[i], mu.tensors[name]
+            if node.shape != spec.shape or node.dtype != spec.dtype:
+                raise GraphError(
+                    f"muGraph: {name} is {spec.dtype}{show_shape(spec.shape)}, the graph's "
+                    f"{node.name} is {node.dtype}{show_shape(node.shape)}"
+                )
+
+
+def _domain(seed: int, shift_seed: int, mode: Mode) -> FieldDomain:
+    shifts = np.random.default_rng([7, shift_seed]) if mode == "shift" else None
+    return FieldDomain(seed, shifts)
+
+
+def _first_difference(
+    name: str,
+    want: FieldValue,
+    found: FieldValue,
+    shape: tuple[int, ...],
+    inputs: dict[str, tuple[int, ...]],
+) -> Counterexample | None:
+    names = names_of(shape)
+    expected = np.broadcast_to(align(want.p, want.dims, names), tuple(n for n in shape if n != 1))
+    differs = expected != found.p
+    if not differs.any():
+        return None
+    first = tuple(int(k) for k in np.argwhere(differs)[0])
+    rest = iter(first)
+    index = tuple(0 if n == 1 else next(rest) for n in shape)
+    return Counterexample(name, index, int(expected[first]), int(found.p[first]), inputs)
+
+
+def _refused(reason: str) -> Verification:
+    return Verification(False, 0, None, "", reason)
+
+
+def _differs(found: Counterexample, trials: int) -> Verification:
+    at = ", ".join(f"{n}{show_shape(s)}" for n, s in found.inputs.items())
+    reason = f"output {found.output} differs at {list(found.index)} for inputs {at}"
+    return replace(_refused(reason), trials=trials + 1, counterexample=found)
+
+
+__all__ = [
+    "Counterexample",
+    "Verification",
+    "Verifier",
+    "evaluate_mugraph",
+    "verify",
+]

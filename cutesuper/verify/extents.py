@@ -1,0 +1,232 @@
+"""Small extents at which a structure is verified.
+
+A muGraph is checked where its loops have 3 iterations, its clusters 3 blocks, its grids 2 and its
+tiles 2 elements. The kernels of a muGraph and the kernel graph must agree on the extents of what
+they share, so dimensions are first gathered into classes: two dimensions are of one class when the
+kernel graph or a block program needs them to be equal. A class then gets the least extent that
+every block program which has it as a label can split as it wants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm, prod
+from typing import Any
+
+from cutesuper.errors import GraphError
+from cutesuper.graph.block import AxisKind, BlockProgram, MuGraph
+from cutesuper.graph.dims import Dim, extent
+from cutesuper.graph.kernel import KernelGraph
+
+#: parts of an axis; 3 where an order or "all but one" could go unnoticed with 2
+PARTS = {AxisKind.GRID: 2, AxisKind.CLUSTER: 3, AxisKind.PERSISTENT: 2, AxisKind.LOOP: 3}
+TILE = 2
+
+_Shape = tuple[int, ...]
+_Node = tuple[Any, ...]
+_ONE: _Node = ("one",)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Concrete extents for a kernel graph and a muGraph.
+
+    Attributes:
+        inputs: shape of every input.
+        tensors: shape of every tensor of the muGraph, by name.
+        programs: the block program of every step, resized.
+    """
+
+    inputs: tuple[_Shape, ...]
+    tensors: dict[str, _Shape]
+    programs: tuple[BlockProgram, ...]
+
+
+def real_sizes(mu: MuGraph) -> Sizes:
+    """The extents the muGraph was made for; symbols count with their hint."""
+    tensors = {n: tuple(map(extent, t.shape)) for n, t in mu.tensors.items()}
+    inputs = tuple(tensors[n] for n in mu.inputs)
+    return Sizes(inputs, tensors, tuple(_concrete(s.program) for s in mu.steps))
+
+
+def _concrete(program: BlockProgram) -> BlockProgram:
+    dims: dict[str, Dim] = {d: extent(n) for d, n in program.dims.items()}
+    return program.resized(dims, {a.name: program.parts(a) for a in program.axes}, program.tile)
+
+
+def resized_graph(graph: KernelGraph, inputs: tuple[_Shape, ...]) -> KernelGraph:
+    """The same operators on inputs of other shapes. Raises ShapeError where they do not fit."""
+    g = KernelGraph()
+    shapes = iter(inputs)
+    for n in graph.nodes:
+        if n.operator == "input":
+            g.new_input(next(shapes), n.dtype, n.name)
+        else:
+            g.apply(n.operator, *(g.tensor(j) for j in n.inputs), **dict(n.attributes))
+    g.outputs = list(graph.outputs)
+    return g
+
+
+class _Classes:
+    """Union-find over dimensions."""
+
+    def __init__(self) -> None:
+        self.parent: dict[_Node, _Node] = {}
+
+    def find(self, x: _Node) -> _Node:
+        parent = self.parent
+        root = x
+        while (up := parent.setdefault(root, root)) != root:
+            root = up
+        while parent[x] != root:
+            parent[x], x = root, parent[x]
+        return root
+
+    def join(self, x: _Node, y: _Node) -> None:
+        a, b = self.find(x), self.find(y)
+        if a != b:
+            self.parent[a] = b
+
+    def copy(self) -> _Classes:
+        c = _Classes()
+        c.parent = dict(self.parent)
+        return c
+
+
+class SizeChooser:
+    """Chooses `Sizes` for muGraphs of one (expanded) kernel graph."""
+
+    def __init__(self, graph: KernelGraph) -> None:
+        self.graph = graph
+        self._source = _Classes()
+        for i in range(len(graph.nodes)):
+            _join_node(self._source, graph, i)
+
+    def small(self, mu: MuGraph, ragged: bool) -> Sizes:
+        """Small extents; ``ragged``: the last tile of every label reaches past its end.
+
+        Raises:
+            GraphError: no extents suit all kernels.
+        """
+        classes = self._source.copy()
+        _join_mugraph(classes, self.graph, mu)
+        extents, axes = _solve(classes, mu)
+        if ragged:
+            tied = {classes.find(a) for a in axes}
+            shown = {
+                c: n - 1 if n > TILE and c not in tied and c != classes.find(_ONE) else n
+                for c, n in extents.items()
+            }
+        else:
+            shown = extents
+
+        def size(node: _Node) -> int:
+            return shown.get(classes.find(node), TILE)
+
+        g = self.graph
+        inputs = tuple(
+            tuple(size(("s", i, d)) for d in range(len(g.nodes[i].shape))) for i in g.inputs
+        )
+        tensors = {
+            n: tuple(size(("t", n, d)) for d in range(len(t.shape))) for n, t in mu.tensors.items()
+        }
+        programs = tuple(
+            _resize(s.program, k, classes, extents, shown, axes, ragged)
+            for k, s in enumerate(mu.steps)
+        )
+        return Sizes(inputs, tensors, programs)
+
+
+def _join_node(classes: _Classes, graph: KernelGraph, i: int) -> None:
+    """Join the dimensions that node ``i`` needs to be equal."""
+    node = graph.nodes[i]
+    rank = len(node.shape)
+    for d, n in enumerate(node.shape):
+        if n == 1:
+            classes.join(("s", i, d), _ONE)
+    shapes = [graph.nodes[j].shape for j in node.inputs]
+
+    def join(d: int, operand: int, e: int) -> None:
+        if shapes[operand][e] != 1 and node.shape[d] != 1:
+            classes.join(("s", i, d), ("s", node.inputs[operand], e))
+
+    if node.operator == "transpose":
+        for d, e in enumerate(node.attributes["dims"]):
+            join(d, 0, e)
+        return
+    skip = 2 if node.operator == "matmul" else 0
+    for k, s in enumerate(shapes):
+        for e in range(len(s) - skip):
+            join(e + rank - len(s), k, e)
+    if node.operator == "matmul":
+        a, b = node.inputs
+        join(rank - 2, 0, len(shapes[0]) - 2)
+        join(rank - 1, 1, len(shapes[1]) - 1)
+        classes.join(("s", a, len(shapes[0]) - 1), ("s", b, len(shapes[1]) - 2))
+
+
+def _join_mugraph(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> None:
+    pairs = [*zip(graph.inputs, mu.inputs, strict=True)]
+    pairs += zip(graph.outputs, mu.outputs, strict=True)
+    for i, name in pairs:
+        for d in range(len(graph.nodes[i].shape)):
+            classes.join(("s", i, d), ("t", name, d))
+    for name, spec in mu.tensors.items():
+        for d, n in enumerate(spec.shape):
+            if n == 1:
+                classes.join(("t", name, d), _ONE)
+    for k, step in enumerate(mu.steps):
+        for op in (*step.program.loads(), *step.program.stores()):
+            for d, label in enumerate(op.attributes["map"]):
+                node = ("l", k, label) if label in step.program.dims else ("a", k, label)
+                classes.join(("t", op.attributes["tensor"], d), _ONE if label is None else node)
+
+
+def _solve(classes: _Classes, mu: MuGraph) -> tuple[dict[_Node, int], dict[_Node, int]]:
+    """The extent of every class that has labels, and the parts of axes that tensors show."""
+    axes = {n: PARTS[AxisKind(n[2].split(".")[-1])] for n in classes.parent if n[0] == "a"}
+    one = classes.find(_ONE)
+    for _ in range(8):
+        extents: dict[_Node, int] = {}
+        wanted = list(axes.items())
+        wanted += [
+            (("l", k, d), _wanted(s.program, k, d, axes))
+            for k, s in enumerate(mu.steps)
+            for d in s.program.dims
+        ]
+        for node, n in wanted:
+            c = classes.find(node)
+            extents[c] = 1 if c == one else lcm(extents.get(c, 1), n)
+        extents[one] = 1
+        settled = {a: extents[classes.find(a)] for a in axes}
+        if settled == axes:
+            return extents, axes
+        axes = settled
+    raise GraphError("muGraph: a tensor shows an axis of its own dimension; no extents fit that")
+
+
+def _wanted(program: BlockProgram, k: int, dim: str, axes: dict[_Node, int]) -> int:
+    return TILE * prod(axes.get(("a", k, a.name), PARTS[a.kind]) for a in program.axes_of(dim))
+
+
+def _resize(
+    program: BlockProgram,
+    k: int,
+    classes: _Classes,
+    extents: dict[_Node, int],
+    shown: dict[_Node, int],
+    axes: dict[_Node, int],
+    ragged: bool,
+) -> BlockProgram:
+    dims: dict[str, Dim] = {}
+    parts: dict[str, int] = {}
+    tile: dict[str, int] = {}
+    for d in program.dims:
+        c = classes.find(("l", k, d))
+        dims[d], covered = shown[c], extents[c]
+        for a in program.axes_of(d):
+            parts[a.name] = 1 if covered == 1 else axes.get(("a", k, a.name), PARTS[a.kind])
+        tile[d] = max(1, covered // prod(parts[a.name] for a in program.axes_of(d)))
+        # a dimension too short to lose an element gets a longer tile in its place
+        tile[d] += ragged and shown[c] == covered and covered > 1
+    return program.resized(dims, parts, tile)

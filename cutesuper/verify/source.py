@@ -1,0 +1,109 @@
+"""The kernel graph over an algebra with named dimensions.
+
+Shapes are positional and broadcast from the last dimension, so dimension ``i`` of a tensor of rank
+r is called ``r - 1 - i`` (``"0"`` is the last one), and dimensions of extent 1 have no name: then
+broadcasting by name is NumPy's rule.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cutesuper.errors import VerificationError
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.operators import lookup
+
+#: name of the contracted dimension while a matrix product runs
+_INNER = "inner"
+
+
+def names_of(shape: tuple[Any, ...]) -> tuple[str, ...]:
+    """Names of the dimensions of a shape whose extent is not 1."""
+    return tuple(str(len(shape) - 1 - i) for i, n in enumerate(shape) if n != 1)
+
+
+def needs_exponents(kinds: list[str], inputs: list[tuple[int, ...]], also: set[int]) -> set[int]:
+    """Operations whose residues mod q an exponential consumes, directly or later.
+
+    Args:
+        kinds: operator of each operation.
+        inputs: operands of each operation.
+        also: operations whose residues are wanted for another reason.
+    """
+    needed = set(also)
+    for i in reversed(range(len(kinds))):
+        if i in needed or kinds[i] == "exp":
+            needed.update(inputs[i])
+    return needed
+
+
+def evaluate_graph(graph: KernelGraph, a: Any, inputs: list[Any]) -> list[Any]:
+    """The outputs of an expanded kernel graph.
+
+    Args:
+        graph: primitive operators on concrete extents.
+        a: the algebra, with what `cutesuper.verify.domain.FieldDomain` adds to a field.
+        inputs: values whose dimensions are named as in `names_of`.
+
+    Raises:
+        VerificationError: an operator that has no meaning here.
+    """
+    feed = iter(inputs)
+    wanted = needs_exponents(
+        [n.operator for n in graph.nodes], [n.inputs for n in graph.nodes], set()
+    )
+    last = {j: i for i, n in enumerate(graph.nodes) for j in n.inputs}
+    values: dict[int, Any] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.operator == "input":
+            value = next(feed)
+        else:
+            args = [values[j] for j in node.inputs]
+            if i not in wanted and node.operator != "exp":
+                args = [a.without_q(v) for v in args]
+            value = _apply(graph, i, a, args)
+            for j in node.inputs:  # a value of a real-size graph can be 128 MB
+                if last[j] == i and j not in graph.outputs:
+                    values.pop(j, None)
+        values[i] = value if i in wanted else a.without_q(value)
+    return [values[i] for i in graph.outputs]
+
+
+def _apply(graph: KernelGraph, i: int, a: Any, args: list[Any]) -> Any:
+    node = graph.nodes[i]
+    operator = lookup(node.operator)
+    shapes = [graph.nodes[j].shape for j in node.inputs]
+    if operator.elementwise:
+        return a.elementwise(node.operator, args, dict(node.attributes))
+    if operator.reduces:
+        dim = node.attributes["dim"]
+        return _reduce(a, operator.reduces, args[0], shapes[0], dim)
+    if node.operator == "matmul":
+        return _matmul(a, args)
+    if node.operator == "transpose":
+        rank = len(shapes[0])
+        moved = {
+            str(rank - 1 - e): str(rank - 1 - d) for d, e in enumerate(node.attributes["dims"])
+        }
+        return a.rename(args[0], moved)
+    raise VerificationError(
+        f"verify: operator {node.operator} has no finite-field meaning; give it one in "
+        "verify/source.py, or expand it to operators that have"
+    )
+
+
+def _reduce(a: Any, how: str, x: Any, shape: tuple[Any, ...], dim: int) -> Any:
+    if shape[dim] == 1:
+        return x
+    over = (str(len(shape) - 1 - dim),)
+    if how == "max":
+        return a.max(x, over)
+    total = a.sum(x, over, {over[0]: shape[dim]})
+    return a.div(total, a.constant(float(shape[dim]))) if how == "mean" else total
+
+
+def _matmul(a: Any, args: list[Any]) -> Any:
+    x, y = args
+    if "0" not in x.dims:  # a contraction over one element
+        return a.mul(x, a.rename(y, {"1": _INNER}))
+    return a.matmul(a.rename(x, {"0": _INNER}), a.rename(y, {"1": _INNER}), (_INNER,))

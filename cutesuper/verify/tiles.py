@@ -1,0 +1,294 @@
+"""Block programs over an algebra with named dimensions, all tiles at once or part by part.
+
+A dimension ``K`` that a program splits becomes one named dimension for each part, outermost first:
+``K.grid``, ``K.cluster``, ``K.persistent``, ``K.loop``, ``K.tile``. Every tile of every block is
+then held in one value, and each operation of a block program is one operation on named dimensions:
+``sum over K`` reduces ``K.tile``, ``accumulate(K.loop)`` reduces ``K.loop``.
+
+Where that would not fit in memory (real extents), grid, persistent and loop axes are cut into
+chunks that are visited in turn: a value that has a cut dimension is made for one chunk at a time,
+and `accumulate` walks the chunks of its axis.
+
+Elements past the end of a dimension never count: sums, products and maxima over a label leave them
+out, stores drop them. They hold random residues, so a leak would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cutesuper.errors import VerificationError
+from cutesuper.graph.block import (
+    ACCUMULATE,
+    CLUSTER_REDUCE,
+    LOAD,
+    STORE,
+    AxisKind,
+    BlockOp,
+    BlockProgram,
+)
+from cutesuper.graph.dims import ceil_div, extent
+from cutesuper.verify.source import needs_exponents
+
+#: elements of one value that are held at a time; about ten values live at once
+CHUNK_ELEMENTS = 1 << 22
+
+#: axis -> the range of its parts that is held
+Window = dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """How one dimension of a tensor is laid out over parts.
+
+    Attributes:
+        parts: names of the parts, outermost first (none for an extent of 1).
+        extents: their extents.
+        extent: of the tensor's dimension; at most the product of ``extents``.
+    """
+
+    parts: tuple[str, ...]
+    extents: tuple[int, ...]
+    extent: int
+
+
+class Layout:
+    """The parts of every label of a program with concrete extents."""
+
+    def __init__(self, program: BlockProgram) -> None:
+        self.program = program
+        self.extents: dict[str, int] = {}
+        self.labels: dict[str, Mapped] = {}
+        #: for labels with padding: names of the parts and which elements exist
+        self.valid: dict[str, tuple[tuple[str, ...], NDArray[np.bool_]]] = {}
+        for d, n in program.dims.items():
+            axes = program.axes_of(d)
+            names = (*(a.name for a in axes), f"{d}.tile")
+            counts = (*(program.parts(a) for a in axes), program.tile[d])
+            self.extents.update(zip(names, counts, strict=True))
+            self.labels[d] = Mapped(names, counts, extent(n))
+            if prod(counts) != extent(n):
+                exists = np.arange(prod(counts)) < extent(n)
+                self.valid[d] = (names, exists.reshape(counts))
+
+    def mapped(self, op: BlockOp) -> list[Mapped]:
+        """The layout of the tensor of a load or store. Raises VerificationError."""
+        result = []
+        for label in op.attributes["map"]:
+            if label is None:
+                result.append(Mapped((), (), 1))
+            elif label in self.labels:
+                result.append(self.labels[label])
+            else:
+                n = self.extents[label]
+                result.append(Mapped((label,), (n,), n))
+        names = [p for m in result for p in m.parts]
+        if len(set(names)) < len(names):
+            raise VerificationError(
+                f"{op.kind} {op.attributes['tensor']}: its map names a dimension and an axis of it"
+            )
+        return result
+
+
+class BlockRun:
+    """One run of a block program.
+
+    Args:
+        a: the algebra, with what `cutesuper.verify.domain.FieldDomain` adds to a field.
+        program: concrete extents.
+        tensors: what can be loaded, by name.
+        wanted: names of stored tensors whose residues mod q a later kernel consumes.
+        chunk_elements: None holds all tiles at once; else the size to which values are cut.
+    """
+
+    def __init__(
+        self,
+        a: Any,
+        program: BlockProgram,
+        tensors: Mapping[str, Any],
+        wanted: set[str],
+        chunk_elements: int | None = None,
+    ) -> None:
+        self.a, self.program, self.tensors = a, program, tensors
+        self.layout = Layout(program)
+        ops = program.ops
+        also = {i for i, op in enumerate(ops) if op.kind == STORE and _tensor(op) in wanted}
+        self.q_wanted = needs_exponents(
+            [op.kind for op in ops], [op.inputs for op in ops], also
+        )
+        self._names = self._dims_of_values()
+        self._step = self._chunks(chunk_elements) if chunk_elements else {}
+        self._cut = [frozenset(n) & set(self._step) for n in self._names]
+        self._memo: dict[int, tuple[Window, Any]] = {}
+
+    def q_loaded(self) -> set[str]:
+        """Names of the loaded tensors whose residues mod q are consumed."""
+        ops = enumerate(self.program.ops)
+        return {_tensor(op) for i, op in ops if op.kind == LOAD and i in self.q_wanted}
+
+    def run(self) -> dict[str, Any]:
+        """The stored tensors by name.
+
+        Raises:
+            DivisionByZero: draw other inputs.
+            VerificationError: a store whose value does not have the dimensions of its map.
+        """
+        stores = [i for i, op in enumerate(self.program.ops) if op.kind == STORE]
+        for i in stores:
+            self._check_store(i)
+        out: dict[str, Any] = {}
+        for cut in dict.fromkeys(self._cut[i] for i in stores):
+            for window in self._windows(cut, {}):
+                for i in stores:
+                    if self._cut[i] == cut:
+                        self._store(i, window, out)
+        ops = self.program.ops
+        maps = {_tensor(ops[i]): self.layout.mapped(ops[i]) for i in stores}
+        return {name: self.a.finish(x, maps[name]) for name, x in out.items()}
+
+    # the walk ------------------------------------------------------------------------------
+
+    def _value(self, i: int, window: Window) -> Any:
+        here = {n: window[n] for n in self._cut[i]} if window else window
+        known = self._memo.get(i)
+        if known is not None and known[0] == here:
+            return known[1]
+        op = self.program.ops[i]
+        axis = op.attributes.get("axis")
+        if op.kind == ACCUMULATE and axis in self._step:
+            return self._accumulate(i, axis, here)
+        args = [self._value(j, window) for j in op.inputs]
+        if i not in self.q_wanted and op.kind != "exp":
+            args = [self.a.without_q(v) for v in args]
+        value = self._apply(op, args, here)
+        value = value if i in self.q_wanted else self.a.without_q(value)
+        self._memo[i] = (here, value)
+        return value
+
+    def _accumulate(self, i: int, axis: str, here: Window) -> Any:
+        """Walk the chunks of an axis once for all accumulators that close it here."""
+        ops = self.program.ops
+        group = [
+            j
+            for j, op in enumerate(ops)
+            if op.kind == ACCUMULATE
+            and op.attributes["axis"] == axis
+            and self._cut[j] == self._cut[i]
+        ]
+        total: dict[int, Any] = {}
+        for window in self._windows(frozenset((axis,)), here):
+            for j in group:
+                part = self._reduce(ops[j], self._value(ops[j].inputs[0], window))
+                combine = self.a.larger if ops[j].attributes["op"] == "max" else self.a.add
+                total[j] = combine(total[j], part) if j in total else part
+        for j in group:
+            self._memo[j] = (here, total[j] if j in self.q_wanted else self.a.without_q(total[j]))
+        return self._memo[i][1]
+
+    def _apply(self, op: BlockOp, args: list[Any], window: Window) -> Any:
+        if op.kind == LOAD:
+            name = _tensor(op)
+            if name not in self.tensors:
+                raise VerificationError(f"load: tensor {name} does not exist")
+            return self.a.load(self.tensors[name], self.layout.mapped(op), window)
+        if op.kind in (ACCUMULATE, CLUSTER_REDUCE):
+            return self._reduce(op, args[0])
+        if "over" in op.attributes:
+            return self._over(op, args, window)
+        return self.a.elementwise(op.kind, args, dict(op.attributes))
+
+    def _reduce(self, op: BlockOp, x: Any) -> Any:
+        axis = op.attributes["axis"]
+        if op.attributes["op"] == "max":
+            return self.a.max(x, (axis,))
+        return self.a.sum(x, (axis,), self.layout.extents)
+
+    def _over(self, op: BlockOp, args: list[Any], window: Window) -> Any:
+        """Reduce the tile of a label, without the elements that do not exist."""
+        a, label = self.a, op.attributes["over"]
+        over = (f"{label}.tile",)
+        valid = self.layout.valid.get(label)
+        valid = None if valid is None else (valid[0], _cut_window(valid[0], valid[1], window))
+        if op.kind == "max":
+            return a.max(args[0], over, valid)
+        if valid is not None:
+            args = [a.masked(args[0], valid), *args[1:]]
+        if op.kind == "matmul":
+            return a.matmul(args[0], args[1], over)
+        total = a.sum(args[0], over, self.layout.extents)
+        if op.kind == "mean":
+            return a.div(total, a.constant(float(extent(self.program.dims[label]))))
+        return total
+
+    def _store(self, i: int, window: Window, out: dict[str, Any]) -> None:
+        op = self.program.ops[i]
+        value = self._value(op.inputs[0], window)
+        name = _tensor(op)
+        if i not in self.q_wanted:
+            value = self.a.without_q(value)
+        out[name] = self.a.store(value, self.layout.mapped(op), window, out.get(name))
+
+    def _check_store(self, i: int) -> None:
+        op = self.program.ops[i]
+        have = set(self._names[op.inputs[0]])
+        want = {p for m in self.layout.mapped(op) for p in m.parts}
+        if have != want:
+            odd = ", ".join(sorted(have ^ want))
+            raise VerificationError(
+                f"store {_tensor(op)}: its value and its map differ in {odd}; a dimension was "
+                "reduced in part only"
+            )
+
+    # planning ------------------------------------------------------------------------------
+
+    def _dims_of_values(self) -> list[tuple[str, ...]]:
+        """Names of the dimensions of every value, without computing it."""
+        names: list[tuple[str, ...]] = []
+        for op in self.program.ops:
+            if op.kind == LOAD:
+                have = [p for m in self.layout.mapped(op) for p in m.parts]
+            else:
+                have = list(dict.fromkeys(d for j in op.inputs for d in names[j]))
+            gone = {op.attributes.get("axis"), f"{op.attributes.get('over')}.tile"}
+            names.append(tuple(d for d in have if d not in gone))
+        return names
+
+    def _chunks(self, limit: int) -> dict[str, int]:
+        """Parts of each cut axis that are held at a time: halve axes until every value fits."""
+        step = dict(self.layout.extents)
+        kinds = (AxisKind.GRID, AxisKind.PERSISTENT, AxisKind.LOOP)
+        axes = [a.name for kind in kinds for a in self.program.of_kind(kind)]
+        while True:
+            sizes = [prod(step[d] for d in names) for names in self._names]
+            worst = self._names[int(np.argmax(sizes))]
+            free = [a for a in axes if a in worst and step[a] > 1]
+            if max(sizes) <= limit or not free:
+                return {a: step[a] for a in axes if step[a] < self.layout.extents[a]}
+            step[free[0]] = ceil_div(step[free[0]], 2)
+
+    def _windows(self, cut: frozenset[str], outer: Window) -> Iterator[Window]:
+        axes = [n for n in self._step if n in cut]
+        ranges = []
+        for n in axes:
+            end, step = self.layout.extents[n], self._step[n]
+            ranges.append([(k, min(k + step, end)) for k in range(0, end, step)])
+        for chosen in product(*ranges):
+            yield {**outer, **dict(zip(axes, chosen, strict=True))}
+
+
+def _tensor(op: BlockOp) -> str:
+    return op.attributes["tensor"]
+
+
+def _cut_window(names: tuple[str, ...], x: NDArray[Any], window: Window) -> NDArray[Any]:
+    """The part of ``x`` that a window shows."""
+    if not window:
+        return x
+    return x[tuple(slice(*window[n]) if n in window else slice(None) for n in names)]

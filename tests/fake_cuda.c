@@ -1,0 +1,175 @@
+/* A CUDA runtime that launches nothing: it writes every launch as a line of JSON.
+ *
+ * Built two ways: as libcudart_static.a for exported kernels, and together with the DSL's launch
+ * runtime as libcute_dsl_runtime.so for kernels loaded through CuTe DSL. Output goes to the file
+ * named by FAKE_CUDA_LOG. FAKE_CUDA_PARAMETERS holds parameter sizes, e.g. "16,24,4": with it the
+ * bytes of each kernel parameter are written too. FAKE_CUDA_FAIL=<n> makes launches return n.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { SHARED_LIMIT = 232448, COOPERATIVE = 2, CLUSTER = 4, PDL = 6 };
+
+typedef struct {
+    int id;
+    char padding[4];
+    union { int flag; unsigned cluster[3]; char bytes[64]; } value;
+} attribute;
+
+typedef struct {
+    unsigned grid[3], block[3];
+    size_t shared;
+    void *stream;
+    attribute *attributes;
+    unsigned count;
+} launch_config;
+
+static void write_parameters(FILE *out, void **arguments)
+{
+    const char *sizes = getenv("FAKE_CUDA_PARAMETERS");
+    int index = 0;
+    fprintf(out, "[");
+    while (sizes && *sizes) {
+        char *end;
+        long i, size = strtol(sizes, &end, 10);
+        fprintf(out, "%s\"", index ? ", " : "");
+        for (i = 0; i < size; i++)
+            fprintf(out, "%02x", ((unsigned char *)arguments[index])[i]);
+        fprintf(out, "\"");
+        index++;
+        sizes = *end ? end + 1 : end;
+    }
+    fprintf(out, "]");
+}
+
+int cudaLaunchKernelExC(const launch_config *c, const void *kernel, void **arguments)
+{
+    unsigned cluster[3] = { 1, 1, 1 }, i;
+    int pdl = 0, cooperative = 0;
+    const char *path = getenv("FAKE_CUDA_LOG"), *fail = getenv("FAKE_CUDA_FAIL");
+    FILE *out = path ? fopen(path, "a") : NULL;
+    if (fail)
+        return atoi(fail);
+    for (i = 0; i < c->count; i++) {
+        const attribute *a = &c->attributes[i];
+        if (a->id == CLUSTER)
+            memcpy(cluster, a->value.cluster, sizeof cluster);
+        else if (a->id == PDL)
+            pdl = a->value.flag;
+        else if (a->id == COOPERATIVE)
+            cooperative = a->value.flag;
+    }
+    if (!out)
+        out = stdout;
+    fprintf(out,
+            "{\"kernel\": \"%s\", \"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], "
+            "\"cluster\": [%u, %u, %u], \"smem\": %zu, \"pdl\": %s, \"cooperative\": %s, "
+            "\"stream\": %llu, \"parameters\": ",
+            (const char *)kernel, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1],
+            c->block[2], cluster[0], cluster[1], cluster[2], c->shared, pdl ? "true" : "false",
+            cooperative ? "true" : "false", (unsigned long long)(size_t)c->stream);
+    write_parameters(out, arguments);
+    fprintf(out, "}\n");
+    if (out == stdout)
+        fflush(out);
+    else
+        fclose(out);
+    return 0;
+}
+
+int cudaLibraryLoadData(void **library, const void *code)
+{
+    *library = (void *)code;
+    return 0;
+}
+
+int cudaLibraryGetKernel(void **kernel, void *library, const char *name)
+{
+    (void)library;
+    *kernel = strdup(name);
+    return 0;
+}
+
+int cudaGetDevice(int *device) { *device = 0; return 0; }
+int cudaGetDeviceCount(int *count) { *count = 1; return 0; }
+int cudaDeviceGetAttribute(int *value) { *value = SHARED_LIMIT; return 0; }
+const char *cudaGetErrorString(int status) { return status ? "fake failure" : "no error"; }
+const char *cudaGetErrorName(int status) { return status ? "cudaErrorFake" : "cudaSuccess"; }
+
+/* Driver entry points are only used to ask a kernel for its static shared memory: the functions
+ * that take (int *value, ...) get a zero. */
+static int driver_stub(int *value) { *value = 0; return 0; }
+
+int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
+                                     unsigned long long flags, int *found)
+{
+    (void)name, (void)version, (void)flags;
+    *function = (void *)driver_stub;
+    if (found)
+        *found = 0;
+    return 0;
+}
+
+#define NOTHING(name) int name(void) { return 0; }
+NOTHING(cudaDeviceSynchronize)
+NOTHING(cudaDriverGetVersion)
+NOTHING(cudaEventCreate)
+NOTHING(cudaEventCreateWithFlags)
+NOTHING(cudaEventDestroy)
+NOTHING(cudaEventElapsedTime)
+NOTHING(cudaEventQuery)
+NOTHING(cudaEventRecord)
+NOTHING(cudaEventRecordWithFlags)
+NOTHING(cudaEventSynchronize)
+NOTHING(cudaFree)
+NOTHING(cudaFreeAsync)
+NOTHING(cudaFreeHost)
+NOTHING(cudaFuncSetAttribute)
+NOTHING(cudaGetDeviceProperties)
+NOTHING(cudaGetDeviceProperties_v2)
+NOTHING(cudaGetDriverEntryPoint)
+NOTHING(cudaGetLastError)
+NOTHING(cudaGraphAddKernelNode)
+NOTHING(cudaGraphCreate)
+NOTHING(cudaGraphDestroy)
+NOTHING(cudaGraphExecDestroy)
+NOTHING(cudaGraphInstantiate)
+NOTHING(cudaGraphKernelNodeGetAttribute)
+NOTHING(cudaGraphKernelNodeSetAttribute)
+NOTHING(cudaGraphLaunch)
+NOTHING(cudaKernelSetAttributeForDevice)
+NOTHING(cudaLibraryGetGlobal)
+NOTHING(cudaLibraryGetKernelCount)
+NOTHING(cudaLibraryGetManaged)
+NOTHING(cudaLibraryGetUnifiedFunction)
+NOTHING(cudaLibraryLoadFromFile)
+NOTHING(cudaLibraryUnload)
+NOTHING(cudaMalloc)
+NOTHING(cudaMallocAsync)
+NOTHING(cudaMallocHost)
+NOTHING(cudaMallocManaged)
+NOTHING(cudaMemcpy)
+NOTHING(cudaMemcpy3D)
+NOTHING(cudaMemcpy3DAsync)
+NOTHING(cudaMemcpyAsync)
+NOTHING(cudaMemset)
+NOTHING(cudaMemsetAsync)
+NOTHING(cudaOccupancyMaxActiveBlocksPerMultiprocessor)
+NOTHING(cudaProfilerStart)
+NOTHING(cudaProfilerStop)
+NOTHING(cudaSetDevice)
+NOTHING(cudaStreamAddCallback)
+NOTHING(cudaStreamBeginCapture)
+NOTHING(cudaStreamCreate)
+NOTHING(cudaStreamDestroy)
+NOTHING(cudaStreamEndCapture)
+NOTHING(cudaStreamSynchronize)
+NOTHING(cudaStreamWaitEvent)
+
+/* The one function of libcute_dsl_runtime.so beyond the launch runtime that TVM-FFI objects use. */
+void CuteDSLRT_TVMFFISetRaisedCudaError(void (*raise)(const char *, const char **, int), int status)
+{
+    const char *parts[] = { cudaGetErrorString(status) };
+    raise("RuntimeError", parts, 1);
+}

@@ -1,0 +1,214 @@
+"""The artifact cache: damage, concurrency, read-only places."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from cutesuper.errors import CacheError
+from cutesuper.runtime.cache import CUBIN, FILES, META, OBJECT, PTX, KernelCache, default_root
+
+CONTENT = {OBJECT: b"object" * 100, CUBIN: b"\x7fELF cubin", PTX: b".version 8.8"}
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> KernelCache:
+    return KernelCache(tmp_path / "cache")
+
+
+def _store(cache: KernelCache, key: str = "k") -> tuple[str, Path]:
+    digest = cache.digest(key, "sm_90a", "tvm_ffi")
+    entry = cache.store(digest, {"name": key, "numbers": (1, 2)}, CONTENT)
+    assert entry.path is not None
+    return digest, entry.path
+
+
+def test_what_was_stored_comes_back(cache: KernelCache) -> None:
+    digest, path = _store(cache)
+    entry = cache.load(digest)
+    assert entry is not None
+    assert entry.files == CONTENT
+    assert entry.meta == {"name": "k", "numbers": [1, 2]}
+    assert sorted(os.listdir(path)) == sorted((*FILES, META))
+    assert [found.digest for found in cache.entries()] == [digest]
+
+
+def test_stored_entry_equals_read_entry(cache: KernelCache) -> None:
+    digest = cache.digest("k", "sm_90a", "plain")
+    assert cache.store(digest, {"t": (1, 2)}, CONTENT) == cache.load(digest)
+
+
+def test_digest_depends_on_everything_that_is_compiled(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = cache.digest("k", "sm_90a", "tvm_ffi")
+    assert base == cache.digest("k", "sm_90a", "tvm_ffi")
+    others = [
+        cache.digest("k2", "sm_90a", "tvm_ffi"),
+        cache.digest("k", "sm_100a", "tvm_ffi"),
+        cache.digest("k", "sm_90a", "plain"),
+    ]
+    monkeypatch.setenv("CUTE_DSL_LINEINFO", "1")
+    others.append(cache.digest("k", "sm_90a", "tvm_ffi"))
+    assert len({base, *others}) == 5
+    monkeypatch.delenv("CUTE_DSL_LINEINFO")
+    monkeypatch.setenv("CUTE_DSL_ARCH", "sm_120a")
+    assert cache.digest("k", "sm_90a", "tvm_ffi") == base
+
+
+@pytest.mark.parametrize("name", [*FILES, META])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "remove", "empty", "directory"])
+def test_a_damaged_file_is_a_miss_and_is_replaced(
+    cache: KernelCache, name: str, damage: str
+) -> None:
+    digest, path = _store(cache)
+    file = path / name
+    content = file.read_bytes()
+    if damage == "truncate":
+        file.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        middle = len(content) // 2
+        file.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    elif damage == "empty":
+        file.write_bytes(b"")
+    else:
+        file.unlink()
+        if damage == "directory":
+            file.mkdir()
+    assert cache.load(digest) is None
+    assert list(cache.entries()) == []
+    _store(cache)
+    assert cache.load(digest) is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "null", "{}", "[" * 100_000, '{"format": 99}', '{"format": 1, "files": 3, "meta": {}}'],
+)
+def test_wrong_metadata_is_a_miss(cache: KernelCache, text: str) -> None:
+    digest, path = _store(cache)
+    (path / META).write_text(text)
+    assert cache.load(digest) is None
+
+
+def test_a_changed_fact_in_the_metadata_is_a_miss(cache: KernelCache) -> None:
+    digest, path = _store(cache)
+    record = json.loads((path / META).read_text())
+    record["meta"]["name"] = "other"
+    (path / META).write_text(json.dumps(record))
+    assert cache.load(digest) is None
+
+
+def test_digests_cannot_leave_the_cache(cache: KernelCache) -> None:
+    for digest in ("../../etc/passwd", "", "x" * 64):
+        with pytest.raises(CacheError, match="64 hexadecimal digits"):
+            cache.load(digest)
+
+
+def test_an_entry_has_exactly_its_files(cache: KernelCache) -> None:
+    digest = cache.digest("k", "sm_90a", "tvm_ffi")
+    with pytest.raises(CacheError, match="expected"):
+        cache.store(digest, {}, {OBJECT: b""})
+
+
+def test_clear(cache: KernelCache) -> None:
+    digest, _ = _store(cache)
+    cache.clear()
+    assert cache.load(digest) is None
+    assert list(cache.entries()) == []
+    _store(cache)
+    assert cache.load(digest) is not None
+
+
+def test_root_that_cannot_be_written(tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("not a directory")
+    with pytest.warns(RuntimeWarning, match="CUTESUPER_CACHE") as caught:
+        cache = KernelCache(blocker / "cache")
+    assert len(caught) == 1
+    digest, path = _store(cache)
+    assert path.is_relative_to(cache.root)
+    assert not path.is_relative_to(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = KernelCache(blocker / "cache")
+    assert again.load(digest) is not None
+
+
+def test_a_failed_write_still_gives_the_kernel(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache, "_write", full)
+    digest = cache.digest("k", "sm_90a", "tvm_ffi")
+    with pytest.warns(RuntimeWarning, match="No space left"):
+        entry = cache.store(digest, {}, CONTENT)
+    assert entry.path is None
+    assert entry.files == CONTENT
+
+
+def test_read_only_cache_is_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest, _ = _store(KernelCache(tmp_path))
+    from cutesuper.runtime import cache as module
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(module.tempfile, "TemporaryFile", refuse)
+    with pytest.warns(RuntimeWarning, match="Permission denied"):
+        cache = KernelCache(tmp_path)
+    assert cache.root != tmp_path
+    assert cache.load(digest) is not None
+
+
+def test_default_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUTESUPER_CACHE", str(tmp_path))
+    assert default_root() == tmp_path
+    monkeypatch.delenv("CUTESUPER_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert default_root() == tmp_path / "xdg" / "cutesuper"
+
+
+_WRITER = """
+import sys
+from cutesuper.runtime.cache import KernelCache
+from tests.test_cache import CONTENT
+cache = KernelCache(sys.argv[1])
+digest = cache.digest("k", "sm_90a", "tvm_ffi")
+for round in range(40):
+    if sys.argv[2] == "lock":
+        with cache.lock(digest):
+            if cache.load(digest) is None:
+                cache.store(digest, {"round": round}, CONTENT)
+                open(sys.argv[1] + "/writes", "a").write("x")
+    else:
+        cache.store(digest, {"round": round}, CONTENT)
+    entry = cache.load(digest)
+    assert sys.argv[2] == "race" or entry.files == CONTENT
+    assert entry is None or entry.files == CONTENT
+"""
+
+
+@pytest.mark.parametrize("mode", ["lock", "race"])
+def test_several_processes_on_one_key(cache: KernelCache, mode: str) -> None:
+    command = [sys.executable, "-c", _WRITER, str(cache.root), mode]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    writers = [subprocess.Popen(command, env=environment) for _ in range(3)]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    entry = cache.load(cache.digest("k", "sm_90a", "tvm_ffi"))
+    assert entry is not None
+    assert entry.files == CONTENT
+    if mode == "lock":
+        assert (cache.root / "writes").read_text() == "x"
+    scratch = cache.root / "v1" / "tmp"
+    assert list(scratch.iterdir()) == []
+    shutil.rmtree(cache.root)

@@ -1,0 +1,278 @@
+"""The checker accepts legal block programs and refuses every kind of illegal one, with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from cutesuper.errors import GraphError
+from cutesuper.graph.block import Axis, AxisKind, BlockOp, BlockProgram, MuGraph
+from cutesuper.graph.check import check_block_program, check_kernel_graph, check_mugraph
+from cutesuper.graph.dims import Symbol
+from cutesuper.graph.kernel import new_kernel_graph
+from tests import programs
+from tests.programs import CLUSTER, GRID, LOOP, PERSISTENT, norm_linear_program, op
+
+
+@pytest.mark.parametrize("name", programs.ALL)
+def test_legal_programs_are_accepted(name: str) -> None:
+    check_mugraph(programs.ALL[name]())
+
+
+def test_states_say_what_a_value_depends_on() -> None:
+    states = check_block_program(norm_linear_program())
+    assert states[0].inside == {"K.loop"}
+    assert states[0].pending == frozenset()
+    assert states[2].pending == {"K.cluster", "K.loop"}
+    assert states[3].pending == {"K.cluster"}
+    assert states[3].closed == {"K.loop"}
+    assert states[3].inside == frozenset()
+    assert states[12].pending == frozenset()
+
+
+# ------------------------------------------------------------------------ illegal block programs
+
+
+def with_op(index: int, new: BlockOp) -> Callable[[BlockProgram], BlockProgram]:
+    return lambda p: replace(p, ops=(*p.ops[:index], new, *p.ops[index + 1 :]))
+
+
+def with_axes(*axes: Axis) -> Callable[[BlockProgram], BlockProgram]:
+    return lambda p: replace(p, axes=axes)
+
+
+def with_attributes(index: int, **changed: object) -> Callable[[BlockProgram], BlockProgram]:
+    def change(p: BlockProgram) -> BlockProgram:
+        old = p.ops[index]
+        new = {k: v for k, v in {**old.attributes, **changed}.items() if v is not ...}
+        return with_op(index, replace(old, attributes=new))(p)
+
+    return change
+
+
+N48, K2, K16 = Axis("N", GRID, 48), Axis("K", CLUSTER, 2), Axis("K", LOOP, 16)
+
+MUTATIONS: dict[str, tuple[Callable[[BlockProgram], BlockProgram], str]] = {
+    "axis twice": (with_axes(N48, N48, K2, K16), "an axis occurs twice in N.grid, N.grid"),
+    "two loops": (with_axes(N48, K2, K16, Axis("M", LOOP, 1)), "more than one loop axis"),
+    "two clusters": (with_axes(N48, K2, Axis("N", CLUSTER, 1), K16), "more than one cluster axis"),
+    "two persistent": (
+        with_axes(Axis("N", PERSISTENT, 48), Axis("M", PERSISTENT, 1), K2, K16),
+        "more than one persistent axis",
+    ),
+    "axis of no label": (
+        with_axes(N48, K2, K16, Axis("Q", GRID, 2)),
+        "axis Q.grid(2) splits the unknown label Q",
+    ),
+    "no extent": (with_axes(Axis("N", GRID, None), K2, K16), "axis N.grid(?) needs a positive"),
+    "extent 0": (with_axes(N48, K2, Axis("K", LOOP, 0)), "axis K.loop(0) needs a positive extent"),
+    "uncovered": (
+        with_axes(Axis("N", GRID, 47), K2, K16),
+        "axes and tile cover 6016 of the 6144 elements of N",
+    ),
+    "tile of no label": (lambda p: replace(p, tile={**p.tile, "Q": 1}), "every label needs a tile"),
+    "label without tile": (lambda p: replace(p, tile={"M": 16}), "every label needs a tile"),
+    "tile 0": (lambda p: replace(p, tile={**p.tile, "M": 0}), "cover 0 of the 16 elements of M"),
+    "symbolic but closed": (
+        lambda p: replace(p, dims={**p.dims, "M": Symbol("M", 16)}),
+        "M is symbolic and needs an open grid axis",
+    ),
+    "later operand": (
+        with_op(2, op("matmul", (0, 3), "MN", over="K")),
+        "operation 2 (matmul): inputs [0, 3] must come before it",
+    ),
+    "negative operand": (
+        with_op(4, op("square", (-1,), "MK")),
+        "operation 4 (square): inputs [-1] must come before it",
+    ),
+    "too many operands": (
+        with_op(4, op("square", (0, 0), "MK")),
+        "operation 4 (square): takes 1 operand(s), got 2",
+    ),
+    "load of a value": (
+        with_op(1, op("load", (0,), "NK", tensor="W", map=("K", "N"))),
+        "operation 1 (load): takes 0 operand(s), got 1",
+    ),
+    "label twice": (
+        with_op(0, op("load", (), "K", tensor="X", map=("K", "K"))),
+        "operation 0 (load): X has one label twice",
+    ),
+    "unknown label": (
+        with_op(0, op("load", (), "MQ", tensor="X", map=("M", "Q"))),
+        "operation 0 (load): unknown label Q",
+    ),
+    "wrong labels": (
+        with_op(2, op("matmul", (0, 1), "MNK", over="K")),
+        "operation 2 (matmul): its labels are ['M', 'N', 'K'], expected ['M', 'N']",
+    ),
+    "labels out of order": (
+        with_op(2, op("matmul", (0, 1), "NM", over="K")),
+        "its labels are ['N', 'M']",
+    ),
+    "over a label that an operand lacks": (
+        with_op(2, op("matmul", (0, 1), "MK", over="N")),
+        "operation 2 (matmul): an operand does not have the label N",
+    ),
+    "no such operator": (
+        with_op(4, op("sqare", (0,), "MK")),
+        "operation 4 (sqare): operator 'sqare': does not exist; did you mean square",
+    ),
+    "composite operator": (
+        with_op(4, op("softmax", (0,), "MK")),
+        "operation 4 (softmax): not an operation of a block program",
+    ),
+    "input inside a block": (
+        with_op(9, op("input", (), "")),
+        "operation 9 (input): not an operation of a block program",
+    ),
+    "attribute missing": (
+        with_attributes(3, axis=...),
+        "operation 3 (accumulate): it needs the attribute axis",
+    ),
+    "over missing": (with_attributes(5, over=...), "operation 5 (mean): it needs the attribute ov"),
+    "attribute of an operator missing": (
+        with_op(11, op("clamp", (10,), "M", min=0.0)),
+        "operation 11 (clamp): clamp: attribute max is required",
+    ),
+    "unknown attribute": (
+        with_op(11, op("sqrt", (10,), "M", fast=True)),
+        "operation 11 (sqrt): sqrt(fast=...): unknown attribute",
+    ),
+    "map is no tuple": (
+        with_attributes(0, map="MK"),
+        "operation 0 (load): its map must be a tuple of labels",
+    ),
+    "no such axis": (with_attributes(3, axis="M.loop"), "there is no axis 'M.loop'"),
+    "accumulate over the cluster": (
+        with_attributes(3, axis="K.cluster"),
+        "operation 3 (accumulate): cannot reduce over the cluster axis K.cluster",
+    ),
+    "cluster over the loop": (
+        with_attributes(7, axis="K.loop"),
+        "operation 7 (cluster_reduce): cannot reduce over the loop axis K.loop",
+    ),
+    "accumulate the product": (with_attributes(3, op="prod"), "op must be 'sum' or 'max'"),
+    "accumulate what is no partial": (
+        with_op(3, op("accumulate", (0,), "MK", axis="K.loop", op="sum")),
+        "operation 3 (accumulate): its operand is no partial result over K.loop",
+    ),
+    "reduce twice": (
+        with_op(8, op("cluster_reduce", (7,), "MN", axis="K.cluster", op="sum")),
+        "operation 8 (cluster_reduce): its operand is no partial result over K.cluster",
+    ),
+    "result of the loop inside it": (
+        with_op(4, op("mul", (0, 3), "MNK")),
+        "operation 4 (mul): uses the result of K.loop inside that loop",
+    ),
+    "store in every iteration": (
+        with_op(12, op("store", (2,), "MN", tensor="Z", map=("M", "N"))),
+        "operation 12 (store): it is a partial result over K.cluster, K.loop; reduce it",
+    ),
+    "store a slice in every iteration": (
+        with_op(12, op("store", (2,), "MN", tensor="Z", map=("K.loop", "K.cluster", "M", "N"))),
+        "operation 12 (store): it is stored in every iteration of K.loop",
+    ),
+    "store what is not reduced": (
+        with_op(12, op("store", (3,), "MN", tensor="Z", map=("M", "N"))),
+        "operation 12 (store): it is a partial result over K.cluster; reduce it",
+    ),
+    "store under other labels": (
+        with_attributes(13, map=("M", "K")),
+        "it has the labels ['M', 'N'] and is mapped to ['M', 'K']",
+    ),
+    "use what was stored": (
+        lambda p: replace(p, ops=(*p.ops, op("square", (13,), "MN"))),
+        "operation 14 (square): a stored tensor cannot be an operand",
+    ),
+    "nothing stored": (lambda p: replace(p, ops=p.ops[:-1]), "it stores nothing"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_illegal_programs_are_refused(name: str) -> None:
+    change, message = MUTATIONS[name]
+    with pytest.raises(GraphError) as caught:
+        check_block_program(change(norm_linear_program()))
+    assert str(caught.value).startswith("block program")
+    assert message in str(caught.value)
+
+
+# ----------------------------------------------------------------------------- illegal muGraphs
+
+
+def with_tensors(**changed: object) -> Callable[[MuGraph], MuGraph]:
+    def change(mu: MuGraph) -> MuGraph:
+        tensors = {n: t for n, t in mu.tensors.items() if changed.get(n) is not ...}
+        tensors |= {
+            n: replace(mu.tensors[n], shape=s) for n, s in changed.items() if isinstance(s, tuple)
+        }
+        return replace(mu, tensors=tensors)
+
+    return change
+
+
+MUGRAPHS: dict[str, tuple[Callable[[MuGraph], MuGraph], str]] = {
+    "input not described": (with_tensors(x=...), "muGraph: tensor x is not described"),
+    "intermediate not described": (
+        with_tensors(part=...),
+        "muGraph, kernel rms_norm_backward: tensor part is not described",
+    ),
+    "rank": (with_tensors(x=(1024, 1, 4096)), "x has 3 dimensions, its map 2"),
+    "extent": (with_tensors(x=(1000, 4096)), "extent 1000 of x is mapped to M of extent 1024"),
+    "slices": (with_tensors(part=(63, 4096)), "extent 63 of part is mapped to M.grid of extent 64"),
+    "order": (
+        lambda mu: replace(mu, steps=mu.steps[::-1]),
+        "muGraph, kernel sum_dw: reads part before it is made",
+    ),
+    "written twice": (
+        lambda mu: replace(mu, steps=(mu.steps[0], *mu.steps)),
+        "muGraph, kernel rms_norm_backward: dx is written twice",
+    ),
+    "overwritten input": (
+        lambda mu: replace(mu, inputs=(*mu.inputs, "dx")),
+        "muGraph, kernel rms_norm_backward: dx is written twice",
+    ),
+    "unwritten output": (
+        lambda mu: replace(mu, steps=mu.steps[:1]),
+        "muGraph: no kernel writes the output dw",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUGRAPHS)
+def test_illegal_mugraphs_are_refused(name: str) -> None:
+    change, message = MUGRAPHS[name]
+    with pytest.raises(GraphError) as caught:
+        check_mugraph(change(programs.norm_backward()))
+    assert message in str(caught.value)
+
+
+# --------------------------------------------------------------------------------- kernel graphs
+
+
+def test_kernel_graphs_need_inputs_outputs_and_no_idle_input() -> None:
+    g = new_kernel_graph()
+    with pytest.raises(GraphError, match="it has no inputs; add one with new_input"):
+        check_kernel_graph(g)
+    x, _, _ = g.new_input((2, 2)), g.new_input((2, 2)), g.new_input((3,))
+    with pytest.raises(GraphError, match=r"no output is marked; call mark_output"):
+        check_kernel_graph(g)
+    g.mark_output(g.exp(x))
+    with pytest.raises(GraphError, match="no output depends on input W, A; remove it or use it"):
+        check_kernel_graph(g)
+
+
+def test_axis_arithmetic() -> None:
+    p = norm_linear_program()
+    assert p.blocks() == 96
+    assert [p.covered(d) for d in "MNK"] == [16, 6144, 4096]
+    assert not any(p.ragged(d) for d in "MNK")
+    assert replace(p, axes=(Axis("N", GRID, 49), K2, K16)).ragged("N")
+    assert [a.name for a in p.axes_of("K")] == ["K.cluster", "K.loop"]
+    assert p.axis("K.loop").kind is AxisKind.LOOP
+    rows = programs.symbolic_rows().steps[0].program
+    assert rows.covered("M") is None
+    assert rows.ragged("M")
+    assert rows.blocks() == 32

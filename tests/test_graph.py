@@ -1,0 +1,483 @@
+"""The builder: shapes, element types, messages, expansion, and agreement with PyTorch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cutesuper.errors import CutesuperError, DTypeError, GraphError, OperatorError, ShapeError
+from cutesuper.graph.dims import Symbol, broadcast, ceil_div, extent, round_up, show_shape, size
+from cutesuper.graph.dtypes import as_dtype, bfloat16, float16, float32
+from cutesuper.graph.evaluate import evaluate, run_reference
+from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
+from cutesuper.graph.operators import TABLE, Operator
+
+M = Symbol("M", 32)
+
+UNARY = ("exp", "sqrt", "rsqrt", "square", "silu", "gelu", "relu", "sigmoid", "tanh")
+BINARY = ("add", "sub", "mul", "div")
+
+# ---------------------------------------------------------------------------------------- shapes
+
+
+def inputs(*shapes: tuple[Any, ...], dtype: Any = float16) -> tuple[KernelGraph, list[Tensor]]:
+    g = new_kernel_graph()
+    return g, [g.new_input(s, dtype) for s in shapes]
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_unary_operators_keep_the_shape(name: str) -> None:
+    g, [x] = inputs((M, 3, 1), dtype="bf16")
+    y = getattr(g, name)(x)
+    assert y.shape == (M, 3, 1)
+    assert y.dtype == bfloat16
+    assert y.node.operator == name
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_binary_operators_broadcast(name: str) -> None:
+    g, [x, w, c] = inputs((M, 1, 5), (4, 1), (1,))
+    assert getattr(g, name)(x, w).shape == (M, 4, 5)
+    assert getattr(g, name)(c, x).shape == (M, 1, 5)
+    assert getattr(g, name)(x, 2).shape == (M, 1, 5)
+    assert getattr(g, name)(0.5, x).shape == (M, 1, 5)
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "max", "reduction"])
+@pytest.mark.parametrize(("dim", "shape"), [(0, (1, 3, 5)), (1, (M, 1, 5)), (-1, (M, 3, 1))])
+def test_reductions_keep_the_dimension(name: str, dim: int, shape: tuple[Any, ...]) -> None:
+    g, [x] = inputs((M, 3, 5))
+    y = getattr(g, name)(x, dim)
+    assert y.shape == shape
+    assert y.node.attributes == {"dim": dim % 3}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "result"),
+    [
+        ((16, 8), (8, 4), (16, 4)),
+        ((M, 8), (8, 4), (M, 4)),
+        ((M, 2, 3), (3, 5), (M, 2, 5)),
+        ((2, 3), (M, 3, 5), (M, 2, 5)),
+        ((7, 1, 2, 3), (6, 3, 5), (7, 6, 2, 5)),
+    ],
+)
+def test_matmul(a: tuple[Any, ...], b: tuple[Any, ...], result: tuple[Any, ...]) -> None:
+    g, [x, w] = inputs(a, b)
+    assert g.matmul(x, w).shape == result
+    assert (x @ w).shape == result
+
+
+def test_other_operators() -> None:
+    g, [x, w] = inputs((M, 3, 5), (5,))
+    assert g.transpose(x).shape == (M, 5, 3)
+    assert g.transpose(x, (2, 0, 1)).shape == (5, M, 3)
+    assert g.transpose(x, [-1, 0, 1]).node.attributes == {"dims": (2, 0, 1)}
+    assert g.rms_norm(x).shape == (M, 3, 5)
+    assert g.rms_norm(x, w, eps=0).node.attributes == {"eps": 0.0}
+    assert g.rms_norm(x, normalized_shape=(5,)).shape == (M, 3, 5)
+    assert g.rms_norm(x, (5,)).shape == (M, 3, 5)
+    assert g.softmax(x).node.attributes == {"dim": 2}
+    assert g.clamp(x, -1, 1).node.attributes == {"min": -1.0, "max": 1.0}
+
+
+def test_python_operators_build_the_same_nodes() -> None:
+    g, [x, w] = inputs((4, 5), (5,))
+    for result, name in (
+        (x + w, "add"), (x - w, "sub"), (x * w, "mul"), (x / w, "div"), (1 + x, "add"),
+        (1 - x, "sub"), (2 * x, "mul"), (1 / x, "div"), (x + 1, "add"),
+    ):  # fmt: skip
+        assert result.node.operator == name
+        assert result.shape == (4, 5)
+    constant = g.tensor((1 - x).node.inputs[0])
+    assert constant.node.operator == "constant"
+    assert constant.shape == ()
+
+
+def test_every_operator_has_what_the_system_needs() -> None:
+    for name, op in TABLE.items():
+        assert op.name == name
+        assert type(op).shape is not Operator.shape or name == "input"
+        assert type(op).reference is not Operator.reference or name == "input"
+        assert (type(op).expand is not Operator.expand) == op.composite
+        if op.elementwise:
+            assert type(op).scalar is not Operator.scalar
+            assert type(op).symbolic is not Operator.symbolic
+
+
+def test_names() -> None:
+    g, tensors = inputs(*[(2,)] * 28)
+    assert [t.name for t in tensors[:4]] == ["X", "W", "A", "B"]
+    assert len({t.name for t in tensors}) == 28
+    assert repr(tensors[0] + 1) == "t29[2] float16"
+    assert str(g) == repr(g)
+
+
+# -------------------------------------------------------------------------------------- messages
+
+Build = Callable[[KernelGraph, Tensor, Tensor], Any]
+
+ERRORS: list[tuple[Build, type[CutesuperError], str]] = [
+    (
+        lambda g, x, w: g.matmul(x, x),
+        ShapeError,
+        (
+            "matmul([4, 6], [4, 6]): inner dimensions 6 and 4 differ; transpose one operand if it "
+            "is stored the other way"
+        ),
+    ),
+    (
+        lambda g, x, w: g.matmul(x, w),
+        ShapeError,
+        "matmul([4, 6], [6]): both operands need at least 2 dimensions; give a vector an extent",
+    ),
+    (
+        lambda g, x, w: g.matmul(g.new_input((2, 4, 6)), g.new_input((3, 6, 5))),
+        ShapeError,
+        "matmul([2, 4, 6], [3, 6, 5]): leading dimensions do not broadcast",
+    ),
+    (
+        lambda g, x, w: g.add(x, g.new_input((4,))),
+        ShapeError,
+        (
+            "add([4, 6], [4]): shapes do not broadcast; extents must be equal or 1, counted from "
+            "the last dimension"
+        ),
+    ),
+    (
+        lambda g, x, w: g.sum(x, 2),
+        ShapeError,
+        "sum([4, 6], dim=2): no such dimension; use -2..1",
+    ),
+    (
+        lambda g, x, w: g.mean(g.exp(g.apply("constant", value=1)), 0),
+        ShapeError,
+        "mean([], dim=0): no such dimension; the operand has none",
+    ),
+    (lambda g, x, w: g.max(x, "last"), ShapeError, "max([4, 6], dim='last'): no such dimension"),
+    (lambda g, x, w: g.sum(x, True), ShapeError, "sum([4, 6], dim=True): no such dimension"),
+    (lambda g, x, w: g.softmax(w, 1), ShapeError, "softmax([6], dim=1): no such dimension; use -1"),
+    (lambda g, x, w: g.transpose(w), ShapeError, "transpose([6]): needs at least 2 dimensions"),
+    (
+        lambda g, x, w: g.transpose(x, (0, 0)),
+        ShapeError,
+        "transpose([4, 6]): dims=[0, 0] is not a permutation of 0..1",
+    ),
+    (
+        lambda g, x, w: g.transpose(x, 1),
+        ShapeError,
+        "transpose(dims=1): must be a permutation of dimensions",
+    ),
+    (
+        lambda g, x, w: g.rms_norm(x, g.new_input((4,))),
+        ShapeError,
+        "rms_norm([4, 6], [4]): the weight must have shape [6], the normalized dimension",
+    ),
+    (
+        lambda g, x, w: g.rms_norm(w, g.new_input((1, 6))),
+        ShapeError,
+        "rms_norm([6], [1, 6]): the weight must have shape [6], the normalized dimension",
+    ),
+    (
+        lambda g, x, w: g.rms_norm(x, normalized_shape=(4,)),
+        ShapeError,
+        "rms_norm(X[4, 6] float16, normalized_shape=(4,)): must be the last dimension, (6,)",
+    ),
+    (
+        lambda g, x, w: g.rms_norm(x, normalized_shape=6),
+        ShapeError,
+        "rms_norm(X[4, 6] float16, normalized_shape=6): must be the last dimension, (6,)",
+    ),
+    (
+        lambda g, x, w: g.rms_norm(x, eps=-1),
+        OperatorError,
+        "rms_norm(eps=-1): must be a number in [0, 1)",
+    ),
+    (
+        lambda g, x, w: g.clamp(x, 1, 0),
+        OperatorError,
+        "clamp(min=1, max=0): min must not exceed max",
+    ),
+    (
+        lambda g, x, w: g.clamp(x, None, 0),
+        OperatorError,
+        "clamp(min=None, max=0): both must be numbers",
+    ),
+    (
+        lambda g, x, w: g.add(x, math.inf),
+        OperatorError,
+        "constant(inf): must be a finite number in float32's range",
+    ),
+    (
+        lambda g, x, w: g.add(x, 10**400),
+        OperatorError,
+        "must be a finite number in float32's range",
+    ),
+    (lambda g, x, w: g.add(x, math.nan), OperatorError, "constant(nan): must be a finite number"),
+    (
+        lambda g, x, w: g.apply("sofmax", x),
+        OperatorError,
+        "operator 'sofmax': does not exist; did you mean softmax or max?",
+    ),
+    (lambda g, x, w: g.apply("frobnicate", x), OperatorError, "does not exist; known: add, clamp"),
+    (lambda g, x, w: g.apply("input"), OperatorError, "apply('input'): use new_input(dims=, dtype"),
+    (lambda g, x, w: g.apply("exp", x, w), OperatorError, "exp: takes 1 operand(s), got 2"),
+    (
+        lambda g, x, w: g.apply("sum", x, axis=1),
+        OperatorError,
+        "sum(axis=...): unknown attribute; it has: dim",
+    ),
+    (lambda g, x, w: g.apply("sum", x), OperatorError, "sum: attribute dim is required"),
+    (
+        lambda g, x, w: g.apply("exp", x, base=2),
+        OperatorError,
+        "exp(base=...): unknown attribute; it has: none",
+    ),
+    (
+        lambda g, x, w: g.exp([1, 2]),
+        OperatorError,
+        (
+            "exp: operand list is neither a tensor of this graph nor a number; graph methods take "
+            "what new_input() and other methods return"
+        ),
+    ),
+    (lambda g, x, w: g.add(x, True), OperatorError, "add: operand bool is neither a tensor"),
+    (
+        lambda g, x, w: g.add(x, new_kernel_graph().new_input((4, 6))),
+        GraphError,
+        "add: X[4, 6] float16 belongs to another graph",
+    ),
+    (
+        lambda g, x, w: g.add(x, g.new_input((6,), "fp32", name="b")),
+        DTypeError,
+        "add(X[4, 6] float16, b[6] float32): element types differ; use one type for all inputs",
+    ),
+    (
+        lambda g, x, w: g.new_input((4,), dtype="int8"),
+        DTypeError,
+        "dtype 'int8': not supported; use one of float16, bfloat16, float32",
+    ),
+    (
+        lambda g, x, w: g.new_input(4),
+        ShapeError,
+        "new_input(dims=4): dims must be a tuple of extents",
+    ),
+    (
+        lambda g, x, w: g.new_input((4, 0)),
+        ShapeError,
+        (
+            "new_input(dims=[4, 0]): extent 1 is 0; extents are positive ints, and only the first "
+            "may be symbolic"
+        ),
+    ),
+    (lambda g, x, w: g.new_input((4, M)), ShapeError, "extent 1 is Symbol(name='M', hint=32)"),
+    (lambda g, x, w: g.new_input((2.0,)), ShapeError, "extent 0 is 2.0; extents are positive ints"),
+    (
+        lambda g, x, w: (g.new_input((M, 4)), g.new_input((symbol("M", 7), 4))),
+        ShapeError,
+        "symbol M has the hint 7 here and 32 in another input; use one Symbol object for both",
+    ),
+    (
+        lambda g, x, w: g.new_input((4,), name="X"),
+        GraphError,
+        "new_input(name='X'): another input has this name",
+    ),
+    (
+        lambda g, x, w: g.new_input((4,), name="t7"),
+        GraphError,
+        "new_input(name='t7'): a name is a text; t0, t1, ... are taken by results",
+    ),
+    (lambda g, x, w: g.new_input((4,), name=3), GraphError, "new_input(name=3): a name is a text"),
+    (
+        lambda g, x, w: g.mark_output(x),
+        GraphError,
+        "mark_output(X[4, 6] float16): an input cannot be an output; compute something",
+    ),
+    (
+        lambda g, x, w: [g.mark_output(y) for y in [g.exp(x)] * 2],
+        GraphError,
+        "mark_output(t2[4, 6] float16): it is already an output",
+    ),
+    (lambda g, x, w: symbol("2M"), ShapeError, "symbol('2M'): the name must be an identifier"),
+    (
+        lambda g, x, w: symbol("M", 0),
+        ShapeError,
+        "symbol('M', hint=0): the hint must be a positive int",
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "error", "message"), ERRORS, ids=[m for _, _, m in ERRORS])
+def test_messages(build: Build, error: type[CutesuperError], message: str) -> None:
+    g, [x, w] = inputs((4, 6), (6,))
+    with pytest.raises(error) as caught:
+        build(g, x, w)
+    assert message in str(caught.value)
+
+
+def test_a_refused_call_leaves_no_node() -> None:
+    g, [x, w] = inputs((4, 6), (6,))
+    with pytest.raises(ShapeError):
+        g.matmul(x, w)
+    assert len(g.nodes) == 2
+
+
+# ------------------------------------------------------------------------------- extents, dtypes
+
+
+@given(st.lists(st.integers(1, 3), max_size=4), st.lists(st.integers(1, 3), max_size=4))
+def test_broadcast_is_numpys(a: list[int], b: list[int]) -> None:
+    try:
+        expected = np.broadcast_shapes(tuple(a), tuple(b))
+    except ValueError:
+        expected = None
+    assert broadcast(tuple(a), tuple(b)) == expected
+
+
+def test_extents() -> None:
+    assert broadcast((M, 1), (1, 4)) == (M, 4)
+    assert broadcast((M, 1), (7, 4)) is None
+    assert extent(M) == 32
+    assert size((M, 3)) == 96
+    assert show_shape((M, 3)) == "[M, 3]"
+    assert ceil_div(7, 3) == 3
+    assert round_up(7, 3) == 9
+
+
+def test_element_types() -> None:
+    for value in (float16, "fp16", "half", "float16", torch.float16):
+        assert as_dtype(value) is float16
+    assert as_dtype("bf16").torch is torch.bfloat16
+    for d in (float16, bfloat16, float32):
+        assert d.eps == torch.finfo(d.torch).eps
+        assert d.itemsize == d.torch.itemsize
+
+
+# ------------------------------------------------------------------------------------- expansion
+
+
+def test_expanded_norm() -> None:
+    g, [x, w] = inputs((4, 6), (6,))
+    dead = g.exp(x)
+    g.mark_output(g.rms_norm(x, w))
+    e = g.expanded()
+    names = [n.operator for n in e.nodes]
+    assert names == ["input", "input", "square", "mean", "constant", "add", "sqrt", "div", "mul"]
+    assert e.outputs == [len(e.nodes) - 1]
+    assert dead.name == "t2"  # dropped: no output needs it
+    assert [n.name for n in e.nodes[:2]] == ["X", "W"]
+    assert all(n.shape == (4, 6) for n in e.nodes[-2:])
+
+
+def test_expanded_without_eps_has_no_constant() -> None:
+    g, [x] = inputs((4, 6))
+    g.mark_output(g.rms_norm(x, eps=0))
+    assert [n.operator for n in g.expanded().nodes] == ["input", "square", "mean", "sqrt", "div"]
+
+
+def test_expanded_keeps_unused_inputs_and_their_flags() -> None:
+    g = new_kernel_graph()
+    x = g.new_input((M, 6), name="x")
+    g.new_input((3,), name="idle", constant=True)
+    g.mark_output(g.softmax(x, 1))
+    e = g.expanded()
+    assert [n.name for n in e.nodes if n.operator == "input"] == ["x", "idle"]
+    assert e.nodes[1].constant
+    assert e.nodes[e.outputs[0]].shape == (M, 6)
+    assert not any(TABLE[n.operator].composite for n in e.nodes)
+
+
+# ------------------------------------------------------------------------- agreement with PyTorch
+
+
+def reference_cases() -> dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]]:
+    f = torch.nn.functional
+    cases: dict[str, tuple[Callable[..., Any], Callable[..., torch.Tensor]]] = {
+        "matmul": (lambda g, a, b: g.matmul(a, g.transpose(b)), lambda a, b: a @ b.T),
+        "sum": (lambda g, a, b: g.sum(a, 1), lambda a, b: a.sum(1, keepdim=True)),
+        "mean": (lambda g, a, b: g.mean(a, 0), lambda a, b: a.mean(0, keepdim=True)),
+        "max": (lambda g, a, b: g.max(a, 1), lambda a, b: a.max(1, keepdim=True).values),
+        "softmax": (lambda g, a, b: g.softmax(a), lambda a, b: a.softmax(-1)),
+        "clamp": (lambda g, a, b: g.clamp(a, 0.5, 1), lambda a, b: a.clamp(0.5, 1)),
+        "rms_norm": (lambda g, a, b: g.rms_norm(a), lambda a, b: f.rms_norm(a, (6,), eps=1e-6)),
+        "scalar": (lambda g, a, b: 1 / (2 * a + 3) - 0.5, lambda a, b: 1 / (2 * a + 3) - 0.5),
+        "silu": (lambda g, a, b: g.silu(a), lambda a, b: f.silu(a)),
+        "gelu": (lambda g, a, b: g.gelu(a), lambda a, b: f.gelu(a)),
+        "square": (lambda g, a, b: g.square(a), lambda a, b: a * a),
+    }
+    for name in ("exp", "sqrt", "rsqrt", "relu", "sigmoid", "tanh"):
+        cases[name] = (
+            lambda g, a, b, n=name: g.apply(n, a), lambda a, b, n=name: getattr(torch, n)(a)
+        )  # fmt: skip
+    for name in BINARY:
+        cases[name] = (
+            lambda g, a, b, n=name: g.apply(n, a, b), lambda a, b, n=name: getattr(torch, n)(a, b)
+        )  # fmt: skip
+    return cases
+
+
+CASES = reference_cases()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evaluate_is_pytorch(name: str) -> None:
+    build, expected = CASES[name]
+    g, [a, b] = inputs((5, 6), (5, 6))
+    g.mark_output(build(g, a, b))
+    torch.manual_seed(0)
+    x, y = (torch.rand(5, 6, dtype=torch.float64) + 0.1 for _ in range(2))
+    want = expected(x, y)
+    for graph in (g, g.expanded()):
+        [got] = evaluate(graph, [x, y], torch.float64)
+        torch.testing.assert_close(got, want)
+        assert got.shape == graph.nodes[graph.outputs[0]].shape
+
+
+def test_scalar_formulas_are_the_references() -> None:
+    class Functions:  # what the lowering supplies as CuTe functions
+        div = staticmethod(lambda a, b: a / b)
+        sigmoid = staticmethod(lambda a: 1 / (1 + math.exp(-a)))
+        rsqrt = staticmethod(lambda a: a**-0.5)
+        maximum, minimum = max, min
+        exp, sqrt, tanh, erf = math.exp, math.sqrt, math.tanh, math.erf
+
+    for name in (*UNARY, *BINARY, "clamp"):
+        op = TABLE[name]
+        attributes = {"min": 0.25, "max": 0.5} if name == "clamp" else {}
+        for value in (0.125, 0.375, 2.0):
+            args = [value, 0.75][: op.arity]
+            tensors = [torch.tensor(v, dtype=torch.float64) for v in args]
+            want = float(op.reference(tensors, attributes))
+            assert op.scalar(Functions, args, attributes) == pytest.approx(want, rel=1e-12), name
+
+
+def test_run_reference_rounds_once() -> None:
+    g, [x] = inputs((64, 64))
+    g.mark_output(g.mean(g.square(x), 1))
+    value = torch.randn(64, 64, dtype=torch.float16)
+    [got] = run_reference(g, [value])
+    assert got.dtype == torch.float16
+    torch.testing.assert_close(
+        got, value.float().square().mean(1, keepdim=True).half(), rtol=0, atol=0
+    )
+
+
+def test_evaluate_in_the_dtype_of_the_arguments() -> None:
+    g, [x] = inputs((4, 4), dtype="bf16")
+    g.mark_output(x * 2 + 1)
+    [y] = evaluate(g, [torch.ones(4, 4, dtype=torch.bfloat16)])
+    assert y.dtype == torch.bfloat16
+
+
+def test_evaluate_wants_every_input() -> None:
+    g, [x, _] = inputs((4,), (4,))
+    g.mark_output(g.exp(x))
+    with pytest.raises(ShapeError, match=r"the graph has 2 input\(s\), got 1 tensor\(s\)"):
+        evaluate(g, [torch.ones(4)])

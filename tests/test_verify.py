@@ -1,0 +1,336 @@
+"""The verifier: right muGraphs pass, wrong ones do not, and numbers agree with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cutesuper.errors import GraphError
+from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, LOAD, STORE, BlockOp, MuGraph
+from cutesuper.graph.dims import Symbol
+from cutesuper.graph.dtypes import float16
+from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
+from cutesuper.graph.operators import lookup
+from cutesuper.verify.equivalence import Verifier, verify
+from cutesuper.verify.extents import SizeChooser
+from cutesuper.verify.numeric import acceptable, compare, execute
+from tests.mugraphs import (
+    Block,
+    attention,
+    attention_kernel,
+    gated_mlp,
+    gated_mlp_fused,
+    mugraph,
+    rms_backward,
+    rms_backward_kernel,
+    rms_linear,
+    rms_linear_fused,
+    rms_linear_split_k,
+    rms_linear_two_kernels,
+    softmax_kernel,
+    softmax_rows,
+)
+
+Case = tuple[KernelGraph, MuGraph]
+
+
+def made(
+    graph: Callable[[], KernelGraph], kernel: Callable[[KernelGraph], MuGraph]
+) -> Callable[[], Case]:
+    def case() -> Case:
+        g = graph()
+        return g, kernel(g)
+
+    return case
+
+
+RIGHT: dict[str, Callable[[], Case]] = {
+    "fused": made(rms_linear, rms_linear_fused),
+    "fused, no cluster": made(rms_linear, lambda g: rms_linear_fused(g, cluster=1)),
+    "fused, G": made(
+        lambda: rms_linear(weight=True), lambda g: rms_linear_fused(g, weight=True)
+    ),
+    "fused, tails": made(lambda: rms_linear(16, 63, 30), rms_linear_fused),
+    "fused, an empty tile": made(lambda: rms_linear(16, 20, 9), rms_linear_fused),
+    "two kernels": made(rms_linear, rms_linear_two_kernels),
+    "split K over the grid": made(rms_linear, rms_linear_split_k),
+    "gated": made(gated_mlp, gated_mlp_fused),
+    "softmax": made(softmax_rows, softmax_kernel),
+    "softmax, tails": made(lambda: softmax_rows(8, 61), lambda g: softmax_kernel(g, 4)),
+    "attention": made(attention, attention_kernel),
+    "backward": made(rms_backward, rms_backward_kernel),
+}
+BOUNDED = {
+    "fused": -80,
+    "fused, G": -80,
+    "two kernels": -60,
+    "split K over the grid": -80,
+    "gated": -80,
+    "backward": -60,
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_programs_are_accepted(name: str) -> None:
+    graph, mu = RIGHT[name]()
+    result = verify(graph, mu, full=True)
+    assert result, result.summary()
+    assert result.real_extents and result.trials >= 4 and result.reason is None
+    assert compare(graph, mu)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_cutting_values_into_chunks_changes_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("equivalence", "numeric"):
+        monkeypatch.setattr(f"cutesuper.verify.{module}.CHUNK_ELEMENTS", 64)
+    graph, mu = RIGHT[name]()
+    assert verify(graph, mu, full=True)
+    assert compare(graph, mu)
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_error_bound(name: str) -> None:
+    result = verify(*RIGHT[name]())
+    assert result.bound_log2 is not None and result.bound_log2 <= BOUNDED[name]
+    assert "false accept below 2^-" in result.summary()
+
+
+@pytest.mark.parametrize("name", ["softmax", "attention"])
+def test_no_bound_is_claimed_for_exponentials(name: str) -> None:
+    result = verify(*RIGHT[name]())
+    assert result.bound_log2 is None and "no bound" in result.conditions
+
+
+def test_equal_seeds_give_equal_results() -> None:
+    graph, mu = RIGHT["fused"]()
+    wrong = rms_linear_fused(graph)
+    wrong = change(wrong, 0, 5, attributes={"over": "K"}, kind="sum")
+    first = verify(graph, wrong, seed=3)
+    assert first == verify(graph, wrong, seed=3)
+    assert verify(graph, mu, seed=3) == verify(graph, mu, seed=3)
+
+
+def test_symbolic_rows() -> None:
+    graph = rms_linear(Symbol("M", 16))
+    b = Block(
+        {"M": Symbol("M", 16), "K": 64, "N": 32},
+        {"M.grid": None, "K.loop": 4},
+        {"M": 16, "K": 16, "N": 32},
+    )
+    x = b.load("X", "M", "K")
+    y = b.acc(b.op("matmul", x, b.load("W", "K", "N"), over="K"), "K.loop")
+    mean = b.acc(b.op("mean", b.op("square", x), over="K"), "K.loop")
+    norm = b.op("sqrt", b.op("add", mean, b.const(1e-6)))
+    b.store("Z", b.op("div", y, norm), "M", "N")
+    mu = mugraph(graph, b.step())
+    assert verify(graph, mu, full=True) and compare(graph, mu)
+
+
+# ------------------------------------------------------------------------------------- mutants
+
+
+def change(mu: MuGraph, step: int, i: int, **fields: Any) -> MuGraph:
+    """The muGraph with one operation replaced; labels are worked out anew."""
+    program = mu.steps[step].program
+    ops = list(program.ops)
+    ops[i] = replace(ops[i], **fields)
+    for k, op in enumerate(ops):
+        if op.kind == LOAD:
+            dims = {d for d in op.attributes["map"] if d}
+        else:
+            dims = {d for j in op.inputs for d in ops[j].dims} - {op.attributes.get("over")}
+        ops[k] = replace(op, dims=tuple(d for d in program.dims if d in dims))
+    steps = list(mu.steps)
+    steps[step] = replace(steps[step], program=replace(program, ops=tuple(ops)))
+    return replace(mu, steps=tuple(steps))
+
+
+def mutations(mu: MuGraph, s: int, i: int, op: BlockOp) -> Iterator[tuple[str, MuGraph]]:
+    """What can go wrong with one operation."""
+    ops = mu.steps[s].program.ops
+    for k, j in enumerate(op.inputs):
+        for other in range(i):
+            if other != j and ops[other].dims == ops[j].dims and ops[other].kind != STORE:
+                inputs = (*op.inputs[:k], other, *op.inputs[k + 1 :])
+                yield f"operand {k} is {other}", change(mu, s, i, inputs=inputs)
+    if op.kind in ("sub", "div", "matmul"):
+        yield "operands swapped", change(mu, s, i, inputs=op.inputs[::-1])
+    kinds = {
+        "add": ("sub", "mul"), "sub": ("add", "mul"), "mul": ("add", "div"), "div": ("mul",),
+        "sum": ("mean", "max"), "mean": ("sum", "max"), "max": ("sum", "mean"),
+        "square": ("relu", "exp"), "sqrt": ("rsqrt", "square"), "silu": ("relu", "sigmoid"),
+        "exp": ("square", "silu"),
+    }  # fmt: skip
+    for kind in kinds.get(op.kind, ()):
+        yield f"{kind} for {op.kind}", change(mu, s, i, kind=kind)
+    if op.kind in (ACCUMULATE, CLUSTER_REDUCE):
+        other = "max" if op.attributes["op"] == "sum" else "sum"
+        yield f"{other} in {op.kind}", change(
+            mu, s, i, attributes={**op.attributes, "op": other}
+        )
+    if op.kind == "constant":
+        for value in (0.0, op.attributes["value"] * (1 + 2**-40), -op.attributes["value"]):
+            yield f"constant {value}", change(mu, s, i, attributes={"value": value})
+    droppable = op.kind in (ACCUMULATE, CLUSTER_REDUCE) or (
+        op.kind not in (LOAD, STORE) and lookup(op.kind).elementwise and op.inputs
+    )
+    if droppable:  # whoever uses it gets its first operand
+        result = mu
+        for k in range(i + 1, len(ops)):
+            if i in ops[k].inputs:
+                inputs = tuple(op.inputs[0] if j == i else j for j in ops[k].inputs)
+                result = change(result, s, k, inputs=inputs)
+        yield f"{op.kind} dropped", result
+    if op.kind in (LOAD, STORE) and len(op.attributes["map"]) == 2:
+        turned = {**op.attributes, "map": op.attributes["map"][::-1]}
+        yield "map transposed", change(mu, s, i, attributes=turned)
+    if op.kind == LOAD:
+        for name, spec in mu.tensors.items():
+            here = mu.tensors[op.attributes["tensor"]]
+            if name != here.name and spec.shape == here.shape:
+                yield f"loads {name}", change(mu, s, i, attributes={**op.attributes, "tensor": name})
+
+
+def square_cases() -> dict[str, Case]:
+    """Square tensors, so that wrong maps and operands fit."""
+    a, b, c, d = rms_linear(16, 16, 16), gated_mlp(16, 16, 16), softmax_rows(16, 16), rms_backward(16, 16)
+    e = rms_linear(16, 16, 16, weight=True)
+    f = attention(4, 4, 64, 8)
+    return {
+        "fused": (a, rms_linear_fused(a)),
+        "two kernels": (a, rms_linear_two_kernels(a)),
+        "split K": (a, rms_linear_split_k(a)),
+        "G": (e, rms_linear_fused(e, weight=True)),
+        "gated": (b, gated_mlp_fused(b)),
+        "softmax": (c, softmax_kernel(c)),
+        "backward": (d, rms_backward_kernel(d)),
+        "attention": (f, attention_kernel(f)),
+    }
+
+
+@pytest.mark.parametrize("name", square_cases())
+def test_mutants(name: str) -> None:
+    """Accepted exactly where float64 agrees, which hardly ever happens."""
+    graph, mu = square_cases()[name]
+    verifier = Verifier(graph)
+    assert verifier.check(mu)
+    rejected, same = 0, []
+    for s, step in enumerate(mu.steps):
+        for i, op in enumerate(step.program.ops):
+            for what, mutant in mutations(mu, s, i, op):
+                result = verifier.check(mutant, bound=False)
+                try:
+                    equal = bool(compare(graph, mutant))
+                except (GraphError, RuntimeError):
+                    equal = False
+                assert bool(result) == equal, f"{name}: step {s}, {i} {op.kind}: {what}: {result}"
+                if result:
+                    same.append(f"{op.kind}: {what}")
+                else:
+                    rejected += 1
+                    assert result.reason
+    print(name, rejected, same)
+    assert rejected >= 12
+    assert len(same) <= 6, same
+
+
+def test_outputs_must_not_be_swapped() -> None:
+    g = new_kernel_graph()
+    x = g.new_input((8, 16), name="X")
+    g.mark_output(g.sum(x, -1))
+    g.mark_output(g.max(x, -1))
+    b = Block({"M": 8, "N": 16}, {"M.grid": 4}, {"M": 2, "N": 16})
+    v = b.load("X", "M", "N")
+    total, top = b.op("sum", v, over="N"), b.op("max", v, over="N")
+    b.store("Z", total, "M", None)
+    b.store("Z1", top, "M", None)
+    mu = mugraph(g, b.step())
+    right, wrong = verify(g, mu), verify(g, replace(mu, outputs=mu.outputs[::-1]))
+    assert right and not wrong
+    assert right.bound_log2 is None and "maximum" in right.conditions
+    assert wrong.counterexample is not None and wrong.counterexample.output == "Z1"
+
+
+def test_division_by_what_is_always_zero_is_refused() -> None:
+    g = new_kernel_graph()
+    x = g.new_input((8, 16), name="X")
+    g.mark_output(g.square(x))
+    b = Block({"M": 8, "N": 16}, {"M.grid": 4}, {"M": 2, "N": 16})
+    v = b.load("X", "M", "N")
+    b.store("Z", b.op("div", v, b.op("sub", v, v)), "M", "N")
+    result = verify(g, mugraph(g, b.step()))
+    assert not result and "divides by zero" in str(result.reason)
+
+
+def test_another_interface_is_refused() -> None:
+    graph, mu = RIGHT["fused"]()
+    result = verify(graph, replace(mu, inputs=mu.inputs[::-1]))
+    assert not result and "X is" in str(result.reason) or "W is" in str(result.reason)
+    assert not verify(rms_linear(16, 64, 16), mu)
+
+
+def test_exp_of_exp_has_no_bound() -> None:
+    g = new_kernel_graph()
+    x = g.new_input((8, 16), name="X")
+    g.mark_output(g.exp(g.exp(x)))
+    b = Block({"M": 8, "N": 16}, {"M.grid": 4}, {"M": 2, "N": 16})
+    b.store("Z", b.op("exp", b.op("exp", b.load("X", "M", "N"))), "M", "N")
+    result = verify(g, mugraph(g, b.step()))
+    assert result and result.bound_log2 is None
+
+
+def test_kernels_agree_on_the_extents_of_what_they_share() -> None:
+    graph, mu = RIGHT["split K over the grid"]()
+    for ragged in (False, True):
+        sizes = SizeChooser(graph.expanded()).small(mu, ragged)
+        first, second = (p.dims for p in sizes.programs)
+        assert first["M"] == second["M"] and first["N"] == second["N"]
+        assert sizes.programs[0].axis("K.grid").extent == second["S"] == sizes.tensors["T"][0]
+        assert any(p.ragged(d) for p in sizes.programs for d in p.dims) == ragged
+
+
+# ------------------------------------------------------------------------------------ the rule
+
+
+def test_acceptance_rule() -> None:
+    torch.manual_seed(0)
+    reference = torch.randn(64, 64, dtype=torch.float64)
+    eager = reference.half()
+    report = acceptable(eager, reference, eager, float16)
+    assert report and report.max_abs > 0 and "within" in report.message
+    worse = (reference + 0.02).half()
+    report = acceptable(worse, reference, eager, "float16")
+    assert not report and "exceeds" in report.message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_and_infinity_pass_only_where_the_reference_has_them(value: float) -> None:
+    reference = torch.randn(8, 8, dtype=torch.float64)
+    bad = reference.half()
+    bad[2, 3] = value
+    assert not acceptable(bad, reference, bad, float16)
+    assert "[2, 3]" in acceptable(bad, reference, bad, float16).message
+    reference[2, 3] = value
+    assert acceptable(bad, reference, bad, float16)
+    assert not acceptable(torch.zeros(8, 8).half(), reference, bad, float16)
+    reference[2, 3] = 1e6  # beyond what float16 holds
+    assert bool(acceptable(bad, reference, bad, float16)) == (value == float("inf"))
+
+
+def test_shape_and_element_type_must_fit() -> None:
+    reference = torch.randn(8, 8, dtype=torch.float64)
+    assert "shape" in acceptable(reference.half()[:4], reference, reference.half(), float16).message
+    assert "type" in acceptable(reference.float(), reference, reference.half(), float16).message
+
+
+def test_execute_in_the_element_type_of_the_caller() -> None:
+    graph, mu = RIGHT["fused"]()
+    inputs = [torch.randn(16, 64), torch.randn(64, 32)]
+    [z] = execute(mu, inputs, torch.float32)
+    assert z.dtype == torch.float32 and z.shape == (16, 32)
