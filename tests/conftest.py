@@ -1,14 +1,16 @@
-"""Shared fixtures: golden files, and skipping of GPU tests where there is no GPU."""
+"""Shared fixtures: golden files, one compile cache, skipping of GPU tests without a GPU."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from cutesuper.runtime.cache import ROOT_VARIABLE
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -37,6 +39,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu and _no_gpu():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason=_no_gpu()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def session_cache(
+    tmp_path_factory: pytest.TempPathFactory, worker_id: str
+) -> Iterator[Path]:
+    """The compile cache of this run, one for all worker processes: every kernel is compiled once,
+    by this version of the sources, whatever the user's own cache holds."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base if worker_id == "master" else base.parent) / "compile-cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ROOT_VARIABLE, str(root))
+        yield root
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@
 
 The script runs in its own process, with a CUDA runtime that only writes down launches
 (``fake_cuda.c``) in place of the real one, both for kernels loaded through CuTe DSL
-(``Artifact.load``) and for libraries that the script exports itself (``Artifact.export``).
+(``Artifact.load``) and for libraries that were exported against it.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def softmax_kernel(g: KernelGraph, cluster: int = 2) -> MuGraph:
     b = Block(
         {"M": m, "N": n},
         {"M.grid": 2, "M.persistent": m // 2, "N.cluster": cluster},
-        {"M": 1, "N": n // cluster},
+        {"M": 1, "N": -(-n // cluster)},
     )
     x = b.load("X", "M", "N")
     top = b.acc(b.op("max", x, over="N"), "N.cluster", "max")
@@ -213,11 +213,11 @@ def attention(
 def attention_kernel(g: KernelGraph, scale: float = 0.125) -> MuGraph:
     """One pass over keys and values, split over a cluster and a loop."""
     (h, m, d), n = g.nodes[0].shape, g.nodes[1].shape[2]
-    assert all(isinstance(i, int) for i in (h, m, d, n)) and isinstance(n, int)
+    assert isinstance(h, int) and isinstance(m, int) and isinstance(d, int) and isinstance(n, int)
     b = Block(
         {"H": h, "M": m, "D": d, "N": n, "E": d},
         {"H.grid": 2, "N.cluster": 2, "N.loop": 4},
-        {"H": 1, "M": 4, "D": 8, "N": n // 8, "E": 8},
+        {"H": h // 2, "M": m, "D": d, "N": n // 8, "E": d},
     )
     s = b.op("matmul", b.load("Q", "H", "M", "D"), b.load("K", "H", "D", "N"), over="D")
     e = b.op("exp", b.op("mul", s, b.const(scale)))

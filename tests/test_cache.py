@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 
 from cutesuper.errors import CacheError
-from cutesuper.runtime.cache import CUBIN, FILES, META, OBJECT, PTX, KernelCache, default_root
+from cutesuper.runtime.cache import (
+    CUBIN,
+    FILES,
+    META,
+    OBJECT,
+    PTX,
+    KernelCache,
+    default_root,
+    source_fingerprint,
+)
 
 CONTENT = {OBJECT: b"object" * 100, CUBIN: b"\x7fELF cubin", PTX: b".version 8.8"}
 
@@ -212,3 +221,18 @@ def test_several_processes_on_one_key(cache: KernelCache, mode: str) -> None:
     scratch = cache.root / "v1" / "tmp"
     assert list(scratch.iterdir()) == []
     shutil.rmtree(cache.root)
+
+
+def test_sources_that_decide_the_code_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: set[str] = set()
+    read_bytes = Path.read_bytes
+
+    def record(path: Path) -> bytes:
+        read.add("/".join(path.parts[-2:]))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", record)
+    source_fingerprint.__wrapped__()
+    assert {"graph/operators.py", "graph/thread.py", "schedule/matmul.py", "lower/rows.py"} <= read
+    assert {"device/memory.py", "runtime/dsl.py"} <= read
+    assert "runtime/kernel.py" not in read

@@ -33,7 +33,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> KernelCache:
 
 def test_importing_does_not_import_the_compiler() -> None:
     code = (
-        "import sys, cutesuper.runtime.compile, cutesuper.runtime.export, tests.kernels;"
+        "import sys, cutesuper.runtime.compile, cutesuper.runtime.program, tests.kernels;"
         "assert not {'cutlass', 'torch', 'tvm_ffi'} & set(sys.modules), 'imported'"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -1,8 +1,7 @@
-"""Launches, recorded without a GPU: TVM-FFI callables and exported libraries."""
+"""Launches, recorded without a GPU: TVM-FFI callables and kernels from exported libraries."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import struct
 import subprocess
@@ -12,9 +11,11 @@ import pytest
 
 from cutesuper.errors import CompileError, DeviceError, FormatError
 from cutesuper.runtime import toolchain
+from cutesuper.runtime.arguments import RawTensor
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.compile import compile_kernel
-from cutesuper.runtime.export import RawTensor, load_exported, read_metadata
+from cutesuper.runtime.export import export_library
+from cutesuper.runtime.library import load_library, read_metadata
 from cutesuper.runtime.resources import parse_cubin
 from tests import kernels
 from tests.fake_runtime import Launch, build_fake_runtime, record_launches
@@ -43,7 +44,7 @@ def library(cache: KernelCache, tmp_path_factory: pytest.TempPathFactory) -> Pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(toolchain.CUDART_VARIABLE, str(build_fake_runtime().cudart_static))
         artifact = compile_kernel(kernels.request("scale_add", outputs=(2,)), cache)
-        artifact.export(path, {"verified": {"trials": 3}, "text": 'ü " \\ \n'})
+        export_library([artifact], {"verified": {"trials": 3}, "text": 'ü " \\ \n'}, path)
     return path
 
 
@@ -52,7 +53,8 @@ def _record(cache: KernelCache, script: str, sizes: tuple[int, ...] = ()) -> lis
         "from tests import kernels\n"
         "from tests.fake_runtime import cuda_tensor\n"
         "from cutesuper.runtime.compile import compile_kernel\n"
-        "from cutesuper.runtime.export import RawTensor, load_exported\n"
+        "from cutesuper.runtime.arguments import RawTensor\n"
+        "from cutesuper.runtime.library import load_library\n"
     )
     environment = {"CUTESUPER_CACHE": str(cache.root)}
     return record_launches(header + script, parameter_bytes=sizes, environment=environment)
@@ -120,7 +122,7 @@ kernel(cuda_tensor((32, 1024), "float32"), cuda_tensor((32,), "float32"))
 def test_exported_launches(cache: KernelCache, library: Path) -> None:
     script = f"""
 import sys
-kernel = load_exported({str(library)!r})
+[kernel] = load_library({str(library)!r}).kernels
 def call(rows, stride):
     x = RawTensor({X}, (rows, 1024), (1024, 1), "bfloat16")
     z = RawTensor({Z}, (rows, 1024), (stride, 1), "bfloat16")
@@ -152,7 +154,7 @@ def test_a_launch_that_fails(cache: KernelCache, library: Path) -> None:
 import os
 from cutesuper.errors import DeviceError
 os.environ["FAKE_CUDA_FAIL"] = "700"
-kernel = load_exported({str(library)!r})
+[kernel] = load_library({str(library)!r}).kernels
 tensor = RawTensor({X}, (4, 1024), (1024, 1), "bfloat16")
 try:
     kernel.launch([tensor, tensor, tensor, 1.0], stream=0, device=0)
@@ -166,18 +168,19 @@ else:
 
 def test_metadata(library: Path) -> None:
     metadata = read_metadata(library)
-    assert metadata["name"] == "scale_add"
+    [kernel] = metadata["kernels"]
+    assert kernel["name"] == "scale_add"
     assert metadata["arch"] == "sm_90a"
-    assert metadata["outputs"] == [2]
-    assert metadata["extra"] == {"verified": {"trials": 3}, "text": 'ü " \\ \n'}
-    assert [argument["kind"] for argument in metadata["arguments"]["arguments"]] == [
+    assert kernel["outputs"] == [2]
+    assert metadata["program"] == {"verified": {"trials": 3}, "text": 'ü " \\ \n'}
+    assert [argument["kind"] for argument in kernel["arguments"]["arguments"]] == [
         "tensor", "tensor", "tensor", "scalar",
     ]  # fmt: skip
-    assert metadata["launches"][0]["block"] == [128, 1, 1]
+    assert kernel["launches"][0]["block"] == [128, 1, 1]
 
 
 def test_arguments_are_checked(library: Path) -> None:
-    kernel = load_exported(library)
+    [kernel] = load_library(library).kernels
     good = RawTensor(X, (8, 1024), (1024, 1), "bfloat16")
 
     def call(*arguments: object) -> None:
@@ -208,8 +211,6 @@ def test_arguments_are_checked(library: Path) -> None:
         call(1.0, good, good, 1.0)
     with pytest.raises(ValueError, match="does not fit"):
         call(good, good, good, "one")
-    with pytest.raises(DeviceError, match="one CUDA device"):
-        kernel(torch.zeros(8, 1024), torch.zeros(8, 1024), torch.zeros(8, 1024), 1.0)
 
 
 def test_files_that_are_no_exported_kernels(library: Path, tmp_path: Path) -> None:
@@ -218,11 +219,11 @@ def test_files_that_are_no_exported_kernels(library: Path, tmp_path: Path) -> No
     for size in (0, 10, 64, len(content) // 2, len(content) - 1):
         broken.write_bytes(content[:size])
         with pytest.raises(FormatError, match=r"broken\.so"):
-            load_exported(broken)
+            load_library(broken)
     with pytest.raises(FormatError, match="cannot read it"):
-        load_exported(tmp_path / "missing.so")
-    with pytest.raises(FormatError, match="not a kernel exported by cutesuper"):
-        load_exported(build_fake_runtime().dsl_runtime)
+        load_library(tmp_path / "missing.so")
+    with pytest.raises(FormatError, match="not exported by cutesuper"):
+        load_library(build_fake_runtime().dsl_runtime)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +233,8 @@ def test_files_that_are_no_exported_kernels(library: Path, tmp_path: Path) -> No
         ('"fields"', '"feelds"'),
         ('"outputs": [2]', '"outputs": [7]'),
         ('"symbols"', '"symbolx"'),
+        ('"kernels"', '"kennels"'),
+        ('"dtype"', '"dtypo"'),
         ('"size": 16', '"size": 11'),
         ('"kind": "scalar"', '"kind": "sculpt"'),
         ('{"abi"', "{{abi}"),
@@ -243,7 +246,7 @@ def test_changed_metadata(library: Path, tmp_path: Path, old: str, new: str) -> 
     broken = tmp_path / "broken.so"
     broken.write_bytes(content.replace(old.encode(), new.encode()))
     with pytest.raises(FormatError, match=r"broken\.so"):
-        load_exported(broken)
+        load_library(broken)
 
 
 def test_real_cudart_without_a_device(cache: KernelCache, tmp_path: Path) -> None:
@@ -255,8 +258,8 @@ def test_real_cudart_without_a_device(cache: KernelCache, tmp_path: Path) -> Non
         pytest.skip("the launch would really happen here")
     artifact = compile_kernel(kernels.request("scale_add", outputs=(2,)), cache)
     path = tmp_path / "real.so"
-    artifact.export(path)
-    kernel = load_exported(path)
+    export_library([artifact], {}, path)
+    [kernel] = load_library(path).kernels
     tensor = RawTensor(X, (4, 1024), (1024, 1), "bfloat16")
     with pytest.raises(DeviceError, match=r"loading it on device 0 failed: .* \(CUDA error \d+\)"):
         kernel.launch([tensor, tensor, tensor, 1.0], stream=0, device=0)
@@ -268,13 +271,16 @@ def test_export_needs_tools(
     cache: KernelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     artifact = compile_kernel(kernels.request("scale_add"), cache)
-    with pytest.raises(CompileError, match="extra is not JSON"):
-        artifact.export(tmp_path / "x.so", {"tensor": torch.zeros(1)})
+    with pytest.raises(CompileError, match="the program is not JSON"):
+        export_library([artifact], {"tensor": torch.zeros(1)}, tmp_path / "x.so")
     with pytest.raises(CompileError, match="cannot write"):
-        artifact.export(tmp_path / "no" / "such" / "folder.so")
+        export_library([artifact], {}, tmp_path / "no" / "such" / "folder.so")
+    other = compile_kernel(kernels.request("scale_add", arch="sm_100a"), cache)
+    with pytest.raises(CompileError, match="kernels for one architecture"):
+        export_library([artifact, other], {}, tmp_path / "x.so")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(CompileError, match="needs a C compiler"):
-        artifact.export(tmp_path / "x.so")
+        export_library([artifact], {}, tmp_path / "x.so")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -289,16 +295,16 @@ def test_on_a_device(cache: KernelCache, tmp_path: Path, exported: bool) -> None
     x = torch.randn(77, 1024, device="cuda", dtype=torch.bfloat16)
     z = torch.randn(77, 2048, device="cuda", dtype=torch.bfloat16)[:, :1024]
     y = torch.empty_like(x)
-    if exported:
-        artifact.export(tmp_path / "k.so")
-        kernel = load_exported(tmp_path / "k.so")
-    else:
-        kernel = artifact.load()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        kernel([x, z], y, 0.5)
+    if exported:
+        export_library([artifact], {}, tmp_path / "k.so")
+        [kernel] = load_library(tmp_path / "k.so").kernels
+        raw = [RawTensor(t.data_ptr(), t.shape, t.stride(), "bfloat16") for t in (x, z, y)]
+        kernel.launch([*raw, 0.5], stream=stream.cuda_stream, device=x.device.index)
+    else:
+        with torch.cuda.stream(stream):
+            artifact.load()([x, z], y, 0.5)
     stream.synchronize()
     expected = x.double() * 0.5 + z.double()
     assert torch.allclose(y.double(), expected, rtol=2**-8, atol=1e-6)
-    json.dumps(read_metadata(tmp_path / "k.so") if exported else {})

@@ -133,9 +133,7 @@ def test_operands_meet_by_name() -> None:
 
 
 @rows
-@given(
-    st.tuples(*[st.integers(1, 9)] * 4), st.sampled_from([1, 3, 40, 200]), st.integers(0, 2**32)
-)
+@given(st.tuples(*[st.integers(1, 9)] * 4), st.sampled_from([1, 3, 40, 200]), st.integers(0, 2**32))
 def test_matmul_equals_python_integers(s: tuple[int, ...], k: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     b, m, n, _ = s

@@ -155,9 +155,7 @@ def _inverse_tree(x: Residues, m: int) -> Residues:
     products = np.concatenate([_mul(low, high, _U(m)), x[2 * half :]])
     inverses = _inverse_tree(products, m)
     head = inverses[:half]
-    return np.concatenate(
-        [_mul(head, high, _U(m)), _mul(head, low, _U(m)), inverses[half:]]
-    )
+    return np.concatenate([_mul(head, high, _U(m)), _mul(head, low, _U(m)), inverses[half:]])
 
 
 @cache

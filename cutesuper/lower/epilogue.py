@@ -16,11 +16,14 @@ from cutlass import Float32, Int32
 
 from cutesuper.device.memory import push
 from cutesuper.lower.common import ELEMENT
-from cutesuper.lower.statistics import ROW_VALUES_BARRIER
+from cutesuper.lower.statistics import PIECE, ROW_VALUES_BARRIER
 from cutesuper.schedule.matmul import COLUMN_BLOCK
 
 if TYPE_CHECKING:
     from cutesuper.lower.matmul import MatmulKernel
+
+#: named barrier of the consumer warps
+CONSUMERS_BARRIER = 2
 
 
 class Epilogue:
@@ -32,6 +35,18 @@ class Epilogue:
         self.columns = kernel.n // kernel.cluster  # columns this block finishes
         finals = [final for _, final in kernel.plan.products]
         self.product_of = {final: w for w, final in enumerate(finals)}
+        self.staged = self._stageable()
+
+    def _stageable(self) -> bool:
+        """Whether tiles leave through shared memory: direct stores write 16 bytes of a row at a
+        time (4096x4096x4096: 330 us), which is fine only while there are few rows."""
+        k, plan = self.k, self.k.plan
+        views = [o.view for o in plan.outputs]
+        contiguous = all(v.stride(plan.column) == 1 for v in views)
+        narrow = all(ELEMENT[plan.arguments[v.argument].dtype].width == 16 for v in views)
+        whole = plan.program.dims[plan.column] % PIECE == 0  # type: ignore[operator]
+        fits = k.m * (k.n + PIECE) * 2 <= len(plan.columns) * k.n * k.k * 2 * plan.schedule.stages
+        return k.cluster == 1 and k.m >= 32 and contiguous and narrow and whole and fits
 
     @cute.jit
     def run(self, accumulators, smem, tensors, tidx, warp, lane, where):
@@ -45,6 +60,9 @@ class Epilogue:
             self.wait_row_values()
             cute.arch.mbarrier_wait(smem["received"], 0)
             self.finish_received(smem, tensors, tidx, where)
+        elif cutlass.const_expr(self.staged):
+            self.wait_row_values()
+            self.finish_staged(accumulators, smem, tensors, tidx, warp, lane, where)
         else:
             self.wait_row_values()
             self.finish_own(accumulators, smem, tensors, warp, lane, where)
@@ -127,6 +145,82 @@ class Epilogue:
                 sums = [self.column_of(accumulators[w][i], half) for w in range(k.weights)]
                 self.store(sums, smem, tensors, n, tile_m, lane % 4, batch)
 
+    # ---------------------------------------------------------------- tiles through shared memory
+
+    @cute.jit
+    def finish_staged(self, accumulators, smem, tensors, tidx, warp, lane, where):
+        """Write the tile row by row into the ring, which is empty now, and store whole rows."""
+        k, plan = self.k, self.k.plan
+        tile_m, tile_n, _, batch = where
+        for o, output in enumerate(plan.outputs):
+            dtype = ELEMENT[plan.arguments[output.view.argument].dtype]
+            tile = cute.recast_ptr(smem["columns"].iterator, dtype=dtype)
+            self.consumers_meet()  # every warpgroup has read its last stage, or stored its rows
+            for i in cutlass.range_constexpr(len(accumulators[0])):
+                block = warp // 4 + k.warpgroups * i
+                for half in cutlass.range_constexpr(2):
+                    column = block * COLUMN_BLOCK + (warp % 4) * 16 + half * 8 + lane // 4
+                    sums = [self.column_of(accumulators[w][i], half) for w in range(k.weights)]
+                    n = tile_n * k.n + column
+                    self.stage(sums, o, tile, smem, tensors, n, column, tile_m, lane % 4, batch)
+            self.consumers_meet()
+            self.store_tile(o, tile, tensors, tidx, where)
+
+    @cute.jit
+    def consumers_meet(self):
+        """Barrier of the consumer warps."""
+        cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=32 * self.k.consumers)
+
+    @cute.jit
+    def stage(self, sums, o: cutlass.Constexpr, tile, smem, tensors, n, column, tile_m, quarter,
+              batch):
+        """Apply an output's expression to one column and put it into the tile."""
+        plan = self.k.plan
+        output = plan.outputs[o]
+        last = self.k.extents.of(plan.column, tensors) - 1
+        inside = n if n < last else last  # loads of the epilogue stay inside their tensors
+        leaves = [
+            self.leaf(i, sums, smem, tensors, inside, tile_m, quarter, batch)
+            for i in output.expression.leaves
+        ]
+        dtype = ELEMENT[plan.arguments[output.view.argument].dtype]
+        value = output.expression.evaluate(leaves, self.k.math).to(dtype)
+        register = cute.make_rmem_tensor(cute.make_layout(self.values), dtype)
+        register.store(value)
+        pitch = self.k.n + PIECE  # the padding keeps the four row groups in different banks
+        for v in cutlass.range_constexpr(self.values):
+            place = tile + (self.row_of(v, quarter) * pitch + column)
+            cute.make_tensor(place, cute.make_layout(1))[0] = register[v]
+
+    @cute.jit
+    def store_tile(self, o: cutlass.Constexpr, tile, tensors, tidx, where):
+        """Copy the tile to memory, 16 bytes at a time, where rows and columns exist."""
+        k, plan = self.k, self.k.plan
+        tile_m, tile_n, _, batch = where
+        view = plan.outputs[o].view
+        dtype = ELEMENT[plan.arguments[view.argument].dtype]
+        rows, columns = k.extents.of(plan.row, tensors), k.extents.of(plan.column, tensors)
+        base = self.batch_offset(view, batch)
+        pieces = k.n // PIECE
+        for item in cutlass.range(tidx, k.m * pieces, 32 * k.consumers, unroll=4):
+            row, column = item // pieces, (item % pieces) * PIECE
+            m, n = tile_m * k.m + row, tile_n * k.n + column
+            if m < rows and n < columns:
+                source = (tile + (row * (k.n + PIECE) + column)).align(16)
+                offset = base + m * view.stride(plan.row) + n
+                target = (tensors[view.argument].iterator + offset).align(16)
+                layout = cute.make_layout(PIECE)
+                register = cute.make_rmem_tensor(layout, dtype)
+                cute.autovec_copy(cute.make_tensor(source, layout), register)
+                cute.autovec_copy(register, cute.make_tensor(target, layout))
+
+    def batch_offset(self, view: Any, batch: dict[str, Any]) -> Any:
+        """Where this block's slice of a tensor starts."""
+        offset = 0
+        for label in self.k.plan.batch:
+            offset = offset + batch[label] * view.stride(label)
+        return offset
+
     def column_of(self, accumulator: cute.Tensor, half: int) -> Any:
         """One column of an accumulator fragment."""
         column = cute.make_rmem_tensor(cute.make_layout(self.values), Float32)
@@ -179,9 +273,7 @@ class Epilogue:
     def fetch(self, view: cutlass.Constexpr, tensors, n, tile_m, local, batch):
         """A bias, residual or the like, for one column."""
         k, plan = self.k, self.k.plan
-        base = n * view.stride(plan.column)
-        for label in plan.batch:
-            base = base + batch[label] * view.stride(label)
+        base = self.batch_offset(view, batch) + n * view.stride(plan.column)
         source = tensors[view.argument].iterator
         out = cute.make_rmem_tensor(cute.make_layout(self.values), Float32)
         if cutlass.const_expr(plan.row in view.labels):
@@ -205,9 +297,7 @@ class Epilogue:
         k, plan = self.k, self.k.plan
         view = plan.outputs[o].view
         dtype = ELEMENT[plan.arguments[view.argument].dtype]
-        base = n * view.stride(plan.column)
-        for label in plan.batch:
-            base = base + batch[label] * view.stride(label)
+        base = self.batch_offset(view, batch) + n * view.stride(plan.column)
         converted = cute.make_rmem_tensor(cute.make_layout(self.values), dtype)
         converted.store(value.to(dtype))
         for v in cutlass.range_constexpr(self.values):

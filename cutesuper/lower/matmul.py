@@ -15,20 +15,17 @@ import cutlass.memory
 import cutlass.utils as utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.warpgroup import OperandMajorMode
 
 from cutesuper.device.math import DeviceMath
 from cutesuper.device.memory import (
     EVICT_FIRST,
     EVICT_LAST,
-    arrive_warp,
     bulk_load,
     expect_bytes,
-    float_bits,
     init_barriers,
     partition,
-    push,
     tile_atom,
 )
 from cutesuper.lower.common import ELEMENT, Extents, labelled
@@ -50,6 +47,9 @@ class MatmulKernel:
         self.cluster, self.iterations = plan.cluster, plan.iterations
         self.weights = len(plan.columns)
         self.blocks = plan.blocks_n
+        # 512 threads start with 128 registers each, and an instruction with 256 rows needs 154:
+        # the compiler refuses it even where registers are handed over later
+        self.instruction_rows = min(self.m, 128) if plan.threads > 384 else self.m
         self.chunks = self.k // CHUNK
         self.column_slots = self.weights * self.blocks  # 64-column boxes in one stage
         self.consumers = 4 * self.warpgroups
@@ -89,6 +89,8 @@ class MatmulKernel:
             cluster=(self.cluster, 1, 1),
             stream=stream,
             use_pdl=self.dependent,
+            # without this cap the compiler ignores the hand-over of registers
+            min_blocks_per_mp=1,
         )
 
     def column_major(self, view: Any) -> bool:
@@ -100,7 +102,7 @@ class MatmulKernel:
         major = OperandMajorMode.MN if self.column_major(first) else OperandMajorMode.K
         return sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, major, OperandMajorMode.K, Float32, (1, 1, 1),
-            (COLUMN_BLOCK, self.m),
+            (COLUMN_BLOCK, self.instruction_rows),
         )
 
     def column_layout(self, slots: int) -> cute.ComposedLayout:
@@ -198,14 +200,22 @@ class MatmulKernel:
             # relaxed: the releasing form waits for the bulk loads in flight (3.6 us)
             cute.arch.cluster_arrive_relaxed()
 
-        if warp == self.producer:
-            self.produce(atoms, sources, slots, smem, where)
+        registers = self.plan.registers
+        if warp >= self.producer:
+            if cutlass.const_expr(registers is not None):
+                cute.arch.setmaxregister_decrease(registers[2])
+            if warp == self.producer:
+                self.produce(atoms, sources, slots, smem, where)
             if cutlass.const_expr(self.cluster > 1):
                 cute.arch.cluster_wait()
         elif warp >= self.consumers:
             if cutlass.const_expr(self.helpers > 0):
+                if cutlass.const_expr(registers is not None):
+                    cute.arch.setmaxregister_decrease(registers[1])
                 self.row_side.run(smem, tidx - 32 * self.consumers, lane, rank)
         else:
+            if cutlass.const_expr(registers is not None):
+                cute.arch.setmaxregister_increase(registers[0])
             self.consume(mma, smem, tensors, tidx, warp, lane, where)
 
     def batch_index(self, bz: Any, tensors: list[cute.Tensor]) -> dict[str, Any]:
@@ -418,5 +428,3 @@ class MatmulKernel:
         warpgroup.wait_group(0)
         self.epilogue.run(accumulators, smem, tensors, tidx, warp, lane, where)
 
-
-__all__ = ["MatmulKernel", "arrive_warp", "cpasync", "float_bits", "push"]

@@ -64,8 +64,9 @@ class RowKernel:
         if cutlass.const_expr(plan.shared_bytes > 0):
             alloc = cutlass.memory.SmemAllocator()
             slots = alloc.allocate_array(Float32, plan.shared_bytes // 4, byte_alignment=16)
-        lane = tidx % self.lanes
-        group = tidx // self.lanes
+        lane, group = tidx % self.lanes, tidx // self.lanes
+        if cutlass.const_expr(plan.schedule.interleaved):
+            lane, group = tidx // self.row_blocks_of, tidx % self.row_blocks_of
         row = bx * self.row_blocks_of + group
         first = by * plan.width + lane * self.vector
         valid = row < self.row_count(tensors)
@@ -73,13 +74,13 @@ class RowKernel:
         values: dict[int, Any] = {}
         for i, view in plan.loads.items():
             values[i] = self.load(view, tensors, row, first, valid)
-        self.evaluate(values, slots, tidx, group, first)
+        self.evaluate(values, slots, tidx, lane, group, first)
         for i, view in plan.stores.items():
             value = values[plan.program.ops[i].inputs[0]]
             self.store(value, view, tensors, row, first, lane, valid)
 
     def evaluate(
-        self, values: dict[int, Any], slots: Any, tidx: Any, group: Any, first: Any
+        self, values: dict[int, Any], slots: Any, tidx: Any, lane: Any, group: Any, first: Any
     ) -> None:
         """Every operation between the loads and the stores, on fragments and row scalars."""
         plan = self.plan
@@ -89,7 +90,7 @@ class RowKernel:
             args = [values[j] for j in op.inputs]
             if i in plan.reductions:
                 n = plan.reductions.index(i)
-                values[i] = self.reduce(op.kind, args[0], n, slots, tidx, group, first)
+                values[i] = self.reduce(op.kind, args[0], n, slots, tidx, lane, group, first)
             else:
                 values[i] = lookup(op.kind).scalar(self.math, args, op.attributes)
 
@@ -124,20 +125,42 @@ class RowKernel:
                     at = first + c * (self.lanes * self.vector)
                     if cutlass.const_expr(self.ragged):
                         if at < self.length:
-                            cute.autovec_copy(self.piece(base, at, dtype), registers[None, c])
+                            self.read(view, base, at, registers[None, c])
                     else:
-                        cute.autovec_copy(self.piece(base, at, dtype), registers[None, c])
+                        self.read(view, base, at, registers[None, c])
             result = registers.load().to(Float32)
         return result
 
-    def piece(self, base: cute.Pointer, at: Any, dtype: Any) -> cute.Tensor:
-        """One access: ``vector`` neighbouring elements."""
-        pointer = (base + at).align(self.vector * dtype.width // 8)
+    def read(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
+        """``vector`` elements of a row: one access if they are neighbours, else one for each."""
+        stride = view.stride(self.plan.column)
+        if stride == 1:
+            cute.autovec_copy(self.piece(base, at), registers)
+            return
+        for e in range(self.vector):
+            registers[e] = self.element(base, (at + e) * stride)[0]
+
+    def write(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
+        """The opposite of `read`."""
+        stride = view.stride(self.plan.column)
+        if stride == 1:
+            cute.autovec_copy(registers, self.piece(base, at))
+            return
+        for e in range(self.vector):
+            self.element(base, (at + e) * stride)[0] = registers[e]
+
+    def piece(self, base: cute.Pointer, at: Any) -> cute.Tensor:
+        """``vector`` neighbouring elements."""
+        pointer = (base + at).align(self.vector * base.dtype.width // 8)
         return cute.make_tensor(pointer, cute.make_layout(self.vector))
 
+    def element(self, base: cute.Pointer, offset: Any) -> cute.Tensor:
+        """One element."""
+        return cute.make_tensor(base + offset, cute.make_layout(1))
+
     @cute.jit
-    def reduce(self, kind: cutlass.Constexpr, value, n: cutlass.Constexpr, slots, tidx, group,
-               first):
+    def reduce(self, kind: cutlass.Constexpr, value, n: cutlass.Constexpr, slots, tidx, lane,
+               group, first):
         """Sum, mean or maximum of a row; every thread of the row gets it."""
         op = "max" if kind == "max" else "sum"
         neutral = NEUTRAL[op]
@@ -147,28 +170,34 @@ class RowKernel:
             v = Float32(value.reduce(cute.ReductionOp.MAX, Float32(neutral), 0))
         else:
             v = Float32(value.reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
-        distance = min(self.lanes, 32) // 2
-        while cutlass.const_expr(distance > 0):
-            v = self.combine(op, v, cute.arch.shuffle_sync_bfly(v, distance))
-            distance = distance // 2
-        if cutlass.const_expr(self.plan.warps_per_row > 1):
-            v = self.across_warps(op, v, n, slots, tidx, group)
+        if cutlass.const_expr(self.plan.schedule.interleaved):
+            v = self.across(op, v, slots, n * self.plan.threads + group, lane,
+                            self.row_blocks_of, self.lanes, True)
+        else:
+            distance = min(self.lanes, 32) // 2
+            while cutlass.const_expr(distance > 0):
+                v = self.combine(op, v, cute.arch.shuffle_sync_bfly(v, distance))
+                distance = distance // 2
+            if cutlass.const_expr(self.plan.warps_per_row > 1):
+                warps = self.plan.warps_per_row
+                base = (n * self.plan.schedule.rows + group) * warps
+                v = self.across(op, v, slots, base, lane // 32, 1, warps, tidx % 32 == 0)
         if cutlass.const_expr(kind == "mean"):
             v = v * (1.0 / self.length)
         return v
 
     @cute.jit
-    def across_warps(self, op: cutlass.Constexpr, v, n: cutlass.Constexpr, slots, tidx, group):
-        """Combine the warps of a row; each reduction has slots of its own, so one barrier does."""
-        warps = self.plan.warps_per_row
-        base = slots + (n * self.plan.schedule.rows + group) * warps
-        if tidx % 32 == 0:
-            warp = (tidx % self.lanes) // 32
-            cute.make_tensor(base + warp, cute.make_layout(1))[0] = v
+    def across(self, op: cutlass.Constexpr, v, slots, base, index, pitch: cutlass.Constexpr,
+               count: cutlass.Constexpr, writes):
+        """Combine ``count`` partial results of a row through shared memory; each reduction has
+        slots of its own, so one barrier does."""
+        if writes:
+            cute.make_tensor(slots + (base + index * pitch), cute.make_layout(1))[0] = v
         cute.arch.sync_threads()
         total = Float32(NEUTRAL[op])
-        for w in cutlass.range_constexpr(warps):
-            total = self.combine(op, total, cute.make_tensor(base + w, cute.make_layout(1))[0])
+        for w in cutlass.range_constexpr(count):
+            part = cute.make_tensor(slots + (base + w * pitch), cute.make_layout(1))[0]
+            total = self.combine(op, total, part)
         return total
 
     def combine(self, op: str, a: Any, b: Any) -> Any:
@@ -201,6 +230,6 @@ class RowKernel:
                     at = first + c * (self.lanes * self.vector)
                     if cutlass.const_expr(self.ragged):
                         if at < self.length:
-                            cute.autovec_copy(registers[None, c], self.piece(base, at, dtype))
+                            self.write(view, base, at, registers[None, c])
                     else:
-                        cute.autovec_copy(registers[None, c], self.piece(base, at, dtype))
+                        self.write(view, base, at, registers[None, c])

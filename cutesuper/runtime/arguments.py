@@ -167,6 +167,8 @@ def _check_record(record: Mapping[str, Any], symbols: Mapping[str, int]) -> None
         return
     if len(record["shape"]) != len(record["stride"]) or record["align"] < 1:
         raise ValueError("a tensor needs one stride per extent and a positive alignment")
+    if not isinstance(record["align"], int) or not isinstance(record["dtype"], str):
+        raise ValueError(f"alignment {record['align']!r} of {record['dtype']!r}")
     dynamic = [e for e in (*record["shape"], *record["stride"]) if not isinstance(e, int)]
     if any(name not in symbols for name in dynamic) or len(fields) != 1 + len(dynamic):
         raise ValueError(f"symbols {dynamic} do not fit the layout {fields}")

@@ -206,9 +206,15 @@ class KernelCache:
 
 @functools.lru_cache(maxsize=1)
 def source_fingerprint() -> str:
-    """SHA-256 of the sources that decide what is in an entry: lowering, device, compiling."""
+    """SHA-256 of the sources that decide what is in an entry: planning, lowering, compiling.
+
+    A key is the text of a plan's program and knobs; what planning derives from them (roles, fused
+    expressions) and what operators expand to is in the sources only.
+    """
     package = Path(__file__).resolve().parent.parent
-    sources = [*package.glob("lower/**/*.py"), *package.glob("device/**/*.py")]
+    folders = ("schedule", "lower", "device")
+    sources = [path for folder in folders for path in package.glob(f"{folder}/**/*.py")]
+    sources += [package / "graph" / f"{name}.py" for name in ("operators", "thread")]
     runtime = ("arguments", "compile", "dsl", "host_module")
     sources += [package / "runtime" / f"{name}.py" for name in runtime]
     digest = hashlib.sha256()

@@ -95,7 +95,8 @@ class Signature:
         name, want = self.names[i], self.shapes[i]
         what = f"kernel{self._call()}: input {name}"
         if t.dtype is not self.dtypes[i]:
-            raise DTypeError(f"{what} is {t.dtype}, must be {self.dtypes[i]}; convert it with .to()")
+            raise DTypeError(f"{what} is {t.dtype}, must be {self.dtypes[i]}; convert it with "
+                             ".to()")
         if t.device != device:
             raise DeviceError(f"{what} is on {t.device}, input {self.names[0]} on {device}; "
                               "move all inputs to one device")

@@ -7,13 +7,11 @@ No GPU is needed to compile, for any architecture. ``compile_kernel`` compiles i
     artifact = compile_kernel(request)
     artifact.resources.spills            # read from the cubin
     kernel = artifact.load()             # kernel(x, w, y): torch tensors, the current stream
-    artifact.export("rms_norm.so")       # needs no CuTe DSL to run
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import re
 import threading
 import time
@@ -58,7 +56,7 @@ class CompileRequest:
         name: short readable kernel name, ``[a-z][a-z0-9_]*``, at most 64 characters.
         build: called only on a cache miss. Imports CuTe DSL and returns ``(launcher, arguments)``:
             a ``@cute.jit`` callable object and the fake arguments without the stream;
-            ``launcher(*arguments, stream)`` takes the stream last, annotated ``cuda.CUstream``.
+            ``launcher(*arguments, stream)`` takes the stream last; it needs no annotation.
             At least one argument is a tensor. Compile-time constants live in the launcher.
             For :func:`compile_many` it must be picklable: a module-level function, or a
             ``functools.partial`` of one, from a module other than ``__main__``.
@@ -178,20 +176,15 @@ class Artifact:
                 _loaded[self.digest] = dsl.load_tvm_ffi(self.object, function)
             return _loaded[self.digest]
 
-    def export(self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None) -> None:
-        """Writes a self-contained shared library, see :mod:`cutesuper.runtime.export`.
+    def plain(self) -> CacheEntry:
+        """The same kernel with a plain C entry point, for `cutesuper.runtime.export`.
 
-        Args:
-            path: the file to write (replaced atomically).
-            extra: a JSON object to store with it, e.g. how it was verified.
+        Compiled at the first request, like the kernel itself; then it is in the cache too.
 
         Raises:
-            CompileError: when a C compiler or ``libcudart_static.a`` is missing, or linking fails.
+            CompileError: when the compiler refuses the kernel.
         """
-        from cutesuper.runtime.export import export_kernel
-
-        entry, _ = _entry_of(self.request, self._cache, "plain")
-        export_kernel(self.request, entry, path, extra or {})
+        return _entry_of(self.request, self._cache, "plain")[0]
 
 
 def compile_kernel(request: CompileRequest, cache: KernelCache | None = None) -> Artifact:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cutesuper.errors import CutesuperError, DeviceError, GraphError
+from cutesuper.errors import CutesuperError
 from cutesuper.graph.block import MuGraph
-from cutesuper.graph.dims import Dim, Symbol
-from cutesuper.graph.evaluate import run_reference
+from cutesuper.graph.dims import Dim
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import Target
-from cutesuper.runtime.checks import Signature
+from cutesuper.runtime.calling import Launches, Program
 from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.resources import Resources
 from cutesuper.schedule.matmul import MatmulPlan
 from cutesuper.schedule.planner import KernelPlan
-
-if TYPE_CHECKING:
-    import torch
 
 #: upper ends of the batch sizes that share one compiled variant; beyond the last, the last
 BUCKETS = (8, 16, 32, 64, 128, 512, 4096)
@@ -95,14 +91,18 @@ class Variant:
         """The loaded kernels."""
         return tuple(s.artifact.load() for s in self.steps)
 
+    @cached_property
+    def launches(self) -> Launches:
+        """The loaded kernels as one thing to call."""
+        return Launches(self.intermediates, self._launch)
 
-class Kernel:
-    """A superoptimized program.
+    def _launch(self, values: list[Any]) -> None:
+        for function, places in zip(self.functions, self.wiring, strict=True):
+            function(*[values[i] for i in places])
 
-    ``kernel(x, w)`` takes torch tensors and returns a tensor (a tuple for several outputs);
-    ``kernel([x, w])`` and ``kernel(inputs=[x, w])`` return a list. On CUDA tensors the compiled
-    kernels run on the current stream; calls can be captured into CUDA graphs. On CPU tensors the
-    reference executor runs. ``out=`` receives the results in place of new tensors.
+
+class Kernel(Program):
+    """A superoptimized program; how it is called is in `Program`.
 
     Attributes:
         graph: the definition.
@@ -115,102 +115,17 @@ class Kernel:
         target: Target,
         make_variant: Callable[[dict[str, int]], Variant],
     ) -> None:
-        self.graph = graph
+        super().__init__(graph, target.arch)
         self.target = target
         self._make_variant = make_variant
         self._variants: dict[tuple[int, ...], Variant] = {}
-        self._signature = Signature(graph)
-        self._devices: set[int] = set()
         hints = {s.name: s.hint for s in self._signature.symbols}
         self._main = self._variant(tuple(bucket_of(h) for h in hints.values()))
 
-    # ---------------------------------------------------------------------------------- calling
-
-    def __call__(
-        self,
-        *args: Any,
-        inputs: Sequence[torch.Tensor] | None = None,
-        out: torch.Tensor | Sequence[torch.Tensor] | None = None,
-    ) -> Any:
-        """Run the program.
-
-        Args:
-            args: one tensor per input, or a single list of them.
-            inputs: the same as a keyword.
-            out: tensors that receive the outputs; contiguous, not overlapping an input.
-
-        Raises:
-            ShapeError, DTypeError, LayoutError, DeviceError: an argument that does not fit; the
-                message names it. Nothing has run then.
-        """
-        as_list = inputs is not None
-        if inputs is None:
-            as_list = len(args) == 1 and isinstance(args[0], list | tuple)
-            inputs = args[0] if as_list else args
-        elif args:
-            raise GraphError("kernel(...): give the inputs either by position or as inputs=, once")
-        results = self._run(inputs, out)
-        if as_list:
-            return results
-        return results[0] if len(results) == 1 else tuple(results)
-
-    def _run(self, inputs: Sequence[Any], out: Any) -> list[Any]:
-        signature = self._signature
-        extents = signature.bind(inputs)
-        device = inputs[0].device
-        if device.type != "cuda":
-            return self._run_on_cpu(inputs, out, extents)
-        variant = self._main
-        if extents:
-            variant = self._variant(tuple(bucket_of(e) for e in extents.values()))
-        if device.index not in self._devices:
-            self._admit(device)
-        import torch
-
-        if out is None:
-            outputs = [
-                torch.empty(shape, dtype=dtype, device=device)
-                for shape, dtype in signature.output_shapes(extents)
-            ]
-        else:
-            outputs = signature.check_out(out, inputs, extents)
-        values = [*inputs, *outputs]
-        for shape, dtype in variant.intermediates:
-            known = [extents[d.name] if isinstance(d, Symbol) else d for d in shape]
-            values.append(torch.empty(known, dtype=dtype, device=device))
-        if device.index == torch.cuda.current_device():
-            self._launch(variant, values)
-        else:
-            with torch.cuda.device(device):
-                self._launch(variant, values)
-        return outputs
-
-    @staticmethod
-    def _launch(variant: Variant, values: list[Any]) -> None:
-        for function, places in zip(variant.functions, variant.wiring, strict=True):
-            function(*[values[i] for i in places])
-
-    def _run_on_cpu(self, inputs: Sequence[Any], out: Any, extents: dict[str, int]) -> list[Any]:
-        results = run_reference(self.graph, list(inputs))
-        if out is None:
-            return results
-        outputs = self._signature.check_out(out, inputs, extents)
-        for o, r in zip(outputs, results, strict=True):
-            o.copy_(r)
-        return outputs
-
-    def _admit(self, device: Any) -> None:
-        """Check once for each device that the compiled code can run there."""
-        import torch
-
-        major, minor = torch.cuda.get_device_capability(device)
-        have, need = f"sm_{major}{minor}", self.target.arch.rstrip("af")
-        if have != need:
-            raise DeviceError(
-                f"kernel for {self.target.name} ({need}) called with tensors on {device} ({have}); "
-                "superoptimize on that GPU, or pass its name as target="
-            )
-        self._devices.add(device.index)
+    def _launches(self, extents: dict[str, int]) -> Launches:
+        if not extents:
+            return self._main.launches
+        return self._variant(tuple(bucket_of(e) for e in extents.values())).launches
 
     def _variant(self, key: tuple[int, ...]) -> Variant:
         if key not in self._variants:
@@ -247,7 +162,7 @@ class Kernel:
         return "\n".join(s.artifact.sass for s in self.kernels)
 
     def explain(self) -> str:
-        """Which muGraph, why, what it costs, how it was verified, and what the alternatives were."""
+        """Which muGraph, why, what it costs, how it was verified, what the alternatives were."""
         return self._main.report
 
     def draw(self, path: str | os.PathLike[str]) -> None:

@@ -1,6 +1,306 @@
-"""Exported programs (being written)."""
+"""Whole programs as shared libraries: `export_program` writes one, `load` gives it back to call.
+
+`cutesuper.runtime.export` holds the kernels; this is what makes a program of them. Metadata
+``program``, where a shape is a list of extents, symbols by name::
+
+    {"graph": {...},                       # the kernel graph, see cutesuper.graph.serial
+     "inputs": [{"name": "X", "shape": ["M", 4096], "dtype": "float16"}, ...],
+     "outputs": [...], "intermediates": [...],
+     "steps": [{"kernel": 0, "places": [0, 1, 2]}, ...],
+     "report": "..."}                      # how the program was found
+
+``places`` says which tensor each argument of a kernel is: inputs, then outputs, then intermediates.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
+
+from cutesuper.errors import CutesuperError, FormatError, ShapeError
+from cutesuper.graph import serial
+from cutesuper.graph.dims import Shape, Symbol
+from cutesuper.graph.dtypes import ALL
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.runtime.arguments import RawTensor
+from cutesuper.runtime.calling import Launches, Program
+from cutesuper.runtime.checks import ALIGNMENT
+from cutesuper.runtime.export import export_library
+from cutesuper.runtime.library import CompactLaunch, ExportedLibrary, fits_compact, read_metadata
+
+if TYPE_CHECKING:
+    from cutesuper.runtime.compile import Artifact
+    from cutesuper.runtime.kernel import Variant
 
 
-def load(path: str) -> object:
-    """Not there yet."""
-    raise NotImplementedError(path)
+# --- writing -------------------------------------------------------------------------------------
+
+
+def export_program(graph: KernelGraph, variant: Variant, path: str | os.PathLike[str]) -> None:
+    """Writes all kernels of a program, and what `load` needs to call them, to ``path``.
+
+    Raises:
+        CompileError: no C compiler or no static CUDA runtime to link with, or ``path`` cannot be
+            written.
+    """
+    artifacts: dict[str, Artifact] = {s.artifact.digest: s.artifact for s in variant.steps}
+    kernels = list(artifacts)  # a kernel that is launched twice is stored once
+    steps = [
+        {"kernel": kernels.index(step.artifact.digest), "places": list(places)}
+        for step, places in zip(variant.steps, variant.wiring, strict=True)
+    ]
+    border = _border(graph)
+    tensors = variant.mugraph.tensors
+    middle = variant.names[len(border["inputs"]) + len(border["outputs"]) :]
+    program = {
+        "graph": serial.to_dict(graph),
+        **border,
+        "intermediates": [_tensor(n, tensors[n].shape, tensors[n].dtype.name) for n in middle],
+        "steps": steps,
+        "report": variant.report,
+    }
+    export_library(list(artifacts.values()), program, path)
+
+
+def _border(graph: KernelGraph) -> dict[str, list[dict[str, Any]]]:
+    """The inputs and outputs as they stand in the metadata."""
+    sides = {"inputs": graph.inputs, "outputs": graph.outputs}
+    return {
+        side: [_tensor(n.name, n.shape, n.dtype.name) for n in (graph.nodes[i] for i in indices)]
+        for side, indices in sides.items()
+    }
+
+
+def _tensor(name: str, shape: Shape, dtype: str) -> dict[str, Any]:
+    extents = [d.name if isinstance(d, Symbol) else d for d in shape]
+    return {"name": name, "shape": extents, "dtype": dtype}
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What the metadata says about a program, checked.
+
+    Attributes:
+        graph: the definition.
+        tensors: inputs, outputs, intermediates as ``{"name", "shape", "dtype"}``.
+        steps: for every launch the kernel and the places of its arguments.
+        report: how the program was found.
+    """
+
+    graph: KernelGraph
+    tensors: list[dict[str, Any]]
+    steps: list[tuple[int, list[int]]]
+    report: str
+
+    def intermediates(self) -> list[tuple[Shape, Any]]:
+        """Shape and torch dtype of every tensor between kernels."""
+        symbols = _symbols(self.graph)
+        border = len(self.graph.inputs) + len(self.graph.outputs)
+        return [
+            (tuple(symbols[e] if isinstance(e, str) else e for e in t["shape"]),
+             ALL[t["dtype"]].torch)
+            for t in self.tensors[border:]
+        ]  # fmt: skip
+
+
+class _Reader:
+    """Checks the ``program`` of a library's metadata against its graph and its kernels."""
+
+    def __init__(self, metadata: Mapping[str, Any], what: str) -> None:
+        self.kernels: list[dict[str, Any]] = metadata["kernels"]
+        self.program: dict[str, Any] = metadata["program"]
+        self.what = what
+
+    def read(self) -> _Layout:
+        """Raises FormatError, naming the first thing that is wrong."""
+        graph = self._graph()
+        symbols = _symbols(graph)
+        tensors: list[dict[str, Any]] = []
+        for side, expected in _border(graph).items():
+            if self.program.get(side) != expected:
+                self._refuse(f"its {side} are not those of its graph")
+            tensors += expected
+        for record in self._list("intermediates"):
+            tensors.append(self._intermediate(record, symbols))
+        steps = [self._step(record, tensors) for record in self._list("steps")]
+        self._check_order(steps, len(graph.inputs), len(tensors))
+        report = self.program.get("report")
+        return _Layout(graph, tensors, steps, report if isinstance(report, str) else "")
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise FormatError(f"{self.what}: {problem}; export it again")
+
+    def _list(self, key: str) -> list[Any]:
+        value = self.program.get(key)
+        return value if isinstance(value, list) else self._refuse(f"it has no list of {key}")
+
+    def _graph(self) -> KernelGraph:
+        try:
+            graph = serial.from_dict(self.program.get("graph"))
+        except (CutesuperError, RecursionError) as error:
+            raise FormatError(f"{self.what}: its graph is damaged: {error}") from error
+        return graph if isinstance(graph, KernelGraph) else self._refuse("it has no kernel graph")
+
+    def _intermediate(self, record: Any, symbols: Mapping[str, Symbol]) -> dict[str, Any]:
+        fields = record if isinstance(record, dict) else {}
+        name, shape, dtype = (fields.get(key) for key in ("name", "shape", "dtype"))
+        ok = isinstance(name, str) and isinstance(dtype, str) and dtype in ALL
+        if not ok or not isinstance(shape, list) or not all(_extent(e, symbols) for e in shape):
+            self._refuse(f"intermediate tensor {record!r} makes no sense")
+        return fields
+
+    def _step(self, record: Any, tensors: list[dict[str, Any]]) -> tuple[int, list[int]]:
+        fields = record if isinstance(record, dict) else {}
+        kernel, places = fields.get("kernel"), fields.get("places")
+        if not _index(kernel, len(self.kernels)) or not isinstance(places, list):
+            self._refuse(f"step {record!r} is not one of {len(self.kernels)} kernels")
+        description = self.kernels[kernel]["arguments"]
+        arguments = description["arguments"]
+        if len(places) != len(arguments) or not all(_index(p, len(tensors)) for p in places):
+            self._refuse(f"step {record!r} does not have {len(arguments)} tensors")
+        bound: dict[str, Any] = {}
+        for place, argument in zip(places, arguments, strict=True):
+            compact = fits_compact(argument, description["symbols"], ALIGNMENT)
+            if not compact or not _fits(argument, tensors[place], bound):
+                self._refuse(f"{tensors[place]} is no argument {argument} of kernel {kernel}")
+        return kernel, places
+
+    def _check_order(self, steps: list[tuple[int, list[int]]], inputs: int, count: int) -> None:
+        """No input is written, and every other tensor is written before anyone reads it."""
+        written = set(range(inputs))
+        for kernel, places in steps:
+            outputs = {places[i] for i in self.kernels[kernel]["outputs"]}
+            reads = {p for i, p in enumerate(places) if i not in self.kernels[kernel]["outputs"]}
+            if not reads <= written or outputs & set(range(inputs)) or outputs & reads:
+                self._refuse(f"kernel {kernel} on tensors {places} reads or writes a wrong one")
+            written |= outputs
+        if written != set(range(count)):
+            self._refuse(f"tensors {sorted(set(range(count)) - written)} are never written")
+
+
+def _symbols(graph: KernelGraph) -> dict[str, Symbol]:
+    return {d.name: d for n in graph.nodes for d in n.shape if isinstance(d, Symbol)}
+
+
+def _index(value: Any, count: int) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value < count
+
+
+def _extent(value: Any, symbols: Mapping[str, Symbol]) -> bool:
+    return value in symbols if isinstance(value, str) else type(value) is int and value > 0
+
+
+def _fits(argument: Mapping[str, Any], tensor: Mapping[str, Any], bound: dict[str, Any]) -> bool:
+    """Whether a kernel compiled for ``argument`` takes ``tensor``, as far as known before a call.
+
+    Args:
+        argument: as described, its symbols called ``d0``, ...
+        tensor: of the program, its symbols called as in the graph.
+        bound: the program's symbol behind each of the kernel's; extended here.
+    """
+    shape = tensor["shape"] or [1]  # a kernel sees a single number as a vector of one
+    same = argument["dtype"] == tensor["dtype"] and len(shape) == len(argument["shape"])
+    return same and all(
+        have == want if isinstance(want, int) else bound.setdefault(want, have) == have
+        for want, have in zip(argument["shape"], shape, strict=True)
+    )
+
+
+# --- calling -------------------------------------------------------------------------------------
+
+
+class ExportedProgram(Program):
+    """A program from a shared library; how it is called is in `Program`.
+
+    Needs neither CuTe DSL nor a compiler. With symbolic extents it has the kernels for the
+    symbols' hints, which compute every batch size.
+
+    Attributes:
+        graph: the definition.
+        arch: what the kernels were compiled for, e.g. ``sm_90a``.
+        version: the version of cutesuper that exported it.
+    """
+
+    _remedy = f"{Program._remedy}, and export it again"
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        metadata = read_metadata(path)
+        self._layout = _Reader(metadata, os.fspath(path)).read()
+        super().__init__(self._layout.graph, str(metadata["arch"]))
+        self.version = str(metadata["version"])
+        # Only now, after everything has been checked, does code of the file run.
+        library = ExportedLibrary(path, metadata)
+        self._steps = [(library.kernels[kernel], places) for kernel, places in self._layout.steps]
+        self._compact = [
+            (CompactLaunch(library, kernel), places) for kernel, places in self._steps
+        ]
+
+    @cached_property
+    def _linked(self) -> Launches:
+        return Launches(self._layout.intermediates(), self._launch_torch)
+
+    def _launches(self, extents: dict[str, int]) -> Launches:
+        del extents  # one variant for all
+        return self._linked
+
+    def _launch_torch(self, values: list[Any]) -> None:
+        import torch
+
+        device = values[0].device
+        stream = torch.cuda.current_stream(device).cuda_stream
+        for kernel, places in self._compact:
+            kernel.launch([values[place] for place in places], stream, device.index)
+
+    @property
+    def tensors(self) -> list[dict[str, Any]]:
+        """Inputs, outputs and intermediates, each with ``name``, ``shape`` (symbols by name) and
+        ``dtype``: what `launch` takes, in this order."""
+        return list(self._layout.tensors)
+
+    def launch(self, values: Sequence[RawTensor], *, stream: int, device: int) -> None:
+        """Launches all kernels, for callers without PyTorch.
+
+        Args:
+            values: one for each of `tensors`, compact and row-major.
+            stream: a ``cudaStream_t`` as an integer; 0 is the default stream.
+            device: index of the device, which must be the current one.
+
+        Raises:
+            ShapeError, DTypeError, LayoutError: when a tensor does not fit.
+            DeviceError: when the device refuses the kernels.
+        """
+        if len(values) != len(self._layout.tensors):
+            names = ", ".join(t["name"] for t in self._layout.tensors)
+            raise ShapeError(
+                f"launch: takes {len(self._layout.tensors)} tensors ({names}), got {len(values)}"
+            )
+        for kernel, places in self._steps:
+            kernel.launch([values[place] for place in places], stream=stream, device=device)
+
+    def explain(self) -> str:
+        """How the program was found, as `Kernel.explain` told it."""
+        return self._layout.report
+
+    def __repr__(self) -> str:
+        names = [kernel.name for kernel, _ in self._steps]
+        return f"ExportedProgram({len(names)} kernel(s): {', '.join(names)}; {self.arch})"
+
+
+def load(path: str | os.PathLike[str]) -> ExportedProgram:
+    """Loads a program written by `Kernel.export`. Its code runs: load only what you trust.
+
+    Raises:
+        FormatError: when the file is no exported program of this version; none of its code has
+            run then.
+        CompileError: when the system cannot load it.
+    """
+    return ExportedProgram(path)
+
+
+__all__ = ["ExportedProgram", "export_program", "load"]

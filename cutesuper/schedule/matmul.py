@@ -144,10 +144,23 @@ class MatmulPlan:
         return bool(self.statistics) or self.prologue is not None
 
     @property
+    def registers(self) -> tuple[int, int, int] | None:
+        """Registers per thread of (consumers, helpers, producer) where the equal share of all
+        threads would not hold the accumulators; None where it does."""
+        m, n, _ = self.tile
+        if m * n * len(self.products) // (128 * self.schedule.warpgroups) <= 96:
+            return None
+        # together at most 65536 registers: 2 x 128 x 192 + 128 x 96 + 128 x 32, or
+        # 2 x 128 x 232 + 128 x 40
+        return (192, 96, 32) if self.has_helpers else (232, 0, 40)
+
+    @property
     def threads(self) -> int:
-        """Consumer warpgroups, helper warps if there are any, and the producer warp."""
+        """Consumer warpgroups, helper warps if there are any, and the producer warp (padded to a
+        warpgroup where registers are handed over, which only whole warpgroups can do)."""
         helpers = HELPER_WARPS * 32 if self.has_helpers else 0
-        return 128 * self.schedule.warpgroups + helpers + 32
+        producer = 32 if self.registers is None else 128
+        return 128 * self.schedule.warpgroups + helpers + producer
 
     @property
     def stage_bytes(self) -> int:
@@ -188,11 +201,21 @@ def plan_matmul(
         LoweringError: it has a structure that this skeleton cannot run.
         ScheduleError: it does not fit into the target's shared memory or registers.
     """
+    if not target.arch.startswith("sm_90"):
+        raise LoweringError(
+            f"kernel {step.name}: matrix products are lowered for Hopper (sm_90a) only, not for "
+            f"{target.name} ({target.arch})"
+        )
     roles = _Roles(step, arguments_of(step, tensors))
     plan = roles.plan(schedule or MatmulSchedule(stages=1))
     _check_limits(plan, step.name)
     if schedule is None:
         plan = replace(plan, schedule=_default_schedule(plan, target, dependent_launch))
+    if plan.registers is not None and plan.schedule.warpgroups != 2:
+        raise ScheduleError(
+            f"kernel {step.name}: {plan.tile[0]}x{plan.tile[1]} accumulators need two consumer "
+            "warpgroups; use a tile with an even number of 64-column blocks"
+        )
     if plan.shared_bytes > target.shared_bytes or plan.schedule.stages < 2:
         raise ScheduleError(
             f"kernel {step.name}: {plan.schedule.stages} stages of {plan.stage_bytes} bytes and "
@@ -206,7 +229,7 @@ def _default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) 
     m, n, _ = plan.tile
     # accumulators of one product: m * n / 128 registers per thread and warpgroup
     accumulators = m * n * len(plan.products) // 128
-    warpgroups = 2 if accumulators > 128 and plan.blocks_n % 2 == 0 else 1
+    warpgroups = 2 if accumulators > 64 and plan.blocks_n % 2 == 0 else 1
     probe = replace(plan, schedule=MatmulSchedule(stages=0, warpgroups=warpgroups))
     room = target.shared_bytes - probe.shared_bytes
     stages = min(room // plan.stage_bytes, max(2, plan.iterations))
@@ -230,7 +253,7 @@ def _check_limits(plan: MatmulPlan, name: str) -> None:
             f"{where}: tile {plan.row}={m} {plan.column}={n} {plan.contracted}={k}; rows must be "
             f"one of {ROW_TILES}, columns and depth multiples of {COLUMN_BLOCK}"
         )
-    if m * n * len(plan.products) > 2 * 128 * 160:
+    if m * n * len(plan.products) > 2 * 128 * 128:
         raise ScheduleError(f"{where}: {m}x{n} accumulators of {len(plan.products)} product(s) do "
                             "not fit into the registers of two warpgroups")
     if (n // plan.cluster) % 8:
@@ -361,7 +384,8 @@ class _Roles:
         if any(columns[0] not in ops[ops[i].inputs[side]].dims for i in self.products):
             return False
         row_operand = ops[self.products[0]].inputs[1 - side]
-        matrices = [i for i in self.depends[row_operand] if rows[0] in ops[i].dims]
+        staged = {rows[0], self.contracted}
+        matrices = [i for i in self.depends[row_operand] if staged <= set(ops[i].dims)]
         return all(self._view(i).stride(self.contracted) == 1 for i in matrices)
 
     # ---------------------------------------------------------------------------------- roles

@@ -1,13 +1,14 @@
-"""Skeleton 1, rows: element-wise programs and reductions along the contiguous label.
+"""Skeleton 1, rows: element-wise programs and reductions along one label.
 
 A row (all other labels fixed) is held in registers by a power of two of threads; reductions run
-over shuffles and, across warps, shared memory. Every tensor is read and written once.
+over shuffles and, across warps, shared memory. Every tensor is read and written once. Rows are
+best contiguous in memory; strided ones work too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, prod
 
 from cutesuper.errors import LoweringError
 from cutesuper.graph.block import LOAD, STORE, Axis, AxisKind, BlockProgram, KernelStep, TensorSpec
@@ -21,6 +22,8 @@ from cutesuper.schedule.schedule import RowSchedule
 #: elements of one row that one thread may hold: 64 fp32 registers for every live value
 MAX_PER_THREAD = 64
 MAX_THREADS = 1024
+#: longest strided rows that are read coalesced: 32 threads along the row, 64 elements each
+MAX_STRIDED = 32 * MAX_PER_THREAD
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class RowPlan:
     Attributes:
         program: the block program, tiled as the kernel runs it.
         arguments: tensor arguments in order, inputs first.
-        column: the contiguous label.
+        column: the label along the rows.
         rows: the other labels, outermost first.
         loads: by operation.
         stores: by operation.
@@ -54,7 +57,7 @@ class RowPlan:
 
     @property
     def width(self) -> int:
-        """Elements of the contiguous label that a block covers."""
+        """Elements of a row that a block covers."""
         return self.schedule.lanes * self.schedule.vector * self.schedule.chunks
 
     @property
@@ -65,6 +68,8 @@ class RowPlan:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block: one slot for every warp and reduction."""
+        if self.schedule.interleaved:
+            return 4 * len(self.reductions) * self.threads
         slots = len(self.reductions) * self.schedule.rows * self.warps_per_row
         return 4 * slots if self.warps_per_row > 1 else 0
 
@@ -124,23 +129,19 @@ def _check_structure(program: BlockProgram, where: str) -> None:
 
 
 def _column(program: BlockProgram, views: tuple[View, ...], where: str) -> str:
-    """The label along which every tensor that has it is contiguous, and all reductions run."""
+    """The label that runs along rows: the one reduced, else the last one of the outputs."""
     over = {o.attributes["over"] for o in program.ops if lookup_reduces(o.kind)}
     stored = {o.attributes["map"][-1] for o in program.stores() if o.attributes["map"]} - {None}
     last = {v.labels[-1] for v in views if v.labels}
     candidates = over or stored or last
     if len(candidates) != 1:
         raise LoweringError(
-            f"{where}: one label must be contiguous in all tensors and be the one reduced; found "
+            f"{where}: one label must be the one reduced, or the last one of all outputs; found "
             f"{', '.join(sorted(candidates)) or 'none'}"
         )
     column = candidates.pop()
-    for v in views:
-        if column in v.labels and v.stride(column) != 1:
-            raise LoweringError(f"{where}: a tensor is not contiguous along {column}; transpose it "
-                                "in a kernel of its own")
     if isinstance(program.dims[column], Symbol):
-        raise LoweringError(f"{where}: the contiguous dimension {column} must have a fixed extent")
+        raise LoweringError(f"{where}: the rows' own dimension {column} must have a fixed extent")
     return column
 
 
@@ -155,44 +156,47 @@ def _default_schedule(
     where: str,
 ) -> RowSchedule:
     length = extent(program.dims[column])
-    vector = _vector(arguments, views, column, length)
+    contiguous = [v for v in views if v.stride(column) == 1]
+    total = prod(extent(d) for label, d in program.dims.items() if label != column)
+    if reduces and not contiguous and length <= MAX_STRIDED:
+        lanes = min(32, _power_of_two(ceil_div(length, 32)))
+        return RowSchedule(lanes, 1, ceil_div(length, lanes), 32, True, dependent_launch)
+    vector = _vector(arguments, views, contiguous, length)
     # four 16-byte accesses in flight per thread and tensor; fewer threads hold longer rows
     per_thread = 4 if reduces else 2
-    lanes = 1
-    while lanes < min(MAX_THREADS, ceil_div(length, vector * per_thread)):
-        lanes *= 2
-    if not reduces:
-        lanes = min(lanes, 256)
-        chunks = min(per_thread, ceil_div(length, lanes * vector))
-    else:
-        chunks = ceil_div(length, lanes * vector)
+    lanes = min(MAX_THREADS, _power_of_two(ceil_div(length, vector * per_thread)))
+    lanes = lanes if reduces else min(lanes, 256)
+    chunks = ceil_div(length, lanes * vector)
+    chunks = chunks if reduces else min(per_thread, chunks)
     if chunks * vector > MAX_PER_THREAD:
         limit = MAX_PER_THREAD * MAX_THREADS
         raise LoweringError(
             f"{where}: rows of {length} elements are longer than the {limit} that one block holds "
             f"in registers with {vector}-element accesses"
         )
-    total = 1
-    for d in program.dims:
-        total *= extent(program.dims[d]) if d != column else 1
     # full warps, 128 threads or more, but not fewer blocks than SMs
     rows = max(1, 128 // lanes)
     while rows > max(1, 32 // lanes) and ceil_div(total, rows) < target.sms:
         rows //= 2
-    return RowSchedule(lanes, vector, chunks, rows, dependent_launch)
+    return RowSchedule(lanes, vector, chunks, rows, False, dependent_launch)
+
+
+def _power_of_two(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def _vector(
-    arguments: tuple[Argument, ...], views: list[View], column: str, length: int
+    arguments: tuple[Argument, ...], views: list[View], contiguous: list[View], length: int
 ) -> int:
-    """Elements per access: 16 bytes of the widest type, as far as row lengths allow."""
+    """Elements per access: 16 bytes of the widest type, as far as row lengths allow. Tensors that
+    are strided along the row are read element by element, whatever this says."""
     widest = max(as_dtype(arguments[v.argument].dtype).itemsize for v in views)
     vector = gcd(16 // widest, length)
-    for v in views:
-        if column in v.labels:
-            for s in v.strides:
-                vector = gcd(vector, s) if s != 1 else vector
-    return vector
+    for v in contiguous:
+        for s in v.strides:
+            vector = gcd(vector, s) if s != 1 else vector
+    return vector if contiguous else 1
 
 
 def _retile(

@@ -39,6 +39,8 @@ class RowSchedule:
         vector: elements per memory access of a thread.
         chunks: accesses per thread and row.
         rows: rows a block computes at a time.
+        interleaved: neighbouring threads take neighbouring rows, not neighbouring elements: for
+            rows that are strided in memory, where this makes accesses coalesce.
         dependent_launch: launch before the predecessor in the stream has ended.
     """
 
@@ -46,6 +48,7 @@ class RowSchedule:
     vector: int
     chunks: int
     rows: int
+    interleaved: bool = False
     dependent_launch: bool = False
 
 
@@ -61,7 +64,8 @@ def schedule_dict(schedule: Schedule) -> dict[str, Any]:
 
 def read_schedule(data: Any) -> Schedule:
     """Read what `schedule_dict` made. Raises FormatError."""
-    cls = _KINDS.get(data.get("kind")) if isinstance(data, dict) else None
+    kind = data.get("kind") if isinstance(data, dict) else None
+    cls = _KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise FormatError(f"schedule: 'kind' must be one of {', '.join(_KINDS)}")
     wanted = {f.name: f.type for f in fields(cls)}

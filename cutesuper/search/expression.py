@@ -2,12 +2,12 @@
 
 The form decides whether a value can still become part of what is wanted. It forgets indices (a sum
 is a product with the extent of what was summed), therefore everything under a sum is *marked*:
-``sum_K X[M, K]`` holds ``X[M]``, not ``X[M, K]``, so that ``X * mean(X)`` and ``mean(X * X)`` differ.
+``sum_K X[M, K]`` holds ``X[M]``, not ``X[M, K]``: ``X * mean(X)`` and ``mean(X * X)`` differ.
 (Without marks 2388 of the 2412 programs extracted for the backward pass of RMSNorm were wrong.)
 
 * polynomial: monomials with integer coefficients, known by an int;
 * monomial: numerator (atoms with exponents), denominator (ONE expanded polynomial, nothing is
-  cancelled: otherwise ``softmax(S) @ V`` would become ``V``), extents (``K.loop``, ``K.tile``, ...);
+  cancelled: otherwise ``softmax(S) @ V`` would become ``V``), extents (``K.loop``, ``K.tile``);
 * atom: a variable with its free labels, a constant, a function of a polynomial, a maximum, or a
   *sealed* sum, i.e. one that is multiplied later and that products therefore see as one atom (else
   the goal would accept every sub-sum of every partial product: a program with a squared sum of
@@ -145,9 +145,11 @@ class Expressions:
         """x / y; nothing is cancelled."""
         if y == ONE:
             return x
-        return self.polynomial(
-            (self.monomial(m.numerator, self.mul(m.denominator, y), m.extents), c)
-            for m, c in self.terms(x)
+        return self.sealed(
+            self.polynomial(
+                (self.monomial(m.numerator, self.mul(m.denominator, y), m.extents), c)
+                for m, c in self.terms(x)
+            )
         )
 
     def exp(self, x: int) -> int:
@@ -209,9 +211,13 @@ class Expressions:
 
     # ------------------------------------------------------------------------------------ sealing
 
-    def seal(self, x: int) -> int:
-        """Make a sum an atom from now on, wherever a polynomial equals it."""
-        if len(self.polynomials[x]) < 2 or x in self._sealed:
+    def seal(self, x: int, products: bool = False) -> int:
+        """Make a sum an atom from now on, wherever a polynomial equals it.
+
+        ``products``: also a product, a quotient or a reduction.
+        """
+        terms = len(self.polynomials[x])
+        if x in self._sealed or terms == 0 or (terms == 1 and not (products and self.size(x) > 2)):
             return self.sealed(x)
         self._sealed[x] = self._single(Atom(AtomKind.SEALED, "sum", (), x))
         self.memo.clear()  # results that equal the sum, or were made of it

@@ -65,8 +65,8 @@ class _Extraction:
         top = max(pending, key=self.rank.__getitem__)
         found: list[_Chain] = []
         for own, d in self._derivations(top):
-            for chain in self.best((pending - {top}) | set(d.inputs)):
-                found.append(_Chain(own + chain.cost, (top, d), chain))
+            rest = self.best((pending - {top}) | set(d.inputs))
+            found += [_Chain(own + chain.cost, (top, d), chain) for chain in rest]
         found.sort(key=lambda c: c.cost)  # stable: equal costs stay in the order of discovery
         limit = found[0].cost * self.slack if found else inf
         self.memo[pending] = [c for c in found[: self.count] if c.cost <= limit]
@@ -105,8 +105,8 @@ def extract(
     search = _Extraction(table, price, count, slack, limit)
     found: list[Extracted] = []
     for goals in product(*table.finished()):
-        for chain in search.best(frozenset(goals)):
-            found.append(Extracted(chain.cost, _choices(chain), goals))
+        chains = search.best(frozenset(goals))
+        found += [Extracted(chain.cost, _choices(chain), goals) for chain in chains]
     found.sort(key=lambda e: e.cost)
     return [e for e in found[:count] if e.cost <= found[0].cost * slack]
 

@@ -17,7 +17,7 @@ from cutesuper.errors import SearchError
 from cutesuper.graph.block import CLUSTER_REDUCE, AxisKind, BlockProgram
 from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.search.labels import LabelledOp, LabelledProgram, LabelMap, Region
-from cutesuper.search.saturate import Operand, Split, State
+from cutesuper.search.splits import Operand, Split, State
 
 #: elements of a resident row; 16384 of 16 bits are 32 KB, of which 7 fit into shared memory
 MAX_ROW = 16384
@@ -57,9 +57,16 @@ class MatmulForm:
             for k in _MATMUL_SPLITS
         )
 
-    def computes(self, labels: frozenset[str], state: State) -> bool:
-        """Prologues on the row side, epilogues on complete values; none on partial sums."""
-        return not state.pending and not {self.contracted, self.column} <= labels
+    def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
+        """Prologues on staged rows and vectors, epilogues on complete values.
+
+        Nothing on partial sums, nothing on the column side, and no scalar of a row (``[M, 1]``)
+        inside the loop: what is staged has the contracted label.
+        """
+        if state.pending or any({self.contracted, self.column} <= x for x in operands):
+            return False
+        staged = [self.contracted in x for x in operands if x]
+        return all(staged) or not any(staged)
 
     def reduces(self, labels: frozenset[str], over: str) -> bool:
         """Statistics of rows."""
@@ -79,6 +86,13 @@ class MatmulForm:
         """Why a program that obeys the rules still cannot run, or None."""
         if len({op.inputs[0] for op in program.ops if op.kind == "matmul"}) > 1:
             return "products with different row operands"
+        stored = {
+            op.attributes["map"][-1] == self.column
+            for op in program.loads()
+            if {self.contracted, self.column} <= set(op.dims)
+        }
+        if len(stored) > 1:
+            return "column operands stored in different orders"
         cluster = program.of_kind(AxisKind.CLUSTER)
         if cluster and not any(op.kind == CLUSTER_REDUCE for op in program.ops):
             return "an unused cluster axis"
@@ -103,7 +117,7 @@ class RowForm:
         kinds = ((d, () if d == whole else (AxisKind.GRID,)) for d in program.dims)
         return (Split(tuple(kinds)),)
 
-    def computes(self, labels: frozenset[str], state: State) -> bool:
+    def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
         """Everything element-wise."""
         return True
 
@@ -169,7 +183,7 @@ def _matmul_form(
 
 
 def _check_order_of_products(program: LabelledProgram) -> None:
-    """Nothing may be contracted or reduced of what comes out of a product."""
+    """Products first: nothing may be reduced of what they give, and nothing else is stored."""
     after: set[int] = set()
     for i, op in enumerate(program.ops):
         if not after.isdisjoint(op.inputs):
@@ -178,6 +192,8 @@ def _check_order_of_products(program: LabelledProgram) -> None:
             after.add(i)
         if _is_product(program, op):
             after.add(i)
+    if any(i not in after for i, _ in program.outputs):
+        raise SearchError("a matrix product kernel stores only what depends on a product")
 
 
 def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
@@ -223,11 +239,11 @@ def _row_form(program: LabelledProgram) -> RowForm:
     for m in maps:
         _check_row_order(m, order)
     row = order[-1] if order else None
-    if row is not None and reduced:
+    if row is not None:
         extent = program.dims[row]
         if isinstance(extent, Symbol):
-            raise SearchError(f"a reduction over the symbolic extent {extent}")
-        if extent > MAX_ROW:
+            raise SearchError(f"the last dimension has the symbolic extent {extent}")
+        if reduced and extent > MAX_ROW:
             raise SearchError(f"a reduction over {extent} elements; at most {MAX_ROW} are resident")
     return RowForm(row, bool(reduced))
 

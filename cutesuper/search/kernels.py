@@ -150,7 +150,7 @@ class Flat:
         return float32 if between and node.shape[-1:] == (1,) else node.dtype
 
     def segment(self, members: tuple[int, ...]) -> Segment:
-        """The region of some operators, in the order of the graph (so that equal sets are equal)."""
+        """The region of some operators, in the order of the graph: equal sets are equal."""
         return _SegmentBuilder(self, tuple(sorted(members))).build()
 
     def describe(self, i: int) -> str:

@@ -111,7 +111,7 @@ class LabelledProgram:
 def label(region: Region) -> LabelledProgram:
     """Label the dimensions of a region.
 
-    An input in two roles (``X @ X^T``) is loaded once for each role, as ``X[M, K]`` and ``X[N, K]``.
+    An input in two roles (``X @ X^T``) is loaded once for each, as ``X[M, K]`` and ``X[N, K]``.
 
     Raises:
         SearchError: a value (not an input) would have one label twice, as in ``S @ S^T`` with S

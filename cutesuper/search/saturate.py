@@ -7,7 +7,7 @@ classes are combined with all earlier ones; what can still become part of the go
 every derivation. Programs are read off backwards by `extract`.
 
 before: ``acc_K(X W) / sqrt(mean_K X^2)``, K split over a loop; after, among 20 classes:
-``X[M, K] inside the loop``, ``partial XW[M, N]``, ``XW[M, N]``, ``mean X^2 [M]``, ``XW / sqrt(..)``.
+``X[M, K]`` inside the loop, partial and whole ``XW[M, N]``, ``mean X^2 [M]``, ``XW / sqrt(..)``.
 
 The value keeps apart what the normal form merges (the two rows of nested sums in QKNorm: 555 of
 984 programs were wrong without it); it costs some 40 microseconds for each useful derivation.
@@ -15,101 +15,25 @@ The value keeps apart what the normal form merges (the two rows of nested sums i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import combinations
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cutesuper.errors import SearchError
-from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, LOAD, ORDER, Axis, AxisKind
+from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, LOAD, Axis, AxisKind
 from cutesuper.graph.field import DivisionByZero, FieldAlgebra, FieldValue, uniform
 from cutesuper.graph.operators import lookup
 from cutesuper.search.expression import Expressions
 from cutesuper.search.goal import Goal
 from cutesuper.search.labels import LabelledOp, LabelledProgram
+from cutesuper.search.splits import AnyRules, Operand, Rules, Split, State, all_parts
 
 #: extent of every part of a label in class keys (1 would make a sum over it invisible)
 _PART = 2
 _ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
-
-
-@dataclass(frozen=True)
-class Split:
-    """Which axis kinds divide each label, outermost first."""
-
-    kinds: tuple[tuple[str, tuple[AxisKind, ...]], ...]
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        """One axis for each, of extent 1."""
-        return tuple(Axis(label, kind, 1) for label, kinds in self.kinds for kind in kinds)
-
-    def parts(self, label: str) -> tuple[str, ...]:
-        """Names of the parts of a label: its axes, and its tile."""
-        kinds = dict(self.kinds)[label]
-        return (*(f"{label}.{k}" for k in kinds), f"{label}.tile")
-
-    def tile_parts(self, label: str) -> tuple[str, ...]:
-        """The parts that a reduction of a tile covers: those no axis stands for."""
-        absent = set(all_parts(label)) - set(self.parts(label))
-        return tuple(sorted((*absent, f"{label}.tile")))
-
-    def __str__(self) -> str:
-        shown = ((label, "+".join(kinds)) for label, kinds in self.kinds)
-        return " ".join(f"{label}:{kinds or 'whole'}" for label, kinds in shown)
-
-
-def all_parts(label: str) -> tuple[str, ...]:
-    """Every part that a label may have."""
-    return (*(f"{label}.{k}" for k in ORDER), f"{label}.tile")
-
-
-class Rules(Protocol):
-    """What a kernel skeleton can do; asked before a class is formed."""
-
-    def computes(self, labels: frozenset[str], state: State) -> bool:
-        """Whether element-wise operators may give (or take) such a value."""
-        ...
-
-    def reduces(self, labels: frozenset[str], over: str) -> bool:
-        """Whether a tile with these labels may be reduced over one of them."""
-        ...
-
-    def contracts(self, a: Operand, b: Operand, over: str) -> bool:
-        """Whether the product of two tiles may be contracted, in this order."""
-        ...
-
-
-class AnyRules:
-    """Everything that `graph.check` allows (grid-split reductions apart: nothing sums them)."""
-
-    def computes(self, labels: frozenset[str], state: State) -> bool:
-        return True
-
-    def reduces(self, labels: frozenset[str], over: str) -> bool:
-        return True
-
-    def contracts(self, a: Operand, b: Operand, over: str) -> bool:
-        return True
-
-
-class State(NamedTuple):
-    """What a value depends on besides its labels; see `graph.check.ValueState`."""
-
-    inside: frozenset[str]
-    closed: frozenset[str]
-    pending: frozenset[str]
-
-
-class Operand(NamedTuple):
-    """An operand of a contraction; ``loaded``: it is a plain load."""
-
-    labels: frozenset[str]
-    state: State
-    loaded: bool
 
 
 class Class(NamedTuple):
@@ -137,11 +61,21 @@ class Derivation(NamedTuple):
 _FREE = State(frozenset(), frozenset(), frozenset())
 
 
-class Space:
-    """What all splits of one labelled program share: normal forms, goal, operators in use."""
+class TooLarge(SearchError):
+    """More classes than the limit."""
 
-    def __init__(self, program: LabelledProgram) -> None:
-        self.program, self.table = program, Expressions()
+
+class Space:
+    """What all splits of one labelled program share: normal forms, goal, operators in use.
+
+    Args:
+        program: what is wanted.
+        coarse: also seal every value that has several users. Fewer variants, far fewer classes:
+            a norm of a norm needs more than 4000 classes without, and 42 with.
+    """
+
+    def __init__(self, program: LabelledProgram, coarse: bool = False) -> None:
+        self.program, self.table, self.coarse = program, Expressions(), coarse
         values = self._seal()
         self.goals = [(values[i], program.ops[i].labels) for i, _ in program.outputs]
         parts = {label: all_parts(label) for label in program.reduced}
@@ -164,17 +98,22 @@ class Space:
 
     def _seal(self) -> list[int]:
         """Normal forms of the program, with every sum that is multiplied later sealed."""
+        users = Counter(i for op in self.program.ops for i in set(op.inputs))
+        shared = {i for i, n in users.items() if n > 1 and self.coarse}
         multiplied = {
             i
             for op in self.program.ops
             if op.kind in ("mul", "div", "matmul", "square")
             for i in op.inputs
         }
+        values: list[int] = []
         for _ in range(2):  # again, so that equal sums met before the first seal are sealed too
-            values: list[int] = []
+            values.clear()
             for i, op in enumerate(self.program.ops):
                 x = self.form(op, i, [values[j] for j in op.inputs])
-                values.append(self.table.seal(x) if i in multiplied else x)
+                if i in multiplied or i in shared:
+                    x = self.table.seal(x, products=i in shared)
+                values.append(x)
         return values
 
     def form(self, op: LabelledOp, index: int, args: list[int]) -> int:
@@ -266,7 +205,7 @@ class Table:
     # --------------------------------------------------------------------------------- saturation
 
     def run(self) -> Table:
-        """Combine until nothing new is useful. Raises SearchError past the limit."""
+        """Combine until nothing new is useful. Raises TooLarge past the limit."""
         done = 0
         while done < len(self.classes):
             self._unary(done)
@@ -274,7 +213,7 @@ class Table:
                 self._pair(done, j)
             done += 1
             if len(self.classes) > self.limit:
-                raise SearchError(
+                raise TooLarge(
                     f"split {self.split}: more than {self.limit} classes; raise "
                     "SearchOptions.max_classes or compute the program in pieces"
                 )
@@ -287,7 +226,7 @@ class Table:
             self.classes.append(key)
             self.values.append(value)
             self.derivations.append([])
-            usable = self.rules.computes(key.labels, key.state)
+            usable = self.rules.computes((key.labels,), key.state)
             self._usable.append(usable and self.space.partial_maximum(key.form) is None)
         self.derivations[i].append(derivation)
 
@@ -374,10 +313,11 @@ class Table:
         state = State(inside, closed, a.state.pending | b.state.pending)
         labels = a.labels | b.labels
         nested = labels in (a.labels, b.labels)
-        if self._usable[i] and self._usable[j] and self.rules.computes(labels, state):
-            if nested or frozenset((a.labels, b.labels)) in self.space.outer:
-                for kind, left, right in self._binary(i, j):
-                    self._elementwise(kind, left, right, labels, state)
+        usable = self._usable[i] and self._usable[j]
+        usable = usable and self.rules.computes((a.labels, b.labels), state)
+        if usable and (nested or frozenset((a.labels, b.labels)) in self.space.outer):
+            for kind, left, right in self._binary(i, j):
+                self._elementwise(kind, left, right, labels, state)
         if not nested:
             self._contractions(i, j, labels, state)
 
@@ -391,10 +331,10 @@ class Table:
                 yield "div", i, j
             if "div" in kinds and i != j and goal.divides(x):
                 yield "div", j, i
-        if i != j and goal.together(x, y):
+        if goal.together(x, y):
             if "add" in kinds:
                 yield "add", i, j
-            if "sub" in kinds:
+            if "sub" in kinds and i != j:
                 yield "sub", i, j
                 yield "sub", j, i
         yield from ((k, *o) for k in kinds if k not in _ARITHMETIC for o in {(i, j), (j, i)})
@@ -464,31 +404,6 @@ def saturate(
     """All useful classes of one split.
 
     Raises:
-        SearchError: more than ``limit`` classes (459 is the most any tried program needed).
+        TooLarge: more than ``limit`` classes (459 is the most any tried program needed).
     """
     return Table(space, split, rules or AnyRules(), limit, seed).run()
-
-
-def splits(program: LabelledProgram) -> Iterator[Split]:
-    """Every assignment of axis kinds to labels, fewest axes first.
-
-    At most one cluster, one loop and one persistent axis; a label of the outputs is a grid axis,
-    perhaps with a loop or persistent one inside; a label that is only reduced has none of the grid.
-    """
-    outer, inner = (AxisKind.GRID,), (AxisKind.CLUSTER, AxisKind.PERSISTENT, AxisKind.LOOP)
-    options: list[list[tuple[AxisKind, ...]]] = []
-    for label in program.dims:
-        if label in program.reduced:
-            options.append([c for n in range(3) for c in combinations(inner, n)])
-        else:
-            options.append([outer, (*outer, AxisKind.LOOP), (*outer, AxisKind.PERSISTENT)])
-    chosen: list[tuple[tuple[AxisKind, ...], ...]] = [()]
-    for option in options:
-        chosen = [(*c, o) for c in chosen for o in option if _once((*c, o))]
-    for c in sorted(chosen, key=lambda c: sum(map(len, c))):
-        yield Split(tuple(zip(program.dims, c, strict=True)))
-
-
-def _once(kinds: tuple[tuple[AxisKind, ...], ...]) -> bool:
-    flat = [k for ks in kinds for k in ks if k != AxisKind.GRID]
-    return len(set(flat)) == len(flat)

@@ -33,7 +33,7 @@ from cutesuper.search.extract import block_program, extract
 from cutesuper.search.forms import Form, MatmulForm, find_form
 from cutesuper.search.kernels import Cut, Flat, Kernel, cuts
 from cutesuper.search.labels import LabelledProgram, Region, label
-from cutesuper.search.saturate import Space, saturate
+from cutesuper.search.saturate import Space, TooLarge, saturate
 from cutesuper.search.sizing import describe, sized
 
 
@@ -44,7 +44,8 @@ class SearchOptions:
     Attributes:
         programs_per_split: structures taken from one split of one region.
         slack: a structure may cost this much more than the cheapest of its split, before sizing.
-        max_classes: classes of one split before it is given up (459 is the most seen).
+        max_classes: classes of one split; past that the region is searched again with shared
+            values sealed, and given up if that does not help.
         sizes_per_structure: sized programs kept of one structure.
         keep: candidates returned.
         budget_s: stop looking for more after this many seconds; None: never.
@@ -68,6 +69,7 @@ class Statistics:
         regions: different regions looked at.
         splits, feasible: splits tried, and those under which every output can be computed.
         classes, tried: classes kept, and results formed to find them.
+        largest: classes of the largest split.
         programs: structures extracted.
         pruned: regions, structures and sizes that were left out, by reason.
         verified, rejected: verdicts of ``verify`` on structures.
@@ -80,6 +82,7 @@ class Statistics:
     feasible: int = 0
     classes: int = 0
     tried: int = 0
+    largest: int = 0
     programs: int = 0
     pruned: Counter[str] = field(default_factory=Counter)
     verified: int = 0
@@ -124,7 +127,7 @@ def search(
     graph: KernelGraph,
     target: Target,
     *,
-    options: SearchOptions = SearchOptions(),  # noqa: B008 (frozen)
+    options: SearchOptions = SearchOptions(),
     on_progress: Callable[[Progress], None] | None = None,
     verify: Verify | None = None,
 ) -> SearchResult:
@@ -214,14 +217,24 @@ class _Search:
     def _search_region(
         self, region: Region, program: LabelledProgram, form: Form
     ) -> list[Kernel]:
-        space, found = Space(program), list[Kernel]()
-        for split in form.splits(program):
-            table = saturate(
-                space, split, form, self.options.max_classes, self.options.seed
-            )
+        try:
+            found = self._programs(region, form, Space(program))
+        except TooLarge:
+            self.statistics.pruned["too many classes: shared values sealed"] += 1
+            found = self._programs(region, form, Space(program, coarse=True))
+        if not found:
+            raise SearchError("no structure that the lowering can run fits the device")
+        return sorted(found, key=lambda k: k.cost.total)[: 2 * self.options.keep]
+
+    def _programs(self, region: Region, form: Form, space: Space) -> list[Kernel]:
+        """Sized programs of all splits of a form."""
+        found: list[Kernel] = []
+        for split in form.splits(space.program):
+            table = saturate(space, split, form, self.options.max_classes, self.options.seed)
             self.statistics.splits += 1
             self.statistics.classes += len(table.classes)
             self.statistics.tried += table.tried
+            self.statistics.largest = max(self.statistics.largest, len(table.classes))
             cost = price(table, form, self.target, region.output_dtypes[0].itemsize)
             extracted = extract(table, cost, self.options.programs_per_split, self.options.slack)
             if not extracted:
@@ -229,9 +242,7 @@ class _Search:
             self.statistics.feasible += 1
             for e in extracted:
                 found += self._sizes(region, form, block_program(table, e))
-        if not found:
-            raise SearchError("no structure that the lowering can run fits the device")
-        return sorted(found, key=lambda k: k.cost.total)[: 2 * self.options.keep]
+        return found
 
     def _sizes(self, region: Region, form: Form, structure: BlockProgram) -> list[Kernel]:
         self.statistics.programs += 1

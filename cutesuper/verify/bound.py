@@ -14,7 +14,7 @@ from math import log2, prod
 from typing import Any
 
 from cutesuper.graph.block import MuGraph
-from cutesuper.graph.field import P
+from cutesuper.graph.field import P, Q
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import Attributes, lookup
 from cutesuper.verify.extents import Sizes
@@ -64,15 +64,18 @@ class DegreeAlgebra:
     Attributes:
         argument: highest degree (numerator plus denominator) under an opaque function.
         zeros: sum of the degrees of all elements that are divided by.
-        exponentials: `exp` was used.
+        exponents: arguments of exponentials.
+        shifts: number of fresh values that maxima became.
         ordered: `max` was used where it means the largest element.
     """
 
-    def __init__(self, shifted: bool) -> None:
+    def __init__(self, shifted: bool, shift_degree: int = 1) -> None:
         self.shifted = shifted
+        self.shift_degree = shift_degree
         self.argument = 0
         self.zeros = 0
-        self.exponentials = False
+        self.exponents: list[Degree] = []
+        self.shifts = 0
         self.ordered = False
 
     def add(self, x: Degree, y: Degree) -> Degree:
@@ -107,9 +110,11 @@ class DegreeAlgebra:
         return Degree(x.sizes, 1, 0, frozenset(), x.terms + 1, dims)
 
     def exp(self, x: Degree) -> Degree:
-        """Counted like a fresh variable; `error_bound` decides whether that may be done."""
-        self.exponentials = True
-        return self.opaque("exp", x)
+        """A fresh variable, over that of a shift; `error_bound` decides whether that holds."""
+        self.exponents.append(x)
+        if not self.shifted:
+            return Degree(x.sizes, 1)
+        return Degree(x.sizes, 2, 1, frozenset(x.sizes))
 
     def constant(self, value: float) -> Degree:
         """Degree zero."""
@@ -134,7 +139,9 @@ class DegreeAlgebra:
         """A fresh variable where maxima are replaced by fresh values; else no bound holds."""
         self.ordered |= not self.shifted
         over = set(dims)
-        return Degree({d: n for d, n in x.sizes.items() if d not in over}, 1)
+        sizes = {d: n for d, n in x.sizes.items() if d not in over}
+        self.shifts += prod(sizes.values())
+        return Degree(sizes, self.shift_degree)
 
     def matmul(self, x: Degree, y: Degree, over: Iterable[str]) -> Degree:
         """A sum of products."""
@@ -163,9 +170,7 @@ class DegreeAlgebra:
 
     def load(self, x: Degree, mapped: Sequence[Mapped], window: Any) -> Degree:
         """Over parts; what varied along some dimension is taken to vary along all."""
-        return _spread(
-            x, {p: n for m in mapped for p, n in zip(m.parts, m.extents, strict=True)}
-        )
+        return _spread(x, {p: n for m in mapped for p, n in zip(m.parts, m.extents, strict=True)})
 
     def store(self, x: Degree, mapped: Sequence[Mapped], window: Any, into: Any) -> Degree:
         """Tiles are put together in `finish`."""
@@ -188,7 +193,9 @@ def _spread(x: Degree, sizes: dict[str, int]) -> Degree:
     )
 
 
-def error_bound(graph: KernelGraph, mu: MuGraph, sizes: Sizes, shifted: bool) -> Bound:
+def error_bound(
+    graph: KernelGraph, mu: MuGraph, sizes: Sizes, shifted: bool, exponents: str | None
+) -> Bound:
     """The false-accept bound of one trial.
 
     Args:
@@ -196,6 +203,7 @@ def error_bound(graph: KernelGraph, mu: MuGraph, sizes: Sizes, shifted: bool) ->
         mu: the muGraph.
         sizes: extents of the trial.
         shifted: maxima were replaced by fresh values.
+        exponents: which condition of `cutesuper.verify.exponents` fails, if any.
     """
     source, found = DegreeAlgebra(shifted), DegreeAlgebra(shifted)
     inputs = [_input(s) for s in sizes.inputs]
@@ -203,15 +211,39 @@ def error_bound(graph: KernelGraph, mu: MuGraph, sizes: Sizes, shifted: bool) ->
     tensors: dict[str, Any] = dict(zip(mu.inputs, inputs, strict=True))
     for program in sizes.programs:
         tensors |= BlockRun(found, program, tensors, set()).run()
+    arguments = source.exponents + found.exponents
     if source.ordered or found.ordered:
         return Bound(None, "no bound: a maximum shows an element only where it is the largest")
-    if source.exponentials or found.exponentials:
-        return Bound(None, "no bound: sums of exponentials, see docs/verification.md")
+    if arguments and any(x.terms for x in arguments):
+        exponents = exponents or "an exponential has an opaque function in its argument"
+    if arguments and exponents is not None:
+        return Bound(None, f"no bound: {exponents}")
     argument = 2 * max(source.argument, found.argument)
-    worst = max(
+    weight = max(
         _element(w, tensors[name], argument) for w, name in zip(want, mu.outputs, strict=True)
     )
-    return _bound(worst, source.zeros + found.zeros)
+    weight += _accidents(source.exponents, arguments, source.shifts + found.shifts)
+    zeros = source.zeros + found.zeros
+    return _bound(weight, 2 * zeros, Q) if arguments else _bound(weight, zeros, P)
+
+
+def affine_inputs(graph: KernelGraph, sizes: Sizes) -> list[int]:
+    """Positions of the inputs in which all arguments of exponentials are affine."""
+    result = []
+    for k in range(len(sizes.inputs)):
+        a = DegreeAlgebra(shifted=True, shift_degree=0)
+        one = [replace(_input(s), num=int(i == k)) for i, s in enumerate(sizes.inputs)]
+        evaluate_graph(graph, a, one)
+        if all(x.num <= 1 and not x.den and not x.terms for x in a.exponents):
+            result.append(k)
+    return result
+
+
+def _accidents(source: list[Degree], both: list[Degree], shifts: int) -> int:
+    """Weight of the accidents of exponents: low rank, or a strange one that looks known."""
+    count = sum(prod(x.sizes.values()) for x in source)
+    highest = max((x.num + x.den for x in both), default=0)
+    return (4 * count + 4 * shifts + 2) * highest
 
 
 def _input(shape: tuple[int, ...]) -> Degree:
@@ -225,11 +257,12 @@ def _element(want: Degree, found: Degree, argument: int) -> int:
     return difference + terms * (terms - 1) // 2 * argument
 
 
-def _bound(weight: int, zeros: int) -> Bound:
-    if 2 * zeros >= P or weight >= P:
+def _bound(weight: int, zeros: int, order: int) -> Bound:
+    if 2 * zeros >= order or weight >= order:
         return Bound(None, "no bound: degrees too high for the field at these extents")
-    chance = weight / P / (1 - zeros / P)
+    chance = weight / order / (1 - zeros / order)
+    what = "degree" if order == P else "exponents jointly uniform, degree"
     return Bound(
-        min(0.0, log2(max(chance, 1 / P))),
-        f"degree {weight} over a field of {P}; opaque functions random; at the extents tried",
+        min(0.0, log2(max(chance, 1 / order))),
+        f"{what} {weight} over {order}; opaque functions taken as random; at these extents",
     )

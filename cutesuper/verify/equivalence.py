@@ -21,8 +21,9 @@ from cutesuper.graph.check import check_mugraph
 from cutesuper.graph.dims import show_shape
 from cutesuper.graph.field import DivisionByZero, FieldValue, align
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.verify.bound import Bound, error_bound
+from cutesuper.verify.bound import Bound, affine_inputs, error_bound
 from cutesuper.verify.domain import FieldDomain, draw
+from cutesuper.verify.exponents import RecordingDomain, arguments_match, jointly_uniform
 from cutesuper.verify.extents import SizeChooser, Sizes, real_sizes, resized_graph
 from cutesuper.verify.source import evaluate_graph, names_of
 from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun
@@ -70,7 +71,8 @@ class Verification:
         reason: why the programs are not equal.
         counterexample: an element that differs.
         extents: shapes of the inputs at which the trials of the bound ran.
-        real_extents: whether the programs were also compared at their real extents.
+        real_extents: whether the programs were also compared at their real extents, once.
+        real_bound_log2: the same chance for that one comparison; None where none is stated.
     """
 
     equal: bool
@@ -81,6 +83,7 @@ class Verification:
     counterexample: Counterexample | None = None
     extents: dict[str, tuple[int, ...]] = field(default_factory=dict)
     real_extents: bool = False
+    real_bound_log2: float | None = None
 
     def __bool__(self) -> bool:
         return self.equal
@@ -96,6 +99,8 @@ class Verification:
             else "no error bound"
         )
         real = "; also at real extents" if self.real_extents else ""
+        if self.real_bound_log2 is not None:
+            real += f" (once, 2^{self.real_bound_log2:.0f})"
         return f"equal in {self.trials} trials at {at}{real}; {bound} ({self.conditions})"
 
 
@@ -126,6 +131,7 @@ class Verifier:
         self._has_max, self._has_exp = "max" in kinds, "exp" in kinds
         self._known: OrderedDict[Any, _Trial] = OrderedDict()
         self._graphs: dict[Any, KernelGraph] = {}
+        self._uniform_at: dict[Any, bool] = {}
 
     def check(self, mu: MuGraph, bound: bool = True, full: bool = False) -> Verification:
         """Compare a muGraph with the kernel graph.
@@ -164,15 +170,19 @@ class Verifier:
             found = self._compare(mu, sizes, trial, "order" if real else mode, with_q, real)
         if found is not None:
             return _differs(found, len(plan))
-        limit = self._bound(mu, exact, mode) if bound else Bound(None, "bound not asked for")
-        per_trial = limit.log2
+        limit = real_limit = Bound(None, "bound not asked for")
+        if bound:
+            limit = self._bound(mu, exact, mode, with_q, trials)
+        if bound and full and not maxima and not with_q:
+            real_limit = self._bound(mu, real_sizes(mu), mode, with_q, 1)
         return Verification(
             equal=True,
             trials=len(plan) + 1,
-            bound_log2=None if per_trial is None else per_trial * trials,
+            bound_log2=None if limit.log2 is None else limit.log2 * trials,
             conditions=limit.conditions,
             extents=dict(zip(mu.inputs, exact.inputs, strict=True)),
             real_extents=full,
+            real_bound_log2=real_limit.log2,
         )
 
     def _compare(
@@ -229,9 +239,43 @@ class Verifier:
                 self._known.popitem(last=False)
         return trial
 
-    def _bound(self, mu: MuGraph, sizes: Sizes, mode: Mode) -> Bound:
-        graph = self._graphs[sizes.inputs]
-        return error_bound(graph, mu, sizes, shifted=mode == "shift")
+    def _bound(self, mu: MuGraph, sizes: Sizes, mode: Mode, with_q: bool, trials: int) -> Bound:
+        failed = self._failed_condition(mu, sizes, mode, trials) if with_q else None
+        return error_bound(self._graphs[sizes.inputs], mu, sizes, mode == "shift", failed)
+
+    def _failed_condition(self, mu: MuGraph, sizes: Sizes, mode: Mode, trials: int) -> str | None:
+        """Which condition of `cutesuper.verify.exponents` does not hold, if any."""
+        try:
+            if not self._uniform(self._graphs[sizes.inputs], sizes, mode):
+                return "the arguments of the exponentials are not shown to be jointly uniform"
+            if not all(self._arguments_match(mu, sizes, t, mode) for t in range(trials)):
+                return "an exponential has an argument that the kernel graph does not have"
+        except DivisionByZero:
+            return "the first draw of a trial divides by zero"
+        return None
+
+    def _uniform(self, graph: KernelGraph, sizes: Sizes, mode: Mode) -> bool:
+        if sizes.inputs not in self._uniform_at:
+            known = self._source(sizes, (0, 0), mode, True, keep=True)
+            affine = affine_inputs(graph, sizes)
+            self._uniform_at[sizes.inputs] = jointly_uniform(
+                graph, known.inputs, affine, known.seed
+            )
+        return self._uniform_at[sizes.inputs]
+
+    def _arguments_match(self, mu: MuGraph, sizes: Sizes, trial: int, mode: Mode) -> bool:
+        """Conditions of the bound that hold for a pair of programs, in one trial."""
+        known = self._source(sizes, (trial, 0), mode, True, keep=True)
+        tensors: dict[str, Any] = dict(zip(mu.inputs, known.inputs, strict=True))
+
+        def domain(second: bool, zero: bool) -> RecordingDomain:
+            return RecordingDomain(known.seed, _shifts(known.shift_seed + second, mode), zero)
+
+        return arguments_match(
+            lambda a: evaluate_graph(self._graphs[sizes.inputs], a, list(known.inputs)),
+            lambda a: evaluate_mugraph(a, mu, sizes, tensors),
+            domain,
+        )
 
 
 def verify(
@@ -282,8 +326,11 @@ def check_interface(graph: KernelGraph, mu: MuGraph) -> None:
 
 
 def _domain(seed: int, shift_seed: int, mode: Mode) -> FieldDomain:
-    shifts = np.random.default_rng([7, shift_seed]) if mode == "shift" else None
-    return FieldDomain(seed, shifts)
+    return FieldDomain(seed, _shifts(shift_seed, mode))
+
+
+def _shifts(seed: int, mode: Mode) -> np.random.Generator | None:
+    return np.random.default_rng([7, seed]) if mode == "shift" else None
 
 
 def _first_difference(

@@ -171,10 +171,7 @@ def _join_mugraph(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> None:
     for i, name in pairs:
         for d in range(len(graph.nodes[i].shape)):
             classes.join(("s", i, d), ("t", name, d))
-    for name, spec in mu.tensors.items():
-        for d, n in enumerate(spec.shape):
-            if n == 1:
-                classes.join(("t", name, d), _ONE)
+    # an intermediate may have an extent of 1 because an axis has: it is still tried with more
     for k, step in enumerate(mu.steps):
         for op in (*step.program.loads(), *step.program.stores()):
             for d, label in enumerate(op.attributes["map"]):

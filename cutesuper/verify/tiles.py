@@ -120,9 +120,7 @@ class BlockRun:
         self.layout = Layout(program)
         ops = program.ops
         also = {i for i, op in enumerate(ops) if op.kind == STORE and _tensor(op) in wanted}
-        self.q_wanted = needs_exponents(
-            [op.kind for op in ops], [op.inputs for op in ops], also
-        )
+        self.q_wanted = needs_exponents([op.kind for op in ops], [op.inputs for op in ops], also)
         self._names = self._dims_of_values()
         self._step = self._chunks(chunk_elements) if chunk_elements else {}
         self._cut = [frozenset(n) & set(self._step) for n in self._names]

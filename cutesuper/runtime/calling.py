@@ -1,0 +1,146 @@
+"""How programs are called, whether just compiled (`Kernel`) or loaded (`ExportedProgram`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from cutesuper.errors import DeviceError, GraphError
+from cutesuper.graph.dims import Shape, Symbol
+from cutesuper.graph.evaluate import run_reference
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.runtime.checks import Signature
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The kernels of one program, ready to run.
+
+    Attributes:
+        intermediates: shape and torch dtype of every tensor between kernels.
+        launch: launches all kernels on torch's current device and stream; takes inputs, outputs
+            and intermediates in one list, checked, all on that device.
+    """
+
+    intermediates: Sequence[tuple[Shape, Any]]
+    launch: Callable[[list[Any]], None]
+
+
+class Program(ABC):
+    """A program to call with torch tensors.
+
+    ``program(x, w)`` takes torch tensors and returns a tensor (a tuple for several outputs);
+    ``program([x, w])`` and ``program(inputs=[x, w])`` return a list. On CUDA tensors the compiled
+    kernels run on the current stream; calls can be captured into CUDA graphs. On CPU tensors the
+    reference executor runs. ``out=`` receives the results in place of new tensors.
+
+    Attributes:
+        graph: the definition.
+        arch: what the kernels were compiled for, e.g. ``sm_90a``.
+    """
+
+    #: what to do about tensors on a GPU that the kernels are not for
+    _remedy = "superoptimize on that GPU, or pass its name as target="
+
+    def __init__(self, graph: KernelGraph, arch: str) -> None:
+        self.graph = graph
+        self.arch = arch
+        self._devices: set[int] = set()
+
+    @cached_property
+    def _signature(self) -> Signature:
+        """Made at the first call: it needs PyTorch, and `ExportedProgram.launch` does not."""
+        return Signature(self.graph)
+
+    @abstractmethod
+    def _launches(self, extents: dict[str, int]) -> Launches:
+        """The kernels for these extents of the symbols."""
+
+    def __call__(
+        self,
+        *args: Any,
+        inputs: Sequence[torch.Tensor] | None = None,
+        out: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    ) -> Any:
+        """Run the program.
+
+        Args:
+            args: one tensor per input, or a single list of them.
+            inputs: the same as a keyword.
+            out: tensors that receive the outputs; contiguous, not overlapping an input.
+
+        Raises:
+            ShapeError, DTypeError, LayoutError, DeviceError: an argument that does not fit; the
+                message names it. Nothing has run then.
+        """
+        if inputs is None:
+            as_list = len(args) == 1 and isinstance(args[0], list | tuple)
+            values: Sequence[Any] = args[0] if as_list else args
+        elif args:
+            raise GraphError("kernel(...): give the inputs either by position or as inputs=, once")
+        else:
+            as_list, values = True, inputs
+        results = self._run(values, out)
+        if as_list:
+            return results
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _run(self, inputs: Sequence[Any], out: Any) -> list[Any]:
+        signature = self._signature
+        extents = signature.bind(inputs)
+        device = inputs[0].device
+        if device.type != "cuda":
+            return self._run_on_cpu(inputs, out, extents)
+        if device.index not in self._devices:
+            self._admit(device)
+        launches = self._launches(extents)
+        import torch
+
+        if out is None:
+            outputs = [
+                torch.empty(shape, dtype=dtype, device=device)
+                for shape, dtype in signature.output_shapes(extents)
+            ]
+        else:
+            outputs = signature.check_out(out, inputs, extents)
+        values = [*inputs, *outputs]
+        for shape, dtype in launches.intermediates:
+            known = [extents[d.name] if isinstance(d, Symbol) else d for d in shape]
+            values.append(torch.empty(known, dtype=dtype, device=device))
+        if device.index == torch.cuda.current_device():
+            launches.launch(values)
+        else:
+            with torch.cuda.device(device):
+                launches.launch(values)
+        return outputs
+
+    def _run_on_cpu(self, inputs: Sequence[Any], out: Any, extents: dict[str, int]) -> list[Any]:
+        results = run_reference(self.graph, list(inputs))
+        if out is None:
+            return results
+        outputs = self._signature.check_out(out, inputs, extents)
+        for o, r in zip(outputs, results, strict=True):
+            o.copy_(r)
+        return outputs
+
+    def _admit(self, device: Any) -> None:
+        """Check once for each device that the compiled code can run there."""
+        import torch
+
+        major, minor = torch.cuda.get_device_capability(device)
+        have, need = f"sm_{major}{minor}", self.arch.rstrip("af")
+        if have != need:
+            raise DeviceError(
+                f"{self!r}: compiled for {need}, called with tensors on {device} ({have}); "
+                f"{self._remedy}"
+            )
+        self._devices.add(device.index)
+
+
+__all__ = ["Launches", "Program"]

@@ -1,0 +1,272 @@
+"""Exported libraries, read back: their metadata, their kernels, launching them.
+
+The C interface is in `cutesuper.runtime.export`. Nothing here imports PyTorch or CuTe DSL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from cutesuper.errors import CompileError, DeviceError, FormatError, ShapeError
+from cutesuper.runtime.arguments import RawTensor, check_description, pack_argument
+from cutesuper.runtime.elf import parse_elf
+
+ABI_VERSION = 1
+#: arguments of one kernel, the stream among them
+MAX_COUNT = 256
+
+_SECTION = ".cutesuper"
+_POINTER = struct.Struct("<Q")
+_EXTENTS = {"i32": struct.Struct("<i"), "i64": struct.Struct("<q")}
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The metadata of an exported library, validated, without running any of its code.
+
+    Only ``program`` is not looked into: it belongs to `cutesuper.runtime.program`.
+
+    Raises:
+        FormatError: when the file is missing, no exported library, or of another version.
+    """
+    what = os.fspath(path)
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise FormatError(f"{what}: cannot read it: {error.strerror or error}") from error
+    section = parse_elf(content, what).find(_SECTION)
+    if section is None:
+        raise FormatError(f"{what}: not exported by cutesuper (it has no section {_SECTION})")
+    try:
+        metadata = json.loads(section.data.rstrip(b"\0"))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{what}: its metadata is damaged: {error!r}; export it again") from error
+    check_metadata(metadata, what)
+    return metadata
+
+
+def check_metadata(metadata: Any, what: str) -> None:
+    """Validates what `read_metadata` read. Raises FormatError."""
+    _check_fields(metadata, {"abi": int}, what)
+    if (abi := metadata["abi"]) != ABI_VERSION:
+        raise FormatError(
+            f"{what}: exported with interface version {abi}, this is {ABI_VERSION}; export it again"
+        )
+    _check_fields(metadata, {"version": str, "arch": str, "kernels": list, "program": dict}, what)
+    if not metadata["kernels"]:
+        raise FormatError(f"{what}: there is no kernel in it; export it again")
+    for kernel in metadata["kernels"]:
+        _check_kernel(kernel, what)
+
+
+def _check_kernel(kernel: Any, what: str) -> None:
+    _check_fields(kernel, {"name": str, "arguments": dict, "outputs": list}, what)
+    arguments = check_description(kernel["arguments"], what)
+    if len(arguments) >= MAX_COUNT:
+        raise FormatError(f"{what}: {len(arguments)} arguments, at most {MAX_COUNT - 1}")
+    for index in kernel["outputs"]:
+        if type(index) is not int or not 0 <= index < len(arguments):
+            raise FormatError(f"{what}: output {index!r} of {len(arguments)} arguments")
+
+
+def _check_fields(record: Any, types: Mapping[str, type], what: str) -> None:
+    for key, expected in types.items():
+        if not isinstance(record, dict) or not isinstance(record.get(key), expected):
+            raise FormatError(
+                f"{what}: metadata field {key!r} is missing or no {expected.__name__}; "
+                "export it again"
+            )
+
+
+class ExportedLibrary:
+    """The code of an exported library. Kernels are loaded to a device when they first run there.
+
+    Attributes:
+        metadata: validated, see `read_metadata`.
+        kernels: its kernels in order.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, Any]) -> None:
+        self.metadata = metadata
+        self._ready: set[int] = set()
+        self._lock = threading.Lock()
+        try:
+            self._library = ctypes.CDLL(os.path.abspath(path))
+            self._launch = self._library.cutesuper_launch
+            self._load = self._library.cutesuper_load
+            self._library.cutesuper_error_text.restype = ctypes.c_char_p
+        except (OSError, AttributeError) as error:
+            raise CompileError(f"{os.fspath(path)}: cannot load it: {error}") from error
+        self.kernels = tuple(
+            ExportedKernel(self, index, record) for index, record in enumerate(metadata["kernels"])
+        )
+
+    def launch(self, kernel: ExportedKernel, addresses: Sequence[int], device: int) -> None:
+        """Launches a kernel with the addresses of its arguments, the stream's last.
+
+        Raises:
+            DeviceError: when the device refuses the library or the kernel.
+        """
+        if device not in self._ready:
+            self._load_to(device)
+        count = len(addresses)
+        status = self._launch(kernel.index, (ctypes.c_void_p * count)(*addresses), count)
+        if status:
+            raise DeviceError(f"{kernel!r}: launching it failed: {self._error_text(status)}")
+
+    def _error_text(self, status: int) -> str:
+        text = cast("bytes", self._library.cutesuper_error_text(status)).decode()
+        return f"{text} (CUDA error {status})"
+
+    def _load_to(self, device: int) -> None:
+        with self._lock:
+            status = self._load(device)
+            if status:
+                names = ", ".join(kernel.name for kernel in self.kernels)
+                raise DeviceError(
+                    f"{names} ({self.metadata['arch']}): loading it on device {device} failed: "
+                    f"{self._error_text(status)}"
+                )
+            self._ready.add(device)
+
+
+class ExportedKernel:
+    """One kernel of an exported library.
+
+    Attributes:
+        index: its place in the library.
+        name: as it was compiled.
+        arguments: described arguments, see :mod:`cutesuper.runtime.arguments`.
+        outputs: which of them it writes.
+    """
+
+    def __init__(self, library: ExportedLibrary, index: int, record: Mapping[str, Any]) -> None:
+        self.name = str(record["name"])
+        self.arguments: list[dict[str, Any]] = record["arguments"]["arguments"]
+        self.outputs: list[int] = record["outputs"]
+        self._symbols: dict[str, int] = record["arguments"]["symbols"]
+        self._library = library
+        self.index = index
+
+    def __repr__(self) -> str:
+        return f"ExportedKernel({self.name}, {self._library.metadata['arch']})"
+
+    def launch(self, values: Sequence[Any], *, stream: int, device: int) -> None:
+        """Launches with :class:`RawTensor` and numbers; needs no PyTorch.
+
+        Args:
+            values: one for each argument.
+            stream: a ``cudaStream_t`` as an integer; 0 is the default stream.
+            device: index of the device, which must be the current one.
+
+        Raises:
+            ShapeError, DTypeError, LayoutError: when an argument does not fit.
+            DeviceError: when the device refuses the kernel.
+        """
+        if len(values) != len(self.arguments):
+            raise ShapeError(
+                f"{self.name}: takes {len(self.arguments)} arguments, got {len(values)}"
+            )
+        bound: dict[str, int] = {}
+        packed = [
+            pack_argument(record, value, self._symbols, bound, f"{self.name} argument {index}")
+            for index, (record, value) in enumerate(zip(self.arguments, values, strict=True))
+        ]
+        if self._writes_nothing(values):
+            return  # CUDA refuses a grid without blocks
+        packed.append(_POINTER.pack(stream))
+        buffers = [ctypes.create_string_buffer(content, len(content)) for content in packed]
+        self._library.launch(self, [ctypes.addressof(buffer) for buffer in buffers], device)
+
+    def _writes_nothing(self, values: Sequence[Any]) -> bool:
+        outputs = [values[index] for index in self.outputs]
+        return bool(outputs) and all(
+            isinstance(output, RawTensor) and 0 in output.shape for output in outputs
+        )
+
+
+class CompactLaunch:
+    """Launches a kernel on torch tensors that were checked before: `fits_compact` when the library
+    was loaded, extents and alignment by the caller. Costs 6 us where `ExportedKernel.launch`, which
+    trusts nothing, costs 22 (three arguments).
+    """
+
+    def __init__(self, library: ExportedLibrary, kernel: ExportedKernel) -> None:
+        self._library = library
+        self._kernel = kernel
+        self._offsets: list[int] = []
+        #: for every argument the place of its pointer, and place, type and axis of its extents
+        self._fields: list[tuple[int, list[tuple[int, struct.Struct, int]]]] = []
+        size = 0
+        for record in kernel.arguments:
+            (pointer, _), *extents = record["layout"]["fields"]
+            axes = [i for i, extent in enumerate(record["shape"]) if isinstance(extent, str)]
+            places = [
+                (size + offset, _EXTENTS[kind], axis)
+                for (offset, kind), axis in zip(extents, axes, strict=True)
+            ]
+            self._fields.append((size + pointer, places))
+            self._offsets.append(size)
+            size += -(-record["layout"]["size"] // 8) * 8
+        self._offsets.append(size)  # the stream
+        self._size = size + _POINTER.size
+
+    def launch(self, tensors: Sequence[Any], stream: int, device: int) -> None:
+        """Launches; one tensor for each argument. Raises DeviceError."""
+        buffer = ctypes.create_string_buffer(self._size)
+        for tensor, (pointer, extents) in zip(tensors, self._fields, strict=True):
+            _POINTER.pack_into(buffer, pointer, tensor.data_ptr())
+            for place, kind, axis in extents:
+                kind.pack_into(buffer, place, tensor.shape[axis])
+        _POINTER.pack_into(buffer, self._offsets[-1], stream)
+        base = ctypes.addressof(buffer)
+        self._library.launch(self._kernel, [base + offset for offset in self._offsets], device)
+
+
+def fits_compact(argument: Mapping[str, Any], symbols: Mapping[str, int], alignment: int) -> bool:
+    """Whether an argument is any compact row-major tensor that starts at ``alignment`` bytes.
+
+    Args:
+        argument: as described.
+        symbols: divisibility of the kernel's symbols.
+        alignment: bytes.
+    """
+    if argument["kind"] != "tensor" or alignment % argument["align"]:
+        return False
+    step: Any = 1
+    pairs = list(zip(argument["shape"], argument["stride"], strict=True))
+    for extent, stride in reversed(pairs):
+        known = isinstance(extent, int) or symbols[extent] == 1
+        if not known or not isinstance(stride, int) or stride != step:
+            return False
+        step = step * extent if isinstance(extent, int) else None  # symbols lead
+    (_, pointer), *extents = argument["layout"]["fields"]
+    return pointer == "ptr" and all(kind in _EXTENTS for _, kind in extents)
+
+
+def load_library(path: str | os.PathLike[str]) -> ExportedLibrary:
+    """Loads an exported library. Its code runs: load only what you trust.
+
+    Raises:
+        FormatError: when it is not an exported library of this version.
+        CompileError: when the system cannot load it.
+    """
+    return ExportedLibrary(path, read_metadata(path))
+
+
+__all__ = [
+    "ABI_VERSION",
+    "CompactLaunch",
+    "ExportedKernel",
+    "ExportedLibrary",
+    "check_metadata",
+    "fits_compact",
+    "load_library",
+    "read_metadata",
+]

@@ -1,0 +1,450 @@
+"""The search: fused kernels for known programs, cuts, refusals, and random programs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cutesuper.errors import SearchError
+from cutesuper.graph.block import AxisKind, BlockProgram, MuGraph
+from cutesuper.graph.check import check_block_program, check_mugraph
+from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
+from cutesuper.graph.target import H200
+from cutesuper.search.extract import block_program, extract
+from cutesuper.search.kernels import Flat
+from cutesuper.search.labels import label
+from cutesuper.search.saturate import Space, saturate
+from cutesuper.search.search import Progress, SearchOptions, SearchResult, search
+from cutesuper.search.splits import splits
+from cutesuper.verify.equivalence import Verifier
+
+Graph = KernelGraph
+
+
+def run(g: Graph, options: SearchOptions | None = None) -> SearchResult:
+    """Search with the verifier: nothing may be rejected, everything must be legal."""
+    verifier = Verifier(g)
+    result = search(
+        g, H200, options=options or SearchOptions(),
+        verify=lambda mu: bool(verifier.check(mu, bound=False)),
+    )
+    assert result.statistics.rejected == 0
+    for c in result.candidates:
+        check_mugraph(c.mugraph)
+    costs = [c.cost_us for c in result.candidates]
+    assert costs == sorted(costs)
+    assert len({c.structure for c in result.candidates}) == len(costs)
+    return result
+
+
+def best(g: Graph) -> MuGraph:
+    return run(g).candidates[0].mugraph
+
+
+def only(mu: MuGraph) -> BlockProgram:
+    assert len(mu.steps) == 1
+    return mu.steps[0].program
+
+
+def kinds(program: BlockProgram) -> list[str]:
+    return [op.kind for op in program.ops]
+
+
+def extents(program: BlockProgram) -> dict[str, int | None]:
+    return {a.name: a.extent for a in program.axes}
+
+
+# ---------------------------------------------------------------------------------------- graphs
+
+
+def rms_linear(
+    m: object, k: int, n: int, weight: bool = False, eps: float = 1e-6, transposed: bool = False
+) -> Graph:
+    g = new_kernel_graph()
+    x = g.new_input((m, k))  # type: ignore[arg-type]
+    w = g.new_input((n, k) if transposed else (k, n))
+    scale = (g.new_input((k,), name="G"),) if weight else ()
+    y = g.rms_norm(x, *scale, eps=eps)
+    g.mark_output(g.matmul(y, g.transpose(w) if transposed else w))
+    return g
+
+
+def linear(m: int, k: int, n: int, rest: Callable[[Graph, Tensor], Tensor]) -> Graph:
+    g = new_kernel_graph()
+    x, w = g.new_input((m, k)), g.new_input((k, n))
+    g.mark_output(rest(g, g.matmul(x, w)))
+    return g
+
+
+def rows(m: int, k: int, rest: Callable[[Graph, Tensor], Tensor]) -> Graph:
+    g = new_kernel_graph()
+    g.mark_output(rest(g, g.new_input((m, k))))
+    return g
+
+
+def gated(m: int, k: int, n: int) -> Graph:
+    g = new_kernel_graph()
+    x, a, b = g.new_input((m, k)), g.new_input((k, n)), g.new_input((k, n))
+    g.mark_output(g.mul(g.silu(g.matmul(x, a)), g.matmul(x, b)))
+    return g
+
+
+def lora(m: int, k: int, n: int, r: int) -> Graph:
+    g = new_kernel_graph()
+    x, w = g.new_input((m, k)), g.new_input((k, n))
+    a, b = g.new_input((k, r)), g.new_input((r, n))
+    g.mark_output(x @ w + (x @ a) @ b)
+    return g
+
+
+def attention(safe: bool, norm: bool = False) -> Graph:
+    g = new_kernel_graph()
+    q, k, v = g.new_input((2, 256, 64)), g.new_input((2, 4096, 64)), g.new_input((2, 4096, 64))
+    s = (g.rms_norm(q) if norm else q) @ g.transpose(g.rms_norm(k) if norm else k)
+    e = g.exp(s)
+    g.mark_output((g.softmax(s) if safe else g.div(e, g.sum(e, -1))) @ v)
+    return g
+
+
+def layer_norm(g: Graph, x: Tensor) -> Tensor:
+    n = x.shape[-1]
+    w, b = g.new_input((n,), name="weight"), g.new_input((n,), name="bias")
+    d = x - g.mean(x, -1)
+    return d * g.rsqrt(g.mean(g.square(d), -1) + 1e-5) * w + b
+
+
+# ------------------------------------------------------------------------- RMSNorm and Linear
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+@pytest.mark.parametrize("weight", [False, True])
+def test_rms_norm_linear_is_one_kernel(weight: bool, eps: float) -> None:
+    g = rms_linear(16, 4096, 6144, weight, eps)
+    start = time.perf_counter()
+    result = search(g, H200)
+    assert time.perf_counter() - start < 5.0
+    program = only(result.candidates[0].mugraph)
+    ops = program.ops
+    loads = [op.attributes["tensor"] for op in program.loads()]
+    assert sorted(loads) == (["G", "W", "X"] if weight else ["W", "X"])
+    stored = ops[program.stores()[0].inputs[0]]
+    assert stored.kind == "div" and stored.dims == ("M", "N")  # after the product
+    assert kinds(program).count("matmul") == 1
+    row = ops[next(op for op in ops if op.kind == "matmul").inputs[0]]
+    assert row.kind == ("mul" if weight else "load")
+    run(g)
+
+
+@pytest.mark.parametrize(
+    ("shape", "want"),
+    [
+        ((16, 4096, 4096), {"N": 64, "cluster": 2, "K": 128}),
+        ((2, 4096, 4096), {"N": 64, "cluster": 2, "K": 128}),
+        ((16, 4096, 6144), {"N": 128, "cluster": 2, "K": 128}),
+    ],
+)
+def test_sizes_of_small_batches(shape: tuple[int, int, int], want: dict[str, int]) -> None:
+    program = only(best(rms_linear(*shape)))
+    assert program.tile["N"] == want["N"] and program.tile["K"] == want["K"]
+    assert extents(program)["K.cluster"] == want["cluster"]
+
+
+def test_sizes_of_a_large_batch() -> None:
+    program = only(best(rms_linear(4096, 4096, 4096)))
+    assert program.tile["M"] * program.tile["N"] in (256 * 128, 128 * 128)
+    assert not program.of_kind(AxisKind.CLUSTER)
+
+
+def test_weight_stored_the_other_way() -> None:
+    program = only(best(rms_linear(16, 4096, 6144, transposed=True)))
+    maps = {op.attributes["tensor"]: op.attributes["map"] for op in program.loads()}
+    assert maps == {"X": ("M", "K"), "W": ("N", "K")}
+
+
+def test_symbolic_rows() -> None:
+    program = only(best(rms_linear(symbol("M"), 4096, 4096, weight=True)))
+    assert extents(program)["M.grid"] is None
+
+
+def test_single_row() -> None:
+    program = only(best(rms_linear(1, 4096, 4096)))
+    assert program.dims["M"] == 1 and program.tile["M"] == 8
+
+
+# ------------------------------------------------------------------------------- one kernel each
+
+
+def _bias_relu(g: Graph, t: Tensor) -> Tensor:
+    return g.relu(t + g.new_input((t.shape[-1],), name="b"))
+
+
+def _residual(g: Graph, t: Tensor) -> Tensor:
+    return t + g.new_input(t.shape, name="R")
+
+
+ONE_KERNEL: dict[str, Callable[[], Graph]] = {
+    "gated": lambda: gated(8, 4096, 4096),
+    "bias relu": lambda: linear(16, 4096, 4096, _bias_relu),
+    "residual": lambda: linear(16, 4096, 4096, _residual),
+    "scaled": lambda: linear(16, 4096, 4096, lambda g, t: g.gelu(t * 0.125)),
+    "softmax": lambda: rows(4096, 4096, lambda g, x: g.softmax(x)),
+    "rms norm": lambda: rows(64, 4096, lambda g, x: g.rms_norm(x, g.new_input((4096,)))),
+    "layer norm": lambda: rows(64, 1024, layer_norm),
+    "log sum exp": lambda: rows(64, 1024, lambda g, x: g.sum(g.exp(x - g.max(x, -1)), -1)),
+    "sum of rows": lambda: rows(64, 1024, lambda g, x: g.sum(x, 1)),
+    "element-wise": lambda: rows(8192, 4096, lambda g, x: g.relu(0.5 * x + 1.0)),
+    "double": lambda: rows(8, 64, lambda g, x: x + x),
+    "vector": lambda: linear(64, 4096, 1, lambda g, t: t),
+    "gram": lambda: rows(64, 4096, lambda g, x: x @ g.transpose(x)),
+}
+
+
+@pytest.mark.parametrize("name", list(ONE_KERNEL))
+def test_one_kernel(name: str) -> None:
+    program = only(best(ONE_KERNEL[name]()))
+    products = kinds(program).count("matmul")
+    assert products == {"gated": 2, "bias relu": 1, "residual": 1, "scaled": 1, "gram": 1}.get(
+        name, 0
+    )
+
+
+def test_gram_loads_its_input_in_two_roles() -> None:
+    program = only(best(ONE_KERNEL["gram"]()))
+    assert [op.attributes["map"] for op in program.loads()] == [("M", "K"), ("N", "K")]
+
+
+def test_maximum_of_the_row_in_the_loop() -> None:
+    g = new_kernel_graph()
+    x, w = g.new_input((16, 512)), g.new_input((512, 512))
+    g.mark_output((x @ w) / g.max(x, -1))
+    program = only(best(g))
+    assert {op.attributes["op"] for op in program.ops if op.kind == "accumulate"} == {"sum", "max"}
+
+
+def test_gated_mlp_with_norm_is_one_kernel() -> None:
+    g = new_kernel_graph()
+    x, s = g.new_input((8, 4096)), g.new_input((4096,))
+    a, b = g.new_input((4096, 4096)), g.new_input((4096, 4096))
+    y = g.rms_norm(x, s)
+    g.mark_output(g.silu(y @ a) * (y @ b))
+    assert kinds(only(best(g))).count("matmul") == 2
+
+
+# --------------------------------------------------------------------------------------- kernels
+
+
+SEVERAL: dict[str, tuple[Callable[[], Graph], int]] = {
+    "softmax of a product": (lambda: linear(16, 4096, 4096, lambda g, t: g.softmax(t)), 2),
+    "lora": (lambda: lora(16, 256, 4096, 16), 3),
+    "attention": (lambda: attention(safe=False), 2),
+    "safe attention": (lambda: attention(safe=True), 3),
+    "QKNorm": (lambda: attention(safe=True, norm=True), 5),
+}
+
+
+@pytest.mark.parametrize("name", list(SEVERAL))
+def test_several_kernels(name: str) -> None:
+    build, most = SEVERAL[name]
+    assert len(best(build()).steps) <= most
+
+
+def test_statistics_between_kernels_are_float32() -> None:
+    found = {
+        t.dtype.name
+        for c in run(attention(safe=True)).candidates
+        for t in c.mugraph.tensors.values()
+        if t.shape[-1] == 1
+    }
+    assert found <= {"float32"}
+
+
+def test_two_outputs_and_a_shared_value() -> None:
+    g = new_kernel_graph()
+    x, w, v = g.new_input((16, 64)), g.new_input((64, 64)), g.new_input((64, 64))
+    h = g.mark_output(g.relu(x @ w))
+    g.mark_output(h @ v)
+    mu = best(g)
+    assert mu.outputs == ("out0", "out1") and "out0" in mu.steps[1].reads
+
+
+def test_names_of_inputs_are_kept() -> None:
+    g = new_kernel_graph()
+    x, w = g.new_input((16, 64), name="out0"), g.new_input((64, 64), name="W")
+    g.mark_output(g.softmax(x @ w))
+    mu = best(g)
+    assert mu.inputs == ("out0", "W") and mu.outputs == ("out0_",)
+
+
+# --------------------------------------------------------------------------------------- refusals
+
+
+def _fp32() -> Graph:
+    g = new_kernel_graph()
+    g.mark_output(g.new_input((16, 64), "float32") @ g.new_input((64, 64), "float32"))
+    return g
+
+
+REFUSED: dict[str, tuple[Callable[[], Graph], str]] = {
+    "fp32": (_fp32, "float32"),
+    "odd": (lambda: linear(16, 100, 64, lambda g, t: t), "multiple of 8"),
+    "columns": (lambda: rows(64, 64, lambda g, x: g.sum(x, 0)), r"sum\(X\[64, 64\], dim=0\)"),
+    "long": (lambda: rows(4, 32768, lambda g, x: g.softmax(x)), "16384"),
+    "transposed": (lambda: rows(64, 32, lambda g, x: g.relu(x) + g.transpose(
+        g.new_input((32, 64), name="Y"))), "different orders"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refused(name: str) -> None:
+    build, message = REFUSED[name]
+    with pytest.raises(SearchError, match=message):
+        search(build(), H200)
+
+
+def test_verifier_decides() -> None:
+    g = rms_linear(16, 64, 64)
+    seen: list[MuGraph] = []
+
+    def refuse_first(mu: MuGraph) -> bool:
+        seen.append(mu)
+        return len(seen) > 1
+
+    result = search(g, H200, verify=refuse_first)
+    assert result.statistics.rejected == 1
+    assert seen[0] not in [c.mugraph for c in result.candidates]
+    with pytest.raises(SearchError, match="rejected"):
+        search(g, H200, verify=lambda mu: False)
+
+
+def test_options_progress_and_determinism() -> None:
+    g = rms_linear(16, 4096, 4096, weight=True)
+    seen: list[Progress] = []
+    first = search(g, H200, options=SearchOptions(keep=3), on_progress=seen.append)
+    assert len(first.candidates) == 3
+    assert seen[-1].stage == "done" and seen[-1].best_cost_us == first.candidates[0].cost_us
+    again = search(g, H200, options=SearchOptions(keep=3))
+    assert again.candidates == first.candidates
+    assert first.statistics.classes > 0 and first.statistics.feasible > 0
+    with pytest.raises(SearchError, match="budget"):
+        search(g, H200, options=SearchOptions(budget_s=0.0))
+    with pytest.raises(SearchError, match="max_classes"):
+        search(g, H200, options=SearchOptions(max_classes=1))
+
+
+# ----------------------------------------------------------------- completeness, without forms
+
+
+def _program(g: Graph) -> Space:
+    flat = Flat(g.expanded())
+    return Space(label(flat.segment(flat.order).region))
+
+
+def _check_all_splits(g: Graph, most: int = 60) -> int:
+    """Programs of all splits are legal; the number of splits that have one."""
+    space, feasible = _program(g), 0
+    for n, split in enumerate(splits(space.program)):
+        if n == most:
+            break
+        table = saturate(space, split)
+        found = extract(table, lambda i, d: 1.0, count=4)
+        feasible += bool(found)
+        for e in found:
+            check_block_program(block_program(table, e))
+    return feasible
+
+
+def test_every_split_of_rms_norm_linear() -> None:
+    """The whole table of axis kinds, persistent axes and loops over rows included."""
+    assert _check_all_splits(rms_linear(16, 64, 64)) >= 18
+
+
+def test_attention_in_one_program() -> None:
+    """What no skeleton runs yet is found by the classes: one pass over keys and values."""
+    space = _program(attention(safe=False))
+    keys = next(n for n, d in space.program.dims.items() if d == 4096)
+    looped = [s for s in splits(space.program) if f"{keys}.loop" in s.parts(keys)]
+    assert any(all(saturate(space, s).finished()) for s in looped)
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    """A random program of 2 to 6 operators over a few tensors of matching shapes."""
+    g = new_kernel_graph()
+    m, k, n = 16, 64, 128
+    pool: list[Tensor] = [g.new_input((m, k)), g.new_input((k,)), g.new_input((m, k))]
+    weights = {k: g.new_input((k, n)), n: g.new_input((n, k))}
+    pool.append(g.new_input((n,)))
+    used: set[int] = set()
+    for _ in range(draw(st.integers(2, 6))):
+        kind = draw(st.sampled_from(
+            ["add", "mul", "div", "sub", "exp", "silu", "square", "sqrt", "sum", "mean", "max",
+             "matmul", "rms_norm", "scale"]
+        ))
+        a = draw(st.sampled_from([t for t in pool if len(t.shape) == 2]))
+        if kind in ("add", "mul", "div", "sub"):
+            fitting = [t for t in pool if t.shape[-1] in (a.shape[-1], 1) and t.index != a.index]
+            if not fitting:
+                continue
+            b = draw(st.sampled_from(fitting))
+            t = g.apply(kind, a, b)
+            used.add(b.index)
+        elif kind in ("sum", "mean", "max"):
+            if a.shape[-1] == 1:
+                continue
+            t = g.apply(kind, a, dim=-1)
+        elif kind == "matmul":
+            if a.shape[-1] not in weights:
+                continue
+            w = weights[a.shape[-1]]  # type: ignore[index]
+            t = g.matmul(a, w)
+            used.add(w.index)
+        elif kind == "scale":
+            t = a * 0.5
+        else:
+            t = g.apply(kind, a)
+        used.add(a.index)
+        pool.append(t)
+    last = next((t for t in reversed(pool) if t.node.operator != "input"), None)
+    g.mark_output(last if last is not None else g.relu(pool[0]))
+    return _without_unused(g)
+
+
+def _without_unused(g: Graph) -> Graph:
+    """The graph without the inputs that no output depends on."""
+    needed = set(g.outputs)
+    for i in reversed(range(len(g.nodes))):
+        if i in needed:
+            needed.update(g.nodes[i].inputs)
+    kept = [i for i in range(len(g.nodes)) if i in needed]
+    index = {i: n for n, i in enumerate(kept)}
+    new = new_kernel_graph()
+    new.nodes = [
+        replace(g.nodes[i], inputs=tuple(index[j] for j in g.nodes[i].inputs)) for i in kept
+    ]
+    new.outputs = [index[i] for i in g.outputs]
+    return new
+
+
+@settings(max_examples=60)
+@given(graphs())
+def test_random_programs(g: Graph) -> None:
+    """Everything that is returned is legal and verified; nothing is rejected."""
+    run(g, SearchOptions(keep=6))
+
+
+@settings(max_examples=25)
+@given(graphs())
+def test_random_programs_under_all_splits(g: Graph) -> None:
+    """Without any skeleton's rules the unsplit program is always found."""
+    try:
+        space = _program(g)
+    except SearchError as e:
+        assert "two roles" in str(e)
+        return
+    whole = min(splits(space.program), key=lambda s: len(s.axes))
+    assert all(saturate(space, whole).finished())

@@ -1,0 +1,172 @@
+"""Small kernel graphs by name, inputs for them, and the rule for their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cutesuper.graph.dims import Dim, extent
+from cutesuper.graph.dtypes import as_dtype
+from cutesuper.graph.evaluate import evaluate
+from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
+from cutesuper.verify.numeric import Report, acceptable
+
+EPS = 1e-6
+
+
+def rms_norm_linear(
+    m: Dim, k: int, n: int, dtype: Any = "float16", gain: bool = False, transposed: bool = False
+) -> KernelGraph:
+    """``rms_norm(X, G) @ W``, or ``@ W^T`` for a W stored (N, K)."""
+    g = new_kernel_graph()
+    x = g.new_input((m, k), dtype, name="X")
+    w = g.new_input((n, k) if transposed else (k, n), dtype, name="W", constant=True)
+    scale = g.new_input((k,), dtype, name="G", constant=True) if gain else None
+    g.mark_output(g.matmul(g.rms_norm(x, scale, eps=EPS), g.transpose(w) if transposed else w))
+    return g
+
+
+def gated_mlp(m: Dim, k: int, n: int, dtype: Any = "float16", norm: bool = True) -> KernelGraph:
+    """``silu(X A) * (X B)``, X normalized first if asked for."""
+    g = new_kernel_graph()
+    x = g.new_input((m, k), dtype, name="X")
+    a = g.new_input((k, n), dtype, name="A", constant=True)
+    b = g.new_input((k, n), dtype, name="B", constant=True)
+    x = g.rms_norm(x, eps=EPS) if norm else x
+    g.mark_output(g.mul(g.silu(g.matmul(x, a)), g.matmul(x, b)))
+    return g
+
+
+def softmax_linear(m: Dim, k: int, n: int, dtype: Any = "float16") -> KernelGraph:
+    """``softmax(X W)``: rows longer than a tile need a second kernel."""
+    g = new_kernel_graph()
+    x, w = g.new_input((m, k), dtype, name="X"), g.new_input((k, n), dtype, name="W")
+    g.mark_output(g.softmax(g.matmul(x, w)))
+    return g
+
+
+def lora(m: Dim, k: int, n: int, rank: int = 16, dtype: Any = "float16") -> KernelGraph:
+    """``X W + X A B``."""
+    g = new_kernel_graph()
+    x, w = g.new_input((m, k), dtype, name="X"), g.new_input((k, n), dtype, name="W")
+    a, b = g.new_input((k, rank), dtype, name="A"), g.new_input((rank, n), dtype, name="B")
+    g.mark_output(g.add(g.matmul(x, w), g.matmul(g.matmul(x, a), b)))
+    return g
+
+
+def relu_mlp(m: Dim, k: int, hidden: int, n: int, dtype: Any = "float16") -> KernelGraph:
+    """``relu(X A) B``."""
+    g = new_kernel_graph()
+    x, a = g.new_input((m, k), dtype, name="X"), g.new_input((k, hidden), dtype, name="A")
+    b = g.new_input((hidden, n), dtype, name="B")
+    g.mark_output(g.matmul(g.relu(g.matmul(x, a)), b))
+    return g
+
+
+def grouped_attention(
+    groups: int, m: int, n: int, d: int, dtype: Any = "float16"
+) -> KernelGraph:
+    """``exp(Q K / sqrt(d)) V / sum`` for each group; K is stored (d, n)."""
+    g = new_kernel_graph()
+    q = g.new_input((groups, m, d), dtype, name="Q")
+    k = g.new_input((groups, d, n), dtype, name="K")
+    v = g.new_input((groups, n, d), dtype, name="V")
+    p = g.exp(g.mul(g.matmul(q, k), d**-0.5))
+    g.mark_output(g.div(g.matmul(p, v), g.sum(p, -1)))
+    return g
+
+
+def linear(m: Dim, k: int, n: int, dtype: Any = "float16", tail: str = "") -> KernelGraph:
+    """``X W + b``, with a tail of ``residual`` or an operator's name."""
+    g = new_kernel_graph()
+    x, w = g.new_input((m, k), dtype, name="X"), g.new_input((k, n), dtype, name="W")
+    y = g.add(g.matmul(x, w), g.new_input((n,), dtype, name="b"))
+    if tail == "residual":
+        y = g.add(y, g.new_input((m, n), dtype, name="R"))
+    elif tail:
+        y = g.apply(tail, y)
+    g.mark_output(y)
+    return g
+
+
+# ------------------------------------------------------------------------------------ row programs
+
+#: what happens to rows: takes the graph and X, returns the outputs
+RowProgram = Callable[[KernelGraph, Any], Sequence[Any]]
+
+ROWS: dict[str, RowProgram] = {
+    "exp": lambda g, x: [g.exp(x)],
+    "silu": lambda g, x: [g.silu(x)],
+    "gelu": lambda g, x: [g.gelu(x)],
+    "polynomial": lambda g, x: [g.add(g.mul(g.square(x), 0.5), g.sub(1.0, x))],
+    "clamp": lambda g, x: [g.clamp(g.tanh(x), -0.5, 0.25)],
+    "sum": lambda g, x: [g.sum(x, -1)],
+    "mean and max": lambda g, x: [g.mean(x, -1), g.max(x, -1)],
+    "rms_norm": lambda g, x: [g.rms_norm(x, eps=EPS)],
+    "weighted rms_norm": lambda g, x: [
+        g.rms_norm(x, g.new_input((x.shape[-1],), x.dtype, name="G"), eps=EPS)
+    ],
+    "softmax": lambda g, x: [g.softmax(x)],
+    "layer_norm": lambda g, x: [_layer_norm(g, x)],
+    "logsumexp parts": lambda g, x: [g.max(x, -1), g.sum(g.exp(g.sub(x, g.max(x, -1))), -1)],
+    "gate": lambda g, x: [g.mul(g.silu(x), g.new_input(x.shape, x.dtype, name="U"))],
+}
+
+
+def _layer_norm(g: KernelGraph, x: Any) -> Any:
+    centred = g.sub(x, g.mean(x, -1))
+    return g.div(centred, g.sqrt(g.add(g.mean(g.square(centred), -1), 1e-5)))
+
+
+def rows(name: str, shape: tuple[Dim, ...], dtype: Any = "float16") -> KernelGraph:
+    """A program of `ROWS` on X of ``shape``."""
+    g = new_kernel_graph()
+    for y in ROWS[name](g, g.new_input(shape, dtype, name="X")):
+        g.mark_output(y)
+    return g
+
+
+# ------------------------------------------------------------------------------------------ running
+
+#: inputs that are weights: drawn smaller, so that products stay of order 1
+WEIGHTS = ("W", "A", "B")
+
+
+def draw(
+    graph: KernelGraph, seed: int, device: str = "cpu", extents: dict[str, int] | None = None
+) -> list[torch.Tensor]:
+    """Normal inputs; symbols take ``extents`` or their hint."""
+    generator = torch.Generator(device).manual_seed(seed)
+    made = []
+    for i in graph.inputs:
+        node = graph.nodes[i]
+        shape = [(extents or {}).get(str(d), extent(d)) for d in node.shape]
+        t = torch.randn(shape, generator=generator, device=device)
+        if node.name in WEIGHTS:
+            t = t * shape[0] ** -0.5
+        made.append(t.to(node.dtype.torch))
+    return made
+
+
+def eager_norm_linear(inputs: Sequence[torch.Tensor], transposed: bool = False) -> torch.Tensor:
+    """What a person would write in PyTorch."""
+    x, w, *gain = inputs
+    y = torch.nn.functional.rms_norm(x, x.shape[-1:], *gain, eps=EPS)
+    return torch.nn.functional.linear(y, w) if transposed else y @ w
+
+
+def judge(
+    graph: KernelGraph,
+    inputs: list[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    eager: Sequence[torch.Tensor] | None = None,
+) -> list[Report]:
+    """The acceptance rule for every output; ``eager`` where a person would write it otherwise."""
+    exact = evaluate(graph, inputs, torch.float64)
+    plain = eager or evaluate(graph, inputs)
+    return [
+        acceptable(o, r, e, as_dtype(graph.nodes[i].dtype))
+        for o, r, e, i in zip(outputs, exact, plain, graph.outputs, strict=True)
+    ]
