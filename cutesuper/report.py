@@ -48,10 +48,14 @@ def search_text(result: SearchResult) -> str:
     """What the search looked at and what it left out."""
     s = result.statistics
     lines = [
-        f"{s.splits} splits of {s.regions} region(s), {s.feasible} feasible; {s.tried} results "
-        f"formed, {s.classes} classes kept",
-        f"{s.programs} structures extracted, {s.verified} verified, {s.rejected} rejected; "
-        f"{s.seconds:.2f} s, peak {s.peak_mb:.0f} MB",
+        (
+            f"{s.splits} splits of {s.regions} region(s), {s.feasible} feasible; {s.tried} results "
+            f"formed, {s.classes} classes kept"
+        ),
+        (
+            f"{s.programs} structures extracted, {s.verified} verified, {s.rejected} rejected; "
+            f"{s.seconds:.2f} s, peak {s.peak_mb:.0f} MB"
+        ),
     ]
     lines += [f"left out: {count} x {reason}" for reason, count in s.pruned.most_common()]
     return "\n".join(lines)
@@ -105,14 +109,18 @@ def _matmul_lines(plan: MatmulPlan) -> list[str]:
     s = plan.schedule
     x, y, z = grid_shape(plan)
     lines = [
-        f"matmul loop: {plan.row} {m} x {plan.column} {n} per tile, {plan.contracted} {k} per "
-        f"stage, {plan.iterations} iterations",
+        (
+            f"matmul loop: {plan.row} {m} x {plan.column} {n} per tile, {plan.contracted} {k} per "
+            f"stage, {plan.iterations} iterations"
+        ),
         f"grid {x} x {y} x {z} blocks in clusters of {plan.cluster}, {plan.threads} threads: "
         f"{s.warpgroups} consumer warpgroup(s)"
         + (", 4 helper warps" if plan.has_helpers else "")
         + ", 1 producer warp",
-        f"ring of {s.stages} stages x {plan.stage_bytes} bytes: {_names(plan, plan.columns)} (64 "
-        f"columns a box), {_names(plan, plan.rows | plan.vectors)}",
+        (
+            f"ring of {s.stages} stages x {plan.stage_bytes} bytes: {_names(plan, plan.columns)} "
+            f"(64 columns a box), {_names(plan, plan.rows | plan.vectors)}"
+        ),
     ]
     if plan.prologue is not None:
         names = _leaf_names(plan, plan.prologue.leaves)
@@ -145,8 +153,10 @@ def _row_lines(plan: RowPlan) -> list[str]:
     rows = " x ".join(plan.rows) or "1"
     return [
         f"rows: {rows} rows of {plan.column}, {s.rows} per block of {plan.threads} threads",
-        f"{s.lanes} threads share a row, {s.chunks} access(es) of {s.vector} elements each; rows "
-        "stay in registers",
+        (
+            f"{s.lanes} threads share a row, {s.chunks} access(es) of {s.vector} elements each; "
+            "rows stay in registers"
+        ),
         f"reductions: {len(plan.reductions)}; {plan.shared_bytes} bytes of shared memory",
         f"reads {_names(plan, plan.loads)}; writes {_names(plan, plan.stores)}",
     ]

@@ -252,8 +252,7 @@ def _check_map(mu: MuGraph, program: BlockProgram, op: BlockOp, where: str) -> N
     if len(shape) != len(mapping):
         raise GraphError(f"{where}: {name} has {len(shape)} dimensions, its map {len(mapping)}")
     for d, label in zip(shape, mapping, strict=True):
-        want: Any = 1 if label is None else program.dims.get(label)
-        if want is None:
-            want = {a.name: a.extent for a in program.axes}.get(label)
+        parts: dict[str, Any] = {a.name: a.extent for a in program.axes}
+        want: Any = 1 if label is None else {**parts, **program.dims}.get(label)
         if d != want:
             raise GraphError(f"{where}: extent {d} of {name} is mapped to {label} of extent {want}")

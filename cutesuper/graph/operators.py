@@ -181,7 +181,8 @@ class _Unary(_Elementwise):
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         """Uninterpreted unless a subclass knows better; the attributes are part of the name."""
-        tag = ",".join(f"{v:g}" for v in attributes.values())
+        # sorted: attributes come from graphs, block programs and files in any order
+        tag = ",".join(f"{k}={v!r}" for k, v in sorted(attributes.items()))
         return a.opaque(f"{self.name}({tag})" if tag else self.name, args[0])
 
 

@@ -1,4 +1,4 @@
-"""The namespace ``m`` of `Operator.scalar` over Python floats: expressions evaluated at plan time."""
+"""The namespace ``m`` of `Operator.scalar` over Python floats: expressions at plan time."""
 
 from __future__ import annotations
 

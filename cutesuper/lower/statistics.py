@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutesuper.device.math import nan_max
-from cutesuper.device.memory import arrive_warp, float_bits, push
+from cutesuper.device.memory import arrive_warp, float_bits, push, wait
 from cutesuper.graph.thread import ThreadExpression
 from cutesuper.schedule.matmul import CHUNK, HELPER_WARPS
 
@@ -66,11 +66,11 @@ class RowSide:
         stage = Int32(0)
         phase = Int32(0)
         for i in cutlass.range(k.iterations, unroll=1):
-            cute.arch.mbarrier_wait(smem["full"] + stage, phase)
+            wait(smem["full"] + stage, phase)
             depth = (rank * k.iterations + i) * k.k
             for p in cutlass.range_constexpr(self.passes):
                 row = thread // LANES + p * ROWS
-                if cutlass.const_expr(k.m % ROWS == 0):
+                if cutlass.const_expr(k.m % ROWS == 0):  # noqa: SIM114 (a traced `or` is a branch)
                     self.read_row(smem, totals, p, row, thread % LANES, stage, depth)
                 elif row < k.m:
                     self.read_row(smem, totals, p, row, thread % LANES, stage, depth)
@@ -180,7 +180,7 @@ class RowSide:
     def row_values(self, smem, thread):
         """Row scalars of the epilogue, each once: thread i computes row i."""
         k, plan = self.k, self.k.plan
-        cute.arch.mbarrier_wait(smem["reduced"], 0)
+        wait(smem["reduced"], 0)
         for p in cutlass.range_constexpr(-(-k.m // 128)):
             row = thread + p * 128
             if row < k.m:

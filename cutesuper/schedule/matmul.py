@@ -22,7 +22,6 @@ from cutesuper.graph.block import (
     TensorSpec,
 )
 from cutesuper.graph.dims import ceil_div, extent
-from cutesuper.graph.dtypes import as_dtype
 from cutesuper.graph.target import Target
 from cutesuper.graph.thread import (
     ThreadExpression,

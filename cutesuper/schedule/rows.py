@@ -160,7 +160,10 @@ def _default_schedule(
     total = prod(extent(d) for label, d in program.dims.items() if label != column)
     if reduces and not contiguous and length <= MAX_STRIDED:
         lanes = min(32, _power_of_two(ceil_div(length, 32)))
-        return RowSchedule(lanes, 1, ceil_div(length, lanes), 32, True, dependent_launch)
+        chunks = ceil_div(length, lanes)
+        # 1024 threads have 64 registers each: with more than 32 elements they spilled 88 bytes
+        rows = 32 if chunks <= 32 else 16
+        return RowSchedule(lanes, 1, chunks, rows, True, dependent_launch)
     vector = _vector(arguments, views, contiguous, length)
     # four 16-byte accesses in flight per thread and tensor; fewer threads hold longer rows
     per_thread = 4 if reduces else 2
@@ -204,10 +207,11 @@ def _retile(
 ) -> BlockProgram:
     """The program with the tiles that the kernel really uses."""
     width = schedule.lanes * schedule.vector * schedule.chunks
-    tile = {d: 1 for d in rows} | {column: width}
+    tile = dict.fromkeys(rows, 1) | {column: width}
     left = schedule.rows
     for d in reversed(rows):  # blocks take neighbouring rows
-        tile[d] = left if isinstance(program.dims[d], Symbol) else min(left, extent(program.dims[d]))
+        dim = program.dims[d]
+        tile[d] = left if isinstance(dim, Symbol) else min(left, extent(dim))
         left = max(1, left // tile[d])
     tile = {d: tile[d] for d in program.dims}
     axes: list[Axis] = []

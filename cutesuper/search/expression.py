@@ -179,13 +179,19 @@ class Expressions:
 
     def is_maximum(self, x: int, label: str) -> Atom | None:
         """The atom of a maximum over ``label``, if x is one."""
-        m, c = self.polynomials[x][0] if len(self.polynomials[x]) == 1 else (_UNIT, 0)
-        powers, rest = self.monomials[m].numerator, self.monomials[m]
-        if c != 1 or len(powers) != 1 or powers[0][1] != 1:
-            return None
-        atom = self.atoms[powers[0][0]]
-        plain = rest.denominator == ONE and not rest.extents
-        return atom if plain and (atom.kind, atom.name) == (AtomKind.MAXIMUM, label) else None
+        powers = self.monomials[self.polynomials[x][0][0]].numerator if self._is_atom(x) else ()
+        atom = self.atoms[powers[0][0]] if powers else None
+        return atom if atom and (atom.kind, atom.name) == (AtomKind.MAXIMUM, label) else None
+
+    def _is_atom(self, x: int) -> bool:
+        """Whether x is one atom, or 1."""
+        if len(self.polynomials[x]) != 1:
+            return False
+        (m, c), *_ = self.polynomials[x]
+        monomial = self.monomials[m]
+        powers = monomial.numerator
+        plain = c == 1 and monomial.denominator == ONE and not monomial.extents
+        return plain and (not powers or (len(powers) == 1 and powers[0][1] == 1))
 
     @_memoised
     def mark(self, x: int, label: str) -> int:
@@ -217,7 +223,7 @@ class Expressions:
         ``products``: also a product, a quotient or a reduction.
         """
         terms = len(self.polynomials[x])
-        if x in self._sealed or terms == 0 or (terms == 1 and not (products and self.size(x) > 2)):
+        if x in self._sealed or terms == 0 or (terms == 1 and not products) or self._is_atom(x):
             return self.sealed(x)
         self._sealed[x] = self._single(Atom(AtomKind.SEALED, "sum", (), x))
         self.memo.clear()  # results that equal the sum, or were made of it

@@ -15,7 +15,6 @@ The value keeps apart what the normal form merges (the two rows of nested sums i
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, NamedTuple
@@ -26,13 +25,14 @@ from cutesuper.errors import SearchError
 from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, LOAD, Axis, AxisKind
 from cutesuper.graph.field import DivisionByZero, FieldAlgebra, FieldValue, uniform
 from cutesuper.graph.operators import lookup
-from cutesuper.search.expression import Expressions
-from cutesuper.search.goal import Goal
-from cutesuper.search.labels import LabelledOp, LabelledProgram
-from cutesuper.search.splits import AnyRules, Operand, Rules, Split, State, all_parts
+from cutesuper.search.labels import LabelledOp
+from cutesuper.search.space import Space
+from cutesuper.search.splits import AnyRules, Operand, Rules, Split, State
 
 #: extent of every part of a label in class keys (1 would make a sum over it invisible)
 _PART = 2
+#: results formed for each class of the limit: high powers of quotients are few classes but slow
+_TRIED = 20
 _ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
 
 
@@ -58,90 +58,8 @@ class Derivation(NamedTuple):
     attributes: tuple[tuple[str, Any], ...] = ()
 
 
-_FREE = State(frozenset(), frozenset(), frozenset())
-
-
 class TooLarge(SearchError):
     """More classes than the limit."""
-
-
-class Space:
-    """What all splits of one labelled program share: normal forms, goal, operators in use.
-
-    Args:
-        program: what is wanted.
-        coarse: also seal every value that has several users. Fewer variants, far fewer classes:
-            a norm of a norm needs more than 4000 classes without, and 42 with.
-    """
-
-    def __init__(self, program: LabelledProgram, coarse: bool = False) -> None:
-        self.program, self.table, self.coarse = program, Expressions(), coarse
-        values = self._seal()
-        self.goals = [(values[i], program.ops[i].labels) for i, _ in program.outputs]
-        parts = {label: all_parts(label) for label in program.reduced}
-        self.goal = Goal(self.table, (form for form, _ in self.goals), parts)
-        operators = {
-            (op.kind, tuple(sorted(op.attributes.items())), len(op.inputs))
-            for op in program.ops
-            if op.kind not in ("load", "constant") and op.over is None
-        }
-        self.unary = sorted((k, a) for k, a, n in operators if n == 1)
-        self.binary = sorted({k for k, _, n in operators if n == 2} | {"mul"})
-        self.reductions = sorted(
-            {("sum" if op.kind == "matmul" else op.kind, op.over) for op in program.ops if op.over}
-        )
-        self.outer = {
-            frozenset(program.ops[i].labels for i in op.inputs)
-            for op in program.ops
-            if len(op.inputs) == 2 and op.over is None
-        }
-
-    def _seal(self) -> list[int]:
-        """Normal forms of the program, with every sum that is multiplied later sealed."""
-        users = Counter(i for op in self.program.ops for i in set(op.inputs))
-        shared = {i for i, n in users.items() if n > 1 and self.coarse}
-        multiplied = {
-            i
-            for op in self.program.ops
-            if op.kind in ("mul", "div", "matmul", "square")
-            for i in op.inputs
-        }
-        values: list[int] = []
-        for _ in range(2):  # again, so that equal sums met before the first seal are sealed too
-            values.clear()
-            for i, op in enumerate(self.program.ops):
-                x = self.form(op, i, [values[j] for j in op.inputs])
-                if i in multiplied or i in shared:
-                    x = self.table.seal(x, products=i in shared)
-                values.append(x)
-        return values
-
-    def form(self, op: LabelledOp, index: int, args: list[int]) -> int:
-        """Normal form of an operation of the program."""
-        if op.kind == "load":
-            return self.table.variable(f"{op.attributes['tensor']}.{index}", op.labels)
-        if op.over is None:
-            return lookup(op.kind).symbolic(self.table, args, op.attributes)
-        kind = op.kind
-        if kind == "matmul":
-            kind, args = "sum", [self.table.mul(*args)]
-        return self.reduced(kind, args[0], op.over, all_parts(op.over))
-
-    def reduced(self, kind: str, x: int, label: str, parts: tuple[str, ...]) -> int:
-        """Normal form of a sum, mean or maximum over parts of a label."""
-        x = self.table.mark(x, label)
-        if kind == "max":
-            return self.table.maximum(x, label, parts)
-        x = self.table.reduce(x, parts)
-        return self.table.mul(x, self.table.symbol(f"1/{label}")) if kind == "mean" else x
-
-    def partial_maximum(self, x: int) -> str | None:
-        """The label over which x is a maximum of some parts only."""
-        for kind, label in self.reductions:
-            inner = self.table.is_maximum(x, label) if kind == "max" else None
-            if inner is not None and len(inner.labels) < len(all_parts(label)):
-                return label
-        return None
 
 
 class Table:
@@ -212,7 +130,7 @@ class Table:
             for j in range(done + 1):
                 self._pair(done, j)
             done += 1
-            if len(self.classes) > self.limit:
+            if len(self.classes) > self.limit or self.tried > _TRIED * self.limit:
                 raise TooLarge(
                     f"split {self.split}: more than {self.limit} classes; raise "
                     "SearchOptions.max_classes or compute the program in pieces"
@@ -399,7 +317,7 @@ _ARITHMETIC = ("mul", "div", "add", "sub")
 
 
 def saturate(
-    space: Space, split: Split, rules: Rules | None = None, limit: int = 4000, seed: int = 0
+    space: Space, split: Split, rules: Rules | None = None, limit: int = 500, seed: int = 0
 ) -> Table:
     """All useful classes of one split.
 

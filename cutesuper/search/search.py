@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from cutesuper.errors import SearchError
 from cutesuper.graph.block import (
@@ -33,8 +34,9 @@ from cutesuper.search.extract import block_program, extract
 from cutesuper.search.forms import Form, MatmulForm, find_form
 from cutesuper.search.kernels import Cut, Flat, Kernel, cuts
 from cutesuper.search.labels import LabelledProgram, Region, label
-from cutesuper.search.saturate import Space, TooLarge, saturate
+from cutesuper.search.saturate import TooLarge, saturate
 from cutesuper.search.sizing import describe, sized
+from cutesuper.search.space import Sealing, Space
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,9 @@ class SearchOptions:
     Attributes:
         programs_per_split: structures taken from one split of one region.
         slack: a structure may cost this much more than the cheapest of its split, before sizing.
-        max_classes: classes of one split; past that the region is searched again with shared
-            values sealed, and given up if that does not help.
+        max_classes: classes of one split (284 for RMSNorm backward, the largest tried program of
+            one kernel); past that the region, and others nearly as long, are searched with more
+            values sealed.
         sizes_per_structure: sized programs kept of one structure.
         keep: candidates returned.
         budget_s: stop looking for more after this many seconds; None: never.
@@ -54,7 +57,7 @@ class SearchOptions:
 
     programs_per_split: int = 8
     slack: float = 1.5
-    max_classes: int = 4000
+    max_classes: int = 500
     sizes_per_structure: int = 8
     keep: int = 16
     budget_s: float | None = None
@@ -120,6 +123,9 @@ class SearchResult:
     statistics: Statistics
 
 
+#: how regions are searched that had too many classes: `Space`
+SEALING: tuple[Sealing, ...] = (0, 1, 2)
+
 Verify = Callable[[MuGraph], bool]
 
 
@@ -166,6 +172,8 @@ class _Search:
         self._start = time.perf_counter()
         self._found: dict[Region, list[Kernel] | SearchError] = {}
         self._structures = 0
+        #: regions of this many operators are searched with this much sealing
+        self._large: list[float] = [0, inf, inf]
         self._verdicts: dict[tuple[object, ...], bool] = {}
 
     def run(self) -> SearchResult:
@@ -217,11 +225,20 @@ class _Search:
     def _search_region(
         self, region: Region, program: LabelledProgram, form: Form
     ) -> list[Kernel]:
-        try:
-            found = self._programs(region, form, Space(program))
-        except TooLarge:
-            self.statistics.pruned["too many classes: shared values sealed"] += 1
-            found = self._programs(region, form, Space(program, coarse=True))
+        found: list[Kernel] = []
+        for level, least in enumerate(self._large):
+            longer = self._large[level + 1 :]
+            if len(region.ops) < least or any(len(region.ops) >= n for n in longer):
+                continue
+            try:
+                found = self._programs(region, form, Space(program, SEALING[level]))
+                break
+            except TooLarge:
+                if not longer:
+                    raise
+                self.statistics.pruned["too many classes: more values sealed"] += 1
+                # not one less: the next start of a segment would only find out again
+                self._large[level + 1] = 3 * len(region.ops) // 4
         if not found:
             raise SearchError("no structure that the lowering can run fits the device")
         return sorted(found, key=lambda k: k.cost.total)[: 2 * self.options.keep]

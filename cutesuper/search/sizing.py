@@ -25,6 +25,9 @@ CLUSTERS = (1, 2, 4, 8)
 MIN_STAGES = 3
 #: fp32 accumulators of one block: 256 x 128 over two warpgroups are 128 registers of each thread
 MAX_ACCUMULATORS = 256 * 128
+#: accumulators that one warpgroup holds (96 registers of each thread); with more, two warpgroups
+#: share the columns, in blocks of 64
+ONE_WARPGROUP = 96 * 128
 #: barriers, row scalars
 RESERVED_BYTES = 2048
 ROWS_PER_BLOCK = (1, 2, 4, 8, 16)
@@ -100,7 +103,8 @@ def _matmul_sizes(
     products = sum(op.kind == "matmul" for op in structure.ops)
     for tile, cluster in _matmul_tiles(structure, form):
         area = tile[form.row] * tile[form.column] * products
-        if area > MAX_ACCUMULATORS:
+        odd = tile[form.column] // COLUMNS[0] % 2
+        if area > MAX_ACCUMULATORS or (odd and area > ONE_WARPGROUP):
             pruned["accumulators exceed the registers"] += 1
             continue
         loop = ceil_div(extent(structure.dims[form.contracted]), cluster * tile[form.contracted])

@@ -1,0 +1,95 @@
+"""What all splits of one program share: its normal forms, the goal, the operators that it uses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+from cutesuper.graph.operators import lookup
+from cutesuper.search.expression import Expressions
+from cutesuper.search.goal import Goal
+from cutesuper.search.labels import LabelledOp, LabelledProgram
+from cutesuper.search.splits import all_parts
+
+#: 0: nothing else. 1: values with several users; a norm of a norm needs more than 4000 classes
+#: without, and 23 with. 2: all values; the program as it is written, with other reductions.
+Sealing = Literal[0, 1, 2]
+
+
+class Space:
+    """The goal of one labelled program, and what may be used to reach it.
+
+    Args:
+        program: what is wanted.
+        sealing: what besides sums that are multiplied is an atom; see `Sealing`.
+    """
+
+    def __init__(self, program: LabelledProgram, sealing: Sealing = 0) -> None:
+        self.program, self.table, self.sealing = program, Expressions(), sealing
+        values = self._seal()
+        self.goals = [(values[i], program.ops[i].labels) for i, _ in program.outputs]
+        parts = {label: all_parts(label) for label in program.reduced}
+        self.goal = Goal(self.table, (form for form, _ in self.goals), parts)
+        operators = {
+            (op.kind, tuple(sorted(op.attributes.items())), len(op.inputs))
+            for op in program.ops
+            if op.kind not in ("load", "constant") and op.over is None
+        }
+        self.unary = sorted((k, a) for k, a, n in operators if n == 1)
+        self.binary = sorted({k for k, _, n in operators if n == 2} | {"mul"})
+        self.reductions = sorted(
+            {("sum" if op.kind == "matmul" else op.kind, op.over) for op in program.ops if op.over}
+        )
+        self.outer = {
+            frozenset(program.ops[i].labels for i in op.inputs)
+            for op in program.ops
+            if len(op.inputs) == 2 and op.over is None
+        }
+
+    def _seal(self) -> list[int]:
+        """Normal forms of the program, with every sum that is multiplied later sealed."""
+        users = Counter(i for op in self.program.ops for i in set(op.inputs))
+        least = (len(users) + 1, 2, 1)[self.sealing]
+        named = {i for i, n in users.items() if n >= least}
+        multiplied = {
+            i
+            for op in self.program.ops
+            if op.kind in ("mul", "div", "matmul", "square")
+            for i in op.inputs
+        }
+        values: list[int] = []
+        for _ in range(2):  # again, so that equal sums met before the first seal are sealed too
+            values.clear()
+            for i, op in enumerate(self.program.ops):
+                x = self.form(op, i, [values[j] for j in op.inputs])
+                if i in multiplied or i in named:
+                    x = self.table.seal(x, products=i in named)
+                values.append(x)
+        return values
+
+    def form(self, op: LabelledOp, index: int, args: list[int]) -> int:
+        """Normal form of an operation of the program."""
+        if op.kind == "load":
+            return self.table.variable(f"{op.attributes['tensor']}.{index}", op.labels)
+        if op.over is None:
+            return lookup(op.kind).symbolic(self.table, args, op.attributes)
+        kind = op.kind
+        if kind == "matmul":
+            kind, args = "sum", [self.table.mul(*args)]
+        return self.reduced(kind, args[0], op.over, all_parts(op.over))
+
+    def reduced(self, kind: str, x: int, label: str, parts: tuple[str, ...]) -> int:
+        """Normal form of a sum, mean or maximum over parts of a label."""
+        x = self.table.mark(x, label)
+        if kind == "max":
+            return self.table.maximum(x, label, parts)
+        x = self.table.reduce(x, parts)
+        return self.table.mul(x, self.table.symbol(f"1/{label}")) if kind == "mean" else x
+
+    def partial_maximum(self, x: int) -> str | None:
+        """The label over which x is a maximum of some parts only."""
+        for kind, label in self.reductions:
+            inner = self.table.is_maximum(x, label) if kind == "max" else None
+            if inner is not None and len(inner.labels) < len(all_parts(label)):
+                return label
+        return None

@@ -1,0 +1,95 @@
+"""A few small kernels for compute-sanitizer; exit code 1 if a result is wrong.
+
+compute-sanitizer --tool memcheck python3 tests/sanitize.py
+compute-sanitizer --tool racecheck python3 tests/sanitize.py
+compute-sanitizer --tool synccheck python3 tests/sanitize.py
+
+Set PYTORCH_NO_CUDA_MEMORY_CACHING=1 so that every tensor is an allocation of its own, whose ends
+memcheck sees. Arguments choose cases by name.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from cutesuper.graph.evaluate import evaluate
+from cutesuper.optimize import superoptimize
+from cutesuper.runtime.compile import compile_kernel
+from tests import zoo
+from tests.plans import Linear, request_of
+from tests.zoo import judge
+
+K, N = 256, 192
+
+
+def searched(graph: Any) -> Callable[[int], bool]:
+    """A graph through the whole road."""
+
+    def case(seed: int) -> bool:
+        kernel = superoptimize(graph)
+        inputs = zoo.draw(graph, seed, "cuda")
+        outputs = kernel(inputs)
+        torch.cuda.synchronize()
+        return all(judge(graph, inputs, outputs))
+
+    return case
+
+
+def planned(linear: Linear, dependent: bool = False) -> Callable[[int], bool]:
+    """A plan made by hand: the search would not split anything so small over a cluster."""
+
+    def case(seed: int) -> bool:
+        assert isinstance(linear.m, int)
+        graph = zoo.rms_norm_linear(linear.m, linear.k, linear.n, linear.dtype, linear.gain)
+        inputs = zoo.draw(graph, seed, "cuda")
+        out = torch.full_like(evaluate(graph, inputs)[0], torch.nan)
+        given = dict(zip((graph.nodes[i].name for i in graph.inputs), inputs, strict=True))
+        plan = linear.plan(dependent_launch=dependent)
+        kernel = compile_kernel(request_of(plan)).load()
+        kernel(*[out if a.written else given[a.name] for a in plan.arguments])
+        torch.cuda.synchronize()
+        return all(judge(graph, inputs, [out], [zoo.eager_norm_linear(inputs)]))
+
+    return case
+
+
+CASES: dict[str, Callable[[int], bool]] = {
+    "one row": searched(zoo.rms_norm_linear(1, K, N)),
+    "17 rows": searched(zoo.rms_norm_linear(17, K, N)),
+    "gain": searched(zoo.rms_norm_linear(17, K, N, gain=True)),
+    "ragged": searched(zoo.rms_norm_linear(17, 264, 200, gain=True)),
+    "transposed weight": searched(zoo.rms_norm_linear(17, K, N, transposed=True)),
+    "cluster of 2": planned(Linear(m=17, k=K, n=N, tile_k=64, cluster=2)),
+    "cluster of 4, gain": planned(Linear(m=1, k=K, n=N, tile_m=8, tile_k=64, cluster=4, gain=True)),
+    "dependent": planned(Linear(m=17, k=K, n=N, tile_k=64, cluster=2), dependent=True),
+    "staged epilogue": planned(Linear(m=100, k=K, n=N, tile_m=64, tile_k=64)),
+    "norm of rows": searched(zoo.rows("rms_norm", (17, 1000))),
+    "softmax of odd rows": searched(zoo.rows("softmax", (5, 333), "float32")),
+    "two products": searched(zoo.gated_mlp(17, K, N)),
+}
+
+
+def main(names: list[str]) -> int:
+    """Run the cases; the exit code."""
+    wrong = [n for n in names or CASES if not run(n)]
+    return 1 if wrong else 0
+
+
+def run(name: str) -> bool:
+    """One case, and a line about it."""
+    good = CASES[name](1)
+    print(f"{name}: {'ok' if good else 'WRONG'}", flush=True)
+    return good
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

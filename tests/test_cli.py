@@ -1,0 +1,114 @@
+"""The command line: what it prints, what it writes, its exit codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutesuper as cs
+from cutesuper.cli import main
+from tests import zoo
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "graph.json"
+    path.write_text(cs.dumps(zoo.rms_norm_linear(16, 128, 64)))
+    return path
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("extra", [[], ["--weight", "--dtype", "bfloat16"]])
+def test_demo(extra: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--shape", "16x128x64", *extra]) == 0
+    out = capsys.readouterr().out
+    for text in ("muGraph: 1 kernel", "verification", "plan", "from the definition to a compiled"):
+        assert text in out
+    assert "running through the reference executor on the CPU" in out
+    assert "error within the limit" in out
+    assert ("G  " in out) == ("--weight" in extra)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_demo_fails_when_the_result_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = cs.Kernel.__call__
+    monkeypatch.setattr(cs.Kernel, "__call__", lambda self, *a: right(self, *a) * 1.1)
+    assert main(["demo", "--shape", "16x128x64"]) == 1
+    assert "error exceeds the limit" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_explain(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "graph.svg"
+    arguments = ["explain", str(saved), "--target", "h100", "--svg", str(picture)]
+    assert main([*arguments, "--dependent-launch"]) == 0
+    out = capsys.readouterr().out
+    assert "optimized for h100 (sm_90a)" in out
+    assert "dependent launch: W loaded before the dependency wait" in out
+    assert picture.read_text().startswith("<svg")
+
+
+def test_explain_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "graph.json"
+    assert main(["explain", str(path)]) == 2
+    assert "No such file" in capsys.readouterr().err
+    path.write_bytes(b"\xff\xfe")
+    assert main(["explain", str(path)]) == 2
+    assert "decode" in capsys.readouterr().err
+    path.write_text("{}")
+    assert main(["explain", str(path)]) == 1
+    assert "cutesuper: FormatError: " in capsys.readouterr().err
+    from tests.programs import norm_linear
+
+    path.write_text(cs.dumps(norm_linear()))
+    assert main(["explain", str(path)]) == 2
+    assert "is a muGraph; give a kernel graph" in capsys.readouterr().err
+
+
+def test_explain_refuses_an_unknown_target(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", str(saved), "--target", "h300"]) == 1
+    assert "DeviceError: target 'h300': unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["nothing"], ["demo", "--dtype", "int8"], ["demo", "--fast"], ["explain"]],
+)
+def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", ["16x128", "axbxc", "", "16x128x64x2"])
+def test_wrong_shapes(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--shape", shape]) == 2
+    assert "give M x K x N, e.g. 16x4096x6144" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", ["0x128x64", "16x-128x64", "16x128x60"])
+def test_shapes_that_no_kernel_has(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--shape", shape]) == 1
+    assert "cutesuper: " in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_bench_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "rmsnorm_linear"])
+    assert caught.value.code == 2
+    assert "need a CUDA GPU" in capsys.readouterr().err

@@ -1,0 +1,425 @@
+"""The whole road on small graphs: what comes out, how it is called, what is refused and how."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+import cutesuper as cs
+from cutesuper.errors import (
+    CutesuperError,
+    DeviceError,
+    DTypeError,
+    GraphError,
+    LayoutError,
+    LoweringError,
+    SearchError,
+    ShapeError,
+)
+from cutesuper.graph.block import LOAD, MuGraph
+from cutesuper.optimize import Options, choose, current_target
+from cutesuper.runtime.kernel import BUCKETS, Kernel, bucket_of
+from tests import zoo
+
+M, K, N = 16, 128, 64
+SMALL: dict[str, Any] = {
+    "norm_linear": lambda: zoo.rms_norm_linear(M, K, N),
+    "norm_linear_gain": lambda: zoo.rms_norm_linear(M, K, N, "bfloat16", gain=True),
+    "norm_linear_nk": lambda: zoo.rms_norm_linear(5, K, N, transposed=True),
+    "gated": lambda: zoo.gated_mlp(M, K, N),
+    "residual": lambda: zoo.linear(M, K, N, tail="residual"),
+    "gelu": lambda: zoo.linear(M, K, N, tail="gelu"),
+    "softmax": lambda: zoo.rows("softmax", (6, 40)),
+    "layer_norm": lambda: zoo.rows("layer_norm", (3, 2, 100), "float32"),
+    "two outputs": lambda: zoo.rows("mean and max", (9, 64)),
+    "symbolic": lambda: zoo.rms_norm_linear(cs.symbol("M", 20), K, N),
+    "relu_mlp": lambda: zoo.relu_mlp(M, K, 64, 64),
+}
+
+
+@cache
+def kernel_of(name: str) -> Kernel:
+    """Compiled once for all tests; programs are chosen for the H200 even where there is a GPU."""
+    return cs.superoptimize(SMALL[name](), target="h200")
+
+
+# ------------------------------------------------------------------------------------ end to end
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_results_on_the_cpu_are_acceptable(name: str) -> None:
+    kernel = kernel_of(name)
+    inputs = zoo.draw(kernel.graph, 1)
+    results = kernel(inputs)
+    reports = zoo.judge(kernel.graph, inputs, results)
+    assert all(reports), reports
+    assert all(s.resources.stack_bytes == 0 for s in kernel.kernels)
+    assert kernel.arch == "sm_90a" and kernel.target is cs.H200
+
+
+def test_ways_to_call() -> None:
+    kernel = kernel_of("norm_linear")
+    x, w = zoo.draw(kernel.graph, 2)
+    want = kernel(x, w)
+    assert isinstance(want, torch.Tensor) and want.dtype is torch.float16
+    for results in (kernel([x, w]), kernel((x, w)), kernel(inputs=[x, w])):
+        assert isinstance(results, list) and len(results) == 1
+        assert torch.equal(results[0], want)
+    out = torch.full((M, N), torch.nan, dtype=torch.float16)
+    assert kernel(x, w, out=out) is out
+    assert torch.equal(out, want)
+    out.fill_(torch.nan)
+    assert kernel(inputs=[x, w], out=[out])[0] is out
+    assert torch.equal(out, want)
+
+
+def test_several_outputs() -> None:
+    kernel = kernel_of("two outputs")
+    [x] = zoo.draw(kernel.graph, 3)
+    mean, top = kernel(x)
+    assert mean.shape == top.shape == (9, 1)
+    assert torch.equal(top, x.amax(-1, keepdim=True))
+    outs = [torch.empty_like(mean), torch.empty_like(top)]
+    assert kernel(x, out=outs) == tuple(outs)
+    assert torch.equal(outs[0], mean)
+
+
+def test_symbols_take_any_extent() -> None:
+    kernel = kernel_of("symbolic")
+    for m in (1, 16, 33, 100):
+        x, w = zoo.draw(kernel.graph, m, extents={"M": m})
+        assert kernel(x, w).shape == (m, N)
+        assert zoo.judge(kernel.graph.with_hints({"M": m}), [x, w], [kernel(x, w)])[0]
+
+
+def test_buckets() -> None:
+    assert [bucket_of(m) for m in (1, 8, 9, 16, 17, 4096, 4097)] == [8, 8, 16, 16, 32, 4096, 4096]
+    assert list(BUCKETS) == sorted(BUCKETS)
+    kernel = kernel_of("symbolic")
+    first = kernel._variant((32,))  # the hint's own bucket is there already
+    assert first.mugraph is kernel.mugraph
+    large = kernel._variant((4096,))
+    assert large is kernel._variant((4096,)) is not first
+    assert large.steps[0].plan.tile[0] > first.steps[0].plan.tile[0]
+
+
+def test_multi_kernel_programs_are_wired() -> None:
+    kernel = kernel_of("relu_mlp")
+    variant = kernel._main
+    assert len(variant.steps) == 2
+    inputs, outputs = kernel.mugraph.inputs, kernel.mugraph.outputs
+    assert variant.names[:4] == (*inputs, *outputs)
+    [(shape, dtype)] = variant.intermediates
+    assert shape == (M, 64) and dtype is torch.float16
+    first, second = variant.wiring
+    assert first[-1] == 4 and 4 in second[:-1] and second[-1] == 3
+
+
+# ------------------------------------------------------------------------------------ looking at it
+
+
+def test_explain_tells_the_whole_story() -> None:
+    text = kernel_of("norm_linear").explain()
+    for title in ("program", "search", "muGraph", "verification", "cost", "alternatives", "plan"):
+        assert f"== {title} ==\n" in text
+    assert "optimized for h200 (sm_90a)" in text
+    assert "false accept below 2^-" in text
+    assert "statistic0 per row, in the same loop" in text
+    assert "0 bytes of stack" in text and "predicted" in text
+
+
+def test_draw_and_sources(tmp_path: Path) -> None:
+    kernel = kernel_of("norm_linear")
+    kernel.draw(tmp_path / "program.svg")
+    assert (tmp_path / "program.svg").read_text().startswith("<svg")
+    assert "wgmma.mma_async" in kernel.ptx
+    [resources] = kernel.resources.values()
+    assert resources.threads == kernel.kernels[0].plan.threads
+    assert repr(kernel) == "Kernel(1 kernel(s): k0; h200)"
+
+
+def test_export_and_load(tmp_path: Path) -> None:
+    kernel = kernel_of("norm_linear")
+    try:
+        kernel.export(tmp_path / "norm_linear.so")
+    except cs.errors.CompileError as error:
+        pytest.skip(f"cannot link here: {error}")
+    program = cs.load(tmp_path / "norm_linear.so")
+    x, w = zoo.draw(kernel.graph, 4)
+    assert torch.equal(program(x, w), kernel(x, w))
+    assert torch.equal(program([x, w])[0], kernel(x, w))
+    with pytest.raises(ShapeError, match="input W has shape"):
+        program(x, w[:-8].contiguous())
+
+
+# ---------------------------------------------------------------------------- wrong call arguments
+
+
+def half(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float16, **options)
+
+
+WRONG: dict[str, tuple[Any, type[CutesuperError], str]] = {
+    "rank": (lambda: [half(M * K), half(K, N)], ShapeError, "input X has rank 1 [2048], must have"),
+    "shape": (lambda: [half(M, K), half(K, 2 * N)], ShapeError, "W has shape [128, 128], must be"),
+    "swapped": (lambda: [half(K, N), half(M, K)], ShapeError, "input X has shape [128, 64]"),
+    "dtype": (
+        lambda: [half(M, K), torch.zeros(K, N)],
+        DTypeError,
+        "input W is torch.float32, must be torch.float16; convert it",
+    ),
+    "device": (
+        lambda: [half(M, K), half(K, N, device="meta")],
+        DeviceError,
+        "input W is on meta, input X on cpu; move all inputs to one device",
+    ),
+    "not contiguous": (
+        lambda: [half(K, M).T, half(K, N)],
+        LayoutError,
+        "input X is not contiguous (strides [1, 16]); call .contiguous()",
+    ),
+    "too few": (
+        lambda: [half(M, K)],
+        ShapeError,
+        "takes 2 input(s) (X[16, 128], W[128, 64]), got 1",
+    ),
+    "none": (list, ShapeError, "takes 2 input(s)"),
+    "too many": (lambda: [half(M, K)] * 3, ShapeError, "got 3"),
+    "a list": (lambda: [[1.0], half(K, N)], DTypeError, "input X is a list, not a torch tensor"),
+    "nothing": (lambda: [None, half(K, N)], DTypeError, "input X is a NoneType, not a torch"),
+    "a number": (lambda: [half(M, K), 2.0], DTypeError, "input W is a float, not a torch tensor"),
+    "gradient": (
+        lambda: [half(M, K, requires_grad=True), half(K, N)],
+        GraphError,
+        "input X requires a gradient, and this kernel has no backward",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_inputs_are_named(name: str) -> None:
+    make, error, message = WRONG[name]
+    with pytest.raises(error) as caught:
+        kernel_of("norm_linear")(*make())
+    assert str(caught.value).startswith("kernel") and message in str(caught.value)
+
+
+def test_gradients_are_allowed_where_none_are_recorded() -> None:
+    with torch.no_grad():
+        kernel_of("norm_linear")(half(M, K, requires_grad=True), half(K, N))
+
+
+def test_inputs_are_given_once() -> None:
+    x, w = half(M, K), half(K, N)
+    with pytest.raises(GraphError, match="either by position or as inputs=, once"):
+        kernel_of("norm_linear")(x, inputs=[x, w])
+
+
+def test_symbols_and_empty_inputs() -> None:
+    kernel = kernel_of("symbolic")
+    with pytest.raises(ShapeError, match=r"input X is empty \(\[0, 128\]\); there is nothing"):
+        kernel(half(0, K), half(K, N))
+    with pytest.raises(ShapeError, match=r"input X has shape \[3, 129\], must be \[M, 128\]"):
+        kernel(half(3, K + 1), half(K, N))
+    g = cs.new_kernel_graph()
+    rows = cs.symbol("M", 16)
+    x, y = g.new_input((rows, 64), name="X"), g.new_input((rows, 64), name="Y")
+    g.mark_output(g.add(x, y))
+    both = cs.superoptimize(g, target="h200")
+    assert both(half(3, 64), half(3, 64)).shape == (3, 64)
+    with pytest.raises(ShapeError, match=r"input Y has shape \[4, 64\].*M is 3 in an earlier"):
+        both(half(3, 64), half(4, 64))
+
+
+OUT: dict[str, tuple[Any, type[CutesuperError], str]] = {
+    "shape": (lambda x, w: half(M, N + 1), ShapeError, "output 0 has shape [16, 65], must be"),
+    "dtype": (lambda x, w: torch.zeros(M, N), DTypeError, "output 0 is torch.float32, must be"),
+    "device": (lambda x, w: half(M, N, device="meta"), DeviceError, "output 0 is on meta"),
+    "strides": (lambda x, w: half(N, M).T, LayoutError, "output 0 must be contiguous"),
+    "count": (lambda x, w: [half(M, N)] * 2, ShapeError, "1 output(s), got 2"),
+    "not a tensor": (lambda x, w: "out", DTypeError, "output 0 is a str, not a torch tensor"),
+    "overlap": (lambda x, w: x.view(-1)[: M * N].view(M, N), LayoutError, "overlaps an input"),
+    "overlap of the end": (
+        lambda x, w: w.view(-1)[-M * N :].view(M, N),
+        LayoutError,
+        "overlaps an input or another output",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUT)
+def test_wrong_outputs_are_named(name: str) -> None:
+    make, error, message = OUT[name]
+    x, w = half(M, K), half(K, N)
+    with pytest.raises(error) as caught:
+        kernel_of("norm_linear")(x, w, out=make(x, w))
+    assert str(caught.value).startswith("kernel(out=...)") and message in str(caught.value)
+
+
+def test_outputs_must_not_overlap_each_other() -> None:
+    kernel = kernel_of("two outputs")
+    out = half(9, 1)
+    with pytest.raises(LayoutError, match="output 1 overlaps an input or another output"):
+        kernel(half(9, 64), out=[out, out])
+
+
+# ------------------------------------------------------------------------------ wrong graphs
+
+
+def no_output() -> Any:
+    g = cs.new_kernel_graph()
+    g.exp(g.new_input((4, 8)))
+    return g
+
+
+def unused_input() -> Any:
+    g = no_output()
+    g.mark_output(g.exp(g.new_input((4, 8), name="Used")))
+    return g
+
+
+def linear_of(k: int, n: int, dtype: Any) -> Any:
+    g = cs.new_kernel_graph()
+    g.mark_output(g.matmul(g.new_input((16, k), dtype), g.new_input((k, n), dtype)))
+    return g
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (cs.new_kernel_graph, GraphError, "it has no inputs"),
+        (no_output, GraphError, "no output is marked"),
+        (unused_input, GraphError, "no output depends on input"),
+        (lambda: "graph", GraphError, "superoptimize(str): give it a kernel graph"),
+        (lambda: None, GraphError, "superoptimize(NoneType)"),
+        (lambda: linear_of(64, 64, cs.float32), SearchError, "matmul in float32"),
+        (lambda: linear_of(64, 60, cs.float16), SearchError, "60 of an inner or column dimension"),
+        (lambda: linear_of(60, 64, cs.float16), SearchError, "pad the tensor"),
+    ],
+)
+def test_graphs_that_are_refused(make: Any, error: type[CutesuperError], message: str) -> None:
+    with pytest.raises(error) as caught:
+        cs.superoptimize(make(), target="h200")
+    assert message in str(caught.value)
+
+
+def test_targets() -> None:
+    with pytest.raises(DeviceError, match="target 'h300': unknown; use one of h200, h100, b200"):
+        cs.superoptimize(zoo.rows("exp", (4, 8)), target="h300")
+    with pytest.raises(LoweringError, match=r"for Hopper \(sm_90a\) only, not for b200"):
+        cs.superoptimize(zoo.linear(16, 64, 64), target=cs.B200)
+    if not torch.cuda.is_available():
+        assert current_target() is cs.H200
+
+
+# ---------------------------------------------------------------- what is found at the real size
+
+
+def kinds_after(mu: MuGraph, kind: str) -> set[str]:
+    """Operations that depend on an operation of this kind."""
+    [step] = mu.steps
+    ops, later = step.program.ops, set[int]()
+    for i, op in enumerate(ops):
+        if any(j in later or ops[j].kind == kind for j in op.inputs):
+            later.add(i)
+    return {ops[i].kind for i in later}
+
+
+def test_norm_and_linear_at_the_size_that_matters() -> None:
+    """One kernel, X read once, the norm applied after the product, and a proof with a bound."""
+    graph = zoo.rms_norm_linear(16, 4096, 6144)
+    result, choice = choose(graph, Options(cs.H200))
+    assert result.statistics.seconds <= 5
+    mu = choice.candidate.mugraph
+    [step] = mu.steps
+    loads = [op.attributes["tensor"] for op in step.program.loads()]
+    assert sorted(loads) == ["W", "X"]
+    assert "div" in kinds_after(mu, "matmul")
+    product = next(op for op in step.program.ops if op.kind == "matmul")
+    assert all(step.program.ops[i].kind == LOAD for i in product.inputs)
+    v = choice.verification
+    assert v.equal and v.bound_log2 is not None and v.bound_log2 <= -40
+    assert v.real_extents
+    assert choice.refused == ()
+
+
+def test_equal_seeds_give_equal_results() -> None:
+    graph = zoo.gated_mlp(M, K, N)
+    found = [choose(graph, Options(cs.H200, seed=5))[1].candidate for _ in range(2)]
+    assert cs.dumps(found[0].mugraph) == cs.dumps(found[1].mugraph)
+    assert found[0].cost_us == found[1].cost_us
+
+
+def test_the_second_time_comes_from_the_cache() -> None:
+    kernel_of("norm_linear")
+    start = time.perf_counter()
+    again = cs.superoptimize(SMALL["norm_linear"](), target="h200")
+    assert time.perf_counter() - start < 10
+    assert all(s.artifact.from_cache for s in again.kernels)
+
+
+def test_progress_is_reported() -> None:
+    seen: list[Any] = []
+    cs.superoptimize(SMALL["norm_linear"](), target="h200", on_progress=seen.append)
+    assert seen and seen[-1].verified > 0 and seen[-1].best_cost_us is not None
+
+
+# -------------------------------------------------------------------------------- wrong muGraphs
+
+
+def changed(mu: MuGraph, index: int, **fields: Any) -> MuGraph:
+    """The muGraph with one operation of its only kernel changed."""
+    [step] = mu.steps
+    ops = list(step.program.ops)
+    ops[index] = replace(ops[index], **fields)
+    program = replace(step.program, ops=tuple(ops))
+    return replace(mu, steps=(replace(step, program=program),))
+
+
+def place(mu: MuGraph, kind: str) -> int:
+    return next(i for i, op in enumerate(mu.steps[0].program.ops) if op.kind == kind)
+
+
+def test_wrong_programs_are_rejected() -> None:
+    graph = zoo.rms_norm_linear(M, K, N)
+    mu = choose(graph, Options(cs.H200))[1].candidate.mugraph
+    assert cs.verify(graph, mu)
+    add, div = place(mu, "add"), place(mu, "div")
+    ops = mu.steps[0].program.ops
+    mean = next(i for i in ops[add].inputs if ops[i].kind != "constant")
+    wrong = {
+        "no eps": changed(mu, place(mu, "sqrt"), inputs=(mean,)),
+        "other eps": changed(mu, place(mu, "constant"), attributes={"value": 1e-5}),
+        "sum for mean": changed(mu, place(mu, "mean"), kind="sum"),
+        "product for quotient": changed(mu, div, kind="mul"),
+        "no square": changed(mu, place(mu, "square"), kind="exp"),
+    }
+    for name, program in wrong.items():
+        verdict = cs.verify(graph, program)
+        assert not verdict and verdict.counterexample is not None, name
+
+
+def test_the_norm_of_another_row_is_rejected() -> None:
+    """Transposed norms: every row is divided by the norm of the row that a square X would have."""
+    g = cs.new_kernel_graph()
+    x = g.new_input((64, 64), name="X")
+    w = g.new_input((64, 64), name="W", constant=True)
+    g.mark_output(g.div(g.matmul(x, w), g.sum(x, -1)))
+    mu = choose(g, Options(cs.H200))[1].candidate.mugraph
+    assert cs.verify(g, mu)
+    loads = [i for i, op in enumerate(mu.steps[0].program.ops) if op.kind == LOAD]
+    for i in loads:
+        op = mu.steps[0].program.ops[i]
+        other = "W" if op.attributes["tensor"] == "X" else "X"
+        verdict = cs.verify(g, changed(mu, i, attributes={**op.attributes, "tensor": other}))
+        assert not verdict
+        swapped = tuple(reversed(op.attributes["map"]))
+        assert not cs.verify(g, changed(mu, i, attributes={**op.attributes, "map": swapped}))
