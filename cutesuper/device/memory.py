@@ -44,22 +44,15 @@ def expect_bytes(barrier: cute.Pointer, count: cutlass.Constexpr):
 
 
 @cute.jit
-def wait(barrier: cute.Pointer, phase: Int32):
-    """Until a barrier has completed the phase of this parity; the warp is converged afterwards.
+def release_warp(barrier: cute.Pointer, lane: Int32):
+    """Give a stage back that the warp has read (or written) with ordinary instructions.
 
-    `cute.arch.mbarrier_wait` declares its loop uniform (``bra.uni``), and the compiler then drops
-    the warp barriers that follow. Lanes do leave that loop apart: a lane went on to arrive for its
-    warp while others had yet to read the stage, and row statistics came out wrong in 3 of 4
-    launches of 64x1024x1000. An ordinary loop reconverges.
+    The next bulk load writes it through the asynchronous proxy, so the reads need a proxy fence
+    before the arrival. Without it loads overtook reads: row statistics of 64x4096x1024 mixed in
+    elements of the stage's next tile in most launches.
     """
-    done = cute.arch.mbarrier_try_wait(barrier, phase)
-    while not done:
-        done = cute.arch.mbarrier_try_wait(barrier, phase)
-
-
-@cute.jit
-def arrive_warp(barrier: cute.Pointer, lane: Int32):
-    """One arrival for the whole warp."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
     if lane == 0:
         cute.arch.mbarrier_arrive(barrier)
 

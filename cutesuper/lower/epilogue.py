@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cutesuper.device.memory import push, wait
+from cutesuper.device.memory import push
 from cutesuper.lower.common import ELEMENT
 from cutesuper.lower.statistics import PIECE, ROW_VALUES_BARRIER
 from cutesuper.schedule.matmul import COLUMN_BLOCK
@@ -58,7 +58,7 @@ class Epilogue:
         if cutlass.const_expr(k.cluster > 1):
             self.send(accumulators, smem, warp, lane, where)
             self.wait_row_values()
-            wait(smem["received"], 0)
+            cute.arch.mbarrier_wait(smem["received"], 0)
             self.finish_received(smem, tensors, tidx, where)
         elif cutlass.const_expr(self.staged):
             self.wait_row_values()

@@ -27,7 +27,6 @@ from cutesuper.device.memory import (
     init_barriers,
     partition,
     tile_atom,
-    wait,
 )
 from cutesuper.lower.common import ELEMENT, Extents, labelled
 from cutesuper.lower.epilogue import Epilogue
@@ -326,7 +325,7 @@ class MatmulKernel:
         stage = Int32(0)
         phase = Int32(0)
         for i in cutlass.range(first, self.iterations, unroll=1):
-            wait(smem["empty"] + stage, phase)
+            cute.arch.mbarrier_wait(smem["empty"] + stage, phase)
             self.arm(smem, stage)
             self.load_stage(atoms, sources, slots, smem, where, i, stage, True)
             if cutlass.const_expr(self.dependent):
@@ -402,9 +401,9 @@ class MatmulKernel:
         phase = Int32(0)
         previous = Int32(-1)
         for _ in cutlass.range(self.iterations, unroll=1):
-            wait(smem["full"] + stage, phase)
+            cute.arch.mbarrier_wait(smem["full"] + stage, phase)
             if cutlass.const_expr(self.plan.prologue is not None):
-                wait(smem["ready"] + stage, phase)
+                cute.arch.mbarrier_wait(smem["ready"] + stage, phase)
             warpgroup.fence()
             for kk in cutlass.range_constexpr(self.k // 16):
                 for w in cutlass.range_constexpr(self.weights):

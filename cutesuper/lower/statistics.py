@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutesuper.device.math import nan_max
-from cutesuper.device.memory import arrive_warp, float_bits, push, wait
+from cutesuper.device.memory import float_bits, push, release_warp
 from cutesuper.graph.thread import ThreadExpression
 from cutesuper.schedule.matmul import CHUNK, HELPER_WARPS
 
@@ -66,7 +66,7 @@ class RowSide:
         stage = Int32(0)
         phase = Int32(0)
         for i in cutlass.range(k.iterations, unroll=1):
-            wait(smem["full"] + stage, phase)
+            cute.arch.mbarrier_wait(smem["full"] + stage, phase)
             depth = (rank * k.iterations + i) * k.k
             for p in cutlass.range_constexpr(self.passes):
                 row = thread // LANES + p * ROWS
@@ -76,12 +76,8 @@ class RowSide:
                     self.read_row(smem, totals, p, row, thread % LANES, stage, depth)
             if cutlass.const_expr(plan.prologue is not None):
                 # the tensor cores read what ordinary stores have just written
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.sync_warp()
-                arrive_warp(smem["ready"] + stage, lane)
-            else:
-                cute.arch.sync_warp()
-            arrive_warp(smem["empty"] + stage, lane)
+                release_warp(smem["ready"] + stage, lane)
+            release_warp(smem["empty"] + stage, lane)
             stage += 1
             if stage == k.stages:
                 stage = Int32(0)
@@ -180,7 +176,7 @@ class RowSide:
     def row_values(self, smem, thread):
         """Row scalars of the epilogue, each once: thread i computes row i."""
         k, plan = self.k, self.k.plan
-        wait(smem["reduced"], 0)
+        cute.arch.mbarrier_wait(smem["reduced"], 0)
         for p in cutlass.range_constexpr(-(-k.m // 128)):
             row = thread + p * 128
             if row < k.m:
