@@ -119,7 +119,16 @@ def test_weights_stored_by_columns(dtype: str, gain: bool) -> None:
 
 
 #: less than one tile in one direction or another
-TINY = [(1, 8, 8), (3, 16, 8), (300, 2048, 8), (2, 8, 2048), (65, 72, 64)]
+TINY = [
+    (1, 8, 8),
+    (3, 16, 8),
+    (300, 2048, 8),
+    (2, 8, 2048),
+    (65, 72, 64),
+    (1, 64, 64),
+    (1, 1000, 1000),
+    (1, 64, 8),
+]
 
 
 def random_sizes(count: int) -> list[tuple[int, int, int]]:

@@ -13,7 +13,7 @@ from cutesuper.graph.dims import Symbol
 from cutesuper.graph.target import B200, H200
 from cutesuper.schedule.matmul import MatmulPlan, grid_shape
 from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.rows import MAX_PER_THREAD, RowPlan
+from cutesuper.schedule.rows import MAX_PER_THREAD, MAX_ROW, RowPlan
 from cutesuper.schedule.schedule import MatmulSchedule, RowSchedule, read_schedule, schedule_dict
 from tests.mugraphs import Block
 from tests.plans import Linear, rows_block, rows_plan, specs
@@ -346,7 +346,7 @@ def test_rows_have_their_places() -> None:
     assert p.width == 4096 and p.warps_per_row == 4 and p.shared_bytes == 16
 
 
-ROW_SIZES = [1, 2, 7, 8, 24, 31, 33, 100, 333, 1000, 1024, 1025, 4096, 5000, 16384, 65536]
+ROW_SIZES = [1, 2, 7, 8, 24, 31, 33, 100, 333, 1000, 1024, 1025, 4096, 5000, 16384, 32767, MAX_ROW]
 
 
 @pytest.mark.parametrize("n", ROW_SIZES)
@@ -359,7 +359,7 @@ def test_row_schedules_cover_rows_of_any_length(n: int, dtype: str, norm: bool) 
     assert s.lanes * s.rows % 32 == 0
     assert n % s.vector == 0 and s.vector * itemsize <= 16
     assert s.vector == min(16 // itemsize, n & -n)
-    assert s.vector * s.chunks <= MAX_PER_THREAD
+    assert s.vector * s.chunks <= MAX_PER_THREAD // (2 if s.lanes * s.rows > 512 else 1)
     blocks = p.program.axis("N.grid").extent if not norm else 1
     assert blocks * p.width >= n > (blocks - 1) * p.width
     if norm:
@@ -393,6 +393,52 @@ def test_rows_of_three_labels_are_neighbours() -> None:
     assert [p.loads[0].stride(d) for d in "ABN"] == [320, 64, 1]
 
 
+@pytest.mark.parametrize(("m", "n"), [(64, 32), (4096, 4096), (3, 1000), (1000, 7)])
+def test_transpositions_read_pieces_of_neighbouring_rows(m: int, n: int) -> None:
+    b = Block({"M": m, "N": n}, {"M.grid": m, "N.grid": n}, {"M": 1, "N": 1})
+    b.store("Z", b.load("X", "N", "M"), "M", "N")
+    p = make_plan(b.step("copy"), specs({"X": (n, m), "Z": (m, n)}), H200)
+    assert isinstance(p, RowPlan) and p.column == "N"  # stores are contiguous
+    assert p.schedule.interleaved and p.schedule.rows == 32
+    assert (p.program.axis("N.grid").extent or 0) * p.width >= n
+
+
+def test_neighbouring_rows_are_neighbours_in_memory() -> None:
+    b = Block({"B": 64, "M": 4, "N": 50}, {}, {"B": 64, "M": 4, "N": 50})
+    b.store("Z", b.load("X", "M", "N", "B"), "B", "M", "N")
+    p = make_plan(b.step("copy"), specs({"X": (4, 50, 64), "Z": (64, 4, 50)}), H200)
+    assert isinstance(p, RowPlan) and p.rows == ("M", "B")
+
+
+def test_what_divides_whole_rows_is_inverted_once() -> None:
+    def inverted(dtype: str) -> list[str]:
+        p = rows_plan(64, 4096, norm=True, dtype=dtype)
+        return [p.program.ops[i].kind for i in p.inverted]
+
+    assert inverted("float16") == ["sqrt"] and inverted("bfloat16") == ["sqrt"]
+    assert inverted("float32") == []  # the product of a reciprocal is rounded twice
+    b = Block({"M": 8, "N": 64}, {"M.grid": 8}, {"M": 1, "N": 64})
+    x = b.load("X", "M", "N")
+    y = b.op("sum", x, over="N")
+    b.store("Z", b.op("div", b.op("div", y, x), b.op("div", y, b.op("exp", y))), "M", "N")
+    p = make_plan(b.step(), specs({"X": (8, 64), "Z": (8, 64)}), H200)
+    assert isinstance(p, RowPlan) and [p.program.ops[i].kind for i in p.inverted] == ["div"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (RowSchedule(1024, 8, 8, 1), "1024 threads with 64 elements each do not fit into the reg"),
+        (RowSchedule(512, 8, 16, 1), "512 threads with 128 elements each"),
+        (RowSchedule(1024, 8, 1, 2), "2048 threads with 8 elements each"),
+        (RowSchedule(32, 8, 4, 4), "32 lanes of 32 elements do not cover rows of 4096"),
+    ],
+)
+def test_row_schedules_that_do_not_fit(schedule: RowSchedule, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        rows_plan(64, 4096, norm=True, schedule=schedule)
+
+
 def loop_in_rows() -> Block:
     b = Block({"M": 8, "N": 64}, {"M.grid": 8, "N.loop": 2}, {"M": 1, "N": 32})
     b.store("Z", b.close(b.op("sum", b.load("X", "M", "N"), over="N"), "N"), "M")
@@ -419,6 +465,13 @@ def symbolic_column() -> Block:
     return b
 
 
+def symbol_inside() -> Block:
+    m = Symbol("M", 8)
+    b = Block({"N": m, "M": 64}, {"N.grid": None, "M.grid": 64}, {"N": 1, "M": 1})
+    b.store("Z", b.op("exp", b.load("X", "M", "N")), "N", "M")
+    return b
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -426,7 +479,8 @@ def symbolic_column() -> Block:
         (cluster_in_rows, "a row kernel has grid axes only, not cluster"),
         (two_reductions, "one label must be the one reduced"),
         (symbolic_column, "the rows' own dimension M must have a fixed extent"),
-        (lambda: rows_block(2, 65537, norm=True), "rows of 65537 elements are longer than the"),
+        (lambda: rows_block(2, 32769, norm=True), "rows of 32769 elements are longer than the 32768"),
+        (symbol_inside, "X has a symbolic extent that is not its first dimension"),
     ],
 )
 def test_row_programs_that_are_refused(make: Any, message: str) -> None:

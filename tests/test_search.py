@@ -10,11 +10,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from cutesuper.errors import SearchError
+from cutesuper.errors import LoweringError, SearchError
 from cutesuper.graph.block import AxisKind, BlockProgram, MuGraph
 from cutesuper.graph.check import check_block_program, check_mugraph
 from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
-from cutesuper.graph.target import H200
+from cutesuper.graph.target import B200, H200
+from cutesuper.schedule.planner import make_plan
+from cutesuper.schedule.rows import RowPlan
 from cutesuper.search.extract import block_program, extract
 from cutesuper.search.kernels import Flat
 from cutesuper.search.labels import label
@@ -235,6 +237,115 @@ def test_gated_mlp_with_norm_is_one_kernel() -> None:
     assert kinds(only(best(g))).count("matmul") == 2
 
 
+# ------------------------------------------------------------------------- rows of any order
+
+
+def _two_orders(g: Graph, x: Tensor) -> Tensor:
+    y = g.mark_output(g.relu(x))
+    return g.transpose(y)
+
+
+def _transposed_and_reduced(g: Graph, x: Tensor) -> Tensor:
+    g.mark_output(g.transpose(x))
+    return g.sum(x, 0)
+
+
+#: what is computed, the shape of X, and the label along the rows
+ANY_ORDER: dict[str, tuple[Callable[[Graph, Tensor], Tensor], tuple[object, ...], str]] = {
+    "sum of columns": (lambda g, x: g.sum(x, 0), (50, 64), "K"),
+    "softmax of columns": (lambda g, x: g.softmax(x, 0), (50, 64), "K"),
+    "long columns": (lambda g, x: g.mean(x, 0), (32768, 8), "K"),
+    "middle": (lambda g, x: g.div(x, g.sum(x, 1)), (4, 50, 64), "K"),
+    "symbolic batch": (lambda g, x: g.softmax(x, 1), (symbol("B"), 50, 64), "K"),
+    "mixed": (lambda g, x: x + g.transpose(g.new_input((32, 64), name="Y")), (64, 32), "N"),
+    "mostly transposed": (
+        lambda g, x: g.transpose(x + g.new_input((64, 32), name="Y")), (64, 32), "M"
+    ),
+    "own transpose": (lambda g, x: x + g.transpose(x), (64, 64), "N"),
+    "two orders": (_two_orders, (64, 32), "N"),
+    "copy": (lambda g, x: g.transpose(x), (64, 32), "N"),
+    "copy of three": (lambda g, x: g.transpose(x, (2, 0, 1)), (4, 50, 64), "N"),
+    "copy and sum": (_transposed_and_reduced, (64, 32), "K"),
+}
+
+
+@pytest.mark.parametrize("name", list(ANY_ORDER))
+def test_rows_of_any_order_are_one_kernel(name: str) -> None:
+    build, shape, column = ANY_ORDER[name]
+    g = new_kernel_graph()
+    g.mark_output(build(g, g.new_input(shape)))  # type: ignore[arg-type]
+    mu = best(g)
+    only(mu)
+    plan = make_plan(mu.steps[0], mu.tensors, H200)
+    assert isinstance(plan, RowPlan) and plan.column == column
+
+
+# ----------------------------------------------------------------------------------------- copies
+
+
+def _transposed_product(relu: bool) -> Graph:
+    g = new_kernel_graph()
+    x, w = g.new_input((64, 32)), g.new_input((64, 128))
+    y = g.transpose(x)
+    g.mark_output((g.relu(y) if relu else y) @ w)
+    return g
+
+
+def _product_in_two_orders() -> Graph:
+    g = new_kernel_graph()
+    y = g.mark_output(g.new_input((16, 64)) @ g.new_input((64, 128)))
+    g.mark_output(g.transpose(y))
+    return g
+
+
+def _permuted_weight() -> Graph:
+    g = new_kernel_graph()
+    x, w = g.new_input((4, 16, 64)), g.new_input((64, 4, 128))
+    g.mark_output(x @ g.transpose(w, (1, 0, 2)))
+    return g
+
+
+def _transposed_statistic() -> Graph:
+    g = new_kernel_graph()
+    x, w = g.new_input((64, 64)), g.new_input((64, 64))
+    g.mark_output((x @ w) * g.transpose(g.sum(g.exp(x), -1)))
+    return g
+
+
+COPIES: dict[str, tuple[Callable[[], Graph], list[str]]] = {
+    "row operand": (lambda: _transposed_product(relu=False), ["rows", "matmul"]),
+    "fused": (lambda: _transposed_product(relu=True), ["rows", "matmul"]),
+    "product": (lambda: linear(16, 64, 128, lambda g, t: g.transpose(t)), ["matmul", "rows"]),
+    "product in two orders": (_product_in_two_orders, ["matmul", "rows"]),
+    "permuted weight": (_permuted_weight, ["rows", "matmul"]),
+}
+
+
+@pytest.mark.parametrize("name", list(COPIES))
+def test_what_no_product_can_read_is_copied(name: str) -> None:
+    build, want = COPIES[name]
+    mu = best(build())
+    found = ["matmul" if "matmul" in kinds(s.program) else "rows" for s in mu.steps]
+    assert found == want
+    assert "transpose" not in [k for s in mu.steps for k in kinds(s.program)]
+    for step in mu.steps:
+        make_plan(step, mu.tensors, H200)
+
+
+def test_a_copied_statistic_stays_float32() -> None:
+    mu = best(_transposed_statistic())
+    between = [t for n, t in mu.tensors.items() if n not in (*mu.inputs, *mu.outputs)]
+    assert between and all(t.dtype.name == "float32" for t in between)
+
+
+def test_a_copy_costs_its_bytes() -> None:
+    def cost(n: int) -> float:
+        return search(rows(n, 4096, lambda g, x: g.transpose(x)), H200).candidates[0].cost_us
+
+    moved = 2 * 2 * 4096 * (16384 - 8192)
+    assert cost(16384) - cost(8192) == pytest.approx(moved / H200.bandwidth * 1e6, rel=0.1)
+
+
 # --------------------------------------------------------------------------------------- kernels
 
 
@@ -292,10 +403,10 @@ def _fp32() -> Graph:
 REFUSED: dict[str, tuple[Callable[[], Graph], str]] = {
     "fp32": (_fp32, "float32"),
     "odd": (lambda: linear(16, 100, 64, lambda g, t: t), "multiple of 8"),
-    "columns": (lambda: rows(64, 64, lambda g, x: g.sum(x, 0)), r"sum\(X\[64, 64\], dim=0\)"),
-    "long": (lambda: rows(4, 32768, lambda g, x: g.softmax(x)), "16384"),
-    "transposed": (lambda: rows(64, 32, lambda g, x: g.relu(x) + g.transpose(
-        g.new_input((32, 64), name="Y"))), "different orders"),
+    "long": (lambda: rows(4, 32769, lambda g, x: g.softmax(x)), r"dim=1\): .*at most 32768 are re"),
+    "long columns": (lambda: rows(32769, 4, lambda g, x: g.sum(x, 0)), "at most 32768"),
+    "symbolic columns": (lambda: rows(symbol("M"), 64, lambda g, x: g.sum(x, 0)), "extent M"),
+    "symbol inside": (lambda: rows(symbol("M"), 64, lambda g, x: g.transpose(x)), "its first dim"),
 }
 
 
@@ -304,6 +415,14 @@ def test_refused(name: str) -> None:
     build, message = REFUSED[name]
     with pytest.raises(SearchError, match=message):
         search(build(), H200)
+
+
+def test_products_are_refused_before_anything_is_searched() -> None:
+    seen: list[Progress] = []
+    with pytest.raises(LoweringError, match=r"matmul\(t\d+\[16, 64\], W\[64, 64\]\): .* b200 "):
+        search(rms_linear(16, 64, 64), B200, on_progress=seen.append)
+    assert not seen
+    search(linear(16, 64, 1, lambda g, t: t), B200)  # with a vector: needs no tensor cores
 
 
 def test_verifier_decides() -> None:

@@ -144,6 +144,10 @@ class MatmulKernel:
         plan = self.plan
         batch = self.batch_of(view)
         plain = labelled(self.extents, view, (plan.row, plan.contracted, *batch), tensors)
+        if cutlass.const_expr(isinstance(plain.shape[0], int) and plain.shape[0] == 1):
+            # a static extent of 1 vanishes from the descriptor, which then does not fit its box
+            shape = (Int32(1), *plain.shape[1:])
+            plain = cute.make_tensor(plain.iterator, cute.make_layout(shape, stride=plain.stride))
         if not self.chunked:
             return plain
         k = plan.program.dims[plan.contracted]

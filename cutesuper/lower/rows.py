@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -10,7 +11,7 @@ import cutlass.memory
 from cutlass import Float32, Int32
 
 from cutesuper.device.math import DeviceMath, nan_max
-from cutesuper.graph.block import LOAD, STORE
+from cutesuper.graph.block import LOAD
 from cutesuper.graph.dims import extent
 from cutesuper.graph.operators import lookup
 from cutesuper.lower.common import ELEMENT, Extents
@@ -71,28 +72,40 @@ class RowKernel:
         first = by * plan.width + lane * self.vector
         valid = row < self.row_count(tensors)
 
-        values: dict[int, Any] = {}
-        for i, view in plan.loads.items():
-            values[i] = self.load(view, tensors, row, first, valid)
-        self.evaluate(values, slots, tidx, lane, group, first)
+        load = partial(self.load, tensors=tensors, row=row, first=first, valid=valid)
+        values = self.evaluate(load, slots, tidx, lane, group, first)
         for i, view in plan.stores.items():
             value = values[plan.program.ops[i].inputs[0]]
             self.store(value, view, tensors, row, first, lane, valid)
 
     def evaluate(
-        self, values: dict[int, Any], slots: Any, tidx: Any, lane: Any, group: Any, first: Any
-    ) -> None:
-        """Every operation between the loads and the stores, on fragments and row scalars."""
+        self, load: Any, slots: Any, tidx: Any, lane: Any, group: Any, first: Any
+    ) -> dict[int, Any]:
+        """Every operation but the stores, as fragments and row scalars."""
         plan = self.plan
-        for i, op in enumerate(plan.program.ops):
-            if op.kind in (LOAD, STORE):
-                continue
+        values: dict[int, Any] = {}
+        inverses: dict[int, Any] = {}
+        for i in plan.order:
+            op = plan.program.ops[i]
             args = [values[j] for j in op.inputs]
-            if i in plan.reductions:
+            if op.kind == LOAD:
+                values[i] = load(plan.loads[i])
+            elif i in plan.reductions:
                 n = plan.reductions.index(i)
                 values[i] = self.reduce(op.kind, args[0], n, slots, tidx, lane, group, first)
+            elif op.kind == "div" and plan.column in op.dims and op.inputs[1] in plan.inverted:
+                divisor = op.inputs[1]
+                if divisor not in inverses:
+                    inverses[divisor] = self.inverse(divisor, values)
+                values[i] = args[0] * inverses[divisor]
             else:
                 values[i] = lookup(op.kind).scalar(self.math, args, op.attributes)
+        return values
+
+    def inverse(self, i: int, values: dict[int, Any]) -> Any:
+        """1 / value of a row; of a root in one instruction."""
+        op = self.plan.program.ops[i]
+        return self.math.rsqrt(values[op.inputs[0]]) if op.kind == "sqrt" else 1.0 / values[i]
 
     def offset(self, view: View, tensors: list[cute.Tensor], row: Any) -> Any:
         """Offset in elements of a row's first element."""

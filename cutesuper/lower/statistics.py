@@ -94,7 +94,8 @@ class RowSide:
         k = self.k
         offset = (stage * k.chunks * k.m + row) * CHUNK + lane8 * PIECE
         place = ((lane8 ^ (row % 8)) * PIECE)
-        for c in cutlass.range(k.chunks, unroll=4 if self.passes == 1 else 1):
+        # short loops are unrolled whole, so that their reads are all in flight together
+        for c in cutlass.range(k.chunks, unroll=k.chunks if k.chunks * self.passes <= 16 else 1):
             at = c * CHUNK + place
             pieces = self.pieces(smem, offset + c * (k.m * CHUNK), stage * k.k + at)
             values = {op: piece.load().to(Float32) for op, piece in pieces.items()}

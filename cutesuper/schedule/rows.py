@@ -2,26 +2,31 @@
 
 A row (all other labels fixed) is held in registers by a power of two of threads; reductions run
 over shuffles and, across warps, shared memory. Every tensor is read and written once. Rows are
-best contiguous in memory; strided ones work too.
+best contiguous in memory; strided ones work too, and tensors may be stored in different orders.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 
-from cutesuper.errors import LoweringError
+from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.graph.block import LOAD, STORE, Axis, AxisKind, BlockProgram, KernelStep, TensorSpec
-from cutesuper.graph.dims import Symbol, ceil_div, extent
+from cutesuper.graph.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.graph.dtypes import as_dtype
 from cutesuper.graph.operators import lookup
 from cutesuper.graph.target import Target
 from cutesuper.schedule.plan import Argument, View, arguments_of, content_key, view_of
 from cutesuper.schedule.schedule import RowSchedule
 
-#: elements of one row that one thread may hold: 64 fp32 registers for every live value
-MAX_PER_THREAD = 64
 MAX_THREADS = 1024
+#: elements of one row that one thread may hold (fp32 registers for every live value) in blocks of
+#: at most 512 threads; with more threads half as many, or they spill
+MAX_PER_THREAD = 64
+#: longest row that a block can hold and reduce; also what the search offers
+MAX_ROW = MAX_THREADS * MAX_PER_THREAD // 2
 #: longest strided rows that are read coalesced: 32 threads along the row, 64 elements each
 MAX_STRIDED = 32 * MAX_PER_THREAD
 
@@ -34,10 +39,12 @@ class RowPlan:
         program: the block program, tiled as the kernel runs it.
         arguments: tensor arguments in order, inputs first.
         column: the label along the rows.
-        rows: the other labels, outermost first.
+        rows: the other labels; neighbouring rows differ in the last one.
         loads: by operation.
         stores: by operation.
         reductions: operations that reduce over ``column``.
+        order: loads and computations, as they are to be issued.
+        inverted: row scalars whose reciprocal is computed once, because they divide whole rows.
         schedule: the knobs.
     """
 
@@ -48,6 +55,8 @@ class RowPlan:
     loads: dict[int, View]
     stores: dict[int, View]
     reductions: tuple[int, ...]
+    order: tuple[int, ...]
+    inverted: tuple[int, ...]
     schedule: RowSchedule
 
     @property
@@ -90,22 +99,30 @@ def plan_rows(
 
     Raises:
         LoweringError: it has a structure that this skeleton cannot run.
+        ScheduleError: the schedule does not fit the rows or the registers.
     """
     program, where = step.program, f"kernel {step.name}"
     _check_structure(program, where)
     arguments = arguments_of(step, tensors)
+    _check_symbols(arguments, where)
     loads = {i: view_of(o, arguments) for i, o in enumerate(program.ops) if o.kind == LOAD}
     stores = {i: view_of(o, arguments) for i, o in enumerate(program.ops) if o.kind == STORE}
-    column = _column(program, (*loads.values(), *stores.values()), where)
+    column = _column(program, loads, stores, where)
     reductions = tuple(i for i, o in enumerate(program.ops) if lookup_reduces(o.kind))
     if schedule is None:
         views = [*loads.values(), *stores.values()]
         schedule = _default_schedule(
             program, arguments, views, column, bool(reductions), target, dependent_launch, where
         )
-    rows = tuple(d for d in program.dims if d != column)
+    else:
+        _check_schedule(schedule, program, column, bool(reductions), where)
+    rows = _row_order(program, [*loads.values(), *stores.values()], column)
     program = _retile(program, rows, column, schedule, bool(reductions))
-    return RowPlan(program, arguments, column, rows, loads, stores, reductions, schedule)
+    order = _order(program, reductions, schedule)
+    inverted = _inverted(program, column, arguments)
+    return RowPlan(
+        program, arguments, column, rows, loads, stores, reductions, order, inverted, schedule
+    )
 
 
 def lookup_reduces(kind: str) -> bool:
@@ -128,21 +145,137 @@ def _check_structure(program: BlockProgram, where: str) -> None:
         raise LoweringError(f"{where}: a row kernel has grid axes only, not {', '.join(kinds)}")
 
 
-def _column(program: BlockProgram, views: tuple[View, ...], where: str) -> str:
-    """The label that runs along rows: the one reduced, else the last one of the outputs."""
+def _check_symbols(arguments: tuple[Argument, ...], where: str) -> None:
+    """Strides are numbers, so only the outermost dimension may have an open extent."""
+    for a in arguments:
+        if any(isinstance(d, Symbol) for d in [d for d in a.shape if d != 1][1:]):
+            raise LoweringError(
+                f"{where}: {a.name} has a symbolic extent that is not its first dimension"
+            )
+
+
+def row_label(
+    dims: Mapping[str, Dim],
+    reduced: Sequence[str],
+    stored: Sequence[Sequence[str]],
+    loaded: Sequence[Sequence[str]],
+) -> str | None:
+    """The label that runs along the rows: the one reduced, else the one along which most elements
+    are contiguous in memory (of equals the first output's).
+
+    before: ``relu(X[M, N]) + Y[N, M]``, stored ``[M, N]``; after: N, so that only Y is strided.
+
+    Args:
+        dims: extent of every label.
+        reduced: labels that are reduced, at most one.
+        stored, loaded: labels of every tensor, outermost first.
+
+    Returns:
+        None where there are no labels. A label of symbolic extent only if nothing else is left.
+    """
+    if reduced:
+        return reduced[0]
+    weight: Counter[str] = Counter()
+    for labels in (*stored, *loaded):
+        if labels:
+            weight[labels[-1]] += prod(extent(dims[d]) for d in labels)
+    others = [d for labels in (*stored, *loaded) for d in labels]
+    fixed = [d for d in (*weight, *others) if not isinstance(dims[d], Symbol)]
+    return max(fixed or weight, key=lambda d: weight[d], default=None)
+
+
+def _column(
+    program: BlockProgram, loads: dict[int, View], stores: dict[int, View], where: str
+) -> str:
     over = {o.attributes["over"] for o in program.ops if lookup_reduces(o.kind)}
-    stored = {o.attributes["map"][-1] for o in program.stores() if o.attributes["map"]} - {None}
-    last = {v.labels[-1] for v in views if v.labels}
-    candidates = over or stored or last
-    if len(candidates) != 1:
+
+    def labels(views: dict[int, View]) -> list[list[str]]:
+        return [[d for d in v.labels if d in program.dims] for v in views.values()]
+
+    column = row_label(program.dims, sorted(over), labels(stores), labels(loads))
+    if column is None or len(over) > 1:
         raise LoweringError(
-            f"{where}: one label must be the one reduced, or the last one of all outputs; found "
-            f"{', '.join(sorted(candidates)) or 'none'}"
+            f"{where}: one label must be the one reduced, or the last one of a tensor; found "
+            f"{', '.join(sorted(over)) or 'none'}"
         )
-    column = candidates.pop()
     if isinstance(program.dims[column], Symbol):
         raise LoweringError(f"{where}: the rows' own dimension {column} must have a fixed extent")
     return column
+
+
+def _row_order(program: BlockProgram, views: list[View], column: str) -> tuple[str, ...]:
+    """All labels but the column; where tensors are strided along it, the label along which they
+    are contiguous comes last, so that neighbouring rows are neighbours in memory."""
+    rows = [d for d in program.dims if d != column]
+    strided = [v for v in _strided(views, column) if v.labels[-1] in rows]
+    if strided:
+        heaviest = max(strided, key=lambda v: prod(extent(program.dims[d]) for d in v.labels))
+        rows.remove(heaviest.labels[-1])
+        rows.append(heaviest.labels[-1])
+    return tuple(rows)
+
+
+def _strided(views: list[View], column: str) -> list[View]:
+    return [v for v in views if v.stride(column) > 1]
+
+
+def _order(
+    program: BlockProgram, reductions: tuple[int, ...], schedule: RowSchedule
+) -> tuple[int, ...]:
+    """All loads first, so that they overlap; where a thread holds more than half of what it may,
+    reductions and what they need first, then the rest (RMSNorm of 32768 elements spilled because
+    its weight was held in registers during the reduction)."""
+    count = range(len(program.ops))
+    work = [i for i in count if program.ops[i].kind != STORE]
+    if schedule.vector * schedule.chunks <= MAX_PER_THREAD // 2:
+        return tuple(sorted(work, key=lambda i: program.ops[i].kind != LOAD))
+    found: dict[int, None] = {}
+
+    def visit(i: int) -> None:
+        for j in program.ops[i].inputs:
+            visit(j)
+        found[i] = None
+
+    for i in (*reductions, *work):
+        visit(i)
+    return tuple(found)
+
+
+def _inverted(
+    program: BlockProgram, column: str, arguments: tuple[Argument, ...]
+) -> tuple[int, ...]:
+    """Row scalars that divide whole rows: one reciprocal in place of a division for each element.
+
+    before: ``div(x[M, N], s[M])``; after: ``mul(x, 1 / s)``, s as a reciprocal root if it is a
+    root. The softmax of a row of 4096 needs 34 special-function instructions instead of 66. Not
+    for fp32 results: the product is rounded twice.
+    """
+    if any(a.written and as_dtype(a.dtype).itemsize > 2 for a in arguments):
+        return ()
+    found: dict[int, None] = {}
+    for op in program.ops:
+        if op.kind == "div" and column in op.dims:
+            divisor = program.ops[op.inputs[1]]
+            if divisor.dims and column not in divisor.dims:
+                found[op.inputs[1]] = None
+    return tuple(found)
+
+
+def _check_schedule(
+    schedule: RowSchedule, program: BlockProgram, column: str, reduces: bool, where: str
+) -> None:
+    """Refuse a given schedule that is too narrow for the rows or too large for the registers."""
+    threads, held = schedule.lanes * schedule.rows, schedule.vector * schedule.chunks
+    length = extent(program.dims[column])
+    if threads > MAX_THREADS or held * (1 + (threads > MAX_THREADS // 2)) > MAX_PER_THREAD:
+        raise ScheduleError(
+            f"{where}: {threads} threads with {held} elements each do not fit into the registers; "
+            f"at most {MAX_PER_THREAD} with {MAX_THREADS // 2} threads, half of that with more"
+        )
+    if reduces and schedule.lanes * held < length:
+        raise ScheduleError(
+            f"{where}: {schedule.lanes} lanes of {held} elements do not cover rows of {length}"
+        )
 
 
 def _default_schedule(
@@ -156,6 +289,11 @@ def _default_schedule(
     where: str,
 ) -> RowSchedule:
     length = extent(program.dims[column])
+    if reduces and length > MAX_ROW:
+        raise LoweringError(
+            f"{where}: rows of {length} elements are longer than the {MAX_ROW} that one block "
+            "holds in registers"
+        )
     contiguous = [v for v in views if v.stride(column) == 1]
     total = prod(extent(d) for label, d in program.dims.items() if label != column)
     if reduces and not contiguous and length <= MAX_STRIDED:
@@ -165,18 +303,21 @@ def _default_schedule(
         rows = 32 if chunks <= 32 else 16
         return RowSchedule(lanes, 1, chunks, rows, True, dependent_launch)
     vector = _vector(arguments, views, contiguous, length)
+    if not reduces and _strided(views, column):
+        # a transposition: a warp reads a piece of 32 neighbouring rows, and each thread writes 16
+        # bytes of its own
+        lanes = min(8, _power_of_two(ceil_div(length, vector)))
+        chunks = min(2, ceil_div(length, lanes * vector))
+        return RowSchedule(lanes, vector, chunks, 32, True, dependent_launch)
     # four 16-byte accesses in flight per thread and tensor; fewer threads hold longer rows
     per_thread = 4 if reduces else 2
-    lanes = min(MAX_THREADS, _power_of_two(ceil_div(length, vector * per_thread)))
+    # the longest rows take 512 threads of 128 registers: 1024 of 64 spill, as the same number of
+    # elements leaves each thread less for addresses and predicates
+    most = MAX_THREADS if length <= MAX_ROW // 2 else MAX_THREADS // 2
+    lanes = min(most, _power_of_two(ceil_div(length, vector * per_thread)))
     lanes = lanes if reduces else min(lanes, 256)
     chunks = ceil_div(length, lanes * vector)
     chunks = chunks if reduces else min(per_thread, chunks)
-    if chunks * vector > MAX_PER_THREAD:
-        limit = MAX_PER_THREAD * MAX_THREADS
-        raise LoweringError(
-            f"{where}: rows of {length} elements are longer than the {limit} that one block holds "
-            f"in registers with {vector}-element accesses"
-        )
     # full warps, 128 threads or more, but not fewer blocks than SMs
     rows = max(1, 128 // lanes)
     while rows > max(1, 32 // lanes) and ceil_div(total, rows) < target.sms:

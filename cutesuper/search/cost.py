@@ -27,6 +27,9 @@ SM_BYTES_PER_US_IDLE = 100e3
 ITERATION_US = 0.025
 #: a cluster's exchange of partial sums, for each partner (620 of 16000 cycles for a pair)
 EXCHANGE_US = 0.3
+#: and for each KB that a block sends in 16-byte pieces: 300x1024x1000 with 64x128 tiles takes 7.9 us
+#: alone and 9.1 us in pairs, which send 16 KB
+EXCHANGE_US_PER_KB = 0.08
 #: a further wave of blocks: launch and prologue that nothing hides
 WAVE_US = 1.0
 #: a block's first barrier, and its reductions across warps
@@ -49,6 +52,9 @@ PROLOGUE_US = 0.02
 FIRST_STAGE = 0.75
 #: part of the arithmetic of a matmul kernel that asynchronous products do not hide
 EXPOSED = 0.3
+#: part of it that slows the loads down: 4096^3 takes 267 us with 256x128 tiles, which read the rows
+#: for their statistics twice as often as 128x256 tiles do (233 us)
+CONTENTION = 0.05
 #: rows of a block while sizes are unknown
 NOMINAL_TILE = 64
 
@@ -155,10 +161,18 @@ def matmul_cost(
     iteration = ITERATION_US + (0.0 if _plain_rows(program) else PROLOGUE_US)
     stream = max(memory, l2, ingest) + loop * iteration * waves
     ramp = FIRST_STAGE * stage / SM_BYTES_PER_US + (waves - 1) * WAVE_US
-    exchange = EXCHANGE_US * (cluster - 1)
-    total = target.launch_us + max(stream, tensor + EXPOSED * lanes, lanes) + ramp + exchange
+    exchange = EXCHANGE_US * (cluster - 1) + EXCHANGE_US_PER_KB * _sent_kb(program, form, cluster)
+    busy = max(stream + CONTENTION * lanes, tensor + EXPOSED * lanes, lanes)
+    total = target.launch_us + busy + ramp + exchange
     parts = {"memory": memory, "l2": l2, "ingest": ingest, "tensor": tensor, "lanes": lanes}
     return Cost(total, parts | {"launch": target.launch_us, "ramp": ramp, "exchange": exchange})
+
+
+def _sent_kb(program: BlockProgram, form: MatmulForm, cluster: int) -> float:
+    """What a block of a cluster sends to its peers: fp32 partial sums of their columns."""
+    products = sum(op.kind == "matmul" for op in program.ops)
+    area = program.tile[form.row] * program.tile[form.column]
+    return 4 * products * area * (cluster - 1) / cluster / 1024
 
 
 def _plain_rows(program: BlockProgram) -> bool:

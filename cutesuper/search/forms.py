@@ -2,7 +2,7 @@
 
 * `MatmulForm`: one loop over the contracted label, any number of products that share a row operand,
   statistics of the rows, an element-wise epilogue.
-* `RowForm`: no products; whole rows are resident, reductions run over the last label.
+* `RowForm`: no products; whole rows are resident, in whatever order tensors are stored.
 
 A form is chosen for a region before it is searched; a region that no form can run is refused with
 the reason, and the kernel-level search cuts the graph elsewhere. A new skeleton is a new form.
@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from cutesuper.errors import SearchError
 from cutesuper.graph.block import CLUSTER_REDUCE, AxisKind, BlockProgram
 from cutesuper.graph.dims import Dim, Symbol
+from cutesuper.schedule.rows import MAX_ROW, row_label
 from cutesuper.search.labels import LabelledOp, LabelledProgram, LabelMap, Region
 from cutesuper.search.splits import Operand, Split, State
 
-#: elements of a resident row; 16384 of 16 bits are 32 KB, of which 7 fit into shared memory
-MAX_ROW = 16384
 #: 16-byte copies of 16-bit elements
 ALIGN = 8
 
@@ -101,10 +100,11 @@ class MatmulForm:
 
 @dataclass(frozen=True)
 class RowForm:
-    """Rows resident in one block; ``row`` is the label of the last dimension (None: scalars).
+    """Rows resident in one block; ``row`` is the label along them (None: scalars).
 
     Attributes:
-        row: the label that is whole (if reduced) or tiled (if nothing is reduced).
+        row: the label that is whole (if reduced) or tiled (if nothing is reduced); see
+            `schedule.rows.row_label`.
         reduced: whether anything is reduced over it.
     """
 
@@ -143,8 +143,26 @@ def find_form(region: Region, program: LabelledProgram) -> Form:
     Raises:
         SearchError: with the reason why no form can run it.
     """
-    products = [op for op in program.ops if _is_product(program, op)]
+    _check_symbols(program)
+    products = matrix_products(program)
     return _matmul_form(region, program, products) if products else _row_form(program)
+
+
+def matrix_products(program: LabelledProgram) -> list[LabelledOp]:
+    """The products that need the tensor cores."""
+    return [op for op in program.ops if _is_product(program, op)]
+
+
+def _labels(mapping: LabelMap) -> list[str]:
+    return [x for x in mapping if x is not None]
+
+
+def _check_symbols(program: LabelledProgram) -> None:
+    """Strides are numbers: only the outermost dimension of a stored tensor may be symbolic."""
+    for _, m in program.outputs:
+        for name in _labels(m)[1:]:
+            if isinstance(extent := program.dims[name], Symbol):
+                raise SearchError(f"a tensor is stored with {extent} not as its first dimension")
 
 
 def _is_product(program: LabelledProgram, op: LabelledOp) -> bool:
@@ -166,7 +184,7 @@ def _matmul_form(
     if contracted is None or len(over) > 1:
         raise SearchError(f"one kernel reduces over one dimension, this needs {_shown(over)}")
     _check_order_of_products(program)
-    ends = {tuple(x for x in m if x is not None)[-2:] for _, m in program.outputs}
+    ends = {tuple(_labels(m)[-2:]) for _, m in program.outputs}
     if len(ends) > 1 or len(end := ends.pop()) < 2:
         raise SearchError("a matrix product kernel stores tensors with the same rows and columns")
     row, column = end
@@ -209,7 +227,7 @@ def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
 
 
 def _check_load(region: Region, op: LabelledOp, form: MatmulForm) -> None:
-    mapping = [x for x in op.attributes["map"] if x is not None]
+    mapping = _labels(op.attributes["map"])
     tensor = op.attributes["tensor"]
     if form.contracted in mapping and region.input_dtypes[tensor].itemsize != 2:
         raise SearchError(
@@ -233,28 +251,16 @@ def _row_form(program: LabelledProgram) -> RowForm:
     reduced = program.reduced
     if len(reduced) > 1:
         raise SearchError(f"one kernel reduces over one dimension, this needs {_shown(reduced)}")
-    maps = [op.attributes["map"] for op in program.of_kind("load")]
-    maps += [m for _, m in program.outputs]
-    order = [d for d in program.dims if d not in reduced] + list(reduced)
-    for m in maps:
-        _check_row_order(m, order)
-    row = order[-1] if order else None
+    stored = [_labels(m) for _, m in program.outputs]
+    loaded = [_labels(op.attributes["map"]) for op in program.of_kind("load")]
+    row = row_label(program.dims, reduced, stored, loaded)
     if row is not None:
         extent = program.dims[row]
         if isinstance(extent, Symbol):
-            raise SearchError(f"the last dimension has the symbolic extent {extent}")
+            raise SearchError(f"rows run along {row}, which has the symbolic extent {extent}")
         if reduced and extent > MAX_ROW:
             raise SearchError(f"a reduction over {extent} elements; at most {MAX_ROW} are resident")
     return RowForm(row, bool(reduced))
-
-
-def _check_row_order(mapping: LabelMap, order: list[str]) -> None:
-    found = [x for x in mapping if x is not None]
-    if found != [d for d in order if d in found]:
-        raise SearchError(
-            f"tensors are stored in different orders, or reduced over a dimension that is not the "
-            f"last one ([{', '.join(found)}] against [{', '.join(order)}])"
-        )
 
 
 def _shown(labels: Iterable[str]) -> str:

@@ -5,6 +5,9 @@ the order is a sequence of kernels. Each segment becomes a `Region`, which is se
 (equal regions once), and a dynamic program over the ends of segments finds the cheapest sequences.
 What lies between two kernels is stored and loaded, which their costs contain.
 
+A transpose is a view of another value, which costs nothing, unless it is to be stored (`Flat.copies`):
+then it is an operator like any other, fused or a kernel of its own.
+
 before: ``softmax(X @ W)``, 6 operators; after: ``[matmul] [max, sub, exp, sum, div]``.
 """
 
@@ -61,18 +64,38 @@ Find = Callable[[Region], list[Kernel]]
 
 
 class Flat:
-    """A graph of primitive operators without transposes; operands are views of other values."""
+    """A graph of primitive operators; operands are views of other values.
 
-    def __init__(self, graph: KernelGraph) -> None:
+    Args:
+        graph: primitive operators only.
+        copy_all: whether every transpose may be stored. Otherwise only those that are outputs and
+            change nothing but the order of an input.
+
+    Attributes:
+        views: what every node is a view of; of itself, if it is computed.
+        copies: the transposes that are computed.
+    """
+
+    def __init__(self, graph: KernelGraph, copy_all: bool = False) -> None:
         self.graph = graph
         self.views: list[View] = []
+        self.copies: set[int] = set()
         for i, n in enumerate(graph.nodes):
+            view = View(i, tuple(range(len(n.shape))))
             if n.operator == "transpose":
-                inner = self.views[n.inputs[0]]
-                order = tuple(inner.order[d] for d in n.attributes["dims"])
-                self.views.append(View(inner.value, order))
-            else:
-                self.views.append(View(i, tuple(range(len(n.shape)))))
+                inner = self._transposed(i)
+                of_input = graph.nodes[inner.value].operator == "input"
+                if copy_all or (of_input and i in graph.outputs):
+                    self.copies.add(i)
+                else:
+                    view = inner
+            self.views.append(view)
+
+    def _transposed(self, i: int) -> View:
+        """A transpose as a view of what is below it."""
+        node = self.graph.nodes[i]
+        inner = self.views[node.inputs[0]]
+        return View(inner.value, tuple(inner.order[d] for d in node.attributes["dims"]))
 
     @cached_property
     def scalar(self) -> frozenset[int]:
@@ -86,10 +109,10 @@ class Flat:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The operators, in the order of the graph."""
-        skipped = ("input", "transpose")
-        nodes = enumerate(self.graph.nodes)
         return tuple(
-            i for i, n in nodes if n.operator not in skipped and i not in self.scalar
+            i
+            for i, n in enumerate(self.graph.nodes)
+            if n.operator != "input" and self.views[i].value == i and i not in self.scalar
         )
 
     def depth_first(self, last_operand_first: bool) -> tuple[int, ...]:
@@ -121,6 +144,8 @@ class Flat:
 
     def operands(self, i: int) -> tuple[View, ...]:
         """Operands of a node as views."""
+        if i in self.copies:
+            return (self._transposed(i),)
         return tuple(self.views[j] for j in self.graph.nodes[i].inputs)
 
     def stored_as(self, value: int) -> str:
@@ -146,6 +171,8 @@ class Flat:
     def dtype(self, value: int) -> DType:
         """Element type of a stored value: the graph's, float32 for statistics of rows."""
         node = self.graph.nodes[value]
+        if value in self.copies and self._output(value) is None:
+            return self.dtype(self.operands(value)[0].value)
         between = node.operator != "input" and self._output(value) is None
         return float32 if between and node.shape[-1:] == (1,) else node.dtype
 
@@ -204,7 +231,8 @@ class _SegmentBuilder:
     def _op(self, i: int) -> RegionOp:
         node = self.flat.graph.nodes[i]
         operands = tuple(View(self.index[v.value], v.order) for v in self.flat.operands(i))
-        return RegionOp(node.operator, operands, tuple(sorted(node.attributes.items())), node.shape)
+        attributes = {} if i in self.flat.copies else node.attributes
+        return RegionOp(node.operator, operands, tuple(sorted(attributes.items())), node.shape)
 
     def _stored(self) -> Iterable[tuple[View, str, DType]]:
         """What must outlive the kernel: outputs, and values with users elsewhere."""

@@ -6,8 +6,9 @@ do not belong together never meet although their extents agree.
 
 before: ``X[16, 4096] @ W[4096, 4096]``; after: ``X[M, K] @ W[K, N]``, K and N different labels.
 
-A `Region` is the part of a kernel graph that one kernel computes. It has no transposes: an operand
-is a `View`, a value whose dimensions are read in another order.
+A `Region` is the part of a kernel graph that one kernel computes. An operand is a `View`, a value
+whose dimensions are read in another order. A transpose is only left where its result may have to be
+stored; it has labels of its own order and no operation.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Region:
     Attributes:
         inputs: shape of every tensor that is read.
         input_dtypes: its element type.
-        ops: operators, without transposes.
+        ops: operators; a ``transpose`` copies its operand, which is the view that it makes.
         outputs: what is stored, in the order of dimensions in which it is stored.
         output_dtypes: its element type.
     """
@@ -209,6 +210,9 @@ class _Unification:
             self._join(b[-1], result[-1])
             self._align(a[:-2], result[:-2])
             self._align(b[:-2], result[:-2])
+        elif op.kind == "transpose":
+            for a, b in zip(operands[0], result, strict=True):
+                self._join(a, b)
         elif lookup(op.kind).reduces:
             dim = dict(op.attributes)["dim"]
             for d, (a, b) in enumerate(zip(operands[0], result, strict=True)):
@@ -259,6 +263,8 @@ class _Unification:
     def _operation(self, i: int, op: RegionOp, args: list[int], ops: list[LabelledOp]) -> int:
         labels = frozenset[str]().union(*(ops[a].labels for a in args))
         kind, over, attributes = op.kind, None, dict(op.attributes)
+        if kind == "transpose":
+            return args[0]
         if kind == "matmul":
             over = self.names.get(self._find(self._slots((i, 0))[-1]))
             kind = kind if over else "mul"  # an inner dimension of extent 1

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from cutesuper.errors import SearchError
+from cutesuper.errors import LoweringError, SearchError
 from cutesuper.graph.block import (
     LOAD,
     STORE,
@@ -31,7 +31,7 @@ from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import Target
 from cutesuper.search.cost import price
 from cutesuper.search.extract import block_program, extract
-from cutesuper.search.forms import Form, MatmulForm, find_form
+from cutesuper.search.forms import Form, MatmulForm, find_form, matrix_products
 from cutesuper.search.kernels import Cut, Flat, Kernel, cuts
 from cutesuper.search.labels import LabelledProgram, Region, label
 from cutesuper.search.saturate import TooLarge, saturate
@@ -150,6 +150,7 @@ def search(
     Raises:
         SearchError: an operator that no kernel can run, with the reason; a budget too small; or
             nothing that the verifier accepts.
+        LoweringError: a matrix product, and no skeleton for it on this target.
         GraphError: a graph without inputs or outputs.
     """
     check_kernel_graph(graph)
@@ -177,8 +178,8 @@ class _Search:
         self._verdicts: dict[tuple[object, ...], bool] = {}
 
     def run(self) -> SearchResult:
-        flat, keep = Flat(self.graph), self.options.keep
-        found = cuts(flat, self._kernels, 4 * keep)  # more than asked for: some may be rejected
+        keep = self.options.keep
+        flat, found = self._cuts(4 * keep)  # more than asked for: some may be rejected
         candidates: list[Candidate] = []
         for cut in found:
             mugraph = assemble(flat, cut)
@@ -199,6 +200,32 @@ class _Search:
         return SearchResult(tuple(candidates), self.statistics)
 
     # ------------------------------------------------------------------------------------ regions
+
+    def _cuts(self, keep: int) -> tuple[Flat, list[Cut]]:
+        """Cuts with transposes as views, or, if there are none, with copies of them."""
+        flat = Flat(self.graph)
+        self._check_target(flat)
+        try:
+            return flat, cuts(flat, self._kernels, keep)
+        except SearchError as first:
+            copied = Flat(self.graph, copy_all=True)
+            if copied.copies == flat.copies:
+                raise
+            try:
+                return copied, cuts(copied, self._kernels, keep)
+            except SearchError:
+                raise first from None
+
+    def _check_target(self, flat: Flat) -> None:
+        if self.target.arch.startswith("sm_90"):
+            return
+        for i in flat.order:
+            is_matmul = self.graph.nodes[i].operator == "matmul"
+            if is_matmul and matrix_products(label(flat.segment((i,)).region)):
+                raise LoweringError(
+                    f"{flat.describe(i)}: matrix products are lowered for Hopper (sm_90a) only, "
+                    f"not for {self.target.name} ({self.target.arch})"
+                )
 
     def _kernels(self, region: Region) -> list[Kernel]:
         """Kernels of a region, remembered; raises SearchError if there are none."""
