@@ -141,8 +141,10 @@ def test_draw_and_sources(tmp_path: Path) -> None:
     kernel.draw(tmp_path / "program.svg")
     assert (tmp_path / "program.svg").read_text().startswith("<svg")
     assert "wgmma.mma_async" in kernel.ptx
-    [resources] = kernel.resources.values()
+    resources = kernel.resources
     assert resources.threads == kernel.kernels[0].plan.threads
+    assert resources.stages == kernel.kernels[0].plan.schedule.stages > 1
+    assert resources.instructions["HGMMA"] > 0 and not resources.spills
     assert repr(kernel) == "Kernel(1 kernel(s): k0; h200)"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from cutesuper.runtime.compile import Artifact, compile_kernel
 from cutesuper.runtime.host_module import entry_layouts
 from cutesuper.runtime.resources import (
     arch_number,
+    combine,
     count_ptx,
     count_sass,
     measure,
@@ -196,3 +198,15 @@ def test_toolchain_reads_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         toolchain.run_tool(["sh", "-c", "exit 3"], "testing")
     with pytest.raises(CompileError, match="cannot start"):
         toolchain.run_tool([str(tmp_path / "nothing")], "testing")
+
+
+def test_figures_of_several_kernels_combine(cache: KernelCache) -> None:
+    one = _artifact(cache, "scale_add").resources
+    two = _artifact(cache, "spilling").resources
+    both = combine([one, replace(two, stages=3)])
+    assert both.registers == max(one.registers, two.registers)
+    assert both.code_bytes == one.code_bytes + two.code_bytes
+    assert both.kernels == (*one.kernels, *two.kernels)
+    assert both.stages == 3 and both.spills
+    key = max(one.instructions, key=lambda k: one.instructions[k])
+    assert both.instructions[key] == one.instructions[key] + two.instructions.get(key, 0)

@@ -479,7 +479,7 @@ def symbol_inside() -> Block:
         (cluster_in_rows, "a row kernel has grid axes only, not cluster"),
         (two_reductions, "one label must be the one reduced"),
         (symbolic_column, "the rows' own dimension M must have a fixed extent"),
-        (lambda: rows_block(2, 32769, norm=True), "rows of 32769 elements are longer than the 32768"),
+        (lambda: rows_block(2, 32769, norm=True), "rows of 32769 elements are longer than the"),
         (symbol_inside, "X has a symbolic extent that is not its first dimension"),
     ],
 )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cutesuper.errors import LoweringError, SearchError
 from cutesuper.graph.block import AxisKind, BlockProgram, MuGraph
 from cutesuper.graph.check import check_block_program, check_mugraph
+from cutesuper.graph.dims import Dim
 from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
 from cutesuper.graph.target import B200, H200
 from cutesuper.schedule.planner import make_plan
@@ -25,6 +26,7 @@ from cutesuper.search.search import Progress, SearchOptions, SearchResult, searc
 from cutesuper.search.space import Space
 from cutesuper.search.splits import splits
 from cutesuper.verify.equivalence import Verifier
+from tests.plans import compiled
 
 Graph = KernelGraph
 
@@ -83,7 +85,7 @@ def linear(m: int, k: int, n: int, rest: Callable[[Graph, Tensor], Tensor]) -> G
     return g
 
 
-def rows(m: int, k: int, rest: Callable[[Graph, Tensor], Tensor]) -> Graph:
+def rows(m: Dim, k: int, rest: Callable[[Graph, Tensor], Tensor]) -> Graph:
     g = new_kernel_graph()
     g.mark_output(rest(g, g.new_input((m, k))))
     return g
@@ -251,7 +253,7 @@ def _transposed_and_reduced(g: Graph, x: Tensor) -> Tensor:
 
 
 #: what is computed, the shape of X, and the label along the rows
-ANY_ORDER: dict[str, tuple[Callable[[Graph, Tensor], Tensor], tuple[object, ...], str]] = {
+ANY_ORDER: dict[str, tuple[Callable[[Graph, Tensor], Tensor], tuple[Dim, ...], str]] = {
     "sum of columns": (lambda g, x: g.sum(x, 0), (50, 64), "K"),
     "softmax of columns": (lambda g, x: g.softmax(x, 0), (50, 64), "K"),
     "long columns": (lambda g, x: g.mean(x, 0), (32768, 8), "K"),
@@ -273,11 +275,21 @@ ANY_ORDER: dict[str, tuple[Callable[[Graph, Tensor], Tensor], tuple[object, ...]
 def test_rows_of_any_order_are_one_kernel(name: str) -> None:
     build, shape, column = ANY_ORDER[name]
     g = new_kernel_graph()
-    g.mark_output(build(g, g.new_input(shape)))  # type: ignore[arg-type]
+    g.mark_output(build(g, g.new_input(shape)))
     mu = best(g)
     only(mu)
     plan = make_plan(mu.steps[0], mu.tensors, H200)
     assert isinstance(plan, RowPlan) and plan.column == column
+
+
+@pytest.mark.parametrize("name", ["softmax of columns", "middle", "mixed", "two orders", "copy"])
+def test_rows_of_any_order_compile(name: str) -> None:
+    build, shape, _ = ANY_ORDER[name]
+    g = new_kernel_graph()
+    g.mark_output(build(g, g.new_input(shape)))
+    mu = search(g, H200).candidates[0].mugraph
+    found = compiled(make_plan(mu.steps[0], mu.tensors, H200)).resources
+    assert found.stack_bytes == 0 and not found.spills
 
 
 # ----------------------------------------------------------------------------------------- copies
@@ -405,6 +417,7 @@ REFUSED: dict[str, tuple[Callable[[], Graph], str]] = {
     "odd": (lambda: linear(16, 100, 64, lambda g, t: t), "multiple of 8"),
     "long": (lambda: rows(4, 32769, lambda g, x: g.softmax(x)), r"dim=1\): .*at most 32768 are re"),
     "long columns": (lambda: rows(32769, 4, lambda g, x: g.sum(x, 0)), "at most 32768"),
+    "one element": (lambda: rows(1, 1, lambda g, x: g.relu(x)), "all tensors have one element"),
     "symbolic columns": (lambda: rows(symbol("M"), 64, lambda g, x: g.sum(x, 0)), "extent M"),
     "symbol inside": (lambda: rows(symbol("M"), 64, lambda g, x: g.transpose(x)), "its first dim"),
 }

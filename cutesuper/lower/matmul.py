@@ -12,11 +12,10 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-import cutlass.utils as utils
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import warpgroup
-from cutlass.cute.nvgpu.warpgroup import OperandMajorMode
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.tensor_utils import LayoutEnum
 
 from cutesuper.device.math import DeviceMath
 from cutesuper.device.memory import (
@@ -72,7 +71,7 @@ class MatmulKernel:
         mma = self.make_mma()
         columns = self.column_layout(self.stages * self.column_slots)
         rows = sm90.make_smem_layout_b(
-            utils.LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, self.m, CHUNK), self.dtype,
+            LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, self.m, CHUNK), self.dtype,
             self.stages * self.chunks,
         )
         atoms = [*self.column_atoms(tensors), *self.row_atoms(tensors), *self.vector_atoms(tensors)]
@@ -107,8 +106,8 @@ class MatmulKernel:
 
     def column_layout(self, slots: int) -> cute.ComposedLayout:
         first = next(iter(self.plan.columns.values()))
-        order = utils.LayoutEnum.COL_MAJOR if self.column_major(first) else (
-            utils.LayoutEnum.ROW_MAJOR
+        order = LayoutEnum.COL_MAJOR if self.column_major(first) else (
+            LayoutEnum.ROW_MAJOR
         )
         return sm90.make_smem_layout_a(order, (COLUMN_BLOCK, self.m, self.k), self.dtype, slots)
 
@@ -128,7 +127,7 @@ class MatmulKernel:
     def row_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
         box = self.chunks if self.chunked else 1
         layout = sm90.make_smem_layout_b(
-            utils.LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, self.m, CHUNK), self.dtype, box
+            LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, self.m, CHUNK), self.dtype, box
         )
         if not self.chunked:
             layout = cute.slice_(layout, (None, None, 0))

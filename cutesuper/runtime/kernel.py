@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import Target
 from cutesuper.runtime.calling import Launches, Program
 from cutesuper.runtime.compile import Artifact
-from cutesuper.runtime.resources import Resources
+from cutesuper.runtime.resources import Resources, combine
 from cutesuper.schedule.matmul import MatmulPlan
 from cutesuper.schedule.planner import KernelPlan
 
@@ -47,8 +47,8 @@ class CompiledStep:
 
     @property
     def resources(self) -> Resources:
-        """Registers, spills, shared memory, instruction mix."""
-        return self.artifact.resources
+        """Registers, spills, shared memory, stages, instruction mix."""
+        return replace(self.artifact.resources, stages=self.stages)
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,10 @@ class Kernel(Program):
         return self._main.steps
 
     @property
-    def resources(self) -> dict[str, Resources]:
-        """Registers, spills, shared memory and instruction mix by kernel name."""
-        return {s.name: s.resources for s in self.kernels}
+    def resources(self) -> Resources:
+        """Registers, spills, shared memory, stages and instruction mix; with several kernels the
+        largest of each, instructions added up (`kernels` has them one by one)."""
+        return combine([s.resources for s in self.kernels])
 
     @property
     def ptx(self) -> str:

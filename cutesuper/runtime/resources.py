@@ -65,6 +65,8 @@ class Resources:
         ptx: counts of PTX facts that SASS hides or renames (``griddepcontrol.wait``, ...).
         source: where ``instructions`` comes from, ``"sass"`` or ``"ptx"``.
         kernels: names of the kernels.
+        shared_is_exact: whether ``shared_bytes`` is all that is launched with.
+        stages: slots of the shared-memory ring that operands are loaded through; 1 without one.
     """
 
     registers: int
@@ -78,6 +80,7 @@ class Resources:
     source: str = "sass"
     kernels: tuple[str, ...] = ()
     shared_is_exact: bool = True
+    stages: int = 1
 
     @property
     def spills(self) -> bool:
@@ -85,6 +88,28 @@ class Resources:
         return self.stack_bytes > 0 or bool(
             self.instructions.get("LDL", 0) + self.instructions.get("STL", 0)
         )
+
+
+def combine(parts: Sequence[Resources]) -> Resources:
+    """Several kernels as one: the largest of each figure, instructions and code added up."""
+    instructions, ptx = Counter[str](), Counter[str]()
+    for part in parts:
+        instructions.update(part.instructions)
+        ptx.update(part.ptx)
+    return Resources(
+        registers=max(p.registers for p in parts),
+        stack_bytes=max(p.stack_bytes for p in parts),
+        shared_bytes=max(p.shared_bytes for p in parts),
+        threads=max(p.threads for p in parts),
+        barriers=max(p.barriers for p in parts),
+        code_bytes=sum(p.code_bytes for p in parts),
+        instructions=dict(instructions),
+        ptx=dict(ptx),
+        source=parts[0].source,
+        kernels=tuple(name for p in parts for name in p.kernels),
+        shared_is_exact=all(p.shared_is_exact for p in parts),
+        stages=max(p.stages for p in parts),
+    )
 
 
 def shared_limit(arch: str) -> int:

@@ -27,8 +27,8 @@ SM_BYTES_PER_US_IDLE = 100e3
 ITERATION_US = 0.025
 #: a cluster's exchange of partial sums, for each partner (620 of 16000 cycles for a pair)
 EXCHANGE_US = 0.3
-#: and for each KB that a block sends in 16-byte pieces: 300x1024x1000 with 64x128 tiles takes 7.9 us
-#: alone and 9.1 us in pairs, which send 16 KB
+#: and for each KB that a block sends in 16-byte pieces: 300x1024x1000 with 64x128 tiles takes
+#: 7.9 us alone and 9.1 us in pairs, which send 16 KB
 EXCHANGE_US_PER_KB = 0.08
 #: a further wave of blocks: launch and prologue that nothing hides
 WAVE_US = 1.0

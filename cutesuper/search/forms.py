@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from cutesuper.errors import SearchError
 from cutesuper.graph.block import CLUSTER_REDUCE, AxisKind, BlockProgram
 from cutesuper.graph.dims import Dim, Symbol
-from cutesuper.schedule.rows import MAX_ROW, row_label
+from cutesuper.graph.rows import MAX_ROW, row_label
 from cutesuper.search.labels import LabelledOp, LabelledProgram, LabelMap, Region
 from cutesuper.search.splits import Operand, Split, State
 
@@ -100,15 +100,15 @@ class MatmulForm:
 
 @dataclass(frozen=True)
 class RowForm:
-    """Rows resident in one block; ``row`` is the label along them (None: scalars).
+    """Rows resident in one block.
 
     Attributes:
-        row: the label that is whole (if reduced) or tiled (if nothing is reduced); see
-            `schedule.rows.row_label`.
+        row: the label along them, whole (if reduced) or tiled (if nothing is reduced); see
+            `graph.rows.row_label`.
         reduced: whether anything is reduced over it.
     """
 
-    row: str | None
+    row: str
     reduced: bool
 
     def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
@@ -254,12 +254,13 @@ def _row_form(program: LabelledProgram) -> RowForm:
     stored = [_labels(m) for _, m in program.outputs]
     loaded = [_labels(op.attributes["map"]) for op in program.of_kind("load")]
     row = row_label(program.dims, reduced, stored, loaded)
-    if row is not None:
-        extent = program.dims[row]
-        if isinstance(extent, Symbol):
-            raise SearchError(f"rows run along {row}, which has the symbolic extent {extent}")
-        if reduced and extent > MAX_ROW:
-            raise SearchError(f"a reduction over {extent} elements; at most {MAX_ROW} are resident")
+    if row is None:
+        raise SearchError("all tensors have one element; no kernel is made for that")
+    extent = program.dims[row]
+    if isinstance(extent, Symbol):
+        raise SearchError(f"rows run along {row}, which has the symbolic extent {extent}")
+    if reduced and extent > MAX_ROW:
+        raise SearchError(f"a reduction over {extent} elements; at most {MAX_ROW} are resident")
     return RowForm(row, bool(reduced))
 
 

@@ -5,8 +5,8 @@ the order is a sequence of kernels. Each segment becomes a `Region`, which is se
 (equal regions once), and a dynamic program over the ends of segments finds the cheapest sequences.
 What lies between two kernels is stored and loaded, which their costs contain.
 
-A transpose is a view of another value, which costs nothing, unless it is to be stored (`Flat.copies`):
-then it is an operator like any other, fused or a kernel of its own.
+A transpose is a view of another value, which costs nothing, unless it is to be stored
+(`Flat.copies`): then it is an operator like any other, fused or a kernel of its own.
 
 before: ``softmax(X @ W)``, 6 operators; after: ``[matmul] [max, sub, exp, sum, div]``.
 """

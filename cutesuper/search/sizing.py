@@ -168,7 +168,7 @@ def _row_tiles(structure: BlockProgram, form: RowForm) -> Iterator[dict[str, int
     others = [d for d in structure.dims if d != form.row]
     ones = dict.fromkeys(others, 1)
     for strip in _strips(structure, form):
-        width = {} if form.row is None else {form.row: strip}
+        width = {form.row: strip}
         yield {d: (ones | width)[d] for d in structure.dims}
         for rows in ROWS_PER_BLOCK[1:]:
             if others and rows <= 2 * extent(structure.dims[others[-1]]) - 1:
@@ -177,8 +177,6 @@ def _row_tiles(structure: BlockProgram, form: RowForm) -> Iterator[dict[str, int
 
 
 def _strips(structure: BlockProgram, form: RowForm) -> tuple[int, ...]:
-    if form.row is None:
-        return (1,)
     whole = extent(structure.dims[form.row])
     if form.reduced:
         return (whole,)
