@@ -10,10 +10,11 @@ import pytest
 
 from cutesuper.errors import CutesuperError, FormatError, LoweringError, ScheduleError
 from cutesuper.graph.dims import Symbol
+from cutesuper.graph.rows import MAX_PER_THREAD, MAX_ROW
 from cutesuper.graph.target import B200, H200
 from cutesuper.schedule.matmul import MatmulPlan, grid_shape
 from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.rows import MAX_PER_THREAD, MAX_ROW, RowPlan
+from cutesuper.schedule.rows import RowPlan
 from cutesuper.schedule.schedule import MatmulSchedule, RowSchedule, read_schedule, schedule_dict
 from tests.mugraphs import Block
 from tests.plans import Linear, rows_block, rows_plan, specs

@@ -1,4 +1,4 @@
-"""How rows lie in memory and how long they may be: what the search offers and the schedule plans."""
+"""How rows lie in memory and how long they may be: the search offers what the schedule can plan."""
 
 from __future__ import annotations
 
