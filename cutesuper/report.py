@@ -140,7 +140,8 @@ def _matmul_lines(plan: MatmulPlan) -> list[str]:
         name = plan.arguments[o.view.argument].name
         lines.append(f"{name} = {o.expression.text(_leaf_names(plan, o.expression.leaves))}")
     barriers = ["full", "empty"] + ["ready"] * (plan.prologue is not None)
-    barriers += ["received"] * (plan.cluster > 1) + ["reduced"] * bool(plan.statistics)
+    if plan.cluster > 1:
+        barriers += ["received"] + ["reduced"] * bool(plan.statistics)
     lines.append(f"barriers: {', '.join(barriers)}; {plan.shared_bytes} bytes of shared memory")
     if s.dependent_launch:
         early = [a.name for a in plan.arguments if a.constant] or ["nothing"]

@@ -287,18 +287,15 @@ class MatmulKernel:
         ]
         if cutlass.const_expr(self.plan.prologue is not None):
             groups.append((smem["ready"], self.stages, helpers))
+        armed = []
         if cutlass.const_expr(self.cluster > 1):
             groups.append((smem["received"], 1, 1))
-        if cutlass.const_expr(len(self.plan.statistics) > 0):
-            groups.append((smem["reduced"], 1, 1))
-        init_barriers(groups)
-        if cutlass.const_expr(self.cluster > 1):
-            expect_bytes(smem["received"], self.plan.exchange_bytes)
-        if cutlass.const_expr(len(self.plan.statistics) > 0):
-            expect_bytes(
-                smem["reduced"], 4 * self.m * self.cluster * len(self.plan.statistics)
-            )
-        cute.arch.sync_warp()
+            armed.append((smem["received"], self.plan.exchange_bytes))
+            if cutlass.const_expr(len(self.plan.statistics) > 0):
+                groups.append((smem["reduced"], 1, 1))
+                total = 4 * self.m * self.cluster * len(self.plan.statistics)
+                armed.append((smem["reduced"], total))
+        init_barriers(groups, armed)
 
     # -------------------------------------------------------------------------------- producer
 

@@ -27,6 +27,8 @@ ROWS = HELPER_WARPS * 32 // LANES  # rows in one pass of the helper warps
 NEUTRAL = {"sum": 0.0, "max": float("-inf")}
 #: named barrier on which the epilogue waits for the row values (0 is the block's own)
 ROW_VALUES_BARRIER = 1
+#: named barrier of the helper warps (2 is the consumers')
+HELPERS_BARRIER = 3
 
 
 class RowSide:
@@ -171,13 +173,19 @@ class RowSide:
                 row = thread // LANES + p * ROWS
                 slot = smem["statistics"] + ((s * k.cluster + rank) * k.m + row)
                 if row < k.m and lane8 < k.cluster:
-                    push(slot, (float_bits(v),), smem["reduced"], lane8)
+                    if cutlass.const_expr(k.cluster > 1):
+                        push(slot, (float_bits(v),), smem["reduced"], lane8)
+                    else:
+                        cute.make_tensor(slot, cute.make_layout(1))[0] = v
 
     @cute.jit
     def row_values(self, smem, thread):
         """Row scalars of the epilogue, each once: thread i computes row i."""
         k, plan = self.k, self.k.plan
-        cute.arch.mbarrier_wait(smem["reduced"], 0)
+        if cutlass.const_expr(k.cluster > 1):
+            cute.arch.mbarrier_wait(smem["reduced"], 0)
+        else:
+            cute.arch.barrier(barrier_id=HELPERS_BARRIER, number_of_threads=32 * k.helpers)
         for p in cutlass.range_constexpr(-(-k.m // 128)):
             row = thread + p * 128
             if row < k.m:
