@@ -13,9 +13,8 @@ EVICT_LAST = 0x14F0000000000000
 
 
 @cute.jit
-def init_barriers(groups: cutlass.Constexpr, armed: cutlass.Constexpr):
-    """Initialise mbarriers: ``groups`` is a list of (pointer, count, arrivals), ``armed`` one of
-    (pointer, bytes that will arrive).
+def init_barriers(groups: cutlass.Constexpr):
+    """Initialise mbarriers: ``groups`` is a list of (pointer, count, arrivals).
 
     One elected thread and constant addresses: with one lane per barrier the compiler makes a
     serial loop with a proxy fence each, 2000 cycles instead of 600.
@@ -24,9 +23,7 @@ def init_barriers(groups: cutlass.Constexpr, armed: cutlass.Constexpr):
         for pointer, count, arrivals in groups:
             for i in cutlass.range_constexpr(count):
                 cute.arch.mbarrier_init(pointer + i, arrivals)
-        cute.arch.mbarrier_init_fence()
-        for pointer, count in armed:
-            cute.arch.mbarrier_arrive_and_expect_tx(pointer, count)
+    cute.arch.mbarrier_init_fence()
     cute.arch.sync_warp()
 
 

@@ -287,15 +287,11 @@ class MatmulKernel:
         ]
         if cutlass.const_expr(self.plan.prologue is not None):
             groups.append((smem["ready"], self.stages, helpers))
-        armed = []
         if cutlass.const_expr(self.cluster > 1):
             groups.append((smem["received"], 1, 1))
-            armed.append((smem["received"], self.plan.exchange_bytes))
             if cutlass.const_expr(len(self.plan.statistics) > 0):
                 groups.append((smem["reduced"], 1, 1))
-                total = 4 * self.m * self.cluster * len(self.plan.statistics)
-                armed.append((smem["reduced"], total))
-        init_barriers(groups, armed)
+        init_barriers(groups)
 
     # -------------------------------------------------------------------------------- producer
 
@@ -316,6 +312,12 @@ class MatmulKernel:
     @cute.jit
     def produce(self, atoms, sources, slots, smem, where):
         """Keep the ring full."""
+        if cutlass.const_expr(self.cluster > 1):
+            # bytes may arrive before they are expected: the phase cannot end without this arrival
+            expect_bytes(smem["received"], self.plan.exchange_bytes)
+            if cutlass.const_expr(len(self.plan.statistics) > 0):
+                total = 4 * self.m * self.cluster * len(self.plan.statistics)
+                expect_bytes(smem["reduced"], total)
         first = min(self.stages, self.iterations)
         self.fill(atoms, sources, slots, smem, where, self.plan.schedule.head, first)
         if cutlass.const_expr(self.dependent):
