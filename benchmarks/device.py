@@ -220,7 +220,8 @@ def commit() -> dict[str, Any]:
     root = Path(__file__).resolve().parent.parent
     head = _run(["git", "rev-parse", "HEAD"], cwd=root).strip()
     if not head:
-        return {"commit": None, "dirty": None}
+        # a tree that was exported without its history can say what it is
+        return {"commit": os.environ.get("CUTESUPER_COMMIT"), "dirty": None}
     return {"commit": head, "dirty": bool(_run(["git", "status", "--porcelain"], cwd=root).strip())}
 
 
