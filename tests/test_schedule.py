@@ -45,7 +45,7 @@ def test_norm_and_linear_have_their_places() -> None:
     assert statistic.source.text(["x"]) == "square(x)"
     assert p.program.ops[statistic.value].kind == "cluster_reduce"
     [value] = p.row_values.values()
-    assert value.text(["s"]) == "mul(1, rsqrt(add(s, 1e-06)))"
+    assert value.text(["s"]) == "rsqrt(add(s, 1e-06))"
     [output] = p.outputs
     assert output.expression.text(["a", "r"]) == "mul(a, r)"
     assert name_of(p, output.view) == "Z"

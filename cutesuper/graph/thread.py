@@ -114,11 +114,12 @@ def only_divides(expressions: Sequence[ThreadExpression], leaf: int) -> bool:
 
 
 def reciprocal(e: ThreadExpression) -> ThreadExpression:
-    """before: ``sqrt(a)``; after: ``1 / sqrt(a)``, as a reciprocal root."""
+    """before: ``sqrt(a)``; after: ``rsqrt(a)``; anything else becomes ``1 / e``."""
+    if e.ops and e.ops[-1].kind == "sqrt":
+        return ThreadExpression(e.leaves, (*e.ops[:-1], ThreadOp("rsqrt", e.ops[-1].args, {})))
     end = len(e.leaves) + len(e.ops)
     one = ThreadOp("constant", (), {"value": 1.0})
-    ops = (*e.ops, one, ThreadOp("div", (end, end - 1), {}))
-    return _reciprocal_roots(ThreadExpression(e.leaves, ops))
+    return ThreadExpression(e.leaves, (*e.ops, one, ThreadOp("div", (end, end - 1), {})))
 
 
 def multiply_by(e: ThreadExpression, leaf: int) -> ThreadExpression:
