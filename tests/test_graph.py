@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cutesuper.errors import CutesuperError, DTypeError, GraphError, OperatorError, ShapeError
-from cutesuper.graph.dims import Symbol, broadcast, ceil_div, extent, round_up, show_shape, size
+from cutesuper.graph.dims import Symbol, broadcast, ceil_div, extent, show_shape, size
 from cutesuper.graph.dtypes import as_dtype, bfloat16, float16, float32
 from cutesuper.graph.evaluate import evaluate, run_reference
 from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
@@ -348,7 +348,6 @@ def test_extents() -> None:
     assert size((M, 3)) == 96
     assert show_shape((M, 3)) == "[M, 3]"
     assert ceil_div(7, 3) == 3
-    assert round_up(7, 3) == 9
 
 
 def test_element_types() -> None:

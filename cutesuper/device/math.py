@@ -10,8 +10,6 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32
 
-LOG2_E = 1.4426950408889634
-
 
 class DeviceMath:
     """fp32 functions; ``fast`` uses the approximate special-function unit.

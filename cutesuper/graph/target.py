@@ -22,9 +22,7 @@ class Target:
         bandwidth: device memory, bytes/s, reading.
         l2_bandwidth: L2 to the SMs, bytes/s.
         tensor_flops: dense 16-bit multiply-adds (as 2 operations) per second.
-        special_rate: exp, rsqrt, ... per second.
         launch_us: fixed cost of a kernel in a graph, ramp-up of loads included, microseconds.
-        dependent_launch_us: the same with programmatic dependent launch.
     """
 
     name: str
@@ -36,9 +34,7 @@ class Target:
     bandwidth: float
     l2_bandwidth: float
     tensor_flops: float
-    special_rate: float
     launch_us: float
-    dependent_launch_us: float
 
 
 #: H200: copy 4.23 TB/s, streaming floor 9.6 us for 33.7 MB plain, 8.2 with dependent launch;
@@ -53,9 +49,7 @@ H200 = Target(
     bandwidth=4.23e12,
     l2_bandwidth=7.0e12,
     tensor_flops=7.5e14,
-    special_rate=132 * 16 * 1.75e9,
     launch_us=1.8,
-    dependent_launch_us=0.6,
 )
 
 #: H100 SXM: the same chip with 3.35 TB/s of memory (datasheet; about 90% of it is reachable).
@@ -69,9 +63,7 @@ H100 = Target(
     bandwidth=3.0e12,
     l2_bandwidth=7.0e12,
     tensor_flops=7.5e14,
-    special_rate=132 * 16 * 1.75e9,
     launch_us=1.8,
-    dependent_launch_us=0.6,
 )
 
 #: B200: datasheet figures, nothing measured yet; kernels without matrix products compile for it.
@@ -85,9 +77,7 @@ B200 = Target(
     bandwidth=7.0e12,
     l2_bandwidth=1.0e13,
     tensor_flops=1.8e15,
-    special_rate=148 * 16 * 1.8e9,
     launch_us=1.8,
-    dependent_launch_us=0.6,
 )
 
 TARGETS: dict[str, Target] = {t.name: t for t in (H200, H100, B200)}

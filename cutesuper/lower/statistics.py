@@ -37,7 +37,6 @@ class RowSide:
     def __init__(self, kernel: MatmulKernel) -> None:
         self.k = kernel
         plan = kernel.plan
-        self.leaves = (*plan.rows, *plan.vectors)
         self.passes = -(-kernel.m // ROWS)
         extent = plan.program.dims[plan.contracted]
         covered = plan.program.covered(plan.contracted)

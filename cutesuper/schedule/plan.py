@@ -77,11 +77,6 @@ def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
     return View(index, tuple(d for d, _ in kept), tuple(s for _, s in kept))
 
 
-def is_symbolic(dim: Dim) -> bool:
-    """Whether the extent is known only at the call."""
-    return isinstance(dim, Symbol)
-
-
 def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule: object) -> str:
     """Canonical text of everything that decides the generated code.
 
