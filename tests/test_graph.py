@@ -480,3 +480,8 @@ def test_evaluate_wants_every_input() -> None:
     g.mark_output(g.exp(x))
     with pytest.raises(ShapeError, match=r"the graph has 2 input\(s\), got 1 tensor\(s\)"):
         evaluate(g, [torch.ones(4)])
+
+
+def test_an_input_needs_a_dimension() -> None:
+    with pytest.raises(ShapeError, match=r"use dims=\(1,\) for a scalar"):
+        KernelGraph().new_input(dims=())

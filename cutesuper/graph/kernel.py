@@ -127,6 +127,9 @@ class KernelGraph:
         shape = tuple(dims) if isinstance(dims, list | tuple) else None
         if shape is None:
             raise ShapeError(f"new_input(dims={dims!r}): dims must be a tuple of extents")
+        if not shape:
+            raise ShapeError("new_input(dims=[]): a tensor needs a dimension; use dims=(1,) for a "
+                             "scalar, or a number where an operand may be one")
         for i, d in enumerate(shape):
             ok = isinstance(d, Symbol) and i == 0
             ok = ok or (isinstance(d, int) and not isinstance(d, bool) and d > 0)
