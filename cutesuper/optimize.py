@@ -17,6 +17,7 @@ from cutesuper.errors import (
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.check import check_kernel_graph
 from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.operators import lookup
 from cutesuper.graph.target import H100, H200, TARGETS, Target, find_target
 from cutesuper.report import variant_report
 from cutesuper.runtime.cache import KernelCache
@@ -35,7 +36,7 @@ class Options:
     """How `superoptimize` works.
 
     Attributes:
-        target: the GPU; None takes the current one, H200 where there is none.
+        target: the GPU.
         dependent_launch: launch kernels before their predecessor in the stream has ended
             (programmatic dependent launch); inputs made with ``constant=True`` are then loaded
             while it still runs.
@@ -43,7 +44,7 @@ class Options:
         budget_s: seconds the search may take; None is no limit.
     """
 
-    target: Target | None = None
+    target: Target
     dependent_launch: bool = False
     seed: int = 0
     budget_s: float | None = None
@@ -105,7 +106,7 @@ def superoptimize(
     options = Options(chosen or current_target(), dependent_launch, seed, budget_s)
     cache = cache or KernelCache()
     return Kernel(
-        graph, options.target or H200, partial(_make_variant, graph, options, cache, on_progress)
+        graph, options.target, partial(_make_variant, graph, options, cache, on_progress)
     )
 
 
@@ -158,7 +159,7 @@ def choose(
     Raises:
         SearchError, LoweringError, ScheduleError: there is none; says why the best failed.
     """
-    target = options.target or H200
+    target = options.target
     verifier = Verifier(graph, seed=options.seed)
 
     def verify(mu: MuGraph) -> bool:
@@ -194,8 +195,6 @@ def _plans(candidate: Candidate, options: Options, target: Target) -> tuple[Kern
 
 
 def _verify(verifier: Verifier, graph: KernelGraph, candidate: Candidate) -> Verification:
-    from cutesuper.graph.operators import lookup
-
     flops = sum(
         lookup(n.operator).flops([graph.nodes[i].shape for i in n.inputs], n.shape)
         for n in graph.nodes
@@ -211,7 +210,7 @@ def compile_plans(
     choice: Choice, options: Options, cache: KernelCache
 ) -> tuple[CompiledStep, ...]:
     """Compile every kernel of a choice (several at once in worker processes)."""
-    target = options.target or H200
+    target = options.target
     requests = [
         _request(plan, step.name, target)
         for plan, step in zip(choice.plans, choice.candidate.mugraph.steps, strict=True)

@@ -8,6 +8,7 @@ from cutesuper.graph.block import LOAD
 from cutesuper.graph.draw import kernel_graph_text, mugraph_text
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.schedule.matmul import MatmulPlan, grid_shape
+from cutesuper.schedule.plan import View
 from cutesuper.schedule.planner import KernelPlan
 from cutesuper.schedule.rows import RowPlan
 
@@ -38,8 +39,7 @@ def variant_report(
         "plan": "\n\n".join(plan_text(s.name, s.plan) for s in steps),
         "compiled": "\n".join(figures_text(s) for s in steps),
     }
-    target = options.target
-    head = f"optimized for {target.name} ({target.arch})" if target else ""
+    head = f"optimized for {options.target.name} ({options.target.arch})"
     body = [f"== {name} ==\n{text}" for name, text in sections.items()]
     return "\n\n".join([head, *body])
 
@@ -81,9 +81,8 @@ def plan_text(name: str, plan: KernelPlan) -> str:
     return f"kernel {name}\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def _names(plan: KernelPlan, operations: object) -> str:
-    views = operations.values() if isinstance(operations, dict) else ()
-    return ", ".join(plan.arguments[v.argument].name for v in views)
+def _names(plan: KernelPlan, views: dict[int, View]) -> str:
+    return ", ".join(plan.arguments[v.argument].name for v in views.values())
 
 
 def _leaf_names(plan: MatmulPlan, leaves: tuple[int, ...]) -> list[str]:

@@ -36,6 +36,15 @@ class Target:
     tensor_flops: float
     launch_us: float
 
+    def refuses_products(self) -> str | None:
+        """Why matrix products cannot be lowered for this GPU; None where they can."""
+        if self.arch.startswith("sm_90"):
+            return None
+        return (
+            "matrix products are lowered for Hopper (sm_90a) only, not for "
+            f"{self.name} ({self.arch})"
+        )
+
 
 #: H200: copy 4.23 TB/s, streaming floor 9.6 us for 33.7 MB plain, 8.2 with dependent launch;
 #: 66 / 30 / 15 clusters of 2 / 4 / 8 fit at one block per SM (occupancy query); 788 TFLOP/s bf16.

@@ -12,7 +12,7 @@ from typing import Any
 
 from cutesuper.errors import LoweringError
 from cutesuper.graph.block import BlockProgram
-from cutesuper.graph.operators import Attributes, lookup
+from cutesuper.graph.operators import TABLE, Attributes, lookup
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def fuse(
         if is_leaf(i):
             leaves.append(i)
             return
-        if op.kind not in _elementwise_kinds():
+        if op.kind not in TABLE or not TABLE[op.kind].elementwise:
             raise LoweringError(
                 f"{where}: {op.kind} (operation {i}) stands where only element-wise operators can "
                 "be fused; split the program there"
@@ -132,12 +132,6 @@ def multiply_by(e: ThreadExpression, leaf: int) -> ThreadExpression:
         for op in e.ops
     ]
     return ThreadExpression(e.leaves, tuple(ops))
-
-
-def _elementwise_kinds() -> set[str]:
-    from cutesuper.graph.operators import TABLE
-
-    return {name for name, op in TABLE.items() if op.elementwise}
 
 
 def _reciprocal_roots(e: ThreadExpression) -> ThreadExpression:

@@ -89,7 +89,7 @@ class Epilogue:
                 words = cute.recast_tensor(accumulators[w][i], Int32)
                 block = warp // 4 + k.warpgroups * i
                 for half in cutlass.range_constexpr(2):
-                    n = block * COLUMN_BLOCK + (warp % 4) * 16 + half * 8 + lane // 4
+                    n = self.column_in_tile(block, half, warp, lane)
                     slot = self.slot(rank, w, n % self.columns, lane % 4)
                     peer = n // self.columns
                     for v in cutlass.range_constexpr(0, count, width):
@@ -100,6 +100,11 @@ class Epilogue:
         """Where a peer's partial sums for one column and quarter of the rows lie."""
         index = ((source * self.k.weights + product) * self.columns + column) * 4 + quarter
         return index * self.values
+
+    @staticmethod
+    def column_in_tile(block: Any, half: int, warp: Any, lane: Any) -> Any:
+        """The column that one half of a thread's accumulator fragment belongs to."""
+        return block * COLUMN_BLOCK + (warp % 4) * 16 + half * 8 + lane // 4
 
     @staticmethod
     def position(v: int, half: int) -> int:
@@ -141,7 +146,7 @@ class Epilogue:
         for i in cutlass.range_constexpr(len(accumulators[0])):
             block = warp // 4 + k.warpgroups * i
             for half in cutlass.range_constexpr(2):
-                n = tile_n * k.n + block * COLUMN_BLOCK + (warp % 4) * 16 + half * 8 + lane // 4
+                n = tile_n * k.n + self.column_in_tile(block, half, warp, lane)
                 sums = [self.column_of(accumulators[w][i], half) for w in range(k.weights)]
                 self.store(sums, smem, tensors, n, tile_m, lane % 4, batch)
 
@@ -159,7 +164,7 @@ class Epilogue:
             for i in cutlass.range_constexpr(len(accumulators[0])):
                 block = warp // 4 + k.warpgroups * i
                 for half in cutlass.range_constexpr(2):
-                    column = block * COLUMN_BLOCK + (warp % 4) * 16 + half * 8 + lane // 4
+                    column = self.column_in_tile(block, half, warp, lane)
                     sums = [self.column_of(accumulators[w][i], half) for w in range(k.weights)]
                     n = tile_n * k.n + column
                     self.stage(sums, o, tile, smem, tensors, n, column, tile_m, lane % 4, batch)

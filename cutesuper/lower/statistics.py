@@ -16,6 +16,7 @@ from cutlass import Float32, Int32
 from cutesuper.device.math import nan_max
 from cutesuper.device.memory import float_bits, push, release_warp
 from cutesuper.graph.thread import ThreadExpression
+from cutesuper.lower.hostmath import HostMath
 from cutesuper.schedule.matmul import CHUNK, HELPER_WARPS
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ class RowSide:
         """Whether the zeros that pad the last tile would change the result."""
         if not self.ragged:
             return False
-        from cutesuper.lower.hostmath import HostMath
-
         try:
             return float(e.evaluate([0.0] * len(e.leaves), HostMath())) != neutral
         except (ArithmeticError, ValueError):

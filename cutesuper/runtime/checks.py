@@ -26,9 +26,9 @@ class Signature:
         self.outputs = [(graph.nodes[i].shape, graph.nodes[i].dtype.torch) for i in graph.outputs]
         found = {s[0].name: s[0] for s in self.shapes if s and isinstance(s[0], Symbol)}
         self.symbols = tuple(found.values())
-        self._static = not self.symbols
-        self._fixed = [(tuple(self.outputs[i][0]), self.outputs[i][1])
-                       for i in range(len(self.outputs))]
+        import torch
+
+        self._grad_enabled = torch.is_grad_enabled
 
     def bind(self, inputs: Sequence[Any]) -> dict[str, int]:
         """Check the inputs; return the extents of the symbols.
@@ -52,7 +52,8 @@ class Signature:
                 else:
                     same = t.shape == want
                 good = t.dtype is self.dtypes[i] and t.is_contiguous() and t.device == device
-                if not (same and good) or t.requires_grad or t.data_ptr() % ALIGNMENT:
+                good = good and not (t.requires_grad and self._grad_enabled())
+                if not (same and good) or t.data_ptr() % ALIGNMENT:
                     self._explain(i, t, device, extents)
         except AttributeError:
             self._not_tensors(inputs)
@@ -60,8 +61,8 @@ class Signature:
 
     def output_shapes(self, extents: dict[str, int]) -> list[tuple[Any, Any]]:
         """Shape and torch dtype of every output for these extents."""
-        if self._static:
-            return self._fixed
+        if not self.symbols:
+            return self.outputs
         return [(self._known(shape, extents), dtype) for shape, dtype in self.outputs]
 
     def check_out(self, out: Any, inputs: Sequence[Any], extents: dict[str, int]) -> list[Any]:
@@ -118,9 +119,7 @@ class Signature:
         if t.data_ptr() % ALIGNMENT and t.device.type != "cpu":
             raise LayoutError(f"{what} starts at an address that is no multiple of {ALIGNMENT} "
                               "bytes (a view into another tensor?); clone it")
-        import torch
-
-        if t.requires_grad and torch.is_grad_enabled():
+        if t.requires_grad and self._grad_enabled():
             raise GraphError(f"{what} requires a gradient, and this kernel has no backward; call "
                              "it under torch.no_grad() or detach the input")
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from cutesuper.errors import CutesuperError
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.dims import Dim
 from cutesuper.graph.kernel import KernelGraph
@@ -192,4 +191,4 @@ class Kernel(Program):
         return f"Kernel({len(self.kernels)} kernel(s): {names}; {self.target.name})"
 
 
-__all__ = ["BUCKETS", "CompiledStep", "CutesuperError", "Kernel", "Variant", "bucket_of"]
+__all__ = ["BUCKETS", "CompiledStep", "Kernel", "Variant", "bucket_of"]

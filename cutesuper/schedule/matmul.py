@@ -200,11 +200,8 @@ def plan_matmul(
         LoweringError: it has a structure that this skeleton cannot run.
         ScheduleError: it does not fit into the target's shared memory or registers.
     """
-    if not target.arch.startswith("sm_90"):
-        raise LoweringError(
-            f"kernel {step.name}: matrix products are lowered for Hopper (sm_90a) only, not for "
-            f"{target.name} ({target.arch})"
-        )
+    if why := target.refuses_products():
+        raise LoweringError(f"kernel {step.name}: {why}")
     roles = _Roles(step, arguments_of(step, tensors))
     plan = roles.plan(schedule or MatmulSchedule(stages=1))
     _check_limits(plan, step.name)

@@ -7,12 +7,13 @@ it, picks a schedule if none is given, and refuses with a reason what no skeleto
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 
 from cutesuper.graph.block import LOAD, BlockOp, BlockProgram, KernelStep, TensorSpec
 from cutesuper.graph.dims import Dim, Symbol, extent
 from cutesuper.graph.serial import program_dict
+from cutesuper.schedule.schedule import Schedule, schedule_dict
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
     return View(index, tuple(d for d, _ in kept), tuple(s for _, s in kept))
 
 
-def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule: object) -> str:
+def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule: Schedule) -> str:
     """Canonical text of everything that decides the generated code.
 
     Symbolic extents enter by name only: the hint does not change the code.
@@ -92,5 +93,5 @@ def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule
     for op in data["ops"]:
         if "tensor" in op[3]:
             op[3]["tensor"] = names[op[3]["tensor"]]
-    knobs = {"kind": type(schedule).__name__, **asdict(schedule)}  # type: ignore[call-overload]
-    return json.dumps([data, shapes, knobs], sort_keys=True, separators=(",", ":"))
+    key = [data, shapes, schedule_dict(schedule)]
+    return json.dumps(key, sort_keys=True, separators=(",", ":"))

@@ -217,15 +217,13 @@ class _Search:
                 raise first from None
 
     def _check_target(self, flat: Flat) -> None:
-        if self.target.arch.startswith("sm_90"):
+        why = self.target.refuses_products()
+        if why is None:
             return
         for i in flat.order:
             is_matmul = self.graph.nodes[i].operator == "matmul"
             if is_matmul and matrix_products(label(flat.segment((i,)).region)):
-                raise LoweringError(
-                    f"{flat.describe(i)}: matrix products are lowered for Hopper (sm_90a) only, "
-                    f"not for {self.target.name} ({self.target.arch})"
-                )
+                raise LoweringError(f"{flat.describe(i)}: {why}")
 
     def _kernels(self, region: Region) -> list[Kernel]:
         """Kernels of a region, remembered; raises SearchError if there are none."""
