@@ -16,11 +16,13 @@ from cutesuper.errors import (
 )
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.check import check_kernel_graph
+from cutesuper.graph.dims import Symbol, extent
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import lookup
 from cutesuper.graph.target import H100, H200, TARGETS, Target, find_target
 from cutesuper.report import variant_report
 from cutesuper.runtime.cache import KernelCache
+from cutesuper.runtime.checks import check_size
 from cutesuper.runtime.compile import CompileRequest, compile_many
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
 from cutesuper.schedule.planner import KernelPlan, make_plan
@@ -93,6 +95,7 @@ def superoptimize(
 
     Raises:
         GraphError: the graph is not complete.
+        ShapeError: a tensor is too large for 32-bit offsets.
         SearchError, LoweringError, ScheduleError: no program can be run; says which operator.
         CompileError: the compiler refused the kernel.
     """
@@ -102,6 +105,9 @@ def superoptimize(
             "cutesuper.new_kernel_graph()"
         )
     check_kernel_graph(graph)
+    for node in graph.nodes:
+        if not any(isinstance(d, Symbol) for d in node.shape):
+            check_size(f"superoptimize: tensor {node.name}", [extent(d) for d in node.shape])
     chosen = find_target(target) if isinstance(target, str) else target
     options = Options(chosen or current_target(), dependent_launch, seed, budget_s)
     cache = cache or KernelCache()

@@ -26,6 +26,7 @@ from cutesuper.errors import (
 )
 from cutesuper.graph.block import LOAD, MuGraph
 from cutesuper.optimize import Options, choose, current_target
+from cutesuper.runtime.checks import Signature
 from cutesuper.runtime.kernel import BUCKETS, Kernel, bucket_of
 from tests import zoo
 
@@ -425,3 +426,20 @@ def test_the_norm_of_another_row_is_rejected() -> None:
         assert not verdict
         swapped = tuple(reversed(op.attributes["map"]))
         assert not cs.verify(g, changed(mu, i, attributes={**op.attributes, "map": swapped}))
+
+
+def test_tensors_beyond_32_bit_offsets_are_refused() -> None:
+    g = cs.new_kernel_graph()
+    x, w = g.new_input((65536, 64)), g.new_input((64, 65536))
+    g.mark_output(g.matmul(x, w))
+    with pytest.raises(ShapeError, match="4294967296 elements, more than 2147483647"):
+        cs.superoptimize(g)
+
+
+def test_outputs_beyond_32_bit_offsets_are_refused_at_the_call() -> None:
+    g = cs.new_kernel_graph()
+    g.mark_output(g.relu(g.new_input((cs.symbol("M"), 4096))))
+    signature = Signature(g)
+    assert signature.output_shapes({"M": 5})[0][0] == (5, 4096)
+    with pytest.raises(ShapeError, match=r"output 0 of shape .* split the batch"):
+        signature.output_shapes({"M": 2**20})

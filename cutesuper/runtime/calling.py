@@ -12,7 +12,7 @@ from cutesuper.errors import DeviceError, GraphError
 from cutesuper.graph.dims import Shape, Symbol
 from cutesuper.graph.evaluate import run_reference
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.runtime.checks import Signature
+from cutesuper.runtime.checks import Signature, check_size
 
 if TYPE_CHECKING:
     import torch
@@ -112,6 +112,7 @@ class Program(ABC):
         values = [*inputs, *outputs]
         for shape, dtype in launches.intermediates:
             known = [extents[d.name] if isinstance(d, Symbol) else d for d in shape]
+            check_size(f"{self!r}: a tensor between kernels", known)
             values.append(torch.empty(known, dtype=dtype, device=device))
         if device.index == torch.cuda.current_device():
             launches.launch(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from cutesuper.errors import DeviceError, DTypeError, GraphError, LayoutError, ShapeError
@@ -13,6 +14,15 @@ from cutesuper.graph.kernel import KernelGraph
 ALIGNMENT = 16
 #: kernels compute offsets in 32 bits
 MAX_ELEMENTS = 2**31 - 1
+
+
+def check_size(what: str, shape: Sequence[int]) -> None:
+    """Refuse a tensor whose offsets do not fit into 32 bits. Raises ShapeError."""
+    if prod(shape) > MAX_ELEMENTS:
+        raise ShapeError(
+            f"{what} of shape {list(shape)} has {prod(shape)} elements, more than {MAX_ELEMENTS}; "
+            "split the batch"
+        )
 
 
 class Signature:
@@ -63,7 +73,10 @@ class Signature:
         """Shape and torch dtype of every output for these extents."""
         if not self.symbols:
             return self.outputs
-        return [(self._known(shape, extents), dtype) for shape, dtype in self.outputs]
+        known = [(self._known(shape, extents), dtype) for shape, dtype in self.outputs]
+        for i, (shape, _) in enumerate(known):
+            check_size(f"kernel{self._call()}: output {i}", shape)
+        return known
 
     def check_out(self, out: Any, inputs: Sequence[Any], extents: dict[str, int]) -> list[Any]:
         """Check tensors given to receive the outputs. Raises like `bind`."""
@@ -110,9 +123,7 @@ class Signature:
             raise ShapeError(f"{what} has shape {list(t.shape)}, must be {show_shape(want)}{bound}")
         if t.numel() == 0:
             raise ShapeError(f"{what} is empty ({list(t.shape)}); there is nothing to compute")
-        if t.numel() > MAX_ELEMENTS:
-            raise ShapeError(f"{what} has {t.numel()} elements, more than {MAX_ELEMENTS}; "
-                             "split the batch")
+        check_size(what, t.shape)
         if not t.is_contiguous():
             raise LayoutError(f"{what} is not contiguous (strides {list(t.stride())}); call "
                               ".contiguous(), or put the transposition into the graph")
