@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ import torch
 
 from benchmarks.harness import DeviceLostError, Monitor, Settings, run
 from benchmarks.peers import PEERS, choose
-from benchmarks.report import describe_environment, print_case, save_results
+from benchmarks.report import print_case, save_results
+from benchmarks.tables import describe_environment
 from benchmarks.workloads import WORKLOADS
 
 EXIT_OURS_FAILED = 1
 EXIT_NO_DEVICE = 2
 EXIT_HUNG = 3
 TIMEOUT_SECONDS = 180.0
+#: other measurements, ``python -m benchmarks NAME ...``: the module's ``main(argv, prog)``
+COMMANDS = {"rank": "benchmarks.rank"}
 GRACE_SECONDS = 20.0
 
 
@@ -122,7 +126,9 @@ class CliMonitor(Monitor):
 def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
     """Options of a benchmark run."""
     parser = argparse.ArgumentParser(
-        prog=prog, description="Measure cutesuper and its peers on the current CUDA GPU."
+        prog=prog,
+        description="Measure cutesuper and its peers on the current CUDA GPU.",
+        epilog=f"Other measurements: {', '.join(f'{prog} {name}' for name in COMMANDS)} (--help).",
     )
     parser.add_argument("workload", choices=sorted(WORKLOADS), help="what to measure")
     parser.add_argument(
@@ -146,14 +152,17 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m benchmarks") -> int:
-    """Measure, print the table, write JSON.
+    """Measure, print the table, write JSON; or run one of COMMANDS.
 
     Returns 0 when our implementations ran and were right. Otherwise raises SystemExit: 1 when one
     of ours failed or was wrong, 2 without a CUDA GPU or for wrong arguments, 3 when an
     implementation hung or broke the device (what was measured until then is printed and written).
     """
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given and given[0] in COMMANDS:
+        return import_module(COMMANDS[given[0]]).main(given[1:], f"{prog} {given[0]}")
     parser = build_parser(prog)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(given)
     workload = WORKLOADS[arguments.workload]
     try:
         shapes = [workload.parse_shape(text) for text in arguments.shape or ()]

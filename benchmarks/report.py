@@ -1,12 +1,14 @@
 """Results for people: a table on the terminal, a table in Markdown, and the tables of the README.
 
-Everything here reads the dictionary that `harness.run` returns (or its JSON) and needs no GPU::
+Everything here reads the dictionary that a benchmark returns (or its JSON) and needs no GPU::
 
-    python -m benchmarks.report results.json                     # print
-    python -m benchmarks.report --readme README.md results.json  # rewrite between the markers
+    python -m benchmarks.report results.json                        # print
+    python -m benchmarks.report --readme README.md results.json     # rewrite between the markers
+    python -m benchmarks.report --search docs/search.md rank.json   # the same in another document
 
-The README's tables stand between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``, NAME being
-the ``name`` of the results (the workload, followed by ``-bfloat16`` where that is the dtype).
+A document's tables stand between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``, NAME being
+the ``name`` of the results: the workload (followed by ``-bfloat16`` where that is the dtype), or
+the command where that is not the comparison with peers (`KINDS`).
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import rank_report, tables
+from benchmarks.tables import Row, describe_environment, markdown_table, number, print_table
+
 SCHEMA = 1
-Row = list[str]
 HEADER = ["implementation", "us", "p10..p90", "vs best peer", "% floor", "GB/s", "TFLOP/s",
           "host us", "rel. error", "status"]  # fmt: skip
 LABELS = {
@@ -47,7 +52,10 @@ def load_results(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(results, dict) or results.get("schema") != SCHEMA:
         raise ValueError(f"{path}: not benchmark results of schema {SCHEMA}")
-    missing = {"name", "workload", "title", "dtype", "environment", "cases"} - results.keys()
+    kind = KINDS.get(str(results.get("kind", "peers")))
+    if kind is None:
+        raise ValueError(f"{path}: results of the unknown kind {results['kind']!r}")
+    missing = kind.fields - results.keys()
     if missing:
         raise ValueError(f"{path}: incomplete results, no {', '.join(sorted(missing))}")
     return results
@@ -85,10 +93,6 @@ def ratio_to_best_peer(entry: dict[str, Any], case: dict[str, Any]) -> float | N
     return best["time_us"]["median"] / entry["time_us"]["median"]
 
 
-def _number(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
 def _verdict(entry: dict[str, Any], ratio: float | None) -> str:
     if entry["status"] != "ok":
         return f"{entry['status']}: {entry['error']}"
@@ -112,13 +116,13 @@ def _entry_row(entry: dict[str, Any], case: dict[str, Any]) -> Row:
     error = check["relative_error"] if check else None
     return [
         entry["name"],
-        _number(time["median"]) if time else "",
+        number(time["median"]) if time else "",
         f"{time['p10']:.2f}..{time['p90']:.2f}" if time else "",
         f"{ratio:.2f}x" if ratio is not None and entry["kind"] in ("ours", "peer") else "",
-        _number(entry["floor_percent"], 0),
-        _number(entry["bandwidth_gbs"], 0),
-        _number(entry["tflops"], 1) if entry["kind"] != "floor" else "",
-        _number(host["median"], 1) if host else "",
+        number(entry["floor_percent"], 0),
+        number(entry["bandwidth_gbs"], 0),
+        number(entry["tflops"], 1) if entry["kind"] != "floor" else "",
+        number(host["median"], 1) if host else "",
         f"{error:.1e}" if error is not None else "",
         _verdict(entry, ratio),
     ]
@@ -143,59 +147,18 @@ def print_results(results: dict[str, Any]) -> None:
 
 
 def print_case(case: dict[str, Any], results: dict[str, Any]) -> None:
-    """Print one case; with rich when it is installed, aligned plain text otherwise."""
-    title, rows = case_title(case, results), case_rows(case)
-    try:
-        _print_rich(title, rows)
-    except ImportError:
-        print(plain_table(title, rows))
+    """Print one case."""
+    rows = case_rows(case)
+    ours = [row[0] for row in rows if row[0].startswith("cutesuper")]
+    print_table(case_title(case, results), HEADER, rows, bold=ours)
     if case["error"]:
         print(f"  {case['error']}")
     sys.stdout.flush()
 
 
-def _print_rich(title: str, rows: Sequence[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left")
-    for i, column in enumerate(HEADER):
-        last = len(HEADER) - 1
-        table.add_column(column, justify="left" if i in (0, last) else "right", no_wrap=i != last)
-    for row in rows:
-        style = "bold" if row[0].startswith("cutesuper") else ""
-        table.add_row(*(Text(cell) for cell in row), style=style)
-    # a log file has no width; the default of 80 columns would cut the numbers off
-    Console(width=None if sys.stdout.isatty() else 150).print(table)
-
-
 def plain_table(title: str, rows: Sequence[Row]) -> str:
-    """The same table as aligned text."""
-    lines = [HEADER, *rows]
-    widths = [max(len(row[i]) for row in lines) for i in range(len(HEADER) - 1)]
-    text = [title]
-    for row in lines:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True)]
-        text.append("  " + "  ".join([*cells, row[-1]]).rstrip())
-    return "\n".join(text)
-
-
-def describe_environment(results: dict[str, Any]) -> str:
-    """One line with device, versions and commit."""
-    e = results["environment"]
-    parts = [e.get("gpu"), _named("driver", e.get("driver")), _named("CUDA", e.get("cuda"))]
-    parts += [_named("torch", e.get("torch")), _named("Triton", e.get("triton"))]
-    parts += [_named("CuTe DSL", e.get("cutlass_dsl")), e.get("date")]
-    commit = e.get("commit")
-    if commit:
-        parts.append(f"commit {commit[:10]}{' (modified)' if e.get('dirty') else ''}")
-    return ", ".join(part for part in parts if part)
-
-
-def _named(name: str, value: str | None) -> str | None:
-    return f"{name} {value}" if value else None
+    """Rows of HEADER as aligned text."""
+    return tables.plain_table(title, HEADER, rows)
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -212,15 +175,14 @@ def markdown(results: dict[str, Any]) -> str:
         "floor (plain / dependent)",
         "speedup",
     ]
-    lines = [_markdown_row(header), _markdown_row(["---"] + ["---:"] * (len(header) - 1))]
-    lines += [_markdown_row(_markdown_case(case, names)) for case in cases]
+    table = markdown_table(header, [_markdown_case(case, names) for case in cases])
     note = (
         "Microseconds per call, median; cold L2, all columns interleaved in one run. Speedup: "
         "fastest correct PyTorch column over the fastest cutesuper column. "
         + describe_environment(results)
         + "."
     )
-    return "\n".join([*lines, "", note])
+    return f"{table}\n\n{note}"
 
 
 def _markdown_case(case: dict[str, Any], names: Sequence[str]) -> Row:
@@ -231,17 +193,41 @@ def _markdown_case(case: dict[str, Any], names: Sequence[str]) -> Row:
         if entry is None:
             cells.append("")
         else:
-            cells.append(_number(entry["time_us"]["median"]) if entry["time_us"]
+            cells.append(number(entry["time_us"]["median"]) if entry["time_us"]
                          else entry["status"])  # fmt: skip
     floors = case["floor_us"]
-    floor = " / ".join(_number(floors[k]) or "?" for k in ("plain", "pdl"))
+    floor = " / ".join(number(floors[k]) or "?" for k in ("plain", "pdl"))
     ratios = [ratio_to_best_peer(i, case) for i in case["implementations"] if i["kind"] == "ours"]
     speedup = max((r for r in ratios if r is not None), default=None)
     return [case["label"], *cells, floor, f"{speedup:.2f}x" if speedup is not None else ""]
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+@dataclass(frozen=True)
+class Kind:
+    """What can be done with the results of one command.
+
+    Attributes:
+        fields: what a results file must have.
+        show: prints them.
+        markdown: the table for a document.
+    """
+
+    fields: frozenset[str]
+    show: Callable[[dict[str, Any]], None]
+    markdown: Callable[[dict[str, Any]], str]
+
+
+_COMMON = frozenset({"name", "title", "dtype", "environment", "cases"})
+
+#: by the ``kind`` of the results; those of a comparison with peers name none
+KINDS: dict[str, Kind] = {
+    "peers": Kind(_COMMON | {"workload"}, print_results, markdown),
+    "rank": Kind(_COMMON | {"top"}, rank_report.print_results, rank_report.markdown),
+}
+
+
+def _kind(results: dict[str, Any]) -> Kind:
+    return KINDS[results.get("kind", "peers")]
 
 
 def rewrite_readme(text: str, results: dict[str, Any]) -> str:
@@ -255,7 +241,7 @@ def rewrite_readme(text: str, results: dict[str, Any]) -> str:
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"expected exactly one {begin} followed by one {end}")
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    return pattern.sub(lambda _: f"{begin}\n{markdown(results)}\n{end}", text)
+    return pattern.sub(lambda _: f"{begin}\n{_kind(results).markdown(results)}\n{end}", text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -263,25 +249,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("results", nargs="+", type=Path, help="JSON written by a benchmark run")
-    parser.add_argument("--readme", type=Path, help="file whose marked tables are rewritten")
+    parser.add_argument(
+        "--readme", "--search", dest="document", type=Path, metavar="FILE",
+        help="document whose marked tables are rewritten",
+    )  # fmt: skip
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
     arguments = parser.parse_args(argv)
     try:
         loaded = [load_results(path) for path in arguments.results]
-        if arguments.readme:
-            text = arguments.readme.read_text()
+        if arguments.document:
+            text = arguments.document.read_text()
             for results in loaded:
                 text = rewrite_readme(text, results)
-            write_atomically(arguments.readme, text)
+            write_atomically(arguments.document, text)
             return 0
     except (OSError, ValueError) as error:
         print(f"error: {error}")
         return 1
     for results in loaded:
         if arguments.markdown:
-            print(markdown(results))
+            print(_kind(results).markdown(results))
         else:
-            print_results(results)
+            _kind(results).show(results)
     return 0
 
 

@@ -8,6 +8,7 @@ from cutesuper.graph.dtypes import DType, bfloat16, float16, float32
 from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
 from cutesuper.graph.serial import dumps, loads
 from cutesuper.graph.target import B200, H100, H200, Target
+from cutesuper.mirage.load import load_mirage
 from cutesuper.optimize import superoptimize
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.program import load
@@ -32,6 +33,7 @@ __all__ = [
     "float16",
     "float32",
     "load",
+    "load_mirage",
     "loads",
     "new_kernel_graph",
     "superoptimize",

@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_argument("--target", default=None, help="h200, h100 or b200")
     explain.add_argument("--dependent-launch", action="store_true")
     explain.add_argument("--svg", type=Path, help="also write a picture of the muGraph")
+    explain.add_argument("--html", type=Path, help="also write a page to look into the muGraph")
     commands.add_parser("bench", help="measure a workload against its peers", add_help=False)
     args, rest = parser.parse_known_args(argv)
     if args.command == "bench":
@@ -56,6 +57,9 @@ def _explain(args: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         print(f"cutesuper: {args.graph}: {error}", file=sys.stderr)
         return 2
+    if args.html and args.html.suffix.lower() not in (".html", ".htm"):
+        print(f"cutesuper: --html {args.html}: give a name that ends in .html", file=sys.stderr)
+        return 2
     graph = loads(text)
     if not isinstance(graph, KernelGraph):
         print(f"cutesuper: {args.graph}: is a muGraph; give a kernel graph", file=sys.stderr)
@@ -64,6 +68,8 @@ def _explain(args: argparse.Namespace) -> int:
     print(kernel.explain())
     if args.svg:
         kernel.draw(args.svg)
+    if args.html:
+        kernel.draw(args.html)
     return 0
 
 

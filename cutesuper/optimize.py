@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,12 +45,14 @@ class Options:
             while it still runs.
         seed: chooses the verifier's inputs and the search's ties.
         budget_s: seconds the search may take; None is no limit.
+        executor: searches parts of the graph in other processes or on other machines.
     """
 
     target: Target
     dependent_launch: bool = False
     seed: int = 0
     budget_s: float | None = None
+    executor: Executor | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ def superoptimize(
     dependent_launch: bool = False,
     seed: int = 0,
     budget_s: float | None = None,
+    executor: Executor | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     cache: KernelCache | None = None,
 ) -> Kernel:
@@ -86,7 +90,10 @@ def superoptimize(
         target: a `Target`, or a name such as ``"h200"``; None takes the current GPU.
         dependent_launch: see `Options`.
         seed: equal seeds give equal results.
-        budget_s: seconds the search may take.
+        budget_s: seconds the search may take; the best of what was found until then is taken, as
+            after Ctrl-C.
+        executor: any `concurrent.futures.Executor` (processes, ``dask.distributed``) to search
+            with; the result is the same. One search takes seconds: it pays for whole layers.
         on_progress: called with the search's `Progress`.
         cache: where compiled kernels are kept; default ``~/.cache/cutesuper``.
 
@@ -109,7 +116,7 @@ def superoptimize(
         if not any(isinstance(d, Symbol) for d in node.shape):
             check_size(f"superoptimize: tensor {node.name}", [extent(d) for d in node.shape])
     chosen = find_target(target) if isinstance(target, str) else target
-    options = Options(chosen or current_target(), dependent_launch, seed, budget_s)
+    options = Options(chosen or current_target(), dependent_launch, seed, budget_s, executor)
     cache = cache or KernelCache()
     return Kernel(
         graph, options.target, partial(_make_variant, graph, options, cache, on_progress)
@@ -152,7 +159,8 @@ def _make_variant(
     result, choice = choose(graph, options, on_progress)
     steps = compile_plans(choice, options, cache)
     report = variant_report(graph, options, result, choice, steps)
-    return Variant(choice.candidate.mugraph, steps, report)
+    candidate = choice.candidate
+    return Variant(candidate.mugraph, steps, report, candidate.kernels, choice.verification)
 
 
 def choose(
@@ -174,7 +182,9 @@ def choose(
     result = search(
         graph,
         target,
-        options=SearchOptions(seed=options.seed, budget_s=options.budget_s),
+        options=SearchOptions(seed=options.seed, lowered=True),
+        budget_s=options.budget_s,
+        executor=options.executor,
         on_progress=on_progress,
         verify=verify,
     )

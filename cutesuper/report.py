@@ -1,4 +1,4 @@
-"""What `Kernel.explain` and the demo print: the program, the choice, the plan, the figures."""
+"""What `Kernel.explain`, `Kernel.draw` and the demo tell: program, choice, plan, figures."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from cutesuper.graph.block import LOAD
 from cutesuper.graph.draw import kernel_graph_text, mugraph_text
 from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.page import Facts, mugraph_page
+from cutesuper.graph.target import Target
 from cutesuper.schedule.matmul import MatmulPlan, grid_shape
 from cutesuper.schedule.plan import View
 from cutesuper.schedule.planner import KernelPlan
@@ -14,7 +16,7 @@ from cutesuper.schedule.rows import RowPlan
 
 if TYPE_CHECKING:
     from cutesuper.optimize import Choice, Options
-    from cutesuper.runtime.kernel import CompiledStep
+    from cutesuper.runtime.kernel import CompiledStep, Variant
     from cutesuper.search.search import Candidate, SearchResult
 
 #: alternatives that a report lists
@@ -42,6 +44,20 @@ def variant_report(
     head = f"optimized for {options.target.name} ({options.target.arch})"
     body = [f"== {name} ==\n{text}" for name, text in sections.items()]
     return "\n\n".join([head, *body])
+
+
+def variant_page(graph: KernelGraph, target: Target, variant: Variant) -> str:
+    """One compiled program as an HTML page, with the definition beside it."""
+    verified = variant.verification
+    facts = Facts(
+        graph,
+        f"{target.name} ({target.arch})",
+        variant.costs,
+        verified.summary() if verified else "",
+        verified.bound_log2 if verified else None,
+        tuple(f"{plan_text(s.name, s.plan)}\n\n{figures_text(s)}" for s in variant.steps),
+    )
+    return mugraph_page(variant.mugraph, facts)
 
 
 def search_text(result: SearchResult) -> str:

@@ -56,6 +56,21 @@ class Block:
         kind = CLUSTER_REDUCE if axis.endswith("cluster") else ACCUMULATE
         return self._add(kind, (x,), set(self.ops[x].dims), axis=axis, op=op)
 
+    def rescaled(self, x: int, part: int, whole: int) -> int:
+        """Sum of ``x * exp(part - whole)`` over the axis that ``whole`` is the maximum over."""
+        dims = set(self.ops[x].dims)
+        axis = self.ops[whole].attributes["axis"]
+        return self._add(self.ops[whole].kind, (x, part, whole), dims, axis=axis, op="sum")
+
+    def online(self, label: str, part: int, *values: int) -> tuple[int, ...]:
+        """The maximum of ``part`` and the rescaled ``values`` over the inner axes of a label."""
+        for axis in ("loop", "persistent", "cluster"):
+            if any(a.name == f"{label}.{axis}" for a in self.axes):
+                whole = self.acc(part, f"{label}.{axis}", "max")
+                values = tuple(self.rescaled(x, part, whole) for x in values)
+                part = whole
+        return part, *values
+
     def close(self, x: int, label: str, op: str = "sum") -> int:
         """Reduce over the loop and the cluster axis of a label, whichever it has."""
         for kind in ("loop", "persistent", "cluster"):

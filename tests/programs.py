@@ -169,11 +169,46 @@ def symbolic_rows() -> MuGraph:
     return MuGraph({"X": spec, "Y": out}, ("X",), ("Y",), (KernelStep("silu", program),))
 
 
+def online_softmax_program() -> BlockProgram:
+    """Rows of softmax that do not fit: maximum and denominator first, then results."""
+    ops = (
+        op("load", (), "MN", tensor="X", map=("M", "N")),
+        op("max", (0,), "M", over="N"),
+        op("sub", (0, 1), "MN"),
+        op("exp", (2,), "MN"),
+        op("sum", (3,), "M", over="N"),
+        op("accumulate", (1,), "M", axis="N.loop", op="max"),
+        op("accumulate", (4, 1, 5), "M", axis="N.loop", op="sum"),
+        op("cluster_reduce", (5,), "M", axis="N.cluster", op="max"),
+        op("cluster_reduce", (6, 5, 7), "M", axis="N.cluster", op="sum"),
+        op("load", (), "N", tensor="w", map=("N",)),
+        op("sub", (0, 7), "MN"),
+        op("exp", (10,), "MN"),
+        op("div", (11, 8), "MN"),
+        op("mul", (12, 9), "MN"),
+        op("store", (13,), "MN", tensor="Y", map=("M", "N")),
+    )
+    axes = (Axis("M", GRID, 32), Axis("N", CLUSTER, 2), Axis("N", LOOP, 8))
+    return BlockProgram({"M": 256, "N": 65536}, axes, {"M": 8, "N": 4096}, ops)
+
+
+def online_softmax() -> MuGraph:
+    """`online_softmax_program` as a muGraph: softmax of X, times w."""
+    return _mugraph(
+        {"X": (256, 65536), "w": (65536,), "Y": (256, 65536)},
+        ("X", "w"),
+        ("Y",),
+        KernelStep("softmax", online_softmax_program()),
+        constants=("w",),
+    )
+
+
 ALL = {
     "norm_linear": norm_linear,
     "norm_backward": norm_backward,
     "nested": nested,
     "symbolic_rows": symbolic_rows,
+    "online_softmax": online_softmax,
 }
 
 

@@ -9,10 +9,18 @@ import pytest
 
 from cutesuper.errors import GraphError
 from cutesuper.graph.block import Axis, AxisKind, BlockOp, BlockProgram, MuGraph
-from cutesuper.graph.check import check_block_program, check_kernel_graph, check_mugraph
+from cutesuper.graph.check import (
+    MAX_PASSES,
+    check_block_program,
+    check_kernel_graph,
+    check_mugraph,
+    pass_of,
+    passes,
+)
 from cutesuper.graph.dims import Symbol
 from cutesuper.graph.kernel import new_kernel_graph
 from tests import programs
+from tests.mugraphs import Block
 from tests.programs import CLUSTER, GRID, LOOP, PERSISTENT, norm_linear_program, op
 
 
@@ -27,7 +35,7 @@ def test_states_say_what_a_value_depends_on() -> None:
     assert states[0].pending == frozenset()
     assert states[2].pending == {"K.cluster", "K.loop"}
     assert states[3].pending == {"K.cluster"}
-    assert states[3].closed == {"K.loop"}
+    assert states[3].closed == {("K.loop", 1)}
     assert states[3].inside == frozenset()
     assert states[12].pending == frozenset()
 
@@ -162,10 +170,6 @@ MUTATIONS: dict[str, tuple[Callable[[BlockProgram], BlockProgram], str]] = {
         with_op(8, op("cluster_reduce", (7,), "MN", axis="K.cluster", op="sum")),
         "operation 8 (cluster_reduce): its operand is no partial result over K.cluster",
     ),
-    "result of the loop inside it": (
-        with_op(4, op("mul", (0, 3), "MNK")),
-        "operation 4 (mul): uses the result of K.loop inside that loop",
-    ),
     "store in every iteration": (
         with_op(12, op("store", (2,), "MN", tensor="Z", map=("M", "N"))),
         "operation 12 (store): it is a partial result over K.cluster, K.loop; reduce it",
@@ -197,6 +201,125 @@ def test_illegal_programs_are_refused(name: str) -> None:
         check_block_program(change(norm_linear_program()))
     assert str(caught.value).startswith("block program")
     assert message in str(caught.value)
+
+
+# ------------------------------------------------------------------- walks, and rescaled sums
+
+
+def walks(kind: str, count: int) -> BlockProgram:
+    """``count`` sums over one axis, each of the value minus the sum before it."""
+    b = Block({"M": 8, "K": 64}, {f"K.{kind}": 4}, {"M": 8, "K": 16})
+    x = b.load("X", "M", "K")
+    total = x
+    for _ in range(count):
+        value = b.op("sub", x, total) if total != x else x
+        total = b.acc(b.op("sum", value, over="K"), f"K.{kind}")
+    b.store("Z", total, "M", None)
+    return b.step().program
+
+
+def test_a_loop_may_be_walked_three_times() -> None:
+    for count in range(1, MAX_PASSES + 1):
+        program = walks("loop", count)
+        states = check_block_program(program)
+        assert passes(program, states) == {"K.loop": count}
+        assert states[-1].closed == {("K.loop", n) for n in range(1, count + 1)}
+        inside = [pass_of(s, "K.loop") for s in states if s.inside]
+        assert inside == sorted(inside) and inside[0] == 1 and inside[-1] == count
+    with pytest.raises(GraphError) as caught:
+        check_block_program(walks("loop", MAX_PASSES + 1))
+    assert str(caught.value) == (
+        "block program, operation 9 (sub): needs K.loop to be walked 4 times; a loop is walked at "
+        "most 3 times"
+    )
+
+
+def test_visits_are_walked_once() -> None:
+    program = walks("persistent", 1)
+    assert passes(program, check_block_program(program)) == {"K.persistent": 1}
+    with pytest.raises(GraphError, match=r"uses the result of K.persistent inside that loop"):
+        check_block_program(walks("persistent", 2))
+
+
+def test_results_of_different_walks_meet_after_the_later_one() -> None:
+    b = Block({"M": 8, "K": 64}, {"K.loop": 4}, {"M": 8, "K": 16})
+    x = b.load("X", "M", "K")
+    first = b.acc(b.op("sum", x, over="K"), "K.loop")
+    late = b.op("mul", x, first)
+    second = b.acc(b.op("sum", late, over="K"), "K.loop")
+    both = b.op("add", first, second)
+    b.store("Z", b.op("div", late, both), "M", "K")
+    states = check_block_program(b.step().program)
+    assert [pass_of(states[i], "K.loop") for i in (x, first, late, second, both)] == [1, 2, 2, 3, 3]
+    assert passes(b.step().program, states) == {"K.loop": 3}  # the store
+
+
+def test_rescaled_sums_are_partial_results_like_plain_ones() -> None:
+    states = check_block_program(programs.online_softmax_program())
+    maximum, total = states[5], states[6]
+    assert total == maximum
+    assert total.pending == {"N.cluster"} and total.closed == {("N.loop", 1)}
+    assert states[8].pending == frozenset() and states[8].closed == {("N.loop", 1)}
+    assert passes(programs.online_softmax_program(), states) == {"N.loop": 2}
+
+
+RESCALED: dict[str, tuple[Callable[[BlockProgram], BlockProgram], str]] = {
+    "two operands": (
+        with_op(6, op("accumulate", (4, 1), "M", axis="N.loop", op="sum")),
+        "operation 6 (accumulate): takes 1 operand(s), got 2",
+    ),
+    "four operands": (
+        with_op(8, op("cluster_reduce", (6, 5, 7, 7), "M", axis="N.cluster", op="sum")),
+        "operation 8 (cluster_reduce): takes 1 operand(s), got 4",
+    ),
+    "element-wise": (
+        with_op(12, op("div", (11, 8, 8), "MN")),
+        "operation 12 (div): takes 2 operand(s), got 3",
+    ),
+    "maximum": (with_attributes(6, op="max"), "only a sum is rescaled by maxima; a maximum takes"),
+    "a sum of the parts": (
+        with_attributes(5, op="sum"),
+        "operand 2 (operation 5) is not the accumulate max of operand 1 (operation 1) over N.loop",
+    ),
+    "of other parts": (
+        with_op(6, op("accumulate", (4, 4, 5), "M", axis="N.loop", op="sum")),
+        "operand 2 (operation 5) is not the accumulate max of operand 1 (operation 4) over N.loop",
+    ),
+    "over another axis": (
+        with_op(8, op("cluster_reduce", (6, 1, 5), "M", axis="N.cluster", op="sum")),
+        "operand 2 (operation 5) is not the cluster_reduce max of operand 1 (operation 1) over N.c",
+    ),
+    "the part itself": (
+        with_op(6, op("accumulate", (4, 1, 1), "M", axis="N.loop", op="sum")),
+        "operand 2 (operation 1) is not the accumulate max of operand 1 (operation 1) over N.loop",
+    ),
+    "no partial result": (
+        with_op(6, op("accumulate", (5, 1, 5), "M", axis="N.loop", op="sum")),
+        "operation 6 (accumulate): operand 0 (operation 5) is no partial result over N.loop",
+    ),
+    "not reduced": (
+        with_op(6, op("accumulate", (3, 1, 5), "MN", axis="N.loop", op="sum")),
+        "operation 6 (accumulate): its operand still has the label N",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESCALED)
+def test_illegal_rescaled_sums_are_refused(name: str) -> None:
+    mutate, message = RESCALED[name]
+    with pytest.raises(GraphError) as caught:
+        check_block_program(mutate(programs.online_softmax_program()))
+    assert str(caught.value).startswith("block program, operation")
+    assert message in str(caught.value)
+
+
+def test_a_maximum_may_not_have_labels_that_the_sum_lacks() -> None:
+    b = Block({"M": 8, "N": 64}, {"N.loop": 4}, {"M": 8, "N": 16})
+    x, y = b.load("X", "M", "N"), b.load("Y", "N")
+    part = b.op("max", x, over="N")
+    b.rescaled(b.op("sum", y, over="N"), part, b.acc(part, "N.loop", "max"))
+    with pytest.raises(GraphError, match=r"\(operation 2\) has the label M, which what is summed"):
+        check_block_program(b.step().program)
 
 
 # ----------------------------------------------------------------------------- illegal muGraphs

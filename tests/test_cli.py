@@ -50,13 +50,27 @@ def test_demo_fails_when_the_result_is_wrong(
 
 @pytest.mark.usefixtures("no_gpu")
 def test_explain(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "graph.svg"
+    picture, page = tmp_path / "graph.svg", tmp_path / "graph.html"
     arguments = ["explain", str(saved), "--target", "h100", "--svg", str(picture)]
-    assert main([*arguments, "--dependent-launch"]) == 0
+    assert main([*arguments, "--html", str(page), "--dependent-launch"]) == 0
     out = capsys.readouterr().out
     assert "optimized for h100 (sm_90a)" in out
     assert "dependent launch: W loaded before the dependency wait" in out
     assert picture.read_text().startswith("<svg")
+    html = page.read_text(encoding="utf-8")
+    assert html.startswith("<!DOCTYPE html>")
+    for text in ("predicted on h100 (sm_90a)", "matmul loop: ", "registers", "bound on a false"):
+        assert text in html
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_explain_writes_pages_to_html_files_only(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "graph.svg"
+    assert main(["explain", str(saved), "--html", str(page)]) == 2
+    assert "give a name that ends in .html" in capsys.readouterr().err
+    assert not page.exists()
 
 
 def test_explain_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

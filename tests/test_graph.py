@@ -109,6 +109,8 @@ def test_every_operator_has_what_the_system_needs() -> None:
         assert (type(op).expand is not Operator.expand) == op.composite
         if op.elementwise:
             assert type(op).scalar is not Operator.scalar
+        assert (type(op).visible is not Operator.visible) == op.masks
+        if op.elementwise or op.masks:
             assert type(op).symbolic is not Operator.symbolic
 
 
@@ -226,7 +228,7 @@ ERRORS: list[tuple[Build, type[CutesuperError], str]] = [
         OperatorError,
         "operator 'sofmax': does not exist; did you mean softmax or max?",
     ),
-    (lambda g, x, w: g.apply("frobnicate", x), OperatorError, "does not exist; known: add, clamp"),
+    (lambda g, x, w: g.apply("fizzle", x), OperatorError, "does not exist; known: add, causal"),
     (lambda g, x, w: g.apply("input"), OperatorError, "apply('input'): use new_input(dims=, dtype"),
     (lambda g, x, w: g.apply("exp", x, w), OperatorError, "exp: takes 1 operand(s), got 2"),
     (

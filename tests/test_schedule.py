@@ -209,7 +209,7 @@ def no_store_of_a_product(p: Block) -> None:
 
 
 def used_before_complete(p: Block) -> None:
-    p.store("Z", p.op("exp", 2), "M", "N")
+    p.store("Z", p.close(p.op("exp", 2), "K"), "M", "N")
 
 
 def norm_inside(p: Block) -> None:
@@ -243,6 +243,18 @@ def strided_statistic(p: Block) -> None:
     p.store("Z", p.op("mul", 3, s), "M", "N")
 
 
+def second_walk(p: Block) -> None:
+    x = p.load("X", "M", "K")
+    y = p.op("div", x, p.close(p.op("sum", x, over="K"), "K"))
+    p.store("Z", p.close(p.op("matmul", y, p.load("W", "K", "N"), over="K"), "K"), "M", "N")
+
+
+def running_maximum(p: Block) -> None:
+    s = p.op("sum", 0, over="K")
+    part = p.op("max", 0, over="K")
+    p.store("Z", p.op("mul", 3, p.rescaled(s, part, p.acc(part, "K.loop", "max"))), "M", "N")
+
+
 def two_tiled_labels(p: Block) -> None:
     product = p.op("matmul", p.load("H", "L", "M", "K"), p.load("W", "K", "N"), over="K")
     p.store("Z", p.close(product, "K"), "L", "M", "N")
@@ -262,6 +274,8 @@ STRUCTURES: list[tuple[Any, bool, str]] = [
     (computed_weight, False, "no orientation fits: one operand of every product must be a tensor"),
     (strided_row, False, "no orientation fits"),
     (strided_statistic, True, "row operand XT (operation 4) must be contiguous along K"),
+    (second_walk, False, "it walks K.loop 2 times, and kernels walk a loop once; split"),
+    (running_maximum, True, "operation 7 is a sum rescaled by a running maximum over K.loop"),
     (two_tiled_labels, False, "an operand has two labels that are tiled"),
 ]
 

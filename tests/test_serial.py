@@ -206,6 +206,8 @@ MUGRAPHS: dict[str, tuple[Change, str]] = {
     "label in a list": (put("steps", 0, "ops", 0, 3, "map", [["M"], "K"]), "malformed (TypeError"),
     "inputs": (put("inputs", "XW"), "'XW' is not of type list"),
     "input": (put("inputs", ["X", "Q"]), "tensor Q is not described"),
+    "three operands": (put("steps", 0, "ops", 6, 1, [5, 5, 6]), "inputs [5, 5, 6] must come bef"),
+    "not rescaled": (put("steps", 0, "ops", 7, 1, [3, 3, 3]), "is not the cluster_reduce max of"),
     "illegal": (put("steps", 0, "ops", 13, 1, [3]), "it is a partial result over K.cluster"),
     "no kernels": (put("steps", []), "no kernel writes the output Z"),
 }
@@ -251,7 +253,11 @@ JUNK = (
     {},
     {"M": 1},
 )
-DOCUMENTS = [to_dict(programs.norm_linear_graph(Symbol("M"))), to_dict(programs.norm_backward())]
+DOCUMENTS = [
+    to_dict(programs.norm_linear_graph(Symbol("M"))),
+    to_dict(programs.norm_backward()),
+    to_dict(programs.online_softmax()),
+]
 PATHS = [list(paths(d)) for d in DOCUMENTS]
 
 
@@ -264,7 +270,7 @@ def refused_or_legal(data: Any) -> None:
     assert_round_trip(graph)
 
 
-@pytest.mark.parametrize("document", [0, 1])
+@pytest.mark.parametrize("document", range(len(DOCUMENTS)))
 def test_every_missing_value(document: int) -> None:
     for path in PATHS[document]:
         data = copy.deepcopy(DOCUMENTS[document])
@@ -277,7 +283,7 @@ def test_every_missing_value(document: int) -> None:
 
 @given(st.data())
 def test_random_changes(data: st.DataObject) -> None:
-    document = data.draw(st.integers(0, 1))
+    document = data.draw(st.integers(0, len(DOCUMENTS) - 1))
     changed = copy.deepcopy(DOCUMENTS[document])
     for _ in range(data.draw(st.integers(1, 3))):
         path = data.draw(st.sampled_from(PATHS[document]))
@@ -288,7 +294,7 @@ def test_random_changes(data: st.DataObject) -> None:
     refused_or_legal(changed)
 
 
-@pytest.mark.parametrize("document", [0, 1])
+@pytest.mark.parametrize("document", range(len(DOCUMENTS)))
 def test_every_value_replaced_by_junk(document: int) -> None:
     for path in PATHS[document]:
         for junk in JUNK[:: 1 if document == 0 else 4]:

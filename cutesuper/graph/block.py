@@ -72,17 +72,39 @@ class BlockOp:
         inputs: indices of earlier operations.
         dims: labels of the value, in the order of the program's ``dims``.
         attributes: ``load``/``store``: ``tensor`` (name) and ``map`` (for each dimension of the
-            tensor its label, None for an extent of 1; a store may name a cluster or grid *axis*
-            instead of a label: one slice of partial results for each part). ``matmul``, ``sum``,
+            tensor its label, None for an extent of 1, or a tuple of labels that share it, the
+            outermost first; a store may name a cluster or grid *axis* instead of a label: one
+            slice of partial results for each part). ``matmul``, ``sum``,
             ``mean``, ``max``: ``over`` (a label; only the tile is reduced, ``mean`` divides by the
             extent of the whole dimension). ``accumulate``, ``cluster_reduce``: ``axis`` (name)
-            and ``op`` ("sum" or "max"). Element-wise operators: their own.
+            and ``op`` ("sum" or "max"); see `rescaled`. ``causal_mask``: ``rows`` and ``columns``
+            (labels of the value) and its own ``alignment``. Element-wise operators: their own.
     """
 
     kind: str
     inputs: tuple[int, ...]
     dims: tuple[str, ...]
     attributes: Attributes = field(default_factory=dict)
+
+    @property
+    def rescaled(self) -> bool:
+        """Whether it is a sum over an axis of ``x * exp(t - T)``, operands ``(x, t, T)``.
+
+        t is a maximum of each part, T the maximum of t over the same axis (an operation of the
+        same kind). A kernel runs it in one pass, as the online softmax: a running maximum, and the
+        old sum times ``exp(old maximum - new maximum)`` (arXiv:1805.02867)::
+
+            7  max over N (6)                    9  sum over N (exp(6 - 7))
+            8  accumulate max (7) over N.loop   10  accumulate sum (9, 7, 8) over N.loop
+        """
+        return self.kind in (ACCUMULATE, CLUSTER_REDUCE) and len(self.inputs) == 3
+
+
+def mapped_labels(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The labels (or axes) that an entry of a map names: none, one, or those that share it."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from cutesuper.errors import GraphError, OperatorError
@@ -16,12 +17,17 @@ from cutesuper.graph.block import (
     BlockOp,
     BlockProgram,
     MuGraph,
+    mapped_labels,
 )
 from cutesuper.graph.dims import Symbol, extent
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import lookup
 
 ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
+#: attributes of a masking operator: the labels along which it takes positions
+_MASKED = ("rows", "columns")
+#: how often one loop axis may be walked: mean, variance and product of LayerNorm + Linear take 3
+MAX_PASSES = 3
 
 
 def check_kernel_graph(graph: KernelGraph) -> None:
@@ -52,12 +58,38 @@ class ValueState:
     Attributes:
         pending: axes over which it is a partial result (its label was reduced in the tile only).
         inside: loop and persistent axes inside which it lives.
-        closed: loop and persistent axes that it needs to have ended.
+        closed: loop and persistent axes that it needs to have ended, once for each time: an axis
+            that has to have ended twice is there as ``("K.loop", 1)`` and ``("K.loop", 2)``, so
+            that the union is the maximum.
     """
 
     pending: frozenset[str]
     inside: frozenset[str]
-    closed: frozenset[str]
+    closed: frozenset[tuple[str, int]]
+
+
+def pass_of(state: ValueState, axis_name: str) -> int:
+    """The walk over a loop that a value inside of it runs in, 1 for the first.
+
+    It is one more than the walks that the value needs to have ended. For a value outside of the
+    loop it is the earliest walk that can use it. A value of walk 1 (a load) that only walk 2 uses
+    may as well run in walk 2.
+    """
+    return 1 + sum(name == axis_name for name, _ in state.closed)
+
+
+def passes(program: BlockProgram, states: list[ValueState]) -> dict[str, int]:
+    """How often each loop and persistent axis is walked, by name.
+
+    Args:
+        program: a legal block program.
+        states: what `check_block_program` returned for it.
+    """
+    return {
+        a.name: max([pass_of(s, a.name) for s in states if a.name in s.inside], default=1)
+        for a in program.axes
+        if a.kind in ITERATED
+    }
 
 
 def check_block_program(program: BlockProgram) -> list[ValueState]:
@@ -108,7 +140,7 @@ def _check_axes(program: BlockProgram) -> None:
 
 
 def _check_attributes(op: BlockOp, where: str) -> None:
-    needed = {LOAD: ("tensor", "map"), STORE: ("tensor", "map")}
+    needed: dict[str, tuple[str, ...]] = {LOAD: ("tensor", "map"), STORE: ("tensor", "map")}
     needed |= {ACCUMULATE: ("axis", "op"), CLUSTER_REDUCE: ("axis", "op")}
     if op.kind not in needed:
         try:
@@ -116,11 +148,15 @@ def _check_attributes(op: BlockOp, where: str) -> None:
             if operator.elementwise:
                 operator.check_attributes(op.attributes)
                 return
+            if operator.masks:
+                own = {k: v for k, v in op.attributes.items() if k not in _MASKED}
+                operator.check_attributes(own)
         except OperatorError as e:
             raise GraphError(f"{where}: {e}") from None
-        if operator.name != "matmul" and not operator.reduces:
+        if operator.name != "matmul" and not (operator.reduces or operator.masks):
             raise GraphError(f"{where}: not an operation of a block program")
-    missing = set(needed.get(op.kind, ("over",))) - set(op.attributes)
+        needed[op.kind] = _MASKED if operator.masks else ("over",)
+    missing = set(needed[op.kind]) - set(op.attributes)
     if missing:
         raise GraphError(f"{where}: it needs the attribute {', '.join(sorted(missing))}")
     if not isinstance(op.attributes.get("map", ()), tuple):
@@ -132,17 +168,23 @@ def _check_dims(program: BlockProgram, op: BlockOp, where: str) -> None:
     args = [program.ops[j].dims for j in op.inputs]
     if op.kind == LOAD:
         _arity(op, 0, where)
-        expected = {d for d in op.attributes["map"] if d is not None}
-        if len(expected) < sum(d is not None for d in op.attributes["map"]):
+        labels = [d for entry in op.attributes["map"] for d in mapped_labels(entry)]
+        expected = set(labels)
+        if len(expected) < len(labels):
             raise GraphError(f"{where}: {op.attributes['tensor']} has one label twice")
     elif op.kind in (STORE, ACCUMULATE, CLUSTER_REDUCE):
-        _arity(op, 1, where)
+        if op.rescaled:
+            _check_rescaled(program, op, where)
+        else:
+            _arity(op, 1, where)
         expected = set(args[0])
     else:
         operator = lookup(op.kind)
         _arity(op, operator.arity, where)
         expected = set().union(*args)
-        if not operator.elementwise:
+        if operator.masks:
+            _check_positions(op, args[0], where)
+        elif not operator.elementwise:
             over = op.attributes["over"]
             if any(over not in a for a in args):
                 raise GraphError(f"{where}: an operand does not have the label {over}")
@@ -154,16 +196,46 @@ def _check_dims(program: BlockProgram, op: BlockOp, where: str) -> None:
         raise GraphError(f"{where}: its labels are {list(op.dims)}, expected {sorted(expected)}")
 
 
+def _check_rescaled(program: BlockProgram, op: BlockOp, where: str) -> None:
+    """Operands are a value, a maximum of each part, and the maximum of those over the axis."""
+    (value, part), whole = op.inputs[:2], program.ops[op.inputs[2]]
+    if op.attributes["op"] != "sum":
+        raise GraphError(f"{where}: only a sum is rescaled by maxima; a maximum takes 1 operand")
+    same = whole.kind == op.kind and whole.attributes["axis"] == op.attributes["axis"]
+    if not same or whole.inputs != (part,) or whole.attributes["op"] != "max":
+        raise GraphError(
+            f"{where}: operand 2 (operation {op.inputs[2]}) is not the {op.kind} max of operand 1 "
+            f"(operation {part}) over {op.attributes['axis']}"
+        )
+    alien = set(program.ops[part].dims) - set(program.ops[value].dims)
+    if alien:
+        raise GraphError(
+            f"{where}: the maximum (operation {part}) has the label {', '.join(sorted(alien))}, "
+            f"which what is summed (operation {value}) has not"
+        )
+
+
+def _check_positions(op: BlockOp, labels: tuple[str, ...], where: str) -> None:
+    given = op.attributes["rows"], op.attributes["columns"]
+    absent = [d for d in given if d not in labels]
+    if absent or given[0] == given[1]:
+        raise GraphError(
+            f"{where}: rows={given[0]!r} and columns={given[1]!r} must be two labels of its "
+            f"operand, which has {', '.join(labels) or 'none'}"
+        )
+
+
 def _arity(op: BlockOp, arity: int, where: str) -> None:
     if len(op.inputs) != arity:
         raise GraphError(f"{where}: takes {arity} operand(s), got {len(op.inputs)}")
 
 
 def _state(program: BlockProgram, op: BlockOp, states: list[ValueState], where: str) -> ValueState:
-    args = [states[j] for j in op.inputs]
+    # the whole maximum of a rescaled sum is the end of the very same axis: it adds nothing
+    args = [states[j] for j in (op.inputs[:2] if op.rescaled else op.inputs)]
     pending = frozenset[str]().union(*(a.pending for a in args))
     inside = frozenset[str]().union(*(a.inside for a in args))
-    closed = frozenset[str]().union(*(a.closed for a in args))
+    closed = frozenset[tuple[str, int]]().union(*(a.closed for a in args))
     if op.kind == LOAD:
         inside = frozenset(
             a.name for a in program.axes if a.dim in op.dims and a.kind in ITERATED
@@ -172,21 +244,32 @@ def _state(program: BlockProgram, op: BlockOp, states: list[ValueState], where: 
         _check_store(program, op, pending, inside, where)
     elif op.kind in (ACCUMULATE, CLUSTER_REDUCE):
         axis = _reduced_axis(program, op, where)
-        if axis.name not in pending:
-            raise GraphError(f"{where}: its operand is no partial result over {axis.name}")
+        for k, a in enumerate(args):
+            if axis.name not in a.pending:
+                which = f"operand {k} (operation {op.inputs[k]})" if op.rescaled else "its operand"
+                raise GraphError(f"{where}: {which} is no partial result over {axis.name}")
         if axis.dim in op.dims:  # the other tiles of the label would be added to this one
             raise GraphError(f"{where}: its operand still has the label {axis.dim}")
         pending -= {axis.name}
         if axis.kind in ITERATED:
             inside -= {axis.name}
-            closed |= {axis.name}
+            closed |= {(axis.name, 1 + sum(name == axis.name for name, _ in closed))}
     elif "over" in op.attributes:
         pending |= {a.name for a in program.axes_of(op.attributes["over"])}
-    if inside & closed:
+    state = ValueState(pending, inside, closed)
+    for name in sorted(inside):
+        _check_pass(program.axis(name), pass_of(state, name), where)
+    return state
+
+
+def _check_pass(axis: Axis, number: int, where: str) -> None:
+    if axis.kind == AxisKind.PERSISTENT and number > 1:
+        raise GraphError(f"{where}: uses the result of {axis.name} inside that loop")
+    if number > MAX_PASSES:
         raise GraphError(
-            f"{where}: uses the result of {', '.join(sorted(inside & closed))} inside that loop"
+            f"{where}: needs {axis.name} to be walked {number} times; a loop is walked at most "
+            f"{MAX_PASSES} times"
         )
-    return ValueState(pending, inside, closed)
 
 
 def _reduced_axis(program: BlockProgram, op: BlockOp, where: str) -> Axis:
@@ -205,7 +288,7 @@ def _reduced_axis(program: BlockProgram, op: BlockOp, where: str) -> Axis:
 def _check_store(
     program: BlockProgram, op: BlockOp, pending: frozenset[str], inside: frozenset[str], where: str
 ) -> None:
-    mapped = {d for d in op.attributes["map"] if d is not None}
+    mapped = {d for entry in op.attributes["map"] for d in mapped_labels(entry)}
     if mapped != set(op.dims) | pending:
         missing = sorted(pending - mapped)
         why = f"it is a partial result over {', '.join(missing)}" if missing else (
@@ -251,8 +334,22 @@ def _check_map(mu: MuGraph, program: BlockProgram, op: BlockOp, where: str) -> N
     mapping: tuple[Any, ...] = op.attributes["map"]
     if len(shape) != len(mapping):
         raise GraphError(f"{where}: {name} has {len(shape)} dimensions, its map {len(mapping)}")
-    for d, label in zip(shape, mapping, strict=True):
-        parts: dict[str, Any] = {a.name: a.extent for a in program.axes}
-        want: Any = 1 if label is None else {**parts, **program.dims}.get(label)
+    for d, entry in zip(shape, mapping, strict=True):
+        want = _mapped_extent(program, mapped_labels(entry), where)
         if d != want:
-            raise GraphError(f"{where}: extent {d} of {name} is mapped to {label} of extent {want}")
+            raise GraphError(f"{where}: extent {d} of {name} is mapped to {entry} of extent {want}")
+
+
+def _mapped_extent(program: BlockProgram, labels: tuple[str, ...], where: str) -> Any:
+    """The extent that a dimension with these labels or axes has; several have to be exact."""
+    extents: dict[str, Any] = {a.name: a.extent for a in program.axes} | program.dims
+    if len(labels) == 1:
+        return extents.get(labels[0])
+    ragged = {d for d in program.dims if program.ragged(d)}
+    inexact = [d for d in labels if extents[d] is None or d in ragged]
+    if inexact:
+        raise GraphError(
+            f"{where}: {', '.join(labels)} share a dimension, so axes and tile of {inexact[0]} "
+            "must cover it exactly"
+        )
+    return prod(extents[d] for d in labels)

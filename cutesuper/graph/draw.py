@@ -8,7 +8,7 @@ from cutesuper.graph.block import AxisKind, BlockProgram, MuGraph, TensorSpec
 from cutesuper.graph.check import ValueState, check_block_program
 from cutesuper.graph.dims import Symbol, extent, show_shape, size
 from cutesuper.graph.kernel import KernelGraph, Node
-from cutesuper.graph.outline import call, sections, show_bytes, tile_of
+from cutesuper.graph.outline import call, loop_titles, sections, show_bytes, tile_of
 from cutesuper.graph.svg import mugraph_svg
 
 INDENT = "  "
@@ -69,10 +69,10 @@ def program_text(program: BlockProgram) -> str:
     open_loops: list[str] = []
     rows: list[tuple[int, tuple[str, ...] | str]] = []
     for section in sections(program):
-        names = [a.name for a in section.loops]
-        for depth, axis in enumerate(section.loops):
+        names = loop_titles(program, section)
+        for depth, title in enumerate(names):
             if open_loops[: depth + 1] != names[: depth + 1]:
-                rows.append((depth, f"for {axis.name} in {program.parts(axis)}:"))
+                rows.append((depth, f"{title}:"))
         if section.ended is not None:
             rows.append((len(names), f"after {section.ended.name}:"))
         open_loops = names

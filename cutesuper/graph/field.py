@@ -7,6 +7,12 @@ multiplication mod p, as the real exponential is from sums to products (the cons
 arXiv:2405.05751, section 5; the distribution of inputs and the bound are our own, see
 ``docs/verification.md``).
 
+An element may be -inf, where a causal mask hides it. It is marked by P itself, which is no residue,
+and 0 mod q. It stays -inf in sums, products and quotients: factors and denominators of masked
+values are taken to be positive, as the scale of attention is. Its exponential is 0 and a maximum
+ignores it. -inf minus -inf is -inf: a part of a row that is hidden as a whole has no maximum to
+subtract, and its exponentials are 0. What would be +inf is `Unbounded`.
+
 Dimensions are *named*, so operands meet by name: ``{M, K} * {K} -> {M, K}``. The verifier names the
 parts of split dimensions (``K.loop``, ``K.tile``), the search names labels.
 
@@ -52,6 +58,13 @@ class DivisionByZero(CutesuperError, ArithmeticError):
     """A denominator is zero mod p or mod q: the caller draws other inputs."""
 
 
+class Unbounded(DivisionByZero):
+    """A masked element is subtracted from a number, divided by, or multiplied by another one.
+
+    Positions decide this: no other draw of the inputs helps.
+    """
+
+
 @dataclass(frozen=True, eq=False)
 class FieldValue:
     """Residues of a tensor with named dimensions.
@@ -61,15 +74,26 @@ class FieldValue:
         p: residues mod P, one axis per name.
         q: residues mod Q of the same element, or None after an exponential (or where the caller
             knows that no exponential will want them).
+        masked: whether elements may be -inf (P in ``p``, 0 in ``q``).
     """
 
     dims: tuple[str, ...]
     p: Residues
     q: Residues | None = None
+    masked: bool = False
+
+    def gone(self) -> NDArray[np.bool_]:
+        """Which elements are -inf."""
+        return self.p == _P
+
+    def hide(self, gone: NDArray[np.bool_]) -> FieldValue:
+        """The same value with -inf where ``gone``, which broadcasts to ``p``."""
+        q = None if self.q is None else np.where(gone, _U(0), self.q)
+        return FieldValue(self.dims, np.where(gone, _P, self.p), q, True)
 
     def without_q(self) -> FieldValue:
         """The same value where only the residues mod p are of use."""
-        return self if self.q is None else FieldValue(self.dims, self.p)
+        return self if self.q is None else FieldValue(self.dims, self.p, None, self.masked)
 
     def key(self) -> int:
         """64 bits that are equal for equal values, whatever the order of their dimensions."""
@@ -264,15 +288,25 @@ class FieldAlgebra:
         return _binary(_add, x, y)
 
     def sub(self, x: FieldValue, y: FieldValue) -> FieldValue:
-        """Difference x - y, broadcast by name."""
-        return _binary(_sub, x, y)
+        """Difference x - y, broadcast by name. Raises Unbounded."""
+        difference = _binary(_sub, x, y)
+        if y.masked:
+            number = ~align(x.gone(), x.dims, difference.dims)
+            _refuse(number & align(y.gone(), y.dims, difference.dims), "is subtracted")
+        return difference
 
     def mul(self, x: FieldValue, y: FieldValue) -> FieldValue:
-        """Product x * y, broadcast by name."""
-        return _binary(_mul, x, y)
+        """Product x * y, broadcast by name. Raises Unbounded."""
+        product = _binary(_mul, x, y)
+        if x.masked and y.masked:
+            both = align(x.gone(), x.dims, product.dims) & align(y.gone(), y.dims, product.dims)
+            _refuse(both, "is multiplied by another")
+        return product
 
     def div(self, x: FieldValue, y: FieldValue) -> FieldValue:
-        """Quotient x / y, broadcast by name. Raises DivisionByZero."""
+        """Quotient x / y, broadcast by name. Raises DivisionByZero and Unbounded."""
+        if y.masked:
+            _refuse(y.gone(), "is a denominator")
         q = None if x.q is None or y.q is None else inverse(y.q, Q)
         return self.mul(x, FieldValue(y.dims, inverse(y.p, P), q))
 
@@ -280,11 +314,13 @@ class FieldAlgebra:
         """OMEGA^x: consumes the residues mod q; see `nested_exp` for a value that has none."""
         if x.q is None:
             self.nested_exp = True
-            return self.opaque("exp", x)
-        return FieldValue(x.dims, exponential(x.q))
+            p = self.opaque("exp", x).p
+        else:
+            p = exponential(x.q)
+        return FieldValue(x.dims, np.where(x.gone(), _U(0), p) if x.masked else p)
 
     def opaque(self, name: str, x: FieldValue) -> FieldValue:
-        """A random function for each name, applied to both residues independently."""
+        """A random function for each name, applied to both residues independently (and to -inf)."""
         q = None if x.q is None else _mix(x.q, self._key(name + "/q"), _Q)
         return FieldValue(x.dims, _mix(x.p, self._key(name + "/p"), _P), q)
 
@@ -312,7 +348,8 @@ class FieldAlgebra:
                 r = np.remainder(np.add.reduce(r, axes), _U(m))
             return r if factor == 1 else _mul(r, _U(factor % m), _U(m))
 
-        return FieldValue(kept, reduce(x.p, P), None if x.q is None else reduce(x.q, Q))
+        total = FieldValue(kept, reduce(x.p, P), None if x.q is None else reduce(x.q, Q))
+        return total.hide(np.asarray(x.gone().any(axes))) if x.masked else total
 
     def max(
         self,
@@ -337,7 +374,8 @@ class FieldAlgebra:
         if valid is not None:
             rank = rank * align(valid[1], valid[0], x.dims)
         best = rank.max(axes) if axes else rank
-        return self._ranked(kept, best, x.q is not None)
+        found = self._ranked(kept, best, x.q is not None)
+        return FieldValue(kept, found.p, found.q, x.masked)
 
     def matmul(self, x: FieldValue, y: FieldValue, over: Iterable[str]) -> FieldValue:
         """Sum over ``over`` of x * y: batched where both have a name, outer where one has it."""
@@ -365,7 +403,13 @@ class FieldAlgebra:
             return flat.reshape([sizes[d] for d in batch + rows + cols])
 
         q = None if x.q is None or y.q is None else product(x.q, y.q, Q)
-        return FieldValue(batch + rows + cols, product(x.p, y.p, P), q)
+        total = FieldValue(batch + rows + cols, product(x.p, y.p, P), q)
+        for v in (x, y):
+            if v.masked:
+                kept = tuple(d for d in v.dims if d not in names)
+                gone = np.asarray(v.gone().any(tuple(v.dims.index(d) for d in names)))
+                total = total.hide(align(gone, kept, total.dims))
+        return total
 
     # helpers -------------------------------------------------------------------------------
 
@@ -414,4 +458,12 @@ def _binary(f: Any, x: FieldValue, y: FieldValue) -> FieldValue:
         xp, yp = align(x.p, x.dims, dims), align(y.p, y.dims, dims)
         xq = None if x.q is None else align(x.q, x.dims, dims)
         yq = None if y.q is None else align(y.q, y.dims, dims)
-    return FieldValue(dims, f(xp, yp, _P), None if xq is None or yq is None else f(xq, yq, _Q))
+    z = FieldValue(dims, f(xp, yp, _P), None if xq is None or yq is None else f(xq, yq, _Q))
+    for v in (x, y):
+        z = z.hide(align(v.gone(), v.dims, dims)) if v.masked else z
+    return z
+
+
+def _refuse(gone: NDArray[np.bool_], what: str) -> None:
+    if gone.any():
+        raise Unbounded(f"a masked element (-inf) {what}")

@@ -256,6 +256,55 @@ class KernelGraph:
         """``exp(a - max a) / sum exp(a - max a)`` along ``dim``."""
         return self.apply("softmax", a, dim=dim)
 
+    def concat(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
+        """Tensors one after the other along ``dim``; their other extents are equal.
+
+        It has to vanish when the graph is expanded: what uses it works on its parts (see
+        `cutesuper.graph.pieces`). It cannot be an output.
+        """
+        if not isinstance(tensors, list | tuple):
+            raise OperatorError(f"concat({tensors!r}): takes a list of tensors, and dim")
+        return self.apply("concat", *tensors, dim=dim)
+
+    def slice(self, a: Tensor, dim: int, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` (exclusive, negative from the end) along ``dim``.
+
+        Of something that is computed from parts, or put together from them; a piece of an input
+        is refused when the graph is expanded.
+        """
+        return self.apply("slice", a, dim=dim, start=start, stop=stop)
+
+    def causal_mask(self, scores: Tensor, alignment: str = "top_left") -> Tensor:
+        """``scores[..., i, j]`` where row i sees column j, -inf elsewhere.
+
+        Args:
+            scores: ``[..., M, N]``.
+            alignment: ``"top_left"``: j <= i, PyTorch's ``is_causal``. ``"bottom_right"``:
+                j <= i + N - M, the last row sees all columns; M must not exceed N.
+        """
+        return self.apply("causal_mask", scores, alignment=alignment)
+
+    def scaled_dot_product_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        """``softmax(query key^T * scale) value``, as in ``torch.nn.functional``.
+
+        Args:
+            query: ``[..., M, d]``.
+            key: ``[..., S, d]``.
+            value: ``[..., S, e]``.
+            is_causal: row i sees keys 0..i.
+            scale: None for ``1 / sqrt(d)``.
+        """
+        return self.apply(
+            "scaled_dot_product_attention", query, key, value, is_causal=is_causal, scale=scale
+        )
+
     def transpose(self, a: Tensor, dims: Sequence[int] | None = None) -> Tensor:
         """Permute dimensions; without ``dims`` the last two change places."""
         return self.apply("transpose", a, dims=dims)
@@ -311,6 +360,10 @@ class KernelGraph:
 
         before: ``y = rms_norm(x)``; after: ``y = div(x, sqrt(add(mean(square(x)), 1e-6)))``.
         Inputs keep their order, their names and their attributes, used or not.
+
+        Raises:
+            OperatorError, GraphError: a concatenation or a slice that cannot be removed, see
+                `cutesuper.graph.pieces`.
         """
         needed = set(self.outputs)
         for i in reversed(range(len(self.nodes))):
@@ -331,6 +384,35 @@ class KernelGraph:
                     else g.apply(n.operator, *args, **attributes)
                 )
         g.outputs = [new[i].index for i in self.outputs]
+        if any(lookup(n.operator).cuts for n in g.nodes):
+            from cutesuper.graph.pieces import without_pieces
+
+            return without_pieces(g)
+        return g
+
+    def apart(self, groups: Sequence[Sequence[int]]) -> KernelGraph:
+        """The same program, where groups of outputs share nothing but inputs.
+
+        before: ``dq`` and ``dk`` both made from ``P = exp(Q K^T - L)``; after: P is computed for
+        each, so that kernels for them need not store it.
+
+        Args:
+            groups: positions of outputs; every output is in one group.
+        """
+        g = KernelGraph()
+        inputs = {i: g._append(self.nodes[i]) for i in self.inputs}
+        made: dict[int, int] = {}
+        for group in groups:
+            needed = {self.outputs[n] for n in group}
+            new = dict(inputs)
+            for i in reversed(range(len(self.nodes))):
+                if i in needed:
+                    needed.update(self.nodes[i].inputs)
+            for i, n in enumerate(self.nodes):
+                if i in needed and n.operator != "input":
+                    new[i] = g.apply(n.operator, *(new[j] for j in n.inputs), **dict(n.attributes))
+            made |= {n: new[self.outputs[n]].index for n in group}
+        g.outputs = [made[n] for n in range(len(self.outputs))]
         return g
 
     def with_hints(self, hints: dict[str, int]) -> KernelGraph:

@@ -1,6 +1,7 @@
 """The operator table: one class per operator, with everything the system knows about it.
 
-A new operator is one class here. Its facets:
+A new operator is one class: here, in `cutesuper.graph.arranging` (transpose, concatenation, mask)
+or in `cutesuper.graph.composites`. Its facets:
 
 * ``shape``      the shape rule (and the errors a user sees),
 * ``reference``  what PyTorch computes, in the element type of its arguments,
@@ -9,6 +10,7 @@ A new operator is one class here. Its facets:
                  a function about which nothing is known but that equal arguments give equal values,
 * ``scalar``     element-wise operators only: the formula on one element, written over a namespace
                  of scalar functions ``m`` that the lowering (CuTe) or a test (Python) supplies,
+* ``visible``    masking operators only: which elements stay, from their positions,
 * ``expand``     composite operators only: the same thing in primitive operators,
 * ``flops``      floating-point operations, for the cost model.
 """
@@ -16,6 +18,9 @@ A new operator is one class here. Its facets:
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cutesuper.errors import OperatorError, ShapeError
 from cutesuper.graph.dims import Dim, Shape, broadcast, show_shape, size
@@ -39,7 +44,11 @@ class Operator:
     elementwise: ClassVar[bool] = False
     #: "sum", "mean" or "max" for reductions over one dimension that stays with extent 1
     reduces: ClassVar[str | None] = None
+    #: keeps or drops (-inf) each element by its position along two dimensions; see `visible`
+    masks: ClassVar[bool] = False
     composite: ClassVar[bool] = False
+    #: puts tensors together or takes one apart; `cutesuper.graph.pieces` removes it
+    cuts: ClassVar[bool] = False
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         """Shape of the result. Raises ShapeError."""
@@ -55,6 +64,23 @@ class Operator:
 
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
         """One element of the result, from elements of the arguments."""
+        raise NotImplementedError
+
+    def visible(
+        self,
+        rows: NDArray[Any],
+        columns: NDArray[Any],
+        extents: tuple[int, int],
+        attributes: Attributes,
+    ) -> NDArray[np.bool_]:
+        """Which elements stay, for positions that broadcast (masking operators only).
+
+        Args:
+            rows: positions along the last dimension but one.
+            columns: positions along the last dimension.
+            extents: of these two dimensions.
+            attributes: of the operator.
+        """
         raise NotImplementedError
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
@@ -180,10 +206,15 @@ class _Unary(_Elementwise):
     arity = 1
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """Uninterpreted unless a subclass knows better; the attributes are part of the name."""
-        # sorted: attributes come from graphs, block programs and files in any order
-        tag = ",".join(f"{k}={v!r}" for k, v in sorted(attributes.items()))
-        return a.opaque(f"{self.name}({tag})" if tag else self.name, args[0])
+        """Uninterpreted unless a subclass knows better."""
+        return opaque(self.name, a, args, attributes)
+
+
+def opaque(name: str, a: Any, args: list[Any], attributes: Attributes) -> Any:
+    """A function of one argument without algebra; the attributes are part of its name."""
+    # sorted: attributes come from graphs, block programs and files in any order
+    tag = ",".join(f"{k}={v!r}" for k, v in sorted(attributes.items()))
+    return a.opaque(f"{name}({tag})" if tag else name, args[0])
 
 
 @operator
@@ -452,108 +483,6 @@ class Matmul(Operator):
         return 2.0 * size(result) * size((shapes[0][-1],))
 
 
-@operator
-class Transpose(Operator):
-    """Permutes dimensions; ``dims`` is a permutation (default: the last two change places)."""
-
-    name = "transpose"
-    arity = 1
-    attributes: ClassVar[Attributes] = {"dims": None}
-
-    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
-        rank = len(shapes[0])
-        dims = attributes["dims"]
-        if dims is None:
-            if rank < 2:
-                raise ShapeError(f"{show_call(self.name, shapes)}: needs at least 2 dimensions")
-            dims = (*range(rank - 2), rank - 1, rank - 2)
-        if not isinstance(dims, list | tuple):
-            raise ShapeError(f"transpose(dims={dims!r}): must be a permutation of dimensions")
-        dims = tuple(d + rank if isinstance(d, int) and d < 0 else d for d in dims)
-        if sorted(dims, key=str) != sorted(range(rank), key=str):
-            raise ShapeError(f"{show_call(self.name, shapes)}: dims={list(dims)} is not a "
-                             f"permutation of 0..{rank - 1}")
-        attributes["dims"] = dims
-        return tuple(shapes[0][d] for d in dims)
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].permute(attributes["dims"])
-
-    def flops(self, shapes: list[Shape], result: Shape) -> float:
-        return 0.0
-
-
-# ------------------------------------------------------------------------------------ composites
-
-
-@operator
-class RmsNorm(Operator):
-    """x / sqrt(mean(x^2, last dim) + eps), times a weight if there is one (arXiv:1910.07467)."""
-
-    name = "rms_norm"
-    arity = -1  # x, or x and weight
-    attributes: ClassVar[Attributes] = {"eps": 1e-6}
-    composite = True
-
-    def check_attributes(self, given: Attributes) -> Attributes:
-        full = super().check_attributes(given)
-        eps = full["eps"]
-        if not isinstance(eps, int | float) or not 0 <= eps < 1:
-            raise OperatorError(f"rms_norm(eps={eps!r}): must be a number in [0, 1)")
-        return {"eps": float(eps)}
-
-    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
-        call = show_call(self.name, shapes)
-        if len(shapes) not in (1, 2):
-            raise ShapeError(f"{call}: takes x, or x and a weight")
-        if not shapes[0]:
-            raise ShapeError(f"{call}: x needs at least one dimension")
-        if len(shapes) == 2 and shapes[1] != shapes[0][-1:]:
-            raise ShapeError(f"{call}: the weight must have shape [{shapes[0][-1]}], "
-                             "the normalized dimension")
-        return shapes[0]
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        x = args[0]
-        weight = args[1] if len(args) == 2 else None
-        return _torch().nn.functional.rms_norm(x, x.shape[-1:], weight, attributes["eps"])
-
-    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
-        x = args[0]
-        mean = g.mean(g.square(x), -1)
-        norm = g.sqrt(g.add(mean, attributes["eps"]) if attributes["eps"] else mean)
-        y = g.div(x, norm)
-        return g.mul(y, args[1]) if len(args) == 2 else y
-
-    def flops(self, shapes: list[Shape], result: Shape) -> float:
-        return 4.0 * size(result)
-
-
-@operator
-class Softmax(Operator):
-    """exp(x - max x) / sum exp(x - max x) along ``dim``."""
-
-    name = "softmax"
-    arity = 1
-    attributes: ClassVar[Attributes] = {"dim": -1}
-    composite = True
-
-    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
-        attributes["dim"] = normal_dim(self.name, shapes[0], attributes["dim"])
-        return shapes[0]
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].softmax(attributes["dim"])
-
-    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
-        dim = attributes["dim"]
-        e = g.exp(g.sub(args[0], g.max(args[0], dim)))
-        return g.div(e, g.sum(e, dim))
-
-    def flops(self, shapes: list[Shape], result: Shape) -> float:
-        return 5.0 * size(result)
-
-
 def normal_dim(name: str, shape: Shape, dim: Any) -> int:
     """``dim`` counted from the front. Raises ShapeError when the shape has no such dimension."""
     if isinstance(dim, bool) or not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
@@ -561,5 +490,9 @@ def normal_dim(name: str, shape: Shape, dim: Any) -> int:
         raise ShapeError(f"{name}({show_shape(shape)}, dim={dim!r}): no such dimension; {use}")
     return dim % len(shape)
 
+
+# what these modules define enters `TABLE`
+from cutesuper.graph import arranging as arranging  # noqa: E402
+from cutesuper.graph import composites as composites  # noqa: E402
 
 __all__ = ["TABLE", "Attributes", "Dim", "Operator", "lookup", "normal_dim", "operator"]

@@ -21,9 +21,7 @@ from cutesuper.graph.block import (
     BlockOp,
     BlockProgram,
 )
-from cutesuper.graph.check import ValueState, check_block_program
-
-BEFORE, INSIDE, AFTER = 0, 1, 2
+from cutesuper.graph.check import ValueState, check_block_program, pass_of
 
 
 @dataclass(frozen=True)
@@ -32,11 +30,13 @@ class Section:
 
     Attributes:
         loops: the persistent and loop axes that they are inside of, outermost first.
+        number: which walk over the innermost of ``loops`` it is, 1 for the first.
         ended: the innermost axis that ended just before, if that is why this section exists.
         ops: indices into the program; constants are left out (they are shown where they are used).
     """
 
     loops: tuple[Axis, ...]
+    number: int
     ended: Axis | None
     ops: tuple[int, ...]
 
@@ -51,32 +51,45 @@ def sections(program: BlockProgram) -> tuple[Section, ...]:
     outer = next(iter(program.of_kind(AxisKind.PERSISTENT)), None)
     inner = next(iter(program.of_kind(AxisKind.LOOP)), None)
     shown = [i for i, op in enumerate(program.ops) if op.kind != "constant"]
-    where = {
-        i: (_phase(outer, program.ops[i], states[i]), _phase(inner, program.ops[i], states[i]))
-        for i in shown
-    }
-    if any(p == INSIDE and k != BEFORE for p, k in where.values()):
+    phases = [_phases(program, axis, states) for axis in (outer, inner)]
+    where = {i: (phases[0][i], phases[1][i]) for i in shown}
+    if any(p % 2 and k for p, k in where.values()):
         # the loop runs once per visited tile: all of it stands inside the persistent axis
-        where = {
-            i: (INSIDE, k) if p == BEFORE and k != BEFORE else (p, k) for i, (p, k) in where.items()
-        }
-    keys = sorted(set(where.values()))
+        where = {i: (1, k) if p == 0 and k else (p, k) for i, (p, k) in where.items()}
     return tuple(
         Section(
-            tuple(a for a, phase in ((outer, p), (inner, k)) if a and phase == INSIDE),
-            inner if k == AFTER and p != AFTER else outer if p == AFTER else None,
+            tuple(a for a, phase in ((outer, p), (inner, k)) if a and phase % 2),
+            (k + 1) // 2 if k % 2 else 1,
+            inner if k and not k % 2 and p != 2 else outer if p == 2 else None,
             tuple(i for i in shown if where[i] == (p, k)),
         )
-        for p, k in keys
+        for p, k in sorted(set(where.values()))
     )
 
 
-def _phase(axis: Axis | None, op: BlockOp, state: ValueState) -> int:
+def _phases(program: BlockProgram, axis: Axis | None, states: list[ValueState]) -> list[int]:
+    """When operations run: 0 before the axis, 1 in its first walk, 2 after that, 3 in the next."""
     if axis is None:
-        return BEFORE
-    if axis.name in state.inside or (op.kind == ACCUMULATE and op.attributes["axis"] == axis.name):
-        return INSIDE
-    return AFTER if axis.name in state.closed else BEFORE
+        return [0] * len(states)
+    phases: list[int] = []
+    for op, state in zip(program.ops, states, strict=True):
+        number = pass_of(state, axis.name)
+        ends = op.kind == ACCUMULATE and op.attributes["axis"] == axis.name
+        inside = axis.name in state.inside
+        phases.append(2 * number - 1 if inside else 2 * number - 3 if ends else 2 * number - 2)
+    for i in reversed(range(len(phases))):
+        users = [phases[j] for j, op in enumerate(program.ops) if i in op.inputs]
+        if users and axis.name in states[i].inside:
+            phases[i] = min(users)  # a tile is loaded in the walk that uses it first
+    return phases
+
+
+def loop_titles(program: BlockProgram, section: Section) -> list[str]:
+    """``for K.loop in 16``, and ``for K.loop in 16, walk 2``, for each of the section's loops."""
+    titles = [f"for {a.name} in {program.parts(a)}" for a in section.loops]
+    if section.number > 1:
+        titles[-1] += f", walk {section.number}"
+    return titles
 
 
 def phrase(program: BlockProgram, index: int) -> str:
@@ -85,10 +98,10 @@ def phrase(program: BlockProgram, index: int) -> str:
     attributes = op.attributes
     if op.kind in (LOAD, STORE):
         return f"{op.kind} {attributes['tensor']}"
-    if op.kind == ACCUMULATE:
-        return f"accumulate {attributes['op']} over {attributes['axis']}"
-    if op.kind == CLUSTER_REDUCE:
-        return f"cluster {attributes['op']} over {attributes['axis']}"
+    if op.kind in (ACCUMULATE, CLUSTER_REDUCE):
+        verb = "accumulate" if op.kind == ACCUMULATE else "cluster"
+        how = "rescaled sum" if op.rescaled else attributes["op"]
+        return f"{verb} {how} over {attributes['axis']}"
     if "over" in attributes:
         return f"{op.kind} over {attributes['over']}"
     given = ", ".join(f"{k}={v:g}" for k, v in attributes.items() if isinstance(v, int | float))

@@ -215,4 +215,6 @@ def _attributes(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tupled(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    return tuple(tuple(v) if isinstance(v, list) else v for v in value)  # labels that share one

@@ -16,14 +16,19 @@ from cutesuper.graph.block import (
     CLUSTER_REDUCE,
     LOAD,
     STORE,
-    Axis,
-    BlockProgram,
     KernelStep,
     MuGraph,
 )
 from cutesuper.graph.dims import show_shape, size
 from cutesuper.graph.layered import Item, Layout, place
-from cutesuper.graph.outline import Section, phrase, sections, show_bytes, tile_of
+from cutesuper.graph.outline import (
+    Section,
+    loop_titles,
+    phrase,
+    sections,
+    show_bytes,
+    tile_of,
+)
 from cutesuper.graph.svg_elements import FAINT, INK, bar, curve, dotted, rect, text, text_width
 
 BOX, TENSOR, ROW_GAP, GAP, PAD, TITLE, HEADER, LANE, MARGIN = 28, 44, 44, 20, 16, 24, 74, 14, 28
@@ -50,7 +55,7 @@ def mugraph_svg(mu: MuGraph) -> str:
     Raises:
         GraphError: a program is illegal.
     """
-    panels = [_Panel(mu, step) for step in mu.steps]
+    panels = [Panel(mu, step) for step in mu.steps]
     legend = _legend()
     width = max([p.right - p.left for p in panels] + [legend.width]) + 2 * MARGIN
     y, shapes = float(MARGIN), _Shapes()
@@ -89,7 +94,7 @@ class _Shapes:
 
 
 @dataclass(frozen=True)
-class _Key:
+class Key:
     """A node: an operation, a tensor that is read or written, or a bend of an edge."""
 
     what: str
@@ -97,22 +102,36 @@ class _Key:
 
 
 @dataclass
-class _Frame:
-    """The box of a loop: rows it covers, and its horizontal extent."""
+class Frame:
+    """The box of one walk over a loop: its title, rows it covers, and its horizontal extent."""
 
-    axis: Axis
+    title: str
     rows: list[int]
     left: float = 0.0
     right: float = 0.0
 
 
-class _Panel:
-    """One kernel with the tensors it reads and writes, in coordinates of its own (top is 0)."""
+class Panel:
+    """One kernel with the tensors it reads and writes, in coordinates of its own (top is 0).
+
+    Another drawing of the same places may have other distances, texts and colours.
+
+    Attributes:
+        row_gap: between two rows of boxes.
+        solid: height of a box and of the texts below it that edges keep clear of.
+        header: height of what stands between the kernel's upper edge and its first row.
+        row: row of every operation and tensor; ``x``: their centres; ``y``: the tops of rows.
+        box: left and right edge of the kernel; its upper and lower edge are ``ends``.
+    """
+
+    row_gap: float = ROW_GAP
+    solid: float = BOX
+    header: float = HEADER
 
     def __init__(self, mu: MuGraph, step: KernelStep) -> None:
         self.mu, self.step, self.program = mu, step, step.program
         self.parts = sections(self.program)
-        self.row: dict[_Key, int] = {}
+        self.row: dict[Key, int] = {}
         self.section_of_row: list[Section | None] = [None]
         self._assign_rows()
         self.edges = self._edges()
@@ -120,62 +139,63 @@ class _Panel:
         self.layout = self._place()
         self.y = self._row_tops()
         self.frames = self._frames()
-        self.x = {k: v for k, v in self.layout.x.items() if isinstance(k, _Key)}
+        self.x = {k: v for k, v in self.layout.x.items() if isinstance(k, Key)}
         self._frame_columns()
         self._measure()
 
     # ---------------------------------------------------------------------------------- rows
 
     def _assign_rows(self) -> None:
-        self.row |= {_Key("read", n): 0 for n in self.step.reads}
+        self.row |= {Key("read", n): 0 for n in self.step.reads}
         for section in self.parts:
             first = len(self.section_of_row)
             rank: dict[int, int] = {}
             for i in section.ops:
                 inner = [rank[j] + 1 for j in self.program.ops[i].inputs if j in rank]
                 rank[i] = max(inner, default=0)
-                self.row[_Key("op", i)] = first + rank[i]
+                self.row[Key("op", i)] = first + rank[i]
             self.section_of_row += [section] * (max(rank.values()) + 1)
-        self.row |= {_Key("write", n): len(self.section_of_row) for n in self.step.writes}
+        self.row |= {Key("write", n): len(self.section_of_row) for n in self.step.writes}
         self.section_of_row.append(None)
 
-    def _edges(self) -> list[tuple[_Key, _Key]]:
-        edges: dict[tuple[_Key, _Key], None] = {}
+    def _edges(self) -> list[tuple[Key, Key]]:
+        edges: dict[tuple[Key, Key], None] = {}
         for i, op in enumerate(self.program.ops):
-            me = _Key("op", i)
+            me = Key("op", i)
             if me not in self.row:
                 continue
             if op.kind == LOAD:
-                edges[_Key("read", op.attributes["tensor"]), me] = None
+                edges[Key("read", op.attributes["tensor"]), me] = None
             for j in op.inputs:
-                if _Key("op", j) in self.row:
-                    edges[_Key("op", j), me] = None
+                if Key("op", j) in self.row:
+                    edges[Key("op", j), me] = None
             if op.kind == STORE:
-                edges[me, _Key("write", op.attributes["tensor"])] = None
+                edges[me, Key("write", op.attributes["tensor"])] = None
         return list(edges)
 
-    def _bends(self, a: _Key, b: _Key) -> list[tuple[_Key, int]]:
+    def _bends(self, a: Key, b: Key) -> list[tuple[Key, int]]:
         rows = range(self.row[a] + 1, self.row[b])
-        return [(_Key("bend", (a, b, r)), r) for r in rows]
+        return [(Key("bend", (a, b, r)), r) for r in rows]
 
-    def _lane(self, a: _Key, b: _Key, row: int) -> Axis | None:
+    def _lane(self, a: Key, b: Key, row: int) -> str | None:
         """The loop that the edge has to go around in this row."""
         mine = {*self._loops(self.row[a]), *self._loops(self.row[b])}
-        return next((axis for axis in self._loops(row) if axis not in mine), None)
+        return next((loop for loop in self._loops(row) if loop not in mine), None)
 
-    def _loops(self, row: int) -> tuple[Axis, ...]:
+    def _loops(self, row: int) -> list[str]:
+        """Titles of the walks over loops that a row is in, outermost first."""
         section = self.section_of_row[row]
-        return section.loops if section else ()
+        return loop_titles(self.program, section) if section else []
 
     # --------------------------------------------------------------------------------- columns
 
     def _place(self) -> Layout:
         rows: list[list[Item]] = [[] for _ in self.section_of_row]
         for key, row in self.row.items():
-            rows[row].append(Item(key, self._width(key)))
+            rows[row].append(Item(key, self.width(key)))
         pairs: list[tuple[Hashable, Hashable]] = []
         for (a, b), bends in self.bends.items():
-            chain: list[_Key | None] = [a]
+            chain: list[Key | None] = [a]
             for key, row in bends:
                 aside = self._lane(a, b, row) is not None
                 chain.append(None if aside else key)
@@ -185,13 +205,14 @@ class _Panel:
             pairs += [(p, q) for p, q in pairwise(chain) if p and q]
         return place(rows, pairs, GAP)
 
-    def _width(self, key: _Key) -> float:
+    def width(self, key: Key) -> float:
+        """Width of a node with its texts."""
         (line, large), (second, small) = self._lines(key)
         if key.what == "op":  # the tile stands to the right of the edge that leaves the middle
             return max(text_width(line, large) + 20, 2 * (text_width(second, small) + 6))
         return max(text_width(line, large), text_width(second, small)) + 20
 
-    def _lines(self, key: _Key) -> list[tuple[str, float]]:
+    def _lines(self, key: Key) -> list[tuple[str, float]]:
         """Text of a node with font sizes; the last line of an operation stands under its box."""
         if key.what == "op":
             assert isinstance(key.name, int)
@@ -204,17 +225,17 @@ class _Panel:
         count = show_bytes(size(t.shape) * t.dtype.itemsize)
         return [(f"{t.name} {show_shape(t.shape)}", 12.0), (f"{t.dtype}  {count}", 10.0)]
 
-    def _frames(self) -> list[_Frame]:
+    def _frames(self) -> list[Frame]:
         """Loop boxes, innermost first."""
-        found: dict[Axis, _Frame] = {}
+        found: dict[str, Frame] = {}
         for row in range(len(self.section_of_row)):
-            for axis in self._loops(row):
-                found.setdefault(axis, _Frame(axis, [])).rows.append(row)
+            for loop in self._loops(row):
+                found.setdefault(loop, Frame(loop, [])).rows.append(row)
         return sorted(found.values(), key=lambda f: len(f.rows))
 
     def _frame_columns(self) -> None:
         half = {i.key: i.width / 2 for row in self.layout.rows for i in row}
-        done: list[_Frame] = []
+        done: list[Frame] = []
         for frame in self.frames:
             keys = [i.key for r in frame.rows for i in self.layout.rows[r]]
             inner = [f for f in done if f.rows[0] in frame.rows]
@@ -222,61 +243,63 @@ class _Panel:
             lefts = [self.layout.x[k] - half[k] for k in keys] + [f.left for f in inner]
             rights = [self.layout.x[k] + half[k] for k in keys] + [f.right for f in inner] + lanes
             frame.left = min(lefts) - PAD
-            title = text_width(_loop_title(self.program, frame.axis), 11) + 20
+            title = text_width(frame.title, 11) + 20
             frame.right = max(max(rights) + PAD, frame.left + title)
             self._assign_lanes(frame)
             done.append(frame)
 
-    def _in_lane(self, key: _Key, frame: _Frame) -> bool:
+    def _in_lane(self, key: Key, frame: Frame) -> bool:
         return isinstance(key.name, tuple) and any(r in frame.rows for r in key.name[2])
 
-    def _assign_lanes(self, frame: _Frame) -> None:
+    def _assign_lanes(self, frame: Frame) -> None:
         count = 0
         for (a, b), bends in self.bends.items():
-            rows = [r for _, r in bends if self._lane(a, b, r) == frame.axis]
+            rows = [r for _, r in bends if self._lane(a, b, r) == frame.title]
             if rows:
                 count += 1
                 x = frame.right + LANE * count
-                self.x[_Key("lane", (a, b, tuple(rows)))] = x
+                self.x[Key("lane", (a, b, tuple(rows)))] = x
                 self.x |= {k: x for k, r in bends if r in rows}
 
     # -------------------------------------------------------------------------- measurements
 
     def _row_tops(self) -> list[float]:
         """The y of every row's box; tensors are the first and the last row."""
-        tops, y = [0.0], float(TENSOR + ROW_GAP + HEADER)
-        before: tuple[Axis, ...] = ()
+        tops, y = [0.0], TENSOR + self.row_gap + self.header
+        before: list[str] = []
         last = len(self.section_of_row) - 1
         for row in range(1, last):
             loops = self._loops(row)
             closed = sum(a not in loops for a in before)
             y += closed * PAD + sum(a not in before for a in loops) * (TITLE + PAD / 2)
             tops.append(y)
-            y += BOX + ROW_GAP
+            y += BOX + self.row_gap
             before = loops
         return [*tops, y + len(before) * PAD + PAD / 2]
 
     def _measure(self) -> None:
         half = {i.key: i.width / 2 for row in self.layout.rows for i in row}
-        inner = [k for k in half if isinstance(k, _Key) and 0 < self._row_of(k) < len(self.y) - 1]
+        inner = [k for k in half if isinstance(k, Key) and 0 < self._row_of(k) < len(self.y) - 1]
         lanes = [x for k, x in self.x.items() if k.what == "lane"]
         left = min([self.x[k] - half[k] for k in inner] + [f.left for f in self.frames]) - PAD
         right = (
             max([self.x[k] + half[k] for k in inner] + [f.right for f in self.frames] + lanes) + PAD
         )
-        missing = max(text_width(t, s) for t, s in self._header()) + 2 * PAD - (right - left)
+        missing = max(text_width(t, s) for t, s in self.heading()) + 2 * PAD - (right - left)
         self.box = (left - max(missing, 0) / 2, right + max(missing, 0) / 2)
         everything = [(self.x[k] - half[k], self.x[k] + half[k]) for k in self.row]
         self.left = min([self.box[0], *(a for a, _ in everything)])
         self.right = max([self.box[1], *(b for _, b in everything)])
         self.height = self.y[-1] + TENSOR
+        self.ends = (TENSOR + self.row_gap - 6, self.y[-1] - self.row_gap + PAD / 2)
         self.reads = {str(k.name): self.x[k] for k in self.row if k.what == "read"}
         self.writes = {str(k.name): self.x[k] for k in self.row if k.what == "write"}
 
-    def _row_of(self, key: _Key) -> int:
+    def _row_of(self, key: Key) -> int:
         return key.name[2] if key.what == "bend" and isinstance(key.name, tuple) else self.row[key]
 
-    def _header(self) -> list[tuple[str, float]]:
+    def heading(self) -> list[tuple[str, float]]:
+        """Lines above the first row, with font sizes."""
         p = self.program
         axes = "  ".join(f"{a.name} {p.parts(a)}" for a in p.axes)
         tile = "  ".join(f"{d} {e}" for d, e in p.tile.items())
@@ -291,14 +314,13 @@ class _Panel:
     def draw(self) -> str:
         """The SVG elements of this panel."""
         out = _Shapes()
-        top = TENSOR + ROW_GAP - 6
-        bottom = self.y[-1] - ROW_GAP + PAD / 2
+        top, bottom = self.ends
         left, right = self.box
         out.under.append(
             rect("kernel", left, top, right - left, bottom - top, ("#fbfcfe", "#5a6a80"), 10, 1.6)
         )
         out.boxes.append(bar(left, top, right - left, HEADER - 12, 10))
-        for k, (line, points) in enumerate(self._header()):
+        for k, (line, points) in enumerate(self.heading()):
             weight = "bold" if k == 0 else "normal"
             out.labels.append(
                 text(
@@ -314,15 +336,13 @@ class _Panel:
         for frame in reversed(self.frames):
             self._draw_frame(out, frame)
         for a, b in self.edges:
-            out.under.append(self._edge(a, b))
+            out.under.append(curve(self.points(a, b)))
         for key in self.row:
             self._draw_node(out, key)
         return str(out)
 
-    def _draw_frame(self, out: _Shapes, frame: _Frame) -> None:
-        depth = sum(f.rows[0] in frame.rows for f in self.frames if f is not frame)
-        top = self._top(frame)
-        last = self.y[frame.rows[-1]] + BOX + PAD + (PAD if depth and self._ends_with(frame) else 0)
+    def _draw_frame(self, out: _Shapes, frame: Frame) -> None:
+        top, last = self.top(frame), self.bottom(frame)
         out.under.append(
             rect(
                 "loop",
@@ -330,13 +350,13 @@ class _Panel:
                 top,
                 frame.right - frame.left,
                 last - top,
-                ("#eef6f4" if depth else "#f2f0fb", "#9d8fd0"),
+                ("#eef6f4" if self._depth(frame) else "#f2f0fb", "#9d8fd0"),
                 8,
                 1.2,
                 "5 3",
             )
         )
-        title = _loop_title(self.program, frame.axis)
+        title = frame.title
         out.boxes.append(
             rect(
                 "title",
@@ -351,54 +371,69 @@ class _Panel:
         )
         out.labels.append(text(title, frame.left + 14, top + 4, 11, "start", "#6249b3", "bold"))
 
-    def _top(self, frame: _Frame) -> float:
+    def top(self, frame: Frame) -> float:
+        """The upper edge of a loop's box."""
         first = frame.rows[0]
         inner = sum(f.rows[0] == first for f in self.frames if len(f.rows) < len(frame.rows))
         return self.y[first] - TITLE - inner * (TITLE + PAD / 2)
 
-    def _ends_with(self, frame: _Frame) -> bool:
+    def bottom(self, frame: Frame) -> float:
+        """The lower edge of a loop's box."""
+        outer = self._depth(frame) and self._ends_with(frame)
+        return self.y[frame.rows[-1]] + BOX + PAD + (PAD if outer else 0)
+
+    def _depth(self, frame: Frame) -> int:
+        return sum(f.rows[0] in frame.rows for f in self.frames if f is not frame)
+
+    def _ends_with(self, frame: Frame) -> bool:
         return any(f.rows[-1] == frame.rows[-1] for f in self.frames if f is not frame)
 
-    def _draw_node(self, out: _Shapes, key: _Key) -> None:
-        x, y, w = self.x[key], self.y[self.row[key]], self._width(key)
+    def _draw_node(self, out: _Shapes, key: Key) -> None:
+        x, y, w = self.x[key], self.y[self.row[key]], self.width(key)
         (line, large), (second, small) = self._lines(key)
         if key.what == "op":
             assert isinstance(key.name, int)
             w = text_width(line, large) + 20
             kind = self.program.ops[key.name].kind
             radius = BOX / 2 if kind in (ACCUMULATE, CLUSTER_REDUCE) else 4
-            out.boxes.append(rect("op", x - w / 2, y, w, BOX, COLOURS[_family(kind)], radius))
+            out.boxes.append(rect("op", x - w / 2, y, w, BOX, COLOURS[family(kind)], radius))
             out.labels.append(text(line, x, y + 18, large))
             if kind != STORE:
                 out.labels.append(text(second, x + 6, y + BOX + 12, small, "start", FAINT))
             return
-        out.boxes.append(rect("tensor", x - w / 2, y, w, TENSOR, TENSORS[self._role(key)], 3, 1.6))
+        out.boxes.append(rect("tensor", x - w / 2, y, w, TENSOR, TENSORS[self.role(key)], 3, 1.6))
         out.labels.append(text(line, x, y + 18, large, weight="bold"))
         out.labels.append(text(second, x, y + 34, small, colour=FAINT))
 
-    def _role(self, key: _Key) -> str:
+    def role(self, key: Key) -> str:
+        """What a tensor is to the program: a key of `TENSORS`."""
         name = str(key.name)
         if name in self.mu.inputs:
             return "constant input" if self.mu.tensors[name].constant else "input"
         return "output" if name in self.mu.outputs else "between kernels"
 
-    def _edge(self, a: _Key, b: _Key) -> str:
+    def points(self, a: Key, b: Key) -> list[tuple[float, float]]:
+        """Where an edge runs: from box to box, around loops that it has nothing to do with."""
         points = [(self.x[a], self.y[self.row[a]] + (BOX if a.what == "op" else TENSOR))]
         for key, row in self.bends[a, b]:
-            axis = self._lane(a, b, row)
+            loop = self._lane(a, b, row)
             # an edge is in its lane before the loop begins, so that it does not cross the title
             top = min(
                 [
                     self.y[row],
-                    *(self._top(f) - 4 for f in self.frames if f.axis == axis and f.rows[0] == row),
+                    *(
+                        self.top(f) - 4
+                        for f in self.frames
+                        if f.title == loop and f.rows[0] == row
+                    ),
                 ]
             )
-            points += [(self.x[key], top), (self.x[key], self.y[row] + BOX)]
-        points.append((self.x[b], self.y[self.row[b]] - 5))
-        return curve(points)
+            points += [(self.x[key], top), (self.x[key], self.y[row] + self.solid)]
+        return [*points, (self.x[b], self.y[self.row[b]] - 5)]
 
 
-def _family(kind: str) -> str:
+def family(kind: str) -> str:
+    """The kind of work that an operation is: a key of `COLOURS`."""
     named = {
         LOAD: "memory",
         STORE: "memory",
@@ -410,10 +445,6 @@ def _family(kind: str) -> str:
         "max": "reduction",
     }
     return named.get(kind, "element-wise")
-
-
-def _loop_title(program: BlockProgram, axis: Axis) -> str:
-    return f"for {axis.name} in {program.parts(axis)}"
 
 
 @dataclass(frozen=True)

@@ -48,19 +48,22 @@ def text(
     )
 
 
-def curve(points: list[tuple[float, float]]) -> str:
-    """An edge through ``points``, vertical in each of them, with an arrow head."""
+def curve(points: list[tuple[float, float]], stub: float = STUB) -> str:
+    """An edge through ``points``, vertical in each of them, with an arrow head.
+
+    ``stub`` is how far it goes straight down before its first bend.
+    """
     x, y = points[0]
     path = f"M{x:.1f} {y:.1f}"
     for u, v in points[1:]:
         if abs(u - x) < 0.05:
             path += f" L{u:.1f} {v:.1f}"
         else:  # straight past the label of the box above, then over
-            y += STUB
+            y += stub
             bend = (v - y) * 0.6
             path += f" L{x:.1f} {y:.1f} C{x:.1f} {y + bend:.1f} {u:.1f} {v - bend:.1f}"
             path += f" {u:.1f} {v:.1f}"
-        x, y = u, v
+        x, y, stub = u, v, STUB
     head = f"M{x - 3.5:.1f} {y - 1:.1f} L{x:.1f} {y + 5:.1f} L{x + 3.5:.1f} {y - 1:.1f} Z"
     return (
         f'<path d="{path}" fill="none" stroke="{EDGE}" stroke-width="1.3"/>'

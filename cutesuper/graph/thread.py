@@ -82,6 +82,11 @@ def fuse(
         if is_leaf(i):
             leaves.append(i)
             return
+        if op.kind in TABLE and TABLE[op.kind].masks:
+            raise LoweringError(
+                f"{where}: {op.kind} (operation {i}) depends on positions, which this kernel does "
+                "not know; add an input of 0 and -inf in its place"
+            )
         if op.kind not in TABLE or not TABLE[op.kind].elementwise:
             raise LoweringError(
                 f"{where}: {op.kind} (operation {i}) stands where only element-wise operators can "

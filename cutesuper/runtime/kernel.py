@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.dims import Dim
@@ -17,6 +17,10 @@ from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.resources import Resources, combine
 from cutesuper.schedule.matmul import MatmulPlan
 from cutesuper.schedule.planner import KernelPlan
+
+if TYPE_CHECKING:
+    from cutesuper.search.cost import Cost
+    from cutesuper.verify.equivalence import Verification
 
 #: upper ends of the batch sizes that share one compiled variant; beyond the last, the last
 BUCKETS = (8, 16, 32, 64, 128, 512, 4096)
@@ -58,11 +62,15 @@ class Variant:
         mugraph: the program.
         steps: its kernels in order.
         report: how it was found, verified and priced; what `Kernel.explain` prints.
+        costs: predicted, one for each kernel; empty if nobody asked a model.
+        verification: that the program computes the graph; None if that was not checked.
     """
 
     mugraph: MuGraph
     steps: tuple[CompiledStep, ...]
     report: str
+    costs: tuple[Cost, ...] = ()
+    verification: Verification | None = None
 
     @cached_property
     def wiring(self) -> tuple[tuple[int, ...], ...]:
@@ -166,12 +174,24 @@ class Kernel(Program):
         return self._main.report
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Write the muGraph as an SVG picture."""
+        """Write the muGraph as a picture.
+
+        Args:
+            path: ends in ``.html`` or ``.htm``: a page to look into, with the definition, the block
+                program of every kernel, its traffic and predicted time; it needs no other file and
+                no network. Any other name: the block programs as an SVG picture.
+        """
         from pathlib import Path
 
         from cutesuper.graph.draw import mugraph_svg
+        from cutesuper.report import variant_page
 
-        Path(path).write_text(mugraph_svg(self.mugraph), encoding="utf-8")
+        file = Path(path)
+        page = file.suffix.lower() in (".html", ".htm")
+        text = variant_page(self.graph, self.target, self._main) if page else (
+            mugraph_svg(self.mugraph)
+        )
+        file.write_text(text, encoding="utf-8")
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained shared library that `cutesuper.load` reads back.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cutesuper.errors import ScheduleError
+from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.graph.block import KernelStep, TensorSpec
+from cutesuper.graph.check import check_block_program, passes
 from cutesuper.graph.target import Target
 from cutesuper.schedule.matmul import MatmulPlan, plan_matmul
 from cutesuper.schedule.rows import RowPlan, plan_rows
@@ -31,7 +32,10 @@ def make_plan(
     Raises:
         LoweringError: no skeleton runs this program.
         ScheduleError: it does not fit the target, or the schedule is of the other skeleton.
+        GraphError: it is illegal.
     """
+    _check_one_walk(step)
+    _check_maps(step)
     if any(op.kind == "matmul" for op in step.program.ops):
         if schedule is not None and not isinstance(schedule, MatmulSchedule):
             raise ScheduleError(f"kernel {step.name}: a matmul loop needs a MatmulSchedule")
@@ -39,3 +43,31 @@ def make_plan(
     if schedule is not None and not isinstance(schedule, RowSchedule):
         raise ScheduleError(f"kernel {step.name}: a row kernel needs a RowSchedule")
     return plan_rows(step, tensors, target, schedule, dependent_launch)
+
+
+def _check_one_walk(step: KernelStep) -> None:
+    """Refuse what neither skeleton runs: loops that are walked again, and running maxima."""
+    where = f"kernel {step.name}"
+    for name, count in passes(step.program, check_block_program(step.program)).items():
+        if count > 1:
+            raise LoweringError(
+                f"{where}: it walks {name} {count} times, and kernels walk a loop once; split the "
+                "program where a walk ends, or let a block hold the whole label"
+            )
+    for i, op in enumerate(step.program.ops):
+        if op.rescaled:
+            raise LoweringError(
+                f"{where}: operation {i} is a sum rescaled by a running maximum over "
+                f"{op.attributes['axis']}, which no kernel keeps; let a block hold the whole label"
+            )
+
+
+def _check_maps(step: KernelStep) -> None:
+    """Refuse dimensions of tensors that several labels share."""
+    for op in (*step.program.loads(), *step.program.stores()):
+        shared = next((e for e in op.attributes["map"] if isinstance(e, tuple)), None)
+        if shared is not None:
+            raise LoweringError(
+                f"kernel {step.name}, {op.kind} of {op.attributes['tensor']}: the labels "
+                f"{', '.join(shared)} share a dimension; both skeletons take one label for each"
+            )

@@ -132,7 +132,11 @@ def _check_structure(program: BlockProgram, where: str) -> None:
                 f"{where}: {op.kind} (operation {i}) has no place in a row kernel, which holds "
                 "whole rows"
             )
-        lookup(op.kind)
+        if lookup(op.kind).masks:
+            raise LoweringError(
+                f"{where}: {op.kind} (operation {i}) depends on positions, which a row kernel does "
+                "not know; add an input of 0 and -inf in its place"
+            )
     kinds = {a.kind for a in program.axes} - {AxisKind.GRID}
     if kinds:
         raise LoweringError(f"{where}: a row kernel has grid axes only, not {', '.join(kinds)}")

@@ -183,6 +183,52 @@ class Expressions:
         atom = self.atoms[powers[0][0]] if powers else None
         return atom if atom and (atom.kind, atom.name) == (AtomKind.MAXIMUM, label) else None
 
+    @_memoised
+    def maxima(self, x: int) -> frozenset[int]:
+        """All atoms inside x that are maxima."""
+        found: set[int] = set()
+        for m, _ in self.terms(x):
+            found |= self.maxima(m.denominator) if m.denominator != ONE else frozenset()
+            for a, _ in m.numerator:
+                atom = self.atoms[a]
+                found |= {a} if atom.kind == AtomKind.MAXIMUM else set()
+                if atom.argument != ONE:
+                    found |= self.maxima(atom.argument)
+        return frozenset(found)
+
+    @_memoised
+    def completed(self, x: int, labels: tuple[tuple[str, tuple[str, ...]], ...]) -> int:
+        """x with every maximum over some parts of a label taken over all of them.
+
+        before: ``exp(S - max[K.tile](S))``; after: ``exp(S - max[K.loop, K.tile](S))``.
+
+        Args:
+            x: a polynomial.
+            labels: all parts of every label.
+        """
+        if not self.maxima(x):
+            return x
+        terms: dict[int, int] = {}
+        for m, c in self.terms(x):
+            powers: dict[int, int] = {}
+            for a, e in m.numerator:
+                b = self._completed_atom(a, labels)
+                powers[b] = powers.get(b, 0) + e
+            denominator = m.denominator
+            if denominator != ONE:
+                denominator = self.completed(denominator, labels)
+            n = self.monomial(_sorted(powers), denominator, m.extents)
+            terms[n] = terms.get(n, 0) + c
+        return self.sealed(self.polynomial(terms.items()))
+
+    def _completed_atom(self, a: int, labels: tuple[tuple[str, tuple[str, ...]], ...]) -> int:
+        atom = self.atoms[a]
+        if atom.argument == ONE:
+            return a
+        argument = self.completed(atom.argument, labels)
+        parts = dict(labels)[atom.name] if atom.kind == AtomKind.MAXIMUM else atom.labels
+        return self.atom(Atom(atom.kind, atom.name, tuple(sorted(parts)), argument))
+
     def _is_atom(self, x: int) -> bool:
         """Whether x is one atom, or 1."""
         if len(self.polynomials[x]) != 1:
@@ -293,8 +339,12 @@ class Expressions:
             self.polynomials.append(key)
         return self._polynomial_ids[key]
 
+    def single(self, atom: int) -> int:
+        """The polynomial that is one atom."""
+        return self.polynomial(((self.monomial(((atom, 1),), ONE, ()), 1),))
+
     def _single(self, atom: Atom) -> int:
-        return self.polynomial(((self.monomial(((self.atom(atom), 1),), ONE, ()), 1),))
+        return self.single(self.atom(atom))
 
     @_memoised
     def times(self, x: int, y: int) -> int:

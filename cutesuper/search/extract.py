@@ -13,12 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from cutesuper.graph.block import LOAD, STORE, AxisKind, BlockOp, BlockProgram
+from cutesuper.graph.block import LOAD, STORE, Axis, AxisKind, BlockOp, BlockProgram
 from cutesuper.graph.dims import Symbol
 from cutesuper.search.labels import LabelledProgram
-from cutesuper.search.saturate import Derivation, Table
+from cutesuper.search.saturate import GRID_REDUCE, Derivation, Table
 
 #: cost of computing class ``i`` by a derivation, in microseconds of the whole kernel
 Price = Callable[[int, Derivation], float]
@@ -121,40 +121,174 @@ def _choices(chain: _Chain) -> tuple[tuple[int, Derivation], ...]:
     return tuple(choices)
 
 
-def block_program(table: Table, extracted: Extracted) -> BlockProgram:
-    """A program as a structure: every label is one tile, axes have extent 1.
+class Partial(NamedTuple):
+    """A tensor of partial results between the two kernels of a structure, in float32.
 
-    Tensors are called ``in0``, ``in1``, ... and ``out0``, ... by their index in the region. A grid
-    axis over a symbolic label has no extent, and its tile is 1.
+    ``map``: for each dimension the label, or the grid axis that left one slice for each part.
     """
-    program = table.space.program
-    chosen = dict(extracted.choices)
-    ops: list[BlockOp] = []
-    index: dict[int, int] = {}
 
-    def place(i: int) -> int:
-        if i not in index:
-            args = tuple(place(j) for j in chosen[i].inputs)
-            ops.append(_block_op(program, chosen[i], args, _ordered(program, table, i)))
-            index[i] = len(ops) - 1
-        return index[i]
+    name: str
+    map: tuple[str, ...]
 
-    for n, (i, (_, mapping)) in enumerate(zip(extracted.outputs, program.outputs, strict=True)):
-        value = place(i)
-        attributes = {"tensor": f"out{n}", "map": mapping}
-        ops.append(BlockOp(STORE, (value,), ops[value].dims, attributes))
-    axes = tuple(
-        replace(a, extent=None)
-        if a.kind == AxisKind.GRID and isinstance(program.dims[a.dim], Symbol)
-        else a
-        for a in table.split.axes
+
+@dataclass(frozen=True)
+class Structure:
+    """A program without sizes: every label is one tile, axes have extent 1.
+
+    Tensors are called ``in0``, ``in1``, ... and ``out0``, ... by their index in the region, and
+    ``part0``, ... between the kernels.
+
+    Attributes:
+        programs: one kernel; two where blocks of the grid leave partial results.
+        partials: what lies between the two.
+        parts: the label of the second kernel that counts the partial results.
+    """
+
+    programs: tuple[BlockProgram, ...]
+    partials: tuple[Partial, ...] = ()
+    parts: str | None = None
+
+
+def structure(table: Table, extracted: Extracted) -> Structure:
+    """The block programs of what was extracted.
+
+    before: ``num = grid_reduce(acc(P V), S.grid)``, stored divided by ``den``; after: a kernel that
+    stores ``acc(P V)`` and ``acc(P 1)`` for each part of S, and one that sums and divides.
+    """
+    axis = table.split.parted_axis
+    late = [i for i in extracted.outputs if _is_late(table, i)]
+    first = _Builder(table, extracted, None)
+    if axis is None or not late:
+        first.store_outputs(extracted.outputs)
+        return Structure((first.program(table.split.axes),))
+    second = _Builder(table, extracted, first)
+    for n, i in enumerate(extracted.outputs):
+        (second if i in late else first).store_output(n, i)
+    return Structure(
+        (first.program(table.split.axes), second.program(second.axes())),
+        tuple(first.partials.values()),
+        second.parts,
     )
-    tile = {n: 1 if isinstance(d, Symbol) else d for n, d in program.dims.items()}
-    return BlockProgram(dict(program.dims), axes, tile, tuple(ops))
 
 
-def _ordered(program: LabelledProgram, table: Table, i: int) -> tuple[str, ...]:
-    return tuple(d for d in program.dims if d in table.classes[i].labels)
+def _is_late(table: Table, i: int) -> bool:
+    """Whether a class belongs to the second kernel."""
+    return (table.split.parted_axis, 1) in table.classes[i].state.closed
+
+
+class _Builder:
+    """Collects the operations of one kernel.
+
+    Args:
+        table: the classes.
+        extracted: the derivation of each class.
+        first: for the second kernel of a pair, the first one.
+    """
+
+    def __init__(self, table: Table, extracted: Extracted, first: _Builder | None) -> None:
+        self.table, self.source, self.first = table, table.space.program, first
+        self.chosen = dict(extracted.choices)
+        self.ops: list[BlockOp] = []
+        self.index: dict[Any, int] = {}
+        self.partials: dict[int, Partial] = {}
+        self.parts = f"{table.split.parted}_parts"
+        self.dims = dict(self.source.dims)
+        if first is not None:
+            self.dims = {**{d: n for d, n in self.dims.items() if d != table.split.parted}}
+            self.dims[self.parts] = 1
+
+    # ------------------------------------------------------------------------------- operations
+
+    def store_outputs(self, outputs: tuple[int, ...]) -> None:
+        for n, i in enumerate(outputs):
+            self.store_output(n, i)
+
+    def store_output(self, n: int, i: int) -> None:
+        value = self.place(i)
+        mapping = self.source.outputs[n][1]
+        self._add(STORE, (value,), self.ops[value].dims, {"tensor": f"out{n}", "map": mapping})
+
+    def place(self, i: int) -> int:
+        """The operation that computes a class."""
+        if i not in self.index:
+            d = self.chosen[i]
+            if d.kind == GRID_REDUCE:
+                self.index[i] = self._combine(d)
+            else:
+                args = tuple(self.place(j) for j in d.inputs)
+                op = _block_op(self.source, d, args, self._ordered(self.table.classes[i].labels))
+                self.ops.append(op)
+                self.index[i] = len(self.ops) - 1
+        return self.index[i]
+
+    def partial(self, i: int) -> Partial:
+        """The tensor in which the first kernel leaves a class for the second one."""
+        if i not in self.partials:
+            value, axis = self.place(i), self.table.split.parted_axis
+            assert axis is not None
+            labels = self._ordered(self.table.classes[i].labels)
+            # a tensor may only grow along its first dimension
+            open_ = tuple(d for d in labels if isinstance(self.source.dims[d], Symbol))
+            mapping = (*open_, axis, *(d for d in labels if d not in open_))
+            made = Partial(f"part{len(self.partials)}", mapping)
+            self.partials[i] = made
+            self._add(STORE, (value,), labels, {"tensor": made.name, "map": mapping})
+        return self.partials[i]
+
+    def _combine(self, d: Derivation) -> int:
+        """Load partial results and reduce them, rescaled where a maximum shifted them."""
+        x = self._load_partial(d.inputs[0])
+        op = dict(d.attributes)["op"]
+        if len(d.inputs) == 3:
+            t, top = self._load_partial(d.inputs[1]), self.place(d.inputs[2])
+            shift = self._add("sub", (t, top), self.ops[t].dims)
+            weight = self._add("exp", (shift,), self.ops[t].dims)
+            x = self._add("mul", (x, weight), self.ops[x].dims)
+        kept = tuple(n for n in self.ops[x].dims if n != self.parts)
+        return self._add(op, (x,), kept, {"over": self.parts})
+
+    def _load_partial(self, i: int) -> int:
+        assert self.first is not None
+        key = ("partial", i)
+        if key not in self.index:
+            tensor = self.first.partial(i)
+            axis = self.table.split.parted_axis
+            mapping = tuple(self.parts if d == axis else d for d in tensor.map)
+            dims = self._ordered(frozenset(mapping))
+            self.index[key] = self._add(LOAD, (), dims, {"tensor": tensor.name, "map": mapping})
+        return self.index[key]
+
+    def _add(
+        self, kind: str, inputs: tuple[int, ...], dims: tuple[str, ...],
+        attributes: dict[str, Any] | None = None,
+    ) -> int:
+        self.ops.append(BlockOp(kind, inputs, dims, attributes or {}))
+        return len(self.ops) - 1
+
+    def _ordered(self, labels: frozenset[str]) -> tuple[str, ...]:
+        return tuple(d for d in self.dims if d in labels)
+
+    # ---------------------------------------------------------------------------------- program
+
+    def axes(self) -> tuple[Axis, ...]:
+        """Of the second kernel: what it stores is divided by the grid."""
+        reduced = {op.attributes.get("over") for op in self.ops}
+        used = {d for op in self.ops for d in op.dims} - reduced
+        return tuple(Axis(d, AxisKind.GRID, 1) for d in self.dims if d in used)
+
+    def program(self, axes: tuple[Axis, ...]) -> BlockProgram:
+        """A grid axis over a symbolic label has no extent, and its tile is 1."""
+        used = {d for op in self.ops for d in op.dims}
+        dims = {d: n for d, n in self.dims.items() if d in used}
+        opened = tuple(
+            replace(a, extent=None)
+            if a.kind == AxisKind.GRID and isinstance(dims[a.dim], Symbol)
+            else a
+            for a in axes
+            if a.dim in dims
+        )
+        tile = {n: 1 if isinstance(d, Symbol) else d for n, d in dims.items()}
+        return BlockProgram(dims, opened, tile, tuple(self.ops))
 
 
 def _block_op(

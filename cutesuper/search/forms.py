@@ -3,14 +3,16 @@
 * `MatmulForm`: one loop over the contracted label, any number of products that share a row operand,
   statistics of the rows, an element-wise epilogue.
 * `RowForm`: no products; whole rows are resident, in whatever order tensors are stored.
+* `BlockForm`: everything that a block program can express, whether or not a skeleton runs it.
 
-A form is chosen for a region before it is searched; a region that no form can run is refused with
-the reason, and the kernel-level search cuts the graph elsewhere. A new skeleton is a new form.
+`find_form` gives the skeleton of a region before it is searched; a region that none can run is
+refused with the reason, and the kernel-level search cuts the graph elsewhere. A new skeleton is a
+new form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from cutesuper.errors import SearchError
@@ -18,7 +20,7 @@ from cutesuper.graph.block import CLUSTER_REDUCE, AxisKind, BlockProgram
 from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.rows import MAX_ROW, row_label
 from cutesuper.search.labels import LabelledOp, LabelledProgram, LabelMap, Region
-from cutesuper.search.splits import Operand, Split, State
+from cutesuper.search.splits import AnyRules, Operand, Split, State, splits
 
 #: 16-byte copies of 16-bit elements
 ALIGN = 8
@@ -134,7 +136,28 @@ class RowForm:
         return None
 
 
-Form = MatmulForm | RowForm
+@dataclass(frozen=True)
+class BlockForm(AnyRules):
+    """Whatever a block program can express: chained products, running maxima, several passes over
+    a loop, partial results of the grid. No skeleton of the lowering runs all of it."""
+
+    def splits(self, program: LabelledProgram) -> Iterator[Split]:
+        """All splits, but symbolic extents are divided by the grid and by nothing else."""
+        symbolic = {d for d, n in program.dims.items() if isinstance(n, Symbol)}
+        for split in splits(program):
+            kinds = dict(split.kinds)
+            if all(kinds[d] == (AxisKind.GRID,) and d != split.parted for d in symbolic):
+                yield split
+
+    def refuses(self, program: BlockProgram) -> str | None:
+        """A cluster that exchanges nothing only occupies blocks."""
+        reduced = any(op.kind == CLUSTER_REDUCE for op in program.ops)
+        return "an unused cluster axis" if program.of_kind(AxisKind.CLUSTER) and not reduced else (
+            None
+        )
+
+
+Form = MatmulForm | RowForm | BlockForm
 
 
 def find_form(region: Region, program: LabelledProgram) -> Form:

@@ -29,6 +29,7 @@ class Goal:
 
     def __init__(self, table: Expressions, wanted: Iterable[int], parts: Parts) -> None:
         self.table, self.parts = table, parts
+        self._all_parts = tuple(parts.items())
         self.targets = _targets(table, wanted)
         self.denominators = {
             m.denominator for t in self.targets for m, _ in table.terms(t) if m.denominator != ONE
@@ -39,15 +40,16 @@ class Goal:
         self._counts: dict[int, int] = {}
         self._quotients: dict[int, frozenset[tuple[int, int]]] = {}
         self._memo: dict[tuple[int, int], int | None] = {}
-        self._limits = {self.counts(t) for t in self.targets}
+        limits = {self.counts(t) for t in self.targets}
         self._guards = sum(1 << (f + _FIELD - 1) for f in self._fields.values())
+        self._limits = [limit | self._guards for limit in sorted(limits, reverse=True)]
 
     # ------------------------------------------------------------------------------ the questions
 
     def useful(self, x: int) -> bool:
         """Whether x, now or after later sums have bound more labels, is part of a target."""
         if x not in self._useful:
-            forms = self._later(self._complete(x))
+            forms = self._later(self.whole(x)) if self.fits(x, ONE) else []
             self._useful[x] = any(self._part_of(z, t) for z in forms for t in self.targets)
         return self._useful[x]
 
@@ -68,7 +70,10 @@ class Goal:
         One subtraction with guard bits for each target; asked before a product is formed.
         """
         both, guards = self.counts(x) + self.counts(y), self._guards
-        return any(((limit | guards) - both) & guards == guards for limit in self._limits)
+        for limit in self._limits:
+            if (limit - both) & guards == guards:
+                return True
+        return False
 
     def together(self, x: int, y: int) -> bool:
         """Whether x and y can be terms of one sum: both times one factor are part of a target."""
@@ -76,14 +81,9 @@ class Goal:
 
     # ---------------------------------------------------------------------------------- variants
 
-    def _complete(self, x: int) -> int:
-        """A maximum over some parts of a label: the maximum over all of them."""
-        for label, parts in self.parts.items():
-            inner = self.table.is_maximum(x, label)
-            if inner is not None:
-                missing = tuple(p for p in parts if p not in inner.labels)
-                return self.table.maximum(x, label, missing)
-        return x
+    def whole(self, x: int) -> int:
+        """x with maxima over some parts of a label taken over all of them."""
+        return self.table.completed(x, self._all_parts) if self.table.maxima(x) else x
 
     def _later(self, x: int) -> list[int]:
         """x with every subset of the reduced labels bound."""
@@ -98,6 +98,9 @@ class Goal:
         """Whether x times some monomial is a sub-polynomial of the target."""
         if x == target:
             return True
+        limit = self.counts(target) | self._guards
+        if (limit - self.counts(x)) & self._guards != self._guards:
+            return False
         terms, goal = self.table.polynomials[x], dict(self.table.polynomials[target])
         if not terms or len(terms) > len(goal):
             return False
@@ -124,7 +127,7 @@ class Goal:
         """(target, factor) such that x * factor may be one of several terms of the target."""
         if x not in self._quotients:
             found: set[tuple[int, int]] = set()
-            for z in self._later(x):
+            for z in self._later(self.whole(x)):
                 terms = self.table.polynomials[z]
                 weight = sum(abs(c) for _, c in terms)
                 for t in self.targets:
@@ -184,18 +187,19 @@ class Goal:
 
     def _divide_monomials(self, x: int, y: int) -> int | None:
         a, b = self.table.monomials[x], self.table.monomials[y]
+        powers = dict(a.numerator)
+        for atom, e in b.numerator:  # most divisions fail here
+            have = powers.get(atom, 0)
+            if have >= e:
+                powers[atom] = have - e
+            elif not self.table.is_exp(atom) or not self._take_exp(powers, atom):
+                return None
         extents = dict(a.extents)
         for symbol, e in b.extents:
-            extents[symbol] = extents.get(symbol, 0) - e
-        powers = dict(a.numerator)
-        for atom, e in b.numerator:
-            if self.table.is_exp(atom) and powers.get(atom, 0) < e:
-                if not self._take_exp(powers, atom):
-                    return None
-            else:
-                powers[atom] = powers.get(atom, 0) - e
-        if min((*extents.values(), *powers.values()), default=0) < 0:
-            return None
+            have = extents.get(symbol, 0)
+            if have < e:
+                return None
+            extents[symbol] = have - e
         denominator = self.quotient(a.denominator, b.denominator)
         if denominator is None:
             return None

@@ -13,34 +13,22 @@ before: ``softmax(X @ W)``, 6 operators; after: ``[matmul] [max, sub, exp, sum, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from math import inf
 from typing import Any, NamedTuple
 
 from cutesuper.errors import SearchError
-from cutesuper.graph.block import BlockProgram
-from cutesuper.graph.dims import show_shape
+from cutesuper.graph.dims import show_shape, size
 from cutesuper.graph.dtypes import DType, float32
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.search.cost import Cost
-from cutesuper.search.forms import ChainedProducts
 from cutesuper.search.labels import Region, RegionOp, View
+from cutesuper.search.region import Way
 
 #: operators of one kernel at most; bounds the segments of a long graph
 MAX_SEGMENT = 32
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One way to run a region: a sized program over ``in0``, ..., ``out0``, ...
-
-    ``structure`` numbers the program without its sizes.
-    """
-
-    program: BlockProgram
-    cost: Cost
-    structure: int
 
 
 @dataclass(frozen=True)
@@ -56,11 +44,15 @@ class Cut(NamedTuple):
     """A graph as a sequence of kernels."""
 
     cost: float
-    steps: tuple[tuple[Segment, Kernel], ...]
+    steps: tuple[tuple[Segment, Way], ...]
 
 
-#: kernels of a region, cheapest first; raises SearchError with the reason if there are none
-Find = Callable[[Region], list[Kernel]]
+#: ways to run a region, cheapest first; raises SearchError with the reason if there are none
+Find = Callable[[Region], Sequence[Way]]
+
+
+#: positions of outputs, group by group
+Groups = tuple[tuple[int, ...], ...]
 
 
 class Flat:
@@ -70,14 +62,17 @@ class Flat:
         graph: primitive operators only.
         copy_all: whether every transpose may be stored. Otherwise only those that are outputs and
             change nothing but the order of an input.
+        groups: of outputs that share nothing but inputs (`KernelGraph.apart`).
 
     Attributes:
         views: what every node is a view of; of itself, if it is computed.
         copies: the transposes that are computed.
     """
 
-    def __init__(self, graph: KernelGraph, copy_all: bool = False) -> None:
-        self.graph = graph
+    def __init__(
+        self, graph: KernelGraph, copy_all: bool = False, groups: Groups | None = None
+    ) -> None:
+        self.graph, self.groups = graph, groups
         self.views: list[View] = []
         self.copies: set[int] = set()
         for i, n in enumerate(graph.nodes):
@@ -128,6 +123,22 @@ class Flat:
                 stack.append((i, True))
                 stack += [(v.value, False) for v in self.operands(i)[::step]]
         return tuple(found)
+
+    @cached_property
+    def group(self) -> dict[int, int]:
+        """For every operator the group of outputs that needs it.
+
+        Parts of several groups are not one kernel: the graph as it was has those.
+        """
+        group: dict[int, int] = {}
+        for n, outputs in enumerate(self.groups or ()):
+            queue = [self.views[self.graph.outputs[o]].value for o in outputs]
+            while queue:
+                i = queue.pop()
+                if i not in group and i in self._operators:
+                    group[i] = n
+                    queue += [v.value for v in self.operands(i)]
+        return group
 
     @cached_property
     def _operators(self) -> frozenset[int]:
@@ -248,65 +259,126 @@ class _SegmentBuilder:
                 yield View(i, order), flat.stored_as(i), flat.dtype(i)
 
 
-class _Way(NamedTuple):
+class _Path(NamedTuple):
     """The cheapest kernels up to some position, as a linked list."""
 
     cost: float
-    before: _Way | None
-    step: tuple[Segment, Kernel] | None
+    before: _Path | None
+    step: tuple[Segment, Way] | None
 
 
-def cuts(flat: Flat, find: Find, keep: int) -> list[Cut]:
-    """The cheapest sequences of kernels, best first, over a few topological orders.
+class Segments:
+    """All segments of a few topological orders of a graph.
 
     Depth first from either operand: what prepares one operand of ``norm(Q) @ norm(K)^T`` should be
     next to the product in one of the orders.
+    """
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+        orders = (flat.order, flat.depth_first(False), flat.depth_first(True))
+        self.orders = tuple(dict.fromkeys(orders))
+        self._known: dict[frozenset[int], Segment] = {}
+
+    def segment(self, order: tuple[int, ...], start: int, end: int) -> Segment:
+        """The segment of one order; equal sets of operators are one segment."""
+        members = order[start:end]
+        key = frozenset(members)
+        if key not in self._known:
+            self._known[key] = self.flat.segment(members)
+        return self._known[key]
+
+    def all(self) -> Iterator[tuple[Segment, int, bool]]:
+        """Every segment, short ones first, its length, and whether both its ends are waists."""
+        for length in range(1, MAX_SEGMENT + 1):
+            for order in self.orders:
+                waists = self.waists(order)
+                for start in range(len(order) - length + 1):
+                    end = start + length
+                    if self.mixed(order, start, end):
+                        continue
+                    yield self.segment(order, start, end), length, {start, end} <= waists
+
+    def mixed(self, order: tuple[int, ...], start: int, end: int) -> bool:
+        """Whether a segment has parts of outputs that are computed apart."""
+        if self.flat.groups is None:
+            return False
+        return len({self.flat.group[i] for i in order[start:end]}) > 1
+
+    def waists(self, order: tuple[int, ...]) -> set[int]:
+        """Positions of an order over which fewer bytes are needed than next to them.
+
+        ``softmax(X W)``: after the product, the exponentials and the end, but not between the
+        maximum and the difference, where the product and its maximum would have to be stored. Of
+        several positions in a row the last: what follows a product is its epilogue, which costs
+        less than a prologue of the next one.
+        """
+        flat, place = self.flat, {v: n for n, v in enumerate(order)}
+        crossing = [inf, *[0.0] * (len(order) - 1), inf]
+        for v, users in flat.users.items():
+            if v in place:
+                shape = flat.graph.nodes[v].shape
+                for n in range(place[v] + 1, max(place[u] for u in users) + 1):
+                    crossing[n] += size(shape)
+        found = {0, len(order)}
+        for _, run in groupby(range(len(crossing)), key=crossing.__getitem__):
+            level = list(run)
+            before, after = level[0] - 1, level[-1] + 1
+            if before >= 0 and after < len(crossing) and (
+                crossing[before] > crossing[level[0]] < crossing[after]
+            ):
+                found.add(level[-1])
+        return found
+
+
+def cuts(segments: Segments, find: Find, keep: int) -> list[Cut]:
+    """The cheapest sequences of kernels, best first.
 
     Raises:
         SearchError: naming an operator that no kernel can run even by itself, and why.
     """
     found: dict[Any, Cut] = {}
-    orders = (flat.order, flat.depth_first(False), flat.depth_first(True))
-    for order in dict.fromkeys(orders):
-        for way in _cheapest(flat, order, find, keep):
+    for order in segments.orders:
+        for way in _cheapest(segments, order, find, keep):
             cut = Cut(way.cost, _steps(way))
             found.setdefault(tuple((s.writes, id(k)) for s, k in cut.steps), cut)
     return sorted(found.values(), key=lambda c: c.cost)[:keep]
 
 
-def _cheapest(flat: Flat, order: tuple[int, ...], find: Find, keep: int) -> list[_Way]:
-    ways: list[list[_Way]] = [[_Way(0.0, None, None)]] + [[] for _ in order]
+def _cheapest(
+    segments: Segments, order: tuple[int, ...], find: Find, keep: int
+) -> list[_Path]:
+    ways: list[list[_Path]] = [[_Path(0.0, None, None)]] + [[] for _ in order]
     for start in range(len(order)):
         if not ways[start]:
             continue
         reasons: list[SearchError] = []
         for end in range(start + 1, min(len(order), start + MAX_SEGMENT) + 1):
-            segment = flat.segment(order[start:end])
-            try:
-                kernels = find(segment.region)
-            except ChainedProducts as e:
-                reasons.append(e)
+            if segments.mixed(order, start, end):
                 break
+            segment = segments.segment(order, start, end)
+            try:
+                found = find(segment.region)
             except SearchError as e:
                 reasons.append(e)
                 continue
             longer = [
-                _Way(w.cost + k.cost.total, w, (segment, k))
-                for w in ways[start]
-                for k in kernels
+                _Path(w.cost + k.total, w, (segment, k)) for w in ways[start] for k in found
             ]
             ways[end] = sorted(ways[end] + longer, key=lambda w: w.cost)[:keep]
         if start + 1 < len(ways) and not any(ways[start + 1 :]):
+            flat = segments.flat
             raise SearchError(
                 f"no kernel can run {flat.describe(order[start])}: {reasons[0]}"
             ) from reasons[0]
     return ways[-1]
 
 
-def _steps(way: _Way) -> tuple[tuple[Segment, Kernel], ...]:
-    steps: list[tuple[Segment, Kernel]] = []
-    link: _Way | None = way
+def _steps(way: _Path) -> tuple[tuple[Segment, Way], ...]:
+    steps: list[tuple[Segment, Way]] = []
+    link: _Path | None = way
     while link is not None and link.step is not None:
         steps.append(link.step)
         link = link.before
     return tuple(reversed(steps))
+

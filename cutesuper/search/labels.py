@@ -74,7 +74,8 @@ class LabelledOp:
         kind: ``load``, or an operator of the table.
         inputs: indices of earlier operations.
         labels: labels of the value.
-        attributes: element-wise: the operator's; ``load``: ``tensor`` (index) and ``map``.
+        attributes: element-wise: the operator's; ``load``: ``tensor`` (index) and ``map``;
+            ``causal_mask``: the operator's, and the labels of its ``rows`` and ``columns``.
         over: the label that ``matmul``, ``sum``, ``mean`` and ``max`` reduce.
     """
 
@@ -273,6 +274,16 @@ class _Unification:
             attributes = {}
             if over is None:  # of an extent of 1: the operand itself
                 return args[0]
+        elif lookup(kind).masks:
+            slots = [(len(self.region.inputs) + i, len(op.shape) - k) for k in (2, 1)]
+            rows, columns = (self.names.get(self._find(s)) for s in slots)
+            one_row = op.shape[-2] == 1 and attributes["alignment"] == "bottom_right"
+            if one_row or op.shape[-1] == 1:  # nothing is hidden: the operand itself
+                return args[0]
+            if rows is None:
+                raise SearchError(f"{kind} of one row, 'top_left': only its first column is seen; "
+                                  "use 'bottom_right' for a row that sees all columns")
+            attributes |= {"rows": rows, "columns": columns}
         ops.append(LabelledOp(kind, tuple(args), labels - {over}, attributes, over))
         return len(ops) - 1
 

@@ -23,17 +23,25 @@ import numpy as np
 
 from cutesuper.errors import SearchError
 from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, LOAD, Axis, AxisKind
-from cutesuper.graph.field import DivisionByZero, FieldAlgebra, FieldValue, uniform
-from cutesuper.graph.operators import lookup
+from cutesuper.graph.field import DivisionByZero, FieldAlgebra, FieldValue, align, uniform
+from cutesuper.graph.operators import Operator, lookup
 from cutesuper.search.labels import LabelledOp
-from cutesuper.search.space import Space
-from cutesuper.search.splits import AnyRules, Operand, Rules, Split, State
+from cutesuper.search.space import ARITHMETIC, Pairing, Space
+from cutesuper.search.splits import AnyRules, Operand, Rules, Split, State, all_parts
 
 #: extent of every part of a label in class keys (1 would make a sum over it invisible)
 _PART = 2
 #: results formed for each class of the limit: high powers of quotients are few classes but slow
 _TRIED = 20
 _ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
+#: combines the partial results that the blocks of a grid left, in a second kernel
+GRID_REDUCE = "grid_reduce"
+_CLOSED_BY = {
+    AxisKind.LOOP: ACCUMULATE,
+    AxisKind.PERSISTENT: ACCUMULATE,
+    AxisKind.CLUSTER: CLUSTER_REDUCE,
+    AxisKind.GRID: GRID_REDUCE,
+}
 
 
 class Class(NamedTuple):
@@ -48,7 +56,8 @@ class Class(NamedTuple):
 class Derivation(NamedTuple):
     """One way to compute a class from smaller ones.
 
-    ``over``: a label (reductions, contractions) or an axis (``accumulate``, ``cluster_reduce``).
+    ``over``: a label (reductions, contractions) or an axis (``accumulate``, ``cluster_reduce``,
+    ``grid_reduce``, with one operand, or three where it is rescaled: see `graph.block`).
     ``attributes``: items; of a ``load`` the operation of the labelled program.
     """
 
@@ -74,6 +83,9 @@ class Table:
         self.tried = 0
         self._index: dict[Class, int] = {}
         self._usable: list[bool] = []  # whether element-wise operators may take a class
+        self._partial: list[bool] = []  # whether it is a maximum over some parts of a label only
+        self._by_form: dict[int, list[int]] = {}
+        self._joins: dict[tuple[State, State], State | None] = {}
         self._field = FieldAlgebra(seed)
         self._rng = np.random.default_rng(seed)
         self.goals = self._leaves()
@@ -87,7 +99,7 @@ class Table:
             values.append(self._source_value(op, [values[j] for j in op.inputs]))
             if op.kind in ("load", "constant"):
                 inside = frozenset(
-                    n for n, a in self.axes.items() if a.dim in op.labels and a.kind in _ITERATED
+                    n for n, a in self.axes.items() if a.dim in op.labels and self._encloses(a)
                 )
                 key = Class(
                     self.space.form(op, i, []), op.labels, State(inside, frozenset(), frozenset()),
@@ -98,12 +110,16 @@ class Table:
         wanted = zip(program.outputs, self.space.goals, strict=True)
         return [(form, labels, values[i].key()) for (i, _), (form, labels) in wanted]
 
+    def _encloses(self, axis: Axis) -> bool:
+        """Whether values live inside an axis until something closes it."""
+        return axis.kind in _ITERATED or axis.name == self.split.parted_axis
+
     def _source_value(self, op: LabelledOp, args: list[FieldValue]) -> FieldValue:
         if op.kind == "load":
             parts = [p for label in sorted(op.labels) for p in self.split.parts(label)]
             return uniform(self._rng, parts, [_PART] * len(parts))
         if op.over is None:
-            return lookup(op.kind).symbolic(self._field, args, op.attributes)
+            return self._elementwise_value(op.kind, args, op.attributes)
         kind = op.kind
         if kind == "matmul":
             kind, args = "sum", [self._field.mul(*args)]
@@ -127,8 +143,7 @@ class Table:
         done = 0
         while done < len(self.classes):
             self._unary(done)
-            for j in range(done + 1):
-                self._pair(done, j)
+            self._partners(done)
             done += 1
             if len(self.classes) > self.limit or self.tried > _TRIED * self.limit:
                 raise TooLarge(
@@ -144,8 +159,9 @@ class Table:
             self.classes.append(key)
             self.values.append(value)
             self.derivations.append([])
-            usable = self.rules.computes((key.labels,), key.state)
-            self._usable.append(usable and self.space.partial_maximum(key.form) is None)
+            self._usable.append(self.rules.computes((key.labels,), key.state))
+            self._partial.append(self.space.partial_maximum(key.form) is not None)
+            self._by_form.setdefault(key.form, []).append(i)
         self.derivations[i].append(derivation)
 
     def _offer(
@@ -172,23 +188,28 @@ class Table:
 
     def _unary(self, i: int) -> None:
         c, space = self.classes[i], self.space
-        if self._usable[i]:
+        if self._usable[i] and not self._partial[i]:
             for kind, attributes in space.unary:
-                operator, given = lookup(kind), dict(attributes)
-                form = operator.symbolic(space.table, [c.form], given)
-                self._offer(
-                    form, c.labels, c.state, Derivation(kind, (i,), None, attributes),
-                    lambda: operator.symbolic(self._field, [self.values[i]], given),  # noqa: B023
-                )
+                self._one(i, kind, attributes)
         for kind, label in space.reductions:
             if label in c.labels and self.rules.reduces(c.labels, label):
                 self._tile_reduction(i, kind, label)
         for name in sorted(c.state.pending):
             self._axis_reduction(i, self.axes[name])
 
+    def _one(self, i: int, kind: str, attributes: tuple[tuple[str, Any], ...]) -> None:
+        c, operator, given = self.classes[i], lookup(kind), dict(attributes)
+        if operator.masks and not {given["rows"], given["columns"]} <= c.labels:
+            return
+        form = operator.symbolic(self.space.table, [c.form], given)
+        self._offer(
+            form, c.labels, c.state, Derivation(kind, (i,), None, attributes),
+            lambda: self._elementwise_value(kind, [self.values[i]], given),
+        )
+
     def _tile_reduction(self, i: int, kind: str, label: str) -> None:
         c, parts = self.classes[i], self.split.tile_parts(label)
-        if self.space.partial_maximum(c.form) is not None:
+        if self._partial[i]:
             return
         form = self.space.reduced(kind, c.form, label, parts)
         pending = c.state.pending | {n for n, a in self.axes.items() if a.dim == label}
@@ -199,81 +220,190 @@ class Table:
         )
 
     def _axis_reduction(self, i: int, axis: Axis) -> None:
-        """Close a loop or persistent axis, or combine over a cluster."""
+        """Close a loop or persistent axis, combine over a cluster, or over the grid."""
         c, name = self.classes[i], axis.name
-        left = {self.axes[n].kind for n in c.state.inside if n != name}
-        if axis.kind == AxisKind.GRID or AxisKind.LOOP in left:
-            return  # the loop is the innermost axis: it ends first
-        op = "max" if self.space.partial_maximum(c.form) == axis.dim else "sum"
-        form = self.space.reduced(op, c.form, axis.dim, (name,))
-        iterated = axis.kind in _ITERATED
-        state = State(
-            c.state.inside - {name},
-            c.state.closed | {name} if iterated else c.state.closed,
-            c.state.pending - {name},
+        if axis.dim in c.labels or not self._ends(c, axis):
+            return
+        shifts = self._shifts(c.form, axis.dim)
+        if self._partial[i]:
+            self._close(i, axis, "max", (i,))
+        elif not shifts:
+            self._close(i, axis, "sum", (i,))
+        elif len(shifts) == 1:
+            for t in self._by_form.get(shifts[0], ()):
+                top = self.classes[t]
+                if name in top.state.pending and top.labels <= c.labels:
+                    self._rescaled(i, t, axis)
+
+    def _ends(self, c: Class, axis: Axis) -> bool:
+        """Whether an axis may be closed now: the loop is innermost, the grid outermost."""
+        left = [self.axes[n] for n in c.state.inside if n != axis.name]
+        if axis.kind == AxisKind.GRID:
+            alone = c.state.pending == {axis.name} and all(a.dim in c.labels for a in left)
+            return alone and axis.name == self.split.parted_axis
+        return all(a.kind != AxisKind.LOOP for a in left)
+
+    def _shifts(self, form: int, label: str) -> list[int]:
+        """Maxima over some parts of a label that occur inside a form."""
+        table = self.space.table
+        complete = len(all_parts(label))
+        atoms = ((a, table.atoms[a]) for a in table.maxima(form))
+        return [
+            table.single(a) for a, atom in atoms if atom.name == label and len(atom.labels) < complete
+        ]
+
+    def _close(self, i: int, axis: Axis, op: str, inputs: tuple[int, ...]) -> None:
+        c = self.classes[i]
+        self._offer(
+            self.space.reduced(op, c.form, axis.dim, (axis.name,)), c.labels,
+            self._closed(c.state, axis),
+            Derivation(_CLOSED_BY[axis.kind], inputs, axis.name, (("op", op),)),
+            lambda: self._reduced_value(op, self.values[i], axis.dim, (axis.name,)),
         )
-        if not state.inside & state.closed:
+
+    def _rescaled(self, i: int, t: int, axis: Axis) -> None:
+        """The sum of x * exp(t - T), where T is the maximum of t over the axis."""
+        table, x = self.space.table, self.classes[i]
+        top = self.space.reduced("max", self.classes[t].form, axis.dim, (axis.name,))
+        for j in self._by_form.get(top, ()):
+            if axis.name in self.classes[j].state.pending:
+                continue
+            weight = table.exp(table.sub(self.classes[t].form, top))
+            form = self.space.reduced("sum", table.mul(x.form, weight), axis.dim, (axis.name,))
             self._offer(
-                form, c.labels, state,
-                Derivation(
-                    ACCUMULATE if iterated else CLUSTER_REDUCE, (i,), name, (("op", op),)
-                ),
-                lambda: self._reduced_value(op, self.values[i], axis.dim, (name,)),
+                form, x.labels, self._closed(x.state, axis),
+                Derivation(_CLOSED_BY[axis.kind], (i, t, j), axis.name, (("op", "sum"),)),
+                lambda: self._rescaled_value(i, t, j, axis),  # noqa: B023
             )
+
+    def _closed(self, state: State, axis: Axis) -> State:
+        closed = state.closed
+        if self._encloses(axis):
+            before = sum(n == axis.name for n, _ in closed)
+            closed = closed | {(axis.name, before + 1)}
+        # another kernel is inside of nothing
+        inside = frozenset[str]() if axis.kind == AxisKind.GRID else state.inside - {axis.name}
+        return State(inside, closed, state.pending - {axis.name})
+
+    # -------------------------------------------------------------------------------------- values
+
+    def _elementwise_value(
+        self, kind: str, args: list[FieldValue], attributes: dict[str, Any]
+    ) -> FieldValue:
+        operator = lookup(kind)
+        if operator.masks:
+            return self._masked_value(operator, args[0], attributes)
+        return operator.symbolic(self._field, args, attributes)
+
+    def _masked_value(
+        self, operator: Operator, x: FieldValue, attributes: dict[str, Any]
+    ) -> FieldValue:
+        """-inf where a masking operator hides an element, at the positions of class keys."""
+        names = [self.split.parts(attributes[side]) for side in ("rows", "columns")]
+        extents = [_PART ** len(n) for n in names]
+        own = {k: v for k, v in attributes.items() if k not in ("rows", "columns")}
+        keep = operator.visible(
+            np.arange(extents[0])[:, None], np.arange(extents[1])[None, :],
+            (extents[0], extents[1]), own,
+        )
+        parts = (*names[0], *names[1])
+        return x.hide(align(~keep.reshape([_PART] * len(parts)), parts, x.dims))
+
+    def _rescaled_value(self, x: int, t: int, top: int, axis: Axis) -> FieldValue:
+        a = self._field
+        weight = a.exp(a.sub(self.values[t], self.values[top]))
+        return self._reduced_value("sum", a.mul(self.values[x], weight), axis.dim, (axis.name,))
 
     # ------------------------------------------------------------------------------ two operands
 
-    def _pair(self, i: int, j: int) -> None:
+    def _partners(self, i: int) -> None:
+        """Combine a class with itself and all earlier ones, where their forms allow anything.
+
+        Forms are far fewer than classes, and what they allow is the same in all splits: asking for
+        pairs of forms first took QKNorm from 670,000 pairs of classes to 150,000.
+        """
+        x, known = self.classes[i].form, self.space.pairings
+        for y in list(self._by_form):
+            pairing = known.get((x, y)) or self.space.pairing(x, y)
+            if pairing.nothing:
+                continue
+            for j in self._by_form[y]:
+                if j > i:
+                    break
+                self._pair(i, j, pairing)
+
+    def _pair(self, i: int, j: int, pairing: Pairing) -> None:
         a, b = self.classes[i], self.classes[j]
-        inside, closed = a.state.inside | b.state.inside, a.state.closed | b.state.closed
-        if inside & closed:
+        state = self._joined(a.state, b.state)
+        if state is None:
             return
-        state = State(inside, closed, a.state.pending | b.state.pending)
         labels = a.labels | b.labels
         nested = labels in (a.labels, b.labels)
         usable = self._usable[i] and self._usable[j]
         usable = usable and self.rules.computes((a.labels, b.labels), state)
         if usable and (nested or frozenset((a.labels, b.labels)) in self.space.outer):
-            for kind, left, right in self._binary(i, j):
+            for kind, left, right in self._binary(i, j, pairing):
                 self._elementwise(kind, left, right, labels, state)
-        if not nested:
+        if not nested and pairing.fits:
             self._contractions(i, j, labels, state)
 
-    def _binary(self, i: int, j: int) -> Iterator[tuple[str, int, int]]:
-        """Element-wise operators and the order of operands that pass the cheap filters."""
-        goal, x, y = self.space.goal, self.classes[i].form, self.classes[j].form
+    def _joined(self, a: State, b: State) -> State | None:
+        """State of a value made of two; None where one needs what the other is inside of."""
+        key = (a, b)
+        if key not in self._joins:
+            self._joins[key] = self._join(a, b)
+        return self._joins[key]
+
+    def _join(self, a: State, b: State) -> State | None:
+        inside, closed = a.inside | b.inside, a.closed | b.closed
+        for name, n in closed:
+            if name in inside and (
+                self.axes[name].kind != AxisKind.LOOP or n >= self.split.passes
+            ):
+                return None
+        return State(inside, closed, a.pending | b.pending)
+
+    def _binary(self, i: int, j: int, pairing: Pairing) -> Iterator[tuple[str, int, int]]:
+        """Element-wise operators and the order of operands that pass the cheap filters.
+
+        A maximum over some parts of a label only shifts: x - max.
+        """
         kinds = self.space.binary
-        if goal.fits(x, y):
+        if self._partial[i] or self._partial[j]:
+            if "sub" in kinds and self._partial[i] != self._partial[j] and pairing.together:
+                yield ("sub", j, i) if self._partial[i] else ("sub", i, j)
+            return
+        if pairing.fits:
             yield "mul", i, j
-            if "div" in kinds and goal.divides(y):
+            if "div" in kinds and pairing.right_divides:
                 yield "div", i, j
-            if "div" in kinds and i != j and goal.divides(x):
+            if "div" in kinds and i != j and pairing.left_divides:
                 yield "div", j, i
-        if goal.together(x, y):
+        if pairing.together:
             if "add" in kinds:
                 yield "add", i, j
             if "sub" in kinds and i != j:
                 yield "sub", i, j
                 yield "sub", j, i
-        yield from ((k, *o) for k in kinds if k not in _ARITHMETIC for o in {(i, j), (j, i)})
+        yield from ((k, *o) for k in kinds if k not in ARITHMETIC for o in {(i, j), (j, i)})
 
     def _elementwise(
         self, kind: str, i: int, j: int, labels: frozenset[str], state: State
     ) -> None:
-        operator = lookup(kind)
-        form = operator.symbolic(self.space.table, [self.classes[i].form, self.classes[j].form], {})
+        forms = [self.classes[i].form, self.classes[j].form]
+        form = lookup(kind).symbolic(self.space.table, forms, {})
         self._offer(
             form, labels, state, Derivation(kind, (i, j)),
-            lambda: operator.symbolic(self._field, [self.values[i], self.values[j]], {}),
+            lambda: self._elementwise_value(kind, [self.values[i], self.values[j]], {}),
         )
 
     def _contractions(self, i: int, j: int, labels: frozenset[str], state: State) -> None:
         a, b = self.classes[i], self.classes[j]
+        if self._partial[i] or self._partial[j]:
+            return
         left, right = self._operand(i), self._operand(j)
         for kind, label in self.space.reductions:
             if kind != "sum" or label not in a.labels & b.labels:
-                continue
-            if not self.space.goal.fits(a.form, b.form):
                 continue
             if self.rules.contracts(right, left, label):
                 self._contraction(j, i, label, labels, state)
@@ -311,9 +441,6 @@ class Table:
                 and all(self.axes[n].dim in labels for n in c.state.inside)
             ])
         return found
-
-
-_ARITHMETIC = ("mul", "div", "add", "sub")
 
 
 def saturate(

@@ -1,20 +1,16 @@
-"""Search: from a kernel graph to the cheapest muGraphs.
+"""The search: kernel graph -> muGraphs, checked and verified.
 
-    graph -> primitive operators -> cuts into kernels -> for each region: labels, form, splits ->
-    classes (saturate) -> programs (extract) -> sizes (sizing) -> muGraphs, checked and verified
-
-Deterministic: the same graph, target and options give the same candidates in the same order (with
-a time budget, as far as it reaches).
+Deterministic: the same graph, target and options give the same candidates in the same order, in one
+process or in many (with a time budget, as far as it reaches).
 """
 
 from __future__ import annotations
 
 import resource
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from math import inf
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
 
 from cutesuper.errors import LoweringError, SearchError
 from cutesuper.graph.block import (
@@ -26,72 +22,35 @@ from cutesuper.graph.block import (
     MuGraph,
     TensorSpec,
 )
-from cutesuper.graph.check import check_block_program, check_kernel_graph, check_mugraph
+from cutesuper.graph.check import check_kernel_graph, check_mugraph
+from cutesuper.graph.dims import Dim
+from cutesuper.graph.dtypes import float32
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import Target
-from cutesuper.search.cost import price
-from cutesuper.search.extract import block_program, extract
-from cutesuper.search.forms import Form, MatmulForm, find_form, matrix_products
-from cutesuper.search.kernels import Cut, Flat, Kernel, cuts
-from cutesuper.search.labels import LabelledProgram, Region, label
-from cutesuper.search.saturate import TooLarge, saturate
-from cutesuper.search.sizing import describe, sized
-from cutesuper.search.space import Sealing, Space
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """Knobs of the search.
-
-    Attributes:
-        programs_per_split: structures taken from one split of one region.
-        slack: a structure may cost this much more than the cheapest of its split, before sizing.
-        max_classes: classes of one split (284 for RMSNorm backward, the largest tried program of
-            one kernel); past that the region, and others nearly as long, are searched with more
-            values sealed.
-        sizes_per_structure: sized programs kept of one structure.
-        keep: candidates returned.
-        budget_s: stop looking for more after this many seconds; None: never.
-        seed: of the random field point that tells classes apart.
-    """
-
-    programs_per_split: int = 8
-    slack: float = 1.5
-    max_classes: int = 500
-    sizes_per_structure: int = 8
-    keep: int = 16
-    budget_s: float | None = None
-    seed: int = 0
+from cutesuper.search.cost import Cost
+from cutesuper.search.forms import matrix_products
+from cutesuper.search.kernels import Cut, Flat, Groups, Segment, Segments, cuts
+from cutesuper.search.labels import Region, label
+from cutesuper.search.region import Counts, Found, SearchOptions, Way, search_region
+from cutesuper.search.sizing import describe
 
 
 @dataclass
-class Statistics:
-    """What the search did.
+class Statistics(Counts):
+    """What the search did; see `Counts`.
 
     Attributes:
-        regions: different regions looked at.
-        splits, feasible: splits tried, and those under which every output can be computed.
-        classes, tried: classes kept, and results formed to find them.
-        largest: classes of the largest split.
-        programs: structures extracted.
-        pruned: regions, structures and sizes that were left out, by reason.
         verified, rejected: verdicts of ``verify`` on structures.
         seconds: wall time.
-        peak_mb: largest resident memory of the process so far.
+        peak_mb: largest resident memory of this process so far.
+        complete: whether everything was looked at; False after a budget or an interrupt.
     """
 
-    regions: int = 0
-    splits: int = 0
-    feasible: int = 0
-    classes: int = 0
-    tried: int = 0
-    largest: int = 0
-    programs: int = 0
-    pruned: Counter[str] = field(default_factory=Counter)
     verified: int = 0
     rejected: int = 0
     seconds: float = 0.0
     peak_mb: float = 0.0
+    complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -103,16 +62,36 @@ class Progress:
     pruned: int
     verified: int
     best_cost_us: float | None
+    done: int = 0
+    total: int = 0
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A muGraph, what it should cost, and why (microseconds by cause, kernels added up)."""
+    """A muGraph, what it should cost, and why.
+
+    Attributes:
+        mugraph: checked, and verified if the search was given a verifier.
+        cost_us: predicted microseconds of all kernels.
+        kernels: cost of every kernel of ``mugraph.steps``.
+        structure: the kernels as text.
+        lowered: whether skeletons of the lowering run every kernel.
+    """
 
     mugraph: MuGraph
     cost_us: float
-    breakdown: dict[str, float]
+    kernels: tuple[Cost, ...]
     structure: str
+    lowered: bool
+
+    @property
+    def breakdown(self) -> dict[str, float]:
+        """Microseconds by cause, kernels added up (causes overlap in time)."""
+        total: dict[str, float] = {}
+        for k in self.kernels:
+            for cause, us in k.parts.items():
+                total[cause] = total.get(cause, 0.0) + us
+        return total
 
 
 @dataclass(frozen=True)
@@ -123,9 +102,6 @@ class SearchResult:
     statistics: Statistics
 
 
-#: how regions are searched that had too many classes: `Space`
-SEALING: tuple[Sealing, ...] = (0, 1, 2)
-
 Verify = Callable[[MuGraph], bool]
 
 
@@ -134,27 +110,37 @@ def search(
     target: Target,
     *,
     options: SearchOptions = SearchOptions(),
+    budget_s: float | None = None,
+    executor: Executor | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     verify: Verify | None = None,
 ) -> SearchResult:
     """The cheapest programs for a graph.
 
+    Anytime: when the budget is used up, or on Ctrl-C, the best of what was found so far is verified
+    and returned; short kernels are looked at first, so that there soon is something.
+
     Args:
         graph: what to compute.
         target: the device that it will run on.
         options: see `SearchOptions`.
-        on_progress: called after every region and every verdict.
+        budget_s: stop looking for more after this many seconds; None: never.
+        executor: searches the parts of the graph that may become kernels; any
+            `concurrent.futures.Executor` whose workers can import cutesuper. None: this process.
+        on_progress: called after every part of the graph and every verdict.
         verify: whether a muGraph computes the graph; asked once for each structure, and what it
             rejects is dropped. None: every structure is accepted.
 
     Raises:
         SearchError: an operator that no kernel can run, with the reason; a budget too small; or
             nothing that the verifier accepts.
-        LoweringError: a matrix product, and no skeleton for it on this target.
+        LoweringError: a matrix product, and no skeleton for it on this target (only if
+            ``options.lowered``).
         GraphError: a graph without inputs or outputs.
+        KeyboardInterrupt: before anything complete was found.
     """
     check_kernel_graph(graph)
-    return _Search(graph, target, options, on_progress, verify).run()
+    return _Search(graph, target, options, budget_s, executor, on_progress, verify).run()
 
 
 class _Search:
@@ -163,25 +149,26 @@ class _Search:
         graph: KernelGraph,
         target: Target,
         options: SearchOptions,
+        budget_s: float | None,
+        executor: Executor | None,
         on_progress: Callable[[Progress], None] | None,
         verify: Verify | None,
     ) -> None:
         self.graph, self.target, self.options = graph.expanded(), target, options
+        self.budget_s, self.executor = budget_s, executor
         self.on_progress, self.verify = on_progress, verify
         self.statistics = Statistics()
         self.best: float | None = None
         self._start = time.perf_counter()
-        self._found: dict[Region, list[Kernel] | SearchError] = {}
-        self._structures = 0
-        #: regions of this many operators are searched with this much sealing
-        self._large: list[float] = [0, inf, inf]
+        self._found: dict[tuple[Region, bool], Found] = {}
+        self._interrupt: KeyboardInterrupt | None = None
         self._verdicts: dict[tuple[object, ...], bool] = {}
+        self._parts = (0, 0)
 
     def run(self) -> SearchResult:
         keep = self.options.keep
-        flat, found = self._cuts(4 * keep)  # more than asked for: some may be rejected
         candidates: list[Candidate] = []
-        for cut in found:
+        for flat, cut in self._cuts(4 * keep):  # more than asked for: some may be rejected
             mugraph = assemble(flat, cut)
             check_mugraph(mugraph)
             if self._accepted(cut, mugraph):
@@ -199,22 +186,41 @@ class _Search:
         self._report("done")
         return SearchResult(tuple(candidates), self.statistics)
 
-    # ------------------------------------------------------------------------------------ regions
+    # ------------------------------------------------------------------------------------- graphs
 
-    def _cuts(self, keep: int) -> tuple[Flat, list[Cut]]:
-        """Cuts with transposes as views, or, if there are none, with copies of them."""
-        flat = Flat(self.graph)
-        self._check_target(flat)
-        try:
-            return flat, cuts(flat, self._kernels, keep)
-        except SearchError as first:
-            copied = Flat(self.graph, copy_all=True)
-            if copied.copies == flat.copies:
-                raise
+    def _cuts(self, keep: int) -> list[tuple[Flat, Cut]]:
+        """Cuts of the graph, of variants that compute shared values again, of copied views."""
+        plain = Flat(self.graph)
+        if self.options.lowered:
+            self._check_target(plain)
+        found: list[tuple[Flat, Cut]] = []
+        error: SearchError | None = None
+        for flat in self._variants(plain):
+            if found and flat.copies != plain.copies:
+                break  # copies of views only where nothing else is possible
+            segments = Segments(flat)
+            self._gather(segments)
             try:
-                return copied, cuts(copied, self._kernels, keep)
-            except SearchError:
-                raise first from None
+                found += [(flat, cut) for cut in cuts(segments, self._ways, keep)]
+            except SearchError as e:
+                error = error or e
+        if not found:
+            if self._interrupt is not None:
+                raise self._interrupt
+            assert error is not None
+            raise error
+        return sorted(found, key=lambda f: f[1].cost)[:keep]
+
+    def _variants(self, plain: Flat) -> Iterator[Flat]:
+        yield plain
+        if not self.options.lowered:
+            for groups in _groups(len(self.graph.outputs)):
+                graph = self.graph.apart(groups)
+                if len(graph.nodes) > len(self.graph.nodes):
+                    yield Flat(graph, groups=groups)
+        copied = Flat(self.graph, copy_all=True)
+        if copied.copies != plain.copies:
+            yield copied
 
     def _check_target(self, flat: Flat) -> None:
         why = self.target.refuses_products()
@@ -225,89 +231,75 @@ class _Search:
             if is_matmul and matrix_products(label(flat.segment((i,)).region)):
                 raise LoweringError(f"{flat.describe(i)}: {why}")
 
-    def _kernels(self, region: Region) -> list[Kernel]:
-        """Kernels of a region, remembered; raises SearchError if there are none."""
-        if region not in self._found:
-            self._found[region] = self._look(region)
-            self._report("kernels")
-        found = self._found[region]
-        if isinstance(found, SearchError):
-            raise found
-        return found
+    # ------------------------------------------------------------------------------------ regions
 
-    def _look(self, region: Region) -> list[Kernel] | SearchError:
-        budget = self.options.budget_s
-        if budget is not None and time.perf_counter() - self._start > budget:
-            return SearchError(f"the budget of {budget:g} s is used up; raise budget_s")
-        self.statistics.regions += 1
+    def _gather(self, segments: Segments) -> None:
+        """Search every region of a graph, short ones first, until the budget is used up."""
+        wanted: dict[Region, SearchOptions] = {}
+        for segment, length, at_waists in segments.all():
+            if self.options.lowered or at_waists:
+                wanted[segment.region] = self.options
+            elif length == 1:  # so that there is always a way
+                wanted.setdefault(segment.region, replace(self.options, lowered=True))
+        todo = {r: o for r, o in wanted.items() if (r, o.lowered) not in self._found}
+        self._parts = (0, len(todo))
         try:
-            program = label(region)
-            return self._search_region(region, program, find_form(region, program))
-        except SearchError as e:
-            self.statistics.pruned[str(e)] += 1
-            return e
+            for region, found in self._search_all(todo):
+                self._found[region, todo[region].lowered] = found
+                self.statistics.add(found.counts)
+                self._parts = (self._parts[0] + 1, len(todo))
+                self._report("kernels")
+        except KeyboardInterrupt as interrupt:
+            self._interrupt = interrupt
+            self.statistics.complete = False
 
-    def _search_region(
-        self, region: Region, program: LabelledProgram, form: Form
-    ) -> list[Kernel]:
-        found: list[Kernel] = []
-        for level, least in enumerate(self._large):
-            longer = self._large[level + 1 :]
-            if len(region.ops) < least or any(len(region.ops) >= n for n in longer):
-                continue
-            try:
-                found = self._programs(region, form, Space(program, SEALING[level]))
-                break
-            except TooLarge:
-                if not longer:
-                    raise
-                self.statistics.pruned["too many classes: more values sealed"] += 1
-                # not one less: the next start of a segment would only find out again
-                self._large[level + 1] = 3 * len(region.ops) // 4
-        if not found:
-            raise SearchError("no structure that the lowering can run fits the device")
-        return sorted(found, key=lambda k: k.cost.total)[: 2 * self.options.keep]
+    def _search_all(self, todo: dict[Region, SearchOptions]) -> Iterator[tuple[Region, Found]]:
+        if self.executor is None:
+            for region, options in todo.items():
+                if self._left() <= 0:
+                    self.statistics.complete = False
+                    return
+                yield region, search_region(region, self.target, options, self._left())
+            return
+        futures: dict[Region, Future[Found]] = {
+            region: self.executor.submit(search_region, region, self.target, options, self._left())
+            for region, options in todo.items()
+        }
+        try:
+            for region, future in futures.items():
+                try:
+                    yield region, future.result(timeout=max(0.0, self._left()) + _GRACE_S)
+                except TimeoutError:
+                    self.statistics.complete = False
+                    return
+        finally:
+            for future in futures.values():
+                future.cancel()
 
-    def _programs(self, region: Region, form: Form, space: Space) -> list[Kernel]:
-        """Sized programs of all splits of a form."""
-        found: list[Kernel] = []
-        for split in form.splits(space.program):
-            table = saturate(space, split, form, self.options.max_classes, self.options.seed)
-            self.statistics.splits += 1
-            self.statistics.classes += len(table.classes)
-            self.statistics.tried += table.tried
-            self.statistics.largest = max(self.statistics.largest, len(table.classes))
-            cost = price(table, form, self.target, region.output_dtypes[0].itemsize)
-            extracted = extract(table, cost, self.options.programs_per_split, self.options.slack)
-            if not extracted:
-                break  # a split with one axis more is not feasible either
-            self.statistics.feasible += 1
-            for e in extracted:
-                found += self._sizes(region, form, block_program(table, e))
-        return found
+    def _left(self) -> float:
+        """Seconds of the budget that are left."""
+        if self.budget_s is None:
+            return float("inf")
+        return self.budget_s - (time.perf_counter() - self._start)
 
-    def _sizes(self, region: Region, form: Form, structure: BlockProgram) -> list[Kernel]:
-        self.statistics.programs += 1
-        reason = form.refuses(structure)
-        if reason is not None:
-            self.statistics.pruned[reason] += 1
-            return []
-        check_block_program(structure)
-        itemsizes = {f"in{i}": t.itemsize for i, t in enumerate(region.input_dtypes)}
-        itemsizes |= {f"out{i}": t.itemsize for i, t in enumerate(region.output_dtypes)}
-        self._structures += 1
-        found = sized(
-            structure, form, self.target, itemsizes, self.options.sizes_per_structure,
-            self.statistics.pruned,
-        )
-        return [Kernel(s.program, s.cost, self._structures) for s in found]
+    def _ways(self, region: Region) -> tuple[Way, ...]:
+        """What was found for a region. Raises SearchError."""
+        for lowered in (False, True):
+            found = self._found.get((region, lowered))
+            if found is not None:
+                if found.error is not None:
+                    raise found.error
+                return found.ways
+        if not self.statistics.complete and self.budget_s is not None:
+            raise SearchError(f"the budget of {self.budget_s:g} s is used up; raise budget_s")
+        raise SearchError("not looked at: it neither starts nor ends where little is stored")
 
     # ----------------------------------------------------------------------------------- verdicts
 
     def _accepted(self, cut: Cut, mugraph: MuGraph) -> bool:
         if self.verify is None:
             return True
-        key = tuple((segment.writes, kernel.structure) for segment, kernel in cut.steps)
+        key = tuple((s.writes, s.region, way.lowered, way.structure) for s, way in cut.steps)
         if key not in self._verdicts:
             self._verdicts[key] = self.verify(mugraph)
             self.statistics.verified += self._verdicts[key]
@@ -319,8 +311,23 @@ class _Search:
         if self.on_progress is not None:
             s = self.statistics
             self.on_progress(
-                Progress(stage, s.classes, s.pruned.total(), s.verified, self.best)
+                Progress(stage, s.classes, s.pruned.total(), s.verified, self.best, *self._parts)
             )
+
+
+#: seconds that a worker may take past the budget before its part of the graph is given up
+_GRACE_S = 2.0
+
+
+def _groups(outputs: int) -> Iterator[Groups]:
+    """Ways to compute outputs apart from each other: each for itself, and one from the rest."""
+    if outputs < 2:
+        return
+    everyone = tuple(range(outputs))
+    yield tuple((n,) for n in everyone)
+    if outputs > 2:
+        for n in everyone:
+            yield (n,), tuple(m for m in everyone if m != n)
 
 
 def assemble(flat: Flat, cut: Cut) -> MuGraph:
@@ -331,19 +338,35 @@ def assemble(flat: Flat, cut: Cut) -> MuGraph:
         for n in (graph.nodes[i] for i in graph.inputs)
     }
     steps: list[KernelStep] = []
-    for i, (segment, kernel) in enumerate(cut.steps):
+    for segment, way in cut.steps:
         names = {f"in{j}": name for j, name in enumerate(segment.reads)}
         names |= {f"out{j}": name for j, name in enumerate(segment.writes)}
-        steps.append(KernelStep(f"k{i}", _renamed(kernel.program, names)))
-        region = segment.region
-        for name, view, dtype in zip(
-            segment.writes, region.outputs, region.output_dtypes, strict=True
-        ):
-            shape = region.ops[view.value - len(region.inputs)].shape
-            tensors[name] = TensorSpec(name, tuple(shape[d] for d in view.order), dtype)
+        for p in way.partials:
+            name = names[p.name] = flat.fresh(f"partial{len(tensors)}")
+            tensors[name] = TensorSpec(name, _extents(way.programs[0], p.map), float32)
+        for program in way.programs:
+            steps.append(KernelStep(f"k{len(steps)}", _renamed(program, names)))
+        tensors |= _written(segment)
     inputs = tuple(graph.nodes[i].name for i in graph.inputs)
     outputs = tuple(flat.fresh(f"out{i}") for i in range(len(graph.outputs)))
     return MuGraph(tensors, inputs, outputs, tuple(steps))
+
+
+def _written(segment: Segment) -> dict[str, TensorSpec]:
+    region = segment.region
+    written: dict[str, TensorSpec] = {}
+    for name, view, dtype in zip(
+        segment.writes, region.outputs, region.output_dtypes, strict=True
+    ):
+        shape = region.ops[view.value - len(region.inputs)].shape
+        written[name] = TensorSpec(name, tuple(shape[d] for d in view.order), dtype)
+    return written
+
+
+def _extents(program: BlockProgram, mapping: Iterable[str]) -> tuple[Dim, ...]:
+    return tuple(
+        program.dims[d] if d in program.dims else program.parts(program.axis(d)) for d in mapping
+    )
 
 
 def _renamed(program: BlockProgram, names: dict[str, str]) -> BlockProgram:
@@ -356,11 +379,14 @@ def _renamed(program: BlockProgram, names: dict[str, str]) -> BlockProgram:
 
 
 def _candidate(mugraph: MuGraph, cut: Cut) -> Candidate:
-    breakdown: Counter[str] = Counter()
-    for _, kernel in cut.steps:
-        breakdown.update(kernel.cost.parts)
     lines = [f"{s.name}: {show(s.program)}" for s in mugraph.steps]
-    return Candidate(mugraph, cut.cost, dict(breakdown), "; ".join(lines))
+    return Candidate(
+        mugraph,
+        cut.cost,
+        tuple(cost for _, way in cut.steps for cost in way.costs),
+        "; ".join(lines),
+        all(way.lowered for _, way in cut.steps),
+    )
 
 
 def show(program: BlockProgram) -> str:
@@ -380,6 +406,8 @@ def show(program: BlockProgram) -> str:
             text.append("")
         elif op.kind == "constant":
             text.append(f"{op.attributes['value']:g}")
+        elif op.rescaled:
+            text.append(f"rescaled_{short[op.kind]}({text[op.inputs[0]]}, {text[op.inputs[1]]})")
         else:
             text.append(f"{short.get(op.kind, op.kind)}({args})")
     return f"{', '.join(stores)} with {describe(program)}"
@@ -387,7 +415,6 @@ def show(program: BlockProgram) -> str:
 
 __all__ = [
     "Candidate",
-    "MatmulForm",
     "Progress",
     "SearchOptions",
     "SearchResult",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from cutesuper.graph.operators import lookup
 from cutesuper.search.expression import Expressions
@@ -14,6 +14,27 @@ from cutesuper.search.splits import all_parts
 #: 0: nothing else. 1: values with several users; a norm of a norm needs more than 4000 classes
 #: without, and 23 with. 2: all values; the program as it is written, with other reductions.
 Sealing = Literal[0, 1, 2]
+
+
+#: binary operators that normal forms interpret
+ARITHMETIC = ("mul", "div", "add", "sub")
+
+
+class Pairing(NamedTuple):
+    """What can become of two values, judged by their normal forms only.
+
+    Attributes:
+        fits: their product may be part of the goal.
+        left_divides, right_divides: a denominator of the goal has the first (second) as a factor.
+        together: they may be terms of one sum.
+        nothing: none of these, and no operator without algebra is left to try.
+    """
+
+    fits: bool
+    left_divides: bool
+    right_divides: bool
+    together: bool
+    nothing: bool
 
 
 class Space:
@@ -40,11 +61,31 @@ class Space:
         self.reductions = sorted(
             {("sum" if op.kind == "matmul" else op.kind, op.over) for op in program.ops if op.over}
         )
+        self._uninterpreted = any(k not in ARITHMETIC for k in self.binary)
+        #: of normal forms that met in any split
+        self.pairings: dict[tuple[int, int], Pairing] = {}
         self.outer = {
             frozenset(program.ops[i].labels for i in op.inputs)
             for op in program.ops
             if len(op.inputs) == 2 and op.over is None
         }
+
+    def pairing(self, x: int, y: int) -> Pairing:
+        """What can become of two normal forms; keep the answer in `pairings`."""
+        goal = self.goal
+        fits, together = goal.fits(x, y), goal.together(x, y)
+        found = Pairing(
+            fits,
+            fits and goal.divides(x),
+            fits and goal.divides(y),
+            together,
+            not (fits or together or self._uninterpreted),
+        )
+        self.pairings[x, y] = found
+        self.pairings[y, x] = found._replace(
+            left_divides=found.right_divides, right_divides=found.left_divides
+        )
+        return found
 
     def _seal(self) -> list[int]:
         """Normal forms of the program, with every sum that is multiplied later sealed."""

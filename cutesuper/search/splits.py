@@ -11,19 +11,43 @@ before: labels M, N (stored) and K (contracted); after, among 49 splits:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import combinations
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from cutesuper.graph.block import ORDER, Axis, AxisKind
+from cutesuper.graph.dims import extent
 from cutesuper.search.labels import LabelledProgram
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which axis kinds divide each label, outermost first."""
+    """Which axis kinds divide each label, outermost first.
+
+    Attributes:
+        kinds: for every label.
+        parted: the label that is reduced and divided by the grid: blocks store partial results,
+            which a second kernel combines.
+        passes: how often a block may walk its loop. LayerNorm and a product take three: the
+            mean, the variance, the product.
+    """
 
     kinds: tuple[tuple[str, tuple[AxisKind, ...]], ...]
+    parted: str | None = None
+    passes: int = 1
+
+    @property
+    def parted_axis(self) -> str | None:
+        """Name of the grid axis over which a second kernel combines."""
+        return None if self.parted is None else f"{self.parted}.{AxisKind.GRID}"
+
+    def of(self, label: str) -> tuple[AxisKind, ...]:
+        """The axis kinds of a label."""
+        return dict(self.kinds)[label]
+
+    def without(self, kind: AxisKind) -> Split:
+        """The split with one axis less (one of a kind occurs once, the grid's apart)."""
+        kinds = tuple((d, tuple(k for k in ks if k != kind)) for d, ks in self.kinds)
+        return replace(self, kinds=kinds)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -42,7 +66,8 @@ class Split:
 
     def __str__(self) -> str:
         shown = ((label, "+".join(kinds)) for label, kinds in self.kinds)
-        return " ".join(f"{label}:{kinds or 'whole'}" for label, kinds in shown)
+        text = " ".join(f"{label}:{kinds or 'whole'}" for label, kinds in shown)
+        return text if self.passes == 1 else f"{text}, {self.passes} passes"
 
 
 def all_parts(label: str) -> tuple[str, ...]:
@@ -51,10 +76,14 @@ def all_parts(label: str) -> tuple[str, ...]:
 
 
 class State(NamedTuple):
-    """What a value depends on besides its labels; see `graph.check.ValueState`."""
+    """What a value depends on besides its labels; see `graph.check.ValueState`.
+
+    Here the axis along which a kernel leaves partial results for a second one counts as an axis
+    inside which values live until that kernel has ended (`Split.parted`).
+    """
 
     inside: frozenset[str]
-    closed: frozenset[str]
+    closed: frozenset[tuple[str, int]]
     pending: frozenset[str]
 
 
@@ -86,7 +115,7 @@ class Rules(Protocol):
 
 
 class AnyRules:
-    """Everything that `graph.check` allows (grid-split reductions apart: nothing sums them)."""
+    """Everything that `graph.check` allows."""
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
         return True
@@ -98,26 +127,66 @@ class AnyRules:
         return True
 
 
+#: shorter dimensions are not divided when they are reduced: by a loop, by anything else
+MIN_LOOPED, MIN_PARTED = 129, 512
+
+_GRID, _CLUSTER = AxisKind.GRID, AxisKind.CLUSTER
+_PERSISTENT, _LOOP = AxisKind.PERSISTENT, AxisKind.LOOP
+#: what a label is to a program -> the axis kinds that may divide it
+_REDUCED: tuple[tuple[AxisKind, ...], ...] = (
+    (), (_LOOP,), (_CLUSTER,), (_CLUSTER, _LOOP), (_GRID,), (_GRID, _LOOP),
+)
+_STORED: tuple[tuple[AxisKind, ...], ...] = ((_GRID,),)
+_BOTH: tuple[tuple[AxisKind, ...], ...] = (
+    (), (_LOOP,), (_CLUSTER,), (_CLUSTER, _LOOP), (_GRID,), (_GRID, _PERSISTENT),
+)
+
+
 def splits(program: LabelledProgram) -> Iterator[Split]:
     """Every assignment of axis kinds to labels, fewest axes first.
 
-    At most one cluster, one loop and one persistent axis; a label of the outputs is a grid axis,
-    perhaps with a loop or persistent one inside; a label that is only reduced has none of the grid.
+    At most one cluster, one loop and one persistent axis, and one label that is reduced although
+    blocks of the grid divide it (a second kernel then combines what they leave). A label that is
+    only stored is a grid axis, which may have an extent of 1; a loop over it would only repeat.
     """
-    outer, inner = (AxisKind.GRID,), (AxisKind.CLUSTER, AxisKind.PERSISTENT, AxisKind.LOOP)
-    options: list[list[tuple[AxisKind, ...]]] = []
-    for label in program.dims:
-        if label in program.reduced:
-            options.append([c for n in range(3) for c in combinations(inner, n)])
-        else:
-            options.append([outer, (*outer, AxisKind.LOOP), (*outer, AxisKind.PERSISTENT)])
+    reduced, again = set(program.reduced), _needed_again(program)
+    stored = {d for _, m in program.outputs for d in m if d is not None}
     chosen: list[tuple[tuple[AxisKind, ...], ...]] = [()]
-    for option in options:
-        chosen = [(*c, o) for c in chosen for o in option if _once((*c, o))]
+    for label, dim in program.dims.items():
+        kinds = _STORED if label not in reduced else _BOTH if label in stored else _REDUCED
+        if label in reduced:
+            kinds = tuple(k for k in kinds if _pays(k, extent(dim)))
+        if label in again:
+            kinds = tuple(k for k in kinds if _GRID not in k)
+        chosen = [(*c, o) for c in chosen for o in kinds if _once((*c, o))]
     for c in sorted(chosen, key=lambda c: sum(map(len, c))):
-        yield Split(tuple(zip(program.dims, c, strict=True)))
+        kinds_of = dict(zip(program.dims, c, strict=True))
+        parted = tuple(d for d in program.dims if d in reduced and _GRID in kinds_of[d])
+        if len(parted) <= 1:
+            looped = {d for d, ks in kinds_of.items() if _LOOP in ks}
+            passes = 2 if looped & again else 1
+            yield Split(tuple(kinds_of.items()), parted[0] if parted else None, passes)
+
+
+def _needed_again(program: LabelledProgram) -> set[str]:
+    """Labels of an output that depends on a reduction over them, as softmax does: a loop has to
+    be walked again, and another kernel cannot go on where the grid has ended."""
+    over: list[set[str]] = []
+    for op in program.ops:
+        before = set[str]().union(*(over[i] for i in op.inputs))
+        over.append(before | ({op.over} if op.over is not None else set()))
+    return {d for i, m in program.outputs for d in m if d is not None and d in over[i]}
+
+
+def _pays(kinds: tuple[AxisKind, ...], whole: int) -> bool:
+    """Whether a reduced label is long enough to be divided like this.
+
+    The head dimension of attention is held as a whole: 1845 splits of its backward pass become 150.
+    """
+    least = MIN_LOOPED if kinds == (_LOOP,) else MIN_PARTED if kinds else 0
+    return whole >= least
 
 
 def _once(kinds: tuple[tuple[AxisKind, ...], ...]) -> bool:
-    flat = [k for ks in kinds for k in ks if k != AxisKind.GRID]
+    flat = [k for ks in kinds for k in ks if k != _GRID]
     return len(set(flat)) == len(flat)

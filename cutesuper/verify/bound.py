@@ -34,6 +34,23 @@ class Bound:
 
 
 @dataclass(frozen=True)
+class Move:
+    """A shift (a fresh value in place of a maximum) that is a summand of a value.
+
+    Attributes:
+        sign: 1 where it is added, -1 where it is subtracted.
+        dims: dimensions of the shift.
+    """
+
+    sign: int
+    dims: frozenset[str]
+
+
+#: the shifts that a value contains as summands; None: it depends on shifts in any other way
+Moves = tuple[Move, ...] | None
+
+
+@dataclass(frozen=True)
 class Degree:
     """What is known of every element of a value.
 
@@ -44,6 +61,7 @@ class Degree:
         varies: dimensions along which the denominator may change.
         terms: opaque applications one element depends on, at most.
         term_dims: dimensions along which those change.
+        moves: how it depends on shifts: at most one is added and at most one subtracted, or None.
     """
 
     sizes: dict[str, int]
@@ -52,6 +70,7 @@ class Degree:
     varies: frozenset[str] = frozenset()
     terms: int = 0
     term_dims: frozenset[str] = frozenset()
+    moves: Moves = ()
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -65,7 +84,6 @@ class DegreeAlgebra:
         argument: highest degree (numerator plus denominator) under an opaque function.
         zeros: sum of the degrees of all elements that are divided by.
         exponents: arguments of exponentials.
-        shifts: number of fresh values that maxima became.
         ordered: `max` was used where it means the largest element.
     """
 
@@ -75,15 +93,17 @@ class DegreeAlgebra:
         self.argument = 0
         self.zeros = 0
         self.exponents: list[Degree] = []
-        self.shifts = 0
         self.ordered = False
 
     def add(self, x: Degree, y: Degree) -> Degree:
         """Over the product of both denominators."""
         both = self.mul(x, y)
-        return replace(both, num=max(x.num + y.den, y.num + x.den))
+        return replace(both, num=max(x.num + y.den, y.num + x.den), moves=_summed(x, y))
 
-    sub = add
+    def sub(self, x: Degree, y: Degree) -> Degree:
+        """What y adds is subtracted."""
+        moves = y.moves and tuple(replace(m, sign=-m.sign) for m in y.moves)
+        return self.add(x, replace(y, moves=moves))
 
     def mul(self, x: Degree, y: Degree) -> Degree:
         """Degrees add up."""
@@ -94,6 +114,7 @@ class DegreeAlgebra:
             x.varies | y.varies,
             x.terms + y.terms,
             x.term_dims | y.term_dims,
+            _unmoved(x, y),
         )
 
     def div(self, x: Degree, y: Degree) -> Degree:
@@ -107,14 +128,14 @@ class DegreeAlgebra:
         """A fresh variable."""
         self.argument = max(self.argument, x.num + x.den)
         dims = x.term_dims | frozenset(x.sizes)
-        return Degree(x.sizes, 1, 0, frozenset(), x.terms + 1, dims)
+        return Degree(x.sizes, 1, 0, frozenset(), x.terms + 1, dims, _unmoved(x))
 
     def exp(self, x: Degree) -> Degree:
-        """A fresh variable, over that of a shift; `error_bound` decides whether that holds."""
+        """A fresh variable, times and over those of shifts; `error_bound` says if that holds."""
         self.exponents.append(x)
-        if not self.shifted:
-            return Degree(x.sizes, 1)
-        return Degree(x.sizes, 2, 1, frozenset(x.sizes))
+        up = sum(m.sign > 0 for m in x.moves or ())
+        down = [m.dims for m in x.moves or () if m.sign < 0]
+        return Degree(x.sizes, 1 + up, len(down), frozenset().union(*down), moves=None)
 
     def constant(self, value: float) -> Degree:
         """Degree zero."""
@@ -133,6 +154,7 @@ class DegreeAlgebra:
             x.varies - over,
             x.terms * prod(n for d, n in x.sizes.items() if d in over & x.term_dims),
             x.term_dims - over,
+            _unmoved(x),
         )
 
     def max(self, x: Degree, dims: Iterable[str], valid: Any = None) -> Degree:
@@ -140,8 +162,7 @@ class DegreeAlgebra:
         self.ordered |= not self.shifted
         over = set(dims)
         sizes = {d: n for d, n in x.sizes.items() if d not in over}
-        self.shifts += prod(sizes.values())
-        return Degree(sizes, self.shift_degree)
+        return Degree(sizes, self.shift_degree, moves=(Move(1, frozenset(sizes)),))
 
     def matmul(self, x: Degree, y: Degree, over: Iterable[str]) -> Degree:
         """A sum of products."""
@@ -149,6 +170,10 @@ class DegreeAlgebra:
 
     def masked(self, x: Degree, valid: Any) -> Degree:
         """Leaving elements out raises no degree."""
+        return x
+
+    def mask(self, x: Degree, names: Any, keep: Any) -> Degree:
+        """What is -inf is so whatever the inputs are."""
         return x
 
     def without_q(self, x: Degree) -> Degree:
@@ -161,11 +186,16 @@ class DegreeAlgebra:
 
     def rename(self, x: Degree, names: Mapping[str, str]) -> Degree:
         """Dimensions renamed."""
+
+        def renamed(dims: frozenset[str]) -> frozenset[str]:
+            return frozenset(names.get(d, d) for d in dims)
+
         return replace(
             x,
             sizes={names.get(d, d): n for d, n in x.sizes.items()},
-            varies=frozenset(names.get(d, d) for d in x.varies),
-            term_dims=frozenset(names.get(d, d) for d in x.term_dims),
+            varies=renamed(x.varies),
+            term_dims=renamed(x.term_dims),
+            moves=x.moves and tuple(replace(m, dims=renamed(m.dims)) for m in x.moves),
         )
 
     def load(self, x: Degree, mapped: Sequence[Mapped], window: Any) -> Degree:
@@ -190,7 +220,21 @@ def _spread(x: Degree, sizes: dict[str, int]) -> Degree:
         sizes=sizes,
         varies=every if x.varies else frozenset(),
         term_dims=every if x.term_dims else frozenset(),
+        moves=x.moves and tuple(replace(m, dims=every if m.dims else m.dims) for m in x.moves),
     )
+
+
+def _unmoved(*values: Degree) -> Moves:
+    """Of what is no sum: free of shifts where all operands are."""
+    return () if all(x.moves == () for x in values) else None
+
+
+def _summed(x: Degree, y: Degree) -> Moves:
+    if x.moves is None or y.moves is None:
+        return None
+    moves = x.moves + y.moves
+    signs = [m.sign for m in moves]
+    return None if len(set(signs)) < len(signs) else moves
 
 
 def error_bound(
@@ -214,15 +258,17 @@ def error_bound(
     arguments = source.exponents + found.exponents
     if source.ordered or found.ordered:
         return Bound(None, "no bound: a maximum shows an element only where it is the largest")
-    if arguments and any(x.terms for x in arguments):
+    if any(x.terms for x in arguments):
         exponents = exponents or "an exponential has an opaque function in its argument"
+    if any(x.moves is None for x in arguments):
+        exponents = exponents or "a maximum enters an exponential other than as a summand"
     if arguments and exponents is not None:
         return Bound(None, f"no bound: {exponents}")
     argument = 2 * max(source.argument, found.argument)
     weight = max(
         _element(w, tensors[name], argument) for w, name in zip(want, mu.outputs, strict=True)
     )
-    weight += _accidents(source.exponents, arguments, source.shifts + found.shifts)
+    weight += _accidents(source.exponents, arguments)
     zeros = source.zeros + found.zeros
     return _bound(weight, 2 * zeros, Q) if arguments else _bound(weight, zeros, P)
 
@@ -234,16 +280,17 @@ def affine_inputs(graph: KernelGraph, sizes: Sizes) -> list[int]:
         a = DegreeAlgebra(shifted=True, shift_degree=0)
         one = [replace(_input(s), num=int(i == k)) for i, s in enumerate(sizes.inputs)]
         evaluate_graph(graph, a, one)
-        if all(x.num <= 1 and not x.den and not x.terms for x in a.exponents):
+        affine = (x.num <= 1 and not x.den and not x.terms for x in a.exponents)
+        if all(affine) and not any(x.moves is None for x in a.exponents):
             result.append(k)
     return result
 
 
-def _accidents(source: list[Degree], both: list[Degree], shifts: int) -> int:
+def _accidents(source: list[Degree], both: list[Degree]) -> int:
     """Weight of the accidents of exponents: low rank, or a strange one that looks known."""
     count = sum(prod(x.sizes.values()) for x in source)
     highest = max((x.num + x.den for x in both), default=0)
-    return (4 * count + 4 * shifts + 2) * highest
+    return (3 * count + 2) * highest
 
 
 def _input(shape: tuple[int, ...]) -> Degree:

@@ -50,7 +50,7 @@ class FieldDomain(FieldAlgebra):
 
     def rename(self, x: FieldValue, names: Mapping[str, str]) -> FieldValue:
         """The same residues, dimensions renamed."""
-        return FieldValue(tuple(names.get(d, d) for d in x.dims), x.p, x.q)
+        return FieldValue(tuple(names.get(d, d) for d in x.dims), x.p, x.q, x.masked)
 
     def without_q(self, x: FieldValue) -> FieldValue:
         """The value where only residues mod p are of use."""
@@ -62,7 +62,12 @@ class FieldDomain(FieldAlgebra):
         if missing:
             raise VerificationError(f"a label is reduced after its axis {missing[0]} was")
         keep = align(valid[1], valid[0], x.dims)
-        return FieldValue(x.dims, x.p * keep, None if x.q is None else x.q * keep)
+        q = None if x.q is None else x.q * keep
+        return FieldValue(x.dims, x.p * keep, q, x.masked)
+
+    def mask(self, x: FieldValue, names: tuple[str, ...], keep: NDArray[np.bool_]) -> FieldValue:
+        """-inf where ``keep``, whose dimensions are ``names``, does not hold."""
+        return x.hide(align(~keep, names, x.dims))
 
     def larger(self, x: FieldValue, y: FieldValue) -> FieldValue:
         """`max` of two values of the same dimensions."""
@@ -71,7 +76,8 @@ class FieldDomain(FieldAlgebra):
             return np.stack([r, align(s, y.dims, x.dims)])
 
         q = None if x.q is None or y.q is None else stack(x.q, y.q)
-        return self.max(FieldValue(("pair", *x.dims), stack(x.p, y.p), q), ("pair",))
+        masked = x.masked or y.masked
+        return self.max(FieldValue(("pair", *x.dims), stack(x.p, y.p), q, masked), ("pair",))
 
     def load(self, x: FieldValue, mapped: Sequence[Mapped], window: Window) -> FieldValue:
         """Tiles of a tensor; padding holds random residues."""
@@ -81,22 +87,22 @@ class FieldDomain(FieldAlgebra):
             whole = self._pad(r, mapped, modulus).reshape([n for m in mapped for n in m.extents])
             return whole[tuple(slice(*window[n]) if n in window else slice(None) for n in names)]
 
-        return FieldValue(names, tiles(x.p, P), None if x.q is None else tiles(x.q, Q))
+        q = None if x.q is None else tiles(x.q, Q)
+        return FieldValue(names, tiles(x.p, P), q, x.masked)
 
     def store(
         self, x: FieldValue, mapped: Sequence[Mapped], window: Window, into: FieldValue | None
     ) -> FieldValue:
         """Put tiles where they belong; ``into`` holds what earlier windows stored."""
         names = tuple(p for m in mapped for p in m.parts)
-        x = FieldValue(
-            names, align(x.p, x.dims, names), None if x.q is None else align(x.q, x.dims, names)
-        )
+        q = None if x.q is None else align(x.q, x.dims, names)
+        x = FieldValue(names, align(x.p, x.dims, names), q, x.masked)
         if not window:
             return x
         if into is None:
             covered = [n for m in mapped for n in m.extents]
             q = None if x.q is None else np.zeros(covered, np.uint64)
-            into = FieldValue(names, np.zeros(covered, np.uint64), q)
+            into = FieldValue(names, np.zeros(covered, np.uint64), q, x.masked)
         place = tuple(slice(*window[n]) if n in window else slice(None) for n in names)
         into.p[place] = x.p
         if into.q is not None and x.q is not None:
@@ -112,7 +118,7 @@ class FieldDomain(FieldAlgebra):
             return r.reshape(covered)[crop]
 
         names = names_of(tuple(m.extent for m in mapped))
-        return FieldValue(names, join(x.p), None if x.q is None else join(x.q))
+        return FieldValue(names, join(x.p), None if x.q is None else join(x.q), x.masked)
 
     def _pad(self, r: Residues, mapped: Sequence[Mapped], modulus: int) -> Residues:
         covered = tuple(prod(m.extents) for m in mapped)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Any, Literal
 
 import numpy as np
@@ -19,11 +20,11 @@ from cutesuper.errors import CutesuperError, GraphError
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.check import check_mugraph
 from cutesuper.graph.dims import show_shape
-from cutesuper.graph.field import DivisionByZero, FieldValue, align
+from cutesuper.graph.field import DivisionByZero, FieldValue, Unbounded, align
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.verify.bound import Bound, affine_inputs, error_bound
 from cutesuper.verify.domain import FieldDomain, draw
-from cutesuper.verify.exponents import RecordingDomain, arguments_match, jointly_uniform
+from cutesuper.verify.exponents import arguments_match, jointly_uniform
 from cutesuper.verify.extents import SizeChooser, Sizes, real_sizes, resized_graph
 from cutesuper.verify.source import evaluate_graph, names_of
 from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun
@@ -94,13 +95,13 @@ class Verification:
             return f"not equal: {self.reason}"
         at = ", ".join(f"{n}{show_shape(s)}" for n, s in self.extents.items())
         bound = (
-            f"false accept below 2^{self.bound_log2:.0f}"
+            f"false accept below 2^{ceil(self.bound_log2)}"
             if self.bound_log2 is not None
             else "no error bound"
         )
         real = "; also at real extents" if self.real_extents else ""
         if self.real_bound_log2 is not None:
-            real += f" (once, 2^{self.real_bound_log2:.0f})"
+            real += f" (once, 2^{ceil(self.real_bound_log2)})"
         return f"equal in {self.trials} trials at {at}{real}; {bound} ({self.conditions})"
 
 
@@ -143,6 +144,8 @@ class Verifier:
         """
         try:
             return self._check(mu, bound, full)
+        except Unbounded as error:
+            return _refused(str(error))
         except DivisionByZero:
             return _refused(f"it divides by zero for {DRAWS} draws of the inputs")
         except CutesuperError as error:
@@ -264,17 +267,13 @@ class Verifier:
         return self._uniform_at[sizes.inputs]
 
     def _arguments_match(self, mu: MuGraph, sizes: Sizes, trial: int, mode: Mode) -> bool:
-        """Conditions of the bound that hold for a pair of programs, in one trial."""
+        """Whether the exponentials of both programs have the same arguments, in one trial."""
         known = self._source(sizes, (trial, 0), mode, True, keep=True)
         tensors: dict[str, Any] = dict(zip(mu.inputs, known.inputs, strict=True))
-
-        def domain(second: bool, zero: bool) -> RecordingDomain:
-            return RecordingDomain(known.seed, _shifts(known.shift_seed + second, mode), zero)
-
         return arguments_match(
             lambda a: evaluate_graph(self._graphs[sizes.inputs], a, list(known.inputs)),
             lambda a: evaluate_mugraph(a, mu, sizes, tensors),
-            domain,
+            known.seed,
         )
 
 

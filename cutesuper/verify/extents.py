@@ -9,18 +9,22 @@ every block program which has it as a label can split as it wants.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 from typing import Any
 
 from cutesuper.errors import GraphError
-from cutesuper.graph.block import AxisKind, BlockProgram, MuGraph
+from cutesuper.graph.block import AxisKind, BlockProgram, MuGraph, mapped_labels
 from cutesuper.graph.dims import Dim, extent
 from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.operators import TABLE, lookup
 
 #: parts of an axis; 3 where an order or "all but one" could go unnoticed with 2
 PARTS = {AxisKind.GRID: 2, AxisKind.CLUSTER: 3, AxisKind.PERSISTENT: 2, AxisKind.LOOP: 3}
 TILE = 2
+#: extent of a reduced dimension that no axis splits: with two elements, the squares of their
+#: differences from the mean are equal, and the largest is the mean (a wrong LayerNorm was accepted)
+WHOLE = 3
 
 _Shape = tuple[int, ...]
 _Node = tuple[Any, ...]
@@ -55,12 +59,17 @@ def _concrete(program: BlockProgram) -> BlockProgram:
 
 
 def resized_graph(graph: KernelGraph, inputs: tuple[_Shape, ...]) -> KernelGraph:
-    """The same operators on inputs of other shapes. Raises ShapeError where they do not fit."""
+    """The same operators on inputs of other shapes. Raises ShapeError where they do not fit.
+
+    A mask may have more rows than columns here, which a graph that is built may not.
+    """
     g = KernelGraph()
     shapes = iter(inputs)
     for n in graph.nodes:
         if n.operator == "input":
             g.new_input(next(shapes), n.dtype, n.name)
+        elif lookup(n.operator).masks:
+            g.nodes.append(replace(n, shape=g.nodes[n.inputs[0]].shape))
         else:
             g.apply(n.operator, *(g.tensor(j) for j in n.inputs), **dict(n.attributes))
     g.outputs = list(graph.outputs)
@@ -111,8 +120,12 @@ class SizeChooser:
         classes = self._source.copy()
         _join_mugraph(classes, self.graph, mu)
         extents, axes = _solve(classes, mu)
+        exact = {classes.find(n) for dim, nodes in _shared(mu) for n in (dim, *nodes)}
+        tied = {classes.find(a) for a in axes} | exact
+        reduced = _reduced(classes, self.graph, mu) - tied
+        extents |= {c: WHOLE for c in reduced if extents.get(c) == TILE}
+        _lengthen_masked(classes, self.graph, extents, tied)
         if ragged:
-            tied = {classes.find(a) for a in axes}
             shown = {
                 c: n - 1 if n > TILE and c not in tied and c != classes.find(_ONE) else n
                 for c, n in extents.items()
@@ -131,7 +144,7 @@ class SizeChooser:
             n: tuple(size(("t", n, d)) for d in range(len(t.shape))) for n, t in mu.tensors.items()
         }
         programs = tuple(
-            _resize(s.program, k, classes, extents, shown, axes, ragged)
+            _resize(s.program, k, classes, extents, shown, axes, exact if ragged else None)
             for k, s in enumerate(mu.steps)
         )
         return Sizes(inputs, tensors, programs)
@@ -174,14 +187,33 @@ def _join_mugraph(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> None:
     # an intermediate may have an extent of 1 because an axis has: it is still tried with more
     for k, step in enumerate(mu.steps):
         for op in (*step.program.loads(), *step.program.stores()):
-            for d, label in enumerate(op.attributes["map"]):
-                node = ("l", k, label) if label in step.program.dims else ("a", k, label)
-                classes.join(("t", op.attributes["tensor"], d), _ONE if label is None else node)
+            for d, entry in enumerate(op.attributes["map"]):
+                nodes = _nodes(step.program, k, entry)
+                if len(nodes) < 2:  # the extents of several are multiplied in `_multiply`
+                    classes.join(("t", op.attributes["tensor"], d), nodes[0] if nodes else _ONE)
+
+
+def _nodes(program: BlockProgram, k: int, entry: Any) -> list[_Node]:
+    """The labels and axes that a map of kernel k names for a dimension."""
+    return [("l" if x in program.dims else "a", k, x) for x in mapped_labels(entry)]
+
+
+def _shared(mu: MuGraph) -> list[tuple[_Node, list[_Node]]]:
+    """Dimensions of tensors that several labels share, with these labels."""
+    return [
+        (("t", op.attributes["tensor"], d), nodes)
+        for k, step in enumerate(mu.steps)
+        for op in (*step.program.loads(), *step.program.stores())
+        for d, entry in enumerate(op.attributes["map"])
+        if len(nodes := _nodes(step.program, k, entry)) > 1
+    ]
 
 
 def _solve(classes: _Classes, mu: MuGraph) -> tuple[dict[_Node, int], dict[_Node, int]]:
     """The extent of every class that has labels, and the parts of axes that tensors show."""
-    axes = {n: PARTS[AxisKind(n[2].split(".")[-1])] for n in classes.parent if n[0] == "a"}
+    shared = _shared(mu)
+    nodes = {*classes.parent, *(n for _, parts in shared for n in parts)}
+    axes = {n: PARTS[AxisKind(n[2].split(".")[-1])] for n in nodes if n[0] == "a"}
     one = classes.find(_ONE)
     for _ in range(8):
         extents: dict[_Node, int] = {}
@@ -195,11 +227,60 @@ def _solve(classes: _Classes, mu: MuGraph) -> tuple[dict[_Node, int], dict[_Node
             c = classes.find(node)
             extents[c] = 1 if c == one else lcm(extents.get(c, 1), n)
         extents[one] = 1
+        _multiply(classes, extents, shared)
         settled = {a: extents[classes.find(a)] for a in axes}
         if settled == axes:
             return extents, axes
         axes = settled
     raise GraphError("muGraph: a tensor shows an axis of its own dimension; no extents fit that")
+
+
+def _multiply(
+    classes: _Classes, extents: dict[_Node, int], shared: list[tuple[_Node, list[_Node]]]
+) -> None:
+    """Make the extent of a shared dimension the product of its labels'; the last one takes up what
+    is missing. Raises GraphError."""
+    for _ in range(8):
+        before = dict(extents)
+        for dim, nodes in shared:
+            whole, parts = classes.find(dim), [classes.find(n) for n in nodes]
+            product = prod(extents[c] for c in parts)
+            extents[whole] = lcm(product, extents.get(whole, 1))
+            extents[parts[-1]] *= extents[whole] // product
+        if extents == before:
+            return
+    raise GraphError("muGraph: labels share dimensions in a way that no small extents fit")
+
+
+def _reduced(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> set[_Node]:
+    """Classes over which there is a sum, mean or maximum."""
+    found: set[_Node] = set()
+    for n in graph.nodes:
+        if lookup(n.operator).reduces:
+            found.add(classes.find(("s", n.inputs[0], n.attributes["dim"])))
+    for k, step in enumerate(mu.steps):
+        for op in step.program.ops:
+            if op.kind in TABLE and TABLE[op.kind].reduces:
+                found.add(classes.find(("l", k, op.attributes["over"])))
+    return found
+
+
+def _lengthen_masked(
+    classes: _Classes, graph: KernelGraph, extents: dict[_Node, int], tied: set[_Node]
+) -> None:
+    """More columns than rows under a mask where the graph has more: its alignment must show.
+
+    before: 12 rows, 2 columns, one mask for both alignments; after: 12 rows, 14 columns. The tile
+    of the columns takes up the difference.
+    """
+    for i, node in enumerate(graph.nodes):
+        if not lookup(node.operator).masks or extent(node.shape[-1]) <= extent(node.shape[-2]):
+            continue
+        last = len(node.shape) - 1
+        rows, columns = (classes.find(("s", i, d)) for d in (last - 1, last))
+        short, least = extents.get(columns, TILE), extents.get(rows, TILE)
+        if columns not in tied and short <= least:
+            extents[columns] = short * (least // short + 1)
 
 
 def _wanted(program: BlockProgram, k: int, dim: str, axes: dict[_Node, int]) -> int:
@@ -213,8 +294,9 @@ def _resize(
     extents: dict[_Node, int],
     shown: dict[_Node, int],
     axes: dict[_Node, int],
-    ragged: bool,
+    exact: set[_Node] | None,
 ) -> BlockProgram:
+    """The program at small extents, with tails (but for ``exact`` classes) unless that is None."""
     dims: dict[str, Dim] = {}
     parts: dict[str, int] = {}
     tile: dict[str, int] = {}
@@ -225,5 +307,5 @@ def _resize(
             parts[a.name] = 1 if covered == 1 else axes.get(("a", k, a.name), PARTS[a.kind])
         tile[d] = max(1, covered // prod(parts[a.name] for a in program.axes_of(d)))
         # a dimension too short to lose an element gets a longer tile in its place
-        tile[d] += ragged and shown[c] == covered and covered > 1
+        tile[d] += exact is not None and c not in exact and shown[c] == covered and covered > 1
     return program.resized(dims, parts, tile)

@@ -50,7 +50,11 @@ class TorchDomain:
         if kind == "constant":
             return self.constant(attributes["value"])
         dims = tuple(dict.fromkeys(d for x in args for d in x.dims))
-        return TorchValue(dims, lookup(kind).reference([_align(x, dims) for x in args], attributes))
+        data = [_align(x, dims) for x in args]
+        result = lookup(kind).reference(data, attributes)
+        if kind == "sub":  # -inf - -inf = -inf, see `cutesuper.graph.field`
+            result = torch.where((data[0] == -torch.inf) & (data[1] == -torch.inf), data[0], result)
+        return TorchValue(dims, result)
 
     def add(self, x: TorchValue, y: TorchValue) -> TorchValue:
         """Sum of two values of the same dimensions."""
@@ -97,6 +101,10 @@ class TorchDomain:
     def masked(self, x: TorchValue, valid: Any) -> TorchValue:
         """Zero where an element does not exist."""
         return self._where(x, valid, 0.0)
+
+    def mask(self, x: TorchValue, names: tuple[str, ...], keep: NDArray[np.bool_]) -> TorchValue:
+        """-inf where ``keep``, whose dimensions are ``names``, does not hold."""
+        return self._where(x, (names, keep), -torch.inf)
 
     def without_q(self, x: TorchValue) -> TorchValue:
         """There is only one kind of number here."""

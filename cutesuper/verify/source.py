@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cutesuper.errors import VerificationError
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import lookup
+from cutesuper.graph.operators import Attributes, Operator, lookup
 
 #: name of the contracted dimension while a matrix product runs
 _INNER = "inner"
@@ -75,6 +77,8 @@ def _apply(graph: KernelGraph, i: int, a: Any, args: list[Any]) -> Any:
     shapes = [graph.nodes[j].shape for j in node.inputs]
     if operator.elementwise:
         return a.elementwise(node.operator, args, dict(node.attributes))
+    if operator.masks:
+        return _mask(a, operator, args[0], shapes[0], node.attributes)
     if operator.reduces:
         dim = node.attributes["dim"]
         return _reduce(a, operator.reduces, args[0], shapes[0], dim)
@@ -100,6 +104,16 @@ def _reduce(a: Any, how: str, x: Any, shape: tuple[Any, ...], dim: int) -> Any:
         return a.max(x, over)
     total = a.sum(x, over, {over[0]: shape[dim]})
     return a.div(total, a.constant(float(shape[dim]))) if how == "mean" else total
+
+
+def _mask(
+    a: Any, operator: Operator, x: Any, shape: tuple[Any, ...], attributes: Attributes
+) -> Any:
+    extents = (shape[-2], shape[-1])
+    rows, columns = np.arange(extents[0])[:, None], np.arange(extents[1])
+    keep = operator.visible(rows, columns, extents, attributes)
+    squeezed = tuple(0 if n == 1 else slice(None) for n in extents)
+    return a.mask(x, names_of(extents), keep[squeezed])
 
 
 def _matmul(a: Any, args: list[Any]) -> Any:

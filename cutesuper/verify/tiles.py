@@ -7,7 +7,8 @@ then held in one value, and each operation of a block program is one operation o
 
 Where that would not fit in memory (real extents), grid, persistent and loop axes are cut into
 chunks that are visited in turn: a value that has a cut dimension is made for one chunk at a time,
-and `accumulate` walks the chunks of its axis.
+and `accumulate` walks the chunks of its axis, as often as the program walks the loop. Accumulators
+that end an axis in the same walk share it; rescaled sums take a walk of their own after the maxima.
 
 Elements past the end of a dimension never count: sums, products and maxima over a label leave them
 out, stores drop them. They hold random residues, so a leak would show.
@@ -33,8 +34,11 @@ from cutesuper.graph.block import (
     AxisKind,
     BlockOp,
     BlockProgram,
+    mapped_labels,
 )
+from cutesuper.graph.check import check_block_program, pass_of
 from cutesuper.graph.dims import ceil_div, extent
+from cutesuper.graph.operators import TABLE, Operator
 from cutesuper.verify.source import needs_exponents
 
 #: elements of one value that are held at a time; about ten values live at once
@@ -81,20 +85,24 @@ class Layout:
     def mapped(self, op: BlockOp) -> list[Mapped]:
         """The layout of the tensor of a load or store. Raises VerificationError."""
         result = []
-        for label in op.attributes["map"]:
-            if label is None:
-                result.append(Mapped((), (), 1))
-            elif label in self.labels:
-                result.append(self.labels[label])
-            else:
-                n = self.extents[label]
-                result.append(Mapped((label,), (n,), n))
+        for entry in op.attributes["map"]:
+            found = [self._part(label) for label in mapped_labels(entry)]
+            names = tuple(p for m in found for p in m.parts)
+            extents = tuple(n for m in found for n in m.extents)
+            result.append(Mapped(names, extents, prod(m.extent for m in found)))
         names = [p for m in result for p in m.parts]
         if len(set(names)) < len(names):
             raise VerificationError(
                 f"{op.kind} {op.attributes['tensor']}: its map names a dimension and an axis of it"
             )
         return result
+
+    def _part(self, label: str) -> Mapped:
+        """A label, or the part of one that an axis is."""
+        if label in self.labels:
+            return self.labels[label]
+        n = self.extents[label]
+        return Mapped((label,), (n,), n)
 
 
 class BlockRun:
@@ -120,10 +128,12 @@ class BlockRun:
         self.layout = Layout(program)
         ops = program.ops
         also = {i for i, op in enumerate(ops) if op.kind == STORE and _tensor(op) in wanted}
+        also |= {j for op in ops if op.rescaled for j in op.inputs[1:]}
         self.q_wanted = needs_exponents([op.kind for op in ops], [op.inputs for op in ops], also)
         self._names = self._dims_of_values()
         self._step = self._chunks(chunk_elements) if chunk_elements else {}
         self._cut = [frozenset(n) & set(self._step) for n in self._names]
+        self._walks = self._group_accumulators() if self._step else {}
         self._memo: dict[int, tuple[Window, Any]] = {}
 
     def q_loaded(self) -> set[str]:
@@ -163,7 +173,7 @@ class BlockRun:
         if op.kind == ACCUMULATE and axis in self._step:
             return self._accumulate(i, axis, here)
         args = [self._value(j, window) for j in op.inputs]
-        if i not in self.q_wanted and op.kind != "exp":
+        if i not in self.q_wanted and op.kind != "exp" and not op.rescaled:
             args = [self.a.without_q(v) for v in args]
         value = self._apply(op, args, here)
         value = value if i in self.q_wanted else self.a.without_q(value)
@@ -171,19 +181,12 @@ class BlockRun:
         return value
 
     def _accumulate(self, i: int, axis: str, here: Window) -> Any:
-        """Walk the chunks of an axis once for all accumulators that close it here."""
-        ops = self.program.ops
-        group = [
-            j
-            for j, op in enumerate(ops)
-            if op.kind == ACCUMULATE
-            and op.attributes["axis"] == axis
-            and self._cut[j] == self._cut[i]
-        ]
+        """Walk the chunks of an axis once for all accumulators that end it in this walk."""
+        ops, group = self.program.ops, self._walks[i]
         total: dict[int, Any] = {}
         for window in self._windows(frozenset((axis,)), here):
             for j in group:
-                part = self._reduce(ops[j], self._value(ops[j].inputs[0], window))
+                part = self._reduce(ops[j], [self._value(k, window) for k in ops[j].inputs])
                 combine = self.a.larger if ops[j].attributes["op"] == "max" else self.a.add
                 total[j] = combine(total[j], part) if j in total else part
         for j in group:
@@ -197,15 +200,33 @@ class BlockRun:
                 raise VerificationError(f"load: tensor {name} does not exist")
             return self.a.load(self.tensors[name], self.layout.mapped(op), window)
         if op.kind in (ACCUMULATE, CLUSTER_REDUCE):
-            return self._reduce(op, args[0])
+            return self._reduce(op, args)
         if "over" in op.attributes:
             return self._over(op, args, window)
+        if TABLE[op.kind].masks:
+            return self._mask(op, TABLE[op.kind], args[0], window)
         return self.a.elementwise(op.kind, args, dict(op.attributes))
 
-    def _reduce(self, op: BlockOp, x: Any) -> Any:
-        axis = op.attributes["axis"]
+    def _mask(self, op: BlockOp, operator: Operator, x: Any, window: Window) -> Any:
+        """Positions follow from the parts, the outermost one counts most."""
+        labels = op.attributes["rows"], op.attributes["columns"]
+        first, second = (self.layout.labels[d] for d in labels)
+        rows, columns = (
+            _cut_window(m.parts, np.arange(prod(m.extents)).reshape(m.extents), window)
+            for m in (first, second)
+        )
+        rows = rows.reshape(*rows.shape, *(1 for _ in columns.shape))
+        keep = operator.visible(rows, columns, (first.extent, second.extent), op.attributes)
+        # a tile that is all padding has no maximum, and nothing to subtract one from
+        return self.a.mask(x, first.parts + second.parts, keep & (columns < second.extent))
+
+    def _reduce(self, op: BlockOp, args: list[Any]) -> Any:
+        axis, x = op.attributes["axis"], args[0]
         if op.attributes["op"] == "max":
             return self.a.max(x, (axis,))
+        if op.rescaled:
+            move = self.a.elementwise("sub", args[1:], {})
+            x = self.a.elementwise("mul", [x, self.a.elementwise("exp", [move], {})], {})
         return self.a.sum(x, (axis,), self.layout.extents)
 
     def _over(self, op: BlockOp, args: list[Any], window: Window) -> Any:
@@ -270,6 +291,17 @@ class BlockRun:
             if max(sizes) <= limit or not free:
                 return {a: step[a] for a in axes if step[a] < self.layout.extents[a]}
             step[free[0]] = ceil_div(step[free[0]], 2)
+
+    def _group_accumulators(self) -> dict[int, tuple[int, ...]]:
+        """For every accumulator those that one walk over the chunks of its axis makes."""
+        ops, states = self.program.ops, check_block_program(self.program)
+        groups: dict[Any, list[int]] = {}
+        for i, op in enumerate(ops):
+            if op.kind == ACCUMULATE:
+                axis = op.attributes["axis"]
+                number = pass_of(states[i], axis)
+                groups.setdefault((axis, number, op.rescaled, self._cut[i]), []).append(i)
+        return {i: tuple(group) for group in groups.values() for i in group}
 
     def _windows(self, cut: frozenset[str], outer: Window) -> Iterator[Window]:
         axes = [n for n in self._step if n in cut]

@@ -1,0 +1,84 @@
+"""Tables for people, on the terminal and in Markdown, and one line about the machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
+
+Row = list[str]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """Fixed point; empty for None."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def print_table(
+    title: str, header: Row, rows: Sequence[Row], bold: Collection[str] = ()
+) -> None:
+    """Print with rich when it is installed, as aligned plain text otherwise.
+
+    Args:
+        title: the line above.
+        header: of the columns; the first and the last are aligned left, and the last may wrap.
+        rows: as wide as ``header``.
+        bold: first cells of rows that stand out.
+    """
+    try:
+        _print_rich(title, header, rows, bold)
+    except ImportError:
+        print(plain_table(title, header, rows))
+
+
+def _print_rich(title: str, header: Row, rows: Sequence[Row], bold: Collection[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left")
+    for i, column in enumerate(header):
+        last = len(header) - 1
+        table.add_column(column, justify="left" if i in (0, last) else "right", no_wrap=i != last)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row), style="bold" if row[0] in bold else "")
+    # a log file has no width; the default of 80 columns would cut the numbers off
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def plain_table(title: str, header: Row, rows: Sequence[Row]) -> str:
+    """The same table as aligned text."""
+    lines = [header, *rows]
+    widths = [max(len(row[i]) for row in lines) for i in range(len(header) - 1)]
+    text = [title]
+    for row in lines:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True)]
+        text.append("  " + "  ".join([*cells, row[-1]]).rstrip())
+    return "\n".join(text)
+
+
+def markdown_table(header: Row, rows: Sequence[Row]) -> str:
+    """The same table in Markdown; columns after the first are numbers."""
+    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
+    return "\n".join(_markdown_row(line) for line in lines)
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def describe_environment(results: dict[str, Any]) -> str:
+    """One line with device, versions and commit."""
+    e = results["environment"]
+    parts = [e.get("gpu"), _named("driver", e.get("driver")), _named("CUDA", e.get("cuda"))]
+    parts += [_named("torch", e.get("torch")), _named("Triton", e.get("triton"))]
+    parts += [_named("CuTe DSL", e.get("cutlass_dsl")), e.get("date")]
+    commit = e.get("commit")
+    if commit:
+        parts.append(f"commit {commit[:10]}{' (modified)' if e.get('dirty') else ''}")
+    return ", ".join(part for part in parts if part)
+
+
+def _named(name: str, value: str | None) -> str | None:
+    return f"{name} {value}" if value else None

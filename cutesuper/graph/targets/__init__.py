@@ -1,0 +1,23 @@
+"""The GPUs, one file per architecture; `base` says what is known of each.
+
+A new architecture is a file here and building blocks under ``device/``.
+"""
+
+from __future__ import annotations
+
+from cutesuper.errors import DeviceError
+from cutesuper.graph.targets.base import Rates, Target
+from cutesuper.graph.targets.blackwell import B200
+from cutesuper.graph.targets.hopper import H100, H200
+
+TARGETS: dict[str, Target] = {t.name: t for t in (H200, H100, B200)}
+
+
+def find_target(name: str) -> Target:
+    """The target called ``name``. Raises DeviceError."""
+    if name in TARGETS:
+        return TARGETS[name]
+    raise DeviceError(f"target {name!r}: unknown; use one of {', '.join(TARGETS)}")
+
+
+__all__ = ["B200", "H100", "H200", "TARGETS", "Rates", "Target", "find_target"]

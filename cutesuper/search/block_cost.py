@@ -1,0 +1,272 @@
+"""What block programs of any form cost, for all candidate extents of a structure at once.
+
+The same quantities as `search.cost` (and its constants, which were fitted to measured kernels):
+bytes from device memory in waves of blocks, what one SM takes in, L2, tensor cores by the area of
+their accumulators, arithmetic, iterations, the exchange in a cluster. Skeletons that have a price
+of their own (`search.forms`) are priced there; this model orders what has none yet.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cutesuper.graph.block import (
+    ACCUMULATE,
+    CLUSTER_REDUCE,
+    LOAD,
+    STORE,
+    AxisKind,
+    BlockOp,
+)
+from cutesuper.graph.dims import extent
+from cutesuper.graph.target import Target
+from cutesuper.search import cost as c
+from cutesuper.search.blocks import Shape, Sizes
+from cutesuper.search.cost import Cost
+
+Reals = NDArray[np.float64]
+
+MIN_STAGES = 3
+RESERVED_BYTES = 2048
+#: fp32 values that the registers of a block hold besides addresses and operands
+REGISTER_VALUES = 48 * 1024
+#: elements of a row program that the threads of a block hold
+ROW_VALUES = 64 * 1024
+#: what is read again comes from L2 if it fits
+L2_BYTES = 40e6
+#: blocks of a kernel without matrix products that share an SM, at most
+RESIDENT = 8
+#: smallest tile of an instruction of the tensor cores: one side of 64, the other of 8
+TENSOR_SIDE, TENSOR_OTHER, TENSOR_INNER = 64, 8, 16
+
+
+class Model:
+    """Prices of the candidate extents of one structure.
+
+    Args:
+        shape: the structure.
+        sizes: candidates.
+        target: the device.
+        itemsizes: bytes per element of every tensor.
+    """
+
+    def __init__(
+        self, shape: Shape, sizes: Sizes, target: Target, itemsizes: dict[str, int]
+    ) -> None:
+        self.shape, self.sizes, self.target, self.itemsizes = shape, sizes, target, itemsizes
+        self.structure = shape.structure
+        self.elements = [sizes.elements(op.dims) for op in self.structure.ops]
+        self.loops = [a.name for a in self.structure.of_kind(AxisKind.LOOP)]
+        self.stage, self.once, self.again = self._loads()
+        self.shared = self._shared()
+
+    # ------------------------------------------------------------------------------------ memory
+
+    def _bytes(self, i: int) -> Reals:
+        op = self.structure.ops[i]
+        return self.elements[i].astype(float) * self.itemsizes[op.attributes["tensor"]]
+
+    def _loads(self) -> tuple[Reals, Reals, Reals]:
+        """Bytes of an iteration's loads, of those outside loops, and whole rows read again."""
+        zero = np.zeros(self.sizes.count)
+        stage, once, again = zero.copy(), zero.copy(), zero.copy()
+        for i, op in enumerate(self.structure.ops):
+            if op.kind != LOAD:
+                continue
+            if set(self.loops) & self.shape.states[i].inside:
+                stage += self._bytes(i)
+                if self.shape.runs[i] > 1:
+                    again += self._bytes(i) * self.sizes.times(self.loops)
+            else:
+                once += self._bytes(i)
+        return stage, once, again
+
+    def _shared(self) -> Reals:
+        """Bytes of the least stages, of what is loaded once, of computed operands and exchange."""
+        staged = MIN_STAGES * self.stage if self.loops else 0.0 * self.stage
+        operands = np.zeros(self.sizes.count)
+        ops = self.structure.ops
+        for i in self.shape.products:
+            for j in ops[i].inputs:
+                operands += 2.0 * self.elements[j] * (ops[j].kind != LOAD)
+        exchange = self._exchanged() * 4.0
+        return staged + self.once + np.maximum(operands, exchange) + RESERVED_BYTES
+
+    def _exchanged(self) -> Reals:
+        """fp32 values that blocks of a cluster combine."""
+        total = np.zeros(self.sizes.count)
+        for op in self.structure.ops:
+            if op.kind == CLUSTER_REDUCE:
+                total += self.sizes.elements(op.dims)
+        return total
+
+    def resident(self) -> NDArray[np.bool_]:
+        """Whether what several passes read stays in shared memory."""
+        return self.shared + self.again <= self.target.shared_bytes
+
+    def registers(self) -> Reals:
+        """fp32 values that live at once: accumulators, and the largest other value."""
+        live = np.zeros(self.sizes.count)
+        other = np.zeros(self.sizes.count)
+        ops, users = self.structure.ops, self._users()
+        for i, op in enumerate(ops):
+            if op.kind == ACCUMULATE:
+                live += self.elements[i]
+            elif i in self.shape.products and all(ops[u].kind == ACCUMULATE for u in users[i]):
+                continue  # the accumulator itself
+            elif op.kind not in (LOAD, STORE, "constant"):
+                other = np.maximum(other, self.elements[i])
+        return live + other
+
+    def _users(self) -> list[list[int]]:
+        users: list[list[int]] = [[] for _ in self.structure.ops]
+        for i, op in enumerate(self.structure.ops):
+            for j in op.inputs:
+                users[j].append(i)
+        return users
+
+    def fits(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Whether shared memory and registers suffice."""
+        values = REGISTER_VALUES if self.shape.products else ROW_VALUES
+        return self.shared <= self.target.shared_bytes, self.registers() <= values
+
+    # -------------------------------------------------------------------------------------- time
+
+    def price(self) -> tuple[Reals, dict[str, Reals]]:
+        """Microseconds in all, and by cause."""
+        t, sizes = self.target, self.sizes
+        clusters = [a.name for a in self.structure.of_kind(AxisKind.CLUSTER)]
+        grid = [a.name for a in self.structure.of_kind(AxisKind.GRID)]
+        cluster = sizes.times(clusters)
+        blocks = sizes.times(grid) * cluster
+        fitting = np.array([t.clusters.get(int(n), 1) for n in cluster])
+        resident = np.ones(sizes.count)
+        if not self.shape.products:
+            resident = np.clip(t.shared_bytes // self.shared, 1, RESIDENT)
+        waves = np.ceil(blocks / (cluster * fitting * resident))
+        moved, loaded = self._traffic(blocks)
+        memory = self._memory(moved, blocks, cluster * fitting)
+        l2 = blocks * loaded / t.l2_bandwidth * 1e6
+        tensor = waves * self._tensor()
+        lanes = self._instructions() * blocks / (c.LANES_PER_US * np.minimum(t.sms, blocks))
+        busy_memory = memory > tensor
+        rate = np.where(busy_memory, c.SM_BYTES_PER_US, c.SM_BYTES_PER_US_IDLE)
+        ingest = waves * resident * loaded / rate
+        stream = np.maximum(np.maximum(memory, l2), ingest) + self._iterations() * waves
+        stage = np.where(self.stage > 0, self.stage, self.once)
+        ramp = c.FIRST_STAGE * stage / c.SM_BYTES_PER_US
+        later = c.WAVE_US if self.shape.products else c.BLOCK_US
+        ramp = ramp + (waves - 1) * later / resident + (0 if self.shape.products else c.BLOCK_US)
+        exchange = self._exchange_us(cluster)
+        busy = np.maximum(stream + c.CONTENTION * lanes, tensor + c.EXPOSED * lanes)
+        total = t.launch_us + np.maximum(busy, lanes) + ramp + exchange
+        launch = np.full(sizes.count, t.launch_us)
+        return total, {
+            "memory": memory, "l2": l2, "ingest": ingest, "tensor": tensor, "lanes": lanes,
+            "launch": launch, "ramp": ramp, "exchange": exchange,
+        }
+
+    def _traffic(self, blocks: Any) -> tuple[Reals, Reals]:
+        """Bytes of device memory in all, and bytes that one block takes in."""
+        structure, sizes = self.structure, self.sizes
+        resident = self.resident()
+        loaded = np.zeros(sizes.count)
+        tensors: dict[str, Reals] = {}
+        for i, op in enumerate(structure.ops):
+            if op.kind not in (LOAD, STORE):
+                continue
+            whole = np.full(sizes.count, float(self._whole(op)))
+            for d in op.attributes["map"]:
+                whole = whole * sizes.parts[d] if d in sizes.parts else whole
+            name = op.attributes["tensor"]
+            whole = whole * self.itemsizes[name]
+            runs = np.where(resident, 1, self.shape.runs[i]) if op.kind == LOAD else 1
+            if op.kind == LOAD:
+                iterations = sizes.times(self.shape.iterated(i))
+                loaded += self._bytes(i) * iterations * runs
+                whole = whole * np.where(whole > L2_BYTES, runs, 1)
+            tensors[name] = np.maximum(tensors.get(name, whole), whole)
+        moved = np.zeros(sizes.count)
+        for n in tensors.values():
+            moved += n
+        return moved, loaded
+
+    def _whole(self, op: BlockOp) -> int:
+        dims = self.structure.dims
+        return prod(extent(dims[d]) for d in op.attributes["map"] if d in dims)
+
+    def _memory(self, moved: Reals, blocks: Any, slots: Any) -> Reals:
+        """Full waves and a last one, each at the rate of the memory or of the SMs that work."""
+        t = self.target
+
+        def rate(active: Any) -> Any:
+            return np.minimum(t.bandwidth / 1e6, np.maximum(1, active) * c.SM_BYTES_PER_US)
+
+        full, last = np.divmod(blocks, slots)
+        slots = np.minimum(slots, t.sms)
+        return moved / blocks * (full * slots / rate(slots) + last / rate(np.minimum(last, t.sms)))
+
+    def _tensor(self) -> Reals:
+        """Products of one wave, at the rate that the area of each accumulator allows."""
+        total = np.zeros(self.sizes.count)
+        for i, p in self.shape.products.items():
+            def side(labels: frozenset[str]) -> Any:
+                ordered = tuple(d for d in self.structure.dims if d in labels)
+                return self.sizes.elements(ordered)
+
+            rows, columns = side(p.rows), side(p.columns)
+            inner = -(-self.sizes.tile[p.over] // TENSOR_INNER) * TENSOR_INNER
+            long = np.maximum(rows, columns)
+            short = np.minimum(rows, columns)
+            long = -(-long // TENSOR_SIDE) * TENSOR_SIDE
+            area = long * (-(-short // TENSOR_OTHER) * TENSOR_OTHER)
+            shared = self.structure.ops[i].dims
+            batch = side(frozenset(shared) - p.rows - p.columns)
+            efficiency = c.TENSOR_EFFICIENCY * area / (area + c.HALF_AREA)
+            flops = 2.0 * area * inner * batch * self._times(i)
+            total += flops * self.target.sms / (self.target.tensor_flops * efficiency) * 1e6
+        return total
+
+    def _instructions(self) -> Reals:
+        """Arithmetic of one block."""
+        total = np.zeros(self.sizes.count)
+        ops = self.structure.ops
+        for i, op in enumerate(ops):
+            if op.kind in (LOAD, STORE, "matmul", "constant"):
+                continue
+            source = op.inputs[0] if "over" in op.attributes else i
+            if op.kind == ACCUMULATE and ops[op.inputs[0]].kind == "matmul" and not op.rescaled:
+                continue  # the tensor cores add up
+            own = self.elements[source] * self._times(source) * c.INSTRUCTIONS.get(op.kind, 1)
+            total += own
+        return total
+
+    def _times(self, i: int) -> Any:
+        """How often a block runs an operation."""
+        return self.sizes.times(self.shape.iterated(i)) * self.shape.runs[i]
+
+    def _iterations(self) -> Reals:
+        inner = [a.name for k in (AxisKind.LOOP, AxisKind.PERSISTENT)
+                 for a in self.structure.of_kind(k)]
+        passes = max(self.shape.runs, default=1)
+        if not inner:
+            return np.zeros(self.sizes.count)
+        computed = any(
+            self.structure.ops[j].kind != LOAD
+            for i in self.shape.products
+            for j in self.structure.ops[i].inputs
+        )
+        one = c.ITERATION_US + (c.PROLOGUE_US if computed else 0.0)
+        return self.sizes.times(inner) * passes * one
+
+    def _exchange_us(self, cluster: Any) -> Reals:
+        sent = 4.0 * self._exchanged() * (cluster - 1) / np.maximum(cluster, 1) / 1024
+        return c.EXCHANGE_US * (cluster - 1) + c.EXCHANGE_US_PER_KB * sent
+
+    def cost(self, total: Reals, parts: dict[str, Reals], i: int) -> Cost:
+        """Of candidate i."""
+        return Cost(float(total[i]), {k: float(v[i]) for k, v in parts.items()})

@@ -1,0 +1,377 @@
+"""The search in one region: from a region to the ways in which kernels can compute it.
+
+A pure function of region, target and options, so that regions can be searched in other processes
+(`search.search(executor=...)`) and equal regions once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import numpy as np
+
+from cutesuper.errors import SearchError
+from cutesuper.graph.block import STORE, AxisKind, BlockProgram
+from cutesuper.graph.check import MAX_PASSES, check_block_program
+from cutesuper.graph.dims import extent
+from cutesuper.graph.target import Target
+from cutesuper.search.block_cost import Model
+from cutesuper.search.blocks import Shape, candidates
+from cutesuper.search.cost import Cost, price
+from cutesuper.search.extract import Partial, Structure, extract, structure
+from cutesuper.search.forms import BlockForm, Form, MatmulForm, RowForm, find_form
+from cutesuper.search.labels import LabelledProgram, Region, label
+from cutesuper.search.saturate import TooLarge, saturate
+from cutesuper.search.sizing import Sized, sized
+from cutesuper.search.space import Sealing, Space
+from cutesuper.search.splits import Split
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Knobs of the search.
+
+    Attributes:
+        programs_per_split: structures taken from one split of one region.
+        slack: a structure may cost this much more than the cheapest of its split, before sizing.
+        max_classes: classes of one split (459 is the most that any tried program of one kernel
+            needed); past that a region is searched with more values sealed.
+        sizes_per_structure: sized programs kept of one structure.
+        keep: candidates returned.
+        seed: of the random field point that tells classes apart.
+        lowered: look only for kernels that a skeleton of the lowering runs.
+    """
+
+    programs_per_split: int = 8
+    slack: float = 1.5
+    max_classes: int = 500
+    sizes_per_structure: int = 8
+    keep: int = 16
+    seed: int = 0
+    lowered: bool = False
+
+
+@dataclass
+class Counts:
+    """What was looked at.
+
+    Attributes:
+        regions: different regions.
+        splits, feasible: splits tried, and those under which every output can be computed.
+        classes, tried: classes kept, and results formed to find them.
+        largest: classes of the largest split.
+        programs: structures extracted.
+        pruned: regions, structures and sizes that were left out, by reason.
+    """
+
+    regions: int = 0
+    splits: int = 0
+    feasible: int = 0
+    classes: int = 0
+    tried: int = 0
+    largest: int = 0
+    programs: int = 0
+    pruned: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Counts) -> None:
+        """Add up."""
+        self.regions += other.regions
+        self.splits += other.splits
+        self.feasible += other.feasible
+        self.classes += other.classes
+        self.tried += other.tried
+        self.largest = max(self.largest, other.largest)
+        self.programs += other.programs
+        self.pruned.update(other.pruned)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a region.
+
+    Attributes:
+        programs: sized block programs over ``in0``, ..., ``part0``, ..., ``out0``, ...; two where
+            the blocks of the first leave partial results for the second.
+        partials: the tensors between them.
+        costs: of each program.
+        structure: numbers the programs of a region without their sizes.
+        lowered: whether a skeleton of the lowering runs it.
+    """
+
+    programs: tuple[BlockProgram, ...]
+    partials: tuple[Partial, ...]
+    costs: tuple[Cost, ...]
+    structure: int
+    lowered: bool
+
+    @property
+    def total(self) -> float:
+        """Microseconds."""
+        return sum(c.total for c in self.costs)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The ways to run a region, cheapest first, or the reason why there are none."""
+
+    ways: tuple[Way, ...]
+    error: SearchError | None
+    counts: Counts
+
+
+#: how regions are searched that had too many classes: `Space`
+SEALING: tuple[Sealing, ...] = (0, 1, 2)
+#: structures of a region of any form that are sized (2 to 5 ms each)
+MAX_STRUCTURES = 96
+
+
+def search_region(
+    region: Region, target: Target, options: SearchOptions, seconds: float = float("inf")
+) -> Found:
+    """All ways worth keeping to compute a region by one kernel, or by a pair of kernels.
+
+    Args:
+        region: what to compute.
+        target: the device.
+        options: knobs.
+        seconds: after this time no further splits are tried.
+    """
+    search = _RegionSearch(region, target, options, seconds)
+    try:
+        return Found(tuple(search.run()), None, search.counts)
+    except SearchError as error:
+        search.counts.pruned[str(error)] += 1
+        return Found((), error, search.counts)
+
+
+class _RegionSearch:
+    def __init__(
+        self, region: Region, target: Target, options: SearchOptions, seconds: float
+    ) -> None:
+        self.region, self.target, self.options = region, target, options
+        self._end = time.monotonic() + seconds
+        self.counts = Counts(regions=1)
+        self.itemsizes = {f"in{i}": t.itemsize for i, t in enumerate(region.input_dtypes)}
+        self.itemsizes |= {f"out{i}": t.itemsize for i, t in enumerate(region.output_dtypes)}
+        self._known: dict[object, int] = {}
+        self._skeletons = 0  # so many of these structures are run by a skeleton
+
+    def run(self) -> list[Way]:
+        program = label(self.region)
+        found: list[Way] = []
+        refused: SearchError | None = None
+        try:
+            form = find_form(self.region, program)
+            found += self._sealed(program, form)
+        except SearchError as error:
+            refused = error
+        self._skeletons = len(self._known)
+        if not self.options.lowered:
+            try:
+                found += self._sealed(program, BlockForm())
+            except SearchError as error:
+                refused = refused or error
+        if not found:
+            raise refused or SearchError("no structure that the lowering can run fits the device")
+        return sorted(found, key=lambda w: w.total)[: 2 * self.options.keep]
+
+    def _sealed(self, program: LabelledProgram, form: Form) -> list[Way]:
+        """With as little sealed as the limit on classes allows."""
+        for level in SEALING:
+            try:
+                space = Space(program, level)
+                if isinstance(form, BlockForm):
+                    return self._blocks(form, space)
+                return list(self._skeleton(form, space))
+            except TooLarge:
+                if level == SEALING[-1]:
+                    raise
+                self.counts.pruned["too many classes: more values sealed"] += 1
+        return []
+
+    # ----------------------------------------------------------------------- what skeletons run
+
+    def _skeleton(self, form: MatmulForm | RowForm, space: Space) -> Iterator[Way]:
+        """Sized programs of all splits of a form that the lowering has."""
+        for split in form.splits(space.program):
+            structures = self._structures(form, space, split, self.options.programs_per_split)
+            if not structures:
+                return  # a split with one axis more is not feasible either
+            for _, found in structures:
+                (program,) = found.programs
+                reason = form.refuses(program)
+                if reason is not None:
+                    self.counts.pruned[reason] += 1
+                    continue
+                number = self._number(program)
+                for s in sized(
+                    program, form, self.target, self.itemsizes,
+                    self.options.sizes_per_structure, self.counts.pruned,
+                ):
+                    yield Way((s.program,), (), (s.cost,), number, True)
+
+    def _structures(
+        self, form: Form, space: Space, split: Split, count: int
+    ) -> list[tuple[float, Structure]]:
+        table = saturate(space, split, form, self.options.max_classes, self.options.seed)
+        self.counts.splits += 1
+        self.counts.classes += len(table.classes)
+        self.counts.tried += table.tried
+        self.counts.largest = max(self.counts.largest, len(table.classes))
+        cost = price(table, form, self.target, self.region.output_dtypes[0].itemsize)
+        extracted = extract(table, cost, count, self.options.slack)
+        self.counts.feasible += bool(extracted)
+        self.counts.programs += len(extracted)
+        return [(e.cost, structure(table, e)) for e in extracted]
+
+    def _number(self, *programs: BlockProgram) -> int:
+        for program in programs:
+            check_block_program(program)
+        key = programs[0] if len(programs) == 1 else programs
+        return self._known.setdefault(_key(key), len(self._known))
+
+    # ------------------------------------------------------------------------------ any form
+
+    def _blocks(self, form: BlockForm, space: Space) -> list[Way]:
+        """Sized programs of all splits that block programs can express."""
+        found: list[tuple[float, Structure]] = []
+        infeasible: set[tuple[object, ...]] = set()
+        for split in form.splits(space.program):
+            if time.monotonic() > self._end:
+                self.counts.pruned["out of time"] += 1
+                break
+            if any(s.kinds in infeasible for s in _smaller(split)):
+                infeasible.add(split.kinds)
+                continue
+            if self._hopeless(space.program, split):
+                self.counts.pruned["whole dimensions exceed the shared memory"] += 1
+                continue
+            structures = self._least_passes(form, space, split)
+            if not structures:
+                infeasible.add(split.kinds)
+            found += structures
+        found.sort(key=lambda f: f[0])
+        ways: list[Way] = []
+        for _, s in found[:MAX_STRUCTURES]:
+            ways += self._sizes(form, s)
+        return ways
+
+    def _least_passes(
+        self, form: BlockForm, space: Space, split: Split
+    ) -> list[tuple[float, Structure]]:
+        looped = any(a.kind == AxisKind.LOOP for a in split.axes)
+        for passes in range(split.passes, (MAX_PASSES if looped else 1) + 1):
+            found = self._structures(form, space, replace(split, passes=passes), 3)
+            if found:
+                return found
+        return []
+
+    def _hopeless(self, program: LabelledProgram, split: Split) -> bool:
+        """Whether even small tiles of the divided labels leave tensors too large for a block."""
+        kinds = dict(split.kinds)
+        for op in program.of_kind("load"):
+            least = prod(
+                extent(program.dims[d]) / (1 if not kinds[d] else 8)
+                for d in op.labels
+                if not kinds[d] or kinds[d] == (AxisKind.CLUSTER,)
+            )
+            if 2 * least > self.target.shared_bytes:
+                return True
+        return False
+
+    def _sizes(self, form: BlockForm, found: Structure) -> list[Way]:
+        reason = form.refuses(found.programs[0])
+        if reason is None and len(found.programs) == 2 and _iterates(found.programs[1]):
+            reason = "a second kernel with a loop of its own"
+        if reason is not None:
+            self.counts.pruned[reason] += 1
+            return []
+        number = self._number(*found.programs)
+        if number < self._skeletons:
+            return []  # a skeleton runs it, and has priced it
+        itemsizes = self.itemsizes | {p.name: 4 for p in found.partials}
+        ways: list[Way] = []
+        for first in self._best(found.programs[0], itemsizes):
+            if len(found.programs) == 1:
+                ways.append(Way((first.program,), (), (first.cost,), number, False))
+                continue
+            second = self._best(_with_parts(found, first.program), itemsizes)
+            if second:
+                ways.append(
+                    Way(
+                        (first.program, second[0].program), found.partials,
+                        (first.cost, second[0].cost), number, False,
+                    )
+                )
+        return ways
+
+    def _best(self, program: BlockProgram, itemsizes: dict[str, int]) -> list[Sized]:
+        shape = Shape(program)
+        sizes = candidates(shape, self.target)
+        if not sizes.count:
+            return []
+        model = Model(shape, sizes, self.target, itemsizes)
+        memory, registers = model.fits()
+        self.counts.pruned["tiles exceed the shared memory"] += int((~memory).sum())
+        self.counts.pruned["tiles exceed the registers"] += int((memory & ~registers).sum())
+        total, parts = model.price()
+        total = np.where(memory & registers, total, np.inf)
+        order = np.argsort(total, kind="stable")[: self.options.sizes_per_structure]
+        return [
+            Sized(sizes.program(program, int(i)), model.cost(total, parts, int(i)))
+            for i in order
+            if np.isfinite(total[i])
+        ]
+
+
+def _smaller(split: Split) -> Iterator[Split]:
+    """The splits with one axis less."""
+    for label_, kinds in split.kinds:
+        for k in kinds:
+            less = tuple(x for x in kinds if x != k)
+            yield replace(
+                split,
+                kinds=tuple((d, less if d == label_ else ks) for d, ks in split.kinds),
+            )
+
+
+def _iterates(program: BlockProgram) -> bool:
+    return any(op.kind in ("accumulate", "cluster_reduce") for op in program.ops)
+
+
+def _with_parts(found: Structure, first: BlockProgram) -> BlockProgram:
+    """The second kernel, for as many partial results as the first one leaves."""
+    second = found.programs[1]
+    (axis,) = {
+        d
+        for op in first.ops
+        if op.kind == STORE and op.attributes["tensor"].startswith("part")
+        for d in op.attributes["map"]
+        if d not in first.dims
+    }
+    n = first.parts(first.axis(axis))
+    assert found.parts is not None
+    return replace(
+        second,
+        dims={**second.dims, found.parts: n},
+        tile={**second.tile, found.parts: n},
+    )
+
+
+def _key(program: object) -> object:
+    """Programs are equal if their operations and axes are (dictionaries have no hash)."""
+    programs = program if isinstance(program, tuple) else (program,)
+    return tuple(
+        (
+            tuple(p.axes),
+            tuple(
+                (op.kind, op.inputs, op.dims, tuple(sorted((k, repr(v)) for k, v in op.attributes.items())))
+                for op in p.ops
+            ),
+        )
+        for p in programs
+    )

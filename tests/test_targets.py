@@ -1,0 +1,34 @@
+"""The table of GPUs: complete, consistent, and found by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from cutesuper.errors import DeviceError
+from cutesuper.graph.operators import lookup
+from cutesuper.graph.target import H200, TARGETS, Rates, find_target
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))
+def test_targets_are_consistent(target):
+    assert find_target(target.name) is target
+    for size, count in target.clusters.items():
+        assert size * count <= target.sms
+    for name in (f.name for f in fields(Rates) if f.name != "instructions"):
+        assert getattr(target.rates, name) > 0, name
+    for operator, count in target.rates.instructions.items():
+        assert lookup(operator).elementwise
+        assert count > 1  # 1 is what the others cost
+
+
+def test_rates_tell_targets_apart():
+    other = replace(H200, rates=replace(H200.rates, iteration_us=0.05))
+    assert other != H200
+    assert len({other, H200, replace(H200)}) == 2
+
+
+def test_unknown_targets_are_named():
+    with pytest.raises(DeviceError, match="target 'a100': unknown; use one of h200, h100, b200"):
+        find_target("a100")
