@@ -161,6 +161,8 @@ def _check_attributes(op: BlockOp, where: str) -> None:
         raise GraphError(f"{where}: it needs the attribute {', '.join(sorted(missing))}")
     if not isinstance(op.attributes.get("map", ()), tuple):
         raise GraphError(f"{where}: its map must be a tuple of labels")
+    if any(isinstance(e, tuple) and len(e) < 2 for e in op.attributes.get("map", ())):
+        raise GraphError(f"{where}: its map has a tuple of fewer than two labels; name the label")
 
 
 def _check_dims(program: BlockProgram, op: BlockOp, where: str) -> None:

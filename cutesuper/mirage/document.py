@@ -15,7 +15,7 @@ from typing import Any
 from cutesuper.errors import FormatError
 from cutesuper.graph.dims import show_shape
 from cutesuper.graph.dtypes import DType, bfloat16, float16, float32
-from cutesuper.mirage.fields import GRID, MAX_INTEGER, Fields, integer, items
+from cutesuper.mirage.fields import GRID, Fields, integer, items
 from cutesuper.mirage.operators import BLOCK, KERNEL, SCALARS, operator_of, result_shape
 
 #: codes of element types in published files: 920 and 921 in the first releases, then 940 and 941,
@@ -312,5 +312,3 @@ def _splits(f: Fields, name: str, block: Block, device: Tensor) -> tuple[int | N
         )
     return splits
 
-
-__all__ = ["DTYPES", "MAX_INTEGER", "Block", "Document", "Operator", "Tensor", "read_document"]

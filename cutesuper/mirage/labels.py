@@ -146,15 +146,19 @@ class Labels:
         """Whether one label with these factors describes what the steps do."""
         if len(group) == 1:
             return True
-        tile = group[-1] if group[-1] not in self._indices.axes else None
-        grid = next((f for f in group if f != tile and f not in self._indices.loop), None)
-        loop = next((f for f in group if f in self._indices.loop), None)
+        grid, loop, tile = self._parts(group)
         return (
             self._stored_together(grid, tile)
             and (loop is None or self._accumulated_together(loop, tile))
             and (tile is None or self._averaged_together(grid, loop, tile))
             and not (tile is None and grid is not None and self._averages_loop())
         )
+
+    def _parts(self, group: Sequel) -> tuple[int | None, int | None, int | None]:
+        """The factors of grid, loop and tile."""
+        loop = next((f for f in group if f in self._indices.loop), None)
+        tile = next((f for f in group if f not in self._indices.axes), None)
+        return next((f for f in group if f not in (loop, tile)), None), loop, tile
 
     def _stored_together(self, grid: int | None, tile: int | None) -> bool:
         """Side by side, or only the parts along the grid, of what is reduced over the tile."""
@@ -175,8 +179,7 @@ class Labels:
         if tile is None:
             return True
         for step, _ in self._indices.of_kind("close"):
-            operand = step.inputs[0]
-            value = self._indices.values[operand]
+            value = self._indices.values[step.inputs[0]]
             if loop not in value.varies:
                 continue
             if tile in value.factors or step.attributes["how"] == "max":
@@ -188,10 +191,9 @@ class Labels:
     def _averaged_together(self, grid: int | None, loop: int | None, tile: int) -> bool:
         """A mean over a tile is one over the whole label only if the label has no other part."""
         for step, value in self._indices.of_kind("reduce"):
-            if step.attributes["how"] == "mean" and tile in value.gone:
-                over = step.attributes["loop"] and loop is not None
-                if grid is not None or (loop is not None and not over):
-                    return False
+            other = grid is not None or (loop is not None and not step.attributes["loop"])
+            if other and step.attributes["how"] == "mean" and tile in value.gone:
+                return False
         return True
 
     def _averages_loop(self) -> bool:
@@ -208,11 +210,7 @@ class Labels:
             numbered = (f"L{n}" for n in count(1))
             name = next(c for c in chain(wanted[-1:], _LETTERS, numbered) if c not in used)
             used.add(name)
-            axes = self._indices.axes
-            grid = next((f for f in group if f in axes and f not in self._indices.loop), None)
-            loop = next((f for f in group if f in self._indices.loop), None)
-            tile = next((f for f in group if f not in axes), None)
-            yield Label(name, grid, loop, tile)
+            yield Label(name, *self._parts(group))
 
     def _roles(self) -> dict[int, str]:
         roles: dict[int, str] = {}

@@ -60,13 +60,15 @@ def load_mirage(
         raise ValueError(f"load_mirage(on_error={on_error!r}): use 'raise' or 'keep'")
     kind = None if dtype is None else as_dtype(dtype)
     what = os.fspath(path)
+    graphs = _graphs(_parse(path), what)
     result: list[MuGraph | FormatError] = []
-    for i, data in enumerate(_graphs(_parse(path), what)):
+    for i, data in enumerate(graphs):
         try:
             result.append(_read(data, f"{what}, muGraph {i}", kind))
         except FormatError as error:
             if on_error == "raise":
-                raise
+                others = "; on_error='keep' reads the others" if len(graphs) > 1 else ""
+                raise FormatError(f"{error}{others}") from None
             result.append(error)
     return result
 

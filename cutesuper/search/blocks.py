@@ -195,6 +195,8 @@ def _tiles(shape: Shape, label: str) -> list[int]:
         inner = AxisKind.LOOP in kinds and label in shape.reduced
         return _fitting(INNER_TILES if inner else MATRIX_TILES, whole)
     if label in shape.reduced:
+        if AxisKind.LOOP in kinds and whole <= INNER_TILES[0]:
+            return [t for t in ROW_TILES if t < whole] + [whole]
         if AxisKind.LOOP in kinds or AxisKind.PERSISTENT not in kinds:
             return _fitting(STRIPS if not shape.products else INNER_TILES, whole)
         return [t for t in ROW_TILES if t < 2 * whole]

@@ -279,6 +279,11 @@ class Segments:
         orders = (flat.order, flat.depth_first(False), flat.depth_first(True))
         self.orders = tuple(dict.fromkeys(orders))
         self._known: dict[frozenset[int], Segment] = {}
+        nodes = flat.graph.nodes
+        ends = sum(size(nodes[i].shape) for i in (*flat.graph.inputs, *flat.graph.outputs))
+        #: elements that may be needed across a cut: storing the scores of attention backward (2.3
+        #: times what it reads and writes) was never cheaper, and took most of the time to find out
+        self._most = 2.0 * ends
 
     def segment(self, order: tuple[int, ...], start: int, end: int) -> Segment:
         """The segment of one order; equal sets of operators are one segment."""
@@ -311,15 +316,18 @@ class Segments:
         ``softmax(X W)``: after the product, the exponentials and the end, but not between the
         maximum and the difference, where the product and its maximum would have to be stored. Of
         several positions in a row the last: what follows a product is its epilogue, which costs
-        less than a prologue of the next one.
+        less than a prologue of the next one. A product may always begin a kernel, unless more is
+        needed there than before.
         """
         flat, place = self.flat, {v: n for n, v in enumerate(order)}
         crossing = [inf, *[0.0] * (len(order) - 1), inf]
         for v, users in flat.users.items():
-            if v in place:
-                shape = flat.graph.nodes[v].shape
-                for n in range(place[v] + 1, max(place[u] for u in users) + 1):
-                    crossing[n] += size(shape)
+            if v not in flat.scalar:
+                used = [place[u] for u in users if u in place]
+                # an input that both sides need is read again, like a value that is stored
+                first = place.get(v, min(used, default=0))
+                for n in range(first + 1, max(used, default=0) + 1):
+                    crossing[n] += size(flat.graph.nodes[v].shape)
         found = {0, len(order)}
         for _, run in groupby(range(len(crossing)), key=crossing.__getitem__):
             level = list(run)
@@ -328,7 +336,11 @@ class Segments:
                 crossing[before] > crossing[level[0]] < crossing[after]
             ):
                 found.add(level[-1])
-        return found
+        for n in range(1, len(order)):
+            product = flat.graph.nodes[order[n]].operator == "matmul"
+            if product and crossing[n] <= crossing[n - 1]:
+                found.add(n)
+        return {n for n in found if crossing[n] == inf or crossing[n] <= self._most}
 
 
 def cuts(segments: Segments, find: Find, keep: int) -> list[Cut]:

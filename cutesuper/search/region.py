@@ -125,6 +125,9 @@ class Found:
 
 #: how regions are searched that had too many classes: `Space`
 SEALING: tuple[Sealing, ...] = (0, 1, 2)
+#: elements of an operand that is not read again by every block (2 MB), and columns of a product
+#: that many blocks divide
+LARGE_OPERAND, MANY_COLUMNS = 1 << 20, 1024
 #: structures of a region of any form that are sized (2 to 5 ms each)
 MAX_STRUCTURES = 96
 
@@ -170,7 +173,10 @@ class _RegionSearch:
         except SearchError as error:
             refused = error
         self._skeletons = len(self._known)
-        if not self.options.lowered:
+        again = None if self.options.lowered else _computed_again(program)
+        if again is not None:
+            self.counts.pruned[again] += 1
+        elif not self.options.lowered:
             try:
                 found += self._sealed(program, BlockForm())
             except SearchError as error:
@@ -326,6 +332,29 @@ class _RegionSearch:
             for i in order
             if np.isfinite(total[i])
         ]
+
+
+def _computed_again(program: LabelledProgram) -> str | None:
+    """Why a chain of products is not worth a look: every block would compute the first one again.
+
+    before: ``(X A) B`` with A of 33 MB and 4096 columns of B, which blocks divide; cut after
+    ``X A``, A is read once.
+    """
+    large: list[bool] = []
+    for op in program.ops:
+        after = any(large[i] for i in op.inputs)
+        if op.kind == "matmul":
+            a, b = (program.ops[i].labels for i in op.inputs)
+            columns = _extent(program, b - a)
+            if after and columns >= MANY_COLUMNS:
+                return "a chain of large products: every block would compute the first one again"
+            after = after or max(_extent(program, a), _extent(program, b)) >= LARGE_OPERAND
+        large.append(after)
+    return None
+
+
+def _extent(program: LabelledProgram, labels: frozenset[str]) -> int:
+    return prod(extent(program.dims[d]) for d in labels)
 
 
 def _smaller(split: Split) -> Iterator[Split]:

@@ -127,7 +127,7 @@ class AnyRules:
         return True
 
 
-#: shorter dimensions are not divided when they are reduced: by a loop, by anything else
+#: shorter dimensions are not divided when they are contracted, by a loop, or by anything else
 MIN_LOOPED, MIN_PARTED = 129, 512
 
 _GRID, _CLUSTER = AxisKind.GRID, AxisKind.CLUSTER
@@ -150,22 +150,33 @@ def splits(program: LabelledProgram) -> Iterator[Split]:
     only stored is a grid axis, which may have an extent of 1; a loop over it would only repeat.
     """
     reduced, again = set(program.reduced), _needed_again(program)
+    contracted = {op.over for op in program.ops if op.kind == "matmul"}
     stored = {d for _, m in program.outputs for d in m if d is not None}
     chosen: list[tuple[tuple[AxisKind, ...], ...]] = [()]
     for label, dim in program.dims.items():
         kinds = _STORED if label not in reduced else _BOTH if label in stored else _REDUCED
         if label in reduced:
-            kinds = tuple(k for k in kinds if _pays(k, extent(dim)))
+            least = MIN_LOOPED if label in contracted else 2
+            kinds = tuple(k for k in kinds if _pays(k, extent(dim), least))
         if label in again:
             kinds = tuple(k for k in kinds if _GRID not in k)
         chosen = [(*c, o) for c in chosen for o in kinds if _once((*c, o))]
     for c in sorted(chosen, key=lambda c: sum(map(len, c))):
         kinds_of = dict(zip(program.dims, c, strict=True))
         parted = tuple(d for d in program.dims if d in reduced and _GRID in kinds_of[d])
-        if len(parted) <= 1:
+        if len(parted) <= 1 and not _nested(c):
             looped = {d for d, ks in kinds_of.items() if _LOOP in ks}
             passes = 2 if looped & again else 1
             yield Split(tuple(kinds_of.items()), parted[0] if parted else None, passes)
+
+
+def _nested(kinds: tuple[tuple[AxisKind, ...], ...]) -> bool:
+    """Whether a loop over one label would run inside tiles of another that blocks visit in turn.
+
+    What is accumulated over the visits then has a part for each iteration, which ends too early.
+    """
+    flat = [k for ks in kinds for k in ks]
+    return _PERSISTENT in flat and _LOOP in flat
 
 
 def _needed_again(program: LabelledProgram) -> set[str]:
@@ -178,13 +189,12 @@ def _needed_again(program: LabelledProgram) -> set[str]:
     return {d for i, m in program.outputs for d in m if d is not None and d in over[i]}
 
 
-def _pays(kinds: tuple[AxisKind, ...], whole: int) -> bool:
-    """Whether a reduced label is long enough to be divided like this.
+def _pays(kinds: tuple[AxisKind, ...], whole: int, looped: int) -> bool:
+    """Whether a reduced label is long enough to be divided like this; ``looped``: by a loop.
 
     The head dimension of attention is held as a whole: 1845 splits of its backward pass become 150.
     """
-    least = MIN_LOOPED if kinds == (_LOOP,) else MIN_PARTED if kinds else 0
-    return whole >= least
+    return whole >= (looped if kinds == (_LOOP,) else MIN_PARTED if kinds else 0)
 
 
 def _once(kinds: tuple[tuple[AxisKind, ...], ...]) -> bool:
