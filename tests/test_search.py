@@ -499,7 +499,7 @@ def _check_all_splits(g: Graph, most: int = 60) -> int:
 
 def test_every_split_of_rms_norm_linear() -> None:
     """The whole table of axis kinds, persistent axes and loops over rows included."""
-    assert _check_all_splits(rms_linear(16, 64, 64)) == 6
+    assert _check_all_splits(rms_linear(16, 1024, 64)) == 6
 
 
 def test_attention_in_one_program() -> None:

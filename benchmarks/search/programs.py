@@ -50,7 +50,7 @@ def _plain_softmax(g: KernelGraph, scores: Tensor, v: Tensor) -> Tensor:
     return g.matmul(g.div(e, g.sum(e, -1)), v)
 
 
-# ------------------------------------------------------------------------------ the paper's programs
+# -------------------------------------------------------------------------- the paper's programs
 
 
 def rms_linear() -> KernelGraph:
@@ -212,7 +212,7 @@ def attention_backward() -> KernelGraph:
 def llama_layer(tokens: int = 16, length: int = 4096) -> KernelGraph:
     """A decoder layer of Llama 3 8B over cached keys and values; one matrix for each head.
 
-    Heads are a dimension of the weights: queries ``[8, 4, tokens, 128]`` from ``[8, 4, 4096, 128]``.
+    Heads are dimensions of the weights: queries ``[8, 4, tokens, 128]``.
     The keys and values of the new tokens are outputs (the caller appends them to the cache).
     """
     g = new_kernel_graph()

@@ -1,6 +1,6 @@
 """What block programs of any form cost, for all candidate extents of a structure at once.
 
-The same quantities as `search.cost` (and its constants, which were fitted to measured kernels):
+The same quantities as `search.cost`, with the same constants (`graph.targets`):
 bytes from device memory in waves of blocks, what one SM takes in, L2, tensor cores by the area of
 their accumulators, arithmetic, iterations, the exchange in a cluster. Skeletons that have a price
 of their own (`search.forms`) are priced there; this model orders what has none yet.
@@ -24,8 +24,7 @@ from cutesuper.graph.block import (
 )
 from cutesuper.graph.dims import extent
 from cutesuper.graph.target import Target
-from cutesuper.search import cost as c
-from cutesuper.search.blocks import Shape, Sizes
+from cutesuper.search.blocks import Numbers, Shape, Sizes
 from cutesuper.search.cost import Cost
 
 Reals = NDArray[np.float64]
@@ -138,7 +137,7 @@ class Model:
 
     def price(self) -> tuple[Reals, dict[str, Reals]]:
         """Microseconds in all, and by cause."""
-        t, sizes = self.target, self.sizes
+        t, r, sizes = self.target, self.target.rates, self.sizes
         clusters = [a.name for a in self.structure.of_kind(AxisKind.CLUSTER)]
         grid = [a.name for a in self.structure.of_kind(AxisKind.GRID)]
         cluster = sizes.times(clusters)
@@ -152,17 +151,17 @@ class Model:
         memory = self._memory(moved, blocks, cluster * fitting)
         l2 = blocks * loaded / t.l2_bandwidth * 1e6
         tensor = waves * self._tensor()
-        lanes = self._instructions() * blocks / (c.LANES_PER_US * np.minimum(t.sms, blocks))
+        lanes = self._instructions() * blocks / (r.lanes_per_us * np.minimum(t.sms, blocks))
         busy_memory = memory > tensor
-        rate = np.where(busy_memory, c.SM_BYTES_PER_US, c.SM_BYTES_PER_US_IDLE)
+        rate = np.where(busy_memory, r.sm_bytes_per_us, r.sm_bytes_per_us_idle)
         ingest = waves * resident * loaded / rate
         stream = np.maximum(np.maximum(memory, l2), ingest) + self._iterations() * waves
         stage = np.where(self.stage > 0, self.stage, self.once)
-        ramp = c.FIRST_STAGE * stage / c.SM_BYTES_PER_US
-        later = c.WAVE_US if self.shape.products else c.BLOCK_US
-        ramp = ramp + (waves - 1) * later / resident + (0 if self.shape.products else c.BLOCK_US)
+        ramp = r.first_stage * stage / r.sm_bytes_per_us
+        later = r.wave_us if self.shape.products else r.block_us
+        ramp = ramp + (waves - 1) * later / resident + (0 if self.shape.products else r.block_us)
         exchange = self._exchange_us(cluster)
-        busy = np.maximum(stream + c.CONTENTION * lanes, tensor + c.EXPOSED * lanes)
+        busy = np.maximum(stream + r.contention * lanes, tensor + r.exposed * lanes)
         total = t.launch_us + np.maximum(busy, lanes) + ramp + exchange
         launch = np.full(sizes.count, t.launch_us)
         return total, {
@@ -204,7 +203,7 @@ class Model:
         t = self.target
 
         def rate(active: Any) -> Any:
-            return np.minimum(t.bandwidth / 1e6, np.maximum(1, active) * c.SM_BYTES_PER_US)
+            return np.minimum(t.bandwidth / 1e6, np.maximum(1, active) * t.rates.sm_bytes_per_us)
 
         full, last = np.divmod(blocks, slots)
         slots = np.minimum(slots, t.sms)
@@ -212,7 +211,7 @@ class Model:
 
     def _tensor(self) -> Reals:
         """Products of one wave, at the rate that the area of each accumulator allows."""
-        total = np.zeros(self.sizes.count)
+        r, total = self.target.rates, np.zeros(self.sizes.count)
         for i, p in self.shape.products.items():
             def side(labels: frozenset[str]) -> Any:
                 ordered = tuple(d for d in self.structure.dims if d in labels)
@@ -226,7 +225,7 @@ class Model:
             area = long * (-(-short // TENSOR_OTHER) * TENSOR_OTHER)
             shared = self.structure.ops[i].dims
             batch = side(frozenset(shared) - p.rows - p.columns)
-            efficiency = c.TENSOR_EFFICIENCY * area / (area + c.HALF_AREA)
+            efficiency = r.tensor_efficiency * area / (area + r.half_area)
             flops = 2.0 * area * inner * batch * self._times(i)
             total += flops * self.target.sms / (self.target.tensor_flops * efficiency) * 1e6
         return total
@@ -241,8 +240,8 @@ class Model:
             source = op.inputs[0] if "over" in op.attributes else i
             if op.kind == ACCUMULATE and ops[op.inputs[0]].kind == "matmul" and not op.rescaled:
                 continue  # the tensor cores add up
-            own = self.elements[source] * self._times(source) * c.INSTRUCTIONS.get(op.kind, 1)
-            total += own
+            each = self.target.rates.instructions.get(op.kind, 1)
+            total += self.elements[source] * self._times(source) * each
         return total
 
     def _times(self, i: int) -> Any:
@@ -260,12 +259,15 @@ class Model:
             for i in self.shape.products
             for j in self.structure.ops[i].inputs
         )
-        one = c.ITERATION_US + (c.PROLOGUE_US if computed else 0.0)
+        r = self.target.rates
+        one = r.iteration_us + (r.prologue_us if computed else 0.0)
         return self.sizes.times(inner) * passes * one
 
-    def _exchange_us(self, cluster: Any) -> Reals:
+    def _exchange_us(self, cluster: Numbers) -> Reals:
+        r = self.target.rates
         sent = 4.0 * self._exchanged() * (cluster - 1) / np.maximum(cluster, 1) / 1024
-        return c.EXCHANGE_US * (cluster - 1) + c.EXCHANGE_US_PER_KB * sent
+        us = r.exchange_us * (cluster - 1) + r.exchange_us_per_kb * sent
+        return np.asarray(us, dtype=np.float64)
 
     def cost(self, total: Reals, parts: dict[str, Reals], i: int) -> Cost:
         """Of candidate i."""

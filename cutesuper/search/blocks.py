@@ -1,4 +1,4 @@
-"""Sizes of block programs of any form: all candidate extents of a structure as arrays, priced at once.
+"""Sizes of block programs of any form: all extents of a structure as arrays, priced at once.
 
 A structure has some thousand sizes. Bytes, registers, instructions and waves are products of
 extents, so one NumPy operation gives them for all candidates; 2,000 candidates of an attention
@@ -10,7 +10,6 @@ tile B=1 M=128 S=64, B.grid(2) M.grid(2) S.cluster(8) S.loop(8).
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -202,7 +201,7 @@ def _tiles(shape: Shape, label: str) -> list[int]:
         return [t for t in ROW_TILES if t < 2 * whole]
     if shape.products:
         return [1]
-    last = [d for d in structure.dims][-1] == label
+    last = list(structure.dims)[-1] == label
     return _fitting(STRIPS, whole) if last else [t for t in ROW_TILES if t < 2 * whole]
 
 

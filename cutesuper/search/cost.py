@@ -1,4 +1,4 @@
-"""What a kernel costs, in microseconds; every constant with its origin.
+"""What a kernel costs, in microseconds; the constants and their origin are in `graph.targets`.
 
 Two models. `price` is additive and knows no sizes: it orders programs while they are extracted.
 `matmul_cost` and `row_cost` know everything and order sized programs. The aim is the right order,
@@ -17,44 +17,6 @@ from cutesuper.search.extract import Price
 from cutesuper.search.forms import Form, MatmulForm
 from cutesuper.search.saturate import Derivation, Table
 
-#: bytes/us that one SM takes in while the memory is saturated: 96 blocks still stream 50 MB at full
-#: speed (14.2 us), 64 blocks do not; a block that takes whole rows of X besides 512 KB is slower
-SM_BYTES_PER_US = 48e3
-#: the same where the memory is not saturated: a request then returns in half the time
-SM_BYTES_PER_US_IDLE = 100e3
-#: an iteration of a staged loop: barrier, descriptor, wait. K tile 64 -> 128 gained 0.45 us over 16
-#: iterations fewer
-ITERATION_US = 0.025
-#: a cluster's exchange of partial sums, for each partner (620 of 16000 cycles for a pair)
-EXCHANGE_US = 0.3
-#: and for each KB that a block sends in 16-byte pieces: 300x1024x1000 with 64x128 tiles takes
-#: 7.9 us alone and 9.1 us in pairs, which send 16 KB
-EXCHANGE_US_PER_KB = 0.08
-#: a further wave of blocks: launch and prologue that nothing hides
-WAVE_US = 1.0
-#: a block's first barrier, and its reductions across warps
-BLOCK_US = 0.5
-#: the tensor cores run at this part of their peak when a block's accumulators are infinitely large;
-#: 788 TFLOP/s peak, 755 measured at 256 x 128
-TENSOR_EFFICIENCY = 0.97
-#: accumulator elements at which half of the rest is lost to operand traffic
-HALF_AREA = 1024
-#: arithmetic instructions per us and SM (128 lanes at 1.75 GHz, half of them reached)
-LANES_PER_US = 128 * 1750 / 2
-#: instructions per element of operators other than plain arithmetic
-INSTRUCTIONS = {
-    "exp": 8, "sqrt": 8, "rsqrt": 8, "div": 8, "silu": 16, "gelu": 24, "sigmoid": 16, "tanh": 16,
-}
-#: an iteration more where the row operand is computed: read, compute, write back, synchronise
-#: (estimated, not measured)
-PROLOGUE_US = 0.02
-#: part of the first stage that nothing hides (K tiles of 128 and 256 ran 10.25 and 10.3 us)
-FIRST_STAGE = 0.75
-#: part of the arithmetic of a matmul kernel that asynchronous products do not hide
-EXPOSED = 0.3
-#: part of it that slows the loads down: 4096^3 takes 267 us with 256x128 tiles, which read the rows
-#: for their statistics twice as often as 128x256 tiles do (233 us)
-CONTENTION = 0.05
 #: rows of a block while sizes are unknown
 NOMINAL_TILE = 64
 
@@ -77,7 +39,7 @@ def price(table: Table, form: Form, target: Target, itemsize: int) -> Price:
     ``X[M, K]`` is paid once for each block of columns, a division of ``[M, N]`` only once.
     """
     dims = table.space.program.dims
-    rate = LANES_PER_US * target.sms
+    rate = target.rates.lanes_per_us * target.sms
 
     def elements(labels: frozenset[str]) -> float:
         own = prod(extent(dims[x]) for x in labels)
@@ -99,7 +61,7 @@ def price(table: Table, form: Form, target: Target, itemsize: int) -> Price:
             return 2.0 * elements(labels) * over / target.tensor_flops * 1e6
         if isinstance(form, MatmulForm) and form.contracted in labels:
             over = 2  # a prologue: operands pass through registers on their way
-        return max(1e-4, elements(labels) * over * INSTRUCTIONS.get(d.kind, 1) / rate)
+        return max(1e-4, elements(labels) * over * target.rates.instructions.get(d.kind, 1) / rate)
 
     return cost
 
@@ -124,7 +86,7 @@ def tile_bytes(program: BlockProgram, op: BlockOp, itemsizes: dict[str, int]) ->
     return prod(program.tile[d] for d in op.dims) * itemsizes[op.attributes["tensor"]]
 
 
-def instructions(program: BlockProgram) -> float:
+def instructions(program: BlockProgram, target: Target) -> float:
     """Arithmetic instructions of all blocks together."""
     total = 0.0
     for op in program.ops:
@@ -135,7 +97,7 @@ def instructions(program: BlockProgram) -> float:
         times = prod(
             program.parts(a) for a in program.axes if a.kind != AxisKind.GRID and a.dim in dims
         )
-        total += inner * times * INSTRUCTIONS.get(op.kind, 1)
+        total += inner * times * target.rates.instructions.get(op.kind, 1)
     grid = prod(program.parts(a) for a in program.of_kind(AxisKind.GRID))
     return total * grid
 
@@ -144,6 +106,7 @@ def matmul_cost(
     program: BlockProgram, form: MatmulForm, target: Target, itemsizes: dict[str, int]
 ) -> Cost:
     """A sized matmul kernel."""
+    r = target.rates
     clusters = [program.parts(a) for a in program.of_kind(AxisKind.CLUSTER)]
     cluster = clusters[0] if clusters else 1
     loop = program.parts(program.of_kind(AxisKind.LOOP)[0])
@@ -155,14 +118,15 @@ def matmul_cost(
     memory = _memory_us(bytes_moved(program, itemsizes), blocks, slots, target)
     l2 = blocks * loop * stage / target.l2_bandwidth * 1e6
     tensor = _tensor_us(program, form, target, waves)
-    rate = SM_BYTES_PER_US if memory > tensor else SM_BYTES_PER_US_IDLE
+    rate = r.sm_bytes_per_us if memory > tensor else r.sm_bytes_per_us_idle
     ingest = waves * loop * stage / rate
-    lanes = instructions(program) / (LANES_PER_US * min(target.sms, blocks))
-    iteration = ITERATION_US + (0.0 if _plain_rows(program) else PROLOGUE_US)
+    lanes = instructions(program, target) / (r.lanes_per_us * min(target.sms, blocks))
+    iteration = r.iteration_us + (0.0 if _plain_rows(program) else r.prologue_us)
     stream = max(memory, l2, ingest) + loop * iteration * waves
-    ramp = FIRST_STAGE * stage / SM_BYTES_PER_US + (waves - 1) * WAVE_US
-    exchange = EXCHANGE_US * (cluster - 1) + EXCHANGE_US_PER_KB * _sent_kb(program, form, cluster)
-    busy = max(stream + CONTENTION * lanes, tensor + EXPOSED * lanes, lanes)
+    ramp = r.first_stage * stage / r.sm_bytes_per_us + (waves - 1) * r.wave_us
+    sent = _sent_kb(program, form, cluster)
+    exchange = r.exchange_us * (cluster - 1) + r.exchange_us_per_kb * sent
+    busy = max(stream + r.contention * lanes, tensor + r.exposed * lanes, lanes)
     total = target.launch_us + busy + ramp + exchange
     parts = {"memory": memory, "l2": l2, "ingest": ingest, "tensor": tensor, "lanes": lanes}
     return Cost(total, parts | {"launch": target.launch_us, "ramp": ramp, "exchange": exchange})
@@ -185,7 +149,7 @@ def _memory_us(moved: float, blocks: int, slots: int, target: Target) -> float:
     time, left = 0.0, blocks
     while left > 0:
         active = min(left, slots)
-        rate = min(target.bandwidth / 1e6, active * SM_BYTES_PER_US)
+        rate = min(target.bandwidth / 1e6, active * target.rates.sm_bytes_per_us)
         time += moved * active / blocks / rate
         left -= active
     return time
@@ -193,9 +157,10 @@ def _memory_us(moved: float, blocks: int, slots: int, target: Target) -> float:
 
 def _tensor_us(program: BlockProgram, form: MatmulForm, target: Target, waves: int) -> float:
     """Products at the rate that the area of the accumulators allows, wave by wave."""
+    r = target.rates
     products = sum(op.kind == "matmul" for op in program.ops)
     area = program.tile[form.row] * program.tile[form.column]
-    efficiency = TENSOR_EFFICIENCY * area / (area + HALF_AREA)
+    efficiency = r.tensor_efficiency * area / (area + r.half_area)
     loop = program.of_kind(AxisKind.LOOP)[0]
     flops = 2.0 * products * area * program.parts(loop) * program.tile[form.contracted]
     return waves * flops * target.sms / (target.tensor_flops * efficiency) * 1e6
@@ -203,6 +168,7 @@ def _tensor_us(program: BlockProgram, form: MatmulForm, target: Target, waves: i
 
 def row_cost(program: BlockProgram, target: Target, itemsizes: dict[str, int]) -> Cost:
     """A sized kernel of resident rows."""
+    r = target.rates
     blocks = program.blocks()
     held = sum(tile_bytes(program, op, itemsizes) for op in program.loads())
     resident = max(1, min(8, target.shared_bytes // max(1, held)))
@@ -211,8 +177,8 @@ def row_cost(program: BlockProgram, target: Target, itemsizes: dict[str, int]) -
     memory = _memory_us(moved, blocks, target.sms, target) if blocks < target.sms else (
         moved / target.bandwidth * 1e6
     )
-    lanes = instructions(program) / (LANES_PER_US * min(target.sms, blocks))
-    ramp = held / SM_BYTES_PER_US + BLOCK_US * min(waves, 4) / resident
+    lanes = instructions(program, target) / (r.lanes_per_us * min(target.sms, blocks))
+    ramp = held / r.sm_bytes_per_us + r.block_us * min(waves, 4) / resident
     total = target.launch_us + max(memory, lanes) + ramp
     parts = {"memory": memory, "lanes": lanes, "launch": target.launch_us, "ramp": ramp}
     return Cost(total, parts)

@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 
 from cutesuper.errors import SearchError
-from cutesuper.graph.block import STORE, AxisKind, BlockProgram
+from cutesuper.graph.block import STORE, AxisKind, BlockOp, BlockProgram
 from cutesuper.graph.check import MAX_PASSES, check_block_program
 from cutesuper.graph.dims import extent
 from cutesuper.graph.target import Target
@@ -237,8 +237,7 @@ class _RegionSearch:
     def _number(self, *programs: BlockProgram) -> int:
         for program in programs:
             check_block_program(program)
-        key = programs[0] if len(programs) == 1 else programs
-        return self._known.setdefault(_key(key), len(self._known))
+        return self._known.setdefault(_key(programs), len(self._known))
 
     # ------------------------------------------------------------------------------ any form
 
@@ -391,16 +390,11 @@ def _with_parts(found: Structure, first: BlockProgram) -> BlockProgram:
     )
 
 
-def _key(program: object) -> object:
-    """Programs are equal if their operations and axes are (dictionaries have no hash)."""
-    programs = program if isinstance(program, tuple) else (program,)
-    return tuple(
-        (
-            tuple(p.axes),
-            tuple(
-                (op.kind, op.inputs, op.dims, tuple(sorted((k, repr(v)) for k, v in op.attributes.items())))
-                for op in p.ops
-            ),
-        )
-        for p in programs
-    )
+def _key(programs: tuple[BlockProgram, ...]) -> object:
+    """Structures are equal if their operations and axes are (dictionaries have no hash)."""
+
+    def own(op: BlockOp) -> object:
+        attributes = sorted((k, repr(v)) for k, v in op.attributes.items())
+        return op.kind, op.inputs, op.dims, tuple(attributes)
+
+    return tuple((p.axes, tuple(map(own, p.ops))) for p in programs)

@@ -239,7 +239,7 @@ class Table:
         """Whether an axis may be closed now: the loop is innermost, the grid outermost."""
         left = [self.axes[n] for n in c.state.inside if n != axis.name]
         if axis.kind == AxisKind.GRID:
-            alone = c.state.pending == {axis.name} and all(a.dim in c.labels for a in left)
+            alone = len(c.state.pending) == 1 and all(a.dim in c.labels for a in left)
             return alone and axis.name == self.split.parted_axis
         return all(a.kind != AxisKind.LOOP for a in left)
 
@@ -248,9 +248,8 @@ class Table:
         table = self.space.table
         complete = len(all_parts(label))
         atoms = ((a, table.atoms[a]) for a in table.maxima(form))
-        return [
-            table.single(a) for a, atom in atoms if atom.name == label and len(atom.labels) < complete
-        ]
+        partial = (a for a, m in atoms if m.name == label and len(m.labels) < complete)
+        return [table.single(a) for a in partial]
 
     def _close(self, i: int, axis: Axis, op: str, inputs: tuple[int, ...]) -> None:
         c = self.classes[i]

@@ -104,12 +104,14 @@ class SearchResult:
 
 Verify = Callable[[MuGraph], bool]
 
+DEFAULTS = SearchOptions()
+
 
 def search(
     graph: KernelGraph,
     target: Target,
     *,
-    options: SearchOptions = SearchOptions(),
+    options: SearchOptions = DEFAULTS,
     budget_s: float | None = None,
     executor: Executor | None = None,
     on_progress: Callable[[Progress], None] | None = None,

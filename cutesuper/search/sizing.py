@@ -14,7 +14,7 @@ from cutesuper.graph.block import Axis, AxisKind, BlockProgram
 from cutesuper.graph.dims import Symbol, ceil_div, extent
 from cutesuper.graph.target import Target
 from cutesuper.search.cost import Cost, matmul_cost, row_cost, tile_bytes
-from cutesuper.search.forms import Form, MatmulForm, RowForm
+from cutesuper.search.forms import MatmulForm, RowForm
 
 SMALL_ROWS = (8, 16, 32, 64)
 LARGE_ROWS = (256, 128, 64)  # of equal costs the first one wins
@@ -47,7 +47,7 @@ class Sized:
 
 def sized(
     structure: BlockProgram,
-    form: Form,
+    form: MatmulForm | RowForm,
     target: Target,
     itemsizes: dict[str, int],
     keep: int,
