@@ -28,7 +28,11 @@ EXIT_NO_DEVICE = 2
 EXIT_HUNG = 3
 TIMEOUT_SECONDS = 180.0
 #: other measurements, ``python -m benchmarks NAME ...``: the module's ``main(argv, prog)``
-COMMANDS = {"rank": "benchmarks.rank"}
+COMMANDS = {
+    "rank": "benchmarks.rank",
+    "search": "benchmarks.search.table",
+    "ablation": "benchmarks.search.ablation",
+}
 GRACE_SECONDS = 20.0
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import rank_report, tables
+from benchmarks.search import report as search_report
 from benchmarks.tables import Row, describe_environment, markdown_table, number, print_table
 
 SCHEMA = 1
@@ -217,12 +218,18 @@ class Kind:
     markdown: Callable[[dict[str, Any]], str]
 
 
-_COMMON = frozenset({"name", "title", "dtype", "environment", "cases"})
+_COMMON = frozenset({"name", "title", "environment", "cases"})
 
 #: by the ``kind`` of the results; those of a comparison with peers name none
 KINDS: dict[str, Kind] = {
-    "peers": Kind(_COMMON | {"workload"}, print_results, markdown),
-    "rank": Kind(_COMMON | {"top"}, rank_report.print_results, rank_report.markdown),
+    "peers": Kind(_COMMON | {"dtype", "workload"}, print_results, markdown),
+    "rank": Kind(_COMMON | {"dtype", "top"}, rank_report.print_results, rank_report.markdown),
+    "search": Kind(
+        _COMMON | {"target"}, search_report.print_search, search_report.search_markdown
+    ),
+    "ablation": Kind(
+        _COMMON | {"limit_s"}, search_report.print_ablation, search_report.ablation_markdown
+    ),
 }
 
 

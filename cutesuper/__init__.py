@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cutesuper import errors
+from cutesuper.given import compile_mugraph
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.dtypes import DType, bfloat16, float16, float32
 from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
@@ -28,6 +29,7 @@ __all__ = [
     "Tensor",
     "Verification",
     "bfloat16",
+    "compile_mugraph",
     "dumps",
     "errors",
     "float16",

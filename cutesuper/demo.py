@@ -7,15 +7,14 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 from rich.table import Table
 
 from cutesuper.graph.dtypes import as_dtype
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.optimize import superoptimize
+from cutesuper.progress import progress_bar
 from cutesuper.runtime.kernel import Kernel
-from cutesuper.search.search import Progress as SearchProgress
 from cutesuper.verify.numeric import acceptable
 
 EPS = 1e-6
@@ -58,15 +57,7 @@ def run_demo(shape: tuple[int, int, int], dtype: str, weight: bool) -> int:
 
 
 def _optimize(console: Console, graph: KernelGraph) -> Kernel:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("searching", total=None)
-
-        def show(p: SearchProgress) -> None:
-            best = "-" if p.best_cost_us is None else f"{p.best_cost_us:.1f} us"
-            text = f"{p.stage}: {p.states} states, {p.pruned} pruned, {p.verified} verified"
-            bar.update(task, description=f"{text}, best {best}")
-
+    with progress_bar(console) as show:
         return superoptimize(graph, on_progress=show)
 
 

@@ -21,6 +21,7 @@ from cutesuper.graph.dims import Symbol, extent
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import lookup
 from cutesuper.graph.target import H100, H200, TARGETS, Target, find_target
+from cutesuper.progress import progress_bar
 from cutesuper.report import variant_report
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.checks import check_size
@@ -94,7 +95,8 @@ def superoptimize(
             after Ctrl-C.
         executor: any `concurrent.futures.Executor` (processes, ``dask.distributed``) to search
             with; the result is the same. One search takes seconds: it pays for whole layers.
-        on_progress: called with the search's `Progress`.
+        on_progress: called with the search's `Progress`; default: a line on standard error, where
+            that is a terminal.
         cache: where compiled kernels are kept; default ``~/.cache/cutesuper``.
 
     Returns:
@@ -118,9 +120,9 @@ def superoptimize(
     chosen = find_target(target) if isinstance(target, str) else target
     options = Options(chosen or current_target(), dependent_launch, seed, budget_s, executor)
     cache = cache or KernelCache()
-    return Kernel(
-        graph, options.target, partial(_make_variant, graph, options, cache, on_progress)
-    )
+    with progress_bar() as show:
+        make = partial(_make_variant, graph, options, cache, on_progress or show)
+        return Kernel(graph, options.target, make)
 
 
 def current_target() -> Target:
@@ -210,16 +212,25 @@ def _plans(candidate: Candidate, options: Options, target: Target) -> tuple[Kern
     )
 
 
+def verified(graph: KernelGraph, mu: MuGraph, seed: int = 0) -> Verification:
+    """At small extents, and at the real ones where that takes about a second."""
+    return _verdict(Verifier(graph, seed=seed), graph, mu)
+
+
 def _verify(verifier: Verifier, graph: KernelGraph, candidate: Candidate) -> Verification:
+    verification = _verdict(verifier, graph, candidate.mugraph)
+    if not verification:
+        raise VerificationError(f"{candidate.structure}: {verification.summary()}")
+    return verification
+
+
+def _verdict(verifier: Verifier, graph: KernelGraph, mu: MuGraph) -> Verification:
     flops = sum(
         lookup(n.operator).flops([graph.nodes[i].shape for i in n.inputs], n.shape)
         for n in graph.nodes
         if n.operator != "input"
     )
-    verification = verifier.check(candidate.mugraph, full=flops <= FULL_CHECK_FLOPS)
-    if not verification:
-        raise VerificationError(f"{candidate.structure}: {verification.summary()}")
-    return verification
+    return verifier.check(mu, full=flops <= FULL_CHECK_FLOPS)
 
 
 def compile_plans(

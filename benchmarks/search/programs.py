@@ -3,12 +3,17 @@
 Shapes of the first group are those of Mirage's benchmarks (arXiv:2405.05751; softmax there is
 ``exp(x) / sum exp(x)``, norms have no weight), batch size 1. The second group is what people serve
 and train; norms have a weight and an epsilon, softmax subtracts the maximum.
+
+Builders take their extents: ``PROGRAMS["LoRA"].build(k=520)``. `Program.small` are extents at which
+all parts of a program can still be divided, so that float64 on a CPU takes milliseconds; most are
+no multiple of a tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from cutesuper.graph.dims import Shape
 from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
@@ -21,16 +26,18 @@ class Program:
     """A kernel graph by name.
 
     Attributes:
-        build: makes it.
+        build: makes it; its extents are keyword arguments.
         paper: whether it is one of the paper's six workloads.
         kernels: of the most fused program that is known to be the best (None: none is).
         seconds: what the search may take on two cores.
+        small: arguments of ``build`` for a check in float64.
     """
 
-    build: Callable[[], KernelGraph]
+    build: Callable[..., KernelGraph]
     paper: bool = False
     kernels: int | None = None
     seconds: float = 5.0
+    small: dict[str, int] = field(default_factory=dict)
 
 
 def _inputs(*shapes: Shape, names: str) -> tuple[KernelGraph, list[Tensor]]:
@@ -53,21 +60,21 @@ def _plain_softmax(g: KernelGraph, scores: Tensor, v: Tensor) -> Tensor:
 # -------------------------------------------------------------------------- the paper's programs
 
 
-def rms_linear() -> KernelGraph:
+def rms_linear(k: int = 4096, n: int = 6144) -> KernelGraph:
     """``rms(X) W``."""
-    g, (x, w) = _inputs((16, 4096), (4096, 6144), names="X W")
+    g, (x, w) = _inputs((16, k), (k, n), names="X W")
     return _output(g, g.matmul(g.rms_norm(x), w))
 
 
-def gated_mlp() -> KernelGraph:
+def gated_mlp(k: int = 4096, n: int = 4096) -> KernelGraph:
     """``silu(X A) * (X B)``."""
-    g, (x, a, b) = _inputs((8, 4096), (4096, 4096), (4096, 4096), names="X A B")
+    g, (x, a, b) = _inputs((8, k), (k, n), (k, n), names="X A B")
     return _output(g, g.mul(g.silu(g.matmul(x, a)), g.matmul(x, b)))
 
 
-def lora() -> KernelGraph:
+def lora(k: int = 256, n: int = 4096) -> KernelGraph:
     """``X W + (X A) B``."""
-    g, (x, w, a, b) = _inputs((16, 256), (256, 4096), (256, 16), (16, 4096), names="X W A B")
+    g, (x, w, a, b) = _inputs((16, k), (k, n), (k, 16), (16, n), names="X W A B")
     return _output(g, g.add(g.matmul(x, w), g.matmul(g.matmul(x, a), b)))
 
 
@@ -79,9 +86,9 @@ def grouped_attention(groups: int, rows: int, length: int = 4096) -> KernelGraph
     return _output(g, _plain_softmax(g, g.matmul(q, k), v))
 
 
-def qk_norm(normed: str = "QV") -> KernelGraph:
+def qk_norm(normed: str = "QV", rows: int = 256, length: int = 4096) -> KernelGraph:
     """``softmax(rms(Q) K) rms(V)`` (the paper's code), or norms of Q and K."""
-    g, (q, k, v) = _inputs((2, 256, 64), (2, 64, 4096), (2, 4096, 64), names="Q K V")
+    g, (q, k, v) = _inputs((2, rows, 64), (2, 64, length), (2, length, 64), names="Q K V")
     q = g.rms_norm(q, eps=0.0)
     if "K" in normed:
         k = g.div(k, g.sqrt(g.mean(g.square(k), -2)))
@@ -90,33 +97,31 @@ def qk_norm(normed: str = "QV") -> KernelGraph:
     return _output(g, _plain_softmax(g, g.matmul(q, k), v))
 
 
-def n_trans() -> KernelGraph:
+def n_trans(width: int = 4096) -> KernelGraph:
     """``rms(X + alpha (rms(H) + X))``, the update of nGPT."""
-    g, (x, h, alpha) = _inputs((8, 4096), (8, 4096), (4096,), names="X H alpha")
+    g, (x, h, alpha) = _inputs((8, width), (8, width), (width,), names="X H alpha")
     inner = g.add(g.rms_norm(h, eps=0.0), x)
     return _output(g, g.rms_norm(g.add(x, g.mul(alpha, inner)), eps=0.0))
 
 
-def exp_mlp() -> KernelGraph:
+def exp_mlp(k: int = 8192, n: int = 8192) -> KernelGraph:
     """``exp(X A) B`` with a hidden dimension of 8."""
-    g, (x, a, b) = _inputs((16, 8192), (8192, 8), (8, 8192), names="X A B")
+    g, (x, a, b) = _inputs((16, k), (k, 8), (8, n), names="X A B")
     return _output(g, g.matmul(g.exp(g.matmul(x, a)), b))
 
 
-def experts() -> KernelGraph:
-    """``exp(X A) B`` for 8 experts."""
-    g, (x, a, b) = _inputs((8, 8, 4096), (8, 4096, 4096), (8, 4096, 4096), names="X A B")
+def experts(count: int = 8, k: int = 4096, hidden: int = 4096, n: int = 4096) -> KernelGraph:
+    """``exp(X A) B`` for every expert."""
+    g, (x, a, b) = _inputs((count, 8, k), (count, k, hidden), (count, hidden, n), names="X A B")
     return _output(g, g.matmul(g.exp(g.matmul(x, a)), b))
 
 
 # -------------------------------------------------------------------------------------- inference
 
 
-def swiglu(hidden: int = 14336) -> KernelGraph:
+def swiglu(k: int = 4096, hidden: int = 14336, n: int = 4096) -> KernelGraph:
     """``(silu(X A) * (X B)) D``."""
-    g, (x, a, b, d) = _inputs(
-        (8, 4096), (4096, hidden), (4096, hidden), (hidden, 4096), names="X A B D"
-    )
+    g, (x, a, b, d) = _inputs((8, k), (k, hidden), (k, hidden), (hidden, n), names="X A B D")
     return _output(g, g.matmul(g.mul(g.silu(g.matmul(x, a)), g.matmul(x, b)), d))
 
 
@@ -127,15 +132,15 @@ def layer_norm(g: KernelGraph, x: Tensor, weight: Tensor, bias: Tensor) -> Tenso
     return g.add(g.mul(g.div(centred, deviation), weight), bias)
 
 
-def layer_norm_linear() -> KernelGraph:
+def layer_norm_linear(k: int = 4096, n: int = 4096) -> KernelGraph:
     """``LayerNorm(X) W``."""
-    g, (x, w, c, b) = _inputs((16, 4096), (4096, 4096), (4096,), (4096,), names="X W gain bias")
+    g, (x, w, c, b) = _inputs((16, k), (k, n), (k,), (k,), names="X W gain bias")
     return _output(g, g.matmul(layer_norm(g, x, c, b), w))
 
 
-def softmax_linear() -> KernelGraph:
+def softmax_linear(k: int = 4096, n: int = 4096) -> KernelGraph:
     """``softmax(X W)``."""
-    g, (x, w) = _inputs((16, 4096), (4096, 4096), names="X W")
+    g, (x, w) = _inputs((16, k), (k, n), names="X W")
     return _output(g, g.softmax(g.matmul(x, w)))
 
 
@@ -150,18 +155,18 @@ def attention(rows: int, length: int, causal: bool, heads: int = 8) -> KernelGra
     return _output(g, g.matmul(g.softmax(scores), v))
 
 
-def top_mlp() -> KernelGraph:
+def top_mlp(rows: int = 2048) -> KernelGraph:
     """DLRM's top MLP: 512-256-1, relu and sigmoid."""
     g, (x, a, b, c, d) = _inputs(
-        (2048, 512), (512, 256), (256,), (256, 1), (1,), names="X A a B b"
+        (rows, 512), (512, 256), (256,), (256, 1), (1,), names="X A a B b"
     )
     hidden = g.relu(g.add(g.matmul(x, a), b))
     return _output(g, g.sigmoid(g.add(g.matmul(hidden, c), d)))
 
 
-def residual_rms_linear() -> KernelGraph:
+def residual_rms_linear(k: int = 4096, n: int = 6144) -> KernelGraph:
     """``rms(X + R) W``, the sum is an output too."""
-    g, (x, r, c, w) = _inputs((16, 4096), (16, 4096), (4096,), (4096, 6144), names="X R gain W")
+    g, (x, r, c, w) = _inputs((16, k), (16, k), (k,), (k, n), names="X R gain W")
     y = g.add(x, r)
     return _output(g, g.matmul(g.rms_norm(y, c), w), y)
 
@@ -181,10 +186,10 @@ def rms_backward(rows: int = 4096, width: int = 4096) -> KernelGraph:
     return _output(g, dx, g.sum(g.mul(dy, xhat), 0))
 
 
-def layer_norm_backward() -> KernelGraph:
+def layer_norm_backward(rows: int = 4096, width: int = 4096) -> KernelGraph:
     """dx, dw and db of LayerNorm from x, w, dy and the saved mean and reciprocal root."""
     g, (x, w, dy, mean, rstd) = _inputs(
-        (4096, 4096), (4096,), (4096, 4096), (4096, 1), (4096, 1), names="x w dy mean rstd"
+        (rows, width), (width,), (rows, width), (rows, 1), (rows, 1), names="x w dy mean rstd"
     )
     xhat = g.mul(g.sub(x, mean), rstd)
     wdy = g.mul(dy, w)
@@ -193,11 +198,11 @@ def layer_norm_backward() -> KernelGraph:
     return _output(g, dx, g.sum(g.mul(dy, xhat), 0), g.sum(dy, 0))
 
 
-def attention_backward() -> KernelGraph:
+def attention_backward(heads: int = 8, length: int = 2048) -> KernelGraph:
     """dq, dk and dv from the saved log-sum-exp and delta = sum(do * o) (arXiv:2205.14135)."""
-    shape = (8, 2048, 128)
+    shape, row = (heads, length, 128), (heads, length, 1)
     g, (q, k, v, do, lse, delta) = _inputs(
-        shape, shape, shape, shape, (8, 2048, 1), (8, 2048, 1), names="q k v do lse delta"
+        shape, shape, shape, shape, row, row, names="q k v do lse delta"
     )
     p = g.exp(g.sub(g.mul(g.matmul(q, g.transpose(k)), 128**-0.5), lse))
     ds = g.mul(p, g.sub(g.matmul(do, g.transpose(v)), delta))
@@ -209,14 +214,16 @@ def attention_backward() -> KernelGraph:
 # ------------------------------------------------------------------------------------ whole layers
 
 
-def llama_layer(tokens: int = 16, length: int = 4096) -> KernelGraph:
+def llama_layer(
+    tokens: int = 16, length: int = 4096, hidden: int = 4096, inner: int = 14336, groups: int = 8
+) -> KernelGraph:
     """A decoder layer of Llama 3 8B over cached keys and values; one matrix for each head.
 
     Heads are dimensions of the weights: queries ``[8, 4, tokens, 128]``.
     The keys and values of the new tokens are outputs (the caller appends them to the cache).
     """
     g = new_kernel_graph()
-    hidden, groups, heads, d, inner = 4096, 8, 4, 128, 14336
+    heads, d = 4, 128
 
     def given(name: str, *shape: int) -> Tensor:
         return g.new_input(shape, name=name)
@@ -238,28 +245,44 @@ def llama_layer(tokens: int = 16, length: int = 4096) -> KernelGraph:
     return _output(g, g.add(h, g.matmul(up, given("Wd", inner, hidden))), new_k, new_v)
 
 
+_LINEAR = {"k": 520, "n": 136}
+_KEYS = {"length": 520}
+_ROWS = {"rows": 520, "width": 520}
+
 PROGRAMS: dict[str, Program] = {
-    "RMSNorm + Linear": Program(rms_linear, True, 1, 1.0),
-    "GatedMLP": Program(gated_mlp, True, 1),
-    "LoRA": Program(lora, True, 1),
-    "GQA": Program(lambda: grouped_attention(2, 256), True, 2),
-    "QKNorm (Q, V)": Program(qk_norm, True, 2),
-    "nTrans": Program(n_trans, True, 1),
-    "QKNorm (Q, K)": Program(lambda: qk_norm("QK"), False, 2),
-    "MHA": Program(lambda: grouped_attention(32, 16), False, 2),
-    "MQA": Program(lambda: grouped_attention(1, 1024), False, 2),
-    "exp-MLP": Program(exp_mlp, False, 2),
-    "MoE": Program(experts, False, 2),
-    "SwiGLU + down": Program(swiglu, False, 2),
-    "LayerNorm + Linear": Program(layer_norm_linear, False, 1),
-    "softmax(X W)": Program(softmax_linear, False, 2),
-    "attention, scale": Program(lambda: attention(4, 4096, False), False, 2),
-    "attention, causal": Program(lambda: attention(2048, 2048, True), False, 1),
-    "DLRM top MLP": Program(top_mlp, False, 1),
-    "residual + RMSNorm + Linear": Program(residual_rms_linear, False, 1),
-    "RMSNorm backward": Program(rms_backward, False, 2, 10.0),
-    "RMSNorm backward, long rows": Program(lambda: rms_backward(4096, 16384), False, 2, 10.0),
-    "LayerNorm backward": Program(layer_norm_backward, False, 2, 10.0),
-    "attention backward": Program(attention_backward, False, 2, 10.0),
-    "Llama decoder layer": Program(llama_layer, False, None, 60.0),
+    "RMSNorm + Linear": Program(rms_linear, True, 1, 1.0, _LINEAR),
+    "GatedMLP": Program(gated_mlp, True, 1, small=_LINEAR),
+    "LoRA": Program(lora, True, 1, small={"k": 136, "n": 136}),
+    "GQA": Program(partial(grouped_attention, 2, 256), True, 2, small=_KEYS),
+    "QKNorm (Q, V)": Program(qk_norm, True, 2, small={"rows": 24, **_KEYS}),
+    "nTrans": Program(n_trans, True, 1, small={"width": 520}),
+    "QKNorm (Q, K)": Program(partial(qk_norm, "QK"), False, 2, small={"rows": 24, **_KEYS}),
+    "MHA": Program(partial(grouped_attention, 32, 16), False, 2, small=_KEYS),
+    "MQA": Program(partial(grouped_attention, 1, 1024), False, 2, small=_KEYS),
+    "exp-MLP": Program(exp_mlp, False, 2, small=_LINEAR),
+    "MoE": Program(experts, False, 2, small={"count": 2, "k": 520, "hidden": 136, "n": 72}),
+    "SwiGLU + down": Program(swiglu, False, 2, small={"k": 520, "hidden": 136, "n": 72}),
+    "LayerNorm + Linear": Program(layer_norm_linear, False, 1, small=_LINEAR),
+    "softmax(X W)": Program(softmax_linear, False, 2, small={"k": 136, "n": 520}),
+    "attention, scale": Program(
+        partial(attention, rows=4, length=4096, causal=False), False, 2, small=_KEYS
+    ),
+    "attention, causal": Program(
+        partial(attention, rows=2048, length=2048, causal=True), False, 1,
+        small={"heads": 2, "rows": 136, **_KEYS},
+    ),
+    "DLRM top MLP": Program(top_mlp, False, 1, small={"rows": 136}),
+    "residual + RMSNorm + Linear": Program(residual_rms_linear, False, 1, small=_LINEAR),
+    "RMSNorm backward": Program(rms_backward, False, 2, 10.0, _ROWS),
+    "RMSNorm backward, long rows": Program(
+        partial(rms_backward, width=16384), False, 2, 10.0, {"rows": 520, "width": 1040}
+    ),
+    "LayerNorm backward": Program(layer_norm_backward, False, 2, 10.0, _ROWS),
+    "attention backward": Program(
+        attention_backward, False, 2, 10.0, {"heads": 2, "length": 520}
+    ),
+    "Llama decoder layer": Program(
+        llama_layer, False, None, 60.0,
+        {"tokens": 8, "length": 136, "hidden": 264, "inner": 200, "groups": 2},
+    ),
 }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cutesuper.errors import SearchError
@@ -113,34 +113,48 @@ class LabelledProgram:
 def label(region: Region) -> LabelledProgram:
     """Label the dimensions of a region.
 
-    An input in two roles (``X @ X^T``) is loaded once for each, as ``X[M, K]`` and ``X[N, K]``.
+    An input in two roles (``X @ X^T``) is loaded once for each, as ``X[M, K]`` and ``X[N, K]``. So
+    is what is computed from it: in ``S @ S^T`` with ``S = relu(X)``, S is computed as ``S[M, K]``
+    and as ``S[N, K]``.
 
     Raises:
-        SearchError: a value (not an input) would have one label twice, as in ``S @ S^T`` with S
-            computed in the region; in a region of its own, where S is an input, it has not.
+        SearchError: too much would have to be computed again.
     """
-    uses = [
-        (i, j)
-        for i, op in enumerate(region.ops)
-        for j, view in enumerate(op.operands)
-        if view.value < len(region.inputs)
-    ]
-    shared = {u: (region.ops[u[0]].operands[u[1]].value, 0) for u in uses}
+    shared = {u: (region.ops[u[0]].operands[u[1]].value, 0) for u in _uses(region)}
     found = _Unification(region, shared)
-    return (found if found.consistent else _separate(region, uses)).program()
+    if not found.consistent:
+        found = _separate(region) or _separate(_unshared(region))
+    if found is None:
+        raise SearchError("a value is used in two roles (one of its labels would occur twice)")
+    return found.program()
 
 
 Use = tuple[int, int]  # operation, position of the operand
 Group = tuple[int, int]  # input, number of the load
 
 
-def _separate(region: Region, uses: list[Use]) -> _Unification:
+#: operators of a region in which every use has its own computation, at most
+MAX_UNSHARED = 96
+
+
+def _uses(region: Region) -> list[Use]:
+    """All uses of inputs."""
+    return [
+        (i, j)
+        for i, op in enumerate(region.ops)
+        for j, view in enumerate(op.operands)
+        if view.value < len(region.inputs)
+    ]
+
+
+def _separate(region: Region) -> _Unification | None:
     """Give every use of an input a load of its own, then join those that can be joined."""
+    uses = _uses(region)
     value = {u: region.ops[u[0]].operands[u[1]].value for u in uses}
     groups: dict[Use, Group] = {u: (value[u], n) for n, u in enumerate(uses)}
     best = _Unification(region, groups)
     if not best.consistent:
-        raise SearchError("a value is used in two roles (one of its labels would occur twice)")
+        return None
     for n, u in enumerate(uses):
         for v in uses[:n]:
             if value[u] != value[v] or groups[u] == groups[v]:
@@ -150,6 +164,27 @@ def _separate(region: Region, uses: list[Use]) -> _Unification:
                 groups, best = {**groups, u: groups[v]}, joined
                 break
     return best
+
+
+def _unshared(region: Region) -> Region:
+    """The region with one computation for each use of a value; equal ones become one again when
+    their labels are known. Raises SearchError past `MAX_UNSHARED` operators."""
+    inputs, ops = len(region.inputs), list[RegionOp]()
+
+    def copy(view: View) -> View:
+        if view.value < inputs:
+            return view
+        op = region.ops[view.value - inputs]
+        operands = tuple(copy(v) for v in op.operands)
+        if len(ops) == MAX_UNSHARED:
+            raise SearchError(
+                "a value is used in two roles, and too much depends on it to compute it twice"
+            )
+        ops.append(replace(op, operands=operands))
+        return View(inputs + len(ops) - 1, view.order)
+
+    outputs = tuple(copy(v) for v in region.outputs)
+    return replace(region, ops=tuple(ops), outputs=outputs)
 
 
 Slot = tuple[Any, int]  # (value or load group, dimension)
@@ -284,7 +319,10 @@ class _Unification:
                 raise SearchError(f"{kind} of one row, 'top_left': only its first column is seen; "
                                   "use 'bottom_right' for a row that sees all columns")
             attributes |= {"rows": rows, "columns": columns}
-        ops.append(LabelledOp(kind, tuple(args), labels - {over}, attributes, over))
+        made = LabelledOp(kind, tuple(args), labels - {over}, attributes, over)
+        if made in ops:  # computed for another use already
+            return ops.index(made)
+        ops.append(made)
         return len(ops) - 1
 
     # ------------------------------------------------------------------------------------- names

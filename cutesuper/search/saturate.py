@@ -81,6 +81,7 @@ class Table:
         self.values: list[FieldValue] = []
         self.derivations: list[list[Derivation]] = []
         self.tried = 0
+        self._entered: list[tuple[int, Derivation]] = []
         self._index: dict[Class, int] = {}
         self._usable: list[bool] = []  # whether element-wise operators may take a class
         self._partial: list[bool] = []  # whether it is a maximum over some parts of a label only
@@ -152,6 +153,21 @@ class Table:
                 )
         return self
 
+    def results(self, i: int, j: int | None = None) -> list[tuple[int, Derivation]]:
+        """Classes that one step makes of class i, or of classes i and j, and how; they are entered.
+
+        `run` asks for all of them. This is for whoever builds programs forwards; sums that are
+        rescaled take three operands and are left out.
+        """
+        start = len(self._entered)
+        if j is None:
+            self._unary(i)
+        else:
+            i, j = max(i, j), min(i, j)
+            x, y = self.classes[i].form, self.classes[j].form
+            self._pair(i, j, self.space.pairings.get((x, y)) or self.space.pairing(x, y))
+        return [e for e in self._entered[start:] if len(e[1].inputs) < 3]
+
     def _enter(self, key: Class, value: FieldValue, derivation: Derivation) -> None:
         i = self._index.get(key)
         if i is None:
@@ -163,6 +179,7 @@ class Table:
             self._partial.append(self.space.partial_maximum(key.form) is not None)
             self._by_form.setdefault(key.form, []).append(i)
         self.derivations[i].append(derivation)
+        self._entered.append((i, derivation))
 
     def _offer(
         self, form: int, labels: frozenset[str], state: State, derivation: Derivation,
@@ -430,16 +447,23 @@ class Table:
 
     def finished(self) -> list[list[int]]:
         """For every output the classes that may be stored as it."""
-        found: list[list[int]] = []
-        for form, labels, value in self.goals:
-            found.append([
-                i
-                for i, c in enumerate(self.classes)
-                if (c.form, c.labels, c.value) == (form, labels, value)
-                and not c.state.pending
-                and all(self.axes[n].dim in labels for n in c.state.inside)
-            ])
+        found: list[list[int]] = [[] for _ in self.goals]
+        for i in range(len(self.classes)):
+            for n in self.stored_as(i):
+                found[n].append(i)
         return found
+
+    def stored_as(self, i: int) -> list[int]:
+        """The outputs that class i may be stored as."""
+        c = self.classes[i]
+        if c.state.pending:
+            return []
+        return [
+            n
+            for n, goal in enumerate(self.goals)
+            if (c.form, c.labels, c.value) == goal
+            and all(self.axes[a].dim in c.labels for a in c.state.inside)
+        ]
 
 
 def saturate(

@@ -1,0 +1,155 @@
+"""A muGraph that somebody brings: verified, given sizes that the target can run, compiled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cutesuper.errors import CutesuperError, LoweringError, ScheduleError, VerificationError
+from cutesuper.graph.block import Axis, AxisKind, BlockProgram, KernelStep, MuGraph
+from cutesuper.graph.check import check_kernel_graph
+from cutesuper.graph.dims import extent
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.rows import row_label
+from cutesuper.graph.target import Target, find_target
+from cutesuper.optimize import Choice, Options, compile_plans, current_target, verified
+from cutesuper.report import variant_report
+from cutesuper.runtime.cache import KernelCache
+from cutesuper.runtime.kernel import Kernel, Variant
+from cutesuper.schedule.planner import KernelPlan, make_plan
+from cutesuper.search.cost import Cost
+from cutesuper.search.forms import MatmulForm, RowForm
+from cutesuper.search.search import Candidate, SearchResult, Statistics, show
+from cutesuper.search.sizing import sized
+
+
+def compile_mugraph(
+    graph: KernelGraph,
+    mugraph: MuGraph,
+    *,
+    target: Target | str | None = None,
+    dependent_launch: bool = False,
+    cache: KernelCache | None = None,
+) -> Kernel:
+    """Verify a muGraph against its definition and compile it.
+
+    Where the extents of a kernel cannot be lowered (tiles of 24 columns, say) its structure is kept
+    and gets the extents that the cost model prefers.
+
+    Args:
+        graph: what it should compute.
+        mugraph: written by hand, loaded, or read with `cutesuper.load_mirage`.
+        target: a `Target`, or a name such as ``"h200"``; None takes the current GPU.
+        dependent_launch: see `cutesuper.superoptimize`.
+        cache: where compiled kernels are kept; default ``~/.cache/cutesuper``.
+
+    Raises:
+        VerificationError: it computes something else; says where the two differ.
+        LoweringError, ScheduleError: a kernel that no skeleton of the lowering runs.
+        GraphError, CompileError: as for `cutesuper.superoptimize`.
+    """
+    check_kernel_graph(graph)
+    chosen = find_target(target) if isinstance(target, str) else target
+    options = Options(chosen or current_target(), dependent_launch)
+    store = cache or KernelCache()
+
+    def make(hints: dict[str, int]) -> Variant:
+        here = graph.with_hints(hints)
+        choice = _choice(here, mugraph, options)
+        steps = compile_plans(choice, options, store)
+        result = SearchResult((choice.candidate,), Statistics())
+        report = variant_report(here, options, result, choice, steps)
+        candidate = choice.candidate
+        return Variant(candidate.mugraph, steps, report, candidate.kernels, choice.verification)
+
+    return Kernel(graph, options.target, make)
+
+
+def _choice(graph: KernelGraph, mugraph: MuGraph, options: Options) -> Choice:
+    verification = verified(graph, mugraph, options.seed)
+    if not verification:
+        raise VerificationError(
+            f"compile_mugraph: the muGraph does not compute the graph: {verification.summary()}"
+        )
+    found = [_planned(step, mugraph, options) for step in mugraph.steps]
+    steps = tuple(step for step, _, _ in found)
+    if steps != mugraph.steps:
+        mugraph = replace(mugraph, steps=steps)
+        verification = verified(graph, mugraph, options.seed)
+    costs = tuple(cost for _, _, cost in found if cost is not None)
+    costs = costs if len(costs) == len(steps) else ()
+    text = "; ".join(f"{s.name}: {show(s.program)}" for s in steps)
+    candidate = Candidate(mugraph, sum(c.total for c in costs), costs, text, True)
+    return Choice(candidate, tuple(plan for _, plan, _ in found), verification, ())
+
+
+def _planned(
+    step: KernelStep, mugraph: MuGraph, options: Options
+) -> tuple[KernelStep, KernelPlan, Cost | None]:
+    """The kernel as it is, or else with other extents. Raises LoweringError, ScheduleError."""
+
+    def plan(s: KernelStep) -> KernelPlan:
+        return make_plan(
+            s, mugraph.tensors, options.target, dependent_launch=options.dependent_launch
+        )
+
+    try:
+        return step, plan(step), None
+    except (LoweringError, ScheduleError) as refusal:
+        for program, cost in _other_extents(step, mugraph, options.target):
+            try:
+                other = replace(step, program=program)
+                return other, plan(other), cost
+            except CutesuperError:
+                continue
+        raise refusal
+
+
+def _other_extents(
+    step: KernelStep, mugraph: MuGraph, target: Target
+) -> Iterator[tuple[BlockProgram, Cost]]:
+    """The structure of a kernel at the extents that the cost model likes, cheapest first."""
+    program = step.program
+    form = _form(program)
+    if form is None:
+        return
+    reduced = form.contracted if isinstance(form, MatmulForm) else form.row
+    kinds: dict[str, tuple[AxisKind, ...]] = dict.fromkeys(program.dims, (AxisKind.GRID,))
+    if isinstance(form, MatmulForm):
+        kinds[reduced] = tuple(a.kind for a in program.axes_of(reduced))
+    elif form.reduced:
+        kinds[reduced] = ()
+    axes = tuple(Axis(d, k, 1) for d, ks in kinds.items() for k in ks)
+    tile = {d: extent(n) for d, n in program.dims.items()}
+    structure = BlockProgram(program.dims, axes, tile, program.ops)
+    itemsizes = {n: t.dtype.itemsize for n, t in mugraph.tensors.items()}
+    for s in sized(structure, form, target, itemsizes, 16, Counter()):
+        yield s.program, s.cost
+
+
+def _form(program: BlockProgram) -> MatmulForm | RowForm | None:
+    """The skeleton that a kernel looks like; None where its extents are part of its meaning."""
+    stored = [op.attributes["map"] for op in program.stores()]
+    plain = all(isinstance(d, str) and d in program.dims for m in stored for d in m if d)
+    products = [op for op in program.ops if op.kind == "matmul"]
+    over = (op.attributes["over"] for op in program.ops if "over" in op.attributes)
+    reduced = list(dict.fromkeys(over))
+    if not plain or len(reduced) > 1:
+        return None
+    if products:
+        a, b = (set(program.ops[i].dims) for i in products[0].inputs)
+        rows, columns = ([d for d in program.dims if d in x] for x in (a - b, b - a))
+        looped = any(a.kind == AxisKind.LOOP for a in program.axes_of(reduced[0]))
+        if not rows or not columns or not looped:
+            return None
+        batch = [d for d in program.dims if d not in (rows[-1], columns[-1], *reduced)]
+        return MatmulForm(rows[-1], columns[-1], reduced[0], tuple(batch))
+    if any(a.kind != AxisKind.GRID for a in program.axes):
+        return None
+    read = [[d for d in op.attributes["map"] if d] for op in program.loads()]
+    row = row_label(program.dims, reduced, [[d for d in m if d] for m in stored], read)
+    return None if row is None else RowForm(row, bool(reduced))
+
+
+__all__ = ["compile_mugraph"]
