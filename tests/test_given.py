@@ -63,7 +63,7 @@ def test_other_extents_where_its_own_cannot_be_lowered(tmp_path: Path) -> None:
     assert isinstance(kernel(*inputs), torch.Tensor)
 
 
-def test_a_muGraph_of_something_else_is_refused() -> None:  # noqa: N802 (the field's name)
+def test_a_muGraph_of_something_else_is_refused() -> None:
     graph, mu = norm_linear(64)
     (step,) = mu.steps
     ops = tuple(replace(o, attributes={"value": 1.0}) if o.kind == "constant" else o

@@ -1,4 +1,4 @@
-"""Programs operator by operator, as superoptimizers enumerate them; what saturation is held against.
+"""Programs operator by operator, as superoptimizers enumerate them; saturation is held against it.
 
 A state is a program so far: the classes that it has computed. One step adds an operator that makes
 a new class of them. The steps are those of `cutesuper.search.saturate.Table`, formed when they are

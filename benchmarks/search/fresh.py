@@ -1,4 +1,4 @@
-"""Measurements in processes of their own, so that time and memory are not those of a predecessor."""
+"""Measurements in processes of their own: neither time nor memory is that of a predecessor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 #: the search is one thread; the matrix products of the verifier should be too
-_ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "MKL", "OMP")}
 
 
 def in_fresh_process(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:

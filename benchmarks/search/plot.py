@@ -170,9 +170,9 @@ def _series(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of ``python -m benchmarks.search.plot``; 0 when the picture was written, else 1."""
+    """Entry point of ``python -m benchmarks.search.plot``; 0 when there is a picture, else 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.search.plot")
-    parser.add_argument("results", type=Path, help="JSON written by `python -m benchmarks ablation`")
+    parser.add_argument("results", type=Path, help="JSON of `python -m benchmarks ablation`")
     parser.add_argument("svg", type=Path, help="where the picture goes")
     arguments = parser.parse_args(argv)
     try:

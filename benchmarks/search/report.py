@@ -1,4 +1,4 @@
-"""Tables of the measurements of the search; they read plain data and need neither NumPy nor a GPU."""
+"""Tables of the measurements of the search, from plain data alone."""
 
 from __future__ import annotations
 
@@ -129,9 +129,10 @@ def search_markdown(results: dict[str, Any]) -> str:
         "kernel. Splits: feasible of those tried. Classes: states of all tables. Structures: "
         "programs extracted, before sizes. Verified: of the structures that were offered, each "
         "once. CPU s: search and verification in a fresh process with one thread (limit); peak "
-        "MB: of that process, with Python and NumPy. The last four columns are best muGraph / one kernel for each "
-        "operator of the expanded graph (transposes free): kernels; device memory, every operand "
-        f"read and every result written once for each kernel; microseconds on {results['target']} "
+        "MB: of that process, with Python and NumPy. The next three columns are best muGraph / one "
+        "kernel for each operator of the expanded graph (transposes free): kernels; device memory, "
+        "every operand read and every result written once for each kernel; microseconds on "
+        f"{results['target'].upper()} "
         "by the same cost model, predicted, not measured. "
         f"{machine(results)}."
     )
