@@ -10,7 +10,7 @@ from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
 from cutesuper.graph.serial import dumps, loads
 from cutesuper.graph.target import B200, H100, H200, Target
 from cutesuper.mirage.load import load_mirage
-from cutesuper.optimize import superoptimize
+from cutesuper.optimize import mugraphs, superoptimize
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.program import load
 from cutesuper.verify.equivalence import Verification, verify
@@ -37,6 +37,7 @@ __all__ = [
     "load",
     "load_mirage",
     "loads",
+    "mugraphs",
     "new_kernel_graph",
     "superoptimize",
     "symbol",

@@ -125,6 +125,48 @@ def superoptimize(
         return Kernel(graph, options.target, make)
 
 
+def mugraphs(
+    graph: KernelGraph,
+    *,
+    target: Target | str | None = None,
+    keep: int = 16,
+    seed: int = 0,
+    budget_s: float | None = None,
+    executor: Executor | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> SearchResult:
+    """The best muGraphs for a graph, verified, whether or not the lowering can run them yet.
+
+    before: attention; after: one kernel with a running maximum and a cluster over the keys, two
+    kernels with partial results, and so on, `Candidate.lowered` False. `superoptimize` chooses
+    among those that can be run.
+
+    Args:
+        graph: what to compute.
+        target: a `Target`, or a name; None takes the current GPU.
+        keep: how many.
+        seed: as for `superoptimize`.
+        budget_s: as for `superoptimize`.
+        executor: as for `superoptimize`.
+        on_progress: as for `superoptimize`.
+
+    Raises:
+        GraphError, SearchError: as for `superoptimize`.
+    """
+    chosen = find_target(target) if isinstance(target, str) else target
+    verifier = Verifier(graph, seed=seed)
+    with progress_bar() as show:
+        return search(
+            graph,
+            chosen or current_target(),
+            options=SearchOptions(seed=seed, keep=keep),
+            budget_s=budget_s,
+            executor=executor,
+            on_progress=on_progress or show,
+            verify=lambda mu: bool(verifier.check(mu, bound=False)),
+        )
+
+
 def current_target() -> Target:
     """The target of torch's current CUDA device; H200 where there is none.
 

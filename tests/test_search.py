@@ -226,6 +226,18 @@ def test_gram_loads_its_input_in_two_roles() -> None:
     assert [op.attributes["map"] for op in program.loads()] == [("M", "K"), ("N", "K")]
 
 
+def test_a_computed_value_in_two_roles() -> None:
+    """Self-attention from one X: what is normalized is computed for rows and for columns."""
+    g = new_kernel_graph()
+    x = g.new_input((64, 128))
+    s = g.relu(x)
+    g.mark_output(g.matmul(s, g.transpose(s)))
+    program = only(run(g, SearchOptions()).candidates[0].mugraph)
+    maps = [op.attributes["map"] for op in program.loads()]
+    assert len(maps) == 2 and maps[0][1] == maps[1][1] and maps[0][0] != maps[1][0]
+    assert kinds(program).count("relu") == 2
+
+
 def test_maximum_of_the_row_in_the_loop() -> None:
     g = new_kernel_graph()
     x, w = g.new_input((16, 512)), g.new_input((512, 512))

@@ -16,7 +16,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks.report import load_results, write_atomically
-from benchmarks.search.report import VARIANTS
+from benchmarks.search.report import VARIANTS, least
 
 COLUMNS = 3
 #: of a panel's axes, of the space around them, and of the head with title and legend
@@ -26,7 +26,7 @@ HEAD = 70
 
 #: variant -> class, and its marker as a path around (0, 0)
 _LOOKS = {
-    "forwards": ("forwards", "M-3.2,0A3.2,3.2 0 1 0 3.2,0A3.2,3.2 0 1 0 -3.2,0Z"),
+    "forward enumeration": ("forwards", "M-3.2,0A3.2,3.2 0 1 0 3.2,0A3.2,3.2 0 1 0 -3.2,0Z"),
     "no order": ("order", "M-3,-3H3V3H-3Z"),
     "no expression test": ("test", "M0,-4L3.7,2.8H-3.7Z"),
 }
@@ -109,7 +109,7 @@ def _add(
 
 def _legend(svg: ElementTree.Element, results: dict[str, Any]) -> None:
     _add(svg, "text", "ink head", "States by operators of a program", x=LEFT, y=24)
-    circle = _LOOKS["forwards"][1]
+    circle = _LOOKS["forward enumeration"][1]
     entries = [
         ("saturation: classes", "saturation", "", ""),
         *((variant, look, path, "mark") for variant, (look, path) in _LOOKS.items()),
@@ -137,7 +137,8 @@ def _panel(
         lambda n: (n - first) / max(1, last - first) * WIDTH,
         lambda states: HEIGHT - log10(max(1.0, states)) / decades * HEIGHT,
     )
-    _add(group, "text", "ink name", case["program"], x=0, y=-12)
+    title = f"{case['program']}, needs {least(case)} operators"
+    _add(group, "text", "ink name", title, x=0, y=-12)
     for decade in range(decades + 1):
         y = panel.y(10.0**decade)
         _add(group, "path", f"{'grid' if decade else 'ink'} line", d=f"M0,{y:.1f}H{WIDTH}")

@@ -128,6 +128,8 @@ SEALING: tuple[Sealing, ...] = (0, 1, 2)
 #: elements of an operand that is not read again by every block (2 MB), and columns of a product
 #: that many blocks divide
 LARGE_OPERAND, MANY_COLUMNS = 1 << 20, 1024
+#: ways to run a region that differ in nothing but sizes and the order of operators
+ALIKE = 3
 #: structures of a region of any form that are sized (2 to 5 ms each)
 MAX_STRUCTURES = 96
 
@@ -183,7 +185,10 @@ class _RegionSearch:
                 refused = refused or error
         if not found:
             raise refused or SearchError("no structure that the lowering can run fits the device")
-        return sorted(found, key=lambda w: w.total)[: 2 * self.options.keep]
+        found.sort(key=lambda w: w.total)
+        if not self.options.lowered:
+            found = _diverse(found)
+        return found[: 2 * self.options.keep]
 
     def _sealed(self, program: LabelledProgram, form: Form) -> list[Way]:
         """With as little sealed as the limit on classes allows."""
@@ -331,6 +336,18 @@ class _RegionSearch:
             for i in order
             if np.isfinite(total[i])
         ]
+
+
+def _diverse(ways: list[Way]) -> list[Way]:
+    """At most `ALIKE` ways whose axes are the same: the place of a scale is no other program."""
+    alike: Counter[object] = Counter()
+    kept: list[Way] = []
+    for way in ways:
+        key = way.lowered, tuple(tuple(a.name for a in p.axes) for p in way.programs)
+        alike[key] += 1
+        if alike[key] <= ALIKE:
+            kept.append(way)
+    return kept
 
 
 def _computed_again(program: LabelledProgram) -> str | None:
