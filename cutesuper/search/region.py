@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -130,6 +130,8 @@ SEALING: tuple[Sealing, ...] = (0, 1, 2)
 LARGE_OPERAND, MANY_COLUMNS = 1 << 20, 1024
 #: ways to run a region that differ in nothing but sizes and the order of operators
 ALIKE = 3
+#: why splits were not tried (in `Counts.pruned`)
+OUT_OF_TIME = "out of time"
 #: structures of a region of any form that are sized (2 to 5 ms each)
 MAX_STRUCTURES = 96
 
@@ -166,29 +168,38 @@ class _RegionSearch:
         self._skeletons = 0  # so many of these structures are run by a skeleton
 
     def run(self) -> list[Way]:
+        """Ways by a skeleton of the lowering, and by programs of any form, cheapest first."""
         program = label(self.region)
-        found: list[Way] = []
-        refused: SearchError | None = None
-        try:
-            form = find_form(self.region, program)
-            found += self._sealed(program, form)
-        except SearchError as error:
-            refused = error
+        reasons: list[SearchError] = []
+        found = self._attempt(lambda: self._by_skeleton(program), reasons)
         self._skeletons = len(self._known)
-        again = None if self.options.lowered else _computed_again(program)
-        if again is not None:
-            self.counts.pruned[again] += 1
-        elif not self.options.lowered:
-            try:
-                found += self._sealed(program, BlockForm())
-            except SearchError as error:
-                refused = refused or error
+        if not self.options.lowered:
+            found += self._attempt(lambda: self._general(program), reasons)
         if not found:
-            raise refused or SearchError("no structure that the lowering can run fits the device")
+            raise reasons[0] if reasons else SearchError("no structure fits the device")
         found.sort(key=lambda w: w.total)
         if not self.options.lowered:
             found = _diverse(found)
         return found[: 2 * self.options.keep]
+
+    def _attempt(
+        self, search: Callable[[], list[Way]], reasons: list[SearchError]
+    ) -> list[Way]:
+        try:
+            return search()
+        except SearchError as error:
+            reasons.append(error)
+            return []
+
+    def _by_skeleton(self, program: LabelledProgram) -> list[Way]:
+        return self._sealed(program, find_form(self.region, program))
+
+    def _general(self, program: LabelledProgram) -> list[Way]:
+        again = _computed_again(program)
+        if again is not None:
+            self.counts.pruned[again] += 1
+            raise SearchError(again)
+        return self._sealed(program, BlockForm())
 
     def _sealed(self, program: LabelledProgram, form: Form) -> list[Way]:
         """With as little sealed as the limit on classes allows."""
@@ -252,7 +263,7 @@ class _RegionSearch:
         infeasible: set[tuple[object, ...]] = set()
         for split in form.splits(space.program):
             if time.monotonic() > self._end:
-                self.counts.pruned["out of time"] += 1
+                self.counts.pruned[OUT_OF_TIME] += 1
                 break
             if any(s.kinds in infeasible for s in _smaller(split)):
                 infeasible.add(split.kinds)
