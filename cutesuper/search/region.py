@@ -20,7 +20,7 @@ from cutesuper.graph.check import MAX_PASSES, check_block_program
 from cutesuper.graph.dims import extent
 from cutesuper.graph.target import Target
 from cutesuper.search.block_cost import Model
-from cutesuper.search.blocks import Shape, candidates
+from cutesuper.search.blocks import CLUSTERS, STRIPS, Shape, candidates
 from cutesuper.search.cost import Cost, price
 from cutesuper.search.extract import Partial, Structure, extract, structure
 from cutesuper.search.forms import BlockForm, Form, MatmulForm, RowForm, find_form
@@ -195,6 +195,8 @@ class _RegionSearch:
         return self._sealed(program, find_form(self.region, program))
 
     def _general(self, program: LabelledProgram) -> list[Way]:
+        if not program.dims:
+            raise SearchError("all tensors have one element; no kernel is made for that")
         again = _computed_again(program)
         if again is not None:
             self.counts.pruned[again] += 1
@@ -292,17 +294,20 @@ class _RegionSearch:
         return []
 
     def _hopeless(self, program: LabelledProgram, split: Split) -> bool:
-        """Whether even small tiles of the divided labels leave tensors too large for a block."""
+        """Whether even the smallest tiles leave a tensor too large for a block."""
         kinds = dict(split.kinds)
-        for op in program.of_kind("load"):
-            least = prod(
-                extent(program.dims[d]) / (1 if not kinds[d] else 8)
-                for d in op.labels
-                if not kinds[d] or kinds[d] == (AxisKind.CLUSTER,)
-            )
-            if 2 * least > self.target.shared_bytes:
-                return True
-        return False
+        strip = 1 if program.of_kind("matmul") else STRIPS[0]
+
+        def least(d: str) -> float:
+            whole = extent(program.dims[d])
+            if AxisKind.LOOP in kinds[d]:
+                return min(strip, whole)
+            if kinds[d] == (AxisKind.CLUSTER,):
+                return whole / CLUSTERS[-1]
+            return 1 if kinds[d] else whole
+
+        loads = program.of_kind("load")
+        return any(2 * prod(map(least, op.labels)) > self.target.shared_bytes for op in loads)
 
     def _sizes(self, form: BlockForm, found: Structure) -> list[Way]:
         reason = form.refuses(found.programs[0])
