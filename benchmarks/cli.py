@@ -29,6 +29,7 @@ EXIT_HUNG = 3
 TIMEOUT_SECONDS = 180.0
 #: other measurements, ``python -m benchmarks NAME ...``: the module's ``main(argv, prog)``
 COMMANDS = {
+    "calibrate": "benchmarks.calibrate",
     "rank": "benchmarks.rank",
     "search": "benchmarks.search.table",
     "ablation": "benchmarks.search.ablation",

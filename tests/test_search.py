@@ -153,13 +153,14 @@ def test_rms_norm_linear_is_one_kernel(weight: bool, eps: float) -> None:
     [
         ((16, 4096, 4096), {"N": 64, "cluster": 2, "K": 128}),
         ((2, 4096, 4096), {"N": 64, "cluster": 2, "K": 128}),
-        ((16, 4096, 6144), {"N": 128, "cluster": 2, "K": 128}),
+        # 13.8 us; in pairs with 128 columns 14.3, in pairs with 64 columns 16.2
+        ((16, 4096, 6144), {"N": 64, "cluster": 1, "K": 128}),
     ],
 )
 def test_sizes_of_small_batches(shape: tuple[int, int, int], want: dict[str, int]) -> None:
     program = only(best(rms_linear(*shape)))
     assert program.tile["N"] == want["N"] and program.tile["K"] == want["K"]
-    assert extents(program)["K.cluster"] == want["cluster"]
+    assert extents(program).get("K.cluster", 1) == want["cluster"]
 
 
 def test_sizes_of_a_large_batch() -> None:

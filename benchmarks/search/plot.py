@@ -137,7 +137,7 @@ def _panel(
         lambda n: (n - first) / max(1, last - first) * WIDTH,
         lambda states: HEIGHT - log10(max(1.0, states)) / decades * HEIGHT,
     )
-    title = f"{case['program']}, needs {least(case)} operators"
+    title = f"{case['program']} (needs {least(case)})"
     _add(group, "text", "ink name", title, x=0, y=-12)
     for decade in range(decades + 1):
         y = panel.y(10.0**decade)

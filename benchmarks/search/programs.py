@@ -247,7 +247,6 @@ def llama_layer(
 
 _LINEAR = {"k": 520, "n": 136}
 _KEYS = {"length": 520}
-_ROWS = {"rows": 520, "width": 520}
 
 PROGRAMS: dict[str, Program] = {
     "RMSNorm + Linear": Program(rms_linear, True, 1, 1.0, _LINEAR),
@@ -273,16 +272,20 @@ PROGRAMS: dict[str, Program] = {
     ),
     "DLRM top MLP": Program(top_mlp, False, 1, small={"rows": 136}),
     "residual + RMSNorm + Linear": Program(residual_rms_linear, False, 1, small=_LINEAR),
-    "RMSNorm backward": Program(rms_backward, False, 2, 10.0, _ROWS),
-    "RMSNorm backward, long rows": Program(
-        partial(rms_backward, width=16384), False, 2, 10.0, {"rows": 520, "width": 1040}
+    "RMSNorm backward": Program(
+        rms_backward, False, 2, 10.0, {"rows": 520, "width": 520}
     ),
-    "LayerNorm backward": Program(layer_norm_backward, False, 2, 10.0, _ROWS),
+    "RMSNorm backward, long rows": Program(
+        partial(rms_backward, width=16384), False, 2, 10.0, {"rows": 264, "width": 1040}
+    ),
+    "LayerNorm backward": Program(
+        layer_norm_backward, False, 2, 10.0, {"rows": 264, "width": 264}
+    ),
     "attention backward": Program(
-        attention_backward, False, 2, 10.0, {"heads": 2, "length": 520}
+        attention_backward, False, 2, 10.0, {"heads": 2, "length": 264}
     ),
     "Llama decoder layer": Program(
         llama_layer, False, None, 60.0,
-        {"tokens": 8, "length": 136, "hidden": 264, "inner": 200, "groups": 2},
+        {"tokens": 8, "length": 2056, "hidden": 1032, "inner": 1040, "groups": 4},
     ),
 }

@@ -25,12 +25,12 @@ from cutesuper.graph.block import (
 from cutesuper.graph.dims import extent
 from cutesuper.graph.target import Target
 from cutesuper.search.blocks import Numbers, Shape, Sizes
-from cutesuper.search.cost import Cost
+from cutesuper.search.cost import Cost, overlapped
 
 Reals = NDArray[np.float64]
 
 MIN_STAGES = 3
-RESERVED_BYTES = 2048
+RESERVED_BYTES = 4096
 #: fp32 values that the registers of a block hold besides addresses and operands
 REGISTER_VALUES = 48 * 1024
 #: elements of a row program that the threads of a block hold
@@ -138,36 +138,36 @@ class Model:
     def price(self) -> tuple[Reals, dict[str, Reals]]:
         """Microseconds in all, and by cause."""
         t, r, sizes = self.target, self.target.rates, self.sizes
-        clusters = [a.name for a in self.structure.of_kind(AxisKind.CLUSTER)]
+        cluster = sizes.times([a.name for a in self.structure.of_kind(AxisKind.CLUSTER)])
         grid = [a.name for a in self.structure.of_kind(AxisKind.GRID)]
-        cluster = sizes.times(clusters)
         blocks = sizes.times(grid) * cluster
-        fitting = np.array([t.clusters.get(int(n), 1) for n in cluster])
+        slots = cluster * np.array([t.clusters.get(int(n), 1) for n in cluster])
         resident = np.ones(sizes.count)
         if not self.shape.products:
             resident = np.clip(t.shared_bytes // self.shared, 1, RESIDENT)
-        waves = np.ceil(blocks / (cluster * fitting * resident))
+        rounds = np.ceil(blocks / slots)
         moved, loaded = self._traffic(blocks)
-        memory = self._memory(moved, blocks, cluster * fitting)
-        l2 = blocks * loaded / t.l2_bandwidth * 1e6
-        tensor = waves * self._tensor()
-        lanes = self._instructions() * blocks / (r.lanes_per_us * np.minimum(t.sms, blocks))
-        busy_memory = memory > tensor
-        rate = np.where(busy_memory, r.sm_bytes_per_us, r.sm_bytes_per_us_idle)
-        ingest = waves * resident * loaded / rate
-        stream = np.maximum(np.maximum(memory, l2), ingest) + self._iterations() * waves
-        stage = np.where(self.stage > 0, self.stage, self.once)
-        ramp = r.first_stage * stage / r.sm_bytes_per_us
-        later = r.wave_us if self.shape.products else r.block_us
-        ramp = ramp + (waves - 1) * later / resident + (0 if self.shape.products else r.block_us)
-        exchange = self._exchange_us(cluster)
-        busy = np.maximum(stream + r.contention * lanes, tensor + r.exposed * lanes)
-        total = t.launch_us + np.maximum(busy, lanes) + ramp + exchange
-        launch = np.full(sizes.count, t.launch_us)
-        return total, {
-            "memory": memory, "l2": l2, "ingest": ingest, "tensor": tensor, "lanes": lanes,
-            "launch": launch, "ramp": ramp, "exchange": exchange,
+        sms = np.minimum(t.sms, blocks)
+        staged, looped, end = self._arithmetic()
+        parts = {
+            "memory": moved / t.bandwidth * 1e6,
+            "ingest": rounds * loaded / r.sm_bytes_per_us,
+            "l2": blocks * loaded / t.l2_bandwidth * 1e6,
+            "iterations": np.ceil(rounds / resident) * self._iterations() * r.iteration_us
+            + rounds * (self._staged_us() + staged / r.lanes_per_us),
+            "lanes": looped * blocks / (r.lanes_per_us * sms),
         }
+        tensor = rounds * self._tensor()
+        busy = np.maximum(overlapped(r.overlap, *parts.values()), tensor)
+        stage = np.where(self.stage > 0, self.stage, self.once)
+        ramp = r.first_stage * stage / r.sm_bytes_per_us + self._reductions() * r.reduction_us
+        ramp = ramp + (np.ceil(rounds / resident) - 1) * r.block_us
+        exchange, store = (rounds * us for us in self._end_us(cluster))
+        store = store + rounds * end / r.lanes_per_us / np.maximum(cluster, 1)
+        launch = np.full(sizes.count, t.launch_us)
+        parts |= {"tensor": tensor, "launch": launch, "ramp": ramp}
+        parts |= {"exchange": exchange, "store": store}
+        return launch + busy + ramp + exchange + store, parts
 
     def _traffic(self, blocks: Any) -> tuple[Reals, Reals]:
         """Bytes of device memory in all, and bytes that one block takes in."""
@@ -198,17 +198,6 @@ class Model:
         dims = self.structure.dims
         return prod(extent(dims[d]) for d in op.attributes["map"] if d in dims)
 
-    def _memory(self, moved: Reals, blocks: Any, slots: Any) -> Reals:
-        """Full waves and a last one, each at the rate of the memory or of the SMs that work."""
-        t = self.target
-
-        def rate(active: Any) -> Any:
-            return np.minimum(t.bandwidth / 1e6, np.maximum(1, active) * t.rates.sm_bytes_per_us)
-
-        full, last = np.divmod(blocks, slots)
-        slots = np.minimum(slots, t.sms)
-        return moved / blocks * (full * slots / rate(slots) + last / rate(np.minimum(last, t.sms)))
-
     def _tensor(self) -> Reals:
         """Products of one wave, at the rate that the area of each accumulator allows."""
         r, total = self.target.rates, np.zeros(self.sizes.count)
@@ -230,44 +219,84 @@ class Model:
             total += flops * self.target.sms / (self.target.tensor_flops * efficiency) * 1e6
         return total
 
-    def _instructions(self) -> Reals:
-        """Arithmetic of one block."""
-        total = np.zeros(self.sizes.count)
-        ops = self.structure.ops
+    def _arithmetic(self) -> tuple[Reals, Reals, Reals]:
+        """Instructions of one block: on what is staged for products, in loops, and after them."""
+        staged, looped, end = (np.zeros(self.sizes.count) for _ in range(3))
+        ops, after = self.structure.ops, self._after_products()
         for i, op in enumerate(ops):
             if op.kind in (LOAD, STORE, "matmul", "constant"):
                 continue
             source = op.inputs[0] if "over" in op.attributes else i
-            if op.kind == ACCUMULATE and ops[op.inputs[0]].kind == "matmul" and not op.rescaled:
-                continue  # the tensor cores add up
+            if op.kind in (ACCUMULATE, CLUSTER_REDUCE) and not op.rescaled:
+                continue  # the tensor cores add up, or a few values of a row
             each = self.target.rates.instructions.get(op.kind, 1)
-            total += self.elements[source] * self._times(source) * each
-        return total
+            if op.kind == "div" and len(ops[op.inputs[1]].dims) < len(op.dims):
+                each = 1  # the reciprocal of a row's value multiplies
+            count = self.elements[source] * self._times(source) * each
+            iterated = bool(self.shape.iterated(source))
+            if not self.shape.products or (iterated and after[i]):
+                looped += count
+            elif iterated:
+                staged += count
+            else:
+                end += count
+        return staged, looped, end
+
+    def _after_products(self) -> list[bool]:
+        """Whether an operation depends on a product."""
+        after: list[bool] = []
+        for op in self.structure.ops:
+            after.append(op.kind == "matmul" or any(after[j] for j in op.inputs))
+        return after
 
     def _times(self, i: int) -> Any:
         """How often a block runs an operation."""
         return self.sizes.times(self.shape.iterated(i)) * self.shape.runs[i]
 
     def _iterations(self) -> Reals:
+        """Iterations of a block, all passes."""
         inner = [a.name for k in (AxisKind.LOOP, AxisKind.PERSISTENT)
                  for a in self.structure.of_kind(k)]
-        passes = max(self.shape.runs, default=1)
         if not inner:
             return np.zeros(self.sizes.count)
-        computed = any(
-            self.structure.ops[j].kind != LOAD
-            for i in self.shape.products
-            for j in self.structure.ops[i].inputs
-        )
-        r = self.target.rates
-        one = r.iteration_us + (r.prologue_us if computed else 0.0)
-        return self.sizes.times(inner) * passes * one
+        count: Reals = np.asarray(self.sizes.times(inner), dtype=np.float64)
+        return count * max(self.shape.runs, default=1)
 
-    def _exchange_us(self, cluster: Numbers) -> Reals:
+    def _staged_us(self) -> Reals:
+        """Operands that a block computes from loads, or else only reads for statistics; what comes
+        from a product stays in registers."""
+        ops, after = self.structure.ops, self._after_products()
+        rewritten, read = np.zeros(self.sizes.count), np.zeros(self.sizes.count)
+        if not self.shape.products:
+            return read
+        for j in {j for i in self.shape.products for j in ops[i].inputs}:
+            if ops[j].kind != LOAD and not after[j]:
+                rewritten += self.elements[j] * self._times(j)
+        for i, op in enumerate(ops):
+            if op.kind != "matmul" and "over" in op.attributes and not after[i]:
+                read += self.elements[op.inputs[0]] * self._times(op.inputs[0])
         r = self.target.rates
-        sent = 4.0 * self._exchanged() * (cluster - 1) / np.maximum(cluster, 1) / 1024
-        us = r.exchange_us * (cluster - 1) + r.exchange_us_per_kb * sent
-        return np.asarray(us, dtype=np.float64)
+        read[rewritten > 0] = 0.0
+        return rewritten / r.prologue_per_us + read / r.statistic_per_us
+
+    def _reductions(self) -> int:
+        """Reductions of a row program: across warps, over iterations, across a cluster."""
+        if self.shape.products:
+            return 0
+        steps = (ACCUMULATE, CLUSTER_REDUCE)
+        return sum("over" in op.attributes or op.kind in steps for op in self.structure.ops)
+
+    def _end_us(self, cluster: Numbers) -> tuple[Reals, Reals]:
+        """A block's exchange with its cluster, and its epilogue."""
+        r, share = self.target.rates, np.maximum(cluster, 1)
+        sent = 4.0 * self._exchanged() * (cluster - 1) / share / 1024
+        stored, users = np.zeros(self.sizes.count), self._users()
+        for i in self.shape.products:
+            summed = any(self.structure.ops[u].kind == ACCUMULATE for u in users[i])
+            if summed or not self.shape.iterated(i):
+                stored += self.elements[i] / share / 1024
+        per_store = np.where(cluster > 1, r.cluster_store_us, r.store_us)
+        return r.exchange_us_per_kb * sent, np.asarray(stored * per_store, dtype=np.float64)
 
     def cost(self, total: Reals, parts: dict[str, Reals], i: int) -> Cost:
         """Of candidate i."""

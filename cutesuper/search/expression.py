@@ -226,6 +226,8 @@ class Expressions:
         if atom.argument == ONE:
             return a
         argument = self.completed(atom.argument, labels)
+        if atom.kind == AtomKind.SEALED and self._is_atom(argument):
+            return self.monomials[self.polynomials[argument][0][0]].numerator[0][0]
         parts = dict(labels)[atom.name] if atom.kind == AtomKind.MAXIMUM else atom.labels
         return self.atom(Atom(atom.kind, atom.name, tuple(sorted(parts)), argument))
 

@@ -154,7 +154,7 @@ class Table:
         return self
 
     def results(self, i: int, j: int | None = None) -> list[tuple[int, Derivation]]:
-        """Classes that one step makes of class i, or of classes i and j, and how; they are entered.
+        """Enter what one step makes of class i, or of i and j <= i; return the classes, and how.
 
         `run` asks for all of them. This is for whoever builds programs forwards; sums that are
         rescaled take three operands and are left out.
@@ -163,7 +163,6 @@ class Table:
         if j is None:
             self._unary(i)
         else:
-            i, j = max(i, j), min(i, j)
             x, y = self.classes[i].form, self.classes[j].form
             self._pair(i, j, self.space.pairings.get((x, y)) or self.space.pairing(x, y))
         return [e for e in self._entered[start:] if len(e[1].inputs) < 3]

@@ -31,7 +31,7 @@ from cutesuper.search.cost import Cost
 from cutesuper.search.forms import matrix_products
 from cutesuper.search.kernels import Cut, Flat, Groups, Segment, Segments, cuts
 from cutesuper.search.labels import Region, label
-from cutesuper.search.region import Counts, Found, SearchOptions, Way, search_region
+from cutesuper.search.region import OUT_OF_TIME, Counts, Found, SearchOptions, Way, search_region
 from cutesuper.search.sizing import describe
 
 
@@ -134,8 +134,8 @@ def search(
             rejects is dropped. None: every structure is accepted.
 
     Raises:
-        SearchError: an operator that no kernel can run, with the reason; a budget too small; or
-            nothing that the verifier accepts.
+        SearchError: an operator that no kernel can run, with the reason; a budget too small; an
+            executor that failed; or nothing that the verifier accepts.
         LoweringError: a matrix product, and no skeleton for it on this target (only if
             ``options.lowered``).
         GraphError: a graph without inputs or outputs.
@@ -168,16 +168,13 @@ class _Search:
         self._parts = (0, 0)
 
     def run(self) -> SearchResult:
-        keep = self.options.keep
         candidates: list[Candidate] = []
-        for flat, cut in self._cuts(4 * keep):  # more than asked for: some may be rejected
-            mugraph = assemble(flat, cut)
-            check_mugraph(mugraph)
-            if self._accepted(cut, mugraph):
-                candidates.append(_candidate(mugraph, cut))
-                self.best = candidates[0].cost_us
-            if len(candidates) == keep:
-                break
+        try:
+            self._collect(candidates)
+        except KeyboardInterrupt:
+            if not candidates:
+                raise
+            self.statistics.complete = False
         if not candidates:
             raise SearchError(
                 f"search: the verifier rejected all {len(self._verdicts)} structures that were "
@@ -187,6 +184,18 @@ class _Search:
         self.statistics.peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         self._report("done")
         return SearchResult(tuple(candidates), self.statistics)
+
+    def _collect(self, candidates: list[Candidate]) -> None:
+        """The best programs that the verifier accepts, cheapest first."""
+        keep = self.options.keep
+        for flat, cut in self._cuts(4 * keep):  # more than asked for: some may be rejected
+            mugraph = assemble(flat, cut)
+            check_mugraph(mugraph)
+            if self._accepted(cut, mugraph):
+                candidates.append(_candidate(mugraph, cut))
+                self.best = candidates[0].cost_us
+            if len(candidates) == keep:
+                break
 
     # ------------------------------------------------------------------------------------- graphs
 
@@ -237,6 +246,8 @@ class _Search:
 
     def _gather(self, segments: Segments) -> None:
         """Search every region of a graph, short ones first, until the budget is used up."""
+        if self._interrupt is not None:
+            return
         wanted: dict[Region, SearchOptions] = {}
         for segment, length, at_waists in segments.all():
             if self.options.lowered or at_waists:
@@ -249,6 +260,7 @@ class _Search:
             for region, found in self._search_all(todo):
                 self._found[region, todo[region].lowered] = found
                 self.statistics.add(found.counts)
+                self.statistics.complete &= not found.counts.pruned[OUT_OF_TIME]
                 self._parts = (self._parts[0] + 1, len(todo))
                 self._report("kernels")
         except KeyboardInterrupt as interrupt:
@@ -256,24 +268,43 @@ class _Search:
             self.statistics.complete = False
 
     def _search_all(self, todo: dict[Region, SearchOptions]) -> Iterator[tuple[Region, Found]]:
-        if self.executor is None:
+        if self.executor is not None:
+            yield from self._elsewhere(todo, self.executor)
+            return
+        for region, options in todo.items():
+            if self._left() <= 0:
+                self.statistics.complete = False
+                return
+            yield region, search_region(region, self.target, options, self._left())
+
+    def _elsewhere(
+        self, todo: dict[Region, SearchOptions], executor: Executor
+    ) -> Iterator[tuple[Region, Found]]:
+        """Whatever an executor has finished when the budget ends. Raises SearchError if it fails."""
+        futures: dict[Region, Future[Found]] = {}
+        try:
             for region, options in todo.items():
                 if self._left() <= 0:
                     self.statistics.complete = False
-                    return
-                yield region, search_region(region, self.target, options, self._left())
-            return
-        futures: dict[Region, Future[Found]] = {
-            region: self.executor.submit(search_region, region, self.target, options, self._left())
-            for region, options in todo.items()
-        }
-        try:
+                    break
+                futures[region] = executor.submit(
+                    search_region, region, self.target, options, self._left()
+                )
             for region, future in futures.items():
+                left = None if self.budget_s is None else max(0.0, self._left() + _GRACE_S)
                 try:
-                    yield region, future.result(timeout=max(0.0, self._left()) + _GRACE_S)
+                    found = future.result(left)
                 except TimeoutError:
+                    if left is None:
+                        raise
                     self.statistics.complete = False
-                    return
+                    continue
+                yield region, found
+        except Exception as error:  # every kind of executor has errors of its own
+            raise SearchError(
+                f"search: the executor {type(executor).__name__} failed "
+                f"({type(error).__name__}: {error}); start another one, or search without"
+            ) from error
         finally:
             for future in futures.values():
                 future.cancel()
@@ -288,10 +319,11 @@ class _Search:
         """What was found for a region. Raises SearchError."""
         for lowered in (False, True):
             found = self._found.get((region, lowered))
-            if found is not None:
-                if found.error is not None:
-                    raise found.error
+            if found is not None and found.error is None:
                 return found.ways
+            if found is not None and not found.counts.pruned[OUT_OF_TIME]:
+                assert found.error is not None
+                raise found.error
         if not self.statistics.complete and self.budget_s is not None:
             raise SearchError(f"the budget of {self.budget_s:g} s is used up; raise budget_s")
         raise SearchError("not looked at: it neither starts nor ends where little is stored")

@@ -29,7 +29,7 @@ MAX_ACCUMULATORS = 256 * 128
 #: share the columns, in blocks of 64
 ONE_WARPGROUP = 96 * 128
 #: barriers, row scalars
-RESERVED_BYTES = 2048
+RESERVED_BYTES = 4096
 ROWS_PER_BLOCK = (1, 2, 4, 8, 16)
 #: elements of the last dimension that a block of an element-wise program takes at most
 MAX_STRIP = 8192

@@ -13,40 +13,43 @@ class Rates:
     Values stand with their origin in the file of the architecture (`hopper`, `blackwell`).
 
     Attributes:
-        sm_bytes_per_us: bytes that one SM takes in while the memory is saturated.
-        sm_bytes_per_us_idle: the same where the memory is not saturated.
+        sm_bytes_per_us: bytes that one SM takes in.
         iteration_us: an iteration of a staged loop: barrier, descriptor, wait.
-        exchange_us: a cluster's exchange of partial sums, for each partner.
-        exchange_us_per_kb: the same, for each KB that a block sends.
-        wave_us: a further wave of blocks: launch and prologue that nothing hides.
-        block_us: a block's first barrier, and its reductions across warps.
+        prologue_per_us: elements that the helper warps of one SM read, compute and write back,
+            where the row operand of a product is computed.
+        statistic_per_us: elements that they only read, for statistics of the rows.
+        overlap: exponent of `search.cost.overlapped`; infinite where what overlaps takes no longer
+            than the longest of it.
+        first_stage: part of the first stage that nothing hides.
+        block_us: a further block of an SM: barriers, first loads.
+        store_us: epilogue of 1024 accumulators.
+        cluster_store_us: the same in a cluster, where partial sums are added up before.
+        exchange_us_per_kb: a cluster's exchange of partial sums, for each KB that a block sends.
+        row_load_us: a value of a row that the epilogue loads.
+        reduction_us: a reduction of a row kernel across its warps.
         tensor_efficiency: part of the peak that the tensor cores reach with accumulators that are
             infinitely large.
         half_area: accumulator elements at which half of the rest is lost to operand traffic.
         lanes_per_us: arithmetic instructions of one SM, one for each lane.
         instructions: instructions per element, by operator; 1 for what is not named.
-        prologue_us: an iteration more where the row operand is computed: read, compute, write
-            back, synchronise.
-        first_stage: part of the first stage that nothing hides.
-        exposed: part of the arithmetic of a matmul kernel that asynchronous products do not hide.
-        contention: part of it that slows the loads down.
     """
 
     sm_bytes_per_us: float
-    sm_bytes_per_us_idle: float
     iteration_us: float
-    exchange_us: float
-    exchange_us_per_kb: float
-    wave_us: float
+    prologue_per_us: float
+    statistic_per_us: float
+    overlap: float
+    first_stage: float
     block_us: float
+    store_us: float
+    cluster_store_us: float
+    exchange_us_per_kb: float
+    row_load_us: float
+    reduction_us: float
     tensor_efficiency: float
     half_area: float
     lanes_per_us: float
     instructions: Mapping[str, float] = field(hash=False)
-    prologue_us: float
-    first_stage: float
-    exposed: float
-    contention: float
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class Target:
         bandwidth: device memory, bytes/s, reading.
         l2_bandwidth: L2 to the SMs, bytes/s.
         tensor_flops: dense 16-bit multiply-adds (as 2 operations) per second.
-        launch_us: fixed cost of a kernel in a graph, ramp-up of loads included, microseconds.
+        launch_us: fixed cost of a kernel in a graph, latency of its first loads included,
+            microseconds.
         rates: the fitted constants of the cost model.
     """
 

@@ -20,8 +20,8 @@ B200 = Target(
     registers=65536,
     clusters={1: 148, 2: 74, 4: 32, 8: 16},
     bandwidth=7.0e12,
-    l2_bandwidth=1.0e13,
+    l2_bandwidth=1.25e13,
     tensor_flops=1.8e15,
-    launch_us=1.8,
+    launch_us=1.5,
     rates=RATES,
 )

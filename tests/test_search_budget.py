@@ -1,0 +1,271 @@
+"""Budgets, interrupts, determinism and executors: what is returned, and what is said if nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+
+import pytest
+
+from benchmarks.search.programs import PROGRAMS
+from cutesuper.errors import SearchError
+from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
+from cutesuper.graph.target import H200
+from cutesuper.optimize import Options, choose
+from cutesuper.search.search import Progress, SearchResult, search
+from cutesuper.verify.equivalence import verify
+
+
+def several(name: str = "softmax(X W)") -> KernelGraph:
+    """A program of several regions that is searched in half a second."""
+    return PROGRAMS[name].build(**PROGRAMS[name].small)
+
+
+def fingerprint(result: SearchResult) -> str:
+    """Every candidate with its sizes and costs."""
+    return hashlib.sha256(repr(result.candidates).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------- budget
+
+
+class Clock:
+    """``time.perf_counter`` and ``time.monotonic``, a second later at every look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture()
+def ticking(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Time that passes by looking at it, so that a budget ends at the same place everywhere."""
+    clock = Clock()
+    monkeypatch.setattr("cutesuper.search.search.time.perf_counter", clock)
+    monkeypatch.setattr("cutesuper.search.region.time.monotonic", clock)
+    return clock
+
+
+def test_a_small_budget_gives_what_was_found_until_then(ticking: Clock) -> None:
+    g = several()
+    search(g, H200, budget_s=1e6)
+    whole = ticking.now
+    complete = 0
+    for budget in range(1, int(whole) + 20, max(1, int(whole) // 12)):
+        ticking.now = 0.0
+        try:
+            result = search(g, H200, budget_s=float(budget))
+        except SearchError as error:
+            assert "raise budget_s" in str(error) and f"{budget} s" in str(error)
+            assert not complete, "a larger budget finds nothing"
+            continue
+        complete += 1
+        assert verify(g, result.candidates[0].mugraph)
+        if budget > whole:
+            assert result.statistics.complete
+        elif budget < whole / 2:
+            assert not result.statistics.complete
+    assert complete > 3
+
+
+def test_a_large_budget_changes_nothing() -> None:
+    g = several()
+    result = search(g, H200, budget_s=600.0)
+    assert result.statistics.complete
+    assert result.candidates == search(g, H200).candidates
+
+
+def test_no_budget_at_all() -> None:
+    with pytest.raises(SearchError, match=r"budget of 0 s is used up; raise budget_s"):
+        search(several(), H200, budget_s=0.0)
+
+
+# ------------------------------------------------------------------------------------- interrupts
+
+
+def _interrupt_after(parts: int, how: Callable[[], None]) -> Callable[[Progress], None]:
+    def on_progress(p: Progress) -> None:
+        if p.stage == "kernels" and p.done == parts:
+            how()
+
+    return on_progress
+
+
+def _raise() -> None:
+    raise KeyboardInterrupt
+
+
+def _signal() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("how", [_raise, _signal])
+def test_an_interrupt_gives_what_was_found_until_then(how: Callable[[], None]) -> None:
+    g, parts = several(), list[int]()
+    search(g, H200, on_progress=lambda p: parts.append(p.total))
+    result = search(g, H200, on_progress=_interrupt_after(max(parts) - 1, how))
+    assert not result.statistics.complete
+    assert verify(g, result.candidates[0].mugraph)
+
+
+def test_an_interrupt_from_outside() -> None:
+    """Ctrl-C arrives in the middle of a region."""
+    g = several("LayerNorm backward")
+    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        result = search(g, H200)
+    finally:
+        timer.cancel()
+    assert not result.statistics.complete
+    assert verify(g, result.candidates[0].mugraph)
+
+
+@pytest.mark.parametrize("how", [_raise, _signal])
+def test_an_interrupt_before_anything_is_found(how: Callable[[], None]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        search(several(), H200, on_progress=_interrupt_after(1, how))
+
+
+# ------------------------------------------------------------------------------------ determinism
+
+_OTHER_PROCESS = """
+import sys
+from tests.test_search_budget import fingerprint, several
+from cutesuper.graph.target import H200
+from cutesuper.search.search import search
+print(fingerprint(search(several(sys.argv[1]), H200)))
+"""
+
+
+@pytest.mark.parametrize("name", ["softmax(X W)", "GQA", "attention, scale", "nTrans", "LoRA"])
+def test_the_same_in_every_process(name: str) -> None:
+    here = fingerprint(search(several(name), H200))
+    assert here == fingerprint(search(several(name), H200))
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", _OTHER_PROCESS, name],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True, text=True, check=True,
+        )
+        assert done.stdout.strip() == here, f"PYTHONHASHSEED={seed}"
+
+
+# -------------------------------------------------------------------------------------- executors
+
+
+@pytest.fixture(scope="module")
+def serial() -> SearchResult:
+    return search(several(), H200)
+
+
+def _same(found: SearchResult, serial: SearchResult) -> None:
+    assert found.candidates == serial.candidates
+    assert found.statistics.pruned == serial.statistics.pruned
+    assert found.statistics.classes == serial.statistics.classes
+    assert found.statistics.complete
+
+
+def test_threads(serial: SearchResult) -> None:
+    with ThreadPoolExecutor(2) as executor:
+        _same(search(several(), H200, executor=executor), serial)
+
+
+def test_processes(serial: SearchResult) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, mp_context=spawn) as executor:
+        _same(search(several(), H200, executor=executor), serial)
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_dask(processes: bool, serial: SearchResult) -> None:
+    distributed = pytest.importorskip("distributed", reason="the extra `distributed`")
+    with distributed.Client(
+        processes=processes, n_workers=1, threads_per_worker=1, dashboard_address=None
+    ) as client:
+        _same(search(several(), H200, executor=client.get_executor()), serial)
+
+
+def test_a_budget_with_an_executor(serial: SearchResult) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        with pytest.raises(SearchError, match="raise budget_s"):
+            search(several(), H200, executor=executor, budget_s=0.0)
+        result = search(several(), H200, executor=executor, budget_s=600.0)
+    assert result.candidates == serial.candidates
+
+
+def test_what_a_region_raises_is_raised_here() -> None:
+    g = new_kernel_graph()
+    g.mark_output(g.relu(g.new_input((1, 1))))
+    with ThreadPoolExecutor(1) as executor, pytest.raises(SearchError) as there:
+        search(g, H200, executor=executor)
+    with pytest.raises(SearchError, match="one element") as here:
+        search(g, H200)
+    assert str(there.value) == str(here.value)
+
+
+class Dying(Executor):
+    """Every worker ends itself at its first task."""
+
+    def __init__(self) -> None:
+        self.pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+    def submit(self, *_: object, **__: object) -> Future[object]:  # type: ignore[override]
+        return self.pool.submit(os._exit, 1)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.pool.shutdown(wait, cancel_futures=cancel_futures)
+
+
+def test_a_worker_that_dies() -> None:
+    with Dying() as executor:
+        with pytest.raises(SearchError, match=r"executor Dying.*BrokenProcessPool"):
+            search(several(), H200, executor=executor)
+
+
+@pytest.mark.parametrize("pool", [ThreadPoolExecutor, ProcessPoolExecutor])
+def test_an_executor_that_was_shut_down(pool: type[Executor]) -> None:
+    executor = pool()
+    executor.shutdown()
+    with pytest.raises(SearchError, match=f"executor {pool.__name__}.*shutdown"):
+        search(several(), H200, executor=executor)
+
+
+class Cancelling(ThreadPoolExecutor):
+    """Gives up what it was given, as a cluster that loses its scheduler does."""
+
+    def submit(self, *args: object, **kwargs: object) -> Future[object]:  # type: ignore[override]
+        future: Future[object] = Future()
+        future.cancel()
+        return future
+
+
+def test_tasks_that_are_cancelled() -> None:
+    with Cancelling() as executor, pytest.raises(SearchError, match=r"Cancelling.*CancelledError"):
+        search(several(), H200, executor=executor)
+
+
+# --------------------------------------------------------------------------- through superoptimize
+
+
+def test_options_of_superoptimize_reach_the_search() -> None:
+    g = PROGRAMS["RMSNorm + Linear"].build()
+    result, plain = choose(g, Options(H200))
+    assert result.statistics.complete
+    with ThreadPoolExecutor(2) as executor:
+        _, threaded = choose(g, Options(H200, executor=executor))
+    assert threaded.candidate == plain.candidate
+    with pytest.raises(SearchError, match="raise budget_s"):
+        choose(g, Options(H200, budget_s=0.0))
+    _, seeded = choose(g, Options(H200, seed=7, budget_s=600.0))
+    assert seeded.candidate.structure == plain.candidate.structure
