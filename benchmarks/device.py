@@ -217,11 +217,12 @@ def _version(package: str) -> str | None:
 
 def commit() -> dict[str, Any]:
     """Commit of this source tree and whether it was modified; None outside a repository."""
+    if "CUTESUPER_COMMIT" in os.environ:  # a tree that was copied says itself what it is
+        return {"commit": os.environ["CUTESUPER_COMMIT"], "dirty": None}
     root = Path(__file__).resolve().parent.parent
     head = _run(["git", "rev-parse", "HEAD"], cwd=root).strip()
     if not head:
-        # a tree that was exported without its history can say what it is
-        return {"commit": os.environ.get("CUTESUPER_COMMIT"), "dirty": None}
+        return {"commit": None, "dirty": None}
     return {"commit": head, "dirty": bool(_run(["git", "status", "--porcelain"], cwd=root).strip())}
 
 
