@@ -82,9 +82,8 @@ class Forward:
         for i in known:
             for j in known:
                 if self.cost[i] + self.cost[j] == cost - 1:
-                    yield from (
-                        Step(kind, (i, j)) for kind in self.binary if i <= j or kind in ("sub", "div")
-                    )
+                    kinds = (k for k in self.binary if i <= j or k in ("sub", "div"))
+                    yield from (Step(kind, (i, j)) for kind in kinds)
 
     def _apply(self, step: Step, cost: int) -> None:
         x = [self.values[i] for i in step.inputs]
@@ -157,7 +156,7 @@ class Forward:
             return index[i]
 
         last = place(goal)
-        dims = {d: 8 for d in sorted(frozenset[str]().union(*self.inputs))}
+        dims = dict.fromkeys(sorted(frozenset[str]().union(*self.inputs)), 8)
         out = tuple(d for d in dims if d in self.labels[goal])
         return LabelledProgram(dims, tuple(ops), ((last, out),))
 

