@@ -8,9 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from itertools import count
+from typing import Any
 
 import pytest
 from distributed import Client
@@ -20,6 +21,7 @@ from cutesuper.errors import SearchError
 from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
 from cutesuper.graph.target import H200
 from cutesuper.optimize import Options, choose
+from cutesuper.search import region
 from cutesuper.search.search import Progress, SearchResult, search
 from cutesuper.verify.equivalence import verify
 
@@ -117,15 +119,18 @@ def test_an_interrupt_gives_what_was_found_until_then(how: Callable[[], None]) -
     assert verify(g, result.candidates[0].mugraph)
 
 
-def test_an_interrupt_from_outside() -> None:
+def test_an_interrupt_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C arrives in the middle of a region."""
-    g = several("LayerNorm backward")
-    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    try:
-        result = search(g, H200)
-    finally:
-        timer.cancel()
+    g, calls, saturate = several("LayerNorm backward"), count(), region.saturate
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 60:
+            os.kill(os.getpid(), signal.SIGINT)
+        return saturate(*args, **kwargs)
+
+    monkeypatch.setattr(region, "saturate", interrupted)
+    result = search(g, H200)
+    assert next(calls) == 61
     assert not result.statistics.complete
     assert verify(g, result.candidates[0].mugraph)
 

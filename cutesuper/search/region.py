@@ -128,6 +128,12 @@ SEALING: tuple[Sealing, ...] = (0, 1, 2)
 #: elements of an operand that is not read again by every block (2 MB), and columns of a product
 #: that many blocks divide
 LARGE_OPERAND, MANY_COLUMNS = 1 << 20, 1024
+#: products of products of products in one kernel; a three-layer MLP has three, attention two. With
+#: MAX_TRIED it keeps layers that are too small for `LARGE_OPERAND` from taking minutes
+MAX_DEPTH = 3
+#: results formed in one region, after which no further splits are tried (2 s; attention's backward
+#: pass in one kernel takes 20,000)
+MAX_TRIED = 30_000
 #: ways to run a region that differ in nothing but sizes and the order of operators
 ALIKE = 3
 #: why splits were not tried (in `Counts.pruned`)
@@ -197,7 +203,7 @@ class _RegionSearch:
     def _general(self, program: LabelledProgram) -> list[Way]:
         if not program.dims:
             raise SearchError("all tensors have one element; no kernel is made for that")
-        again = _computed_again(program)
+        again = _too_long(program) or _computed_again(program)
         if again is not None:
             self.counts.pruned[again] += 1
             raise SearchError(again)
@@ -266,6 +272,9 @@ class _RegionSearch:
         for split in form.splits(space.program):
             if time.monotonic() > self._end:
                 self.counts.pruned[OUT_OF_TIME] += 1
+                break
+            if self.counts.tried > MAX_TRIED:
+                self.counts.pruned["enough results formed: no further splits"] += 1
                 break
             if any(s.kinds in infeasible for s in _smaller(split)):
                 infeasible.add(split.kinds)
@@ -364,6 +373,17 @@ def _diverse(ways: list[Way]) -> list[Way]:
         if alike[key] <= ALIKE:
             kept.append(way)
     return kept
+
+
+def _too_long(program: LabelledProgram) -> str | None:
+    """Why a chain of products is not worth a look: no block can hold all that lies between."""
+    depth: list[int] = []
+    for op in program.ops:
+        before = max((depth[i] for i in op.inputs), default=0)
+        depth.append(before + (op.kind == "matmul"))
+    if max(depth) > MAX_DEPTH:
+        return f"more than {MAX_DEPTH} products, each of what the one before gives"
+    return None
 
 
 def _computed_again(program: LabelledProgram) -> str | None:
