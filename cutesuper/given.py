@@ -8,13 +8,18 @@ from dataclasses import replace
 
 from cutesuper.errors import CutesuperError, LoweringError, ScheduleError, VerificationError
 from cutesuper.graph.block import Axis, AxisKind, BlockProgram, KernelStep, MuGraph
-from cutesuper.graph.check import check_kernel_graph
 from cutesuper.graph.dims import extent
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.rows import row_label
-from cutesuper.graph.target import Target, find_target
-from cutesuper.optimize import Choice, Options, compile_plans, current_target, verified
-from cutesuper.report import variant_report
+from cutesuper.graph.target import Target
+from cutesuper.optimize import (
+    Choice,
+    Options,
+    as_target,
+    check_definition,
+    compiled,
+    verified,
+)
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.kernel import Kernel, Variant
 from cutesuper.schedule.planner import KernelPlan, make_plan
@@ -47,21 +52,17 @@ def compile_mugraph(
     Raises:
         VerificationError: it computes something else; says where the two differ.
         LoweringError, ScheduleError: a kernel that no skeleton of the lowering runs.
-        GraphError, CompileError: as for `cutesuper.superoptimize`.
+        GraphError, ShapeError, CompileError: as for `cutesuper.superoptimize`.
     """
-    check_kernel_graph(graph)
-    chosen = find_target(target) if isinstance(target, str) else target
-    options = Options(chosen or current_target(), dependent_launch)
+    check_definition("compile_mugraph", graph)
+    options = Options(as_target(target), dependent_launch)
     store = cache or KernelCache()
 
     def make(hints: dict[str, int]) -> Variant:
         here = graph.with_hints(hints)
         choice = _choice(here, mugraph, options)
-        steps = compile_plans(choice, options, store)
         result = SearchResult((choice.candidate,), Statistics())
-        report = variant_report(here, options, result, choice, steps)
-        candidate = choice.candidate
-        return Variant(candidate.mugraph, steps, report, candidate.kernels, choice.verification)
+        return compiled(here, options, store, result, choice)
 
     return Kernel(graph, options.target, make)
 

@@ -113,12 +113,8 @@ def superoptimize(
             f"superoptimize({type(graph).__name__}): give it a kernel graph, made with "
             "cutesuper.new_kernel_graph()"
         )
-    check_kernel_graph(graph)
-    for node in graph.nodes:
-        if not any(isinstance(d, Symbol) for d in node.shape):
-            check_size(f"superoptimize: tensor {node.name}", [extent(d) for d in node.shape])
-    chosen = find_target(target) if isinstance(target, str) else target
-    options = Options(chosen or current_target(), dependent_launch, seed, budget_s, executor)
+    check_definition("superoptimize", graph)
+    options = Options(as_target(target), dependent_launch, seed, budget_s, executor)
     cache = cache or KernelCache()
     with progress_bar() as show:
         make = partial(_make_variant, graph, options, cache, on_progress or show)
@@ -153,18 +149,36 @@ def mugraphs(
     Raises:
         GraphError, SearchError: as for `superoptimize`.
     """
-    chosen = find_target(target) if isinstance(target, str) else target
     verifier = Verifier(graph, seed=seed)
     with progress_bar() as show:
         return search(
             graph,
-            chosen or current_target(),
+            as_target(target),
             options=SearchOptions(seed=seed, keep=keep),
             budget_s=budget_s,
             executor=executor,
             on_progress=on_progress or show,
             verify=lambda mu: bool(verifier.check(mu, bound=False)),
         )
+
+
+def check_definition(call: str, graph: KernelGraph) -> None:
+    """Refuse what no kernel can be made for.
+
+    Raises:
+        GraphError: the graph is not complete.
+        ShapeError: a tensor is too large for 32-bit offsets.
+    """
+    check_kernel_graph(graph)
+    for node in graph.nodes:
+        if not any(isinstance(d, Symbol) for d in node.shape):
+            check_size(f"{call}: tensor {node.name}", [extent(d) for d in node.shape])
+
+
+def as_target(target: Target | str | None) -> Target:
+    """A target, the one of this name, or that of the current GPU. Raises DeviceError."""
+    chosen = find_target(target) if isinstance(target, str) else target
+    return chosen or current_target()
 
 
 def current_target() -> Target:
@@ -201,6 +215,13 @@ def _make_variant(
     """Search, plan and compile for one bucket of the symbolic extents."""
     graph = graph.with_hints(hints)
     result, choice = choose(graph, options, on_progress)
+    return compiled(graph, options, cache, result, choice)
+
+
+def compiled(
+    graph: KernelGraph, options: Options, cache: KernelCache, result: SearchResult, choice: Choice
+) -> Variant:
+    """A choice, compiled, with the story of how it was found."""
     steps = compile_plans(choice, options, cache)
     report = variant_report(graph, options, result, choice, steps)
     candidate = choice.candidate

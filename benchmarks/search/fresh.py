@@ -48,20 +48,6 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def peak_mb() -> float | None:
-    """Largest resident memory of this process, MiB; None where the system does not tell.
-
-    Not ``ru_maxrss``: across ``exec`` Linux keeps the maximum of the process that started this one
-    (340 MB of PyTorch under every row of the table).
-    """
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
-    return int(found[0]) / 1024 if found else None
-
-
 def environment() -> dict[str, Any]:
     """Everything a reader needs to repeat or to doubt what was measured."""
     from benchmarks.device import commit  # imports PyTorch, which measuring processes do not

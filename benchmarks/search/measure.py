@@ -7,7 +7,6 @@ import time
 from math import inf
 from typing import Any
 
-from benchmarks.search.fresh import peak_mb
 from benchmarks.search.programs import PROGRAMS
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.dims import size
@@ -15,7 +14,7 @@ from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import H200
 from cutesuper.search.kernels import Flat
 from cutesuper.search.region import SearchOptions, search_region
-from cutesuper.search.search import search
+from cutesuper.search.search import peak_mb, search
 from cutesuper.verify.equivalence import Verifier
 
 TARGET = H200

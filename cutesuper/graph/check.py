@@ -40,10 +40,7 @@ def check_kernel_graph(graph: KernelGraph) -> None:
         raise GraphError("kernel graph: it has no inputs; add one with new_input(dims=, dtype=)")
     if not graph.outputs:
         raise GraphError("kernel graph: no output is marked; call mark_output(tensor)")
-    needed = set(graph.outputs)
-    for i in reversed(range(len(graph.nodes))):
-        if i in needed:
-            needed.update(graph.nodes[i].inputs)
+    needed = graph.needed(graph.outputs)
     unused = [graph.nodes[i].name for i in graph.inputs if i not in needed]
     if unused:
         raise GraphError(

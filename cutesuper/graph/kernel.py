@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -355,6 +355,14 @@ class KernelGraph:
 
         return superoptimize(self, **options)
 
+    def needed(self, values: Iterable[int]) -> set[int]:
+        """Indices of all nodes that these depend on, themselves among them."""
+        found = set(values)
+        for i in reversed(range(len(self.nodes))):
+            if i in found:
+                found.update(self.nodes[i].inputs)
+        return found
+
     def expanded(self) -> KernelGraph:
         """The same program in primitive operators, without nodes that no output needs.
 
@@ -365,10 +373,7 @@ class KernelGraph:
             OperatorError, GraphError: a concatenation or a slice that cannot be removed, see
                 `cutesuper.graph.pieces`.
         """
-        needed = set(self.outputs)
-        for i in reversed(range(len(self.nodes))):
-            if i in needed:
-                needed.update(self.nodes[i].inputs)
+        needed = self.needed(self.outputs)
         g = KernelGraph()
         new: dict[int, Tensor] = {}
         for i, n in enumerate(self.nodes):
@@ -403,11 +408,8 @@ class KernelGraph:
         inputs = {i: g._append(self.nodes[i]) for i in self.inputs}
         made: dict[int, int] = {}
         for group in groups:
-            needed = {self.outputs[n] for n in group}
+            needed = self.needed(self.outputs[n] for n in group)
             new = dict(inputs)
-            for i in reversed(range(len(self.nodes))):
-                if i in needed:
-                    needed.update(self.nodes[i].inputs)
             for i, n in enumerate(self.nodes):
                 if i in needed and n.operator != "input":
                     new[i] = g.apply(n.operator, *(new[j] for j in n.inputs), **dict(n.attributes))

@@ -43,10 +43,7 @@ def kernels_of(graph: KernelGraph, mu: MuGraph) -> dict[int, tuple[int, ...]]:
 
 def _live(graph: KernelGraph) -> list[int]:
     """Operators that an output depends on, in order."""
-    needed = set(graph.outputs)
-    for i in reversed(range(len(graph.nodes))):
-        if i in needed:
-            needed.update(graph.nodes[i].inputs)
+    needed = graph.needed(graph.outputs)
     return [i for i in sorted(needed) if graph.nodes[i].operator != "input"]
 
 

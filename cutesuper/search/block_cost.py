@@ -8,6 +8,7 @@ of their own (`search.forms`) are priced there; this model orders what has none 
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -26,11 +27,10 @@ from cutesuper.graph.dims import extent
 from cutesuper.graph.target import Target
 from cutesuper.search.blocks import Numbers, Shape, Sizes
 from cutesuper.search.cost import Cost, overlapped
+from cutesuper.search.sizing import MIN_STAGES, RESERVED_BYTES
 
 Reals = NDArray[np.float64]
 
-MIN_STAGES = 3
-RESERVED_BYTES = 4096
 #: fp32 values that the registers of a block hold besides addresses and operands
 REGISTER_VALUES = 48 * 1024
 #: elements of a row program that the threads of a block hold
@@ -98,9 +98,9 @@ class Model:
     def _exchanged(self) -> Reals:
         """fp32 values that blocks of a cluster combine."""
         total = np.zeros(self.sizes.count)
-        for op in self.structure.ops:
+        for op, elements in zip(self.structure.ops, self.elements, strict=True):
             if op.kind == CLUSTER_REDUCE:
-                total += self.sizes.elements(op.dims)
+                total += elements
         return total
 
     def resident(self) -> NDArray[np.bool_]:
@@ -111,7 +111,7 @@ class Model:
         """fp32 values that live at once: accumulators, and the largest other value."""
         live = np.zeros(self.sizes.count)
         other = np.zeros(self.sizes.count)
-        ops, users = self.structure.ops, self._users()
+        ops, users = self.structure.ops, self._users
         for i, op in enumerate(ops):
             if op.kind == ACCUMULATE:
                 live += self.elements[i]
@@ -121,7 +121,9 @@ class Model:
                 other = np.maximum(other, self.elements[i])
         return live + other
 
+    @cached_property
     def _users(self) -> list[list[int]]:
+        """For every operation those that use it."""
         users: list[list[int]] = [[] for _ in self.structure.ops]
         for i, op in enumerate(self.structure.ops):
             for j in op.inputs:
@@ -222,7 +224,7 @@ class Model:
     def _arithmetic(self) -> tuple[Reals, Reals, Reals]:
         """Instructions of one block: on what is staged for products, in loops, and after them."""
         staged, looped, end = (np.zeros(self.sizes.count) for _ in range(3))
-        ops, after = self.structure.ops, self._after_products()
+        ops, after = self.structure.ops, self._after_products
         for i, op in enumerate(ops):
             if op.kind in (LOAD, STORE, "matmul", "constant"):
                 continue
@@ -242,6 +244,7 @@ class Model:
                 end += count
         return staged, looped, end
 
+    @cached_property
     def _after_products(self) -> list[bool]:
         """Whether an operation depends on a product."""
         after: list[bool] = []
@@ -265,7 +268,7 @@ class Model:
     def _staged_us(self) -> Reals:
         """Operands that a block computes from loads, or else only reads for statistics; what comes
         from a product stays in registers."""
-        ops, after = self.structure.ops, self._after_products()
+        ops, after = self.structure.ops, self._after_products
         rewritten, read = np.zeros(self.sizes.count), np.zeros(self.sizes.count)
         if not self.shape.products:
             return read
@@ -290,7 +293,7 @@ class Model:
         """A block's exchange with its cluster, and its epilogue."""
         r, share = self.target.rates, np.maximum(cluster, 1)
         sent = 4.0 * self._exchanged() * (cluster - 1) / share / 1024
-        stored, users = np.zeros(self.sizes.count), self._users()
+        stored, users = np.zeros(self.sizes.count), self._users
         for i in self.shape.products:
             summed = any(self.structure.ops[u].kind == ACCUMULATE for u in users[i])
             if summed or not self.shape.iterated(i):

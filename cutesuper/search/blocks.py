@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cutesuper.graph.block import Axis, AxisKind, BlockProgram
-from cutesuper.graph.check import ValueState, check_block_program
+from cutesuper.graph.check import ValueState, check_block_program, pass_of
 from cutesuper.graph.dims import Symbol, extent
 from cutesuper.graph.target import Target
 
@@ -136,13 +136,13 @@ class Shape:
         needed: list[set[int]] = [set() for _ in ops]
         for i in reversed(range(len(ops))):
             state = self.states[i]
-            own = {sum(n == loop for n, _ in state.closed) + 1}
             for j in ops[i].inputs:
                 if loop not in self.states[j].inside:
                     continue
-                ended = sum(n == loop for n, _ in self.states[j].closed) + 1
-                inside = loop in state.inside
-                needed[j] |= (needed[i] or own) if inside else {ended}
+                if loop in state.inside:
+                    needed[j] |= needed[i] or {pass_of(state, loop)}
+                else:
+                    needed[j].add(pass_of(self.states[j], loop))
         return [max(1, len(n)) for n in needed]
 
     def iterated(self, i: int) -> list[str]:
@@ -208,13 +208,10 @@ def _tiles(shape: Shape, label: str) -> list[int]:
 def _fitting(tiles: tuple[int, ...], whole: int) -> list[int]:
     """The tiles up to the first that covers the dimension; a small one as it is."""
     below = [t for t in tiles if t < whole]
-    covers = next((t for t in tiles if t >= whole), None)
-    if covers is None:
+    if len(below) == len(tiles):
         return below
-    # a tile that one instruction covers costs nothing more than its elements
-    return [*below, min(covers, max(8, 1 << (whole - 1).bit_length()))] if below else [
-        min(covers, max(8, 1 << (whole - 1).bit_length()))
-    ]
+    # the next power of two covers it, and no more padding is computed than that
+    return [*below, min(tiles[len(below)], max(8, 1 << (whole - 1).bit_length()))]
 
 
 def _parts(shape: Shape, axis: Axis) -> list[int]:
@@ -239,12 +236,6 @@ def _covered(shape: Shape, sizes: Sizes, target: Target) -> Sizes:
         kinds = {a.kind for a in open_}
         if AxisKind.PERSISTENT in kinds and AxisKind.GRID in kinds:
             persistent = (d, left)
-            continue
-        if AxisKind.LOOP in kinds and AxisKind.GRID in kinds:
-            # a stored label that a loop walks as well: blocks take eight tiles each
-            grid = -(-left // 8)
-            parts[f"{d}.grid"], parts[f"{d}.loop"] = grid, -(-left // grid)
-            blocks = blocks * grid
             continue
         for a in open_:
             parts[a.name] = left

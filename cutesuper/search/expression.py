@@ -208,18 +208,13 @@ class Expressions:
         """
         if not self.maxima(x):
             return x
-        terms: dict[int, int] = {}
-        for m, c in self.terms(x):
-            powers: dict[int, int] = {}
-            for a, e in m.numerator:
-                b = self._completed_atom(a, labels)
-                powers[b] = powers.get(b, 0) + e
-            denominator = m.denominator
-            if denominator != ONE:
-                denominator = self.completed(denominator, labels)
-            n = self.monomial(_sorted(powers), denominator, m.extents)
-            terms[n] = terms.get(n, 0) + c
-        return self.sealed(self.polynomial(terms.items()))
+        return self.sealed(
+            self._mapped(
+                x,
+                lambda atom: self._completed_atom(atom, labels),
+                lambda denominator: self.completed(denominator, labels),
+            )
+        )
 
     def _completed_atom(self, a: int, labels: tuple[tuple[str, tuple[str, ...]], ...]) -> int:
         atom = self.atoms[a]
@@ -246,13 +241,23 @@ class Expressions:
         """Bind a label: every variable that has it free loses it, as under a sum over it."""
         if x in (ZERO, ONE):
             return x
+        return self._mapped(
+            x,
+            lambda atom: self._mark_atom(atom, label),
+            lambda denominator: self.mark(denominator, label),
+        )
+
+    def _mapped(
+        self, x: int, atom: Callable[[int], int], denominator: Callable[[int], int]
+    ) -> int:
+        """x with other atoms and other denominators."""
         terms: dict[int, int] = {}
         for m, c in self.terms(x):
             powers: dict[int, int] = {}
             for a, e in m.numerator:
-                b = self._mark_atom(a, label)
+                b = atom(a)
                 powers[b] = powers.get(b, 0) + e
-            n = self.monomial(_sorted(powers), self.mark(m.denominator, label), m.extents)
+            n = self.monomial(_sorted(powers), denominator(m.denominator), m.extents)
             terms[n] = terms.get(n, 0) + c
         return self.polynomial(terms.items())
 

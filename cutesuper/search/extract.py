@@ -194,7 +194,7 @@ class _Builder:
         self.parts = f"{table.split.parted}_parts"
         self.dims = dict(self.source.dims)
         if first is not None:
-            self.dims = {**{d: n for d, n in self.dims.items() if d != table.split.parted}}
+            self.dims = {d: n for d, n in self.dims.items() if d != table.split.parted}
             self.dims[self.parts] = 1
 
     # ------------------------------------------------------------------------------- operations

@@ -26,10 +26,6 @@ from cutesuper.search.splits import AnyRules, Operand, Split, State, splits
 ALIGN = 8
 
 
-class ChainedProducts(SearchError):
-    """A product of a product: no operator added to the region can change that."""
-
-
 _MATMUL_SPLITS = ((AxisKind.LOOP,), (AxisKind.CLUSTER, AxisKind.LOOP))
 
 
@@ -229,7 +225,7 @@ def _check_order_of_products(program: LabelledProgram) -> None:
     for i, op in enumerate(program.ops):
         if not after.isdisjoint(op.inputs):
             if op.over is not None:
-                raise ChainedProducts(f"{op.kind} of what a matrix product gives: another kernel")
+                raise SearchError(f"{op.kind} of what a matrix product gives: another kernel")
             after.add(i)
         if _is_product(program, op):
             after.add(i)

@@ -295,9 +295,9 @@ class Segments:
 
     def all(self) -> Iterator[tuple[Segment, int, bool]]:
         """Every segment, short ones first, its length, and whether both its ends are waists."""
+        waists_of = {order: self.waists(order) for order in self.orders}
         for length in range(1, MAX_SEGMENT + 1):
-            for order in self.orders:
-                waists = self.waists(order)
+            for order, waists in waists_of.items():
                 for start in range(len(order) - length + 1):
                     end = start + length
                     if self.mixed(order, start, end):
@@ -393,4 +393,3 @@ def _steps(way: _Path) -> tuple[tuple[Segment, Way], ...]:
         steps.append(link.step)
         link = link.before
     return tuple(reversed(steps))
-

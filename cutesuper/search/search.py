@@ -182,7 +182,7 @@ class _Search:
                 "found; please report the graph"
             )
         self.statistics.seconds = time.perf_counter() - self._start
-        self.statistics.peak_mb = _peak_mb()
+        self.statistics.peak_mb = peak_mb()
         self._report("done")
         return SearchResult(tuple(candidates), self.statistics)
 
@@ -350,7 +350,7 @@ class _Search:
             )
 
 
-def _peak_mb() -> float:
+def peak_mb() -> float:
     """Largest resident memory of this process, MiB.
 
     From Linux' own account where there is one: across ``exec``, ``ru_maxrss`` keeps the maximum of

@@ -11,7 +11,7 @@ before: labels M, N (stored) and K (contracted); after, among 49 splits:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from cutesuper.graph.block import ORDER, Axis, AxisKind
@@ -39,15 +39,6 @@ class Split:
     def parted_axis(self) -> str | None:
         """Name of the grid axis over which a second kernel combines."""
         return None if self.parted is None else f"{self.parted}.{AxisKind.GRID}"
-
-    def of(self, label: str) -> tuple[AxisKind, ...]:
-        """The axis kinds of a label."""
-        return dict(self.kinds)[label]
-
-    def without(self, kind: AxisKind) -> Split:
-        """The split with one axis less (one of a kind occurs once, the grid's apart)."""
-        kinds = tuple((d, tuple(k for k in ks if k != kind)) for d, ks in self.kinds)
-        return replace(self, kinds=kinds)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
