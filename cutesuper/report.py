@@ -13,6 +13,7 @@ from cutesuper.schedule.matmul import MatmulPlan, grid_shape
 from cutesuper.schedule.plan import View
 from cutesuper.schedule.planner import KernelPlan
 from cutesuper.schedule.rows import RowPlan
+from cutesuper.schedule.tiles import STORE_COLUMNS, STORE_ROWS
 
 if TYPE_CHECKING:
     from cutesuper.optimize import Choice, Options
@@ -128,15 +129,21 @@ def _matmul_lines(plan: MatmulPlan) -> list[str]:
             f"matmul loop: {plan.row} {m} x {plan.column} {n} per tile, {plan.contracted} {k} per "
             f"stage, {plan.iterations} iterations"
         ),
-        f"grid {x} x {y} x {z} blocks in clusters of {plan.cluster}, {plan.threads} threads: "
-        f"{s.warpgroups} consumer warpgroup(s)"
-        + (", 4 helper warps" if plan.has_helpers else "")
+        f"grid {x} x {y} x {z} blocks in clusters of {plan.cluster * s.share_rows}, "
+        f"{plan.threads} threads: {s.warpgroups} consumer warpgroup(s)"
+        + (f", {plan.helpers} helper warps" if plan.has_helpers else "")
         + ", 1 producer warp",
         (
             f"ring of {s.stages} stages x {plan.stage_bytes} bytes: {_names(plan, plan.columns)} "
             f"(64 columns a box), {_names(plan, plan.rows | plan.vectors)}"
         ),
     ]
+    if s.share_rows > 1:
+        lines.append(
+            f"cluster: {s.share_rows} blocks along {plan.column} load the row tile together"
+        )
+    if s.persistent:
+        lines.append(f"every cluster walks a run of tiles along {plan.column}")
     if plan.prologue is not None:
         names = _leaf_names(plan, plan.prologue.leaves)
         lines.append(f"row operand, rewritten in the stage: {plan.prologue.text(names)}")
@@ -153,10 +160,13 @@ def _matmul_lines(plan: MatmulPlan) -> list[str]:
         lines.append(f"row{i}, once per row: {e.text(_leaf_names(plan, e.leaves))}")
     for o in plan.outputs:
         name = plan.arguments[o.view.argument].name
-        lines.append(f"{name} = {o.expression.text(_leaf_names(plan, o.expression.leaves))}")
+        how = f", {STORE_ROWS}x{STORE_COLUMNS} a bulk store" * s.bulk_store
+        lines.append(f"{name} = {o.expression.text(_leaf_names(plan, o.expression.leaves))}{how}")
     barriers = ["full", "empty"] + ["ready"] * (plan.prologue is not None)
     if plan.cluster > 1:
-        barriers += ["received"] + ["reduced"] * bool(plan.statistics)
+        barriers.append("received")
+    if plan.cluster > 1 or (s.share_rows > 1 and plan.prologue is None):
+        barriers += ["reduced"] * bool(plan.statistics)
     lines.append(f"barriers: {', '.join(barriers)}; {plan.shared_bytes} bytes of shared memory")
     if s.dependent_launch:
         early = [a.name for a in plan.arguments if a.constant] or ["nothing"]

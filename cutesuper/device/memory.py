@@ -29,12 +29,16 @@ def init_barriers(groups: cutlass.Constexpr):
 
 @cute.jit
 def bulk_load(atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer,
-              hint: cutlass.Constexpr):
-    """Issue one bulk tensor load; the whole warp calls it, the copy elects a lane."""
-    if cutlass.const_expr(hint is None):
-        cute.copy(atom, source, target, tma_bar_ptr=barrier)
-    else:
-        cute.copy(atom, source, target, tma_bar_ptr=barrier, cache_policy=Int64(hint))
+              hint: cutlass.Constexpr, mask=None):
+    """Issue one bulk tensor load; the whole warp calls it, the copy elects a lane.
+
+    With a ``mask`` of ranks the bytes go to the same place in all these blocks of the cluster, and
+    count on their barriers.
+    """
+    options = {} if mask is None else {"mcast_mask": mask}
+    if cutlass.const_expr(hint is not None):
+        options["cache_policy"] = Int64(hint)
+    cute.copy(atom, source, target, tma_bar_ptr=barrier, **options)
 
 
 @cute.jit
@@ -52,10 +56,16 @@ def release_warp(barrier: cute.Pointer, lane: Int32):
     before the arrival. Without it loads overtook reads: row statistics of 64x4096x1024 mixed in
     elements of the stage's next tile in most launches.
     """
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
+    fence_reads()
     if lane == 0:
         cute.arch.mbarrier_arrive(barrier)
+
+
+@cute.jit
+def fence_reads():
+    """Order a warp's reads and writes of shared memory before what bulk copies do after them."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
 
 
 def float_bits(value: Float32) -> Int32:
@@ -75,10 +85,19 @@ def push(target: cute.Pointer, values: tuple[Int32, ...], barrier: cute.Pointer,
     cute.arch.store_async_dsmem(target.align(4 * len(values)), data, barrier, rank)
 
 
-def tile_atom(tensor: cute.Tensor, smem_layout: cute.ComposedLayout, tile: tuple[int, ...]):
+def tile_atom(tensor: cute.Tensor, smem_layout: cute.ComposedLayout, tile: tuple[int, ...],
+              multicast: bool = False):
     """A bulk-load atom for tiles of a tensor, and the coordinate tensor to slice."""
+    op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else (
+        cpasync.CopyBulkTensorTileG2SOp()
+    )
+    return cpasync.make_tiled_tma_atom(op, tensor, smem_layout, tile)
+
+
+def store_atom(tensor: cute.Tensor, smem_layout: cute.ComposedLayout, tile: tuple[int, ...]):
+    """A bulk-store atom for tiles of a tensor, and the coordinate tensor to slice."""
     return cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileG2SOp(), tensor, smem_layout, tile
+        cpasync.CopyBulkTensorTileS2GOp(), tensor, smem_layout, tile
     )
 
 

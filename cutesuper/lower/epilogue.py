@@ -46,10 +46,11 @@ class Epilogue:
         narrow = all(ELEMENT[plan.arguments[v.argument].dtype].width == 16 for v in views)
         whole = plan.program.dims[plan.column] % PIECE == 0  # type: ignore[operator]
         fits = k.m * (k.n + PIECE) * 2 <= len(plan.columns) * k.n * k.k * 2 * plan.schedule.stages
-        return k.cluster == 1 and k.m >= 32 and contiguous and narrow and whole and fits
+        own = k.cluster == 1 and not k.walk.persistent  # the ring is empty when the tile ends
+        return own and k.m >= 32 and contiguous and narrow and whole and fits
 
     @cute.jit
-    def run(self, accumulators, smem, tensors, tidx, warp, lane, where):
+    def run(self, accumulators, smem, tensors, tidx, warp, lane, where, outs):
         """From the accumulators of all consumer warps to memory."""
         k = self.k
         if cutlass.const_expr(k.dependent):
@@ -60,6 +61,9 @@ class Epilogue:
             self.wait_row_values()
             cute.arch.mbarrier_wait(smem["received"], 0)
             self.finish_received(smem, tensors, tidx, where)
+        elif cutlass.const_expr(k.plan.schedule.bulk_store):
+            self.wait_row_values()
+            k.tile_store.run(accumulators, smem, tensors, warp, lane, where, outs)
         elif cutlass.const_expr(self.staged):
             self.wait_row_values()
             self.finish_staged(accumulators, smem, tensors, tidx, warp, lane, where)
@@ -253,10 +257,15 @@ class Epilogue:
     def leaf(self, i: int, sums: Any, smem: Any, tensors: Any, n: Any, tile_m: Any, quarter: Any,
              batch: Any) -> Any:
         """A leaf of the epilogue: accumulator, row value or load."""
+        local = [self.row_of(v, quarter) for v in range(self.values)]
+        return self.leaf_of(i, sums, smem, tensors, n, tile_m, local, batch)
+
+    def leaf_of(self, i: int, sums: Any, smem: Any, tensors: Any, n: Any, tile_m: Any,
+                local: list[Any], batch: Any) -> Any:
+        """A leaf of the epilogue for some rows of one column; ``sums`` are of these rows."""
         plan = self.k.plan
         if i in self.product_of:
             return sums[self.product_of[i]]
-        local = [self.row_of(v, quarter) for v in range(self.values)]
         if i in plan.row_values:
             base = list(plan.row_values).index(i) * self.k.m
             return self.gather(smem["row_values"], [base + m for m in local])
@@ -280,10 +289,10 @@ class Epilogue:
         k, plan = self.k, self.k.plan
         base = self.batch_offset(view, batch) + n * view.stride(plan.column)
         source = tensors[view.argument].iterator
-        out = cute.make_rmem_tensor(cute.make_layout(self.values), Float32)
+        out = cute.make_rmem_tensor(cute.make_layout(len(local)), Float32)
         if cutlass.const_expr(plan.row in view.labels):
             rows = k.extents.of(plan.row, tensors)
-            for v in cutlass.range_constexpr(self.values):
+            for v in cutlass.range_constexpr(len(local)):
                 m = tile_m * k.m + local[v]
                 out[v] = Float32(0.0)
                 if m < rows:

@@ -29,8 +29,12 @@ from cutesuper.device.memory import (
 )
 from cutesuper.lower.common import ELEMENT, Extents, labelled
 from cutesuper.lower.epilogue import Epilogue
+from cutesuper.lower.multicast import Sharing
 from cutesuper.lower.statistics import RowSide
-from cutesuper.schedule.matmul import CHUNK, COLUMN_BLOCK, HELPER_WARPS, MatmulPlan
+from cutesuper.lower.tile_store import TileStore
+from cutesuper.lower.walk import Walk
+from cutesuper.schedule.matmul import CHUNK, COLUMN_BLOCK, MatmulPlan
+from cutesuper.schedule.tiles import tile_grid
 
 
 class MatmulKernel:
@@ -52,14 +56,21 @@ class MatmulKernel:
         self.chunks = self.k // CHUNK
         self.column_slots = self.weights * self.blocks  # 64-column boxes in one stage
         self.consumers = 4 * self.warpgroups
-        self.helpers = HELPER_WARPS if plan.has_helpers else 0
+        self.helpers = plan.helpers
         self.producer = self.consumers + self.helpers
         self.dependent = s.dependent_launch
         self.math = DeviceMath(fast=True)
+        self.sharing = Sharing(self)
+        self.walk = Walk(self)
         self.row_side = RowSide(self)
         self.epilogue = Epilogue(self)
-        # a box of 64-element chunks needs whole chunks; otherwise one box for each chunk
-        self.chunked = plan.program.dims[plan.contracted] % CHUNK == 0  # type: ignore[operator]
+        self.tile_store = TileStore(self)
+        # a box of 64-element chunks needs whole chunks, and all rows of them; otherwise one box
+        # for each chunk
+        whole = plan.program.dims[plan.contracted] % CHUNK == 0  # type: ignore[operator]
+        self.chunked = whole and not self.sharing.active
+        #: blocks that wait for each other before they use each other's shared memory
+        self.grouped = self.cluster > 1 or self.sharing.active
 
     # ------------------------------------------------------------------------------------ host
 
@@ -70,11 +81,9 @@ class MatmulKernel:
         plan = self.plan
         mma = self.make_mma()
         columns = self.column_layout(self.stages * self.column_slots)
-        rows = sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, self.m, CHUNK), self.dtype,
-            self.stages * self.chunks,
-        )
+        rows = self.row_layout(self.m, self.stages * self.chunks)
         atoms = [*self.column_atoms(tensors), *self.row_atoms(tensors), *self.vector_atoms(tensors)]
+        atoms += self.tile_store.atoms(tensors)
         row_tiles = cute.ceil_div(self.extents.of(plan.row, tensors), self.m)
         column_tiles = cute.ceil_div(self.extents.of(plan.column, tensors), self.n)
         batch = 1
@@ -83,9 +92,9 @@ class MatmulKernel:
         self.kernel(
             [a[0] for a in atoms], [a[1] for a in atoms], tensors, mma, columns, rows
         ).launch(
-            grid=(column_tiles * self.cluster, row_tiles, batch),
+            grid=tile_grid(plan, column_tiles, row_tiles, batch),
             block=(plan.threads, 1, 1),
-            cluster=(self.cluster, 1, 1),
+            cluster=(self.cluster * self.sharing.blocks, 1, 1),
             stream=stream,
             use_pdl=self.dependent,
             # without this cap the compiler ignores the hand-over of registers
@@ -126,16 +135,22 @@ class MatmulKernel:
 
     def row_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
         box = self.chunks if self.chunked else 1
-        layout = sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, self.m, CHUNK), self.dtype, box
-        )
+        height = self.sharing.rows
+        layout = self.row_layout(height, box)
         if not self.chunked:
             layout = cute.slice_(layout, (None, None, 0))
         atoms = []
         for v in self.plan.rows.values():
-            tile = (self.m, CHUNK, box) if self.chunked else (self.m, CHUNK)
-            atoms.append(tile_atom(self.row_tensor(v, tensors), layout, tile))
+            tile = (height, CHUNK, box) if self.chunked else (height, CHUNK)
+            tensor = self.row_tensor(v, tensors)
+            atoms.append(tile_atom(tensor, layout, tile, self.sharing.active))
         return atoms
+
+    def row_layout(self, height: int, slots: int) -> cute.ComposedLayout:
+        """``slots`` pieces of ``height`` rows and one chunk, one behind the other."""
+        return sm90.make_smem_layout_b(
+            LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, height, CHUNK), self.dtype, slots
+        )
 
     def row_tensor(self, view: Any, tensors: list[cute.Tensor]) -> cute.Tensor:
         """A row operand with modes (row, element of a chunk, chunk, batch...) so that one box is
@@ -188,38 +203,48 @@ class MatmulKernel:
         tile_n, tile_m = bx // self.cluster, by
         batch = self.batch_index(bz, tensors)
         smem = self.allocate(column_layout, row_layout)
-        slots, sources = self.partition_all(atoms, coords, smem)
+        loads = self.weights + len(self.plan.rows) + len(self.plan.vectors)
+        slots, sources = self.partition_all(atoms[:loads], coords[:loads], smem)
+        outs = self.tile_store.partition(atoms[loads:], coords[loads:], smem)
         where = (tile_m, tile_n, rank, batch)
 
         if warp == self.producer:
             self.set_up(smem)
             if cutlass.const_expr(self.dependent):
                 cute.arch.griddepcontrol_launch_dependents()
-            self.fill(atoms, sources, slots, smem, where, 0, self.plan.schedule.head)
+            if cutlass.const_expr(self.head_starts):
+                self.fill(atoms, sources, slots, smem, where, 0, self.plan.schedule.head)
         elif cutlass.const_expr(self.dependent):
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
-        if cutlass.const_expr(self.cluster > 1):
+        if cutlass.const_expr(self.grouped):
             # relaxed: the releasing form waits for the bulk loads in flight (3.6 us)
             cute.arch.cluster_arrive_relaxed()
 
         registers = self.plan.registers
-        if warp >= self.producer:
-            if cutlass.const_expr(registers is not None):
-                cute.arch.setmaxregister_decrease(registers[2])
-            if warp == self.producer:
-                self.produce(atoms, sources, slots, smem, where)
-            if cutlass.const_expr(self.cluster > 1):
-                cute.arch.cluster_wait()
-        elif warp >= self.consumers:
-            if cutlass.const_expr(self.helpers > 0):
-                if cutlass.const_expr(registers is not None):
-                    cute.arch.setmaxregister_decrease(registers[1])
-                self.row_side.run(smem, tidx - 32 * self.consumers, lane, rank)
-        else:
+        # helpers and producer in one warpgroup hand registers over with one instruction
+        together = registers is not None and registers[1] == registers[2]
+        if warp < self.consumers:
             if cutlass.const_expr(registers is not None):
                 cute.arch.setmaxregister_increase(registers[0])
-            self.consume(mma, smem, tensors, tidx, warp, lane, where)
+            self.consume(mma, smem, tensors, tidx, warp, lane, where, outs)
+        else:
+            if cutlass.const_expr(together):
+                cute.arch.setmaxregister_decrease(registers[1])
+            if warp >= self.producer:
+                if cutlass.const_expr(registers is not None and not together):
+                    cute.arch.setmaxregister_decrease(registers[2])
+                if cutlass.const_expr(self.sharing.active):
+                    cute.arch.cluster_wait()
+                if warp == self.producer:
+                    self.produce(atoms, sources, slots, smem, tensors, where)
+                if cutlass.const_expr(self.cluster > 1):
+                    cute.arch.cluster_wait()
+            elif cutlass.const_expr(self.helpers > 0):
+                if cutlass.const_expr(registers is not None and not together):
+                    cute.arch.setmaxregister_decrease(registers[1])
+                self.row_side.run(smem, tensors, tidx - 32 * self.consumers, lane, rank)
+        self.sharing.leave()
 
     def batch_index(self, bz: Any, tensors: list[cute.Tensor]) -> dict[str, Any]:
         """The batch labels' coordinates of this block; the last label varies fastest."""
@@ -251,6 +276,7 @@ class MatmulKernel:
         smem["statistics"] = alloc.allocate_array(Float32, max(4, statistics), byte_alignment=16)
         values = len(plan.row_values) * self.m
         smem["row_values"] = alloc.allocate_array(Float32, max(4, values), byte_alignment=16)
+        smem["pieces"] = self.tile_store.allocate(alloc)
         for name in ("full", "empty", "ready"):
             smem[name] = alloc.allocate_array(Int64, self.stages, byte_alignment=8)
         for name in ("received", "reduced"):
@@ -261,7 +287,8 @@ class MatmulKernel:
         """Slots of the ring and tiles of the tensors, in the order of ``atoms``."""
         slots, sources = [], []
         box = self.chunks if self.chunked else 1
-        row_tile = (self.m, CHUNK, box) if self.chunked else (self.m, CHUNK)
+        height = self.sharing.rows
+        row_tile = (height, CHUNK, box) if self.chunked else (height, CHUNK)
         for i, (atom, coord) in enumerate(zip(atoms, coords, strict=True)):
             if i < self.weights:
                 target, tile = smem["columns"], (COLUMN_BLOCK, self.k)
@@ -269,6 +296,10 @@ class MatmulKernel:
                 target, tile = smem["rows"][i - self.weights], row_tile
                 if self.chunked:
                     target = cute.local_tile(target, row_tile, (0, 0, None))
+                elif self.sharing.active:
+                    parts = self.stages * self.chunks * self.sharing.blocks
+                    layout = self.row_layout(height, parts)
+                    target = cute.make_tensor(target.iterator, layout.outer)
             else:
                 target, tile = smem["vectors"][i - self.weights - len(self.plan.rows)], (self.k,)
             tiles = cute.local_tile(coord, tile, (None,) * cute.rank(coord))
@@ -283,14 +314,14 @@ class MatmulKernel:
         helpers = self.helpers
         groups = [
             (smem["full"], self.stages, 1),
-            (smem["empty"], self.stages, self.consumers + helpers),
+            (smem["empty"], self.stages, (self.consumers + helpers) * self.sharing.blocks),
         ]
         if cutlass.const_expr(self.plan.prologue is not None):
             groups.append((smem["ready"], self.stages, helpers))
         if cutlass.const_expr(self.cluster > 1):
             groups.append((smem["received"], 1, 1))
-            if cutlass.const_expr(len(self.plan.statistics) > 0):
-                groups.append((smem["reduced"], 1, 1))
+        if cutlass.const_expr(self.row_side.receivers > 1 and len(self.plan.statistics) > 0):
+            groups.append((smem["reduced"], 1, 1))
         init_barriers(groups)
 
     # -------------------------------------------------------------------------------- producer
@@ -309,9 +340,48 @@ class MatmulKernel:
             self.arm(smem, i)
             self.load_stage(atoms, sources, slots, smem, where, i, i, True)
 
+    @property
+    def head_starts(self) -> bool:
+        """Whether loads may start before all barriers are known to be ready."""
+        return not self.sharing.active and not self.walk.persistent
+
     @cute.jit
-    def produce(self, atoms, sources, slots, smem, where):
-        """Keep the ring full."""
+    def produce(self, atoms, sources, slots, smem, tensors, where):
+        """Load all tiles of this block."""
+        if cutlass.const_expr(self.head_starts):
+            self.produce_own(atoms, sources, slots, smem, where)
+        else:
+            stage, phase = Int32(0), Int32(1)  # a fresh barrier lets waits for phase 1 pass
+            if cutlass.const_expr(self.dependent):
+                cute.arch.griddepcontrol_wait()
+            if cutlass.const_expr(self.walk.persistent):
+                first, end = self.walk.run(tensors)
+                for step in cutlass.range(first, end, unroll=1):
+                    tile = self.walk.tile(step, tensors)
+                    stage, phase = self.produce_tile(
+                        atoms, sources, slots, smem, tile, stage, phase
+                    )
+            else:
+                self.produce_tile(atoms, sources, slots, smem, where, stage, phase)
+
+    @cute.jit
+    def produce_tile(self, atoms, sources, slots, smem, where, stage, phase):
+        """Load one tile's operands, each stage once everybody has read what was in it."""
+        for i in cutlass.range(self.iterations, unroll=1):
+            cute.arch.mbarrier_wait(smem["empty"] + stage, phase)
+            self.arm(smem, stage)
+            self.load_stage(atoms, sources, slots, smem, where, i, stage, True)
+            if cutlass.const_expr(self.dependent):
+                self.load_stage(atoms, sources, slots, smem, where, i, stage, False)
+            stage += 1
+            if stage == self.stages:
+                stage = Int32(0)
+                phase = phase ^ 1
+        return stage, phase
+
+    @cute.jit
+    def produce_own(self, atoms, sources, slots, smem, where):
+        """Keep the ring full for the only tile."""
         if cutlass.const_expr(self.cluster > 1):
             # bytes may arrive before they are expected: the phase cannot end without this arrival
             expect_bytes(smem["received"], self.plan.exchange_bytes)
@@ -374,15 +444,34 @@ class MatmulKernel:
             source = sources[i][(None, tile_m, 0, k, *at)]
             bulk_load(atoms[i], source, slots[i][None, stage], full, EVICT_LAST)
         else:
+            parts, part = self.sharing.blocks, self.sharing.rank()
             for c in cutlass.range_constexpr(self.chunks):
-                source = sources[i][(None, tile_m, k * self.chunks + c, *at)]
-                bulk_load(atoms[i], source, slots[i][None, stage * self.chunks + c], full,
-                          EVICT_LAST)
+                source = sources[i][(None, tile_m * parts + part, k * self.chunks + c, *at)]
+                slot = (stage * self.chunks + c) * parts + part
+                bulk_load(atoms[i], source, slots[i][None, slot], full, EVICT_LAST,
+                          self.sharing.mask())
 
     # ------------------------------------------------------------------------------- consumers
 
     @cute.jit
-    def consume(self, mma, smem, tensors, tidx, warp, lane, where):
+    def consume(self, mma, smem, tensors, tidx, warp, lane, where, outs):
+        """The products of all tiles of this block, each finished before the next."""
+        if cutlass.const_expr(self.grouped):
+            cute.arch.cluster_wait()
+        stage, phase = Int32(0), Int32(0)
+        if cutlass.const_expr(self.walk.persistent):
+            first, end = self.walk.run(tensors)
+            for step in cutlass.range(first, end, unroll=1):
+                tile = self.walk.tile(step, tensors)
+                stage, phase = self.consume_tile(
+                    mma, smem, tensors, tidx, warp, lane, tile, outs, stage, phase
+                )
+        else:
+            self.consume_tile(mma, smem, tensors, tidx, warp, lane, where, outs, stage, phase)
+        self.tile_store.drain()
+
+    @cute.jit
+    def consume_tile(self, mma, smem, tensors, tidx, warp, lane, where, outs, stage, phase):
         """Multiply all stages, then finish the tile."""
         group = warp // 4
         a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["columns"]))
@@ -397,10 +486,6 @@ class MatmulKernel:
             for acc in row:
                 acc.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, True)
-        if cutlass.const_expr(self.cluster > 1):
-            cute.arch.cluster_wait()
-        stage = Int32(0)
-        phase = Int32(0)
         previous = Int32(-1)
         for _ in cutlass.range(self.iterations, unroll=1):
             cute.arch.mbarrier_wait(smem["full"] + stage, phase)
@@ -420,13 +505,16 @@ class MatmulKernel:
             warpgroup.commit_group()
             # one group stays in flight: waiting for this stage's own costs 0.2 us
             warpgroup.wait_group(1)
-            if lane == 0 and previous >= 0:
-                cute.arch.mbarrier_arrive(smem["empty"] + previous)
+            if previous >= 0:
+                self.sharing.release(smem["empty"] + previous, lane)
             previous = stage
             stage += 1
             if stage == self.stages:
                 stage = Int32(0)
                 phase = phase ^ 1
         warpgroup.wait_group(0)
-        self.epilogue.run(accumulators, smem, tensors, tidx, warp, lane, where)
+        if cutlass.const_expr(self.walk.persistent):
+            self.sharing.release(smem["empty"] + previous, lane)
+        self.epilogue.run(accumulators, smem, tensors, tidx, warp, lane, where, outs)
+        return stage, phase
 

@@ -14,17 +14,23 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutesuper.device.math import nan_max
-from cutesuper.device.memory import float_bits, push, release_warp
+from cutesuper.device.memory import (
+    expect_bytes,
+    fence_reads,
+    float_bits,
+    push,
+    release_warp,
+)
 from cutesuper.graph.thread import ThreadExpression
 from cutesuper.lower.hostmath import HostMath
-from cutesuper.schedule.matmul import CHUNK, HELPER_WARPS
+from cutesuper.schedule.matmul import CHUNK
 
 if TYPE_CHECKING:
     from cutesuper.lower.matmul import MatmulKernel
 
 PIECE = 8  # elements of a 16-byte access
 LANES = CHUNK // PIECE  # threads that share a row
-ROWS = HELPER_WARPS * 32 // LANES  # rows in one pass of the helper warps
+BATCH = 8  # rows of a thread that are read together
 NEUTRAL = {"sum": 0.0, "max": float("-inf")}
 #: named barrier on which the epilogue waits for the row values (0 is the block's own)
 ROW_VALUES_BARRIER = 1
@@ -38,7 +44,15 @@ class RowSide:
     def __init__(self, kernel: MatmulKernel) -> None:
         self.k = kernel
         plan = kernel.plan
-        self.passes = -(-kernel.m // ROWS)
+        #: rows in one pass of the helper warps
+        self.height = max(1, plan.helpers * 32 // LANES)
+        # blocks that share a row tile reduce a part of its rows each, unless each has to compute
+        # the operand in its own shared memory anyway
+        self.split = kernel.sharing.active and plan.prologue is None
+        self.rows = kernel.sharing.rows if self.split else kernel.m
+        self.passes = -(-self.rows // self.height)
+        #: blocks that one row's statistics go to, and the parts of them that a block receives
+        self.receivers = kernel.sharing.blocks if self.split else kernel.cluster
         extent = plan.program.dims[plan.contracted]
         covered = plan.program.covered(plan.contracted)
         self.extent = extent
@@ -54,30 +68,51 @@ class RowSide:
             return True
 
     @cute.jit
-    def run(self, smem, thread, lane, rank):
-        """Read every stage once; then reduce over the cluster and compute the row values."""
+    def run(self, smem, tensors, thread, lane, rank):
+        """The statistics of all tiles of this block."""
+        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        if cutlass.const_expr(self.k.sharing.active):
+            cute.arch.cluster_wait()
+        if cutlass.const_expr(self.k.walk.persistent):
+            first, end = self.k.walk.run(tensors)
+            for step in cutlass.range(first, end, unroll=1):
+                fresh = self.k.walk.fresh(step, first, tensors)
+                stage, phase = self.tile(smem, thread, lane, rank, stage, phase, turn, fresh)
+                turn = turn ^ 1 if fresh else turn
+        else:
+            self.tile(smem, thread, lane, rank, stage, phase, turn, True)
+
+    @cute.jit
+    def tile(self, smem, thread, lane, rank, stage, phase, turn, fresh):
+        """Read every stage once; then reduce over the cluster and compute the row values. Without
+        a prologue there is nothing to do where the tile before had the same rows."""
         k, plan = self.k, self.k.plan
+        if cutlass.const_expr(plan.prologue is not None):
+            fresh = True
+        if cutlass.const_expr(self.split and len(plan.statistics) > 0):  # noqa: SIM102
+            if thread < 32 and fresh:
+                expect_bytes(smem["reduced"], 4 * k.m * len(plan.statistics))
+        first = Int32(0)
+        if cutlass.const_expr(self.split):
+            first = k.sharing.rank() * self.rows
         totals = cute.make_rmem_tensor(
             cute.make_layout(max(1, len(plan.statistics) * self.passes)), Float32
         )
         for s, statistic in enumerate(plan.statistics):
             for p in cutlass.range_constexpr(self.passes):
                 totals[s * self.passes + p] = Float32(NEUTRAL[statistic.op])
-        stage = Int32(0)
-        phase = Int32(0)
         for i in cutlass.range(k.iterations, unroll=1):
             cute.arch.mbarrier_wait(smem["full"] + stage, phase)
             depth = (rank * k.iterations + i) * k.k
-            for p in cutlass.range_constexpr(self.passes):
-                row = thread // LANES + p * ROWS
-                if cutlass.const_expr(k.m % ROWS == 0):  # noqa: SIM114 (a traced `or` is a branch)
-                    self.read_row(smem, totals, p, row, thread % LANES, stage, depth)
-                elif row < k.m:
-                    self.read_row(smem, totals, p, row, thread % LANES, stage, depth)
+            row = thread // LANES
+            # fewer rows than one pass has: the rest has nothing to read
+            if fresh and row < self.rows:
+                self.read_rows(smem, totals, first + row, thread % LANES, stage, depth)
             if cutlass.const_expr(plan.prologue is not None):
                 # the tensor cores read what ordinary stores have just written
                 release_warp(smem["ready"] + stage, lane)
-            release_warp(smem["empty"] + stage, lane)
+            fence_reads()
+            self.k.sharing.release(smem["empty"] + stage, lane)
             stage += 1
             if stage == k.stages:
                 stage = Int32(0)
@@ -85,33 +120,44 @@ class RowSide:
         if cutlass.const_expr(k.cluster > 1):
             cute.arch.cluster_wait()
         if cutlass.const_expr(len(plan.statistics) > 0):
-            self.reduce(smem, totals, thread, rank)
-            self.row_values(smem, thread)
+            if fresh:
+                self.reduce(smem, totals, thread, rank, first)
+                self.row_values(smem, thread, turn)
+            cute.arch.barrier_arrive(
+                barrier_id=ROW_VALUES_BARRIER,
+                number_of_threads=32 * (k.helpers + k.consumers),
+            )
+        return stage, phase
 
     @cute.jit
-    def read_row(self, smem, totals, p: cutlass.Constexpr, row, lane8, stage, depth):
-        """One row of one stage: add to the statistics, apply the prologue."""
+    def read_rows(self, smem, totals, row, lane8, stage, depth):
+        """A thread's rows of one stage: add to the statistics, apply the prologue."""
         k = self.k
-        offset = (stage * k.chunks * k.m + row) * CHUNK + lane8 * PIECE
-        place = ((lane8 ^ (row % 8)) * PIECE)
+        place = (lane8 ^ (row % 8)) * PIECE  # the same for all rows, which are 8 or 16 apart
         # short loops are unrolled whole, so that their reads are all in flight together
         for c in cutlass.range(k.chunks, unroll=k.chunks if k.chunks * self.passes <= 16 else 1):
             at = c * CHUNK + place
-            pieces = self.pieces(smem, offset + c * (k.m * CHUNK), stage * k.k + at)
-            values = {op: piece.load().to(Float32) for op, piece in pieces.items()}
-            for s, statistic in enumerate(k.plan.statistics):
-                self.add(totals, s * self.passes + p, statistic, values, depth + at)
-            if cutlass.const_expr(k.plan.prologue is not None):
-                self.rewrite(smem, values, offset + c * (k.m * CHUNK), depth + at)
+            offset = ((stage * k.chunks + c) * k.m + row) * CHUNK + lane8 * PIECE
+            vectors = self.pieces(smem["vectors"], list(k.plan.vectors), stage * k.k + at)
+            for first in cutlass.range_constexpr(0, self.passes, BATCH):
+                batch = range(first, min(first + BATCH, self.passes))
+                places = [offset + p * (self.height * CHUNK) for p in batch]
+                rows = [self.pieces(smem["rows"], list(k.plan.rows), x) for x in places]
+                if cutlass.const_expr(len(rows) > 1):
+                    # without it the compiler issues every read just before its use: 16 rows of a
+                    # thread took about 1500 cycles, more than the products of 256x128x64
+                    cute.arch.fence_acq_rel_cta()
+                for p, loaded, x in zip(batch, rows, places, strict=True):
+                    pieces = {**loaded, **vectors}
+                    values = {op: piece.load().to(Float32) for op, piece in pieces.items()}
+                    for s, statistic in enumerate(k.plan.statistics):
+                        self.add(totals, s * self.passes + p, statistic, values, depth + at)
+                    if cutlass.const_expr(k.plan.prologue is not None):
+                        self.rewrite(smem, values, x, depth + at)
 
-    def pieces(self, smem: dict[str, Any], row_offset: Any, vector_offset: Any) -> dict[int, Any]:
-        """16 bytes of every row-side load at this thread's place."""
-        k, loaded = self.k, {}
-        for i, op in enumerate(k.plan.rows):
-            loaded[op] = self.piece(smem["rows"][i], row_offset)
-        for i, op in enumerate(k.plan.vectors):
-            loaded[op] = self.piece(smem["vectors"][i], vector_offset)
-        return loaded
+    def pieces(self, rings: list[Any], ops: list[int], offset: Any) -> dict[int, Any]:
+        """16 bytes of every ring at this thread's place, by the operation that is staged there."""
+        return {op: self.piece(ring, offset) for op, ring in zip(ops, rings, strict=True)}
 
     def piece(self, ring: cute.Tensor, offset: Any) -> cute.Tensor:
         register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
@@ -120,8 +166,9 @@ class RowSide:
 
     def linear(self, ring: cute.Tensor, offset: Any) -> cute.Tensor:
         """Eight elements of a ring by byte order, whatever its swizzle."""
-        pointer = cute.recast_ptr(ring.iterator, dtype=self.k.dtype) + offset
-        return cute.make_tensor(pointer.align(16), cute.make_layout(PIECE))
+        pointer = cute.recast_ptr(ring.iterator, dtype=self.k.dtype)
+        # assumed: `align` rounds the address, two instructions for each piece
+        return cute.make_tensor(pointer + cute.assume(offset, divby=PIECE), cute.make_layout(PIECE))
 
     @cute.jit
     def add(self, totals, index: cutlass.Constexpr, statistic: cutlass.Constexpr, values, at):
@@ -156,8 +203,8 @@ class RowSide:
         return index.load() < self.extent
 
     @cute.jit
-    def reduce(self, smem, totals, thread, rank):
-        """Combine the threads of a row, then send the result to every block of the cluster."""
+    def reduce(self, smem, totals, thread, rank, first):
+        """Combine the threads of a row, then send the result to every block that needs it."""
         k, lane8 = self.k, thread % LANES
         for s, statistic in enumerate(k.plan.statistics):
             for p in cutlass.range_constexpr(self.passes):
@@ -168,24 +215,24 @@ class RowSide:
                         v = nan_max(v, other)
                     else:
                         v += other
-                row = thread // LANES + p * ROWS
-                slot = smem["statistics"] + ((s * k.cluster + rank) * k.m + row)
-                if row < k.m and lane8 < k.cluster:
-                    if cutlass.const_expr(k.cluster > 1):
+                row = thread // LANES + p * self.height
+                slot = smem["statistics"] + ((s * k.cluster + rank) * k.m + first + row)
+                if row < self.rows and lane8 < self.receivers:
+                    if cutlass.const_expr(self.receivers > 1):
                         push(slot, (float_bits(v),), smem["reduced"], lane8)
                     else:
                         cute.make_tensor(slot, cute.make_layout(1))[0] = v
 
     @cute.jit
-    def row_values(self, smem, thread):
+    def row_values(self, smem, thread, turn):
         """Row scalars of the epilogue, each once: thread i computes row i."""
         k, plan = self.k, self.k.plan
-        if cutlass.const_expr(k.cluster > 1):
-            cute.arch.mbarrier_wait(smem["reduced"], 0)
+        if cutlass.const_expr(self.receivers > 1):
+            cute.arch.mbarrier_wait(smem["reduced"], turn)
         else:
             cute.arch.barrier(barrier_id=HELPERS_BARRIER, number_of_threads=32 * k.helpers)
-        for p in cutlass.range_constexpr(-(-k.m // 128)):
-            row = thread + p * 128
+        for p in cutlass.range_constexpr(-(-k.m // (32 * k.helpers))):
+            row = thread + p * 32 * k.helpers
             if row < k.m:
                 totals = {}
                 for s, statistic in enumerate(plan.statistics):
@@ -200,10 +247,6 @@ class RowSide:
                         smem["row_values"] + (j * k.m + row), cute.make_layout(1)
                     )
                     target[0] = value
-        cute.arch.barrier_arrive(
-            barrier_id=ROW_VALUES_BARRIER,
-            number_of_threads=32 * (k.helpers + k.consumers),
-        )
 
     def scalar(self, array: cute.Pointer, index: Any) -> Float32:
         """One element of a shared-memory array."""

@@ -38,13 +38,13 @@ from cutesuper.schedule.plan import (
     view_of,
 )
 from cutesuper.schedule.schedule import MatmulSchedule
+from cutesuper.schedule.tiles import check_tiles, store_bytes, tile_grid, with_tiles
 
 #: rows of the tensor-core instruction's first operand: the unit of the column label
 COLUMN_BLOCK = 64
 #: elements of a 128-byte shared-memory row: the unit of the contracted label
 CHUNK = 64
 ROW_TILES = (8, 16, 32, 64, 128, 256)
-HELPER_WARPS = 4
 
 
 @dataclass(frozen=True)
@@ -150,16 +150,26 @@ class MatmulPlan:
         if m * n * len(self.products) // (128 * self.schedule.warpgroups) <= 96:
             return None
         # together at most 65536 registers: 2 x 128 x 192 + 128 x 96 + 128 x 32, or
+        # of the 384 x 168 with which 384 threads start 2 x 128 x 208 + 128 x 88 where helpers and
+        # producer are one warpgroup, or
         # 2 x 128 x 232 + 128 x 40
-        return (192, 96, 32) if self.has_helpers else (232, 0, 40)
+        if not self.has_helpers:
+            return 232, 0, 40
+        return (192, 96, 32) if self.schedule.helpers == 4 else (208, 88, 88)
+
+    @property
+    def helpers(self) -> int:
+        """Helper warps."""
+        return self.schedule.helpers if self.has_helpers else 0
 
     @property
     def threads(self) -> int:
         """Consumer warpgroups, helper warps if there are any, and the producer warp (padded to a
         warpgroup where registers are handed over, which only whole warpgroups can do)."""
-        helpers = HELPER_WARPS * 32 if self.has_helpers else 0
-        producer = 32 if self.registers is None else 128
-        return 128 * self.schedule.warpgroups + helpers + producer
+        others = 32 * (self.helpers + 1)
+        if self.registers is not None:
+            others = 128 * ceil_div(others, 128)
+        return 128 * self.schedule.warpgroups + others
 
     @property
     def stage_bytes(self) -> int:
@@ -179,7 +189,8 @@ class MatmulPlan:
         """Shared memory of a block, with room for barriers, statistics and alignment."""
         m = self.tile[0]
         statistics = 4 * m * (self.cluster * len(self.statistics) + len(self.row_values))
-        return self.stage_bytes * self.schedule.stages + self.exchange_bytes + statistics + 3072
+        ring = self.stage_bytes * self.schedule.stages
+        return ring + self.exchange_bytes + store_bytes(self) + statistics + 3072
 
     @property
     def key(self) -> str:
@@ -212,6 +223,7 @@ def plan_matmul(
             f"kernel {step.name}: {plan.tile[0]}x{plan.tile[1]} accumulators need two consumer "
             "warpgroups; use a tile with an even number of 64-column blocks"
         )
+    check_tiles(plan, step.name)
     if plan.shared_bytes > target.shared_bytes or plan.schedule.stages < 2:
         raise ScheduleError(
             f"kernel {step.name}: {plan.schedule.stages} stages of {plan.stage_bytes} bytes and "
@@ -226,14 +238,17 @@ def _default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) 
     # accumulators of one product: m * n / 128 registers per thread and warpgroup
     accumulators = m * n * len(plan.products) // 128
     warpgroups = 2 if accumulators > 64 and plan.blocks_n % 2 == 0 else 1
-    probe = replace(plan, schedule=MatmulSchedule(stages=0, warpgroups=warpgroups))
+    tiled = MatmulSchedule(0, warpgroups, dependent_launch=dependent_launch)
+    tiled = with_tiles(plan, tiled, target)
+    probe = replace(plan, schedule=tiled)
     room = target.shared_bytes - probe.shared_bytes
     stages = min(room // plan.stage_bytes, max(2, plan.iterations))
     if not dependent_launch:
         # more in flight only lengthens the queue that the activations wait in: on 16x4096x4096
         # 6 stages of 20 KB take 10.35 us, 8 take 10.6, 9 take 10.75
         stages = min(stages, max(4, 120 * 1024 // plan.stage_bytes))
-    return MatmulSchedule(stages, warpgroups, min(4, stages), dependent_launch)
+    persistent = tiled.persistent if plan.iterations > stages else 0
+    return replace(tiled, stages=stages, head=min(4, stages), persistent=persistent)
 
 
 def _check_limits(plan: MatmulPlan, name: str) -> None:
@@ -499,4 +514,4 @@ def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, in
     for d in plan.batch:
         batch *= extent(dims[d])
     columns = ceil_div(extent(dims[plan.column]), n)
-    return columns * plan.cluster, ceil_div(rows, m), batch
+    return tile_grid(plan, columns, ceil_div(rows, m), batch)

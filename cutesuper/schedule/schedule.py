@@ -21,6 +21,18 @@ class MatmulSchedule:
             are loaded before the dependency wait.
         stream_columns: read the column operands with the evict-first hint: weights are read once
             and should not push activations out of L2 (0.3 us on 16x4096x4096).
+        share_rows: neighbouring blocks along the columns that form a cluster and load the row
+            tile, which they all need, together: each a part, multicast to all. 209.0 us at
+            4096x4096x4096 in pairs of blocks that walk, 215.3 alone. Sharing column tiles along
+            the rows took 215.4, and leaves the statistics with every block.
+        persistent: blocks that are launched and walk the tiles; 0 launches a block for each tile.
+            At 2048x4096x4096 109.0 us, 118.6 with a block for each tile: loads of the next tile
+            hide the epilogue.
+        helpers: warps that reduce row statistics or compute the row operand. With 2, the producer
+            is in their warpgroup, and 384 threads in place of 512 keep 168 registers each.
+        bulk_store: tiles leave through bulk stores of pieces of 32 rows and 64 columns. At
+            300x4096x4096 31.1 us, 32.9 through the ring; elsewhere equal. Blocks that walk need
+            it, since their ring holds the next tile by then.
     """
 
     stages: int
@@ -28,6 +40,10 @@ class MatmulSchedule:
     head: int = 4
     dependent_launch: bool = False
     stream_columns: bool = True
+    share_rows: int = 1
+    persistent: int = 0
+    helpers: int = 4
+    bulk_store: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from cutesuper.graph.block import (
 from cutesuper.graph.dims import ceil_div, extent
 from cutesuper.graph.rows import row_label
 from cutesuper.graph.target import Target
+from cutesuper.schedule.tiles import rows_shared_by
 from cutesuper.search.extract import Price
 from cutesuper.search.forms import Form, MatmulForm
 from cutesuper.search.saturate import Derivation, Table
@@ -119,12 +120,13 @@ def matmul_cost(
     stage = sum(
         tile_bytes(program, op, itemsizes) for op in program.loads() if form.contracted in op.dims
     )
+    read = stage - _shared_bytes(program, form, itemsizes)
     at_once = slots * _resident(program, form, target, stage)
     moved = bytes_moved(program, itemsizes)
     parts = dict.fromkeys(("memory", "ingest", "l2", "iterations", "tensor"), 0.0)
     busy = 0.0
     for times, active in ((blocks // at_once, at_once), (1, blocks % at_once)):
-        wave = _wave(program, form, target, active, moved * active / blocks, stage)
+        wave = _wave(program, form, target, active, moved * active / blocks, stage, read)
         parts = {cause: us + times * wave[cause] for cause, us in parts.items()}
         tensor = wave.pop("tensor")
         busy += times * max(overlapped(r.overlap, *wave.values()), tensor)
@@ -145,19 +147,34 @@ def overlapped(exponent: float, *us: Any) -> Any:
 
 
 def _wave(
-    program: BlockProgram, form: MatmulForm, target: Target, active: int, moved: float, stage: int
-) -> dict[str, float]:
-    """What ``active`` blocks wait for while they share ``moved`` bytes of memory, by cause."""
+    program: BlockProgram, form: MatmulForm, target: Target, active: int, moved: float, stage: int,
+    read: float,
+) -> dict[str, float]:  # fmt: skip
+    """What ``active`` blocks wait for while they share ``moved`` bytes of memory, by cause; a stage
+    takes ``stage`` bytes, of which a block itself reads ``read`` from L2."""
     r, loop = target.rates, _extent_of(program, AxisKind.LOOP)
     shared_by = active / max(1, min(target.sms, active))  # blocks on an SM
     computed = shared_by * loop * _staged_us(program, form, target)
     return {
         "memory": moved / target.bandwidth * 1e6,
         "ingest": shared_by * loop * stage / r.sm_bytes_per_us,
-        "l2": active * loop * stage / target.l2_bandwidth * 1e6,
+        "l2": active * loop * read / target.l2_bandwidth * 1e6,
         "iterations": loop * r.iteration_us * min(1, active) + computed,
         "tensor": shared_by * loop * _tensor_us(program, form, target),
     }
+
+
+def _shared_bytes(
+    program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]
+) -> float:
+    """Bytes of a stage that a block gets from those that load the row tile with it."""
+    if _extent_of(program, AxisKind.CLUSTER) > 1:
+        return 0.0
+    rows, columns = program.tile[form.row], program.tile[form.column]
+    tiles = ceil_div(extent(program.dims[form.column]), columns)
+    blocks = rows_shared_by(rows, columns, _products(program), tiles)
+    loads = [op for op in program.loads() if {form.row, form.contracted} <= set(op.dims)]
+    return (1 - 1 / blocks) * sum(tile_bytes(program, op, itemsizes) for op in loads)
 
 
 def _extent_of(program: BlockProgram, kind: AxisKind) -> int:

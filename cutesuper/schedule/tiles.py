@@ -1,0 +1,136 @@
+"""How the blocks of a matmul kernel share the tiles: pairs that load together, walks over tiles.
+
+A pair covers two neighbouring tiles along the columns. Both blocks take part in its loads, also one
+whose tile lies outside of the tensor: grids are rounded up to whole pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cutesuper.errors import ScheduleError
+from cutesuper.graph.dims import ceil_div, extent
+from cutesuper.graph.target import Target
+from cutesuper.schedule.schedule import MatmulSchedule
+
+if TYPE_CHECKING:
+    from cutesuper.schedule.matmul import MatmulPlan
+
+#: rows and columns of what one bulk store writes: 128-byte rows, as the swizzle wants them
+STORE_ROWS, STORE_COLUMNS = 32, 64
+#: pieces of a warpgroup in flight
+STORE_BUFFERS = 2
+#: rows of a tile from which blocks share and walk; smaller tiles were not measured
+LARGE_TILE = 128
+#: more blocks do not pay: 30 clusters of 4 leave 12 of 132 multiprocessors without work
+PAIR = 2
+
+
+# ----------------------------------------------------------------------------------------- choices
+
+
+def rows_shared_by(rows: int, columns: int, products: int, column_tiles: int) -> int:
+    """Blocks that load a row tile together, for a tile of ``rows`` x ``columns`` whose kernel does
+    not split the contracted label over its clusters.
+
+    At 300, 512, 1024 and 4096 rows (K = N = 4096): 31.1, 35.0, 56.9 and 215.3 us alone, 30.3,
+    33.7, 54.8 and 209.0 in pairs, all with two helper warps but the first three.
+    """
+    two_warpgroups = rows * columns * products > 64 * 128 and columns % 128 == 0
+    empty = PAIR * ceil_div(column_tiles, PAIR) - column_tiles
+    worth = rows >= LARGE_TILE and two_warpgroups and empty <= column_tiles // 8
+    return PAIR if worth else 1
+
+
+def with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> MatmulSchedule:
+    """A schedule with the knobs of this file chosen; ``stages`` are not known yet.
+
+    Pairs and walks load nothing before the dependency wait, so with ``dependent_launch`` only
+    kernels of more tiles than multiprocessors, of which all but the first do not wait, use them.
+    """
+    m, n, _ = plan.tile
+    dims = plan.program.dims
+    if not can_bulk_store(plan):
+        return schedule
+    if m < LARGE_TILE or schedule.warpgroups < 2:
+        return replace(schedule, bulk_store=True)
+    columns = ceil_div(extent(dims[plan.column]), n)
+    share = rows_shared_by(m, n, len(plan.products), columns)
+    slots = share * target.clusters[share]
+    tiles = share * ceil_div(columns, share) * ceil_div(extent(dims[plan.row]), m)
+    for label in plan.batch:
+        tiles *= extent(dims[label])
+    walks = tiles > slots
+    if schedule.dependent_launch and not walks:
+        return replace(schedule, bulk_store=True)
+    # 2 warps keep up with 64 rows: 209.0 us at 4096x4096x4096, 212.6 with 4; not with 128 rows
+    # (215.3 and 212.3), nor with a prologue (339 and 273)
+    few = plan.prologue is None and m // share <= 64
+    return replace(
+        schedule,
+        share_rows=share,
+        persistent=slots if walks else 0,
+        helpers=2 if few else 4,
+        bulk_store=True,
+    )
+
+
+# ------------------------------------------------------------------------------------ what follows
+
+
+def store_bytes(plan: MatmulPlan) -> int:
+    """Shared memory of the pieces on their way to memory."""
+    if not plan.schedule.bulk_store:
+        return 0
+    return 2 * STORE_ROWS * STORE_COLUMNS * STORE_BUFFERS * plan.schedule.warpgroups
+
+
+def can_bulk_store(plan: MatmulPlan) -> bool:
+    """Whether all outputs can leave through bulk stores: 16-bit rows of whole 16-byte pieces."""
+    views = [o.view for o in plan.outputs]
+    contiguous = all(v.stride(plan.column) == 1 for v in views)
+    narrow = all(plan.arguments[v.argument].dtype in ("float16", "bfloat16") for v in views)
+    whole = plan.program.dims[plan.column] % 8 == 0  # type: ignore[operator]
+    return plan.cluster == 1 and plan.tile[0] >= STORE_ROWS and contiguous and narrow and whole
+
+
+def tile_grid(plan: MatmulPlan, columns: int, rows: int, batch: int) -> tuple[int, int, int]:
+    """The launch grid for ``columns`` x ``rows`` tiles of each slice of the batch."""
+    s = plan.schedule
+    if s.persistent:
+        return s.persistent, 1, 1
+    return s.share_rows * ceil_div(columns, s.share_rows) * plan.cluster, rows, batch
+
+
+def check_tiles(plan: MatmulPlan, name: str) -> None:
+    """Raises ScheduleError where tiles cannot be shared, walked or stored as the schedule asks."""
+    s, m = plan.schedule, plan.tile[0]
+    where = f"kernel {name}"
+    if plan.cluster > 1 and (s.share_rows > 1 or s.persistent):
+        raise ScheduleError(
+            f"{where}: its clusters split {plan.contracted}; with share_rows={s.share_rows} and "
+            f"persistent={s.persistent} they would share tiles or walk them too; use 1 and 0"
+        )
+    if s.share_rows not in (1, 2, 4, 8) or m % (8 * s.share_rows):
+        raise ScheduleError(
+            f"{where}: share_rows={s.share_rows}; use 1, 2, 4 or 8 blocks that load at least 8 of "
+            f"the {m} rows each"
+        )
+    if s.persistent % s.share_rows:
+        raise ScheduleError(
+            f"{where}: persistent={s.persistent} blocks are no whole clusters of {s.share_rows}"
+        )
+    if s.persistent and plan.iterations <= s.stages:
+        # helpers and consumers are kept one tile apart by the ring alone
+        raise ScheduleError(
+            f"{where}: persistent={s.persistent}: blocks that walk need more iterations than "
+            f"stages, not {plan.iterations} and {s.stages}"
+        )
+    if s.helpers not in (2, 4):
+        raise ScheduleError(f"{where}: {s.helpers} helper warps; use 2 or 4")
+    if s.bulk_store and not can_bulk_store(plan):
+        raise ScheduleError(
+            f"{where}: bulk stores need outputs of 16-bit elements that are contiguous along "
+            f"{plan.column} in multiples of 8, {STORE_ROWS} rows in a tile at least, and no cluster"
+        )
