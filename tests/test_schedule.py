@@ -516,6 +516,7 @@ def test_row_programs_that_are_refused(make: Any, message: str) -> None:
     [
         MatmulSchedule(4),
         MatmulSchedule(7, 2, 3, True, False),
+        MatmulSchedule(4, 2, share_rows=2, persistent=132, helpers=2, bulk_store=True),
         RowSchedule(32, 8, 4, 2),
         RowSchedule(8, 1, 4, 32, True, True),
     ],
@@ -535,7 +536,7 @@ GOOD = schedule_dict(MatmulSchedule(4))
         ({}, "'kind' must be one of"),
         ({"kind": "columns"}, "'kind' must be one of"),
         ({"kind": ["matmul"]}, "'kind' must be one of"),
-        ({"kind": "matmul"}, "missing or unknown fields: dependent_launch, head, stages"),
+        ({"kind": "matmul"}, "missing or unknown fields: bulk_store, dependent_launch, head"),
         ({**GOOD, "depth": 1}, "missing or unknown fields: depth"),
         ({**GOOD, "kind": "rows"}, "RowSchedule: missing or unknown fields"),
         ({**GOOD, "stages": "4"}, "stages='4' is not a int"),
@@ -571,11 +572,13 @@ def test_keys_see_everything_else() -> None:
     fields |= {"bias": True, "residual": True, "gain": False}
     keys = [key_of(base), *(key_of(replace(base, **{f: v})) for f, v in fields.items())]
     keys += [key_of(base, constants="W"), key_of(base, dependent_launch=True)]
-    given = MatmulSchedule(4, 1, 4)
-    for knob in asdict(given):
-        old = getattr(given, knob)
-        other = replace(given, **{knob: not old if isinstance(old, bool) else old - 1})
-        if other.warpgroups:
+    given, tall = MatmulSchedule(4, 1, 4), replace(base, tile_m=32)
+    others = {"share_rows": 2, "persistent": 132, "helpers": 2, "stages": 3, "head": 3}
+    for knob, old in asdict(given).items():
+        other = replace(given, **{knob: others.get(knob, not old)})
+        if other.bulk_store:  # its pieces have 32 rows; 4 stages are what `tall` has anyway
+            keys.append(key_of(tall, schedule=replace(other, stages=3)))
+        elif other.warpgroups:
             keys.append(key_of(base, schedule=other))
     assert len(set(keys)) == len(keys)
 

@@ -1,0 +1,204 @@
+"""Tiles that blocks share, walk and store in pieces: choices, refusals, what the compiler makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cutesuper.errors import ScheduleError
+from cutesuper.graph.dims import Symbol
+from cutesuper.graph.target import H200
+from cutesuper.report import plan_text
+from cutesuper.schedule.matmul import MatmulPlan, grid_shape
+from cutesuper.schedule.planner import make_plan
+from cutesuper.schedule.tiles import rows_shared_by, store_bytes
+from tests.plans import Linear, compiled, specs
+
+LARGE = Linear(m=4096, k=4096, n=4096, tile_m=128, tile_n=256, tile_k=64)
+
+
+def run_twice(linear: Linear, rows: int, **knobs: Any) -> None:
+    """Numbers against float64, and the same bits in 200 launches."""
+    plan = with_knobs(linear, **knobs)
+    torch = pytest.importorskip("torch")
+    dtype = getattr(torch, linear.dtype)
+    torch.manual_seed(rows)
+    shapes = {n: [rows if isinstance(d, Symbol) else d for d in s]
+              for n, s in linear.shapes().items()}  # fmt: skip
+    data = {n: torch.randn(*s, device="cuda").to(dtype) for n, s in shapes.items()}
+    kernel = compiled(plan).load()
+    first = data["Z"]
+    for launch in range(200):
+        data["Z"] = torch.full(shapes["Z"], torch.nan, dtype=dtype, device="cuda")
+        kernel(*(data[a.name] for a in plan.arguments))
+        first = data["Z"] if launch == 0 else first
+        assert torch.equal(first.view(torch.int16), data["Z"].view(torch.int16))
+
+    def expected(kind: Any) -> Any:
+        x, w = data["X"].to(kind), data["W"].to(kind)
+        scale = torch.rsqrt((x.double() ** 2).mean(-1, keepdim=True) + 1e-6).to(kind)
+        row = x * data["G"].to(kind) if linear.gain else x
+        z = (row * scale if linear.norm else row) @ (w.T if linear.transposed else w)
+        z = z + data["B"].to(kind) if linear.bias else z
+        return z + data["R"].to(kind) if linear.residual else z
+
+    exact, eager = expected(torch.float64), expected(dtype).double()
+    ulp = torch.finfo(dtype).eps * exact.abs().max()
+    assert (first.double() - exact).abs().max() <= 2 * (eager - exact).abs().max() + 2 * ulp
+
+
+def with_knobs(linear: Linear, **knobs: Any) -> MatmulPlan:
+    """A plan with some knobs other than the default ones."""
+    return linear.plan(schedule=replace(linear.plan().schedule, **knobs))
+
+
+# ----------------------------------------------------------------------------------------- choices
+
+
+def test_many_tiles_are_walked_in_pairs() -> None:
+    plan = LARGE.plan()
+    s = plan.schedule
+    assert (s.share_rows, s.persistent, s.helpers, s.bulk_store) == (2, 132, 2, True)
+    assert grid_shape(plan) == (132, 1, 1)
+    assert plan.threads == 384  # helpers and producer in one warpgroup
+    consumers, helpers, producer = plan.registers or (0, 0, 0)
+    # 384 threads start with 168 each; asking for more than there are waits for ever
+    assert helpers == producer and 256 * consumers + 128 * helpers <= 384 * 168
+    text = plan_text("k", plan)
+    assert "blocks in clusters of 2" in text and "2 helper warps" in text
+    assert "2 blocks along N load the row tile together" in text
+    assert "every cluster walks a run of tiles along N" in text
+    assert "32x64 a bulk store" in text and "reduced" in text
+
+
+def test_few_tiles_are_shared_only() -> None:
+    plan = replace(LARGE, m=1024).plan()  # 128 tiles on 132 multiprocessors
+    assert (plan.schedule.share_rows, plan.schedule.persistent) == (2, 0)
+    assert grid_shape(plan) == (16, 8, 1)
+
+
+def test_a_prologue_needs_all_helpers() -> None:
+    plan = replace(LARGE, gain=True).plan()
+    assert (plan.schedule.share_rows, plan.schedule.helpers) == (2, 4)
+
+
+def test_dependent_launches_load_early_where_all_tiles_run_at_once() -> None:
+    few = replace(LARGE, m=1024).plan(dependent_launch=True).schedule
+    assert (few.share_rows, few.persistent, few.bulk_store) == (1, 0, True)
+    many = LARGE.plan(dependent_launch=True).schedule
+    assert (many.share_rows, many.persistent) == (2, 132)
+
+
+def test_small_tiles_and_split_sums_stay_alone() -> None:
+    small = Linear(m=64, tile_m=64).plan()
+    assert small.schedule.share_rows == 1 and small.schedule.bulk_store
+    split = Linear(m=128, k=1024, tile_m=128, tile_n=128, tile_k=64, cluster=2).plan()
+    assert split.schedule.share_rows == 1 and not split.schedule.bulk_store
+
+
+@pytest.mark.parametrize(
+    ("tiles", "blocks"), [(1, 1), (2, 2), (3, 1), (7, 1), (8, 2), (9, 2), (15, 2)]
+)
+def test_pairs_leave_at_most_an_eighth_empty(tiles: int, blocks: int) -> None:
+    assert rows_shared_by(128, 256, 1, tiles) == blocks
+
+
+def test_walks_need_more_iterations_than_stages() -> None:
+    short = replace(LARGE, k=256).plan()
+    assert short.iterations == 4 and short.schedule.persistent == 0
+
+
+def test_pieces_take_shared_memory() -> None:
+    assert store_bytes(LARGE.plan()) == 2 * 2 * 32 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("linear", "knobs", "message"),
+    [
+        (Linear(m=128, k=1024, tile_m=128, tile_n=128, tile_k=64, cluster=2),
+         {"share_rows": 2}, "its clusters split K"),
+        (Linear(cluster=2), {"persistent": 132}, "its clusters split K"),
+        (LARGE, {"share_rows": 3}, "share_rows=3; use 1, 2, 4 or 8"),
+        (Linear(m=8, tile_m=8), {"share_rows": 2}, "at least 8 of the 8 rows"),
+        (LARGE, {"persistent": 131}, "persistent=131 blocks are no whole clusters of 2"),
+        (replace(LARGE, k=256), {"persistent": 132}, "more iterations than stages, not 4 and 4"),
+        (LARGE, {"helpers": 3}, "3 helper warps; use 2 or 4"),
+        (Linear(), {"bulk_store": True}, "32 rows in a tile at least"),
+    ],
+)  # fmt: skip
+def test_refusals(linear: Linear, knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        with_knobs(linear, **knobs)
+    assert str(caught.value).startswith("kernel linear: ") and message in str(caught.value)
+
+
+def test_fp32_outputs_leave_directly() -> None:
+    tensors = specs(LARGE.shapes(), "float16", Z="float32")
+    plan = make_plan(LARGE.block().step("linear"), tensors, H200)
+    assert isinstance(plan, MatmulPlan) and not plan.schedule.bulk_store
+
+
+# --------------------------------------------------------------------------------------- compiling
+
+CHOSEN = {
+    "norm": LARGE,
+    "plain": replace(LARGE, norm=False),
+    "gain": replace(LARGE, gain=True),
+    "symbolic": replace(LARGE, m=Symbol("M", 4096)),
+    "transposed": replace(LARGE, transposed=True, dtype="bfloat16"),
+    "residual": replace(LARGE, bias=True, residual=True),
+    "pairs": replace(LARGE, m=1024),
+    "square tile": Linear(m=512, k=4096, n=4096, tile_m=128, tile_n=128, tile_k=128),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_chosen_schedules_do_not_spill(name: str) -> None:
+    pytest.importorskip("cutlass")
+    plan = CHOSEN[name].plan()
+    artifact = compiled(plan)
+    r = artifact.resources
+    assert r.stack_bytes == 0 and not r.spills
+    assert r.threads == plan.threads and r.shared_bytes <= plan.shared_bytes <= H200.shared_bytes
+    assert artifact.launches[0].cluster == (2, 1, 1)
+    assert "multicast::cluster" in artifact.ptx
+    assert "cp.async.bulk.tensor.2d.global.shared::cta" in artifact.ptx
+    assert "stmatrix.sync.aligned.m8n8.x4.trans" in artifact.ptx
+
+
+# ---------------------------------------------------------------------------------------- on a GPU
+
+RAGGED = Linear(m=300, k=1024, n=1000, tile_m=128, tile_n=128, tile_k=64)
+WALK = {"share_rows": 2, "persistent": 4}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("linear", "knobs"),
+    [
+        (RAGGED, {"share_rows": 2}),
+        (replace(RAGGED, n=904), {"share_rows": 2}),  # the last pair has one tile
+        (RAGGED, {"share_rows": 4}),
+        (RAGGED, WALK),
+        (RAGGED, {**WALK, "helpers": 4}),
+        (replace(RAGGED, gain=True), {**WALK, "helpers": 4}),
+        (replace(RAGGED, norm=False), WALK),
+        (replace(RAGGED, bias=True, residual=True, dtype="bfloat16"), WALK),
+        (replace(RAGGED, transposed=True, dtype="bfloat16"), {"persistent": 6}),
+        (replace(RAGGED, m=Symbol("M", 300)), WALK),
+        (replace(RAGGED, tile_m=256, tile_n=128), WALK),
+        (replace(RAGGED, tile_m=64), {"bulk_store": False, **WALK}),
+        (replace(RAGGED, tile_m=32, tile_n=64), {}),
+    ],
+    ids=str,
+)
+def test_shared_and_walked_tiles_on_a_gpu(linear: Linear, knobs: dict[str, Any]) -> None:
+    run_twice(linear, 300, **knobs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [4095, 4096])
+def test_the_large_product_on_a_gpu(rows: int) -> None:
+    run_twice(replace(LARGE, m=rows), rows)
