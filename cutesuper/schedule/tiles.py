@@ -92,7 +92,9 @@ def can_bulk_store(plan: MatmulPlan) -> bool:
     contiguous = all(v.stride(plan.column) == 1 for v in views)
     narrow = all(plan.arguments[v.argument].dtype in ("float16", "bfloat16") for v in views)
     whole = plan.program.dims[plan.column] % 8 == 0  # type: ignore[operator]
-    return plan.cluster == 1 and plan.tile[0] >= STORE_ROWS and contiguous and narrow and whole
+    # a static extent of 1 would vanish from the tensor map
+    rows = plan.tile[0] >= STORE_ROWS and plan.program.dims[plan.row] != 1
+    return plan.cluster == 1 and rows and contiguous and narrow and whole
 
 
 def tile_grid(plan: MatmulPlan, columns: int, rows: int, batch: int) -> tuple[int, int, int]:
@@ -100,7 +102,9 @@ def tile_grid(plan: MatmulPlan, columns: int, rows: int, batch: int) -> tuple[in
     s = plan.schedule
     if s.persistent:
         return s.persistent, 1, 1
-    return s.share_rows * ceil_div(columns, s.share_rows) * plan.cluster, rows, batch
+    # `columns` may be a number of the traced launch, for which this division is right too
+    pairs = (columns + s.share_rows - 1) // s.share_rows
+    return s.share_rows * pairs * plan.cluster, rows, batch
 
 
 def check_tiles(plan: MatmulPlan, name: str) -> None:
