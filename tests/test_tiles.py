@@ -118,8 +118,8 @@ def test_pieces_take_shared_memory() -> None:
     ("linear", "knobs", "message"),
     [
         (Linear(m=128, k=1024, tile_m=128, tile_n=128, tile_k=64, cluster=2),
-         {"share_rows": 2}, "its clusters split K"),
-        (Linear(cluster=2), {"persistent": 132}, "its clusters split K"),
+         {"share_rows": 2}, "need tiles without clusters"),
+        (Linear(cluster=2), {"persistent": 132}, "need tiles without clusters"),
         (LARGE, {"share_rows": 3}, "share_rows=3; use 1, 2, 4 or 8"),
         (Linear(m=8, tile_m=8), {"share_rows": 2}, "at least 8 of the 8 rows"),
         (LARGE, {"persistent": 131}, "persistent=131 blocks are no whole clusters of 2"),

@@ -36,6 +36,8 @@ class TileStore:
     def __init__(self, kernel: MatmulKernel) -> None:
         self.k = kernel
         self.active = kernel.plan.schedule.bulk_store
+        #: bulk stores, one for each output
+        self.count = len(kernel.plan.outputs) if self.active else 0
 
     # ------------------------------------------------------------------------------------ host
 
@@ -135,7 +137,7 @@ class TileStore:
         """Apply an output's expression to a piece and put it into its buffer."""
         k, output = self.k, self.k.plan.outputs[o]
         dtype = ELEMENT[k.plan.arguments[output.view.argument].dtype]
-        tile_m, tile_n, _, batch = where
+        tile_n = where[1]
         last = k.extents.of(k.plan.column, tensors) - 1
         # 8x8 elements by (row block, column half): four of them are one store
         words = cute.make_rmem_tensor(cute.make_layout(2 * VALUES), dtype)
@@ -145,7 +147,9 @@ class TileStore:
             inside = n if n < last else last  # loads of the epilogue stay inside their tensors
             columns = [self.column_of(acc, p, half) for acc in sums]
             leaves = [
-                k.epilogue.leaf_of(i, columns, smem, tensors, inside, tile_m, local, batch)
+                k.epilogue.leaf_of(
+                    i, k.plan.finals, columns, smem, tensors, inside, k.plan.column, where, local
+                )
                 for i in output.expression.leaves
             ]
             value = cute.make_rmem_tensor(cute.make_layout(VALUES), dtype)

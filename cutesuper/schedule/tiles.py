@@ -94,7 +94,12 @@ def can_bulk_store(plan: MatmulPlan) -> bool:
     whole = plan.program.dims[plan.column] % 8 == 0  # type: ignore[operator]
     # a static extent of 1 would vanish from the tensor map
     rows = plan.tile[0] >= STORE_ROWS and plan.program.dims[plan.row] != 1
-    return plan.cluster == 1 and rows and contiguous and narrow and whole
+    return stands_alone(plan) and rows and contiguous and narrow and whole
+
+
+def stands_alone(plan: MatmulPlan) -> bool:
+    """Whether a tile is finished by the block that computes it, out of the loop's accumulators."""
+    return plan.cluster_size == 1 and not plan.tails and not plan.reductions
 
 
 def tile_grid(plan: MatmulPlan, columns: int, rows: int, batch: int) -> tuple[int, int, int]:
@@ -111,10 +116,10 @@ def check_tiles(plan: MatmulPlan, name: str) -> None:
     """Raises ScheduleError where tiles cannot be shared, walked or stored as the schedule asks."""
     s, m = plan.schedule, plan.tile[0]
     where = f"kernel {name}"
-    if plan.cluster > 1 and (s.share_rows > 1 or s.persistent):
+    if not stands_alone(plan) and (s.share_rows > 1 or s.persistent):
         raise ScheduleError(
-            f"{where}: its clusters split {plan.contracted}; with share_rows={s.share_rows} and "
-            f"persistent={s.persistent} they would share tiles or walk them too; use 1 and 0"
+            f"{where}: share_rows={s.share_rows} and persistent={s.persistent} need tiles without "
+            "clusters, products after the loop and reductions along the columns; use 1 and 0"
         )
     if s.share_rows not in (1, 2, 4, 8) or m % (8 * s.share_rows):
         raise ScheduleError(
@@ -136,5 +141,6 @@ def check_tiles(plan: MatmulPlan, name: str) -> None:
     if s.bulk_store and not can_bulk_store(plan):
         raise ScheduleError(
             f"{where}: bulk stores need outputs of 16-bit elements that are contiguous along "
-            f"{plan.column} in multiples of 8, {STORE_ROWS} rows in a tile at least, and no cluster"
+            f"{plan.column} in multiples of 8, {STORE_ROWS} rows in a tile at least, no cluster, "
+            "and nothing between the loop and the epilogue"
         )
