@@ -25,6 +25,7 @@ from cutesuper.graph.evaluate import evaluate
 from cutesuper.optimize import superoptimize
 from cutesuper.runtime.compile import compile_kernel
 from tests import zoo
+from tests.chains import Chain
 from tests.plans import Linear, request_of
 from tests.zoo import judge
 
@@ -62,6 +63,22 @@ def planned(linear: Linear, dependent: bool = False) -> Callable[[int], bool]:
     return case
 
 
+def chained(chain: Chain, graph: Any) -> Callable[[int], bool]:
+    """A chain planned by hand, with a cluster; ``graph`` is what it computes."""
+
+    def case(seed: int) -> bool:
+        inputs = zoo.draw(graph, seed, "cuda")
+        out = torch.full_like(evaluate(graph, inputs)[0], torch.nan)
+        given = dict(zip((graph.nodes[i].name for i in graph.inputs), inputs, strict=True))
+        plan = chain.plan()
+        kernel = compile_kernel(request_of(plan)).load()
+        kernel(*[out if a.written else given[a.name] for a in plan.arguments])
+        torch.cuda.synchronize()
+        return all(judge(graph, inputs, [out]))
+
+    return case
+
+
 CASES: dict[str, Callable[[int], bool]] = {
     "one row": searched(zoo.rms_norm_linear(1, K, N)),
     "17 rows": searched(zoo.rms_norm_linear(17, K, N)),
@@ -75,6 +92,11 @@ CASES: dict[str, Callable[[int], bool]] = {
     "norm of rows": searched(zoo.rows("rms_norm", (17, 1000))),
     "softmax of odd rows": searched(zoo.rows("softmax", (5, 333), "float32")),
     "two products": searched(zoo.gated_mlp(17, K, N)),
+    "lora, cluster": chained(Chain(m=17, k=K, n=N, rank=8, cluster=2), zoo.lora(17, K, N, 8)),
+    "two operands, cluster": chained(
+        Chain(m=17, k=K, n=N, rank=40, cluster=2, kind="two"), zoo.two_operands(17, K, N, 40)
+    ),
+    "dlrm, column cluster": searched(zoo.dlrm(17, K, 200)),
 }
 
 

@@ -21,10 +21,11 @@ pytest.importorskip("cutlass")
 
 import cutesuper as cs
 from cutesuper.errors import DeviceError, LayoutError
-from cutesuper.graph.dims import Dim
+from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.runtime.kernel import Kernel
 from tests import zoo
+from tests.chains import gated_hidden, product_and_maximum, two_updates
 
 pytestmark = pytest.mark.gpu
 
@@ -308,6 +309,40 @@ def test_programs(name: str) -> None:
     if "symbolic" in name:
         for m in (1, 100):
             check(kernel, zoo.draw(kernel.graph, m, "cuda", {"M": m}))
+
+
+#: products after the loop and reductions along the columns, at sizes that fill no tile
+CHAINS: dict[str, KernelGraph] = {
+    "lora of one row": zoo.lora(1, 1000, 1000, 8),
+    "lora (N, K)": zoo.lora(17, 1000, 1000, 8, "bfloat16", transposed=True),
+    "lora, scale": zoo.lora(cs.symbol("M", 17), 1000, 1000, 40, scale=0.5, transposed=True),
+    "lora, norm": zoo.lora(17, 1000, 1000, 24, "bfloat16", norm=True, scale=2.0),
+    "lora of many rows": zoo.lora(100, 1000, 1000, 64),
+    "two operands": zoo.two_operands(17, 1000, 1000, 40, "bfloat16"),
+    "two operands, relu": zoo.two_operands(100, 1000, 264, 24, act="relu"),
+    "small mlp": zoo.relu_mlp(300, 1000, 40, 1000, "bfloat16"),
+    "two updates": two_updates("float16"),
+    "gated hidden": gated_hidden("bfloat16"),
+    "dlrm": zoo.dlrm(cs.symbol("M", 300), 1000, 200),
+    "softmax along columns": zoo.softmax_linear(60, 520, 1000, "bfloat16"),
+    "norm along columns": zoo.rms_norm_of_product(cs.symbol("M", 300), 1000, 1000),
+    "product and maximum": product_and_maximum("float16"),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains(name: str) -> None:
+    """Right, and the same bits in every run; it is one kernel for the rows that it was made for."""
+    graph = CHAINS[name]
+    kernel = small(graph)
+    assert len(kernel.kernels) == 1
+    symbolic = isinstance(graph.nodes[graph.inputs[0]].shape[0], Symbol)
+    for m in (1, 17, 100, 300) if symbolic else (0,):
+        inputs = zoo.draw(graph, m, "cuda", {"M": m})
+        first = check(kernel, inputs)
+        for _ in range(10):
+            again = run(kernel, inputs)
+            assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
 @pytest.mark.parametrize("name", ["lora", "grouped attention", "relu mlp"])

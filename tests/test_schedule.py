@@ -167,6 +167,19 @@ def test_a_maximum_is_a_statistic_too() -> None:
     assert p.outputs[0].expression.text(["a", "t", "m"]) == "sub(mul(a, t), m)"
 
 
+def test_the_longest_label_is_the_loops() -> None:
+    """A product over another one comes after the loop; see test_chains.py."""
+    tile = {"M": 16, "K": 128, "N": 64, "L": 8}
+    b = Block({"M": 16, "K": 512, "N": 64, "L": 8}, {"K.loop": 4}, tile)
+    short = b.op("matmul", b.load("Y", "M", "L"), b.load("U", "L", "N"), over="L")
+    long = b.close(b.op("matmul", b.load("X", "M", "K"), b.load("W", "K", "N"), over="K"), "K")
+    b.store("Z", b.op("add", short, long), "M", "N")
+    p = make_plan(b.step(), specs(SHAPES), H200)
+    assert isinstance(p, MatmulPlan)
+    assert (p.contracted, [t.hidden for t in p.tails]) == ("K", ["L"])
+    assert places(p)["columns"] == ["W"] and places(p)["rows"] == ["X"]
+
+
 # ------------------------------------------------------------------------- schedules of a matmul
 
 
@@ -218,6 +231,15 @@ def row_scale_inside(p: Block) -> None:
     p.store("Z", p.close(p.op("matmul", y, p.load("W", "K", "N"), over="K"), "K"), "M", "N")
 
 
+def column_sums(p: Block) -> None:
+    p.store("C", p.op("sum", 3, over="M"), "N")
+
+
+def reduced_scalar(p: Block) -> None:
+    """What is reduced along the columns is reduced again."""
+    p.store("V", p.op("sum", p.op("sum", 3, over="N"), over="M"), None)
+
+
 def computed_weight(p: Block) -> None:
     w = p.op("exp", p.load("W", "K", "N"))
     p.store("Z", p.close(p.op("matmul", p.load("X", "M", "K"), w, over="K"), "K"), "M", "N")
@@ -251,7 +273,7 @@ def two_tiled_labels(p: Block) -> None:
 
 
 SHAPES = {"X": (16, 512), "XT": (512, 16), "W": (512, 64), "S": (16,), "Z": (16, 64)}
-SHAPES |= {"H": (8, 16, 512), "Y": (16, 8), "U": (8, 64)}
+SHAPES |= {"H": (8, 16, 512), "Y": (16, 8), "U": (8, 64), "C": (64,), "V": (1,)}
 
 #: a change to a program, whether it begins with the product of X and W, and what is said
 STRUCTURES: list[tuple[Any, bool, str]] = [
@@ -259,6 +281,8 @@ STRUCTURES: list[tuple[Any, bool, str]] = [
     (used_before_complete, True, "the partial result of operation 2 is used before it is comp"),
     (norm_inside, False, "row operand: sum (operation 1) stands where only element-wise"),
     (row_scale_inside, False, "operation 1 is no operand that can be staged with labels M, K"),
+    (column_sums, True, "sum over M (operation 4) is no row statistic over K"),
+    (reduced_scalar, True, "sum over M (operation 5) is no row statistic over K"),
     (computed_weight, False, "no orientation fits: one operand of every product must be a tensor"),
     (strided_row, False, "no orientation fits"),
     (strided_statistic, True, "row operand XT (operation 4) must be contiguous along K"),

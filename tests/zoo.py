@@ -47,12 +47,55 @@ def softmax_linear(m: Dim, k: int, n: int, dtype: Any = "float16") -> KernelGrap
     return g
 
 
-def lora(m: Dim, k: int, n: int, rank: int = 16, dtype: Any = "float16") -> KernelGraph:
-    """``X W + X A B``."""
+def lora(
+    m: Dim, k: int, n: int, rank: int = 16, dtype: Any = "float16", *,
+    transposed: bool = False, scale: float | None = None, norm: bool = False,
+) -> KernelGraph:
+    """``X W + scale (X A) B``, or ``X W^T + scale (X A^T) B^T`` for weights stored (N, K); X is
+    normalized first if asked for."""
+    g = new_kernel_graph()
+
+    def weight(inner: int, columns: int, name: str) -> Any:
+        shape = (columns, inner) if transposed else (inner, columns)
+        w = g.new_input(shape, dtype, name=name, constant=True)
+        return g.transpose(w) if transposed else w
+
+    x = g.new_input((m, k), dtype, name="X")
+    w, a, b = weight(k, n, "W"), weight(k, rank, "A"), weight(rank, n, "B")
+    x = g.rms_norm(x, eps=EPS) if norm else x
+    y, low = g.matmul(x, w), g.matmul(x, a)
+    low = low if scale is None else g.mul(low, scale)
+    g.mark_output(g.add(y, g.matmul(low, b)))
+    return g
+
+
+def two_operands(
+    m: Dim, k: int, n: int, rank: int = 16, dtype: Any = "float16", act: str = ""
+) -> KernelGraph:
+    """``X W + T B``, with T in memory; ``act`` is applied to T first."""
     g = new_kernel_graph()
     x, w = g.new_input((m, k), dtype, name="X"), g.new_input((k, n), dtype, name="W")
-    a, b = g.new_input((k, rank), dtype, name="A"), g.new_input((rank, n), dtype, name="B")
-    g.mark_output(g.add(g.matmul(x, w), g.matmul(g.matmul(x, a), b)))
+    t, b = g.new_input((m, rank), dtype, name="T"), g.new_input((rank, n), dtype, name="B")
+    t = g.apply(act, t) if act else t
+    g.mark_output(g.add(g.matmul(x, w), g.matmul(t, b)))
+    return g
+
+
+def dlrm(m: Dim, k: int, n: int, dtype: Any = "float16") -> KernelGraph:
+    """``sigmoid(relu(X W + b) V + c)`` with a V of one column."""
+    g = new_kernel_graph()
+    x, w = g.new_input((m, k), dtype, name="X"), g.new_input((k, n), dtype, name="W")
+    b, v = g.new_input((n,), dtype, name="b"), g.new_input((n, 1), dtype, name="V")
+    hidden = g.relu(g.add(g.matmul(x, w), b))
+    g.mark_output(g.sigmoid(g.add(g.matmul(hidden, v), g.new_input((1,), dtype, name="c"))))
+    return g
+
+
+def rms_norm_of_product(m: Dim, k: int, n: int, dtype: Any = "float16") -> KernelGraph:
+    """``rms_norm(X W)``."""
+    g = new_kernel_graph()
+    x, w = g.new_input((m, k), dtype, name="X"), g.new_input((k, n), dtype, name="W")
+    g.mark_output(g.rms_norm(g.matmul(x, w), eps=EPS))
     return g
 
 
@@ -131,7 +174,7 @@ def rows(name: str, shape: tuple[Dim, ...], dtype: Any = "float16") -> KernelGra
 # ------------------------------------------------------------------------------------------ running
 
 #: inputs that are weights: drawn smaller, so that products stay of order 1
-WEIGHTS = ("W", "A", "B")
+WEIGHTS = ("W", "A", "B", "C", "D", "V")
 
 
 def draw(

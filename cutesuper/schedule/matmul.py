@@ -173,6 +173,8 @@ class MatmulPlan:
         view = self.loads.get(leaf)
         if others or not tail.source.trivial or view is None:
             return None
+        if self.arguments[view.argument].dtype != self.dtype:
+            return None
         return view if view.stride(tail.hidden) == 1 and view.stride(self.row) % 8 == 0 else None
 
     @property
@@ -294,7 +296,8 @@ def plan_matmul(
     if plan.registers is not None and plan.schedule.warpgroups != 2:
         raise ScheduleError(
             f"kernel {step.name}: {plan.tile[0]}x{plan.tile[1]} accumulators need two consumer "
-            "warpgroups; use a tile with an even number of 64-column blocks"
+            "warpgroups, which share out blocks of 64 columns; use a tile with an even number of "
+            f"them (it has {' and '.join(map(str, plan.shared_blocks))})"
         )
     check_tiles(plan, step.name)
     odd = [b for b in plan.shared_blocks if b % plan.schedule.warpgroups]
@@ -352,6 +355,11 @@ def _check_limits(plan: MatmulPlan, name: str) -> None:
     staged = (*plan.rows.values(), *plan.columns.values(), *plan.vectors.values())
     for view in (*staged, *plan.hidden.values(), *tails):
         arg = plan.arguments[view.argument]
+        if arg.dtype != plan.dtype:
+            raise LoweringError(
+                f"{where}: operands of {plan.dtype} and of {arg.dtype} ({arg.name}) in one kernel; "
+                "give all operands of its products one element type"
+            )
         odd = [s for s in view.strides if s != 1 and s % 8]
         if odd or (arg.shape and extent(arg.shape[-1]) % 8 and len(view.labels) > 1):
             raise LoweringError(
@@ -595,19 +603,21 @@ class _Roles:
         before: ``add(c(X W), c(H B))``; after: both complete the sum.
         """
         ops = self.program.ops
-        owners = {v: i for i, v in finals.items()}
+        # by operation: the products and the products after the loop that complete it
+        members = {v: ({i}, set[int]()) for i, v in finals.items()}
         for n, tail in enumerate(tails):
-            users = self._users(tail.final)
-            if len(users) != 1 or ops[users[0]].kind != "add":
+            members[tail.final] = (set(), {n})
+        for total, op in enumerate(ops):
+            known = op.kind == "add" and len(set(op.inputs)) == 2 and set(op.inputs) <= set(members)
+            if not known or any(self._users(i) != [total] for i in op.inputs):
                 continue
-            (total,) = users
-            for other in set(ops[total].inputs) & set(owners):
-                if self._users(other) != [total]:
-                    continue
-                product = owners.pop(other)
-                finals, owners[total] = {**finals, product: total}, product
-                tails = (*tails[:n], replace(tail, final=total), *tails[n + 1 :])
-        return finals, tails
+            (p, t), (q, u) = (members[i] for i in op.inputs)
+            if t | u:
+                members = {k: v for k, v in members.items() if k not in op.inputs}
+                members[total] = (p | q, t | u)
+        finals = {i: final for final, (products, _) in members.items() for i in products}
+        of_tail = {n: final for final, (_, after) in members.items() for n in after}
+        return finals, tuple(replace(t, final=of_tail[n]) for n, t in enumerate(tails))
 
     def _statistics(self) -> tuple[Statistic, ...]:
         ops = self.program.ops
