@@ -40,6 +40,9 @@ OTHER_REGISTERS = 60
 #: rows beyond which the loads of row values hide behind each other: 4096^3 with statistics from
 #: another kernel pays 5.6 us for each wave of 128 rows, 300x1024x1000 4.7 us for 64
 MOST_VECTOR_ROWS = 64
+#: rows that the instruction for vectors (`graph.vectors`) counts as: 8, but it reads the column
+#: operand (2 KB at 128 bytes per cycle) as long as an instruction of 32 rows computes
+VECTOR_ROWS = 32
 #: elements that a block of an element-wise kernel takes
 ROW_ELEMENTS = 2048
 
@@ -165,8 +168,9 @@ def _extent_of(program: BlockProgram, kind: AxisKind) -> int:
     return prod(program.parts(a) for a in program.of_kind(kind))
 
 
-def _products(program: BlockProgram) -> int:
-    return sum(op.kind == "matmul" for op in program.ops)
+def products(program: BlockProgram, form: MatmulForm) -> int:
+    """Products of rows."""
+    return sum(op.kind == "matmul" and form.row in op.dims for op in program.ops)
 
 
 def _area(program: BlockProgram, form: MatmulForm) -> int:
@@ -177,7 +181,7 @@ def _area(program: BlockProgram, form: MatmulForm) -> int:
 def _resident(program: BlockProgram, form: MatmulForm, target: Target, stage: int) -> int:
     """Blocks that one SM holds, with the stages that the schedule takes."""
     cluster, loop = (_extent_of(program, k) for k in (AxisKind.CLUSTER, AxisKind.LOOP))
-    accumulators = _area(program, form) * _products(program)
+    accumulators = _area(program, form) * products(program, form)
     fixed = BLOCK_BYTES + 4 * accumulators * (cluster > 1)
     stages = min((target.shared_bytes - fixed) // stage, max(2, loop), max(4, RING_BYTES // stage))
     wide = accumulators > WARPGROUP_ACCUMULATORS and program.tile[form.column] % 128 == 0
@@ -193,6 +197,7 @@ def _helped(program: BlockProgram, form: MatmulForm) -> list[BlockOp]:
         op for op in program.ops
         if op.kind not in (LOAD, "matmul")
         and form.contracted in (*op.dims, op.attributes.get("over"))
+        and form.column not in op.dims
     ]  # fmt: skip
 
 
@@ -202,7 +207,8 @@ def _staged_us(program: BlockProgram, form: MatmulForm, target: Target) -> float
     if not helped:
         return 0.0
     operands = {op.inputs[0] for op in program.ops if op.kind == "matmul"}
-    rewritten = any(program.ops[i].kind != LOAD for i in operands)
+    # with vectors, rows are centred before the product: see `schedule.shift`
+    rewritten = form.vectors or any(program.ops[i].kind != LOAD for i in operands)
     count = sum(r.instructions.get(op.kind, 1) for op in helped)
     elements = program.tile[form.row] * program.tile[form.contracted]
     rate = r.prologue_per_us if rewritten else r.statistic_per_us
@@ -213,7 +219,8 @@ def _tensor_us(program: BlockProgram, form: MatmulForm, target: Target) -> float
     """Products of an iteration, at the rate that the area of the accumulators allows."""
     area = _area(program, form)
     efficiency = target.rates.tensor_efficiency * area / (area + target.rates.half_area)
-    flops = 2.0 * _products(program) * area * program.tile[form.contracted]
+    area += form.vectors * VECTOR_ROWS * program.tile[form.column]
+    flops = 2.0 * products(program, form) * area * program.tile[form.contracted]
     return flops * target.sms / (target.tensor_flops * efficiency) * 1e6
 
 
@@ -221,7 +228,7 @@ def _end(program: BlockProgram, form: MatmulForm, target: Target) -> tuple[float
     """A block's exchange with its cluster, and its epilogue; each block finishes some columns."""
     r, cluster = target.rates, _extent_of(program, AxisKind.CLUSTER)
     area = _area(program, form)
-    finished = area * _products(program) / cluster
+    finished = area * products(program, form) / cluster
     sent = 4 * finished * (cluster - 1) / 1024
     per_store = r.store_us if cluster == 1 else r.cluster_store_us
     ends = [op for op in program.ops if form.contracted not in op.dims]

@@ -19,6 +19,7 @@ from cutesuper.errors import SearchError
 from cutesuper.graph.block import CLUSTER_REDUCE, AxisKind, BlockProgram
 from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.rows import MAX_ROW, row_label
+from cutesuper.graph.vectors import MAX_VECTORS, vector_products
 from cutesuper.search.labels import LabelledOp, LabelledProgram, LabelMap, Region
 from cutesuper.search.splits import AnyRules, Operand, Split, State, splits
 
@@ -38,12 +39,15 @@ class MatmulForm:
         column: label of the columns; the operand that has it is a plain load.
         contracted: the label of the loop.
         batch: all other labels.
+        vectors: whether vectors along the contracted label are multiplied by a column operand, or
+            a column operand is summed, beside the products of the rows: ``G[K] @ W[K, N]``.
     """
 
     row: str
     column: str
     contracted: str
     batch: tuple[str, ...]
+    vectors: bool = False
 
     def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
         """The loop alone, and the loop with a cluster; everything else is grid."""
@@ -66,14 +70,15 @@ class MatmulForm:
         return all(staged) or not any(staged)
 
     def reduces(self, labels: frozenset[str], over: str) -> bool:
-        """Statistics of rows."""
-        return over == self.contracted and self.column not in labels
+        """Statistics of rows; sums of a column operand are products with a vector of ones."""
+        return over == self.contracted and (self.vectors or self.column not in labels)
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:
         """Rows first; the column operand is a plain load, the row operand no partial sum."""
+        vector = self.vectors and a.labels == {self.contracted}
         return (
             over == self.contracted
-            and {self.row, self.column} & a.labels == {self.row}
+            and (vector or {self.row, self.column} & a.labels == {self.row})
             and {self.row, self.column} & b.labels == {self.column}
             and b.loaded
             and not a.state.pending
@@ -81,8 +86,17 @@ class MatmulForm:
 
     def refuses(self, program: BlockProgram) -> str | None:
         """Why a program that obeys the rules still cannot run, or None."""
-        if len({op.inputs[0] for op in program.ops if op.kind == "matmul"}) > 1:
+        vectors = vector_products(program, self.row, self.column, self.contracted)
+        products = {op.inputs for op in program.ops if op.kind == "matmul"}
+        products -= {op.inputs for op in vectors}
+        if len({a for a, _ in products}) > 1:
             return "products with different row operands"
+        if any(op.kind not in ("matmul", "sum") for op in vectors):
+            return "a column operand is reduced by something else than a sum"
+        if not {op.inputs[-1] for op in vectors} <= {b for _, b in products}:
+            return "vectors are multiplied by a column operand that the rows are not multiplied by"
+        if len({op.inputs[:-1] for op in vectors}) > MAX_VECTORS:
+            return f"more than {MAX_VECTORS} vectors are multiplied by column operands"
         stored = {
             op.attributes["map"][-1] == self.column
             for op in program.loads()
@@ -108,6 +122,7 @@ class RowForm:
 
     row: str
     reduced: bool
+    vectors = False
 
     def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
         """One: the reduced label whole, all others grid."""
@@ -212,11 +227,19 @@ def _matmul_form(
         if (column in a) == (column in b) or row in (a if column in a else b):
             raise SearchError(f"{row} and {column} are not the rows and columns of every product")
     batch = tuple(d for d in program.dims if d not in (row, column, contracted))
-    form = MatmulForm(row, column, contracted, batch)
+    form = MatmulForm(row, column, contracted, batch, _has_vectors(program, column, contracted))
     _check_extents(program, form)
     for op in program.of_kind("load"):
         _check_load(region, op, form)
     return form
+
+
+def _has_vectors(program: LabelledProgram, column: str, contracted: str) -> bool:
+    """Whether something without rows is reduced to a row vector: see `MatmulForm.vectors`."""
+    return any(
+        op.over == contracted and column in op.labels and not _is_product(program, op)
+        for op in program.ops
+    )
 
 
 def _check_order_of_products(program: LabelledProgram) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from cutesuper.graph.block import Axis, AxisKind, BlockProgram
 from cutesuper.graph.dims import Symbol, ceil_div, extent
 from cutesuper.graph.target import Target
-from cutesuper.search.cost import Cost, matmul_cost, row_cost, tile_bytes
+from cutesuper.graph.vectors import MAX_VECTORS
+from cutesuper.search.cost import Cost, matmul_cost, products, row_cost, tile_bytes
 from cutesuper.search.forms import MatmulForm, RowForm
 
 SMALL_ROWS = (8, 16, 32, 64)
@@ -100,9 +101,9 @@ def _matmul_sizes(
     itemsizes: dict[str, int],
     pruned: Counter[str],
 ) -> Iterator[Sized]:
-    products = sum(op.kind == "matmul" for op in structure.ops)
+    count = products(structure, form)
     for tile, cluster in _matmul_tiles(structure, form):
-        area = tile[form.row] * tile[form.column] * products
+        area = tile[form.row] * tile[form.column] * count
         odd = tile[form.column] // COLUMNS[0] % 2
         if area > MAX_ACCUMULATORS or (odd and area > ONE_WARPGROUP):
             pruned["accumulators exceed the registers"] += 1
@@ -141,6 +142,7 @@ def _matmul_bytes(
     stage = sum(
         tile_bytes(program, op, itemsizes) for op in program.loads() if form.contracted in op.dims
     )
+    stage += form.vectors * 2 * MAX_VECTORS * program.tile[form.contracted]
     return MIN_STAGES * stage + exchange + RESERVED_BYTES
 
 
