@@ -104,12 +104,17 @@ def _names(plan: KernelPlan, views: dict[int, View]) -> str:
 def _leaf_names(plan: MatmulPlan, leaves: tuple[int, ...]) -> list[str]:
     """How a person calls the leaves of an expression."""
     finals = {final: n for n, (_, final) in enumerate(plan.products)}
+    vectors = {p.value: n for n, p in enumerate(plan.vector_products)}
     statistics = {s.value: n for n, s in enumerate(plan.statistics)}
     names: list[str] = []
     for i in leaves:
         op = plan.program.ops[i]
         if i in finals:
             names.append(f"accumulator{finals[i]}")
+        elif i in vectors:
+            names.append(f"vector{vectors[i]}")
+        elif plan.shift is not None and i == plan.shift.value:
+            names.append("shifted")
         elif i in statistics:
             names.append(f"statistic{statistics[i]}")
         elif i in plan.row_values:
@@ -137,9 +142,20 @@ def _matmul_lines(plan: MatmulPlan) -> list[str]:
             f"(64 columns a box), {_names(plan, plan.rows | plan.vectors)}"
         ),
     ]
+    if plan.shift is not None:
+        names = [plan.arguments[plan.loaded(i).argument].name for i in plan.shift.source.leaves]
+        lines.append(
+            f"shifted: {plan.shift.source.text(names)}, less the mean of a sample of its row"
+            + ("" if plan.shift.products else " (in statistics)")
+        )
     if plan.prologue is not None:
         names = _leaf_names(plan, plan.prologue.leaves)
         lines.append(f"row operand, rewritten in the stage: {plan.prologue.text(names)}")
+    for i, p in enumerate(plan.vector_products):
+        vector = plan.vector_rows[p.vector]
+        text = "ones" if vector is None else vector.text(_leaf_names(plan, vector.leaves))
+        weight = plan.arguments[plan.columns[p.column].argument].name
+        lines.append(f"vector{i} per column, in the same loop: {text} times {weight}")
     for i, st in enumerate(plan.statistics):
         text = st.source.text(_leaf_names(plan, st.source.leaves))
         scale = f" * {st.scale:g}" if st.scale != 1 else ""
@@ -154,7 +170,7 @@ def _matmul_lines(plan: MatmulPlan) -> list[str]:
     for o in plan.outputs:
         name = plan.arguments[o.view.argument].name
         lines.append(f"{name} = {o.expression.text(_leaf_names(plan, o.expression.leaves))}")
-    barriers = ["full", "empty"] + ["ready"] * (plan.prologue is not None)
+    barriers = ["full", "empty"] + ["ready"] * plan.rewrites
     if plan.cluster > 1:
         barriers += ["received"] + ["reduced"] * bool(plan.statistics)
     lines.append(f"barriers: {', '.join(barriers)}; {plan.shared_bytes} bytes of shared memory")

@@ -34,6 +34,7 @@ class Epilogue:
         self.values = kernel.m // 4  # accumulators of one thread and column
         self.columns = kernel.n // kernel.cluster  # columns this block finishes
         finals = [final for _, final in kernel.plan.products]
+        finals += [p.value for p in kernel.plan.vector_products]
         self.product_of = {final: w for w, final in enumerate(finals)}
         self.staged = self._stageable()
 
@@ -49,23 +50,23 @@ class Epilogue:
         return k.cluster == 1 and k.m >= 32 and contiguous and narrow and whole and fits
 
     @cute.jit
-    def run(self, accumulators, smem, tensors, tidx, warp, lane, where):
+    def run(self, accumulators, vectors, smem, tensors, tidx, warp, lane, where):
         """From the accumulators of all consumer warps to memory."""
         k = self.k
         if cutlass.const_expr(k.dependent):
             # epilogue loads and stores may touch what the predecessor reads or writes
             cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(k.cluster > 1):
-            self.send(accumulators, smem, warp, lane, where)
+            self.send(accumulators, vectors, smem, warp, lane, where)
             self.wait_row_values()
             cute.arch.mbarrier_wait(smem["received"], 0)
             self.finish_received(smem, tensors, tidx, where)
         elif cutlass.const_expr(self.staged):
             self.wait_row_values()
-            self.finish_staged(accumulators, smem, tensors, tidx, warp, lane, where)
+            self.finish_staged(accumulators, vectors, smem, tensors, tidx, warp, lane, where)
         else:
             self.wait_row_values()
-            self.finish_own(accumulators, smem, tensors, warp, lane, where)
+            self.finish_own(accumulators, vectors, smem, tensors, warp, lane, where)
 
     @cute.jit
     def wait_row_values(self):
@@ -79,7 +80,7 @@ class Epilogue:
     # -------------------------------------------------------------------------------- exchange
 
     @cute.jit
-    def send(self, accumulators, smem, warp, lane, where):
+    def send(self, accumulators, vectors, smem, warp, lane, where):
         """Push every column's partial sums to the block that finishes it."""
         k, count = self.k, self.values
         rank = where[2]
@@ -95,6 +96,12 @@ class Epilogue:
                     for v in cutlass.range_constexpr(0, count, width):
                         data = tuple(words[self.position(v + e, half)] for e in range(width))
                         push(smem["partials"] + (slot + v), data, smem["received"], peer)
+        for w in cutlass.range_constexpr(len(vectors)):
+            for i in cutlass.range_constexpr(len(vectors[w])):
+                for half in cutlass.range_constexpr(2):
+                    block = warp // 4 + k.warpgroups * i
+                    n = self.column_in_tile(block, half, warp, lane)
+                    k.vectors.send(vectors, smem, w, i, half, n, lane, rank)
 
     def slot(self, source: Any, product: int, column: Any, quarter: Any) -> Any:
         """Where a peer's partial sums for one column and quarter of the rows lie."""
@@ -122,9 +129,14 @@ class Epilogue:
             if item < items:
                 # neighbouring threads take neighbouring columns: stores coalesce
                 column, quarter = item % self.columns, item // self.columns
-                sums = [self.collect(smem, w, column, quarter) for w in range(k.weights)]
+                sums = self.collect_all(smem, column, quarter)
                 n = tile_n * k.n + rank * self.columns + column
                 self.store(sums, smem, tensors, n, tile_m, quarter, batch)
+
+    def collect_all(self, smem: dict[str, Any], column: Any, quarter: Any) -> list[Any]:
+        """Every product's complete sums for one column, then those of vectors."""
+        sums = [self.collect(smem, w, column, quarter) for w in range(self.k.weights)]
+        return sums + self.k.vectors.collect(smem, column)
 
     def collect(self, smem: dict[str, Any], product: int, column: Any, quarter: Any) -> Any:
         """The sum over the cluster, in the order of the ranks."""
@@ -139,7 +151,7 @@ class Epilogue:
         return total
 
     @cute.jit
-    def finish_own(self, accumulators, smem, tensors, warp, lane, where):
+    def finish_own(self, accumulators, vectors, smem, tensors, warp, lane, where):
         """Store a tile that no other block has a part of."""
         k = self.k
         tile_m, tile_n, _, batch = where
@@ -147,13 +159,13 @@ class Epilogue:
             block = warp // 4 + k.warpgroups * i
             for half in cutlass.range_constexpr(2):
                 n = tile_n * k.n + self.column_in_tile(block, half, warp, lane)
-                sums = [self.column_of(accumulators[w][i], half) for w in range(k.weights)]
+                sums = self.own(accumulators, vectors, i, half, lane)
                 self.store(sums, smem, tensors, n, tile_m, lane % 4, batch)
 
     # ---------------------------------------------------------------- tiles through shared memory
 
     @cute.jit
-    def finish_staged(self, accumulators, smem, tensors, tidx, warp, lane, where):
+    def finish_staged(self, accumulators, vectors, smem, tensors, tidx, warp, lane, where):
         """Write the tile row by row into the ring, which is empty now, and store whole rows."""
         k, plan = self.k, self.k.plan
         tile_m, tile_n, _, batch = where
@@ -165,7 +177,7 @@ class Epilogue:
                 block = warp // 4 + k.warpgroups * i
                 for half in cutlass.range_constexpr(2):
                     column = self.column_in_tile(block, half, warp, lane)
-                    sums = [self.column_of(accumulators[w][i], half) for w in range(k.weights)]
+                    sums = self.own(accumulators, vectors, i, half, lane)
                     n = tile_n * k.n + column
                     self.stage(sums, o, tile, smem, tensors, n, column, tile_m, lane % 4, batch)
             self.consumers_meet()
@@ -225,6 +237,11 @@ class Epilogue:
         for label in self.k.plan.batch:
             offset = offset + batch[label] * view.stride(label)
         return offset
+
+    def own(self, accumulators: Any, vectors: Any, i: int, half: int, lane: Any) -> list[Any]:
+        """Every product's sums for one column of a thread, then those of vectors."""
+        sums = [self.column_of(row[i], half) for row in accumulators]
+        return sums + self.k.vectors.own(vectors, i, half, lane)
 
     def column_of(self, accumulator: cute.Tensor, half: int) -> Any:
         """One column of an accumulator fragment."""

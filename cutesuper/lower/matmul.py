@@ -27,9 +27,11 @@ from cutesuper.device.memory import (
     partition,
     tile_atom,
 )
+from cutesuper.graph.vectors import MAX_VECTORS
 from cutesuper.lower.common import ELEMENT, Extents, labelled
 from cutesuper.lower.epilogue import Epilogue
 from cutesuper.lower.statistics import RowSide
+from cutesuper.lower.vectors import VectorTile
 from cutesuper.schedule.matmul import CHUNK, COLUMN_BLOCK, HELPER_WARPS, MatmulPlan
 
 
@@ -57,6 +59,7 @@ class MatmulKernel:
         self.dependent = s.dependent_launch
         self.math = DeviceMath(fast=True)
         self.row_side = RowSide(self)
+        self.vectors = VectorTile(self)
         self.epilogue = Epilogue(self)
         # a box of 64-element chunks needs whole chunks; otherwise one box for each chunk
         self.chunked = plan.program.dims[plan.contracted] % CHUNK == 0  # type: ignore[operator]
@@ -68,7 +71,7 @@ class MatmulKernel:
         """Arguments are the plan's tensors in order, then the stream."""
         tensors, stream = list(args[:-1]), args[-1]
         plan = self.plan
-        mma = self.make_mma()
+        mma, vector_mma = self.make_mma(self.instruction_rows), self.make_mma(MAX_VECTORS)
         columns = self.column_layout(self.stages * self.column_slots)
         rows = sm90.make_smem_layout_b(
             LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, self.m, CHUNK), self.dtype,
@@ -81,7 +84,8 @@ class MatmulKernel:
         for label in plan.batch:
             batch = batch * self.extents.of(label, tensors)
         self.kernel(
-            [a[0] for a in atoms], [a[1] for a in atoms], tensors, mma, columns, rows
+            [a[0] for a in atoms], [a[1] for a in atoms], tensors, mma, vector_mma, columns, rows,
+            self.vectors.layout(),
         ).launch(
             grid=(column_tiles * self.cluster, row_tiles, batch),
             block=(plan.threads, 1, 1),
@@ -96,12 +100,13 @@ class MatmulKernel:
         """Whether the column label is the contiguous one (weights stored (K, N))."""
         return view.stride(self.plan.column) == 1
 
-    def make_mma(self) -> cute.TiledMma:
+    def make_mma(self, rows: int) -> cute.TiledMma:
+        """Instructions of 64 columns and some rows."""
         first = next(iter(self.plan.columns.values()))
         major = OperandMajorMode.MN if self.column_major(first) else OperandMajorMode.K
         return sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, major, OperandMajorMode.K, Float32, (1, 1, 1),
-            (COLUMN_BLOCK, self.instruction_rows),
+            (COLUMN_BLOCK, rows),
         )
 
     def column_layout(self, slots: int) -> cute.ComposedLayout:
@@ -175,8 +180,10 @@ class MatmulKernel:
         coords: list[cute.Tensor],
         tensors: list[cute.Tensor],
         mma: cute.TiledMma,
+        vector_mma: cute.TiledMma,
         column_layout: cute.ComposedLayout,
         row_layout: cute.ComposedLayout,
+        vector_layout: cute.ComposedLayout,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         bx, by, bz = cute.arch.block_idx()
@@ -187,7 +194,7 @@ class MatmulKernel:
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         tile_n, tile_m = bx // self.cluster, by
         batch = self.batch_index(bz, tensors)
-        smem = self.allocate(column_layout, row_layout)
+        smem = self.allocate(column_layout, row_layout, vector_layout)
         slots, sources = self.partition_all(atoms, coords, smem)
         where = (tile_m, tile_n, rank, batch)
 
@@ -215,11 +222,11 @@ class MatmulKernel:
             if cutlass.const_expr(self.helpers > 0):
                 if cutlass.const_expr(registers is not None):
                     cute.arch.setmaxregister_decrease(registers[1])
-                self.row_side.run(smem, tidx - 32 * self.consumers, lane, rank)
+                self.row_side.run(smem, tensors, tidx - 32 * self.consumers, lane, where)
         else:
             if cutlass.const_expr(registers is not None):
                 cute.arch.setmaxregister_increase(registers[0])
-            self.consume(mma, smem, tensors, tidx, warp, lane, where)
+            self.consume(mma, vector_mma, smem, tensors, tidx, warp, lane, where)
 
     def batch_index(self, bz: Any, tensors: list[cute.Tensor]) -> dict[str, Any]:
         """The batch labels' coordinates of this block; the last label varies fastest."""
@@ -230,7 +237,9 @@ class MatmulKernel:
             bz = bz // count
         return index
 
-    def allocate(self, column_layout: Any, row_layout: Any) -> dict[str, Any]:
+    def allocate(
+        self, column_layout: Any, row_layout: Any, vector_layout: Any
+    ) -> dict[str, Any]:
         """Shared memory: operand rings, exchange buffers, barriers."""
         alloc = cutlass.memory.SmemAllocator()
         plan, smem = self.plan, {}
@@ -245,6 +254,10 @@ class MatmulKernel:
             alloc.allocate_tensor(self.dtype, cute.make_layout((self.k, self.stages)), 128)
             for _ in plan.vectors
         ]
+        if plan.vector_rows:
+            smem["vector_rows"] = alloc.allocate_tensor(
+                self.dtype, vector_layout.outer, 1024, vector_layout.inner
+            )
         partials = plan.exchange_bytes // 4
         smem["partials"] = alloc.allocate_array(Float32, max(4, partials), byte_alignment=128)
         statistics = len(plan.statistics) * self.cluster * self.m
@@ -285,7 +298,7 @@ class MatmulKernel:
             (smem["full"], self.stages, 1),
             (smem["empty"], self.stages, self.consumers + helpers),
         ]
-        if cutlass.const_expr(self.plan.prologue is not None):
+        if cutlass.const_expr(self.plan.rewrites):
             groups.append((smem["ready"], self.stages, helpers))
         if cutlass.const_expr(self.cluster > 1):
             groups.append((smem["received"], 1, 1))
@@ -382,7 +395,7 @@ class MatmulKernel:
     # ------------------------------------------------------------------------------- consumers
 
     @cute.jit
-    def consume(self, mma, smem, tensors, tidx, warp, lane, where):
+    def consume(self, mma, vector_mma, smem, tensors, tidx, warp, lane, where):
         """Multiply all stages, then finish the tile."""
         group = warp // 4
         a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["columns"]))
@@ -397,6 +410,8 @@ class MatmulKernel:
             for acc in row:
                 acc.fill(0.0)
         mma.set(warpgroup.Field.ACCUMULATE, True)
+        operands = self.vectors.operands(vector_mma, smem)
+        vectors = self.vectors.accumulators(vector_mma, per_group)
         if cutlass.const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
         stage = Int32(0)
@@ -404,7 +419,7 @@ class MatmulKernel:
         previous = Int32(-1)
         for _ in cutlass.range(self.iterations, unroll=1):
             cute.arch.mbarrier_wait(smem["full"] + stage, phase)
-            if cutlass.const_expr(self.plan.prologue is not None):
+            if cutlass.const_expr(self.plan.rewrites):
                 cute.arch.mbarrier_wait(smem["ready"] + stage, phase)
             warpgroup.fence()
             for kk in cutlass.range_constexpr(self.k // 16):
@@ -417,6 +432,7 @@ class MatmulKernel:
                             mma, acc, a[None, None, kk, slot],
                             b[None, None, kk % 4, stage * self.chunks + kk // 4], acc,
                         )
+                        self.vectors.multiply(vector_mma, operands, vectors, w, i, kk, slot, stage)
             warpgroup.commit_group()
             # one group stays in flight: waiting for this stage's own costs 0.2 us
             warpgroup.wait_group(1)
@@ -428,5 +444,5 @@ class MatmulKernel:
                 stage = Int32(0)
                 phase = phase ^ 1
         warpgroup.wait_group(0)
-        self.epilogue.run(accumulators, smem, tensors, tidx, warp, lane, where)
+        self.epilogue.run(accumulators, vectors, smem, tensors, tidx, warp, lane, where)
 

@@ -17,6 +17,7 @@ from cutesuper.device.math import nan_max
 from cutesuper.device.memory import float_bits, push, release_warp
 from cutesuper.graph.thread import ThreadExpression
 from cutesuper.lower.hostmath import HostMath
+from cutesuper.lower.shift import RowShift
 from cutesuper.schedule.matmul import CHUNK, HELPER_WARPS
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class RowSide:
         covered = plan.program.covered(plan.contracted)
         self.extent = extent
         self.ragged = covered != extent
+        self.shift = RowShift(self)
 
     def needs_mask(self, e: ThreadExpression, neutral: float) -> bool:
         """Whether the zeros that pad the last tile would change the result."""
@@ -54,9 +56,11 @@ class RowSide:
             return True
 
     @cute.jit
-    def run(self, smem, thread, lane, rank):
+    def run(self, smem, tensors, thread, lane, where):
         """Read every stage once; then reduce over the cluster and compute the row values."""
         k, plan = self.k, self.k.plan
+        rank = where[2]
+        shifts = self.shift.sample(tensors, thread, where, ROWS)
         totals = cute.make_rmem_tensor(
             cute.make_layout(max(1, len(plan.statistics) * self.passes)), Float32
         )
@@ -71,10 +75,11 @@ class RowSide:
             for p in cutlass.range_constexpr(self.passes):
                 row = thread // LANES + p * ROWS
                 if cutlass.const_expr(k.m % ROWS == 0):  # noqa: SIM114 (a traced `or` is a branch)
-                    self.read_row(smem, totals, p, row, thread % LANES, stage, depth)
+                    self.read_row(smem, totals, shifts, p, row, thread % LANES, stage, depth)
                 elif row < k.m:
-                    self.read_row(smem, totals, p, row, thread % LANES, stage, depth)
-            if cutlass.const_expr(plan.prologue is not None):
+                    self.read_row(smem, totals, shifts, p, row, thread % LANES, stage, depth)
+            self.k.vectors.write(smem, thread, stage, depth)
+            if cutlass.const_expr(plan.rewrites):
                 # the tensor cores read what ordinary stores have just written
                 release_warp(smem["ready"] + stage, lane)
             release_warp(smem["empty"] + stage, lane)
@@ -89,7 +94,7 @@ class RowSide:
             self.row_values(smem, thread)
 
     @cute.jit
-    def read_row(self, smem, totals, p: cutlass.Constexpr, row, lane8, stage, depth):
+    def read_row(self, smem, totals, shifts, p: cutlass.Constexpr, row, lane8, stage, depth):
         """One row of one stage: add to the statistics, apply the prologue."""
         k = self.k
         offset = (stage * k.chunks * k.m + row) * CHUNK + lane8 * PIECE
@@ -99,9 +104,12 @@ class RowSide:
             at = c * CHUNK + place
             pieces = self.pieces(smem, offset + c * (k.m * CHUNK), stage * k.k + at)
             values = {op: piece.load().to(Float32) for op, piece in pieces.items()}
+            shifted = self.shift.applied(values, shifts[p], depth + at)
             for s, statistic in enumerate(k.plan.statistics):
-                self.add(totals, s * self.passes + p, statistic, values, depth + at)
+                self.add(totals, s * self.passes + p, statistic, shifted, depth + at)
             if cutlass.const_expr(k.plan.prologue is not None):
+                if cutlass.const_expr(self.shift.of_products):
+                    values = shifted
                 self.rewrite(smem, values, offset + c * (k.m * CHUNK), depth + at)
 
     def pieces(self, smem: dict[str, Any], row_offset: Any, vector_offset: Any) -> dict[int, Any]:

@@ -17,12 +17,14 @@ from cutesuper.graph.block import (
     CLUSTER_REDUCE,
     LOAD,
     AxisKind,
+    BlockOp,
     BlockProgram,
     KernelStep,
     TensorSpec,
 )
 from cutesuper.graph.dims import ceil_div, extent
 from cutesuper.graph.target import Target
+from cutesuper.graph.vectors import MAX_VECTORS
 from cutesuper.graph.thread import (
     ThreadExpression,
     fuse,
@@ -38,6 +40,13 @@ from cutesuper.schedule.plan import (
     view_of,
 )
 from cutesuper.schedule.schedule import MatmulSchedule
+from cutesuper.schedule.shift import Shift, shifted_value
+from cutesuper.schedule.vectors import (
+    VectorProduct,
+    VectorRows,
+    products_of_vectors,
+    refusal,
+)
 
 #: rows of the tensor-core instruction's first operand: the unit of the column label
 COLUMN_BLOCK = 64
@@ -90,6 +99,9 @@ class MatmulPlan:
         loads: loads of the epilogue, by operation.
         outputs: what is stored.
         schedule: the knobs.
+        vector_rows: vectors that column operands are multiplied by as well, at most 8.
+        vector_products: the row vectors that this gives.
+        shift: the row-side value that is moved next to zero, None where nothing cancels.
     """
 
     program: BlockProgram
@@ -108,6 +120,9 @@ class MatmulPlan:
     loads: dict[int, View]
     outputs: tuple[Output, ...]
     schedule: MatmulSchedule
+    vector_rows: VectorRows = ()
+    vector_products: tuple[VectorProduct, ...] = ()
+    shift: Shift | None = None
 
     @property
     def dtype(self) -> str:
@@ -140,14 +155,29 @@ class MatmulPlan:
     @property
     def has_helpers(self) -> bool:
         """Whether helper warps read the row operand."""
-        return bool(self.statistics) or self.prologue is not None
+        return bool(self.statistics) or self.rewrites
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether helper warps write what the tensor cores read."""
+        return self.prologue is not None or bool(self.vector_rows)
+
+    def loaded(self, operation: int) -> View:
+        """How a row-side load sees its tensor."""
+        return self.rows[operation] if operation in self.rows else self.vectors[operation]
+
+    @property
+    def vector_columns(self) -> tuple[int, ...]:
+        """The column operands that vectors are multiplied by."""
+        return tuple(dict.fromkeys(p.column for p in self.vector_products))
 
     @property
     def registers(self) -> tuple[int, int, int] | None:
         """Registers per thread of (consumers, helpers, producer) where the equal share of all
         threads would not hold the accumulators; None where it does."""
         m, n, _ = self.tile
-        if m * n * len(self.products) // (128 * self.schedule.warpgroups) <= 96:
+        accumulators = n * (m * len(self.products) + MAX_VECTORS * len(self.vector_columns))
+        if accumulators // (128 * self.schedule.warpgroups) <= 96:
             return None
         # together at most 65536 registers: 2 x 128 x 192 + 128 x 96 + 128 x 32, or
         # 2 x 128 x 232 + 128 x 40
@@ -163,23 +193,35 @@ class MatmulPlan:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of one stage of the ring."""
+        """Bytes that the producer loads into one stage of the ring."""
         m, n, k = self.tile
         elements = len(self.columns) * n * k + len(self.rows) * m * k + len(self.vectors) * k
         return 2 * elements
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes that one stage of the ring takes, with the tile of vectors."""
+        return self.stage_bytes + 2 * MAX_VECTORS * self.tile[2] * bool(self.vector_rows)
+
+    @property
+    def vector_pairs(self) -> int:
+        """Pairs of vectors: what one thread has of a column."""
+        return ceil_div(len(self.vector_rows), 2)
+
+    @property
     def exchange_bytes(self) -> int:
         """Bytes that partial accumulators take in the block that finishes them."""
         m, n, _ = self.tile
-        return 4 * m * n * len(self.products) if self.cluster > 1 else 0
+        rows = m * len(self.products) + 2 * self.vector_pairs * len(self.vector_columns)
+        return 4 * n * rows if self.cluster > 1 else 0
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, with room for barriers, statistics and alignment."""
         m = self.tile[0]
         statistics = 4 * m * (self.cluster * len(self.statistics) + len(self.row_values))
-        return self.stage_bytes * self.schedule.stages + self.exchange_bytes + statistics + 3072
+        alignment = 3072 + 1024 * bool(self.vector_rows)
+        return self.slot_bytes * self.schedule.stages + self.exchange_bytes + statistics + alignment
 
     @property
     def key(self) -> str:
@@ -214,7 +256,7 @@ def plan_matmul(
         )
     if plan.shared_bytes > target.shared_bytes or plan.schedule.stages < 2:
         raise ScheduleError(
-            f"kernel {step.name}: {plan.schedule.stages} stages of {plan.stage_bytes} bytes and "
+            f"kernel {step.name}: {plan.schedule.stages} stages of {plan.slot_bytes} bytes and "
             f"{plan.exchange_bytes} bytes of exchange do not fit into {target.shared_bytes} bytes "
             "of shared memory; use smaller tiles"
         )
@@ -228,7 +270,7 @@ def _default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) 
     warpgroups = 2 if accumulators > 64 and plan.blocks_n % 2 == 0 else 1
     probe = replace(plan, schedule=MatmulSchedule(stages=0, warpgroups=warpgroups))
     room = target.shared_bytes - probe.shared_bytes
-    stages = min(room // plan.stage_bytes, max(2, plan.iterations))
+    stages = min(room // plan.slot_bytes, max(2, plan.iterations))
     if not dependent_launch:
         # more in flight only lengthens the queue that the activations wait in: on 16x4096x4096
         # 6 stages of 20 KB take 10.35 us, 8 take 10.6, 9 take 10.75
@@ -288,16 +330,28 @@ class _Roles:
         self.arguments = arguments
         self.where = f"kernel {step.name}"
         ops = self.program.ops
-        self.products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
-        over = {ops[i].attributes["over"] for i in self.products}
+        products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
+        over = {ops[i].attributes["over"] for i in products}
         if len(over) != 1:
             raise LoweringError(
                 f"{self.where}: products contract different labels {sorted(over)}; one matmul loop "
                 "walks one label"
             )
         self.contracted = over.pop()
+        vector = (self.contracted,)
+        self.products = [i for i in products if all(ops[j].dims != vector for j in ops[i].inputs)]
+        if not self.products:
+            raise LoweringError(
+                f"{self.where}: operation {products[0]} multiplies a vector and a matrix, which "
+                "the tensor cores do only beside a product of rows; multiply and sum instead"
+            )
         self.depends = self._dependencies()
         self._orient()
+        sums = [i for i, op in enumerate(ops) if self._is_column_sum(op)]
+        self.vectors = sorted({*products, *sums} - {*self.products})
+        self.shifted = shifted_value(
+            self.program, self.row, self.column, self.contracted, self.where
+        )
 
     def plan(self, schedule: MatmulSchedule) -> MatmulPlan:
         ops = self.program.ops
@@ -307,8 +361,16 @@ class _Roles:
         if len(columns) < len(self.products):
             raise LoweringError(f"{self.where}: two products are the same")
         statistics = self._statistics()
-        sources = [s.source.leaves for s in statistics] + [(row_operand.leaves)]
-        row_loads = sorted({leaf for leaves in sources for leaf in leaves})
+        vector_rows, vector_products = products_of_vectors(
+            self.program, self.vectors, self.column, self._complete,
+            lambda i: fuse(self.program, i, self._is_load, f"{self.where}, vector {i}"),
+        )
+        if why := refusal(vector_rows, vector_products, set(columns)):
+            raise LoweringError(f"{self.where}: {why}")
+        shift = self._shift()
+        sources = [s.source for s in statistics] + [row_operand]
+        sources += [v for v in vector_rows if v is not None] + ([shift.source] if shift else [])
+        row_loads = sorted({i for e in sources for i in e.leaves if self._is_load(i)})
         matrices = [i for i in row_loads if {self.row, self.contracted} <= set(ops[i].dims)]
         vectors = [i for i in row_loads if ops[i].dims == (self.contracted,)]
         odd = set(row_loads) - set(matrices) - set(vectors)
@@ -317,7 +379,10 @@ class _Roles:
                 f"{self.where}: operation {min(odd, default=self.products[0])} is no operand that "
                 f"can be staged with labels {self.row}, {self.contracted}"
             )
-        outputs, row_values, loads = self._epilogue(finals, statistics)
+        accumulators = {*finals.values(), *(p.value for p in vector_products)}
+        outputs, row_values, loads = self._epilogue(accumulators, statistics)
+        moved = shift is not None and shift.products
+        plain = row_operand.trivial and len(matrices) == 1 and not moved
         return MatmulPlan(
             program=self.program,
             arguments=self.arguments,
@@ -329,12 +394,15 @@ class _Roles:
             vectors={i: self._view(i) for i in vectors},
             columns={i: self._view(i) for i in columns},
             products=tuple((load, finals[i]) for load, i in columns.items()),
-            prologue=None if row_operand.trivial and len(matrices) == 1 else row_operand,
+            prologue=None if plain else row_operand,
             statistics=statistics,
             row_values=row_values,
             loads=loads,
             outputs=outputs,
             schedule=schedule,
+            vector_rows=vector_rows,
+            vector_products=vector_products,
+            shift=shift,
         )
 
     # ---------------------------------------------------------------------------- orientation
@@ -404,7 +472,30 @@ class _Roles:
         operands = {self.program.ops[i].inputs[1 - self.side] for i in self.products}
         if len(operands) > 1:
             raise LoweringError(f"{self.where}: products take different row operands")
-        return fuse(self.program, operands.pop(), self._is_load, f"{self.where}, row operand")
+        shifted = self.shifted is not None and self.shifted[1]
+        return self._row_side(operands.pop(), "row operand", shifted)
+
+    def _row_side(self, i: int, what: str, shifted: bool = True) -> ThreadExpression:
+        """An expression over row-side loads, and over what is shifted."""
+        leaf = self.shifted[0] if self.shifted is not None and shifted else None
+
+        def is_leaf(j: int) -> bool:
+            return j == leaf or self._is_load(j)
+
+        return fuse(self.program, i, is_leaf, f"{self.where}, {what}")
+
+    def _shift(self) -> Shift | None:
+        if self.shifted is None:
+            return None
+        value, products = self.shifted
+        where = f"{self.where}, shifted rows"
+        return Shift(value, fuse(self.program, value, self._is_load, where), products)
+
+    def _is_column_sum(self, op: BlockOp) -> bool:
+        """Whether an operation is a column operand's product with a vector of ones."""
+        summed = op.kind == "sum" and op.attributes["over"] == self.contracted
+        source = op.inputs[0] if summed else None
+        return source is not None and self._is_load(source) and self.column in op.dims
 
     def _column_operand(self, product: int) -> int:
         return self.program.ops[product].inputs[self.side]
@@ -433,25 +524,23 @@ class _Roles:
         ops = self.program.ops
         found: list[Statistic] = []
         for i, op in enumerate(ops):
-            if op.kind not in ("sum", "mean", "max"):
+            if op.kind not in ("sum", "mean", "max") or i in self.vectors:
                 continue
             if op.attributes["over"] != self.contracted or self.column in op.dims:
                 raise LoweringError(
                     f"{self.where}: {op.kind} over {op.attributes['over']} (operation {i}) is no "
                     f"row statistic over {self.contracted}"
                 )
-            where = f"{self.where}, statistic {i}"
-            source = fuse(self.program, op.inputs[0], self._is_load, where)
+            source = self._row_side(op.inputs[0], f"statistic {i}")
             scale = 1.0 / extent(self.program.dims[self.contracted]) if op.kind == "mean" else 1.0
             reduce = "max" if op.kind == "max" else "sum"
             found.append(Statistic(self._complete(i), source, reduce, scale))
         return tuple(found)
 
     def _epilogue(
-        self, finals: dict[int, int], statistics: tuple[Statistic, ...]
+        self, accumulators: set[int], statistics: tuple[Statistic, ...]
     ) -> tuple[tuple[Output, ...], dict[int, ThreadExpression], dict[int, View]]:
         ops = self.program.ops
-        accumulators = set(finals.values())
         reduced = {s.value for s in statistics}
         per_row = set(self.batch) | {self.row}
         uses_statistic, uses_load = [False] * len(ops), [False] * len(ops)

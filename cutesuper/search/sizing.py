@@ -105,7 +105,8 @@ def _matmul_sizes(
     for tile, cluster in _matmul_tiles(structure, form):
         area = tile[form.row] * tile[form.column] * count
         odd = tile[form.column] // COLUMNS[0] % 2
-        if area > MAX_ACCUMULATORS or (odd and area > ONE_WARPGROUP):
+        vectors = form.vectors * MAX_VECTORS * tile[form.column] * count
+        if area > MAX_ACCUMULATORS or (odd and area + vectors > ONE_WARPGROUP):
             pruned["accumulators exceed the registers"] += 1
             continue
         loop = ceil_div(extent(structure.dims[form.contracted]), cluster * tile[form.contracted])
