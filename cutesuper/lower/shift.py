@@ -1,4 +1,4 @@
-"""What helper warps subtract from the rows before anything else: see `schedule.shift`.
+"""What helper warps subtract from the rows before anything else: see `graph.shift`.
 
 Eight threads read 16 bytes each, an eighth of the row apart, straight from memory while the first
 stages are on their way. All blocks of a cluster read the same, so they agree on the number.

@@ -24,7 +24,7 @@ from cutesuper.graph.block import (
 )
 from cutesuper.graph.dims import ceil_div, extent
 from cutesuper.graph.target import Target
-from cutesuper.graph.vectors import MAX_VECTORS
+from cutesuper.graph.shift import find_shift
 from cutesuper.graph.thread import (
     ThreadExpression,
     fuse,
@@ -32,6 +32,7 @@ from cutesuper.graph.thread import (
     only_divides,
     reciprocal,
 )
+from cutesuper.graph.vectors import MAX_VECTORS
 from cutesuper.schedule.plan import (
     Argument,
     View,
@@ -40,7 +41,6 @@ from cutesuper.schedule.plan import (
     view_of,
 )
 from cutesuper.schedule.schedule import MatmulSchedule
-from cutesuper.schedule.shift import Shift, shifted_value
 from cutesuper.schedule.vectors import (
     VectorProduct,
     VectorRows,
@@ -79,6 +79,21 @@ class Output:
 
     view: View
     expression: ThreadExpression
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A value ``[row, contracted]`` from which a number of its row is subtracted: `graph.shift`.
+
+    Attributes:
+        value: the operation whose users see the difference.
+        source: how it is computed, an expression over row-side loads.
+        products: whether products see it too, and not only statistics.
+    """
+
+    value: int
+    source: ThreadExpression
+    products: bool
 
 
 @dataclass(frozen=True)
@@ -349,9 +364,12 @@ class _Roles:
         self._orient()
         sums = [i for i, op in enumerate(ops) if self._is_column_sum(op)]
         self.vectors = sorted({*products, *sums} - {*self.products})
-        self.shifted = shifted_value(
-            self.program, self.row, self.column, self.contracted, self.where
-        )
+        self.shifted = find_shift(self.program, self.row, self.column, self.contracted)
+        if self.shifted is not None and self.shifted.refused:
+            raise LoweringError(
+                f"{self.where}: {self.shifted.refused}; compute it in a kernel before, from "
+                "deviations: mean(square(x - mean(x)))"
+            )
 
     def plan(self, schedule: MatmulSchedule) -> MatmulPlan:
         ops = self.program.ops
@@ -472,12 +490,12 @@ class _Roles:
         operands = {self.program.ops[i].inputs[1 - self.side] for i in self.products}
         if len(operands) > 1:
             raise LoweringError(f"{self.where}: products take different row operands")
-        shifted = self.shifted is not None and self.shifted[1]
+        shifted = self.shifted is not None and self.shifted.products
         return self._row_side(operands.pop(), "row operand", shifted)
 
     def _row_side(self, i: int, what: str, shifted: bool = True) -> ThreadExpression:
         """An expression over row-side loads, and over what is shifted."""
-        leaf = self.shifted[0] if self.shifted is not None and shifted else None
+        leaf = self.shifted.value if self.shifted is not None and shifted else None
 
         def is_leaf(j: int) -> bool:
             return j == leaf or self._is_load(j)
@@ -487,9 +505,9 @@ class _Roles:
     def _shift(self) -> Shift | None:
         if self.shifted is None:
             return None
-        value, products = self.shifted
-        where = f"{self.where}, shifted rows"
-        return Shift(value, fuse(self.program, value, self._is_load, where), products)
+        value, where = self.shifted.value, f"{self.where}, shifted rows"
+        source = fuse(self.program, value, self._is_load, where)
+        return Shift(value, source, self.shifted.products)
 
     def _is_column_sum(self, op: BlockOp) -> bool:
         """Whether an operation is a column operand's product with a vector of ones."""

@@ -207,7 +207,7 @@ def _staged_us(program: BlockProgram, form: MatmulForm, target: Target) -> float
     if not helped:
         return 0.0
     operands = {op.inputs[0] for op in program.ops if op.kind == "matmul"}
-    # with vectors, rows are centred before the product: see `schedule.shift`
+    # with vectors, rows are centred before the product: see `graph.shift`
     rewritten = form.vectors or any(program.ops[i].kind != LOAD for i in operands)
     count = sum(r.instructions.get(op.kind, 1) for op in helped)
     elements = program.tile[form.row] * program.tile[form.contracted]

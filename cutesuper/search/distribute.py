@@ -12,7 +12,7 @@ before: ``((X - mean(X)) / s * G + B) @ W``, ``s = sqrt(mean((X - mean(X))^2) + 
 Normal forms keep a sum that is multiplied as one atom (`expression`), so saturation would not get
 there by itself. It starts from the distributed definition instead; like everything that is found,
 the result is verified against the graph as the user wrote it. The difference of two means cancels
-where the mean is large: `schedule.shift` sees to that.
+where the mean is large: `graph.shift` sees to that.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from cutesuper.errors import SearchError
 from cutesuper.graph.block import CLUSTER_REDUCE, AxisKind, BlockProgram
 from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.rows import MAX_ROW, row_label
+from cutesuper.graph.shift import find_shift
 from cutesuper.graph.vectors import MAX_VECTORS, vector_products
 from cutesuper.search.labels import LabelledOp, LabelledProgram, LabelMap, Region
 from cutesuper.search.splits import AnyRules, Operand, Split, State, splits
@@ -104,6 +105,9 @@ class MatmulForm:
         }
         if len(stored) > 1:
             return "column operands stored in different orders"
+        shifted = find_shift(program, self.row, self.column, self.contracted)
+        if shifted is not None and shifted.refused:
+            return "a difference of large sums that cannot be kept from cancelling"
         cluster = program.of_kind(AxisKind.CLUSTER)
         if cluster and not any(op.kind == CLUSTER_REDUCE for op in program.ops):
             return "an unused cluster axis"

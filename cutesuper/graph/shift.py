@@ -26,11 +26,9 @@ from typing import Any
 
 import numpy as np
 
-from cutesuper.errors import LoweringError
 from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, LOAD, STORE, BlockProgram
 from cutesuper.graph.field import DivisionByZero, FieldAlgebra, FieldValue, uniform
 from cutesuper.graph.operators import lookup
-from cutesuper.graph.thread import ThreadExpression
 
 #: extent of every label in the field
 _EXTENT = 3
@@ -39,31 +37,26 @@ _DRAWS = 8
 
 
 @dataclass(frozen=True)
-class Shift:
-    """A value ``[row, contracted]`` from which a number of its row is subtracted.
+class Shifted:
+    """What has to be shifted.
 
     Attributes:
         value: the operation whose users see the difference.
-        source: how it is computed, an expression over row-side loads.
         products: whether products see it too, and not only statistics.
+        refused: why that does not help, None where it does.
     """
 
     value: int
-    source: ThreadExpression
     products: bool
+    refused: str | None = None
 
 
-def shifted_value(
-    program: BlockProgram, row: str, column: str, contracted: str, where: str
-) -> tuple[int, bool] | None:
-    """The operation to shift and whether for products too; None where nothing cancels.
+def find_shift(program: BlockProgram, row: str, column: str, contracted: str) -> Shifted | None:
+    """What to shift so that no difference cancels; None where none does.
 
     before: ``mean(x * x) - mean(x) * mean(x)``, in any association; after: the operation x.
-
-    Raises:
-        LoweringError: something cancels, but what is stored is another thing for a shifted row.
     """
-    candidates = {
+    statistics = {
         op.inputs[0]: i
         for i, op in enumerate(program.ops)
         if op.kind in ("sum", "mean")
@@ -71,25 +64,24 @@ def shifted_value(
         and {row, contracted} <= set(program.ops[op.inputs[0]].dims)
         and column not in program.ops[op.inputs[0]].dims
     }
-    found: list[tuple[int, bool]] = []
-    for value, statistic in candidates.items():
+    found: list[Shifted] = []
+    for value, statistic in statistics.items():
         cancelling, changed = _effect(program, value, contracted, True)
         if cancelling is None:
             continue
         products = changed is None
+        why = None
         if not products and _effect(program, value, contracted, False)[1] is not None:
-            raise LoweringError(
-                f"{where}: {program.ops[cancelling].kind} (operation {cancelling}) is a difference "
-                f"of sums over {contracted} that loses all digits where the mean of operation "
-                f"{value} is large (operation {statistic}), and {changed} depends on that mean; "
-                "compute it from deviations, mean(square(x - mean(x))), in a kernel before"
+            why = (
+                f"{program.ops[cancelling].kind} (operation {cancelling}) is a difference of sums "
+                f"over {contracted} that loses all digits where the mean of operation {value} is "
+                f"large (operation {statistic}), and {changed} depends on that mean"
             )
-        found.append((value, products))
+        found.append(Shifted(value, products, why))
     if len(found) > 1:
-        raise LoweringError(
-            f"{where}: operations {', '.join(str(i) for i, _ in found)} all have sums over {contracted} "
-            "that cancel; a kernel shifts one of them"
-        )
+        values = ", ".join(str(s.value) for s in found)
+        why = f"operations {values} all have sums over {contracted} that cancel"
+        return Shifted(found[0].value, False, why)
     return found[0] if found else None
 
 
