@@ -104,8 +104,9 @@ class VectorTile:
         shape = mma.partition_shape_C((COLUMN_BLOCK, MAX_VECTORS))
         made = [[cute.make_rmem_tensor(shape, Float32) for _ in range(blocks)]
                 for _ in self.weights]
-        for fragment in sum(made, []):
-            fragment.fill(0.0)
+        for fragments in made:
+            for fragment in fragments:
+                fragment.fill(0.0)
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
         return made
 

@@ -23,8 +23,8 @@ from cutesuper.graph.block import (
     TensorSpec,
 )
 from cutesuper.graph.dims import ceil_div, extent
-from cutesuper.graph.target import Target
 from cutesuper.graph.shift import find_shift
+from cutesuper.graph.target import Target
 from cutesuper.graph.thread import (
     ThreadExpression,
     fuse,

@@ -23,8 +23,8 @@ from functools import reduce
 
 from cutesuper.search.labels import LabelledOp, LabelledProgram, LabelMap
 
-#: terms of one reduction; LayerNorm has four
-MAX_TERMS = 16
+#: sums that are taken apart; LayerNorm and a product have five, each more may double the terms
+MAX_SUMS = 16
 
 #: reduces the product of factors, some that may still have to be taken apart and some that need
 #: not; None is 1
@@ -35,13 +35,15 @@ def distributed(program: LabelledProgram) -> LabelledProgram | None:
     """The program with every reduction distributed that had to wait for another one over its label.
 
     Returns:
-        None where there is none, or where one cannot be distributed (``sum(exp(x - max(x)))``).
+        None where no sum has to be taken apart, or where something else is in the way
+        (``sum(exp(x - max(x)))``).
     """
+    distribution = _Distribution(program)
     try:
-        found = _Distribution(program).run()
+        found = distribution.run()
     except _NotLinear:
         return None
-    return None if found == program else found
+    return found if distribution.sums else None
 
 
 class _NotLinear(Exception):
@@ -53,7 +55,7 @@ class _Distribution:
         self.program = program
         self.ops: list[LabelledOp] = []
         self.late: list[frozenset[str]] = []  # labels over which something was reduced before
-        self.terms = 0
+        self.sums = 0  # so many were taken apart
 
     def run(self) -> LabelledProgram:
         new: list[int] = []
@@ -65,7 +67,6 @@ class _Distribution:
         over = op.over
         if over is None or not any(self._waits(i, over) for i in args):
             return self._add(replace(op, inputs=tuple(args)))
-        self.terms = 0
         if op.kind == "matmul":
             waiting = [i for i in args if self._waits(i, over)]
             others = [i for i in args if i not in waiting]
@@ -115,10 +116,8 @@ class _Distribution:
             return self._scaled(rest(others, kept), first)
         if not self._waits(first, over):
             return self._some(rest(others, [*kept, first]))
-        self.terms += 1
-        if self.terms > MAX_TERMS:
-            raise _NotLinear
-        if op.kind in ("add", "sub"):
+        if op.kind in ("add", "sub") and self.sums < MAX_SUMS:
+            self.sums += 1
             left, right = (self._some(rest([i, *others], kept)) for i in op.inputs)
             return self._binary(op.kind, left, right)
         if op.kind == "mul":

@@ -76,7 +76,7 @@ class MatmulForm:
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:
         """Rows first; the column operand is a plain load, the row operand no partial sum."""
-        vector = self.vectors and a.labels == {self.contracted}
+        vector = self.vectors and a.labels == frozenset((self.contracted,))
         return (
             over == self.contracted
             and (vector or {self.row, self.column} & a.labels == {self.row})
