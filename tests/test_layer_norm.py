@@ -138,9 +138,7 @@ def test_the_distributed_definition() -> None:
 
 def test_a_linear_layer_with_a_sum_of_its_columns_is_one_kernel() -> None:
     """``X W - sum_K(W)``: the vector of ones is of use without a norm."""
-    g = new_kernel_graph()
-    x, w = g.new_input((16, 1024), name="X"), g.new_input((1024, 512), name="W")
-    g.mark_output(g.sub(g.matmul(x, w), g.sum(w, 0)))
+    g = zoo.less_column_sums(16, 1024, 512)
     plan = plan_of(choose(g, Options(H200))[1])
     assert plan.vector_rows == (None,) and plan.shift is None and plan.prologue is None
     assert plan.has_helpers and plan.rewrites
@@ -224,7 +222,8 @@ def planned(b: Block, shapes: dict[str, tuple[int, ...]]) -> Any:
 def vectors(**changes: Any) -> tuple[Block, dict[str, tuple[int, ...]]]:
     """``X W + g0 W + g1 W + ...``."""
     b = Block({"M": 16, "K": 512, "N": 64}, {"K.loop": 4}, {"M": 16, "K": 128, "N": 64})
-    w, shapes = b.load("W", "K", "N"), {"X": (16, 512), "W": (512, 64), "Z": (16, 64)}
+    w = b.load("W", "K", "N")
+    shapes: dict[str, tuple[int, ...]] = {"X": (16, 512), "W": (512, 64), "Z": (16, 64)}
     total = b.close(b.op("matmul", b.load("X", "M", "K"), w, over="K"), "K")
     if changes.get("alone"):
         w, shapes["V"] = b.load("V", "K", "N"), (512, 64)

@@ -55,6 +55,23 @@ def layer_norm_linear(
     return g
 
 
+def less_column_sums(m: Dim, k: int, n: int, dtype: Any = "float16") -> KernelGraph:
+    """``X W - sum_K(W)``: a vector of ones beside the rows, and no norm."""
+    g = new_kernel_graph()
+    x, w = g.new_input((m, k), dtype, name="X"), g.new_input((k, n), dtype, name="W")
+    g.mark_output(g.sub(g.matmul(x, w), g.sum(w, 0)))
+    return g
+
+
+def over_deviation(m: Dim, k: int, n: int, dtype: Any = "float16") -> KernelGraph:
+    """``X W / sqrt(mean(X^2) - mean(X)^2 + eps)``: only the statistics may be shifted."""
+    g = new_kernel_graph()
+    x, w = g.new_input((m, k), dtype, name="X"), g.new_input((k, n), dtype, name="W")
+    variance = g.sub(g.mean(g.square(x), -1), g.square(g.mean(x, -1)))
+    g.mark_output(g.div(g.matmul(x, w), g.sqrt(g.add(variance, EPS))))
+    return g
+
+
 def gated_mlp(m: Dim, k: int, n: int, dtype: Any = "float16", norm: bool = True) -> KernelGraph:
     """``silu(X A) * (X B)``, X normalized first if asked for."""
     g = new_kernel_graph()
