@@ -203,6 +203,21 @@ def test_what_needs_the_mean_and_cancels_is_refused() -> None:
         planned(b, shapes)
 
 
+def test_two_values_that_would_be_shifted_are_refused() -> None:
+    """Products of X over the deviations of X and of R."""
+    b = Block({"M": 16, "K": 512, "N": 64}, {"K.loop": 4}, {"M": 16, "K": 128, "N": 64})
+    x, r = b.load("X", "M", "K"), b.load("R", "M", "K")
+    z = b.close(b.op("matmul", x, b.load("W", "K", "N"), over="K"), "K")
+    for v in (x, r):
+        mean = b.close(b.op("mean", v, over="K"), "K")
+        squares = b.close(b.op("mean", b.op("square", v), over="K"), "K")
+        z = b.op("div", z, b.op("sqrt", b.op("sub", squares, b.op("square", mean))))
+    b.store("Z", z, "M", "N")
+    shapes = {"X": (16, 512), "R": (16, 512), "W": (512, 64), "Z": (16, 64)}
+    with pytest.raises(LoweringError, match="operations 0, 1 all have sums over K that cancel"):
+        planned(b, shapes)
+
+
 def test_sums_that_do_not_cancel_are_left_alone() -> None:
     b = Block({"M": 16, "K": 512, "N": 64}, {"K.loop": 4}, {"M": 16, "K": 128, "N": 64})
     x, w = b.load("X", "M", "K"), b.load("W", "K", "N")
