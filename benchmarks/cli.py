@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from benchmarks.harness import DeviceLostError, Monitor, Settings, run
-from benchmarks.peers import PEERS, choose
+from benchmarks.peers import PEERS, Implementation, choose
 from benchmarks.report import print_case, save_results
 from benchmarks.tables import describe_environment
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import MEASURED
 
 EXIT_OURS_FAILED = 1
 EXIT_NO_DEVICE = 2
@@ -29,6 +29,9 @@ EXIT_HUNG = 3
 TIMEOUT_SECONDS = 180.0
 #: other measurements, ``python -m benchmarks NAME ...``: the module's ``main(argv, prog)``
 COMMANDS = {
+    "inference": "benchmarks.inference",
+    "layers": "benchmarks.layers",
+    "chain": "benchmarks.chain",
     "calibrate": "benchmarks.calibrate",
     "rank": "benchmarks.rank",
     "search": "benchmarks.search.table",
@@ -108,7 +111,9 @@ class CliMonitor(Monitor):
         self.results["aborted"] = reason
         print(f"error: {reason}", file=sys.stderr)
         if self.results.get("cases"):
-            print_case(self.results["cases"][-1], self.results)
+            case = self.results["cases"][-1]
+            case["error"] = case["error"] or reason
+            print_case(case, self.results)
             self._save()
         sys.stdout.flush()
 
@@ -135,15 +140,23 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
         description="Measure cutesuper and its peers on the current CUDA GPU.",
         epilog=f"Other measurements: {', '.join(f'{prog} {name}' for name in COMMANDS)} (--help).",
     )
-    parser.add_argument("workload", choices=sorted(WORKLOADS), help="what to measure")
+    parser.add_argument("workload", choices=sorted(MEASURED), help="what to measure")
     parser.add_argument(
         "--shape", action="append", metavar="AxBxC", help="shape, repeatable; default all"
     )
     parser.add_argument("--dtype", default="float16", help="element type (default float16)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, rounds and peers")
-    known = ", ".join(peer.name for peer in PEERS)
-    parser.add_argument("--peers", help=f"comma-separated subset of: {known}")
+    add_options(parser)
+    return parser
+
+
+def add_options(
+    parser: argparse.ArgumentParser, known: Sequence[Implementation] = PEERS
+) -> None:
+    """The options of every measurement with peers, which are among ``known``."""
+    names = ", ".join(peer.name for peer in known)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--peers", help=f"comma-separated subset of: {names}")
     parser.add_argument("--skip", help="comma-separated implementations to leave out")
     parser.add_argument("--rounds", type=int, help="replays of each implementation")
     parser.add_argument("--seed", type=int, default=0, help="of the inputs and of the order")
@@ -153,47 +166,81 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
         default=TIMEOUT_SECONDS,
         help="seconds before a step counts as hung (default %(default).0f)",
     )
-    return parser
+
+
+def check_options(arguments: argparse.Namespace) -> None:
+    """Refuse numbers that mean nothing. Raises ValueError."""
+    if arguments.rounds is not None and arguments.rounds < 1:
+        raise ValueError(f"--rounds {arguments.rounds}: at least 1")
+    if arguments.timeout <= 0:
+        raise ValueError(f"--timeout {arguments.timeout}: a positive number of seconds")
+
+
+def selected(
+    arguments: argparse.Namespace, *, quick: bool = False, among: Sequence[Implementation] = PEERS
+) -> list[Implementation]:
+    """The implementations that ``--peers`` and ``--skip`` leave. Raises ValueError."""
+    names = arguments.peers.split(",") if arguments.peers else None
+    skipped = set(arguments.skip.split(",")) if arguments.skip else set()
+    choose(sorted(skipped), among=among)  # refuses unknown names
+    return [p for p in choose(names, quick=quick, among=among) if p.name not in skipped]
+
+
+def settings_of(arguments: argparse.Namespace, base: Settings) -> Settings:
+    """``base`` with the seed and, where one is given, the number of rounds."""
+    settings = replace(base, seed=arguments.seed)
+    return settings if arguments.rounds is None else replace(settings, rounds=arguments.rounds)
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m benchmarks") -> int:
     """Measure, print the table, write JSON; or run one of COMMANDS.
 
-    Returns 0 when our implementations ran and were right. Otherwise raises SystemExit: 1 when one
-    of ours failed or was wrong, 2 without a CUDA GPU or for wrong arguments, 3 when an
-    implementation hung or broke the device (what was measured until then is printed and written).
+    Returns 0 when our implementations ran and were right. Otherwise raises SystemExit: see
+    `supervise`.
     """
     given = list(sys.argv[1:] if argv is None else argv)
     if given and given[0] in COMMANDS:
         return import_module(COMMANDS[given[0]]).main(given[1:], f"{prog} {given[0]}")
     parser = build_parser(prog)
     arguments = parser.parse_args(given)
-    workload = WORKLOADS[arguments.workload]
+    workload = MEASURED[arguments.workload]
     try:
         shapes = [workload.parse_shape(text) for text in arguments.shape or ()]
-        peers = _selected(arguments)
+        peers = selected(arguments, quick=arguments.quick)
         if arguments.dtype not in workload.dtypes:
             raise ValueError(f"--dtype {arguments.dtype}: one of {', '.join(workload.dtypes)}")
-        if arguments.rounds is not None and arguments.rounds < 1:
-            raise ValueError(f"--rounds {arguments.rounds}: at least 1")
-        if arguments.timeout <= 0:
-            raise ValueError(f"--timeout {arguments.timeout}: a positive number of seconds")
+        check_options(arguments)
     except ValueError as error:
         parser.error(str(error))  # exits with code 2
-    if not torch.cuda.is_available():
-        print("error: benchmarks need a CUDA GPU and PyTorch sees none here", file=sys.stderr)
-        raise SystemExit(EXIT_NO_DEVICE)
-    monitor = CliMonitor(arguments.timeout, arguments.json)
-    try:
+    base = Settings().quick() if arguments.quick else Settings()
+
+    def measure(monitor: Monitor) -> None:
         run(
             workload,
             shapes=shapes or None,
             dtype=arguments.dtype,
             peers=peers,
             quick=arguments.quick,
-            settings=_settings(arguments),
+            settings=settings_of(arguments, base),
             monitor=monitor,
         )
+
+    return supervise(arguments, measure)
+
+
+def supervise(arguments: argparse.Namespace, measure: Callable[[Monitor], None]) -> int:
+    """Measure under a watchdog; results are printed and written case by case.
+
+    Returns 0 when our implementations ran and were right. Otherwise raises SystemExit: 1 when one
+    of ours failed or was wrong, 2 without a CUDA GPU or for wrong arguments, 3 when an
+    implementation hung or broke the device (what was measured until then is printed and written).
+    """
+    if not torch.cuda.is_available():
+        print("error: benchmarks need a CUDA GPU and PyTorch sees none here", file=sys.stderr)
+        raise SystemExit(EXIT_NO_DEVICE)
+    monitor = CliMonitor(arguments.timeout, arguments.json)
+    try:
+        measure(monitor)
     except DeviceLostError as error:
         monitor.abort(f"the device stopped working: {error}")
     finally:
@@ -204,20 +251,6 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m benchmarks") 
     if ours_failed(results):
         raise SystemExit(EXIT_OURS_FAILED)
     return 0
-
-
-def _selected(arguments: argparse.Namespace) -> list[Any]:
-    names = arguments.peers.split(",") if arguments.peers else None
-    skipped = set(arguments.skip.split(",")) if arguments.skip else set()
-    choose(sorted(skipped))  # refuses unknown names
-    return [p for p in choose(names, quick=arguments.quick) if p.name not in skipped]
-
-
-def _settings(arguments: argparse.Namespace) -> Settings:
-    settings = replace(Settings(), seed=arguments.seed)
-    settings = settings.quick() if arguments.quick else settings
-    # an explicit number outranks --quick
-    return settings if arguments.rounds is None else replace(settings, rounds=arguments.rounds)
 
 
 def ours_failed(results: dict[str, Any]) -> bool:

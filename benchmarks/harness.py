@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,14 +25,8 @@ from benchmarks.entry import Entry, best_floor, describe_entry, describe_error
 from benchmarks.peers import FLOORS, Implementation, choose
 from benchmarks.problem import Problem, make_problem, plan_sets, slab_bytes
 from benchmarks.spread import summarize
-from benchmarks.workloads import (
-    DTYPES,
-    Outputs,
-    Shape,
-    Workload,
-    find_workload,
-    shape_label,
-)
+from benchmarks.workload import DTYPES, Outputs, Shape, Workload, shape_label
+from benchmarks.workloads import find_workload
 
 SCHEMA = 1
 
@@ -130,14 +124,23 @@ def run(
     monitor.started(results)
     for shape in wanted:
         case = Case(definition, shape, dtype, chosen, knobs, backend, monitor)
-        results["cases"].append(case.data)
-        try:
-            case.measure()
-        finally:
-            case.publish()
-            case.release()
-        monitor.case_done(results, case.data)
+        measure_case(results, case)
     return results
+
+
+def measure_case(results: dict[str, Any], case: Case) -> None:
+    """Measure and add to ``results``, where what is known of it stands from the beginning.
+
+    Raises:
+        DeviceLostError: as `run`.
+    """
+    results["cases"].append(case.data)
+    try:
+        case.measure()
+    finally:
+        case.publish()
+        case.release()
+    case.monitor.case_done(results, case.data)
 
 
 class Case:
@@ -162,6 +165,13 @@ class Case:
         self.data: dict[str, Any] = {}  # what is published, updated in place
         self.publish()
 
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Do not try the implementations of these names again: they failed for these reasons."""
+        for entry in self.entries:
+            if entry.implementation.name in reasons:
+                entry.fail("failed", reasons[entry.implementation.name])
+        self.publish()
+
     def measure(self) -> None:
         """Run all steps; problems of one implementation stay with it."""
         try:
@@ -173,7 +183,7 @@ class Case:
                 entry.fail("failed", f"no memory for the case: {self.error}")
             return
         torch.compiler.reset()  # or the shapes of all cases count towards its recompile limit
-        for entry in self.entries:
+        for entry in [e for e in self.entries if e.status == "pending"]:
             self._attempt(entry, "prepare", self._prepare)
         self._time()
         for entry in self._alive():
@@ -302,6 +312,8 @@ class Case:
                 try:
                     times = self.backend.time_round(recordings, plan.flush)
                 except RuntimeError as error:
+                    for entry in entries:  # any of them may have done it; none was checked after
+                        entry.fail("failed", f"timing: {describe_error(error)}")
                     raise DeviceLostError(describe_error(error)) from error
             for entry, microseconds in zip(entries, times, strict=True):
                 entry.samples.append(microseconds / plan.count)

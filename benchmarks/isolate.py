@@ -1,13 +1,7 @@
-"""Measuring in a process of its own, so that a kernel that hangs costs nothing but itself.
-
-A kernel that never ends, or that breaks the device, takes its process with it. `Worker` holds a
-process that measures one case after another and tells each step before it begins; when it falls
-silent or dies, it is replaced, and `Lost` says during which step.
-"""
+"""Measuring in a process of its own (`cutesuper.tune.isolate`), with the harness inside."""
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,28 +14,8 @@ from benchmarks.device import Backend, Outputs, Recording, environment
 from benchmarks.harness import Case, DeviceLostError, Monitor, Settings
 from benchmarks.peers import Implementation
 from benchmarks.workloads import RANKED, Shape
-
-#: seconds for importing PyTorch and making a CUDA context
-STARTUP_SECONDS = 180.0
-#: seconds to wait for a process that was killed
-KILL_SECONDS = 30.0
-
-
-class Lost(RuntimeError):
-    """The process hung or died.
-
-    Attributes:
-        step: what it was doing, as in "16x4096x4096 c007: prepare".
-        reason: what happened.
-    """
-
-    def __init__(self, step: str, reason: str) -> None:
-        super().__init__(f"{reason} in {step}")
-        self.step, self.reason = step, reason
-
-    def culprit(self, names: Sequence[str]) -> str | None:
-        """The one of ``names`` whose step it was, or None."""
-        return next((n for n in names if f" {n}: " in f" {self.step} "), None)
+from cutesuper.tune import isolate
+from cutesuper.tune.isolate import Lost
 
 
 @dataclass(frozen=True)
@@ -65,8 +39,8 @@ class Job:
         return replace(self, implementations=kept)
 
 
-class Worker:
-    """A process that measures; started at once, replaced after it was lost.
+class Worker(isolate.Worker):
+    """A process that measures jobs.
 
     Args:
         make_backend: makes the device there; a module-level callable.
@@ -74,69 +48,15 @@ class Worker:
     """
 
     def __init__(self, make_backend: Callable[[], Backend], timeout: float) -> None:
-        self._make_backend, self._timeout = make_backend, timeout
-        self._environment: dict[str, Any] | None = None
-        self._start()
+        super().__init__(serve, (make_backend,), timeout)
 
     def environment(self) -> dict[str, Any]:
-        """What `benchmarks.device.environment` says there.
-
-        Raises:
-            Lost: the process does not come up.
-        """
-        if self._environment is None:
-            self._environment = self._receive("ready", "start-up", STARTUP_SECONDS)
-        return self._environment
+        """What `benchmarks.device.environment` says there. Raises Lost."""
+        return self.greeting()
 
     def measure(self, job: Job) -> dict[str, Any]:
-        """What `benchmarks.harness.Case` publishes for a job.
-
-        Raises:
-            Lost: the process hung, died, or lost its device; the next call has a new one.
-        """
-        self.environment()
-        try:
-            self._connection.send(job)
-        except OSError:
-            raise self._lose("the beginning", "the process died") from None
-        return self._receive("done", "the beginning", self._timeout)
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.join(KILL_SECONDS)
-        self._connection.close()
-
-    def _start(self) -> None:
-        # spawned: CUDA does not survive a fork
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=serve, args=(theirs, self._make_backend), name="measure", daemon=True
-        )
-        self._process.start()
-        theirs.close()  # or its end would not be seen
-
-    def _receive(self, wanted: str, step: str, timeout: float) -> dict[str, Any]:
-        """Follow the steps until the wanted message comes."""
-        while True:
-            try:
-                if not self._connection.poll(timeout):
-                    raise self._lose(step, f"no progress for {timeout:.0f} s")
-                kind, content = self._connection.recv()
-            except (EOFError, OSError):
-                raise self._lose(step, "the process died") from None
-            if kind == wanted:
-                return content
-            if kind == "lost":
-                raise self._lose(step, content)
-            step = content
-
-    def _lose(self, step: str, reason: str) -> Lost:
-        self.close()
-        self._environment = None
-        self._start()
-        return Lost(step, reason)
+        """What `benchmarks.harness.Case` publishes for a job. Raises Lost."""
+        return self.ask(job)
 
 
 class Telling(Monitor):
@@ -183,10 +103,7 @@ def serve(connection: Connection, make_backend: Callable[[], Backend]) -> None:
     torch.compiler.reset()  # the harness does so too; its first import takes seconds
     connection.send(("ready", environment(backend)))
     while True:
-        try:
-            job: Job = connection.recv()
-        except EOFError:
-            return
+        job: Job = connection.recv()  # EOFError at the end
         try:
             connection.send(("done", measure(job, Telling(backend, connection))))
         except DeviceLostError as error:
@@ -211,3 +128,6 @@ def measure(job: Job, telling: Telling) -> dict[str, Any]:
         return case.data
     finally:
         case.release()
+
+
+__all__ = ["Job", "Lost", "Telling", "Worker", "measure"]

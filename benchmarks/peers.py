@@ -6,14 +6,14 @@ returns how to launch it on input set ``i``; the harness does everything else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from benchmarks.problem import Problem
-from benchmarks.workloads import Outputs
+from benchmarks.workload import Outputs
 
 Kind = Literal["ours", "peer", "part", "floor"]
 
@@ -76,8 +76,7 @@ def _cutesuper(dependent: bool) -> Callable[[Problem], Launcher]:
         import cutesuper as cs
 
         graph = problem.workload.graph(cs, problem.shape, problem.dtype_name)
-        options = {"dependent_launch": True} if dependent else {}
-        kernel = cs.superoptimize(graph, **options)
+        kernel = cs.superoptimize(graph, dependent_launch=dependent)
         inputs, outputs = problem.inputs, problem.outputs
 
         def launch(i: int) -> Outputs:
@@ -131,16 +130,19 @@ QUICK = ("cutesuper", "cutesuper-pdl", "eager", "compile", "matmul-alone")
 
 
 def choose(
-    wanted: Iterable[str | Implementation] | None, *, quick: bool = False
+    wanted: Iterable[str | Implementation] | None,
+    *,
+    quick: bool = False,
+    among: Sequence[Implementation] = PEERS,
 ) -> list[Implementation]:
     """Turn names into implementations; None means all (or the quick ones, which compile fast).
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
     """
-    known = {peer.name: peer for peer in PEERS}
+    known = {peer.name: peer for peer in among}
     if wanted is None:
-        wanted = QUICK if quick else tuple(known)
+        wanted = [name for name in known if name in QUICK or not quick]
     chosen = []
     for item in wanted:
         if isinstance(item, Implementation):

@@ -4,8 +4,9 @@ Everything here reads the dictionary that a benchmark returns (or its JSON) and 
 
     python -m benchmarks.report results.json                        # print
     python -m benchmarks.report --readme README.md results.json     # rewrite between the markers
-    python -m benchmarks.report --search docs/search.md rank.json   # the same in another document
+    python -m benchmarks.report --document docs/performance.md a.json b.json   # one table of two
 
+Several files of the same sweep make one table; of a case in more than one, the last counts.
 A document's tables stand between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``, NAME being
 the ``name`` of the results: the workload (followed by ``-bfloat16`` where that is the dtype), or
 the command where that is not the comparison with peers (`KINDS`).
@@ -24,21 +25,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import rank_report, tables
+from benchmarks import rank_report, sweep_report, tables
 from benchmarks.search import report as search_report
-from benchmarks.tables import Row, describe_environment, markdown_table, number, print_table
+from benchmarks.tables import (
+    LABELS,
+    Row,
+    describe_environment,
+    markdown_table,
+    number,
+    print_table,
+    ratio_to_best_peer,
+)
 
 SCHEMA = 1
 HEADER = ["implementation", "us", "p10..p90", "vs best peer", "% floor", "GB/s", "TFLOP/s",
           "host us", "rel. error", "status"]  # fmt: skip
-LABELS = {
-    "cutesuper": "**cutesuper**",
-    "cutesuper-pdl": "**cutesuper, dependent launch**",
-    "eager": "PyTorch eager",
-    "compile": "torch.compile",
-    "compile-max": "torch.compile max-autotune",
-    "matmul-alone": "cuBLAS matmul alone",
-}
 
 
 def load_results(path: Path) -> dict[str, Any]:
@@ -78,20 +79,6 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
-
-
-def best_peer(case: dict[str, Any]) -> dict[str, Any] | None:
-    """The fastest peer that computes the whole workload correctly."""
-    peers = [i for i in case["implementations"] if i["kind"] == "peer" and i["time_us"]]
-    return min(peers, key=lambda i: i["time_us"]["median"], default=None)
-
-
-def ratio_to_best_peer(entry: dict[str, Any], case: dict[str, Any]) -> float | None:
-    """Best peer's time over this one's: above 1 is faster than every peer."""
-    best = best_peer(case)
-    if best is None or entry["time_us"] is None:
-        return None
-    return best["time_us"]["median"] / entry["time_us"]["median"]
 
 
 def _verdict(entry: dict[str, Any], ratio: float | None) -> str:
@@ -135,7 +122,7 @@ def case_title(case: dict[str, Any], results: dict[str, Any]) -> str:
     cold = "" if sets is None else f", {sets['count']} input sets"
     cold += ", L2 evicted between replays" if sets and sets["flush"] else ""
     return (
-        f"{results['title']} {case['label']} {results['dtype']}: "
+        f"{case.get('title', results['title'])} {case['label']} {results['dtype']}: "
         f"{case['bytes'] / 1e6:.1f} MB, {case['flops'] / 1e9:.2f} GFLOP{cold}"
     )
 
@@ -211,11 +198,13 @@ class Kind:
         fields: what a results file must have.
         show: prints them.
         markdown: the table for a document.
+        merges: whether several results make one table; their cases have a ``key`` then.
     """
 
     fields: frozenset[str]
     show: Callable[[dict[str, Any]], None]
     markdown: Callable[[dict[str, Any]], str]
+    merges: bool = False
 
 
 _COMMON = frozenset({"name", "title", "environment", "cases"})
@@ -223,6 +212,11 @@ _COMMON = frozenset({"name", "title", "environment", "cases"})
 #: by the ``kind`` of the results; those of a comparison with peers name none
 KINDS: dict[str, Kind] = {
     "peers": Kind(_COMMON | {"dtype", "workload"}, print_results, markdown),
+    "inference": Kind(
+        _COMMON | {"dtype"}, print_results, sweep_report.inference_markdown, merges=True
+    ),
+    "layers": Kind(_COMMON | {"dtype"}, print_results, sweep_report.layers_markdown, merges=True),
+    "chain": Kind(_COMMON | {"dtype", "layers"}, print_results, sweep_report.chain_markdown),
     "rank": Kind(_COMMON | {"dtype", "top"}, rank_report.print_results, rank_report.markdown),
     "search": Kind(
         _COMMON | {"target"}, search_report.print_search, search_report.search_markdown
@@ -235,6 +229,25 @@ KINDS: dict[str, Kind] = {
 
 def _kind(results: dict[str, Any]) -> Kind:
     return KINDS[results.get("kind", "peers")]
+
+
+def merged(loaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One of each name where that makes one table; ``environments`` then has all of them."""
+    kept: list[dict[str, Any]] = []
+    by_name: dict[str, dict[str, Any]] = {}
+    for results in loaded:
+        first = by_name.get(results["name"])
+        if not _kind(results).merges:
+            kept.append(results)
+        elif first is None:
+            by_name[results["name"]] = results | {"environments": [results["environment"]]}
+            kept.append(by_name[results["name"]])
+        else:
+            cases = {case["key"]: case for case in (*first["cases"], *results["cases"])}
+            first["cases"] = list(cases.values())
+            if results["environment"] not in first["environments"]:
+                first["environments"].append(results["environment"])
+    return kept
 
 
 def rewrite_readme(text: str, results: dict[str, Any]) -> str:
@@ -257,13 +270,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("results", nargs="+", type=Path, help="JSON written by a benchmark run")
     parser.add_argument(
-        "--readme", "--search", dest="document", type=Path, metavar="FILE",
+        "--document", "--readme", "--search", type=Path, metavar="FILE",
         help="document whose marked tables are rewritten",
     )  # fmt: skip
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
     arguments = parser.parse_args(argv)
     try:
-        loaded = [load_results(path) for path in arguments.results]
+        loaded = merged([load_results(path) for path in arguments.results])
         if arguments.document:
             text = arguments.document.read_text()
             for results in loaded:

@@ -1,4 +1,4 @@
-"""Tables for people, on the terminal and in Markdown, and one line about the machine."""
+"""Tables for people, on the terminal and in Markdown; the best peer; a line on the machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 Row = list[str]
+LABELS = {
+    "cutesuper": "**cutesuper**",
+    "cutesuper-pdl": "**cutesuper, dependent launch**",
+    "eager": "PyTorch eager",
+    "compile": "torch.compile",
+    "compile-max": "torch.compile max-autotune",
+    "matmul-alone": "cuBLAS matmul alone",
+}
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -82,3 +90,17 @@ def describe_environment(results: dict[str, Any]) -> str:
 
 def _named(name: str, value: str | None) -> str | None:
     return f"{name} {value}" if value else None
+
+
+def best_peer(case: dict[str, Any]) -> dict[str, Any] | None:
+    """The fastest peer that computes the whole workload correctly."""
+    peers = [i for i in case["implementations"] if i["kind"] == "peer" and i["time_us"]]
+    return min(peers, key=lambda i: i["time_us"]["median"], default=None)
+
+
+def ratio_to_best_peer(entry: dict[str, Any], case: dict[str, Any]) -> float | None:
+    """Best peer's time over this one's: above 1 is faster than every peer."""
+    best = best_peer(case)
+    if best is None or entry["time_us"] is None:
+        return None
+    return best["time_us"]["median"] / entry["time_us"]["median"]

@@ -13,6 +13,7 @@ from cutesuper.mirage.load import load_mirage
 from cutesuper.optimize import mugraphs, superoptimize
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.program import load
+from cutesuper.tune.tuner import tune
 from cutesuper.verify.equivalence import Verification, verify
 
 __version__ = "0.1.0"
@@ -41,5 +42,6 @@ __all__ = [
     "new_kernel_graph",
     "superoptimize",
     "symbol",
+    "tune",
     "verify",
 ]

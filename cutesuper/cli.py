@@ -1,4 +1,4 @@
-"""The command line: ``cutesuper demo``, ``cutesuper explain``, ``cutesuper bench``."""
+"""The command line: ``cutesuper demo``, ``explain``, ``tune`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cutesuper.errors import CutesuperError
+
+if TYPE_CHECKING:
+    from cutesuper.graph.kernel import KernelGraph
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,17 +28,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_argument("--dependent-launch", action="store_true")
     explain.add_argument("--svg", type=Path, help="also write a picture of the muGraph")
     explain.add_argument("--html", type=Path, help="also write a page to look into the muGraph")
+    _add_tune(commands.add_parser("tune", help="time candidates on the GPU, store the winner"))
     commands.add_parser("bench", help="measure a workload against its peers", add_help=False)
     args, rest = parser.parse_known_args(argv)
     if args.command == "bench":
         return _bench(rest)
     if rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
+    run = {"demo": _demo, "explain": _explain, "tune": _tune}[args.command]
     try:
-        return _demo(args) if args.command == "demo" else _explain(args)
+        return run(args)
+    except _UsageError as error:
+        print(f"cutesuper: {error}", file=sys.stderr)
+        return 2
     except CutesuperError as error:
         print(f"cutesuper: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+
+
+def _add_tune(tune: argparse.ArgumentParser) -> None:
+    tune.add_argument("workload", help="JSON written by cutesuper.dumps(graph), or, in a checkout, "
+                      "a workload of the benchmarks")  # fmt: skip
+    tune.add_argument("--shape", help="of a workload, e.g. 16x4096x4096; default its first")
+    tune.add_argument("--dtype", help="of a workload, default float16")
+    tune.add_argument("--dependent-launch", action="store_true")
+    tune.add_argument("--budget-s", type=float, default=60.0, metavar="SECONDS",
+                      help="default %(default)s")  # fmt: skip
+    tune.add_argument("--candidates", type=int, default=24, metavar="N",
+                      help="muGraphs x schedules to time at most, default %(default)s")  # fmt: skip
+    tune.add_argument("--store", type=Path, metavar="DIR",
+                      help="where to put the winner; default the user's folder")  # fmt: skip
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -49,21 +72,30 @@ def _demo(args: argparse.Namespace) -> int:
     return run_demo((m, k, n), args.dtype, args.weight)
 
 
-def _explain(args: argparse.Namespace) -> int:
-    from cutesuper import KernelGraph, loads, superoptimize
+class _UsageError(Exception):
+    """Wrong arguments: exit code 2."""
+
+
+def _read_graph(path: Path) -> KernelGraph:
+    """The kernel graph in a file. Raises FormatError, _UsageError."""
+    from cutesuper import KernelGraph, loads
 
     try:
-        text = args.graph.read_text(encoding="utf-8")
+        graph = loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        print(f"cutesuper: {args.graph}: {error}", file=sys.stderr)
-        return 2
+        raise _UsageError(f"{path}: {error}") from error
+    if not isinstance(graph, KernelGraph):
+        raise _UsageError(f"{path}: is a muGraph; give a kernel graph")
+    return graph
+
+
+def _explain(args: argparse.Namespace) -> int:
+    from cutesuper import superoptimize
+
     if args.html and args.html.suffix.lower() not in (".html", ".htm"):
         print(f"cutesuper: --html {args.html}: give a name that ends in .html", file=sys.stderr)
         return 2
-    graph = loads(text)
-    if not isinstance(graph, KernelGraph):
-        print(f"cutesuper: {args.graph}: is a muGraph; give a kernel graph", file=sys.stderr)
-        return 2
+    graph = _read_graph(args.graph)
     kernel = superoptimize(graph, target=args.target, dependent_launch=args.dependent_launch)
     print(kernel.explain())
     if args.svg:
@@ -71,6 +103,61 @@ def _explain(args: argparse.Namespace) -> int:
     if args.html:
         kernel.draw(args.html)
     return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    import torch
+    from rich.console import Console
+
+    from cutesuper import tune
+    from cutesuper.tune.report import summary, table
+
+    graph = _tuned_graph(args)
+    if args.budget_s <= 0 or args.candidates < 1:
+        raise _UsageError("--budget-s and --candidates must be positive")
+    if not torch.cuda.is_available():
+        raise _UsageError("tune: timing needs a CUDA GPU and PyTorch sees none here")
+    with Console(stderr=True).status("tuning") as status:
+        tuned = tune(
+            graph,
+            dependent_launch=args.dependent_launch,
+            budget_s=args.budget_s,
+            candidates=args.candidates,
+            folder=args.store,
+            on_step=status.update,
+        )
+    console = Console()
+    console.print(table(tuned))
+    console.print(summary(tuned), markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _tuned_graph(args: argparse.Namespace) -> KernelGraph:
+    """The graph of a file, or of a workload of the benchmarks. Raises FormatError, _UsageError."""
+    path = Path(args.workload)
+    if path.suffix == ".json" or path.is_file():
+        if args.shape or args.dtype:
+            raise _UsageError(f"{path}: holds its shapes and types; --shape and --dtype are for "
+                              "workloads of the benchmarks")  # fmt: skip
+        return _read_graph(path)
+    try:
+        from benchmarks.workloads import MEASURED, RANKED, find_workload
+    except ImportError:
+        raise _UsageError(
+            f"tune {args.workload}: not a file, and the benchmarks, which have workloads by name, "
+            "are not installed with the package; run it from a checkout of the repository"
+        ) from None
+    import cutesuper
+
+    try:
+        workload = find_workload(args.workload, {**MEASURED, **RANKED})
+        shape = workload.parse_shape(args.shape) if args.shape else workload.shapes[0]
+        dtype = args.dtype or "float16"
+        if dtype not in workload.dtypes:
+            raise ValueError(f"{workload.name}: --dtype {dtype} is none of {workload.dtypes}")
+    except ValueError as error:
+        raise _UsageError(f"tune: {error}") from None
+    return workload.graph(cutesuper, shape, dtype)
 
 
 def _bench(rest: list[str]) -> int:

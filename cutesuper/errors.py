@@ -53,6 +53,10 @@ class ScheduleError(CutesuperError, RuntimeError):
     """No schedule for a program fits the device."""
 
 
+class TuningError(CutesuperError, RuntimeError):
+    """No candidate could be timed, or the tuner was given a budget it cannot work with."""
+
+
 class LoweringError(CutesuperError, NotImplementedError):
     """A program that the lowering cannot express yet."""
 

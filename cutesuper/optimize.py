@@ -1,4 +1,7 @@
-"""The whole road: graph -> search -> verify -> schedule -> lower -> compile -> a kernel to call."""
+"""The whole road: graph -> search -> verify -> schedule -> lower -> compile -> a kernel to call.
+
+A program that was tuned before (`cutesuper.store`) takes the place of the search.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
+from cutesuper import store
 from cutesuper.errors import (
     CutesuperError,
     GraphError,
@@ -28,7 +32,16 @@ from cutesuper.runtime.checks import check_size
 from cutesuper.runtime.compile import CompileRequest, compile_many
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
 from cutesuper.schedule.planner import KernelPlan, make_plan
-from cutesuper.search.search import Candidate, Progress, SearchOptions, SearchResult, search
+from cutesuper.schedule.variants import planned
+from cutesuper.search.search import (
+    Candidate,
+    Progress,
+    SearchOptions,
+    SearchResult,
+    Statistics,
+    search,
+    show,
+)
 from cutesuper.verify.equivalence import Verification, Verifier
 
 #: programs up to this many multiply-adds are checked at their real extents too (about 1 s)
@@ -47,6 +60,7 @@ class Options:
         seed: chooses the verifier's inputs and the search's ties.
         budget_s: seconds the search may take; None is no limit.
         executor: searches parts of the graph in other processes or on other machines.
+        tuned: use what `cutesuper.tune` has stored.
     """
 
     target: Target
@@ -54,6 +68,7 @@ class Options:
     seed: int = 0
     budget_s: float | None = None
     executor: Executor | None = None
+    tuned: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,12 +80,14 @@ class Choice:
         plans: of its kernels.
         verification: at small and, where cheap enough, real extents.
         refused: better-priced candidates that no schedule or lowering could run, and why.
+        stored: the tuned program that this is; None where the cost model chose.
     """
 
     candidate: Candidate
     plans: tuple[KernelPlan, ...]
     verification: Verification
     refused: tuple[str, ...]
+    stored: store.Entry | None = None
 
 
 def superoptimize(
@@ -81,6 +98,7 @@ def superoptimize(
     seed: int = 0,
     budget_s: float | None = None,
     executor: Executor | None = None,
+    tuned: bool = True,
     on_progress: Callable[[Progress], None] | None = None,
     cache: KernelCache | None = None,
 ) -> Kernel:
@@ -95,6 +113,8 @@ def superoptimize(
             after Ctrl-C.
         executor: any `concurrent.futures.Executor` (processes, ``dask.distributed``) to search
             with; the result is the same. One search takes seconds: it pays for whole layers.
+        tuned: where `cutesuper.tune` has stored a program for this graph, target and launch mode,
+            verify and use it; nothing is searched then. False: always the cost model's choice.
         on_progress: called with the search's `Progress`; default: a line on standard error, where
             that is a terminal.
         cache: where compiled kernels are kept; default ``~/.cache/cutesuper``.
@@ -114,7 +134,7 @@ def superoptimize(
             "cutesuper.new_kernel_graph()"
         )
     check_definition("superoptimize", graph)
-    options = Options(as_target(target), dependent_launch, seed, budget_s, executor)
+    options = Options(as_target(target), dependent_launch, seed, budget_s, executor, tuned)
     cache = cache or KernelCache()
     with progress_bar() as show:
         make = partial(_make_variant, graph, options, cache, on_progress or show)
@@ -212,10 +232,35 @@ def _make_variant(
     on_progress: Callable[[Progress], None] | None,
     hints: dict[str, int],
 ) -> Variant:
-    """Search, plan and compile for one bucket of the symbolic extents."""
+    """Find (in the store, or else by searching), plan and compile for one bucket of the symbolic
+    extents."""
     graph = graph.with_hints(hints)
-    result, choice = choose(graph, options, on_progress)
+    choice = stored_choice(graph, options) if options.tuned else None
+    if choice is not None:
+        result = SearchResult((choice.candidate,), Statistics())
+    else:
+        result, choice = choose(graph, options, on_progress)
     return compiled(graph, options, cache, result, choice)
+
+
+def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
+    """The tuned program for a graph, verified and planned like any candidate; None where there is
+    none that holds. One that does not is passed over with a warning."""
+    for entry in store.find(graph, options.target.arch, options.dependent_launch):
+        mu, target = entry.mugraph, options.target
+        text = "; ".join(f"{s.name}: {show(s.program)}" for s in mu.steps)
+        candidate = Candidate(mu, entry.measured.predicted_us, (), text, True)
+        try:
+            plans = tuple(
+                planned(step, mu.tensors, target, schedule)
+                for step, schedule in zip(mu.steps, entry.schedules, strict=True)
+            )
+            verification = _verify(Verifier(graph, seed=options.seed), graph, candidate)
+        except CutesuperError as error:
+            store.ignore(entry.path, error)
+            continue
+        return Choice(candidate, plans, verification, (), entry)
+    return None
 
 
 def compiled(
@@ -232,8 +277,15 @@ def choose(
     graph: KernelGraph,
     options: Options,
     on_progress: Callable[[Progress], None] | None = None,
+    keep: int = SearchOptions.keep,
 ) -> tuple[SearchResult, Choice]:
     """The cheapest candidate that verifies and that a schedule and the lowering can run.
+
+    Args:
+        graph: what to compute.
+        options: how.
+        on_progress: called with the search's `Progress`.
+        keep: candidates asked of the search.
 
     Raises:
         SearchError, LoweringError, ScheduleError: there is none; says why the best failed.
@@ -247,7 +299,7 @@ def choose(
     result = search(
         graph,
         target,
-        options=SearchOptions(seed=options.seed, lowered=True),
+        options=SearchOptions(seed=options.seed, keep=keep, lowered=True),
         budget_s=options.budget_s,
         executor=options.executor,
         on_progress=on_progress,
@@ -302,7 +354,7 @@ def compile_plans(
     """Compile every kernel of a choice (several at once in worker processes)."""
     target = options.target
     requests = [
-        _request(plan, step.name, target)
+        compile_request(plan, step.name, target)
         for plan, step in zip(choice.plans, choice.candidate.mugraph.steps, strict=True)
     ]
     artifacts = compile_many(requests, cache=cache)
@@ -312,7 +364,8 @@ def compile_plans(
     )
 
 
-def _request(plan: KernelPlan, name: str, target: Target) -> CompileRequest:
+def compile_request(plan: KernelPlan, name: str, target: Target) -> CompileRequest:
+    """What to ask of the compiler for a kernel of this name."""
     from cutesuper.lower.build import build
 
     outputs = tuple(i for i, a in enumerate(plan.arguments) if a.written)

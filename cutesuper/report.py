@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cutesuper.optimize import Choice, Options
     from cutesuper.runtime.kernel import CompiledStep, Variant
     from cutesuper.search.search import Candidate, SearchResult
+    from cutesuper.store import Entry
 
 #: alternatives that a report lists
 ALTERNATIVES = 5
@@ -33,7 +34,7 @@ def variant_report(
     """The whole story of one compiled program, section by section."""
     sections = {
         "program": kernel_graph_text(graph),
-        "search": search_text(result),
+        "search": stored_text(choice.stored) if choice.stored else search_text(result),
         "muGraph": mugraph_text(choice.candidate.mugraph),
         "verification": choice.verification.summary(),
         "cost": cost_text(choice.candidate),
@@ -60,6 +61,22 @@ def variant_page(graph: KernelGraph, target: Target, variant: Variant) -> str:
     return mugraph_page(variant.mugraph, facts)
 
 
+def stored_text(entry: Entry) -> str:
+    """Where a tuned program came from and what was measured."""
+    m = entry.measured
+    model = "did not run" if m.model_us is None else f"took {m.model_us:.2f} us"
+    versions = {
+        "driver": m.driver, "CUDA": m.cuda, "torch": m.torch, "CuTe DSL": m.cutlass_dsl,
+        "cutesuper": m.cutesuper, "commit": m.commit,
+    }  # fmt: skip
+    known = [f"{k} {v}" for k, v in versions.items() if v]
+    return (
+        f"none: the tuned program of {entry.path}\n"
+        f"measured {m.median_us:.2f} us (spread {m.spread_us:.2f}), the cost model's choice "
+        f"{model}; {m.timed} candidate(s) timed\n" + ", ".join([m.gpu or "unknown GPU", *known])
+    )
+
+
 def search_text(result: SearchResult) -> str:
     """What the search looked at and what it left out."""
     s = result.statistics
@@ -80,7 +97,7 @@ def search_text(result: SearchResult) -> str:
 def cost_text(candidate: Candidate) -> str:
     """Predicted time by cause, microseconds."""
     parts = ", ".join(f"{k} {v:.2f}" for k, v in candidate.breakdown.items() if v >= 0.005)
-    return f"predicted {candidate.cost_us:.2f} us ({parts})"
+    return f"predicted {candidate.cost_us:.2f} us" + (f" ({parts})" if parts else "")
 
 
 def alternatives_text(result: SearchResult, choice: Choice) -> str:
@@ -143,7 +160,7 @@ def _matmul_lines(plan: MatmulPlan) -> list[str]:
         ),
     ]
     if plan.shift is not None:
-        names = [plan.arguments[plan.loaded(i).argument].name for i in plan.shift.source.leaves]
+        names = [plan.arguments[plan.staged(i).argument].name for i in plan.shift.source.leaves]
         lines.append(
             f"shifted: {plan.shift.source.text(names)}, less the mean of a sample of its row"
             + ("" if plan.shift.products else " (in statistics)")

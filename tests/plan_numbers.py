@@ -27,7 +27,8 @@ class TorchMath:
 
 
 class PlanNumbers:
-    """One run of a plan without batch labels; tensors by the names of its arguments."""
+    """One run of a plan without batch labels and without products after the loop; tensors by the
+    names of its arguments."""
 
     def __init__(self, plan: MatmulPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         self.plan, self.tensors = plan, tensors
@@ -85,6 +86,10 @@ class PlanNumbers:
             reduced[s.value] = total * s.scale
         found |= {i: self.evaluate(e, reduced) for i, e in plan.row_values.items()}
         found |= {i: self.view(v, (plan.row, plan.column)) for i, v in plan.loads.items()}
+        for r in plan.reductions:
+            v = self.evaluate(r.source, found)
+            total = v.sum(1, keepdim=True) if r.op == "sum" else v.amax(1, keepdim=True)
+            found[r.value] = total * r.scale
         outputs = {}
         for o in plan.outputs:
             a = plan.arguments[o.view.argument]

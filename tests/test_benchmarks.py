@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+import cutesuper as cs
 from benchmarks.check import Error, Expected, check_outputs, measure_error, ulp
+from benchmarks.layers import LAYERS, MODELS
 from benchmarks.problem import ALIGNMENT, SetPlan, make_problem, plan_sets, slab_bytes
 from benchmarks.spread import quantile, summarize
-from benchmarks.workloads import WORKLOADS, find_workload
+from benchmarks.workloads import MEASURED, find_workload
+from cutesuper.graph.evaluate import evaluate
 from tests.benchmark_fakes import (
     GAIN,
     PLAIN,
@@ -150,18 +152,52 @@ def draw(workload, shape=TINY, dtype=torch.float64):
     ]
 
 
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=lambda w: w.name)
+OF_MODELS = [MODELS["llama3-8b"].layer(name, 1)[0] for name in LAYERS if name != "down"]
+ALL = pytest.mark.parametrize("workload", [*MEASURED.values(), *OF_MODELS], ids=lambda w: w.name)
+
+
+def small(workload):
+    return {"rank": (*TINY, 8)}.get(workload.axes[-1], TINY)
+
+
+@ALL
 def test_references_agree_with_pytorch(workload):
-    inputs = draw(workload)
+    shape = small(workload)
+    inputs = draw(workload, shape)
     for name, computation in workload.computations.items():
-        [reference] = computation.reference(*inputs)
-        [eager] = computation.eager(*inputs)
-        assert reference.dtype == torch.float64
-        torch.testing.assert_close(reference, eager, rtol=1e-12, atol=1e-12, msg=name)
-        out = torch.full_like(eager, math.nan)
-        computation.into(*inputs, out=(out,))
-        assert torch.equal(out, eager)
-        assert tuple(eager.shape) == workload.outputs(TINY)[0].dims
+        references, eagers = computation.reference(*inputs), computation.eager(*inputs)
+        specs = workload.outputs_of(name, shape)
+        for reference, eager, spec in zip(references, eagers, specs, strict=True):
+            assert reference.dtype == torch.float64
+            torch.testing.assert_close(reference, eager, rtol=1e-12, atol=1e-12, msg=name)
+            assert tuple(eager.shape) == spec.dims
+            assert 0.1 < eager.square().mean().sqrt() < 3  # where a half is accurate
+        if computation.into is not None:
+            out = tuple(torch.full_like(eager, math.nan) for eager in eagers)
+            computation.into(*inputs, out=out)
+            for written, eager in zip(out, eagers, strict=True):
+                torch.testing.assert_close(written, eager, rtol=1e-14, atol=1e-14, msg=name)
+
+
+@ALL
+def test_programs_compute_the_reference(workload):
+    shape = small(workload)
+    inputs = draw(workload, shape)
+    graph = workload.graph(cs, shape, "float16")
+    [ours] = evaluate(graph, inputs, torch.float64)
+    [reference] = workload.computations["full"].reference(*inputs)
+    torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+
+
+@ALL
+def test_the_part_has_nothing_but_products(workload):
+    """Which are linear in X; norms, activations and biases are not."""
+    part, full = workload.computations["matmul"].reference, workload.computations["full"].reference
+    x, *rest = draw(workload, small(workload))
+    for one, twice in zip(part(x, *rest), part(2 * x, *rest), strict=True):
+        torch.testing.assert_close(twice, 2 * one)
+    if workload.name != "lora":  # all of which is linear
+        assert not torch.allclose(full(2 * x, *rest)[0], 2 * full(x, *rest)[0], rtol=1e-3)
 
 
 def test_gain_matters():
@@ -182,6 +218,12 @@ def test_bytes_and_operations():
     assert PLAIN.bytes_moved((16, 4096, 4096), torch.float16) == 2 * (4096**2 + 2 * 16 * 4096)
     assert GAIN.bytes_moved(TINY, torch.bfloat16) == 2 * (4 * 64 + 64 + 64 * 32 + 4 * 32)
     assert PLAIN.flops((16, 4096, 4096)) == 2 * 16 * 4096 * 4096
+    lora, dlrm = MEASURED["lora"], MEASURED["dlrm_mlp"]
+    assert lora.flops((2, 3, 5, 7)) == 2 * (2 * 3 * 5 + 2 * 3 * 7 + 2 * 7 * 5)
+    assert lora.bytes_moved((2, 3, 5, 7), torch.float16) == 2 * (6 + 15 + 21 + 35 + 10)
+    assert dlrm.flops((2, 3, 5)) == 2 * (2 * 3 * 5 + 2 * 5)
+    assert dlrm.bytes_moved((2, 3, 5), torch.float16) == 2 * (6 + 15 + 5 + 5 + 1 + 2)
+    assert MEASURED["gated_mlp"].flops((2, 3, 5)) == 2 * 2 * (2 * 3 * 5)
 
 
 def test_shapes_are_parsed_or_refused():
@@ -193,18 +235,22 @@ def test_shapes_are_parsed_or_refused():
         find_workload("nothing")
 
 
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=lambda w: w.name)
+@ALL
 def test_programs_build(workload):
-    kernel = pytest.importorskip("cutesuper.graph.kernel")
-    dtypes = pytest.importorskip("cutesuper.graph.dtypes")
-    cs = SimpleNamespace(
-        new_kernel_graph=kernel.KernelGraph, float16=dtypes.float16, bfloat16=dtypes.bfloat16
-    )
-    graph = workload.graph(cs, TINY, "bfloat16")
+    shape = small(workload)
+    graph = workload.graph(cs, shape, "bfloat16")
     nodes = [graph.nodes[i] for i in graph.inputs]
-    assert [node.shape for node in nodes] == [spec.dims for spec in workload.inputs(TINY)]
-    assert [node.constant for node in nodes] == [spec.constant for spec in workload.inputs(TINY)]
-    assert graph.nodes[graph.outputs[0]].shape == (4, 32)
+    assert [node.shape for node in nodes] == [spec.dims for spec in workload.inputs(shape)]
+    assert [node.constant for node in nodes] == [spec.constant for spec in workload.inputs(shape)]
+    assert graph.nodes[graph.outputs[0]].shape == workload.outputs(shape)[0].dims
+    assert {node.dtype for node in nodes} == {cs.bfloat16}
+
+
+def test_every_weight_is_constant():
+    for workload in (*MEASURED.values(), *OF_MODELS):
+        shape = small(workload)
+        for spec in workload.inputs(shape):
+            assert spec.constant is not spec.rows, f"{workload.name} {spec.name}"
 
 
 # ------------------------------------------------------------------------------------------- inputs

@@ -111,7 +111,9 @@ def test_exit_code_3_when_the_device_is_lost(scripted, monkeypatch, tmp_path, ca
     with pytest.raises(SystemExit) as caught:
         cli.main(["rmsnorm_linear", "--json", str(path)])
     assert caught.value.code == 3
-    assert "illegal address" in report.load_results(path)["aborted"]
+    results = report.load_results(path)
+    assert "illegal address" in results["aborted"]
+    assert results["cases"][-1]["error"] == results["aborted"]
 
 
 def test_watchdog_expires_only_on_slow_steps():

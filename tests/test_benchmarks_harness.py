@@ -159,6 +159,36 @@ def test_a_lost_device_ends_the_run_with_partial_results():
     assert entries["matmul-alone"]["status"] == "pending"
 
 
+def test_a_device_lost_while_timing_leaves_no_times():
+    backend = FakeBackend()
+
+    def crash(_recordings, _flush):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    backend.time_round = crash
+    seen = []
+
+    class Watch(Monitor):
+        def started(self, results):
+            seen.append(results)
+
+    with pytest.raises(DeviceLostError, match="unspecified launch failure"):
+        measure(writer(right), "eager", backend=backend, monitor=Watch())
+    for entry in entries_of(seen[0]).values():
+        assert entry["status"] == "failed"
+        assert entry["error"].startswith("timing: RuntimeError: CUDA error")
+
+
+def test_parts_may_have_outputs_of_their_own():
+    results = harness.run(
+        "gated_mlp", shapes=["4x64x32"], peers=["eager", "matmul-alone"], floors=(),
+        settings=KNOBS, backend=FakeBackend(),
+    )  # fmt: skip
+    for entry in entries_of(results).values():
+        assert entry["status"] == "ok", entry["error"]
+        assert entry["check_after"]["passed"]
+
+
 def test_a_monitor_sees_every_step_and_the_unfinished_one():
     steps, states = [], []
 

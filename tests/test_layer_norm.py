@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from cutesuper.errors import LoweringError
+from cutesuper.errors import LoweringError, SearchError
 from cutesuper.graph.check import check_block_program, passes
 from cutesuper.graph.dims import Symbol
 from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
@@ -17,6 +18,7 @@ from cutesuper.graph.target import H200
 from cutesuper.optimize import Choice, Options, choose
 from cutesuper.schedule.matmul import MatmulPlan
 from cutesuper.search.distribute import distributed
+from cutesuper.search.forms import find_form
 from cutesuper.search.kernels import Flat
 from cutesuper.search.labels import label
 from cutesuper.search.region import SearchOptions, search_region
@@ -25,7 +27,7 @@ from cutesuper.verify.equivalence import Verifier
 from tests import zoo
 from tests.mugraphs import Block
 from tests.plan_numbers import PlanNumbers
-from tests.plans import specs
+from tests.plans import specs, whole_plan
 
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {"gain": False, "shift": False},
@@ -110,24 +112,28 @@ def labelled(graph: KernelGraph) -> Any:
     return label(flat.segment(flat.order).region)
 
 
+def over_k(graph: KernelGraph) -> Any:
+    return distributed(labelled(graph), "K")
+
+
 def test_what_waits_for_nothing_is_left_as_it_is() -> None:
     """``(X + R) W`` is one product, not two."""
-    assert distributed(labelled(zoo.rms_norm_linear(16, 1024, 512, gain=True))) is None
+    assert over_k(zoo.rms_norm_linear(16, 1024, 512, gain=True)) is None
     g = new_kernel_graph()
     x, r = (g.new_input((16, 1024), name=n) for n in "XR")
     g.mark_output(g.matmul(g.add(x, r), g.new_input((1024, 512), name="W")))
-    assert distributed(labelled(g)) is None
+    assert over_k(g) is None
 
 
 def test_what_is_not_linear_is_left_as_it_is() -> None:
     g = new_kernel_graph()
     x, w = g.new_input((16, 1024), name="X"), g.new_input((1024, 512), name="W")
     g.mark_output(g.matmul(g.exp(g.sub(x, g.max(x, -1))), w))
-    assert distributed(labelled(g)) is None
+    assert over_k(g) is None
 
 
 def test_the_distributed_definition() -> None:
-    found = distributed(labelled(zoo.layer_norm_linear(16, 1024, 512)))
+    found = over_k(zoo.layer_norm_linear(16, 1024, 512))
     assert found is not None
     reductions = [(op.kind, sorted(op.labels)) for op in found.ops if op.over]
     assert sorted(reductions) == [
@@ -225,6 +231,16 @@ def test_sums_that_do_not_cancel_are_left_alone() -> None:
     mean = b.close(b.op("mean", x, over="K"), "K")
     squares = b.close(b.op("mean", b.op("square", x), over="K"), "K")
     b.store("Z", b.op("sub", b.op("div", product, b.op("sqrt", squares)), mean), "M", "N")
+    assert find_shift(b.step().program, "M", "N", "K") is None
+
+
+def test_a_quotient_that_loses_a_factor_of_the_row_is_no_difference() -> None:
+    """``y / mean_N(y)`` with y = X W / mean_K(X^2): X^2 next to zero would divide by zero."""
+    b = Block({"M": 16, "K": 512, "N": 64}, {"K.loop": 4}, {"M": 16, "K": 128, "N": 64})
+    x, w = b.load("X", "M", "K"), b.load("W", "K", "N")
+    squares = b.close(b.op("mean", b.op("square", x), over="K"), "K")
+    y = b.op("div", b.close(b.op("matmul", x, w, over="K"), "K"), squares)
+    b.store("Z", b.op("div", y, b.op("mean", y, over="N")), "M", "N")
     assert find_shift(b.step().program, "M", "N", "K") is None
 
 
@@ -330,3 +346,59 @@ def test_constant_rows_have_no_deviation() -> None:
     inputs[0][3], inputs[0][5] = 1000.0, 0.0
     [out] = PlanNumbers(plan_of(chosen(*case)), zoo.named(graph, inputs)).run().values()
     assert (out[3] == 0).all() and (out[5] == 0).all() and out.isfinite().all()
+
+
+# ------------------------------------------------------------------- with what follows the products
+
+
+def of_normed(after: Callable[..., Any], by_name: dict[str, Any], dtype: Any) -> Any:
+    """``after(layer_norm(X) W)`` in a precision."""
+    x, w = by_name["X"].to(dtype), by_name["W"].to(dtype)
+    return after(torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-5) @ w)
+
+
+AFTER: dict[str, Callable[[Any], Any]] = {
+    "softmax": lambda z: torch.softmax(z, -1),
+    "layer_norm": lambda z: torch.nn.functional.layer_norm(z, z.shape[-1:], eps=1e-5),
+}
+
+
+@pytest.mark.parametrize("after", AFTER)
+def test_reductions_along_the_columns_follow_in_the_same_kernel(after: str) -> None:
+    """Only sums over K are distributed: those over N take deviations, as they are written. The
+    price decides whether it is better than a kernel for each norm."""
+    graph = zoo.layer_norm_linear_then(after)
+    plan = whole_plan(graph)
+    assert plan.vector_products and len(plan.reductions) == 2
+    inputs = inputs_of(graph, 100.0, 6)
+    by_name = zoo.named(graph, inputs)
+    numbers = PlanNumbers(plan, {f"in{i}": x for i, x in enumerate(inputs)})
+    [out] = numbers.run().values()
+    eager = of_normed(AFTER[after], by_name, inputs[0].dtype)
+    [report] = zoo.judge(graph, inputs, [out], [eager])
+    assert report, report.message
+
+
+@pytest.mark.parametrize("after", ["T B", "layer_norm(X) A B"])
+def test_products_after_the_loop_are_another_kernel(after: str) -> None:
+    other = over_k(zoo.layer_norm_linear_then(after))
+    flat = Flat(zoo.layer_norm_linear_then(after).expanded())
+    with pytest.raises(SearchError, match=r"a vector of N.* beside a product over"):
+        find_form(flat.segment(flat.order).region, other)
+    assert len(choose(zoo.layer_norm_linear_then(after), Options(H200))[1].plans) == 2
+
+
+def test_vectors_beside_a_product_after_the_loop_are_refused() -> None:
+    """``X W - sum_K(W) + T B``."""
+    b = Block(
+        {"M": 16, "K": 512, "N": 64, "J": 16}, {"K.loop": 4},
+        {"M": 16, "K": 128, "N": 64, "J": 16},
+    )  # fmt: skip
+    w = b.load("W", "K", "N")
+    z = b.close(b.op("matmul", b.load("X", "M", "K"), w, over="K"), "K")
+    z = b.op("sub", z, b.close(b.op("sum", w, over="K"), "K"))
+    after = b.op("matmul", b.load("T", "M", "J"), b.load("B", "J", "N"), over="J")
+    b.store("Z", b.op("add", z, after), "M", "N")
+    shapes = {"X": (16, 512), "W": (512, 64), "T": (16, 16), "B": (16, 64), "Z": (16, 64)}
+    with pytest.raises(LoweringError, match=r"beside a product after the loop \(over J\)"):
+        planned(b, shapes)

@@ -18,7 +18,7 @@ from cutesuper.schedule.planner import make_plan
 from cutesuper.search.kernels import Flat
 from cutesuper.search.region import SearchOptions, search_region
 from tests import zoo
-from tests.plans import compiled
+from tests.plans import compiled, whole_plan
 from tests.test_lowering import check_resources
 
 LARGE = (16, 4096, 4096)
@@ -69,6 +69,13 @@ def plans_of_every_tile(m: int) -> list[MatmulPlan]:
         if tile not in found:
             found[tile] = make_plan(step, tensors, H200)
     return list(found.values())
+
+
+@pytest.mark.parametrize("after", ["softmax", "layer_norm"])
+def test_vectors_and_reductions_along_the_columns_compile(after: str) -> None:
+    plan = whole_plan(zoo.layer_norm_linear_then(after))
+    assert plan.vector_rows and plan.reductions
+    check_resources(plan, compiled(plan))
 
 
 @pytest.mark.parametrize("m", [64, 1024])

@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = {
     "layer_norm": lambda: zoo.rows("layer_norm", (3, 2, 100), "float32"),
     "two outputs": lambda: zoo.rows("mean and max", (9, 64)),
     "symbolic": lambda: zoo.rms_norm_linear(cs.symbol("M", 20), K, N),
-    "relu_mlp": lambda: zoo.relu_mlp(M, K, 64, 64),
+    "relu_mlp": lambda: zoo.relu_mlp(M, K, 320, 64),
 }
 
 
@@ -119,7 +119,7 @@ def test_multi_kernel_programs_are_wired() -> None:
     inputs, outputs = kernel.mugraph.inputs, kernel.mugraph.outputs
     assert variant.names[:4] == (*inputs, *outputs)
     [(shape, dtype)] = variant.intermediates
-    assert shape == (M, 64) and dtype is torch.float16
+    assert shape == (M, 320) and dtype is torch.float16
     first, second = variant.wiring
     assert first[-1] == 4 and 4 in second[:-1] and second[-1] == 3
 

@@ -55,6 +55,26 @@ def layer_norm_linear(
     return g
 
 
+def layer_norm_linear_then(after: str, k: int = 512, n: int = 256) -> KernelGraph:
+    """``layer_norm(X) W`` of 16 rows and what may follow: a softmax, another norm, or
+    ``+ T B`` with T an input or ``layer_norm(X) A``."""
+    g = new_kernel_graph()
+    x, w = g.new_input((16, k), name="X"), g.new_input((k, n), name="W", constant=True)
+    normed = layer_norm(g, x)
+    z = g.matmul(normed, w)
+    if after == "softmax":
+        z = g.softmax(z)
+    elif after == "layer_norm":
+        z = layer_norm(g, z)
+    else:
+        t = g.new_input((16, 16), name="T") if after == "T B" else (
+            g.matmul(normed, g.new_input((k, 16), name="A", constant=True))
+        )
+        z = g.add(z, g.matmul(t, g.new_input((16, n), name="B", constant=True)))
+    g.mark_output(z)
+    return g
+
+
 def less_column_sums(m: Dim, k: int, n: int, dtype: Any = "float16") -> KernelGraph:
     """``X W - sum_K(W)``: a vector of ones beside the rows, and no norm."""
     g = new_kernel_graph()

@@ -88,7 +88,11 @@ def find_shift(program: BlockProgram, row: str, column: str, contracted: str) ->
 def _effect(
     program: BlockProgram, value: int, contracted: str, products: bool
 ) -> tuple[int | None, str | None]:
-    """The first operation that cancels a shift of ``value``, and a stored tensor that does not."""
+    """The first difference that cancels a shift of ``value``, and a stored tensor that does not.
+
+    A quotient may lose a factor of the row as well (``y / mean_N(y)`` with y = X W / mean_K(X^2)),
+    but it loses no digits by that.
+    """
     for seed in range(_DRAWS):
         try:
             plain = _values(program, seed)
@@ -106,7 +110,7 @@ def _effect(
         (
             i
             for i, op in enumerate(program.ops)
-            if i not in stores and same[i] and not all(same[j] for j in op.inputs)
+            if op.kind in ("add", "sub") and same[i] and not all(same[j] for j in op.inputs)
         ),
         None,
     )

@@ -33,39 +33,56 @@ class Epilogue:
         self.k = kernel
         self.values = kernel.m // 4  # accumulators of one thread and column
         self.columns = kernel.n // kernel.cluster  # columns this block finishes
-        finals = [final for _, final in kernel.plan.products]
-        finals += [p.value for p in kernel.plan.vector_products]
-        self.product_of = {final: w for w, final in enumerate(finals)}
+        plan = kernel.plan
+        self.results = len(plan.finals)
+        #: where a column's sums have what an operation completes: products, then vectors
+        self.places = dict(plan.finals)
+        for n, p in enumerate(plan.vector_products):
+            self.places[p.value] = self.results + n
+        # outputs that have rows only are stored by the reductions
+        self.outputs = [n for n, o in enumerate(plan.outputs) if plan.column in o.view.labels]
+        between = [x.source for x in (*plan.tails, *plan.reductions)]
+        self.early_rows = any(i in plan.row_values for e in between for i in e.leaves)
         self.staged = self._stageable()
 
     def _stageable(self) -> bool:
         """Whether tiles leave through shared memory: direct stores write 16 bytes of a row at a
         time (4096x4096x4096: 330 us), which is fine only while there are few rows."""
         k, plan = self.k, self.k.plan
-        views = [o.view for o in plan.outputs]
+        views = [plan.outputs[n].view for n in self.outputs]
         contiguous = all(v.stride(plan.column) == 1 for v in views)
         narrow = all(ELEMENT[plan.arguments[v.argument].dtype].width == 16 for v in views)
         whole = plan.program.dims[plan.column] % PIECE == 0  # type: ignore[operator]
-        fits = k.m * (k.n + PIECE) * 2 <= len(plan.columns) * k.n * k.k * 2 * plan.schedule.stages
+        ring = k.main.boxes * COLUMN_BLOCK * k.k * 2 * plan.schedule.stages
+        fits = k.m * (k.n + PIECE) * 2 <= ring
         return k.cluster == 1 and k.m >= 32 and contiguous and narrow and whole and fits
+
+    @cute.jit
+    def begin(self):
+        """Wait for what everything after the loop may need."""
+        if cutlass.const_expr(self.k.dependent):
+            # loads and stores after the loop may touch what the predecessor reads or writes
+            cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(self.early_rows):
+            self.wait_row_values()
 
     @cute.jit
     def run(self, accumulators, vectors, smem, tensors, tidx, warp, lane, where):
         """From the accumulators of all consumer warps to memory."""
         k = self.k
-        if cutlass.const_expr(k.dependent):
-            # epilogue loads and stores may touch what the predecessor reads or writes
-            cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(k.cluster > 1):
             self.send(accumulators, vectors, smem, warp, lane, where)
+        if cutlass.const_expr(not self.early_rows):
             self.wait_row_values()
+        if cutlass.const_expr(len(k.plan.reductions) > 0):
+            k.reductions.run(accumulators, vectors, smem, tensors, tidx, warp, lane, where)
+            k.reductions.store_rows(smem, tensors, tidx, where)
+        if cutlass.const_expr(k.cluster > 1):
             cute.arch.mbarrier_wait(smem["received"], 0)
             self.finish_received(smem, tensors, tidx, where)
         elif cutlass.const_expr(self.staged):
-            self.wait_row_values()
             self.finish_staged(accumulators, vectors, smem, tensors, tidx, warp, lane, where)
-        else:
-            self.wait_row_values()
+        elif cutlass.const_expr(len(self.outputs) > 0):
             self.finish_own(accumulators, vectors, smem, tensors, warp, lane, where)
 
     @cute.jit
@@ -85,7 +102,7 @@ class Epilogue:
         k, count = self.k, self.values
         rank = where[2]
         width = min(4, count)
-        for w in cutlass.range_constexpr(k.weights):
+        for w in cutlass.range_constexpr(self.results):
             for i in cutlass.range_constexpr(len(accumulators[w])):
                 words = cute.recast_tensor(accumulators[w][i], Int32)
                 block = warp // 4 + k.warpgroups * i
@@ -105,7 +122,7 @@ class Epilogue:
 
     def slot(self, source: Any, product: int, column: Any, quarter: Any) -> Any:
         """Where a peer's partial sums for one column and quarter of the rows lie."""
-        index = ((source * self.k.weights + product) * self.columns + column) * 4 + quarter
+        index = ((source * self.results + product) * self.columns + column) * 4 + quarter
         return index * self.values
 
     @staticmethod
@@ -123,7 +140,7 @@ class Epilogue:
         """Add up the partial sums of this block's columns and store them."""
         k, items = self.k, 4 * self.columns
         threads = 32 * k.consumers
-        tile_m, tile_n, rank, batch = where
+        _, tile_n, rank, _ = where
         for p in cutlass.range_constexpr(-(-items // threads)):
             item = tidx + p * threads
             if item < items:
@@ -131,11 +148,11 @@ class Epilogue:
                 column, quarter = item % self.columns, item // self.columns
                 sums = self.collect_all(smem, column, quarter)
                 n = tile_n * k.n + rank * self.columns + column
-                self.store(sums, smem, tensors, n, tile_m, quarter, batch)
+                self.store(sums, smem, tensors, n, where, quarter)
 
     def collect_all(self, smem: dict[str, Any], column: Any, quarter: Any) -> list[Any]:
         """Every product's complete sums for one column, then those of vectors."""
-        sums = [self.collect(smem, w, column, quarter) for w in range(self.k.weights)]
+        sums = [self.collect(smem, w, column, quarter) for w in range(self.results)]
         return sums + self.k.vectors.collect(smem, column)
 
     def collect(self, smem: dict[str, Any], product: int, column: Any, quarter: Any) -> Any:
@@ -154,13 +171,12 @@ class Epilogue:
     def finish_own(self, accumulators, vectors, smem, tensors, warp, lane, where):
         """Store a tile that no other block has a part of."""
         k = self.k
-        tile_m, tile_n, _, batch = where
         for i in cutlass.range_constexpr(len(accumulators[0])):
             block = warp // 4 + k.warpgroups * i
             for half in cutlass.range_constexpr(2):
-                n = tile_n * k.n + self.column_in_tile(block, half, warp, lane)
+                n = where[1] * k.n + self.column_in_tile(block, half, warp, lane)
                 sums = self.own(accumulators, vectors, i, half, lane)
-                self.store(sums, smem, tensors, n, tile_m, lane % 4, batch)
+                self.store(sums, smem, tensors, n, where, lane % 4)
 
     # ---------------------------------------------------------------- tiles through shared memory
 
@@ -168,8 +184,8 @@ class Epilogue:
     def finish_staged(self, accumulators, vectors, smem, tensors, tidx, warp, lane, where):
         """Write the tile row by row into the ring, which is empty now, and store whole rows."""
         k, plan = self.k, self.k.plan
-        tile_m, tile_n, _, batch = where
-        for o, output in enumerate(plan.outputs):
+        for o in self.outputs:
+            output = plan.outputs[o]
             dtype = ELEMENT[plan.arguments[output.view.argument].dtype]
             tile = cute.recast_ptr(smem["columns"].iterator, dtype=dtype)
             self.consumers_meet()  # every warpgroup has read its last stage, or stored its rows
@@ -178,8 +194,7 @@ class Epilogue:
                 for half in cutlass.range_constexpr(2):
                     column = self.column_in_tile(block, half, warp, lane)
                     sums = self.own(accumulators, vectors, i, half, lane)
-                    n = tile_n * k.n + column
-                    self.stage(sums, o, tile, smem, tensors, n, column, tile_m, lane % 4, batch)
+                    self.stage(sums, o, tile, smem, tensors, column, where, lane % 4)
             self.consumers_meet()
             self.store_tile(o, tile, tensors, tidx, where)
 
@@ -189,15 +204,15 @@ class Epilogue:
         cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=32 * self.k.consumers)
 
     @cute.jit
-    def stage(self, sums, o: cutlass.Constexpr, tile, smem, tensors, n, column, tile_m, quarter,
-              batch):
+    def stage(self, sums, o: cutlass.Constexpr, tile, smem, tensors, column, where, quarter):
         """Apply an output's expression to one column and put it into the tile."""
         plan = self.k.plan
         output = plan.outputs[o]
         last = self.k.extents.of(plan.column, tensors) - 1
+        n = where[1] * self.k.n + column
         inside = n if n < last else last  # loads of the epilogue stay inside their tensors
         leaves = [
-            self.leaf(i, sums, smem, tensors, inside, tile_m, quarter, batch)
+            self.leaf(i, self.places, sums, smem, tensors, inside, plan.column, where, quarter)
             for i in output.expression.leaves
         ]
         dtype = ELEMENT[plan.arguments[output.view.argument].dtype]
@@ -253,31 +268,43 @@ class Epilogue:
     # ----------------------------------------------------------------------------------- store
 
     @cute.jit
-    def store(self, sums, smem, tensors, n, tile_m, quarter, batch):
+    def store(self, sums, smem, tensors, n, where, quarter):
         """Apply the outputs' expressions to one column and store the rows that exist."""
         k, plan = self.k, self.k.plan
         rows = k.extents.of(plan.row, tensors)
         columns = k.extents.of(plan.column, tensors)
         if n < columns:
-            for o, output in enumerate(plan.outputs):
+            for o in self.outputs:
+                output = plan.outputs[o]
                 leaves = [
-                    self.leaf(i, sums, smem, tensors, n, tile_m, quarter, batch)
+                    self.leaf(i, self.places, sums, smem, tensors, n, plan.column, where, quarter)
                     for i in output.expression.leaves
                 ]
                 value = output.expression.evaluate(leaves, k.math)
-                self.store_rows(value, o, tensors, n, tile_m, quarter, batch, rows)
+                self.store_rows(value, o, tensors, n, where, quarter, rows)
 
-    def leaf(self, i: int, sums: Any, smem: Any, tensors: Any, n: Any, tile_m: Any, quarter: Any,
-             batch: Any) -> Any:
-        """A leaf of the epilogue: accumulator, row value or load."""
-        plan = self.k.plan
-        if i in self.product_of:
-            return sums[self.product_of[i]]
+    def leaf(
+        self, i: int, places: dict[int, int], sums: Any, smem: Any, tensors: Any, n: Any,
+        label: str, where: Any, quarter: Any,
+    ) -> Any:
+        """A leaf of an expression on one column: accumulator, row value, reduction or load.
+
+        ``places`` says for every operation that completes an accumulator where in ``sums`` it is;
+        ``n`` is the column's coordinate along ``label``.
+        """
+        k, plan = self.k, self.k.plan
+        if i in places:
+            return sums[places[i]]
         local = [self.row_of(v, quarter) for v in range(self.values)]
         if i in plan.row_values:
-            base = list(plan.row_values).index(i) * self.k.m
+            base = list(plan.row_values).index(i) * k.m
             return self.gather(smem["row_values"], [base + m for m in local])
-        return self.fetch(plan.loads[i], tensors, n, tile_m, local, batch)
+        if i in k.reductions.place:
+            out = cute.make_rmem_tensor(cute.make_layout(self.values), Float32)
+            for v, m in enumerate(local):
+                out[v] = k.reductions.row_value(k.reductions.place[i], smem, m)
+            return out.load()
+        return self.fetch(plan.loads[i], tensors, n, label, where, local)
 
     @staticmethod
     def row_of(v: int, quarter: Any) -> Any:
@@ -292,16 +319,16 @@ class Epilogue:
         return out.load()
 
     @cute.jit
-    def fetch(self, view: cutlass.Constexpr, tensors, n, tile_m, local, batch):
+    def fetch(self, view: cutlass.Constexpr, tensors, n, label: cutlass.Constexpr, where, local):
         """A bias, residual or the like, for one column."""
         k, plan = self.k, self.k.plan
-        base = self.batch_offset(view, batch) + n * view.stride(plan.column)
+        base = self.batch_offset(view, where[3]) + n * view.stride(label)
         source = tensors[view.argument].iterator
         out = cute.make_rmem_tensor(cute.make_layout(self.values), Float32)
         if cutlass.const_expr(plan.row in view.labels):
             rows = k.extents.of(plan.row, tensors)
             for v in cutlass.range_constexpr(self.values):
-                m = tile_m * k.m + local[v]
+                m = where[0] * k.m + local[v]
                 out[v] = Float32(0.0)
                 if m < rows:
                     element = cute.make_tensor(
@@ -314,16 +341,16 @@ class Epilogue:
         return out.load()
 
     @cute.jit
-    def store_rows(self, value, o: cutlass.Constexpr, tensors, n, tile_m, quarter, batch, rows):
+    def store_rows(self, value, o: cutlass.Constexpr, tensors, n, where, quarter, rows):
         """Store one column's rows, converted, where they exist."""
         k, plan = self.k, self.k.plan
         view = plan.outputs[o].view
         dtype = ELEMENT[plan.arguments[view.argument].dtype]
-        base = self.batch_offset(view, batch) + n * view.stride(plan.column)
+        base = self.batch_offset(view, where[3]) + n * view.stride(plan.column)
         converted = cute.make_rmem_tensor(cute.make_layout(self.values), dtype)
         converted.store(value.to(dtype))
         for v in cutlass.range_constexpr(self.values):
-            m = tile_m * k.m + self.row_of(v, quarter)
+            m = where[0] * k.m + self.row_of(v, quarter)
             if m < rows:
                 place = tensors[view.argument].iterator + (base + m * view.stride(plan.row))
                 cute.make_tensor(place, cute.make_layout(1))[0] = converted[v]

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 import cutlass.memory
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from cutesuper.device.math import DeviceMath
@@ -27,11 +27,13 @@ from cutesuper.device.memory import (
     partition,
     tile_atom,
 )
-from cutesuper.graph.vectors import MAX_VECTORS
+from cutesuper.lower.columns import ColumnGroup, column_groups
 from cutesuper.lower.common import ELEMENT, Extents, labelled
 from cutesuper.lower.epilogue import Epilogue
+from cutesuper.lower.reductions import ColumnReductions
 from cutesuper.lower.statistics import RowSide
-from cutesuper.lower.vectors import VectorTile
+from cutesuper.lower.tails import Tails
+from cutesuper.lower.vectors import VectorConsumer, VectorTile
 from cutesuper.schedule.matmul import CHUNK, COLUMN_BLOCK, HELPER_WARPS, MatmulPlan
 
 
@@ -46,13 +48,14 @@ class MatmulKernel:
         s = plan.schedule
         self.stages, self.warpgroups = s.stages, s.warpgroups
         self.cluster, self.iterations = plan.cluster, plan.iterations
+        self.cluster_size = plan.cluster_size
         self.weights = len(plan.columns)
+        self.main, self.inner, self.after = column_groups(plan)
         self.blocks = plan.blocks_n
         # 512 threads start with 128 registers each, and an instruction with 256 rows needs 154:
         # the compiler refuses it even where registers are handed over later
         self.instruction_rows = min(self.m, 128) if plan.threads > 384 else self.m
         self.chunks = self.k // CHUNK
-        self.column_slots = self.weights * self.blocks  # 64-column boxes in one stage
         self.consumers = 4 * self.warpgroups
         self.helpers = HELPER_WARPS if plan.has_helpers else 0
         self.producer = self.consumers + self.helpers
@@ -60,6 +63,8 @@ class MatmulKernel:
         self.math = DeviceMath(fast=True)
         self.row_side = RowSide(self)
         self.vectors = VectorTile(self)
+        self.tails = Tails(self)
+        self.reductions = ColumnReductions(self)
         self.epilogue = Epilogue(self)
         # a box of 64-element chunks needs whole chunks; otherwise one box for each chunk
         self.chunked = plan.program.dims[plan.contracted] % CHUNK == 0  # type: ignore[operator]
@@ -71,62 +76,44 @@ class MatmulKernel:
         """Arguments are the plan's tensors in order, then the stream."""
         tensors, stream = list(args[:-1]), args[-1]
         plan = self.plan
-        mma, vector_mma = self.make_mma(self.instruction_rows), self.make_mma(MAX_VECTORS)
-        columns = self.column_layout(self.stages * self.column_slots)
         rows = sm90.make_smem_layout_b(
             LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, self.m, CHUNK), self.dtype,
             self.stages * self.chunks,
         )
-        atoms = [*self.column_atoms(tensors), *self.row_atoms(tensors), *self.vector_atoms(tensors)]
+        atoms = [*self.column_atoms(self.main, tensors), *self.row_atoms(tensors),
+                 *self.vector_atoms(tensors)]
+        for group in (*self.inner, *self.after):
+            atoms += self.column_atoms(group, tensors)
+        atoms += self.tails.row_atoms(tensors)
         row_tiles = cute.ceil_div(self.extents.of(plan.row, tensors), self.m)
         column_tiles = cute.ceil_div(self.extents.of(plan.column, tensors), self.n)
         batch = 1
         for label in plan.batch:
             batch = batch * self.extents.of(label, tensors)
         self.kernel(
-            [a[0] for a in atoms], [a[1] for a in atoms], tensors, mma, vector_mma, columns, rows,
-            self.vectors.layout(),
+            [a[0] for a in atoms], [a[1] for a in atoms], tensors, rows
         ).launch(
             grid=(column_tiles * self.cluster, row_tiles, batch),
             block=(plan.threads, 1, 1),
-            cluster=(self.cluster, 1, 1),
+            cluster=(self.cluster_size, 1, 1),
             stream=stream,
             use_pdl=self.dependent,
             # without this cap the compiler ignores the hand-over of registers
             min_blocks_per_mp=1,
         )
 
-    def column_major(self, view: Any) -> bool:
-        """Whether the column label is the contiguous one (weights stored (K, N))."""
-        return view.stride(self.plan.column) == 1
-
-    def make_mma(self, rows: int) -> cute.TiledMma:
-        """Instructions of 64 columns and some rows."""
-        first = next(iter(self.plan.columns.values()))
-        major = OperandMajorMode.MN if self.column_major(first) else OperandMajorMode.K
-        return sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, major, OperandMajorMode.K, Float32, (1, 1, 1),
-            (COLUMN_BLOCK, rows),
-        )
-
-    def column_layout(self, slots: int) -> cute.ComposedLayout:
-        first = next(iter(self.plan.columns.values()))
-        order = LayoutEnum.COL_MAJOR if self.column_major(first) else (
-            LayoutEnum.ROW_MAJOR
-        )
-        return sm90.make_smem_layout_a(order, (COLUMN_BLOCK, self.m, self.k), self.dtype, slots)
-
-    def column_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
-        layout = cute.slice_(self.column_layout(1), (None, None, 0))
-        plan = self.plan
+    def column_atoms(self, group: ColumnGroup, tensors: list[cute.Tensor]) -> list[Any]:
+        if not group.views:
+            return []
+        layout = cute.slice_(group.layout(self.dtype, self.m, 1), (None, None, 0))
         return [
             tile_atom(
-                labelled(self.extents, v, (plan.column, plan.contracted, *self.batch_of(v)),
+                labelled(self.extents, v, (group.column, group.contracted, *self.batch_of(v)),
                          tensors),
                 layout,
-                (COLUMN_BLOCK, self.k),
+                (group.width, group.depth),
             )
-            for v in plan.columns.values()
+            for v in group.views.values()
         ]
 
     def row_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
@@ -139,22 +126,26 @@ class MatmulKernel:
         atoms = []
         for v in self.plan.rows.values():
             tile = (self.m, CHUNK, box) if self.chunked else (self.m, CHUNK)
-            atoms.append(tile_atom(self.row_tensor(v, tensors), layout, tile))
+            tensor = self.row_tensor(v, self.plan.contracted, tensors, self.chunked)
+            atoms.append(tile_atom(tensor, layout, tile))
         return atoms
 
-    def row_tensor(self, view: Any, tensors: list[cute.Tensor]) -> cute.Tensor:
-        """A row operand with modes (row, element of a chunk, chunk, batch...) so that one box is
-        many 128-byte columns: 2 KB boxes kept the loads 0.1 us behind the weights."""
+    def row_tensor(
+        self, view: Any, inner: str, tensors: list[cute.Tensor], chunked: bool
+    ) -> cute.Tensor:
+        """A row operand along ``inner``; chunked with modes (row, element of a chunk, chunk,
+        batch...) so that one box is many 128-byte columns: 2 KB boxes kept the loads 0.1 us behind
+        the weights."""
         plan = self.plan
         batch = self.batch_of(view)
-        plain = labelled(self.extents, view, (plan.row, plan.contracted, *batch), tensors)
+        plain = labelled(self.extents, view, (plan.row, inner, *batch), tensors)
         if cutlass.const_expr(isinstance(plain.shape[0], int) and plain.shape[0] == 1):
             # a static extent of 1 vanishes from the descriptor, which then does not fit its box
             shape = (Int32(1), *plain.shape[1:])
             plain = cute.make_tensor(plain.iterator, cute.make_layout(shape, stride=plain.stride))
-        if not self.chunked:
+        if not chunked:
             return plain
-        k = plan.program.dims[plan.contracted]
+        k = plan.program.dims[inner]
         shape = (plain.shape[0], CHUNK, k // CHUNK, *plain.shape[2:])
         stride = (plain.stride[0], 1, CHUNK, *plain.stride[2:])
         return cute.make_tensor(plain.iterator, cute.make_layout(shape, stride=stride))
@@ -179,11 +170,7 @@ class MatmulKernel:
         atoms: list[cute.CopyAtom],
         coords: list[cute.Tensor],
         tensors: list[cute.Tensor],
-        mma: cute.TiledMma,
-        vector_mma: cute.TiledMma,
-        column_layout: cute.ComposedLayout,
         row_layout: cute.ComposedLayout,
-        vector_layout: cute.ComposedLayout,
     ):
         tidx, _, _ = cute.arch.thread_idx()
         bx, by, bz = cute.arch.block_idx()
@@ -194,7 +181,7 @@ class MatmulKernel:
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         tile_n, tile_m = bx // self.cluster, by
         batch = self.batch_index(bz, tensors)
-        smem = self.allocate(column_layout, row_layout, vector_layout)
+        smem = self.allocate(row_layout)
         slots, sources = self.partition_all(atoms, coords, smem)
         where = (tile_m, tile_n, rank, batch)
 
@@ -206,7 +193,7 @@ class MatmulKernel:
         elif cutlass.const_expr(self.dependent):
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
-        if cutlass.const_expr(self.cluster > 1):
+        if cutlass.const_expr(self.cluster_size > 1):
             # relaxed: the releasing form waits for the bulk loads in flight (3.6 us)
             cute.arch.cluster_arrive_relaxed()
 
@@ -216,7 +203,7 @@ class MatmulKernel:
                 cute.arch.setmaxregister_decrease(registers[2])
             if warp == self.producer:
                 self.produce(atoms, sources, slots, smem, where)
-            if cutlass.const_expr(self.cluster > 1):
+            if cutlass.const_expr(self.cluster_size > 1):
                 cute.arch.cluster_wait()
         elif warp >= self.consumers:
             if cutlass.const_expr(self.helpers > 0):
@@ -226,7 +213,7 @@ class MatmulKernel:
         else:
             if cutlass.const_expr(registers is not None):
                 cute.arch.setmaxregister_increase(registers[0])
-            self.consume(mma, vector_mma, smem, tensors, tidx, warp, lane, where)
+            self.consume(smem, tensors, tidx, warp, lane, where)
 
     def batch_index(self, bz: Any, tensors: list[cute.Tensor]) -> dict[str, Any]:
         """The batch labels' coordinates of this block; the last label varies fastest."""
@@ -237,15 +224,15 @@ class MatmulKernel:
             bz = bz // count
         return index
 
-    def allocate(
-        self, column_layout: Any, row_layout: Any, vector_layout: Any
-    ) -> dict[str, Any]:
+    def allocate(self, row_layout: Any) -> dict[str, Any]:
         """Shared memory: operand rings, exchange buffers, barriers."""
         alloc = cutlass.memory.SmemAllocator()
         plan, smem = self.plan, {}
-        smem["columns"] = alloc.allocate_tensor(
-            self.dtype, column_layout.outer, 1024, column_layout.inner
-        )
+        # narrow boxes of hidden labels first: the instruction reads on behind them
+        self.tails.allocate(alloc, smem)
+        if self.weights:
+            layout = self.main.layout(self.dtype, self.m, self.stages * self.main.boxes)
+            smem["columns"] = alloc.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
         smem["rows"] = [
             alloc.allocate_tensor(self.dtype, row_layout.outer, 1024, row_layout.inner)
             for _ in plan.rows
@@ -254,10 +241,7 @@ class MatmulKernel:
             alloc.allocate_tensor(self.dtype, cute.make_layout((self.k, self.stages)), 128)
             for _ in plan.vectors
         ]
-        if plan.vector_rows:
-            smem["vector_rows"] = alloc.allocate_tensor(
-                self.dtype, vector_layout.outer, 1024, vector_layout.inner
-            )
+        self.vectors.allocate(alloc, smem)
         partials = plan.exchange_bytes // 4
         smem["partials"] = alloc.allocate_array(Float32, max(4, partials), byte_alignment=128)
         statistics = len(plan.statistics) * self.cluster * self.m
@@ -266,24 +250,31 @@ class MatmulKernel:
         smem["row_values"] = alloc.allocate_array(Float32, max(4, values), byte_alignment=16)
         for name in ("full", "empty", "ready"):
             smem[name] = alloc.allocate_array(Int64, self.stages, byte_alignment=8)
-        for name in ("received", "reduced"):
+        for name in ("received", "reduced", *["after_full"] * bool(plan.tails)):
             smem[name] = alloc.allocate_array(Int64, 1, byte_alignment=8)
+        if plan.reductions:
+            self.reductions.allocate(alloc, smem)
+            count = len(plan.reductions)
+            smem["columns_reduced"] = alloc.allocate_array(Int64, count, byte_alignment=8)
         return smem
 
     def partition_all(self, atoms: list[Any], coords: list[Any], smem: dict[str, Any]) -> Any:
         """Slots of the ring and tiles of the tensors, in the order of ``atoms``."""
-        slots, sources = [], []
         box = self.chunks if self.chunked else 1
         row_tile = (self.m, CHUNK, box) if self.chunked else (self.m, CHUNK)
-        for i, (atom, coord) in enumerate(zip(atoms, coords, strict=True)):
-            if i < self.weights:
-                target, tile = smem["columns"], (COLUMN_BLOCK, self.k)
-            elif i < self.weights + len(self.plan.rows):
-                target, tile = smem["rows"][i - self.weights], row_tile
-                if self.chunked:
-                    target = cute.local_tile(target, row_tile, (0, 0, None))
-            else:
-                target, tile = smem["vectors"][i - self.weights - len(self.plan.rows)], (self.k,)
+        boxes = [(smem["columns"], (COLUMN_BLOCK, self.k))] * self.weights if self.weights else []
+        for ring in smem["rows"]:
+            slot = cute.local_tile(ring, row_tile, (0, 0, None)) if self.chunked else ring
+            boxes.append((slot, row_tile))
+        boxes += [(ring, (self.k,)) for ring in smem["vectors"]]
+        inner = [g for g in self.inner if g.views]
+        for group, ring in zip(inner, smem["inner"], strict=True):
+            boxes += [(ring, (group.width, group.depth))] * len(group.views)
+        for group, ring in zip(self.after, smem["after"], strict=True):
+            boxes.append((ring, (COLUMN_BLOCK, group.depth)))
+        boxes += [(smem["hidden"][t], (self.m, CHUNK)) for t in self.tails.loaded]
+        slots, sources = [], []
+        for atom, coord, (target, tile) in zip(atoms, coords, boxes, strict=True):
             tiles = cute.local_tile(coord, tile, (None,) * cute.rank(coord))
             slot, source = partition(atom, target, tiles, len(tile))
             slots.append(slot)
@@ -304,6 +295,10 @@ class MatmulKernel:
             groups.append((smem["received"], 1, 1))
             if cutlass.const_expr(len(self.plan.statistics) > 0):
                 groups.append((smem["reduced"], 1, 1))
+        if cutlass.const_expr(len(self.plan.tails) > 0):
+            groups.append((smem["after_full"], 1, 1))
+        if cutlass.const_expr(self.plan.column_cluster > 1 and len(self.plan.reductions) > 0):
+            groups.append((smem["columns_reduced"], len(self.plan.reductions), 1))
         init_barriers(groups)
 
     # -------------------------------------------------------------------------------- producer
@@ -311,7 +306,9 @@ class MatmulKernel:
     def is_early(self, operation: int) -> bool:
         """Whether a load may be issued before the dependency wait."""
         plan = self.plan
-        view = {**plan.columns, **plan.rows, **plan.vectors}[operation]
+        after = {t.load: t.view for t in plan.tails}
+        staged = {**plan.columns, **plan.rows, **plan.vectors, **plan.hidden, **after}
+        view = staged.get(operation) or plan.loads[operation]
         return not self.dependent or plan.arguments[view.argument].constant
 
     @cute.jit
@@ -331,10 +328,21 @@ class MatmulKernel:
             if cutlass.const_expr(len(self.plan.statistics) > 0):
                 total = 4 * self.m * self.cluster * len(self.plan.statistics)
                 expect_bytes(smem["reduced"], total)
+        if cutlass.const_expr(self.plan.column_cluster > 1):
+            for r in cutlass.range_constexpr(len(self.plan.reductions)):
+                total = 4 * self.m * self.plan.column_cluster
+                expect_bytes(smem["columns_reduced"] + r, total)
         first = min(self.stages, self.iterations)
         self.fill(atoms, sources, slots, smem, where, self.plan.schedule.head, first)
+        last = len(atoms) - len(self.after) - len(self.tails.loaded)
+        if cutlass.const_expr(len(self.after) > 0):
+            self.tails.load_operands(atoms[last:], sources[last:], slots[last:], smem, where, True)
         if cutlass.const_expr(self.dependent):
             cute.arch.griddepcontrol_wait()
+            if cutlass.const_expr(len(self.after) > 0):
+                self.tails.load_operands(
+                    atoms[last:], sources[last:], slots[last:], smem, where, False
+                )
             for i in cutlass.range(first, unroll=1):
                 self.load_stage(atoms, sources, slots, smem, where, i, i, False)
         stage = Int32(0)
@@ -368,7 +376,7 @@ class MatmulKernel:
             if cutlass.const_expr(self.is_early(op) == early):
                 at = tuple(batch[d] for d in self.batch_of(view))
                 for b in cutlass.range_constexpr(self.blocks):
-                    slot = stage * self.column_slots + w * self.blocks + b
+                    slot = stage * self.main.boxes + w * self.blocks + b
                     source = sources[w][(None, tile_n * self.blocks + b, k, *at)]
                     bulk_load(atoms[w], source, slots[w][None, slot], full, hint)
         for r, (op, view) in enumerate(plan.rows.items()):
@@ -379,6 +387,20 @@ class MatmulKernel:
             if cutlass.const_expr(self.is_early(op) == early):
                 i = self.weights + len(plan.rows) + v
                 bulk_load(atoms[i], sources[i][None, k], slots[i][None, stage], full, EVICT_LAST)
+        self.load_inner(atoms, sources, slots, where, full, k, stage, early)
+
+    @cute.jit
+    def load_inner(self, atoms, sources, slots, where, full, k, stage, early: cutlass.Constexpr):
+        """One stage of the column operands along hidden labels: every block reads all of them."""
+        first = self.weights + len(self.plan.rows) + len(self.plan.vectors)
+        flat = [(g, n, op) for g in self.inner for n, op in enumerate(g.views)]
+        for i, (group, n, op) in enumerate(flat):
+            if cutlass.const_expr(self.is_early(op) == early):
+                at = tuple(where[3][d] for d in self.batch_of(group.views[op]))
+                for b in cutlass.range_constexpr(group.blocks):
+                    slot = slots[first + i][None, stage * group.boxes + n * group.blocks + b]
+                    source = sources[first + i][(None, b, k, *at)]
+                    bulk_load(atoms[first + i], source, slot, full, EVICT_LAST)
 
     @cute.jit
     def load_row(self, atoms, sources, slots, i: cutlass.Constexpr, full, tile_m, k, stage, at):
@@ -395,24 +417,30 @@ class MatmulKernel:
     # ------------------------------------------------------------------------------- consumers
 
     @cute.jit
-    def consume(self, mma, vector_mma, smem, tensors, tidx, warp, lane, where):
+    def consume(self, smem, tensors, tidx, warp, lane, where):
         """Multiply all stages, then finish the tile."""
         group = warp // 4
-        a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["columns"]))
+        # the columns' instruction; where only hidden labels are multiplied in the loop, theirs
+        inner = [g for g in self.inner if g.views]
+        lead = self.main if self.weights else inner[0]
+        mma = lead.mma(self.dtype, self.instruction_rows)
+        mma_inner = [g.mma(self.dtype, self.instruction_rows) for g in inner]
+        mma_after = [g.mma(self.dtype, self.instruction_rows) for g in self.after]
         b = mma.make_fragment_B(mma.get_slice(0).partition_B(smem["rows"][0]))
         per_group = self.blocks // self.warpgroups
         shape = mma.partition_shape_C((COLUMN_BLOCK, self.m))
         accumulators = [
             [cute.make_rmem_tensor(shape, Float32) for _ in range(per_group)]
-            for _ in range(self.weights)
+            for _ in range(self.epilogue.results)
         ]
         for row in accumulators:
             for acc in row:
                 acc.fill(0.0)
-        mma.set(warpgroup.Field.ACCUMULATE, True)
-        operands = self.vectors.operands(vector_mma, smem)
-        vectors = self.vectors.accumulators(vector_mma, per_group)
-        if cutlass.const_expr(self.cluster > 1):
+        hidden = self.tails.accumulators(mma_inner)
+        vectors = self.vectors.consumer(lead, smem, per_group)
+        for instruction in (mma, *mma_inner):
+            instruction.set(warpgroup.Field.ACCUMULATE, True)
+        if cutlass.const_expr(self.cluster_size > 1):
             cute.arch.cluster_wait()
         stage = Int32(0)
         phase = Int32(0)
@@ -423,16 +451,8 @@ class MatmulKernel:
                 cute.arch.mbarrier_wait(smem["ready"] + stage, phase)
             warpgroup.fence()
             for kk in cutlass.range_constexpr(self.k // 16):
-                for w in cutlass.range_constexpr(self.weights):
-                    for i in cutlass.range_constexpr(per_group):
-                        slot = stage * self.column_slots + w * self.blocks
-                        slot = slot + group + self.warpgroups * i
-                        acc = accumulators[w][i]
-                        cute.gemm(
-                            mma, acc, a[None, None, kk, slot],
-                            b[None, None, kk % 4, stage * self.chunks + kk // 4], acc,
-                        )
-                        self.vectors.multiply(vector_mma, operands, vectors, w, i, kk, slot, stage)
+                self.multiply(mma, accumulators, vectors, smem, b, stage, kk, group)
+                self.tails.multiply_stage(mma_inner, hidden, smem, b, stage, kk, group)
             warpgroup.commit_group()
             # one group stays in flight: waiting for this stage's own costs 0.2 us
             warpgroup.wait_group(1)
@@ -444,5 +464,23 @@ class MatmulKernel:
                 stage = Int32(0)
                 phase = phase ^ 1
         warpgroup.wait_group(0)
-        self.epilogue.run(accumulators, vectors, smem, tensors, tidx, warp, lane, where)
+        self.epilogue.begin()
+        if cutlass.const_expr(len(self.after) > 0):
+            self.tails.run(mma_after, accumulators, hidden, smem, tensors, warp, lane, where)
+        self.epilogue.run(
+            accumulators, vectors.accumulators, smem, tensors, tidx, warp, lane, where
+        )
 
+    def multiply(
+        self, mma: cute.TiledMma, accumulators: Any, vectors: VectorConsumer,
+        smem: dict[str, Any], b: cute.Tensor, stage: Any, kk: int, group: Any,
+    ) -> None:
+        """One step of 16 of the loop, for the products of the columns."""
+        for w, (_, final) in enumerate(self.plan.products):
+            a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["columns"]))
+            for i in range(self.blocks // self.warpgroups):
+                slot = stage * self.main.boxes + w * self.blocks + group + self.warpgroups * i
+                acc = accumulators[self.plan.finals[final]][i]
+                row = b[None, None, kk % 4, stage * self.chunks + kk // 4]
+                cute.gemm(mma, acc, a[None, None, kk, slot], row, acc)
+                vectors.multiply(w, i, kk, slot, stage)

@@ -56,7 +56,7 @@ class RowShift:
                 row = tile_m * k.m + thread // LANES + p * rows_per_pass
                 row = row if row < last else last  # rows past the end are not stored
                 leaves = [
-                    self.piece(plan.loaded(op), tensors, row, place, batch)
+                    self.piece(plan.staged(op), tensors, row, place, batch)
                     for op in self.shift.source.leaves
                 ]
                 v = self.shift.source.evaluate(leaves, k.math)

@@ -8,6 +8,7 @@ In its fragment row ``2 q + e`` of a column belongs to lane quarter q.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import cutlass
@@ -21,6 +22,7 @@ from cutesuper.graph.vectors import MAX_VECTORS
 from cutesuper.schedule.matmul import CHUNK, COLUMN_BLOCK
 
 if TYPE_CHECKING:
+    from cutesuper.lower.columns import ColumnGroup
     from cutesuper.lower.matmul import MatmulKernel
 
 PIECE = 8  # elements of a 16-byte access
@@ -40,12 +42,17 @@ class VectorTile:
         self.products = [(plan.vector_columns.index(p.column), p.vector)
                          for p in plan.vector_products]
 
-    def layout(self) -> cute.ComposedLayout:
-        """One slot for each chunk of each stage."""
+    def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
+        """Shared memory: one slot for each chunk of each stage."""
         k = self.k
-        return sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, MAX_VECTORS, CHUNK), k.dtype, k.stages * k.chunks
-        )
+        if self.rows:
+            layout = sm90.make_smem_layout_b(
+                LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, MAX_VECTORS, CHUNK), k.dtype,
+                k.stages * k.chunks,
+            )
+            smem["vector_rows"] = alloc.allocate_tensor(
+                k.dtype, layout.outer, 1024, layout.inner
+            )
 
     # ---------------------------------------------------------------------------------- helpers
 
@@ -87,40 +94,23 @@ class VectorTile:
 
     # -------------------------------------------------------------------------------- consumers
 
-    def operands(self, mma: cute.TiledMma, smem: dict[str, Any]) -> Any:
-        """Fragments of the column operands and of the vectors."""
+    def consumer(self, group: ColumnGroup, smem: dict[str, Any], blocks: int) -> VectorConsumer:
+        """The instruction, its operands, and zeros for ``blocks`` blocks of 64 columns."""
         if not self.rows:
-            return None
-        part = mma.get_slice(0)
-        return (
+            return VectorConsumer(self, None, None, [])
+        mma = group.mma(self.k.dtype, MAX_VECTORS)
+        part, shape = mma.get_slice(0), mma.partition_shape_C((COLUMN_BLOCK, MAX_VECTORS))
+        operands = (
             mma.make_fragment_A(part.partition_A(smem["columns"])),
             mma.make_fragment_B(part.partition_B(smem["vector_rows"])),
         )
-
-    def accumulators(self, mma: cute.TiledMma, blocks: int) -> list[list[Any]]:
-        """Zeros: for each column operand one fragment for each block of 64 columns."""
-        if not self.rows:
-            return []
-        shape = mma.partition_shape_C((COLUMN_BLOCK, MAX_VECTORS))
         made = [[cute.make_rmem_tensor(shape, Float32) for _ in range(blocks)]
                 for _ in self.weights]
         for fragments in made:
             for fragment in fragments:
                 fragment.fill(0.0)
         mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        return made
-
-    @cute.jit
-    def multiply(self, mma, operands, accumulators, w: cutlass.Constexpr, i: cutlass.Constexpr,
-                 kk: cutlass.Constexpr, slot, stage):
-        """One instruction: 64 columns, 16 deep."""
-        if cutlass.const_expr(w in self.weights):
-            a, b = operands
-            acc = accumulators[self.weights.index(w)][i]
-            cute.gemm(
-                mma, acc, a[None, None, kk, slot],
-                b[None, None, kk % 4, stage * self.k.chunks + kk // 4], acc,
-            )
+        return VectorConsumer(self, mma, operands, made)
 
     # --------------------------------------------------------------------------------- epilogue
 
@@ -141,7 +131,7 @@ class VectorTile:
     def slot(self, source: Any, w: int, column: Any) -> Any:
         """Where a peer's partial sums for one column lie, after those of the rows."""
         k = self.k
-        before = k.m * k.n * k.weights
+        before = k.m * k.n * k.epilogue.results
         columns = k.epilogue.columns
         return before + ((source * len(self.weights) + w) * columns + column) * 2 * self.pairs
 
@@ -166,3 +156,29 @@ class VectorTile:
                 total += cute.make_tensor(place, cute.make_layout(1))[0]
             found.append(self.spread(total))
         return found
+
+
+@dataclass(frozen=True)
+class VectorConsumer:
+    """What a consumer warpgroup needs for the products of vectors; nothing without any.
+
+    Attributes:
+        tile: whose products.
+        mma: the instruction.
+        operands: fragments of the column operands and of the vectors.
+        accumulators: for each column operand one fragment for each block of 64 columns.
+    """
+
+    tile: VectorTile
+    mma: cute.TiledMma | None
+    operands: Any
+    accumulators: list[list[cute.Tensor]]
+
+    def multiply(self, w: int, i: int, kk: int, slot: Any, stage: Any) -> None:
+        """One instruction for column operand ``w``: 64 columns, 16 deep."""
+        if w not in self.tile.weights:
+            return
+        a, b = self.operands
+        acc = self.accumulators[self.tile.weights.index(w)][i]
+        row = b[None, None, kk % 4, stage * self.tile.k.chunks + kk // 4]
+        cute.gemm(self.mma, acc, a[None, None, kk, slot], row, acc)

@@ -9,6 +9,7 @@ of the tensor-core instruction, so that a batch of 1 to 8 rows wastes nothing bu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from cutesuper.errors import LoweringError, ScheduleError
@@ -22,7 +23,9 @@ from cutesuper.graph.block import (
     KernelStep,
     TensorSpec,
 )
+from cutesuper.graph.check import check_block_program
 from cutesuper.graph.dims import ceil_div, extent
+from cutesuper.graph.hidden import MAX_HIDDEN
 from cutesuper.graph.shift import find_shift
 from cutesuper.graph.target import Target
 from cutesuper.graph.thread import (
@@ -41,6 +44,7 @@ from cutesuper.schedule.plan import (
     view_of,
 )
 from cutesuper.schedule.schedule import MatmulSchedule
+from cutesuper.schedule.tails import ColumnReduction, Tail
 from cutesuper.schedule.vectors import (
     VectorProduct,
     VectorRows,
@@ -54,6 +58,7 @@ COLUMN_BLOCK = 64
 CHUNK = 64
 ROW_TILES = (8, 16, 32, 64, 128, 256)
 HELPER_WARPS = 4
+REDUCTIONS = ("sum", "mean", "max")
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,8 @@ class MatmulPlan:
         row_values: expressions per row over statistics, by the operation they stand for.
         loads: loads of the epilogue, by operation.
         outputs: what is stored.
+        tails: products after the loop.
+        reductions: of accumulators along the columns, in order.
         schedule: the knobs.
         vector_rows: vectors that column operands are multiplied by as well, at most 8.
         vector_products: the row vectors that this gives.
@@ -134,6 +141,8 @@ class MatmulPlan:
     row_values: dict[int, ThreadExpression]
     loads: dict[int, View]
     outputs: tuple[Output, ...]
+    tails: tuple[Tail, ...]
+    reductions: tuple[ColumnReduction, ...]
     schedule: MatmulSchedule
     vector_rows: VectorRows = ()
     vector_products: tuple[VectorProduct, ...] = ()
@@ -153,8 +162,63 @@ class MatmulPlan:
     @property
     def cluster(self) -> int:
         """Blocks that share one output tile, each with a part of the contracted label."""
-        axes = self.program.of_kind(AxisKind.CLUSTER)
+        return self._cluster_along(self.contracted)
+
+    @property
+    def column_cluster(self) -> int:
+        """Blocks that share one tile's rows, each with a part of the columns."""
+        return self._cluster_along(self.column)
+
+    def _cluster_along(self, label: str) -> int:
+        axes = [a for a in self.program.of_kind(AxisKind.CLUSTER) if a.dim == label]
         return self.program.parts(axes[0]) if axes else 1
+
+    @property
+    def cluster_size(self) -> int:
+        """Blocks of a cluster, whatever they share."""
+        return self.cluster * self.column_cluster
+
+    @property
+    def finals(self) -> dict[int, int]:
+        """Operations that complete accumulators of ``[row, column]``, and which ones."""
+        ops = dict.fromkeys([f for _, f in self.products] + [t.final for t in self.tails])
+        return {op: i for i, op in enumerate(ops)}
+
+    @property
+    def hidden(self) -> dict[int, View]:
+        """Column operands of the loop's products along hidden labels, by operation."""
+        ops = self.program.ops
+        loads = (load for t in self.tails for load, _ in t.products)
+        return {load: view_of(ops[load], self.arguments) for load in loads}
+
+    @property
+    def shared_blocks(self) -> list[int]:
+        """Blocks of 64 columns that consumer warpgroups share out, of every product."""
+        return [self.blocks_n, *(t.blocks for t in self.tails if t.products)]
+
+    def loaded(self, tail: Tail) -> View | None:
+        """The row operand of a product after the loop, where it is a tensor in memory."""
+        (leaf, *others) = tail.source.leaves
+        view = self.loads.get(leaf)
+        if others or not tail.source.trivial or view is None:
+            return None
+        return view if view.stride(tail.hidden) == 1 and view.stride(self.row) % 8 == 0 else None
+
+    @property
+    def hidden_blocks(self) -> int:
+        """64-column blocks of all products along hidden labels."""
+        return sum(t.blocks * len(t.products) for t in self.tails)
+
+    @property
+    def accumulators(self) -> int:
+        """fp32 values that the consumers of a block hold of the products of rows."""
+        m, n, _ = self.tile
+        return m * (n * len(self.finals) + COLUMN_BLOCK * self.hidden_blocks)
+
+    @property
+    def vector_accumulators(self) -> int:
+        """fp32 values that they hold of the products of vectors."""
+        return MAX_VECTORS * self.tile[1] * len(self.vector_columns)
 
     @property
     def iterations(self) -> int:
@@ -177,7 +241,7 @@ class MatmulPlan:
         """Whether helper warps write what the tensor cores read."""
         return self.prologue is not None or bool(self.vector_rows)
 
-    def loaded(self, operation: int) -> View:
+    def staged(self, operation: int) -> View:
         """How a row-side load sees its tensor."""
         return self.rows[operation] if operation in self.rows else self.vectors[operation]
 
@@ -190,8 +254,7 @@ class MatmulPlan:
     def registers(self) -> tuple[int, int, int] | None:
         """Registers per thread of (consumers, helpers, producer) where the equal share of all
         threads would not hold the accumulators; None where it does."""
-        m, n, _ = self.tile
-        accumulators = n * (m * len(self.products) + MAX_VECTORS * len(self.vector_columns))
+        accumulators = self.accumulators + self.vector_accumulators
         if accumulators // (128 * self.schedule.warpgroups) <= 96:
             return None
         # together at most 65536 registers: 2 x 128 x 192 + 128 x 96 + 128 x 32, or
@@ -210,8 +273,22 @@ class MatmulPlan:
     def stage_bytes(self) -> int:
         """Bytes that the producer loads into one stage of the ring."""
         m, n, k = self.tile
-        elements = len(self.columns) * n * k + len(self.rows) * m * k + len(self.vectors) * k
-        return 2 * elements
+        hidden = sum(t.width(bool(self.columns)) * len(t.products) for t in self.tails)
+        columns = len(self.columns) * n + hidden
+        return 2 * k * (columns + len(self.rows) * m + len(self.vectors))
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of the operands of the products after the loop."""
+        m, n, _ = self.tile
+        return sum(2 * (m + n) * t.padded for t in self.tails)
+
+    @property
+    def reduction_bytes(self) -> int:
+        """Bytes in which the reductions along the columns meet: a slot for each consumer warp,
+        and one for each block of the cluster."""
+        slots = 4 * self.schedule.warpgroups + self.column_cluster
+        return 4 * self.tile[0] * slots * len(self.reductions)
 
     @property
     def slot_bytes(self) -> int:
@@ -227,7 +304,7 @@ class MatmulPlan:
     def exchange_bytes(self) -> int:
         """Bytes that partial accumulators take in the block that finishes them."""
         m, n, _ = self.tile
-        rows = m * len(self.products) + 2 * self.vector_pairs * len(self.vector_columns)
+        rows = m * len(self.finals) + 2 * self.vector_pairs * len(self.vector_columns)
         return 4 * n * rows if self.cluster > 1 else 0
 
     @property
@@ -236,7 +313,9 @@ class MatmulPlan:
         m = self.tile[0]
         statistics = 4 * m * (self.cluster * len(self.statistics) + len(self.row_values))
         alignment = 3072 + 1024 * bool(self.vector_rows)
-        return self.slot_bytes * self.schedule.stages + self.exchange_bytes + statistics + alignment
+        after = self.tail_bytes + self.reduction_bytes
+        fixed = self.exchange_bytes + after + statistics + alignment
+        return self.slot_bytes * self.schedule.stages + fixed
 
     @property
     def key(self) -> str:
@@ -269,6 +348,12 @@ def plan_matmul(
             f"kernel {step.name}: {plan.tile[0]}x{plan.tile[1]} accumulators need two consumer "
             "warpgroups; use a tile with an even number of 64-column blocks"
         )
+    odd = [b for b in plan.shared_blocks if b % plan.schedule.warpgroups]
+    if odd:
+        raise ScheduleError(
+            f"kernel {step.name}: {odd[0]} block(s) of 64 columns cannot be shared out over "
+            f"{plan.schedule.warpgroups} consumer warpgroups"
+        )
     if plan.shared_bytes > target.shared_bytes or plan.schedule.stages < 2:
         raise ScheduleError(
             f"kernel {step.name}: {plan.schedule.stages} stages of {plan.slot_bytes} bytes and "
@@ -279,14 +364,13 @@ def plan_matmul(
 
 
 def _default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -> MatmulSchedule:
-    m, n, _ = plan.tile
-    # accumulators of one product: m * n / 128 registers per thread and warpgroup
-    accumulators = m * n * len(plan.products) // 128
-    warpgroups = 2 if accumulators > 64 and plan.blocks_n % 2 == 0 else 1
+    # accumulators: m * n / 128 registers per thread and warpgroup for each product
+    even = all(b % 2 == 0 for b in plan.shared_blocks)
+    warpgroups = 2 if plan.accumulators // 128 > 64 and even else 1
     probe = replace(plan, schedule=MatmulSchedule(stages=0, warpgroups=warpgroups))
     room = target.shared_bytes - probe.shared_bytes
     stages = min(room // plan.slot_bytes, max(2, plan.iterations))
-    if not dependent_launch:
+    if not dependent_launch and stages < plan.iterations:
         # more in flight only lengthens the queue that the activations wait in: on 16x4096x4096
         # 6 stages of 20 KB take 10.35 us, 8 take 10.6, 9 take 10.75
         stages = min(stages, max(4, 120 * 1024 // plan.stage_bytes))
@@ -306,12 +390,15 @@ def _check_limits(plan: MatmulPlan, name: str) -> None:
             f"{where}: tile {plan.row}={m} {plan.column}={n} {plan.contracted}={k}; rows must be "
             f"one of {ROW_TILES}, columns and depth multiples of {COLUMN_BLOCK}"
         )
-    if m * n * len(plan.products) > 2 * 128 * 128:
-        raise ScheduleError(f"{where}: {m}x{n} accumulators of {len(plan.products)} product(s) do "
-                            "not fit into the registers of two warpgroups")
+    if plan.accumulators > 2 * 128 * 128:
+        raise ScheduleError(f"{where}: {plan.accumulators} accumulators ({m}x{n} for each of "
+                            f"{len(plan.finals)} result(s), and what the products after the loop "
+                            "take) do not fit into the registers of two warpgroups")
     if (n // plan.cluster) % 8:
         raise ScheduleError(f"{where}: {n} columns cannot be shared out over {plan.cluster} blocks")
-    for view in (*plan.rows.values(), *plan.columns.values(), *plan.vectors.values()):
+    tails = [t.view for t in plan.tails]
+    staged = (*plan.rows.values(), *plan.columns.values(), *plan.vectors.values())
+    for view in (*staged, *plan.hidden.values(), *tails):
         arg = plan.arguments[view.argument]
         odd = [s for s in view.strides if s != 1 and s % 8]
         if odd or (arg.shape and extent(arg.shape[-1]) % 8 and len(view.labels) > 1):
@@ -319,14 +406,11 @@ def _check_limits(plan: MatmulPlan, name: str) -> None:
                 f"{where}: rows of {arg.name}{list(map(str, arg.shape))} are not multiples of 16 "
                 "bytes, which bulk tensor copies need; pad the last dimension to a multiple of 8"
             )
-    layouts = {view.stride(plan.column) == 1 for view in plan.columns.values()}
-    stored = [v for v in plan.columns.values() if 1 not in (v.stride(plan.column),
-                                                            v.stride(plan.contracted))]
-    if len(layouts) > 1 or stored:
-        raise LoweringError(
-            f"{where}: the column operands must all be contiguous along {plan.column}, or all "
-            f"along {plan.contracted}"
-        )
+    _check_layout(where, plan.columns.values(), plan.column, plan.contracted)
+    for t in plan.tails:
+        inner = [plan.hidden[load] for load, _ in t.products]
+        _check_layout(where, inner, t.hidden, plan.contracted)
+        _check_layout(where, [t.view], plan.column, t.hidden)
     for i, view in plan.rows.items():
         if view.stride(plan.contracted) != 1:
             arg = plan.arguments[view.argument]
@@ -334,6 +418,16 @@ def _check_limits(plan: MatmulPlan, name: str) -> None:
                 f"{where}: row operand {arg.name} (operation {i}) must be contiguous along "
                 f"{plan.contracted}"
             )
+
+
+def _check_layout(where: str, views: Iterable[View], column: str, contracted: str) -> None:
+    """Column operands that share an instruction must be stored in the same order."""
+    strides = {(v.stride(column) == 1, v.stride(contracted) == 1) for v in views}
+    if len(strides) > 1 or (False, False) in strides:
+        raise LoweringError(
+            f"{where}: the column operands must all be contiguous along {column}, or all along "
+            f"{contracted}"
+        )
 
 
 class _Roles:
@@ -346,24 +440,37 @@ class _Roles:
         self.where = f"kernel {step.name}"
         ops = self.program.ops
         products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
-        over = {ops[i].attributes["over"] for i in products}
-        if len(over) != 1:
-            raise LoweringError(
-                f"{self.where}: products contract different labels {sorted(over)}; one matmul loop "
-                "walks one label"
-            )
-        self.contracted = over.pop()
+        self.depends = self._dependencies(LOAD)
+        after = self._dependencies("matmul")
+        first = [ops[i].attributes["over"] for i in products if after[i] == {i}]
+        if not first:
+            raise LoweringError(f"{self.where}: it has no matrix product")
+        # the longest label is the loop's: X W + T B, where T has 16 columns, contracts 16 after it
+        self.contracted = max(first, key=lambda d: extent(self.program.dims[d]))
+        looped = [i for i in products if ops[i].attributes["over"] == self.contracted]
         vector = (self.contracted,)
-        self.products = [i for i in products if all(ops[j].dims != vector for j in ops[i].inputs)]
-        if not self.products:
+        of_rows = [i for i in looped if all(ops[j].dims != vector for j in ops[i].inputs)]
+        if not of_rows:
             raise LoweringError(
-                f"{self.where}: operation {products[0]} multiplies a vector and a matrix, which "
+                f"{self.where}: operation {looped[0]} multiplies a vector and a matrix, which "
                 "the tensor cores do only beside a product of rows; multiply and sum instead"
             )
-        self.depends = self._dependencies()
+        #: products after the loop, and the labels that they contract
+        self.tails = [i for i in products if i not in looped]
+        self.hidden = {ops[i].attributes["over"] for i in self.tails}
+        #: products of the loop: of the columns, and along hidden labels
+        self.products = [i for i in of_rows if self.hidden.isdisjoint(ops[i].dims)]
+        self.inner = [i for i in of_rows if i not in self.products]
         self._orient()
         sums = [i for i, op in enumerate(ops) if self._is_column_sum(op)]
-        self.vectors = sorted({*products, *sums} - {*self.products})
+        #: operations that multiply a column operand by a vector, or by ones
+        self.vectors = sorted({*looped, *sums} - {*of_rows})
+        if self.vectors and self.hidden:
+            raise LoweringError(
+                f"{self.where}: operation {self.vectors[0]} reduces a column operand by itself or "
+                f"with a vector, beside a product after the loop (over {min(self.hidden)}); "
+                "compute one of them in another kernel"
+            )
         self.shifted = find_shift(self.program, self.row, self.column, self.contracted)
         if self.shifted is not None and self.shifted.refused:
             raise LoweringError(
@@ -378,7 +485,9 @@ class _Roles:
         columns = {self._column_operand(i): i for i in self.products}
         if len(columns) < len(self.products):
             raise LoweringError(f"{self.where}: two products are the same")
-        statistics = self._statistics()
+        tails = self._tails()
+        finals, tails = self._shared_accumulators(finals, tails)
+        statistics, reductions = self._statistics(), self._reductions()
         vector_rows, vector_products = products_of_vectors(
             self.program, self.vectors, self.column, self._complete,
             lambda i: fuse(self.program, i, self._is_load, f"{self.where}, vector {i}"),
@@ -394,11 +503,12 @@ class _Roles:
         odd = set(row_loads) - set(matrices) - set(vectors)
         if odd or not matrices:
             raise LoweringError(
-                f"{self.where}: operation {min(odd, default=self.products[0])} is no operand that "
-                f"can be staged with labels {self.row}, {self.contracted}"
+                f"{self.where}: operation {min(odd, default=min(self.products + self.inner))} is "
+                f"no operand that can be staged with labels {self.row}, {self.contracted}"
             )
-        accumulators = {*finals.values(), *(p.value for p in vector_products)}
-        outputs, row_values, loads = self._epilogue(accumulators, statistics)
+        accumulators = {*finals.values(), *(t.final for t in tails)}
+        accumulators |= {p.value for p in vector_products}
+        ends = self._ends(accumulators, statistics, tails, reductions)
         moved = shift is not None and shift.products
         plain = row_operand.trivial and len(matrices) == 1 and not moved
         return MatmulPlan(
@@ -414,9 +524,11 @@ class _Roles:
             products=tuple((load, finals[i]) for load, i in columns.items()),
             prologue=None if plain else row_operand,
             statistics=statistics,
-            row_values=row_values,
-            loads=loads,
-            outputs=outputs,
+            row_values=ends.row_values,
+            loads=ends.loads,
+            outputs=ends.outputs,
+            tails=ends.tails,
+            reductions=ends.reductions,
             schedule=schedule,
             vector_rows=vector_rows,
             vector_products=vector_products,
@@ -428,10 +540,12 @@ class _Roles:
     def _orient(self) -> None:
         """Choose which operand is the column side, and with it the labels' roles."""
         ops = self.program.ops
-        a, b = (ops[i] for i in ops[self.products[0]].inputs)
-        shared = set(a.dims) & set(b.dims) - {self.contracted}
-        free_a = [d for d in a.dims if d not in shared and d != self.contracted]
-        free_b = [d for d in b.dims if d not in shared and d != self.contracted]
+        reference = (self.products or self.tails)[0]
+        over = ops[reference].attributes["over"]
+        a, b = (ops[i] for i in ops[reference].inputs)
+        shared = set(a.dims) & set(b.dims) - {over}
+        free_a = [d for d in a.dims if d not in shared and d != over]
+        free_b = [d for d in b.dims if d not in shared and d != over]
         batch = shared | {d for d in (*free_a, *free_b) if self.program.tile[d] == 1}
         free_a = [d for d in free_a if d not in batch]
         free_b = [d for d in free_b if d not in batch]
@@ -442,8 +556,8 @@ class _Roles:
         sides = [(free_a, free_b, 1), (free_b, free_a, 0)]
         sides.sort(key=lambda s: not self._last_in_store(s[1]))
         for rows, columns, side in sides:
-            if self._fits(rows, columns, side):
-                self.row, self.column, self.side = rows[0], columns[0], side
+            if self._fits(rows, columns, ops[reference].inputs[1 - side]):
+                self.row, self.column = rows[0], columns[0]
                 return
         raise LoweringError(
             f"{self.where}: no orientation fits: one operand of every product must be a tensor in "
@@ -455,28 +569,28 @@ class _Roles:
         last = [op.attributes["map"][-1] for op in self.program.stores()]
         return bool(labels) and all(d == labels[0] for d in last)
 
-    def _fits(self, rows: list[str], columns: list[str], side: int) -> bool:
+    def _fits(self, rows: list[str], columns: list[str], row_operand: int) -> bool:
         if len(rows) != 1 or len(columns) != 1:
             return False
         ops, tile = self.program.ops, self.program.tile
         if tile[columns[0]] % COLUMN_BLOCK or tile[rows[0]] not in ROW_TILES:
             return False
-        if any(ops[ops[i].inputs[side]].kind != LOAD for i in self.products):
-            return False
-        if any(columns[0] not in ops[ops[i].inputs[side]].dims for i in self.products):
-            return False
-        row_operand = ops[self.products[0]].inputs[1 - side]
+        for product in (*self.products, *self.inner, *self.tails):
+            sides = ops[product].inputs
+            free = self.hidden if product in self.inner else {columns[0]}
+            if not any(self._is_load(i) and free & set(ops[i].dims) for i in sides):
+                return False
         staged = {rows[0], self.contracted}
         matrices = [i for i in self.depends[row_operand] if staged <= set(ops[i].dims)]
         return all(self._view(i).stride(self.contracted) == 1 for i in matrices)
 
     # ---------------------------------------------------------------------------------- roles
 
-    def _dependencies(self) -> list[set[int]]:
-        """For every operation the loads it depends on."""
+    def _dependencies(self, kind: str) -> list[set[int]]:
+        """For every operation those of a kind that it depends on, itself included."""
         result: list[set[int]] = []
         for i, op in enumerate(self.program.ops):
-            mine = {i} if op.kind == LOAD else set[int]()
+            mine = {i} if op.kind == kind else set[int]()
             result.append(mine.union(*(result[j] for j in op.inputs)))
         return result
 
@@ -487,7 +601,9 @@ class _Roles:
         return self.program.ops[i].kind == LOAD
 
     def _row_operand(self) -> ThreadExpression:
-        operands = {self.program.ops[i].inputs[1 - self.side] for i in self.products}
+        ops = self.program.ops
+        pairs = [(i, self._column_operand(i)) for i in (*self.products, *self.inner)]
+        operands = {j for i, column in pairs for j in ops[i].inputs if j != column}
         if len(operands) > 1:
             raise LoweringError(f"{self.where}: products take different row operands")
         shifted = self.shifted is not None and self.shifted.products
@@ -513,21 +629,31 @@ class _Roles:
         """Whether an operation is a column operand's product with a vector of ones."""
         summed = op.kind == "sum" and op.attributes["over"] == self.contracted
         source = op.inputs[0] if summed else None
-        return source is not None and self._is_load(source) and self.column in op.dims
+        free = {self.column, *self.hidden}
+        return source is not None and self._is_load(source) and not free.isdisjoint(op.dims)
 
     def _column_operand(self, product: int) -> int:
-        return self.program.ops[product].inputs[self.side]
+        """The operand in memory, with a free label that is not the rows'."""
+        ops = self.program.ops
+        free = self.hidden if product in self.inner else {self.column}
+        return next(
+            i for i in ops[product].inputs
+            if self._is_load(i) and free & set(ops[i].dims) and self.row not in ops[i].dims
+        )
 
-    def _complete(self, value: int) -> int:
+    def _axes(self, label: str, *kinds: AxisKind) -> set[str]:
+        return {a.name for a in self.program.axes_of(label) if a.kind in kinds}
+
+    def _users(self, value: int) -> list[int]:
+        return [i for i, op in enumerate(self.program.ops) if value in op.inputs]
+
+    def _complete(self, value: int, axes: set[str] | None = None) -> int:
         """Follow a value through its accumulate and cluster_reduce; the operation that ends it."""
         ops = self.program.ops
-        axes = {
-            a.name
-            for a in self.program.axes_of(self.contracted)
-            if a.kind in (AxisKind.LOOP, AxisKind.CLUSTER)
-        }
+        if axes is None:
+            axes = self._axes(self.contracted, AxisKind.LOOP, AxisKind.CLUSTER)
         while axes:
-            users = [i for i, op in enumerate(ops) if value in op.inputs]
+            users = self._users(value)
             kinds = (ACCUMULATE, CLUSTER_REDUCE)
             if len(users) != 1 or ops[users[0]].kind not in kinds:
                 raise LoweringError(
@@ -535,14 +661,68 @@ class _Roles:
                     f"complete over {', '.join(sorted(axes))}"
                 )
             value = users[0]
-            axes -= {ops[value].attributes["axis"]}
+            axes = axes - {ops[value].attributes["axis"]}
         return value
+
+    # ----------------------------------------------------------------------------------- tails
+
+    def _tails(self) -> tuple[Tail, ...]:
+        """Products after the loop; their sources are completed by `_ends`."""
+        ops, loop = self.program.ops, self._axes(self.contracted, AxisKind.LOOP)
+        ended = {i: self._complete(i, loop) for i in self.inner}
+        states = check_block_program(self.program)
+        found: list[Tail] = []
+        for i in self.tails:
+            label = ops[i].attributes["over"]
+            whole = extent(self.program.dims[label])
+            held = self.program.tile[label] == whole and not self.program.axes_of(label)
+            if not held or whole > MAX_HIDDEN:
+                raise LoweringError(
+                    f"{self.where}: a product after the loop contracts {label} of {whole}; a "
+                    f"block has to hold all of it, and can hold {MAX_HIDDEN}"
+                )
+            load = self._column_operand(i)
+            (operand,) = (j for j in ops[i].inputs if j != load)
+            products = tuple(
+                (self._column_operand(p), ended[p]) for p in self.inner if label in ops[p].dims
+            )
+            cluster = self._axes(self.contracted, AxisKind.CLUSTER)
+            pending = cluster & states[i].pending
+            unfused = ThreadExpression((operand,), ())
+            found.append(Tail(label, whole, products, unfused, load, self._view(load),
+                              self._complete(i, pending), bool(cluster - pending)))
+        if len({t.hidden for t in found}) < len(found):
+            raise LoweringError(f"{self.where}: two products after the loop contract one label")
+        return tuple(found)
+
+    def _shared_accumulators(
+        self, finals: dict[int, int], tails: tuple[Tail, ...]
+    ) -> tuple[dict[int, int], tuple[Tail, ...]]:
+        """Products whose results are only added up share their accumulators.
+
+        before: ``add(c(X W), c(H B))``; after: both complete the sum.
+        """
+        ops = self.program.ops
+        owners = {v: i for i, v in finals.items()}
+        for n, tail in enumerate(tails):
+            users = self._users(tail.final)
+            if len(users) != 1 or ops[users[0]].kind != "add":
+                continue
+            (total,) = users
+            for other in set(ops[total].inputs) & set(owners):
+                if self._users(other) != [total]:
+                    continue
+                product = owners.pop(other)
+                finals, owners[total] = {**finals, product: total}, product
+                tails = (*tails[:n], replace(tail, final=total), *tails[n + 1 :])
+        return finals, tails
 
     def _statistics(self) -> tuple[Statistic, ...]:
         ops = self.program.ops
         found: list[Statistic] = []
         for i, op in enumerate(ops):
-            if op.kind not in ("sum", "mean", "max") or i in self.vectors:
+            along_columns = op.kind in REDUCTIONS and op.attributes["over"] == self.column
+            if op.kind not in REDUCTIONS or along_columns or i in self.vectors:
                 continue
             if op.attributes["over"] != self.contracted or self.column in op.dims:
                 raise LoweringError(
@@ -550,52 +730,132 @@ class _Roles:
                     f"row statistic over {self.contracted}"
                 )
             source = self._row_side(op.inputs[0], f"statistic {i}")
-            scale = 1.0 / extent(self.program.dims[self.contracted]) if op.kind == "mean" else 1.0
-            reduce = "max" if op.kind == "max" else "sum"
-            found.append(Statistic(self._complete(i), source, reduce, scale))
+            found.append(Statistic(self._complete(i), source, *self._reduced(op)))
         return tuple(found)
 
-    def _epilogue(
-        self, accumulators: set[int], statistics: tuple[Statistic, ...]
-    ) -> tuple[tuple[Output, ...], dict[int, ThreadExpression], dict[int, View]]:
+    def _reductions(self) -> tuple[ColumnReduction, ...]:
+        """Reductions along the columns; their sources are completed by `_ends`."""
+        found: list[ColumnReduction] = []
+        for i, op in enumerate(self.program.ops):
+            if op.kind not in REDUCTIONS or op.attributes["over"] != self.column:
+                continue
+            if self._axes(self.column, *(k for k in AxisKind if k != AxisKind.CLUSTER)):
+                raise LoweringError(
+                    f"{self.where}: {op.kind} over {self.column} (operation {i}) needs all columns "
+                    "in one block, or in one cluster"
+                )
+            if self._axes(self.contracted, AxisKind.CLUSTER):
+                raise LoweringError(
+                    f"{self.where}: {op.kind} over {self.column} (operation {i}) of products that "
+                    f"a cluster shares along {self.contracted}"
+                )
+            final = self._complete(i, self._axes(self.column, AxisKind.CLUSTER))
+            source = ThreadExpression(op.inputs, ())
+            found.append(ColumnReduction(final, source, *self._reduced(op)))
+        return tuple(found)
+
+    def _reduced(self, op: BlockOp) -> tuple[str, float]:
+        """How partial results are combined, and what the complete one is multiplied by."""
+        mean = op.kind == "mean"
+        scale = 1.0 / extent(self.program.dims[op.attributes["over"]]) if mean else 1.0
+        return "max" if op.kind == "max" else "sum", scale
+
+    def _ends(
+        self,
+        accumulators: set[int],
+        statistics: tuple[Statistic, ...],
+        tails: tuple[Tail, ...],
+        reductions: tuple[ColumnReduction, ...],
+    ) -> _Ends:
+        """Fuse what stands between the loop and the stores."""
         ops = self.program.ops
+        accumulators = accumulators | {f for t in tails for _, f in t.products}
         reduced = {s.value for s in statistics}
+        along_columns = {r.value for r in reductions}
         per_row = set(self.batch) | {self.row}
-        uses_statistic, uses_load = [False] * len(ops), [False] * len(ops)
+        uses_statistic, uses_other = [False] * len(ops), [False] * len(ops)
         for i, op in enumerate(ops):
             uses_statistic[i] = i in reduced or any(uses_statistic[j] for j in op.inputs)
-            direct = op.kind == LOAD or any(uses_load[j] for j in op.inputs)
-            uses_load[i] = i not in reduced and direct
+            direct = op.kind == LOAD or i in along_columns
+            direct = direct or any(uses_other[j] for j in op.inputs)
+            uses_other[i] = i not in reduced and direct
 
         def is_row_value(i: int) -> bool:
-            return uses_statistic[i] and not uses_load[i] and set(ops[i].dims) <= per_row
+            return uses_statistic[i] and not uses_other[i] and set(ops[i].dims) <= per_row
 
         def is_leaf(i: int) -> bool:
-            return i in accumulators or is_row_value(i) or self._is_load(i)
+            known = i in accumulators or i in along_columns
+            return known or is_row_value(i) or self._is_load(i)
 
-        outputs: list[Output] = []
+        def fused(e: ThreadExpression, what: str) -> ThreadExpression:
+            return fuse(self.program, e.leaves[0], is_leaf, f"{self.where}, {what}")
+
+        stores: list[Output] = []
         for op in self.program.stores():
-            where = f"{self.where}, store of {op.attributes['tensor']}"
-            expression = fuse(self.program, op.inputs[0], is_leaf, where)
-            if not accumulators & set(expression.leaves):
-                raise LoweringError(f"{where}: it does not depend on a product")
-            outputs.append(Output(view_of(op, self.arguments), expression))
-        leaves = {leaf for o in outputs for leaf in o.expression.leaves}
+            what = f"store of {op.attributes['tensor']}"
+            if between := self.hidden & set(op.dims):
+                raise LoweringError(
+                    f"{self.where}, {what}: what lies between two products ({', '.join(between)}) "
+                    "stays in the block; store it by another kernel"
+                )
+            expression = fused(ThreadExpression(op.inputs, ()), what)
+            if not (accumulators | along_columns) & set(expression.leaves):
+                raise LoweringError(f"{self.where}, {what}: it does not depend on a product")
+            stores.append(Output(view_of(op, self.arguments), expression))
+        ends = _Ends(
+            tuple(stores),
+            tuple(replace(t, source=fused(t.source, f"product over {t.hidden}")) for t in tails),
+            tuple(
+                replace(r, source=fused(r.source, f"reduction over {self.column}"))
+                for r in reductions
+            ),
+            {}, {},
+        )  # fmt: skip
+        leaves = sorted({leaf for e in ends.expressions for leaf in e.leaves})
 
         def is_statistic(i: int) -> bool:
             return i in reduced
 
         where = f"{self.where}, row values"
-        row_values = {
-            i: fuse(self.program, i, is_statistic, where) for i in sorted(leaves) if is_row_value(i)
-        }
-        loads = {i: self._view(i) for i in sorted(leaves) if self._is_load(i)}
-        for i, value in row_values.items():
+        ends = replace(
+            ends,
+            row_values={
+                i: fuse(self.program, i, is_statistic, where) for i in leaves if is_row_value(i)
+            },
+            loads={i: self._view(i) for i in leaves if self._is_load(i)},
+        )
+        for i in ends.row_values:
             # one reciprocal for each row in place of a division for every element
-            if only_divides([o.expression for o in outputs], i):
-                row_values[i] = reciprocal(value)
-                outputs = [replace(o, expression=multiply_by(o.expression, i)) for o in outputs]
-        return tuple(outputs), row_values, loads
+            if only_divides(ends.expressions, i):
+                ends = ends.inverted(i)
+        return ends
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """What happens to the accumulators: fused expressions and their leaves."""
+
+    outputs: tuple[Output, ...]
+    tails: tuple[Tail, ...]
+    reductions: tuple[ColumnReduction, ...]
+    row_values: dict[int, ThreadExpression]
+    loads: dict[int, View]
+
+    @property
+    def expressions(self) -> list[ThreadExpression]:
+        """All of them."""
+        sources = [x.source for x in (*self.tails, *self.reductions)]
+        return [o.expression for o in self.outputs] + sources
+
+    def inverted(self, i: int) -> _Ends:
+        """With the reciprocal of a row value, which multiplies where the value divided."""
+        return _Ends(
+            tuple(replace(o, expression=multiply_by(o.expression, i)) for o in self.outputs),
+            tuple(replace(t, source=multiply_by(t.source, i)) for t in self.tails),
+            tuple(replace(r, source=multiply_by(r.source, i)) for r in self.reductions),
+            {**self.row_values, i: reciprocal(self.row_values[i])},
+            self.loads,
+        )
 
 
 def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, int, int]:

@@ -21,8 +21,10 @@ from cutesuper.graph.block import (
     BlockProgram,
 )
 from cutesuper.graph.dims import ceil_div, extent
+from cutesuper.graph.hidden import hidden_width
 from cutesuper.graph.rows import row_label
 from cutesuper.graph.target import Target
+from cutesuper.graph.vectors import MAX_VECTORS
 from cutesuper.search.extract import Price
 from cutesuper.search.forms import Form, MatmulForm
 from cutesuper.search.saturate import Derivation, Table
@@ -119,10 +121,10 @@ def matmul_cost(
     r, blocks = target.rates, program.blocks()
     cluster = _extent_of(program, AxisKind.CLUSTER)
     slots = cluster * target.clusters[cluster]
+    at_once = slots * _resident(program, form, target, stage_bytes(program, form, itemsizes))
     stage = sum(
         tile_bytes(program, op, itemsizes) for op in program.loads() if form.contracted in op.dims
     )
-    at_once = slots * _resident(program, form, target, stage)
     moved = bytes_moved(program, itemsizes)
     parts = dict.fromkeys(("memory", "ingest", "l2", "iterations", "tensor"), 0.0)
     busy = 0.0
@@ -133,9 +135,11 @@ def matmul_cost(
         busy += times * max(overlapped(r.overlap, *wave.values()), tensor)
     rounds = ceil_div(blocks, slots)  # blocks of one SM, one after the other or side by side
     exchange, store = (rounds * us for us in _end(program, form, target))
+    after = rounds * _after_us(program, form, target)
     ramp = r.first_stage * stage / r.sm_bytes_per_us + (rounds - 1) * r.block_us
     parts |= {"launch": target.launch_us, "ramp": ramp, "exchange": exchange, "store": store}
-    return Cost(target.launch_us + busy + ramp + exchange + store, parts)
+    parts |= {"after": after} if after else {}
+    return Cost(target.launch_us + busy + ramp + exchange + store + after, parts)
 
 
 def overlapped(exponent: float, *us: Any) -> Any:
@@ -168,25 +172,75 @@ def _extent_of(program: BlockProgram, kind: AxisKind) -> int:
     return prod(program.parts(a) for a in program.of_kind(kind))
 
 
-def products(program: BlockProgram, form: MatmulForm) -> int:
-    """Products of rows."""
-    return sum(op.kind == "matmul" and form.row in op.dims for op in program.ops)
+def padded(columns: int) -> int:
+    """Columns that the tensor-core instruction takes."""
+    return 64 * ceil_div(columns, 64)
 
 
-def _area(program: BlockProgram, form: MatmulForm) -> int:
-    """Accumulators of one product."""
-    return program.tile[form.row] * program.tile[form.column]
+def _free(program: BlockProgram, form: MatmulForm, op: BlockOp) -> str:
+    """The column or hidden label of a product of the loop."""
+    return next((d for d in form.hidden if d in op.dims), form.column)
+
+
+def _products(program: BlockProgram, form: MatmulForm) -> list[str]:
+    """Column or hidden label of every product of rows in the loop."""
+    return [
+        _free(program, form, op) for op in program.ops
+        if op.kind == "matmul" and op.attributes["over"] == form.contracted
+        and form.row in op.dims
+    ]  # fmt: skip
+
+
+def column_blocks(program: BlockProgram, form: MatmulForm) -> list[int]:
+    """Blocks of 64 columns of every product of the loop, and of a product after it."""
+    labels = {*_products(program, form), form.column}
+    return [padded(program.tile[d]) // 64 for d in labels]
+
+
+def results(program: BlockProgram, form: MatmulForm) -> int:
+    """Accumulators that reach the epilogue; a product after the loop adds to one of the loop."""
+    count = max(1, _products(program, form).count(form.column))
+    return count * program.tile[form.row] * program.tile[form.column]
+
+
+def accumulators(program: BlockProgram, form: MatmulForm) -> int:
+    """All accumulators of a block, for rows."""
+    hidden = (d for d in _products(program, form) if d != form.column)
+    between = sum(padded(program.tile[d]) for d in hidden)
+    return results(program, form) + program.tile[form.row] * between
+
+
+def vector_accumulators(program: BlockProgram, form: MatmulForm) -> int:
+    """Those of products of vectors, if all column operands have some."""
+    count = _products(program, form).count(form.column)
+    return form.vectors * MAX_VECTORS * program.tile[form.column] * count
+
+
+def stage_bytes(program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]) -> int:
+    """Bytes of a stage in shared memory, hidden labels as wide as they are staged, with the tile
+    of vectors."""
+    total = form.vectors * 2 * MAX_VECTORS * program.tile[form.contracted]
+    narrow = form.column in _products(program, form)
+    for op in program.loads():
+        if form.contracted in op.dims:
+            hidden = [program.tile[d] for d in op.dims if d in form.hidden]
+            whole = tile_bytes(program, op, itemsizes)
+            total += whole // hidden[0] * hidden_width(hidden[0], narrow) if hidden else whole
+    return total
 
 
 def _resident(program: BlockProgram, form: MatmulForm, target: Target, stage: int) -> int:
     """Blocks that one SM holds, with the stages that the schedule takes."""
     cluster, loop = (_extent_of(program, k) for k in (AxisKind.CLUSTER, AxisKind.LOOP))
-    accumulators = _area(program, form) * products(program, form)
-    fixed = BLOCK_BYTES + 4 * accumulators * (cluster > 1)
+    held = accumulators(program, form)
+    split = cluster > 1 and not form.reduced
+    tiles = program.tile[form.row] + program.tile[form.column]
+    after = sum(2 * tiles * padded(program.tile[d]) for d in form.hidden)
+    fixed = BLOCK_BYTES + 4 * results(program, form) * split + after
     stages = min((target.shared_bytes - fixed) // stage, max(2, loop), max(4, RING_BYTES // stage))
-    wide = accumulators > WARPGROUP_ACCUMULATORS and program.tile[form.column] % 128 == 0
+    wide = held > WARPGROUP_ACCUMULATORS and program.tile[form.column] % 128 == 0
     threads = 128 * (1 + wide) + 128 * bool(_helped(program, form)) + 32
-    registers = threads * OTHER_REGISTERS + accumulators
+    registers = threads * OTHER_REGISTERS + held
     by_memory = target.shared_bytes // (stages * stage + fixed)
     return max(1, min(by_memory, target.registers // registers))
 
@@ -217,18 +271,21 @@ def _staged_us(program: BlockProgram, form: MatmulForm, target: Target) -> float
 
 def _tensor_us(program: BlockProgram, form: MatmulForm, target: Target) -> float:
     """Products of an iteration, at the rate that the area of the accumulators allows."""
-    area = _area(program, form)
+    rows = program.tile[form.row]
+    areas = [rows * padded(program.tile[d]) for d in _products(program, form)]
+    area = max(areas)
     efficiency = target.rates.tensor_efficiency * area / (area + target.rates.half_area)
-    area += form.vectors * VECTOR_ROWS * program.tile[form.column]
-    flops = 2.0 * products(program, form) * area * program.tile[form.contracted]
+    vectors = form.vectors * VECTOR_ROWS * program.tile[form.column] * len(areas)
+    flops = 2.0 * (sum(areas) + vectors) * program.tile[form.contracted]
     return flops * target.sms / (target.tensor_flops * efficiency) * 1e6
 
 
 def _end(program: BlockProgram, form: MatmulForm, target: Target) -> tuple[float, float]:
     """A block's exchange with its cluster, and its epilogue; each block finishes some columns."""
-    r, cluster = target.rates, _extent_of(program, AxisKind.CLUSTER)
-    area = _area(program, form)
-    finished = area * products(program, form) / cluster
+    r = target.rates
+    cluster = 1 if form.reduced else _extent_of(program, AxisKind.CLUSTER)
+    area = program.tile[form.row] * program.tile[form.column]
+    finished = results(program, form) / cluster
     sent = 4 * finished * (cluster - 1) / 1024
     per_store = r.store_us if cluster == 1 else r.cluster_store_us
     ends = [op for op in program.ops if form.contracted not in op.dims]
@@ -242,6 +299,17 @@ def _end(program: BlockProgram, form: MatmulForm, target: Target) -> tuple[float
     arithmetic = area / cluster * count / r.lanes_per_us
     store = per_store * finished / 1024 + arithmetic + r.row_load_us * vectors * rows
     return r.exchange_us_per_kb * sent, store
+
+
+def _after_us(program: BlockProgram, form: MatmulForm, target: Target) -> float:
+    """Products after the loop, and reductions along the columns."""
+    r = target.rates
+    after = r.after_product_us * len(form.hidden)
+    if form.reduced:
+        spread = bool(program.of_kind(AxisKind.CLUSTER))
+        count = sum(op.attributes.get("over") == form.column for op in program.ops)
+        after += count * (r.column_reduction_us + spread * r.cluster_reduction_us)
+    return after
 
 
 # --------------------------------------------------------------------------------------- rows

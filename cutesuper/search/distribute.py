@@ -31,14 +31,17 @@ MAX_SUMS = 16
 _Rest = Callable[[list[int], list[int]], int | None]
 
 
-def distributed(program: LabelledProgram) -> LabelledProgram | None:
-    """The program with every reduction distributed that had to wait for another one over its label.
+def distributed(program: LabelledProgram, label: str) -> LabelledProgram | None:
+    """The program with every reduction over a label distributed that had to wait for another one.
+
+    Reductions over other labels stay as they are: what a matmul kernel reduces along its columns is
+    there as a whole, so that it may wait, and nothing has to cancel.
 
     Returns:
         None where no sum has to be taken apart, or where something else is in the way
         (``sum(exp(x - max(x)))``).
     """
-    distribution = _Distribution(program)
+    distribution = _Distribution(program, label)
     try:
         found = distribution.run()
     except _NotLinear:
@@ -51,8 +54,8 @@ class _NotLinear(Exception):
 
 
 class _Distribution:
-    def __init__(self, program: LabelledProgram) -> None:
-        self.program = program
+    def __init__(self, program: LabelledProgram, label: str) -> None:
+        self.program, self.label = program, label
         self.ops: list[LabelledOp] = []
         self.late: list[frozenset[str]] = []  # labels over which something was reduced before
         self.sums = 0  # so many were taken apart
@@ -65,7 +68,7 @@ class _Distribution:
 
     def _again(self, op: LabelledOp, args: list[int]) -> int:
         over = op.over
-        if over is None or not any(self._waits(i, over) for i in args):
+        if over is None or over != self.label or not any(self._waits(i, over) for i in args):
             return self._add(replace(op, inputs=tuple(args)))
         if op.kind == "matmul":
             waiting = [i for i in args if self._waits(i, over)]

@@ -199,8 +199,11 @@ class _RegionSearch:
             return []
 
     def _by_skeleton(self, program: LabelledProgram) -> list[Way]:
-        found = self._sealed(program, find_form(self.region, program))
-        other = None if found else distributed(program)
+        form = find_form(self.region, program)
+        found = self._sealed(program, form)
+        if found or not isinstance(form, MatmulForm):
+            return found
+        other = distributed(program, form.contracted)
         return found if other is None else self._sealed(other, find_form(self.region, other))
 
     def _general(self, program: LabelledProgram) -> list[Way]:

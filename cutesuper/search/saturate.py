@@ -208,7 +208,7 @@ class Table:
             for kind, attributes in space.unary:
                 self._one(i, kind, attributes)
         for kind, label in space.reductions:
-            if label in c.labels and self.rules.reduces(c.labels, label):
+            if label in c.labels and self.rules.reduces(c.labels, label, c.state):
                 self._tile_reduction(i, kind, label)
         for name in sorted(c.state.pending):
             self._axis_reduction(i, self.axes[name])

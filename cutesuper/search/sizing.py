@@ -13,8 +13,18 @@ from dataclasses import dataclass, replace
 from cutesuper.graph.block import Axis, AxisKind, BlockProgram
 from cutesuper.graph.dims import Symbol, ceil_div, extent
 from cutesuper.graph.target import Target
-from cutesuper.graph.vectors import MAX_VECTORS
-from cutesuper.search.cost import Cost, matmul_cost, products, row_cost, tile_bytes
+from cutesuper.search.cost import (
+    Cost,
+    accumulators,
+    column_blocks,
+    matmul_cost,
+    padded,
+    results,
+    row_cost,
+    stage_bytes,
+    tile_bytes,
+    vector_accumulators,
+)
 from cutesuper.search.forms import MatmulForm, RowForm
 
 SMALL_ROWS = (8, 16, 32, 64)
@@ -101,18 +111,19 @@ def _matmul_sizes(
     itemsizes: dict[str, int],
     pruned: Counter[str],
 ) -> Iterator[Sized]:
-    count = products(structure, form)
     for tile, cluster in _matmul_tiles(structure, form):
-        area = tile[form.row] * tile[form.column] * count
-        odd = tile[form.column] // COLUMNS[0] % 2
-        vectors = form.vectors * MAX_VECTORS * tile[form.column] * count
-        if area > MAX_ACCUMULATORS or (odd and area + vectors > ONE_WARPGROUP):
+        parts = 1 if form.reduced else cluster  # of the contracted label
+        loop = ceil_div(extent(structure.dims[form.contracted]), parts * tile[form.contracted])
+        inner = {f"{form.contracted}.loop": loop, f"{form.contracted}.cluster": cluster,
+                 f"{form.column}.cluster": cluster}
+        program = _resize(structure, tile, inner)
+        odd = any(b % 2 for b in column_blocks(program, form))
+        held = accumulators(program, form)
+        vectors = vector_accumulators(program, form)
+        if held > MAX_ACCUMULATORS or (odd and held + vectors > ONE_WARPGROUP):
             pruned["accumulators exceed the registers"] += 1
             continue
-        loop = ceil_div(extent(structure.dims[form.contracted]), cluster * tile[form.contracted])
-        inner = {f"{form.contracted}.loop": loop, f"{form.contracted}.cluster": cluster}
-        program = _resize(structure, tile, inner)
-        if _matmul_bytes(program, form, itemsizes, area * 4 * (cluster > 1)) > target.shared_bytes:
+        if _matmul_bytes(program, form, itemsizes) > target.shared_bytes:
             pruned["stages exceed the shared memory"] += 1
             continue
         yield Sized(program, matmul_cost(program, form, target, itemsizes))
@@ -123,28 +134,41 @@ def _matmul_tiles(
 ) -> Iterator[tuple[dict[str, int], int]]:
     """Tiles and cluster sizes; a cluster splits whole K tiles, and into at least two parts."""
     split = bool(structure.of_kind(AxisKind.CLUSTER))
-    k = extent(structure.dims[form.contracted])
-    for rows in row_tiles(extent(structure.dims[form.row])):
+    k, n = (extent(structure.dims[d]) for d in (form.contracted, form.column))
+    hidden = {d: extent(structure.dims[d]) for d in form.hidden}
+    rows = extent(structure.dims[form.row])
+    # what is multiplied again, or has no columns to divide, is divided by its rows
+    tall = form.reduced or form.hidden
+    for row in every_row_tile(rows) if tall else row_tiles(rows):
         for columns in COLUMNS:
             for inner in INNER:
                 tile = {
-                    **dict.fromkeys(form.batch, 1),
-                    form.row: rows, form.column: columns, form.contracted: inner,
+                    **dict.fromkeys(form.batch, 1), **hidden,
+                    form.row: row, form.column: columns, form.contracted: inner,
                 }
                 for cluster in CLUSTERS[1:] if split else CLUSTERS[:1]:
-                    if ceil_div(k, inner) % cluster == 0:
+                    if form.reduced:
+                        whole = ceil_div(n, columns) == cluster
+                    else:
+                        whole = ceil_div(k, inner) % cluster == 0
+                    if whole:
                         yield {d: tile[d] for d in structure.dims}, cluster
 
 
-def _matmul_bytes(
-    program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int], exchange: int
-) -> int:
-    """Shared memory of the least number of stages and the buffer of the cluster's exchange."""
-    stage = sum(
-        tile_bytes(program, op, itemsizes) for op in program.loads() if form.contracted in op.dims
-    )
-    stage += form.vectors * 2 * MAX_VECTORS * program.tile[form.contracted]
-    return MIN_STAGES * stage + exchange + RESERVED_BYTES
+def every_row_tile(rows: int) -> tuple[int, ...]:
+    """All row tiles up to the smallest that covers the rows."""
+    tiles = (*SMALL_ROWS, *reversed(LARGE_ROWS[:-1]))
+    return tuple(t for n, t in enumerate(tiles) if n == 0 or tiles[n - 1] < rows)
+
+
+def _matmul_bytes(program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]) -> int:
+    """Shared memory of the least number of stages, of the buffer of the cluster's exchange, and of
+    both operands of products after the loop."""
+    exchange = 4 * results(program, form) * bool(program.axes_of(form.contracted)[1:])
+    rows, columns = program.tile[form.row], program.tile[form.column]
+    after = sum(2 * (rows + columns) * padded(program.tile[d]) for d in form.hidden)
+    fixed = exchange + after + RESERVED_BYTES
+    return MIN_STAGES * stage_bytes(program, form, itemsizes) + fixed
 
 
 # ------------------------------------------------------------------------------------------ rows

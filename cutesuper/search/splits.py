@@ -104,8 +104,8 @@ class Rules(Protocol):
         """
         ...
 
-    def reduces(self, labels: frozenset[str], over: str) -> bool:
-        """Whether a tile with these labels may be reduced over one of them."""
+    def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
+        """Whether a tile with these labels and this state may be reduced over a label."""
         ...
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:
@@ -123,7 +123,7 @@ class AnyRules:
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
         return True
 
-    def reduces(self, labels: frozenset[str], over: str) -> bool:
+    def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
         return True
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:

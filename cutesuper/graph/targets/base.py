@@ -27,6 +27,9 @@ class Rates:
         exchange_us_per_kb: a cluster's exchange of partial sums, for each KB that a block sends.
         row_load_us: a value of a row that the epilogue loads.
         reduction_us: a reduction of a row kernel across its warps.
+        after_product_us: a product after the loop: its row operand goes through shared memory.
+        column_reduction_us, cluster_reduction_us: a reduction of accumulators along the columns,
+            within a block, and what a cluster adds to it.
         tensor_efficiency: part of the peak that the tensor cores reach with accumulators that are
             infinitely large.
         half_area: accumulator elements at which half of the rest is lost to operand traffic.
@@ -46,6 +49,9 @@ class Rates:
     exchange_us_per_kb: float
     row_load_us: float
     reduction_us: float
+    after_product_us: float
+    column_reduction_us: float
+    cluster_reduction_us: float
     tensor_efficiency: float
     half_area: float
     lanes_per_us: float

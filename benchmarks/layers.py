@@ -1,0 +1,109 @@
+"""``python -m benchmarks layers``: the linear layers of published models at small batches.
+
+Weights are stored (N, K) as ``nn.Linear`` has them, norms have a gain, and gate and up are two
+tensors. What surrounds a product in the model is part of its layer: the norm before qkv and before
+gate and up, the residual after o and down.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.cli import check_options, selected, settings_of
+from benchmarks.harness import Settings
+from benchmarks.peers import FLOORS, Implementation
+from benchmarks.sweep import Item, Sweep, add_sweep_options, names_of, sweep_main
+from benchmarks.workload import Shape, Workload
+from benchmarks.workloads_linear import gated_mlp, linear_residual, norm_linear
+
+BATCHES = (1, 8, 16, 64)
+#: 15 rounds move the median by under 1 %; the time goes into compiling
+SETTINGS = Settings(rounds=15, warm_seconds=0.1, host_batches=8)
+#: of each launch the one that is within 2 % of the better at all sizes
+STREAMS = tuple(f for f in FLOORS if f.name.endswith("balanced"))
+LAYERS = ("qkv", "o", "gate_up", "down")
+
+
+@dataclass(frozen=True)
+class Model:
+    """Extents of a decoder layer, from the model's published ``config.json``.
+
+    Attributes:
+        title: of the model.
+        hidden: width of the residual stream.
+        heads, kv_heads, head: numbers of query and of key/value heads, and their width.
+        mlp: width inside the MLP.
+    """
+
+    title: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head: int
+    mlp: int
+
+    def layer(self, name: str, batch: int) -> tuple[Workload, Shape]:
+        """What computes the layer of this name (one of LAYERS), and its extents."""
+        qkv = (self.heads + 2 * self.kv_heads) * self.head
+        if name == "qkv":
+            return norm_linear(True, transposed=True), (batch, self.hidden, qkv)
+        if name == "gate_up":
+            return gated_mlp(norm=True, transposed=True), (batch, self.hidden, self.mlp)
+        inner = self.heads * self.head if name == "o" else self.mlp
+        return linear_residual(transposed=True), (batch, inner, self.hidden)
+
+
+MODELS = {
+    "llama3-8b": Model("Llama-3-8B", 4096, 32, 8, 128, 14336),
+    "llama3-70b": Model("Llama-3-70B", 8192, 64, 8, 128, 28672),
+    # its bias of qkv is left out
+    "qwen2.5-7b": Model("Qwen2.5-7B", 3584, 28, 4, 128, 18944),
+}
+
+
+def make_sweep(
+    models: Sequence[str], batches: Sequence[int], peers: Sequence[Implementation]
+) -> Sweep:
+    """All layers of the models at the batch sizes."""
+    items = []
+    for model in models:
+        for name in LAYERS:
+            for batch in batches:
+                workload, shape = MODELS[model].layer(name, batch)
+                labels = {"model": MODELS[model].title, "layer": name, "batch": batch}
+                items.append(Item(f"{model}/{name}/{batch}", workload, shape, labels))
+    return Sweep("layers", "Linear layers of models", tuple(items), (*STREAMS, *peers))
+
+
+def parse_batches(text: str | None) -> list[int]:
+    """``"1,16"`` -> ``[1, 16]``; BATCHES for None. Raises ValueError."""
+    if text is None:
+        return list(BATCHES)
+    parts = text.split(",")
+    if not all(p.isdecimal() and int(p) > 0 for p in parts):
+        raise ValueError(f"--batches {text!r}: positive numbers, for example 1,16")
+    return [int(p) for p in parts]
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Measure; returns and raises as `cli.supervise`."""
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Measure the linear layers of models. Peers that compile for long "
+        "(compile-max) take part only when named.",
+    )
+    parser.add_argument("--models", help=f"comma-separated subset of: {', '.join(MODELS)}")
+    parser.add_argument("--batches", help=f"default {','.join(map(str, BATCHES))}")
+    add_sweep_options(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        models = names_of(arguments.models, tuple(MODELS), "--models")
+        batches = parse_batches(arguments.batches)
+        peers = selected(arguments, quick=True)
+        check_options(arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    sweep = make_sweep(models, batches, peers)
+    return sweep_main(parser, arguments, sweep, settings_of(arguments, SETTINGS))

@@ -1,0 +1,160 @@
+"""Tables of the measurements of many cases: inference workloads, layers of models, the chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.tables import (
+    LABELS,
+    Row,
+    describe_environment,
+    markdown_table,
+    number,
+    ratio_to_best_peer,
+)
+
+PEERS = ("eager", "compile", "compile-max", "matmul-alone")
+OURS = ("cutesuper", "cutesuper-pdl")
+#: a workload of these tables may have several products
+PRODUCTS = LABELS | {"matmul-alone": "cuBLAS products alone"}
+METHOD = (
+    "Microseconds per call, median; cold L2; all columns of a line interleaved in one run, outputs "
+    "checked against float64 before and after. Floor: a kernel that only reads as many bytes. "
+    "Speedup: fastest correct PyTorch column over each cutesuper column."
+)
+
+
+def inference_markdown(results: dict[str, Any]) -> str:
+    """One line for each workload and shape."""
+    names = _present(results)
+    header = ["workload", "shape", *_columns(names)]
+    rows = [[case["title"], case["label"], *_cells(case, names)] for case in results["cases"]]
+    notes = [*_outcome(results), f"{METHOD} {_environments(results)}."]
+    return "\n\n".join([markdown_table(header, rows), *notes])
+
+
+def layers_markdown(results: dict[str, Any]) -> str:
+    """A table for each model, with a line for each layer and batch size."""
+    names = _present(results)
+    header = ["layer", "batch", "inner x columns", *_columns(names)]
+    parts = []
+    for model in dict.fromkeys(case["model"] for case in results["cases"]):
+        rows = [_layer_row(case, names) for case in results["cases"] if case["model"] == model]
+        parts.append(f"**{model}**\n\n{markdown_table(header, rows)}")
+    return "\n\n".join([*_outcome(results), *parts, f"{METHOD} {_environments(results)}."])
+
+
+def _layer_row(case: dict[str, Any], names: list[str]) -> Row:
+    _, inner, columns = case["shape"]
+    return [case["layer"], str(case["batch"]), f"{inner} x {columns}", *_cells(case, names)]
+
+
+def chain_markdown(results: dict[str, Any]) -> str:
+    """A line for each implementation, and the floor."""
+    [case] = results["cases"]
+    rows = [
+        _chain_row(LABELS[entry["name"]], entry, case, results["layers"])
+        for entry in case["implementations"]
+        if entry["kind"] != "floor"
+    ]
+    for launch, label in (("plain", "floor"), ("pdl", "floor, dependent launch")):
+        us = case["floor_us"][launch]
+        rows.append([label, number(us), number(us and us * results["layers"], 0), "", ""])
+    header = ["", "us per layer", "us in all", "speedup", "rel. error at the end"]
+    note = (
+        f"{results['layers']} layers {case['label']}, {results['dtype']}, different weights, each "
+        "layer reading what the one before writes, in one CUDA graph (for torch.compile this is "
+        'its mode "reduce-overhead"). Speedup: over the fastest correct PyTorch line. The end of '
+        "the chain is checked against float64: at most twice PyTorch's own error through the "
+        "same chain, plus 2 ulp."
+    )
+    notes = [*_failures(results), f"{note} {_environments(results)}."]
+    return "\n\n".join([markdown_table(header, rows), *notes])
+
+
+def _chain_row(label: str, entry: dict[str, Any], case: dict[str, Any], layers: int) -> Row:
+    time, check = entry["time_us"], entry["check_after"]
+    if time is None:
+        return [label, entry["status"], "", "", ""]
+    error = f"{check['relative_error']:.1e}" if check else ""
+    total = number(time["median"] * layers, 0)
+    ratio = _ratio(entry, case) if entry["kind"] == "ours" else ""
+    return [label, number(time["median"]), total, ratio, error]
+
+
+def _present(results: dict[str, Any]) -> list[str]:
+    """Peers that took part in any case, and ours."""
+    there = {i["name"] for case in results["cases"] for i in case["implementations"]}
+    return [name for name in (*PEERS, *OURS) if name in there]
+
+
+def _columns(names: list[str]) -> Row:
+    peers = [PRODUCTS[n] for n in names if n in PEERS]
+    ours = [PRODUCTS[n] for n in names if n in OURS]
+    return [*peers, "floor (plain / dependent)", *ours, "speedup (plain / dependent)"]
+
+
+def _cells(case: dict[str, Any], names: list[str]) -> Row:
+    entries = {i["name"]: i for i in case["implementations"]}
+    peers = [_time(entries.get(n)) for n in names if n in PEERS]
+    ours = [_time(entries.get(n)) for n in names if n in OURS]
+    floor = " / ".join(number(case["floor_us"][k]) or "?" for k in ("plain", "pdl"))
+    ratios = " / ".join(_ratio(entries.get(n), case) or "-" for n in names if n in OURS)
+    return [*peers, floor, *ours, ratios]
+
+
+def _time(entry: dict[str, Any] | None) -> str:
+    if entry is None:
+        return ""
+    if entry["time_us"] is None:
+        return entry["status"] if entry["status"] != "ok" else "not timed"
+    return number(entry["time_us"]["median"])
+
+
+def _ratio(entry: dict[str, Any] | None, case: dict[str, Any]) -> str:
+    ratio = ratio_to_best_peer(entry, case) if entry else None
+    return "" if ratio is None else f"{ratio:.2f}x"
+
+
+def _outcome(results: dict[str, Any]) -> list[str]:
+    """Wins and losses of plain launches in a sentence, and everything that failed."""
+    ratios: dict[str, float] = {}
+    for case in results["cases"]:
+        entry = next((i for i in case["implementations"] if i["name"] == OURS[0]), None)
+        ratio = ratio_to_best_peer(entry, case) if entry else None
+        if ratio is not None:
+            ratios[_case_name(case)] = ratio
+    slower = [f"{name} ({ratio:.2f}x)" for name, ratio in ratios.items() if ratio <= 1]
+    text = (
+        f"cutesuper, launched like the others, is faster than every PyTorch column in "
+        f"{len(ratios) - len(slower)} of {len(results['cases'])} cases"
+    )
+    text += f"; slower: {', '.join(slower)}." if slower else "."
+    return [text, *_failures(results)]
+
+
+def _failures(results: dict[str, Any]) -> list[str]:
+    lines = []
+    for case in results["cases"]:
+        if case["error"]:
+            lines.append(f"* {_case_name(case)}: {case['error']}")
+        for entry in case["implementations"]:
+            if entry["status"] != "ok" and entry["kind"] != "floor":
+                reason = entry["error"] or "not reached"
+                lines.append(
+                    f"* {_case_name(case)}, {entry['name']}: {entry['status']}: {reason}"
+                )
+    return ["\n".join(["Failures:", "", *lines])] if lines else []
+
+
+def _case_name(case: dict[str, Any]) -> str:
+    if "model" in case:
+        return f"{case['model']} {case['layer']} {case['batch']}"
+    return f"{case.get('title', '')} {case['label']}".strip()
+
+
+def _environments(results: dict[str, Any]) -> str:
+    """What the table was measured with; several where it is of several files."""
+    all_of_them = results.get("environments", [results["environment"]])
+    lines = dict.fromkeys(describe_environment({"environment": e}) for e in all_of_them)
+    return "; ".join(lines)

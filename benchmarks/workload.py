@@ -1,0 +1,142 @@
+"""What a workload is: a computation with the tensors, shapes and definitions to measure it by.
+
+A workload says which tensors exist, how PyTorch computes the result (the peer), how float64 does
+(the judge), how the same program is written for cutesuper, and how many bytes and operations it
+cannot avoid. Shapes are plain tuples of extents; ``Workload.axes`` names them. The workloads
+themselves stand in `workloads`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+Shape = tuple[int, ...]
+Outputs = tuple[torch.Tensor, ...]
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+HALVES = ("float16", "bfloat16")
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a workload.
+
+    Values are drawn from a normal distribution of this ``mean`` and ``std``. ``constant`` marks
+    what no kernel writes while it is in use (weights). ``rows`` marks a first dimension whose rows
+    are independent, so that a subset of them can be checked.
+    """
+
+    name: str
+    dims: Shape
+    mean: float = 0.0
+    std: float = 1.0
+    constant: bool = False
+    rows: bool = False
+
+    def size(self, dtype: torch.dtype) -> int:
+        """Bytes of the tensor."""
+        return prod(self.dims) * dtype.itemsize
+
+
+Specs = Callable[[Shape], tuple[TensorSpec, ...]]
+
+
+@dataclass(frozen=True)
+class Computation:
+    """One function in two precisions: what PyTorch users write, and the float64 definition.
+
+    Both take the workload's inputs in order; ``reference`` gets float64 tensors, of which those
+    with ``rows`` may hold only some rows. Both return the outputs as a tuple.
+
+    Attributes:
+        into: as ``eager``, plus ``out=(tensors to write)``.
+        outputs: where they are not the workload's (two products whose results the rest combines);
+            ``into`` is not possible then.
+    """
+
+    eager: Callable[..., Outputs]
+    reference: Callable[..., Outputs]
+    into: Callable[..., Outputs] | None = None
+    outputs: Specs | None = None
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A named computation with the shapes it is measured at.
+
+    ``computations`` has at least ``"full"``; other entries are parts of it (``"matmul"``: the
+    matrix products alone) that show what the rest costs. ``graph(cs, shape, dtype name)`` builds
+    the program with the cutesuper module ``cs``.
+    """
+
+    name: str
+    title: str
+    axes: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[str, ...]
+    inputs: Specs
+    outputs: Specs
+    computations: dict[str, Computation]
+    flops: Callable[[Shape], int]
+    graph: Callable[[ModuleType, Shape, str], Any]
+
+    def outputs_of(self, computation: str, shape: Shape) -> tuple[TensorSpec, ...]:
+        """What ``computations[computation]`` returns."""
+        return (self.computations[computation].outputs or self.outputs)(shape)
+
+    def bytes_moved(self, shape: Shape, dtype: torch.dtype) -> int:
+        """Bytes that must cross device memory: every input read once, every output written once."""
+        return sum(spec.size(dtype) for spec in (*self.inputs(shape), *self.outputs(shape)))
+
+    def parse_shape(self, text: str) -> Shape:
+        """``"16x4096x4096"`` -> ``(16, 4096, 4096)``.
+
+        Raises:
+            ValueError: not one positive extent per axis.
+        """
+        parts = text.lower().split("x")
+        if len(parts) != len(self.axes) or not all(p.isdecimal() and int(p) > 0 for p in parts):
+            raise ValueError(
+                f"shape {text!r} of {self.name}: expected {'x'.join(self.axes)}, "
+                f"for example {shape_label(self.shapes[0])}"
+            )
+        return tuple(int(p) for p in parts)
+
+
+def shape_label(shape: Shape) -> str:
+    """``(16, 4096, 4096)`` -> ``"16x4096x4096"``."""
+    return "x".join(str(extent) for extent in shape)
+
+
+def norm64(x: torch.Tensor) -> torch.Tensor:
+    """``x / sqrt(mean(x^2) + EPS)`` by its definition, for float64."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS)
+
+
+def layer_norm_program(g: Any, x: Any, gain: Any, bias: Any) -> Any:
+    """LayerNorm over the last dimension in a kernel graph."""
+    centred = g.sub(x, g.mean(x, -1))
+    scale = g.rsqrt(g.add(g.mean(g.square(centred), -1), EPS))
+    return g.add(g.mul(g.mul(centred, scale), gain), bias)
+
+
+def build(
+    cs: ModuleType, specs: Sequence[TensorSpec], dtype: str, program: Callable[..., Any]
+) -> Any:
+    """The kernel graph of ``program(graph, *inputs)``, which returns the one output."""
+    graph = cs.new_kernel_graph()
+    tensors = [
+        graph.new_input(spec.dims, dtype=getattr(cs, dtype), name=spec.name, constant=spec.constant)
+        for spec in specs
+    ]
+    graph.mark_output(program(graph, *tensors))
+    return graph

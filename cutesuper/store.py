@@ -1,0 +1,390 @@
+"""Tuned schedules on disk: one JSON file for each program, architecture and launch mode.
+
+    <folder>/sm90/<operators>_<shapes>_<type>[_pdl]-<16 hex>.json
+
+A file holds the program it is for (`canonical`), the muGraph, a schedule for each kernel, and what
+was measured. It is data from outside: `read_entry` checks every field, and whoever uses an entry
+verifies the muGraph and plans its schedules again. Files of the user's folder come before those
+that are shipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from cutesuper.errors import CutesuperError, FormatError
+from cutesuper.graph.block import BlockProgram, KernelStep, MuGraph
+from cutesuper.graph.dims import Dim, Symbol
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.serial import from_dict, to_dict
+from cutesuper.runtime.cache import default_root
+from cutesuper.schedule.schedule import Schedule, read_schedule, schedule_dict
+
+FORMAT, VERSION = "tuned_schedule", 1
+MAX_BYTES = 16 << 20
+_FIELDS = ("format", "version", "program", "arch", "dependent_launch", "mugraph", "schedules",
+           "measured")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the tuner saw.
+
+    Attributes:
+        median_us: microseconds of the program, cold L2, median of the rounds.
+        spread_us: between the 10th and the 90th percentile of the rounds.
+        model_us: the same for the cost model's choice; None where that did not run.
+        predicted_us: by the cost model, for the program that is stored.
+        timed: candidates that were timed.
+        gpu, driver, cuda, torch, cutlass_dsl, cutesuper, commit: where and with what; None unknown.
+    """
+
+    median_us: float
+    spread_us: float
+    model_us: float | None
+    predicted_us: float
+    timed: int
+    gpu: str | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    torch: str | None = None
+    cutlass_dsl: str | None = None
+    cutesuper: str | None = None
+    commit: str | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stored program, in the tensor names of the graph that it was looked up for.
+
+    Attributes:
+        path: the file.
+        mugraph: legal, and with the graph's inputs and outputs; not verified.
+        schedules: one for each kernel.
+        measured: by the tuner.
+    """
+
+    path: Path
+    mugraph: MuGraph
+    schedules: tuple[Schedule, ...]
+    measured: Measured
+
+
+# ---------------------------------------------------------------------------------------- folders
+
+
+def user_folder() -> Path:
+    """Where `cutesuper.tune` stores: ``schedules`` in the cache folder (``$CUTESUPER_CACHE``)."""
+    return default_root() / "schedules"
+
+
+def shipped_folder() -> Path:
+    """What comes with the package, or lies beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    checkout = package.parent
+    return (checkout if (checkout / "pyproject.toml").is_file() else package) / "schedules"
+
+
+def file_name(graph: KernelGraph, arch: str, dependent_launch: bool) -> Path:
+    """Where below a folder the program lies: readable, and unique by its hash."""
+    key = [canonical(graph), arch, dependent_launch]
+    text = json.dumps(key, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    launch = "_pdl" if dependent_launch else ""
+    generation = arch.rstrip("af").replace("_", "")
+    return Path(generation) / f"{_readable(graph)}{launch}-{digest}.json"
+
+
+def _readable(graph: KernelGraph) -> str:
+    nodes = [graph.nodes[i] for i in sorted(graph.needed(graph.outputs))]
+    plain = ("input", "constant", "transpose")
+    operators = dict.fromkeys(n.operator for n in nodes if n.operator not in plain)
+    inputs = [graph.nodes[i] for i in graph.inputs]
+    shapes = ["x".join(_extent_text(d) for d in n.shape) for n in inputs]
+    dtypes = dict.fromkeys(n.dtype.name for n in inputs)
+    return f"{'-'.join(operators)[:48]}_{'_'.join(shapes)[:48]}_{'-'.join(dtypes)}"
+
+
+def _extent_text(dim: Dim) -> str:
+    return f"m{dim.hint}" if isinstance(dim, Symbol) else str(dim)
+
+
+# ------------------------------------------------------------------------------------- the program
+
+
+def canonical(graph: KernelGraph) -> dict[str, Any]:
+    """A graph as plain data that does not depend on names, on the order in which it was built, or
+    on values that no output needs.
+
+    before: ``y = rms_norm(hidden[tokens, 64])``; after: node 0 an input of extents [symbol 0, 64],
+    node 1 ``rms_norm`` of node 0, output 1. Symbols are counted, their hints kept: an entry is for
+    one bucket of a symbolic extent.
+    """
+    order: dict[int, int] = {i: n for n, i in enumerate(graph.inputs)}
+
+    def visit(i: int) -> None:
+        if i not in order:
+            for j in graph.nodes[i].inputs:
+                visit(j)
+            order[i] = len(order)
+
+    for i in graph.outputs:
+        visit(i)
+    names = {name: n for n, name in enumerate(_symbols(graph))}
+    nodes: list[dict[str, Any]] = []
+    for i in order:
+        node = graph.nodes[i]
+        entry: dict[str, Any] = {"operator": node.operator}
+        if node.operator == "input":
+            entry["dims"] = [
+                {"symbol": names[d.name], "hint": d.hint} if isinstance(d, Symbol) else d
+                for d in node.shape
+            ]
+            entry |= {"dtype": node.dtype.name, "constant": node.constant}
+        else:
+            entry |= {"inputs": [order[j] for j in node.inputs]}
+            entry |= {"attributes": dict(node.attributes)}
+        nodes.append(entry)
+    return json.loads(json.dumps({"nodes": nodes, "outputs": [order[i] for i in graph.outputs]}))
+
+
+def _symbols(graph: KernelGraph) -> list[str]:
+    """Names of the symbolic extents, in the order in which inputs have them."""
+    dims = [d for i in graph.inputs for d in graph.nodes[i].shape]
+    return list(dict.fromkeys(d.name for d in dims if isinstance(d, Symbol)))
+
+
+def _named_for(graph: KernelGraph, mu: MuGraph) -> MuGraph:
+    """A muGraph with the graph's names for inputs and symbols; other tensors get free ones."""
+    new = {
+        name: graph.nodes[i].name for name, i in zip(mu.inputs, graph.inputs, strict=False)
+    }
+    taken = set(new.values())
+    for name in (n for n in mu.tensors if n not in new):
+        free = name
+        while free in taken:
+            free += "_"
+        new[name] = free
+        taken.add(free)
+    return _renamed(mu, new, dict(zip(mu.symbols(), _symbols(graph), strict=False)))
+
+
+def _renamed(mu: MuGraph, names: Mapping[str, str], symbols: Mapping[str, str]) -> MuGraph:
+    """Tensors and symbolic extents under other names."""
+
+    def dim(d: Dim) -> Dim:
+        return Symbol(symbols.get(d.name, d.name), d.hint) if isinstance(d, Symbol) else d
+
+    def program(p: BlockProgram) -> BlockProgram:
+        ops = tuple(
+            replace(op, attributes={**op.attributes, "tensor": names[op.attributes["tensor"]]})
+            if "tensor" in op.attributes
+            else op
+            for op in p.ops
+        )
+        return replace(p, dims={k: dim(d) for k, d in p.dims.items()}, ops=ops)
+
+    tensors = {
+        names[n]: replace(t, name=names[n], shape=tuple(dim(d) for d in t.shape))
+        for n, t in mu.tensors.items()
+    }
+    steps = tuple(KernelStep(s.name, program(s.program)) for s in mu.steps)
+    inputs, outputs = (tuple(names[n] for n in group) for group in (mu.inputs, mu.outputs))
+    return MuGraph(tensors, inputs, outputs, steps)
+
+
+def _anonymous(graph: KernelGraph, mu: MuGraph) -> MuGraph:
+    """A muGraph without the user's names: inputs are x0, x1, ..., symbols S0, S1, ..."""
+    names = {n: f"x{i}" for i, n in enumerate(mu.inputs)}
+    names |= {n: f"y{i}" for i, n in enumerate(mu.outputs) if n not in names}
+    between = [n for n in mu.tensors if n not in names]
+    names |= {n: f"t{i}" for i, n in enumerate(between)}
+    symbols = {s: f"S{i}" for i, s in enumerate(_symbols(graph))}
+    return _renamed(mu, names, symbols)
+
+
+# ---------------------------------------------------------------------------------------- writing
+
+
+def save(
+    graph: KernelGraph,
+    arch: str,
+    dependent_launch: bool,
+    mugraph: MuGraph,
+    schedules: Sequence[Schedule],
+    measured: Measured,
+    folder: Path | None = None,
+) -> Path:
+    """Write an entry, in place of an earlier one; a reader sees the whole file or none.
+
+    Args:
+        graph: the program, with the hints of one bucket.
+        arch: such as ``sm_90a``.
+        dependent_launch: how the kernels are launched.
+        mugraph: the winner.
+        schedules: one for each kernel.
+        measured: by the tuner.
+        folder: default `user_folder`.
+
+    Returns:
+        The file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path = (user_folder() if folder is None else folder) / file_name(graph, arch, dependent_launch)
+    data = {
+        "format": FORMAT,
+        "version": VERSION,
+        "program": canonical(graph),
+        "arch": arch,
+        "dependent_launch": dependent_launch,
+        "mugraph": to_dict(_anonymous(graph, mugraph)),
+        "schedules": [schedule_dict(s) for s in schedules],
+        "measured": asdict(measured),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(json.dumps(data, indent=1, sort_keys=True) + "\n")
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+    return path
+
+
+# ---------------------------------------------------------------------------------------- reading
+
+
+def find(
+    graph: KernelGraph,
+    arch: str,
+    dependent_launch: bool,
+    folders: Sequence[Path] | None = None,
+) -> Iterator[Entry]:
+    """Entries for a program, the user's before those that are shipped.
+
+    What cannot be read is passed over with a warning.
+    """
+    name = file_name(graph, arch, dependent_launch)
+    for folder in (user_folder(), shipped_folder()) if folders is None else folders:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            yield read_entry(path, graph, arch, dependent_launch)
+        except FormatError as error:
+            ignore(path, error)
+
+
+def ignore(path: Path, why: CutesuperError) -> None:
+    """Say once that a file is not used."""
+    _warn_once(f"tuned schedule {path} is not used: {why}")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def read_entry(path: Path, graph: KernelGraph, arch: str, dependent_launch: bool) -> Entry:
+    """Read what `save` wrote.
+
+    Raises:
+        FormatError: it is not a legal entry for this program; names the file and the field.
+    """
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise FormatError(f"longer than {MAX_BYTES} bytes")
+        data = json.loads(content)
+        return _entry(path, data, graph, arch, dependent_launch)
+    except CutesuperError as error:
+        raise FormatError(f"{path}: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: not a readable JSON file: {error}") from error
+
+
+def _entry(
+    path: Path, data: Any, graph: KernelGraph, arch: str, dependent_launch: bool
+) -> Entry:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise FormatError(f"'format' is not {FORMAT!r}")
+    if data.get("version") != VERSION:
+        raise FormatError(f"'version' is {data.get('version')!r}, not {VERSION}; tune again")
+    if odd := set(data) ^ set(_FIELDS):
+        raise FormatError(f"missing or unknown fields: {', '.join(sorted(odd))}")
+    wanted = {"program": canonical(graph), "arch": arch, "dependent_launch": dependent_launch}
+    for name, value in wanted.items():
+        if data[name] != value or type(data[name]) is not type(value):
+            raise FormatError(f"{name!r} is not what was asked for; the file was renamed or edited")
+    mugraph = _read_mugraph(data["mugraph"], graph)
+    schedules = data["schedules"]
+    if not isinstance(schedules, list) or len(schedules) != len(mugraph.steps):
+        raise FormatError(f"'schedules' is not a list of {len(mugraph.steps)}, one for each kernel")
+    read = tuple(read_schedule(s) for s in schedules)
+    if any(s.dependent_launch != dependent_launch for s in read):
+        raise FormatError("'schedules': dependent_launch is not that of the file")
+    return Entry(path, mugraph, read, _read_measured(data["measured"]))
+
+
+def _read_mugraph(data: Any, graph: KernelGraph) -> MuGraph:
+    mu = from_dict(data)
+    if not isinstance(mu, MuGraph):
+        raise FormatError("'mugraph' is a kernel graph")
+    mu = _named_for(graph, mu)
+    border = ((mu.inputs, graph.inputs), (mu.outputs, graph.outputs))
+    for names, indices in border:
+        specs = [(mu.tensors[n].shape, mu.tensors[n].dtype) for n in names]
+        if specs != [(graph.nodes[i].shape, graph.nodes[i].dtype) for i in indices]:
+            raise FormatError("'mugraph' has other inputs or outputs than the program")
+    # what is constant is loaded before the predecessor has ended, so the file has no say in it
+    constant = {graph.nodes[i].name for i in graph.inputs if graph.nodes[i].constant}
+    if constant != {n for n, t in mu.tensors.items() if t.constant}:
+        raise FormatError("'mugraph' has other constant tensors than the program")
+    return mu
+
+
+def _read_measured(data: Any) -> Measured:
+    names = [f.name for f in fields(Measured)]
+    if not isinstance(data, dict) or set(data) != set(names):
+        raise FormatError(f"'measured' does not hold {', '.join(names)}")
+    for name, value in data.items():
+        if name == "timed":
+            good = type(value) is int and value > 0
+        elif name.endswith("_us"):
+            good = type(value) in (int, float) and isfinite(value) and value >= 0
+            good = good or (value is None and name == "model_us")
+        else:
+            good = value is None or isinstance(value, str)
+        if not good:
+            raise FormatError(f"'measured.{name}' is {value!r}")
+    return Measured(**data)
+
+
+__all__ = [
+    "Entry",
+    "Measured",
+    "canonical",
+    "file_name",
+    "find",
+    "ignore",
+    "read_entry",
+    "save",
+    "shipped_folder",
+    "user_folder",
+]
