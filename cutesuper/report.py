@@ -125,9 +125,11 @@ def _leaf_names(plan: MatmulPlan, leaves: tuple[int, ...]) -> list[str]:
     """How a person calls the leaves of an expression."""
     values = {final: f"accumulator{n}" for final, n in plan.finals.items()}
     values |= {final: f"hidden{n}" for n, (_, final) in enumerate(_hidden_products(plan))}
+    values |= {p.value: f"vector{n}" for n, p in enumerate(plan.vector_products)}
     values |= {s.value: f"statistic{n}" for n, s in enumerate(plan.statistics)}
     values |= {r.value: f"reduction{n}" for n, r in enumerate(plan.reductions)}
     values |= {i: f"row{n}" for n, i in enumerate(plan.row_values) if i not in values}
+    values |= {} if plan.shift is None else {plan.shift.value: "shifted"}
     ops = plan.program.ops
     return [
         str(ops[i].attributes["tensor"]) if ops[i].kind == LOAD else values.get(i, f"value{i}")
@@ -165,8 +167,19 @@ def _matmul_lines(plan: MatmulPlan) -> list[str]:
         )
     if s.persistent:
         lines.append(f"every cluster walks a run of tiles along {plan.column}")
+    if plan.shift is not None:
+        names = [plan.arguments[plan.staged(i).argument].name for i in plan.shift.source.leaves]
+        lines.append(
+            f"shifted: {plan.shift.source.text(names)}, less the mean of a sample of its row"
+            + ("" if plan.shift.products else " (in statistics)")
+        )
     if plan.prologue is not None:
         lines.append(f"row operand, rewritten in the stage: {_text(plan, plan.prologue)}")
+    for i, p in enumerate(plan.vector_products):
+        vector = plan.vector_rows[p.vector]
+        text = "ones" if vector is None else _text(plan, vector)
+        weight = plan.arguments[plan.columns[p.column].argument].name
+        lines.append(f"vector{i} per column, in the same loop: {text} times {weight}")
     for i, st in enumerate(plan.statistics):
         scale = f" * {st.scale:g}" if st.scale != 1 else ""
         text = _text(plan, st.source)
@@ -237,7 +250,7 @@ def _reduction_lines(plan: MatmulPlan) -> list[str]:
 
 
 def _barriers(plan: MatmulPlan) -> str:
-    names = ["full", "empty"] + ["ready"] * (plan.prologue is not None)
+    names = ["full", "empty"] + ["ready"] * plan.rewrites
     names += ["received"] * (plan.cluster > 1)
     shared = plan.schedule.share_rows > 1 and plan.prologue is None
     names += ["reduced"] * (bool(plan.statistics) and (plan.cluster > 1 or shared))

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cutesuper.graph.block import TensorSpec
+from cutesuper.graph.block import KernelStep, TensorSpec
 from cutesuper.graph.dims import Dim, Symbol, ceil_div
 from cutesuper.graph.dtypes import as_dtype
+from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import H200, Target
 from cutesuper.lower.build import build
 from cutesuper.runtime.compile import Artifact, CompileRequest, compile_kernel
+from cutesuper.schedule.matmul import MatmulPlan
 from cutesuper.schedule.planner import KernelPlan, make_plan
+from cutesuper.search.kernels import Flat
+from cutesuper.search.region import SearchOptions, search_region
 from tests.mugraphs import Block
 
 
@@ -28,6 +32,21 @@ def specs(
         n: TensorSpec(n, s, as_dtype(dtypes.get(n, dtype)), n in constants)
         for n, s in shapes.items()
     }
+
+
+def whole_plan(graph: KernelGraph) -> MatmulPlan:
+    """The plan of a whole graph as one matmul kernel, whatever several kernels would cost; inputs
+    are named in0, in1 and so on."""
+    flat = Flat(graph.expanded())
+    region = flat.segment(flat.order).region
+    pairs = enumerate(zip(region.inputs, region.input_dtypes, strict=True))
+    tensors = {f"in{i}": TensorSpec(f"in{i}", s, d) for i, (s, d) in pairs}
+    output = graph.nodes[graph.outputs[0]]
+    tensors["out0"] = TensorSpec("out0", output.shape, output.dtype)
+    way = search_region(region, H200, SearchOptions(lowered=True)).ways[0]
+    plan = make_plan(KernelStep("k0", way.programs[0]), tensors, H200)
+    assert isinstance(plan, MatmulPlan)
+    return plan
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,8 @@ CASES: dict[str, Callable[[int], bool]] = {
     "cluster of 4, gain": planned(Linear(m=1, k=K, n=N, tile_m=8, tile_k=64, cluster=4, gain=True)),
     "dependent": planned(Linear(m=17, k=K, n=N, tile_k=64, cluster=2), dependent=True),
     "staged epilogue": planned(Linear(m=100, k=K, n=N, tile_m=64, tile_k=64)),
+    "layer norm": searched(zoo.layer_norm_linear(17, 264, 200)),
+    "layer norm in a cluster": searched(zoo.layer_norm_linear(3, 1024, N, residual=True)),
     "norm of rows": searched(zoo.rows("rms_norm", (17, 1000))),
     "softmax of odd rows": searched(zoo.rows("softmax", (5, 333), "float32")),
     "two products": searched(zoo.gated_mlp(17, K, N)),

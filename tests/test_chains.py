@@ -64,7 +64,7 @@ CHAINS: dict[str, Callable[[str], KernelGraph]] = {
     "lora, rank 256": lambda t: zoo.lora(16, 1024, 1024, 256, t),
     "lora, batched": batched_lora,
     "two updates": two_updates,
-    "two operands": lambda t: zoo.two_operands(4096, 4096, 4096, dtype=t),
+    "two operands": lambda t: zoo.two_operands(64, 4096, 4096, dtype=t),
     "two operands, few rows": lambda t: zoo.two_operands(16, 4096, 4096, 40, t),
     "two operands, relu": lambda t: zoo.two_operands(M, 1024, 1024, 24, t, act="relu"),
     "mlp": lambda t: zoo.relu_mlp(64, 1024, 64, 128, t),

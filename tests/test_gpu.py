@@ -290,6 +290,8 @@ def test_symbolic_rows() -> None:
 PROGRAMS: dict[str, KernelGraph] = {
     "gated": zoo.gated_mlp(16, 1024, 2048),
     "gated without norm": zoo.gated_mlp(100, 512, 264, norm=False),
+    "column sums": zoo.less_column_sums(33, 1000, 520),
+    "over the deviation": zoo.over_deviation(33, 1000, 520),
     "linear": zoo.linear(33, 1024, 512),
     "gelu": zoo.linear(16, 1024, 512, "bfloat16", tail="gelu"),
     "residual": zoo.linear(128, 1024, 512, tail="residual"),

@@ -28,6 +28,70 @@ def rms_norm_linear(
     return g
 
 
+def layer_norm_linear(
+    m: Dim, k: int, n: int, dtype: Any = "float16", gain: bool = True, shift: bool = True,
+    transposed: bool = False, linear_bias: bool = False, tail: str = "", residual: bool = False,
+    gated: bool = False,
+) -> KernelGraph:
+    """``(layer_norm(X + R) * G + B0) @ W + b``, then an operator; parts that are not asked for are
+    left out. ``gated``: ``silu(.. @ W) * (.. @ A)``."""
+    g = new_kernel_graph()
+    x = g.new_input((m, k), dtype, name="X")
+    shape = (n, k) if transposed else (k, n)
+    weights = [g.new_input(shape, dtype, name=i, constant=True) for i in "WA"[: 1 + gated]]
+    if residual:
+        x = g.add(x, g.new_input((m, k), dtype, name="R"))
+    y = layer_norm(g, x)
+    if gain:
+        y = g.mul(y, g.new_input((k,), dtype, name="G", constant=True))
+    if shift:
+        y = g.add(y, g.new_input((k,), dtype, name="B0", constant=True))
+    z, *other = (g.matmul(y, g.transpose(w) if transposed else w) for w in weights)
+    if other:
+        z = g.mul(g.silu(z), other[0])
+    if linear_bias:
+        z = g.add(z, g.new_input((n,), dtype, name="b", constant=True))
+    g.mark_output(g.apply(tail, z) if tail else z)
+    return g
+
+
+def layer_norm_linear_then(after: str, k: int = 512, n: int = 256) -> KernelGraph:
+    """``layer_norm(X) W`` of 16 rows and what may follow: a softmax, another norm, or
+    ``+ T B`` with T an input or ``layer_norm(X) A``."""
+    g = new_kernel_graph()
+    x, w = g.new_input((16, k), name="X"), g.new_input((k, n), name="W", constant=True)
+    normed = layer_norm(g, x)
+    z = g.matmul(normed, w)
+    if after == "softmax":
+        z = g.softmax(z)
+    elif after == "layer_norm":
+        z = layer_norm(g, z)
+    else:
+        t = g.new_input((16, 16), name="T") if after == "T B" else (
+            g.matmul(normed, g.new_input((k, 16), name="A", constant=True))
+        )
+        z = g.add(z, g.matmul(t, g.new_input((16, n), name="B", constant=True)))
+    g.mark_output(z)
+    return g
+
+
+def less_column_sums(m: Dim, k: int, n: int, dtype: Any = "float16") -> KernelGraph:
+    """``X W - sum_K(W)``: a vector of ones beside the rows, and no norm."""
+    g = new_kernel_graph()
+    x, w = g.new_input((m, k), dtype, name="X"), g.new_input((k, n), dtype, name="W")
+    g.mark_output(g.sub(g.matmul(x, w), g.sum(w, 0)))
+    return g
+
+
+def over_deviation(m: Dim, k: int, n: int, dtype: Any = "float16") -> KernelGraph:
+    """``X W / sqrt(mean(X^2) - mean(X)^2 + eps)``: only the statistics may be shifted."""
+    g = new_kernel_graph()
+    x, w = g.new_input((m, k), dtype, name="X"), g.new_input((k, n), dtype, name="W")
+    variance = g.sub(g.mean(g.square(x), -1), g.square(g.mean(x, -1)))
+    g.mark_output(g.div(g.matmul(x, w), g.sqrt(g.add(variance, EPS))))
+    return g
+
+
 def gated_mlp(m: Dim, k: int, n: int, dtype: Any = "float16", norm: bool = True) -> KernelGraph:
     """``silu(X A) * (X B)``, X normalized first if asked for."""
     g = new_kernel_graph()
@@ -152,13 +216,14 @@ ROWS: dict[str, RowProgram] = {
         g.rms_norm(x, g.new_input((x.shape[-1],), x.dtype, name="G"), eps=EPS)
     ],
     "softmax": lambda g, x: [g.softmax(x)],
-    "layer_norm": lambda g, x: [_layer_norm(g, x)],
+    "layer_norm": lambda g, x: [layer_norm(g, x)],
     "logsumexp parts": lambda g, x: [g.max(x, -1), g.sum(g.exp(g.sub(x, g.max(x, -1))), -1)],
     "gate": lambda g, x: [g.mul(g.silu(x), g.new_input(x.shape, x.dtype, name="U"))],
 }
 
 
-def _layer_norm(g: KernelGraph, x: Any) -> Any:
+def layer_norm(g: KernelGraph, x: Any) -> Any:
+    """``(x - mean) / sqrt(var + 1e-5)``."""
     centred = g.sub(x, g.mean(x, -1))
     return g.div(centred, g.sqrt(g.add(g.mean(g.square(centred), -1), 1e-5)))
 
@@ -198,6 +263,27 @@ def eager_norm_linear(inputs: Sequence[torch.Tensor], transposed: bool = False) 
     x, w, *gain = inputs
     y = torch.nn.functional.rms_norm(x, x.shape[-1:], *gain, eps=EPS)
     return torch.nn.functional.linear(y, w) if transposed else y @ w
+
+
+def eager_layer_norm_linear(
+    inputs: dict[str, torch.Tensor], transposed: bool = False, tail: Any = None
+) -> torch.Tensor:
+    """The same of `layer_norm_linear`, inputs by name."""
+    x = inputs["X"] + inputs["R"] if "R" in inputs else inputs["X"]
+    y = torch.nn.functional.layer_norm(x, x.shape[-1:], inputs.get("G"), inputs.get("B0"), 1e-5)
+
+    def product(w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(y, w if transposed else w.T, inputs.get("b"))
+
+    z = product(inputs["W"])
+    if "A" in inputs:
+        z = torch.nn.functional.silu(z) * product(inputs["A"])
+    return tail(z) if tail else z
+
+
+def named(graph: KernelGraph, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Inputs by name."""
+    return {graph.nodes[i].name: t for i, t in zip(graph.inputs, inputs, strict=True)}
 
 
 def judge(

@@ -35,6 +35,10 @@ class Epilogue:
         self.columns = kernel.n // kernel.cluster  # columns this block finishes
         plan = kernel.plan
         self.results = len(plan.finals)
+        #: where a column's sums have what an operation completes: products, then vectors
+        self.places = dict(plan.finals)
+        for n, p in enumerate(plan.vector_products):
+            self.places[p.value] = self.results + n
         # outputs that have rows only are stored by the reductions
         self.outputs = [n for n, o in enumerate(plan.outputs) if plan.column in o.view.labels]
         between = [x.source for x in (*plan.tails, *plan.reductions)]
@@ -64,15 +68,15 @@ class Epilogue:
             self.wait_row_values()
 
     @cute.jit
-    def run(self, accumulators, smem, tensors, tidx, warp, lane, where, outs):
+    def run(self, accumulators, vectors, smem, tensors, tidx, warp, lane, where, outs):
         """From the accumulators of all consumer warps to memory."""
         k = self.k
         if cutlass.const_expr(k.cluster > 1):
-            self.send(accumulators, smem, warp, lane, where)
+            self.send(accumulators, vectors, smem, warp, lane, where)
         if cutlass.const_expr(not self.early_rows):
             self.wait_row_values()
         if cutlass.const_expr(len(k.plan.reductions) > 0):
-            k.reductions.run(accumulators, smem, tensors, tidx, warp, lane, where)
+            k.reductions.run(accumulators, vectors, smem, tensors, tidx, warp, lane, where)
             k.reductions.store_rows(smem, tensors, tidx, where)
         if cutlass.const_expr(k.cluster > 1):
             cute.arch.mbarrier_wait(smem["received"], 0)
@@ -80,9 +84,9 @@ class Epilogue:
         elif cutlass.const_expr(k.plan.schedule.bulk_store):
             k.tile_store.run(accumulators, smem, tensors, warp, lane, where, outs)
         elif cutlass.const_expr(self.staged):
-            self.finish_staged(accumulators, smem, tensors, tidx, warp, lane, where)
+            self.finish_staged(accumulators, vectors, smem, tensors, tidx, warp, lane, where)
         elif cutlass.const_expr(len(self.outputs) > 0):
-            self.finish_own(accumulators, smem, tensors, warp, lane, where)
+            self.finish_own(accumulators, vectors, smem, tensors, warp, lane, where)
 
     @cute.jit
     def wait_row_values(self):
@@ -96,7 +100,7 @@ class Epilogue:
     # -------------------------------------------------------------------------------- exchange
 
     @cute.jit
-    def send(self, accumulators, smem, warp, lane, where):
+    def send(self, accumulators, vectors, smem, warp, lane, where):
         """Push every column's partial sums to the block that finishes it."""
         k, count = self.k, self.values
         rank = where[2]
@@ -112,6 +116,12 @@ class Epilogue:
                     for v in cutlass.range_constexpr(0, count, width):
                         data = tuple(words[self.position(v + e, half)] for e in range(width))
                         push(smem["partials"] + (slot + v), data, smem["received"], peer)
+        for w in cutlass.range_constexpr(len(vectors)):
+            for i in cutlass.range_constexpr(len(vectors[w])):
+                for half in cutlass.range_constexpr(2):
+                    block = warp // 4 + k.warpgroups * i
+                    n = self.column_in_tile(block, half, warp, lane)
+                    k.vectors.send(vectors, smem, w, i, half, n, lane, rank)
 
     def slot(self, source: Any, product: int, column: Any, quarter: Any) -> Any:
         """Where a peer's partial sums for one column and quarter of the rows lie."""
@@ -139,9 +149,14 @@ class Epilogue:
             if item < items:
                 # neighbouring threads take neighbouring columns: stores coalesce
                 column, quarter = item % self.columns, item // self.columns
-                sums = [self.collect(smem, w, column, quarter) for w in range(self.results)]
+                sums = self.collect_all(smem, column, quarter)
                 n = tile_n * k.n + rank * self.columns + column
                 self.store(sums, smem, tensors, n, where, quarter)
+
+    def collect_all(self, smem: dict[str, Any], column: Any, quarter: Any) -> list[Any]:
+        """Every product's complete sums for one column, then those of vectors."""
+        sums = [self.collect(smem, w, column, quarter) for w in range(self.results)]
+        return sums + self.k.vectors.collect(smem, column)
 
     def collect(self, smem: dict[str, Any], product: int, column: Any, quarter: Any) -> Any:
         """The sum over the cluster, in the order of the ranks."""
@@ -156,20 +171,20 @@ class Epilogue:
         return total
 
     @cute.jit
-    def finish_own(self, accumulators, smem, tensors, warp, lane, where):
+    def finish_own(self, accumulators, vectors, smem, tensors, warp, lane, where):
         """Store a tile that no other block has a part of."""
         k = self.k
         for i in cutlass.range_constexpr(len(accumulators[0])):
             block = warp // 4 + k.warpgroups * i
             for half in cutlass.range_constexpr(2):
                 n = where[1] * k.n + self.column_in_tile(block, half, warp, lane)
-                sums = [self.column_of(row[i], half) for row in accumulators]
+                sums = self.own(accumulators, vectors, i, half, lane)
                 self.store(sums, smem, tensors, n, where, lane % 4)
 
     # ---------------------------------------------------------------- tiles through shared memory
 
     @cute.jit
-    def finish_staged(self, accumulators, smem, tensors, tidx, warp, lane, where):
+    def finish_staged(self, accumulators, vectors, smem, tensors, tidx, warp, lane, where):
         """Write the tile row by row into the ring, which is empty now, and store whole rows."""
         k, plan = self.k, self.k.plan
         for o in self.outputs:
@@ -181,7 +196,7 @@ class Epilogue:
                 block = warp // 4 + k.warpgroups * i
                 for half in cutlass.range_constexpr(2):
                     column = self.column_in_tile(block, half, warp, lane)
-                    sums = [self.column_of(row[i], half) for row in accumulators]
+                    sums = self.own(accumulators, vectors, i, half, lane)
                     self.stage(sums, o, tile, smem, tensors, column, where, lane % 4)
             self.consumers_meet()
             self.store_tile(o, tile, tensors, tidx, where)
@@ -200,7 +215,7 @@ class Epilogue:
         n = where[1] * self.k.n + column
         inside = n if n < last else last  # loads of the epilogue stay inside their tensors
         leaves = [
-            self.leaf(i, plan.finals, sums, smem, tensors, inside, plan.column, where, quarter)
+            self.leaf(i, self.places, sums, smem, tensors, inside, plan.column, where, quarter)
             for i in output.expression.leaves
         ]
         dtype = ELEMENT[plan.arguments[output.view.argument].dtype]
@@ -241,6 +256,11 @@ class Epilogue:
             offset = offset + batch[label] * view.stride(label)
         return offset
 
+    def own(self, accumulators: Any, vectors: Any, i: int, half: int, lane: Any) -> list[Any]:
+        """Every product's sums for one column of a thread, then those of vectors."""
+        sums = [self.column_of(row[i], half) for row in accumulators]
+        return sums + self.k.vectors.own(vectors, i, half, lane)
+
     def column_of(self, accumulator: cute.Tensor, half: int) -> Any:
         """One column of an accumulator fragment."""
         column = cute.make_rmem_tensor(cute.make_layout(self.values), Float32)
@@ -260,7 +280,7 @@ class Epilogue:
             for o in self.outputs:
                 output = plan.outputs[o]
                 leaves = [
-                    self.leaf(i, plan.finals, sums, smem, tensors, n, plan.column, where, quarter)
+                    self.leaf(i, self.places, sums, smem, tensors, n, plan.column, where, quarter)
                     for i in output.expression.leaves
                 ]
                 value = output.expression.evaluate(leaves, k.math)

@@ -35,6 +35,7 @@ from cutesuper.lower.reductions import ColumnReductions
 from cutesuper.lower.statistics import RowSide
 from cutesuper.lower.tails import Tails
 from cutesuper.lower.tile_store import TileStore
+from cutesuper.lower.vectors import VectorConsumer, VectorTile
 from cutesuper.lower.walk import Walk
 from cutesuper.schedule.matmul import CHUNK, COLUMN_BLOCK, MatmulPlan
 from cutesuper.schedule.tiles import tile_grid
@@ -67,6 +68,7 @@ class MatmulKernel:
         self.sharing = Sharing(self)
         self.walk = Walk(self)
         self.row_side = RowSide(self)
+        self.vectors = VectorTile(self)
         self.tails = Tails(self)
         self.reductions = ColumnReductions(self)
         self.epilogue = Epilogue(self)
@@ -238,7 +240,7 @@ class MatmulKernel:
             elif cutlass.const_expr(self.helpers > 0):
                 if cutlass.const_expr(registers is not None and not together):
                     cute.arch.setmaxregister_decrease(registers[1])
-                self.row_side.run(smem, tensors, tidx - 32 * self.consumers, lane, rank)
+                self.row_side.run(smem, tensors, tidx - 32 * self.consumers, lane, where)
         self.sharing.leave()
 
     def batch_index(self, bz: Any, tensors: list[cute.Tensor]) -> dict[str, Any]:
@@ -267,6 +269,7 @@ class MatmulKernel:
             alloc.allocate_tensor(self.dtype, cute.make_layout((self.k, self.stages)), 128)
             for _ in plan.vectors
         ]
+        self.vectors.allocate(alloc, smem)
         partials = plan.exchange_bytes // 4
         smem["partials"] = alloc.allocate_array(Float32, max(4, partials), byte_alignment=128)
         statistics = len(plan.statistics) * self.cluster * self.m
@@ -320,7 +323,7 @@ class MatmulKernel:
             (smem["full"], self.stages, 1),
             (smem["empty"], self.stages, (self.consumers + helpers) * self.sharing.blocks),
         ]
-        if cutlass.const_expr(self.plan.prologue is not None):
+        if cutlass.const_expr(self.plan.rewrites):
             groups.append((smem["ready"], self.stages, helpers))
         if cutlass.const_expr(self.cluster > 1):
             groups.append((smem["received"], 1, 1))
@@ -526,16 +529,17 @@ class MatmulKernel:
             for acc in row:
                 acc.fill(0.0)
         hidden = self.tails.accumulators(mma_inner)
+        vectors = self.vectors.consumer(lead, smem, per_group)
         for instruction in (mma, *mma_inner):
             instruction.set(warpgroup.Field.ACCUMULATE, True)
         previous = Int32(-1)
         for _ in cutlass.range(self.iterations, unroll=1):
             cute.arch.mbarrier_wait(smem["full"] + stage, phase)
-            if cutlass.const_expr(self.plan.prologue is not None):
+            if cutlass.const_expr(self.plan.rewrites):
                 cute.arch.mbarrier_wait(smem["ready"] + stage, phase)
             warpgroup.fence()
             for kk in cutlass.range_constexpr(self.k // 16):
-                self.multiply(mma, accumulators, smem, b, stage, kk, group)
+                self.multiply(mma, accumulators, vectors, smem, b, stage, kk, group)
                 self.tails.multiply_stage(mma_inner, hidden, smem, b, stage, kk, group)
             warpgroup.commit_group()
             # one group stays in flight: waiting for this stage's own costs 0.2 us
@@ -553,12 +557,14 @@ class MatmulKernel:
         self.epilogue.begin()
         if cutlass.const_expr(len(self.after) > 0):
             self.tails.run(mma_after, accumulators, hidden, smem, tensors, warp, lane, where)
-        self.epilogue.run(accumulators, smem, tensors, tidx, warp, lane, where, outs)
+        self.epilogue.run(
+            accumulators, vectors.accumulators, smem, tensors, tidx, warp, lane, where, outs
+        )
         return stage, phase
 
     def multiply(
-        self, mma: cute.TiledMma, accumulators: Any, smem: dict[str, Any], b: cute.Tensor,
-        stage: Any, kk: int, group: Any,
+        self, mma: cute.TiledMma, accumulators: Any, vectors: VectorConsumer,
+        smem: dict[str, Any], b: cute.Tensor, stage: Any, kk: int, group: Any,
     ) -> None:
         """One step of 16 of the loop, for the products of the columns."""
         for w, (_, final) in enumerate(self.plan.products):
@@ -568,3 +574,4 @@ class MatmulKernel:
                 acc = accumulators[self.plan.finals[final]][i]
                 row = b[None, None, kk % 4, stage * self.chunks + kk // 4]
                 cute.gemm(mma, acc, a[None, None, kk, slot], row, acc)
+                vectors.multiply(w, i, kk, slot, stage)

@@ -43,10 +43,10 @@ class ColumnReductions:
         smem["block_sums"] = alloc.allocate_array(Float32, blocks, byte_alignment=16)
 
     @cute.jit
-    def run(self, accumulators, smem, tensors, tidx, warp, lane, where):
+    def run(self, accumulators, vectors, smem, tensors, tidx, warp, lane, where):
         """All reductions, in order: one may need those before it."""
         for r in cutlass.range_constexpr(len(self.reductions)):
-            self.reduce_tile(r, accumulators, smem, tensors, warp, lane, where)
+            self.reduce_tile(r, accumulators, vectors, smem, tensors, warp, lane, where)
             self.k.epilogue.consumers_meet()
             if cutlass.const_expr(self.k.plan.column_cluster > 1):
                 self.exchange(r, smem, tidx, where)
@@ -57,7 +57,8 @@ class ColumnReductions:
         return nan_max(x, y) if self.reductions[r].op == "max" else x + y
 
     @cute.jit
-    def reduce_tile(self, r: cutlass.Constexpr, accumulators, smem, tensors, warp, lane, where):
+    def reduce_tile(self, r: cutlass.Constexpr, accumulators, vectors, smem, tensors, warp, lane,
+                    where):
         """This warp's columns, reduced, into its slots."""
         k, neutral = self.k, NEUTRAL[self.reductions[r].op]
         totals = cute.make_rmem_tensor(cute.make_layout(k.epilogue.values), Float32)
@@ -66,7 +67,7 @@ class ColumnReductions:
             block = warp // 4 + k.warpgroups * i
             for half in cutlass.range_constexpr(2):
                 column = where[1] * k.n + k.epilogue.column_in_tile(block, half, warp, lane)
-                sums = [k.epilogue.column_of(row[i], half) for row in accumulators]
+                sums = k.epilogue.own(accumulators, vectors, i, half, lane)
                 self.add_column(r, totals, sums, column, smem, tensors, lane % 4, where)
         for v in cutlass.range_constexpr(k.epilogue.values):
             total = totals[v]
@@ -95,7 +96,7 @@ class ColumnReductions:
         """Apply the source to one column and add it."""
         k = self.k
         leaves = [
-            k.epilogue.leaf(i, k.plan.finals, sums, smem, tensors, column, k.plan.column, where,
+            k.epilogue.leaf(i, k.epilogue.places, sums, smem, tensors, column, k.plan.column, where,
                             quarter)
             for i in source.leaves
         ]

@@ -23,6 +23,7 @@ from cutesuper.device.memory import (
 )
 from cutesuper.graph.thread import ThreadExpression
 from cutesuper.lower.hostmath import HostMath
+from cutesuper.lower.shift import RowShift
 from cutesuper.schedule.matmul import CHUNK
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class RowSide:
         covered = plan.program.covered(plan.contracted)
         self.extent = extent
         self.ragged = covered != extent
+        self.shift = RowShift(self)
+        # numbers to subtract take registers too: 120 bytes of stack with 8 rows of 256x128 tiles
+        self.batch = BATCH if plan.shift is None else 1
 
     def needs_mask(self, e: ThreadExpression, neutral: float) -> bool:
         """Whether the zeros that pad the last tile would change the result."""
@@ -68,22 +72,26 @@ class RowSide:
             return True
 
     @cute.jit
-    def run(self, smem, tensors, thread, lane, rank):
+    def run(self, smem, tensors, thread, lane, where):
         """The statistics of all tiles of this block."""
         stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        rank = where[2]
+        shifts = self.shift.sample(tensors, thread, where, self.height)
         if cutlass.const_expr(self.k.sharing.active):
             cute.arch.cluster_wait()
         if cutlass.const_expr(self.k.walk.persistent):
             first, end = self.k.walk.run(tensors)
             for step in cutlass.range(first, end, unroll=1):
                 fresh = self.k.walk.fresh(step, first, tensors)
-                stage, phase = self.tile(smem, thread, lane, rank, stage, phase, turn, fresh)
+                stage, phase = self.tile(
+                    smem, thread, lane, rank, stage, phase, turn, fresh, shifts
+                )
                 turn = turn ^ 1 if fresh else turn
         else:
-            self.tile(smem, thread, lane, rank, stage, phase, turn, True)
+            self.tile(smem, thread, lane, rank, stage, phase, turn, True, shifts)
 
     @cute.jit
-    def tile(self, smem, thread, lane, rank, stage, phase, turn, fresh):
+    def tile(self, smem, thread, lane, rank, stage, phase, turn, fresh, shifts):
         """Read every stage once; then reduce over the cluster and compute the row values. Without
         a prologue there is nothing to do where the tile before had the same rows."""
         k, plan = self.k, self.k.plan
@@ -107,8 +115,9 @@ class RowSide:
             row = thread // LANES
             # fewer rows than one pass has: the rest has nothing to read
             if fresh and row < self.rows:
-                self.read_rows(smem, totals, first + row, thread % LANES, stage, depth)
-            if cutlass.const_expr(plan.prologue is not None):
+                self.read_rows(smem, totals, shifts, first + row, thread % LANES, stage, depth)
+            self.k.vectors.write(smem, thread, stage, depth)
+            if cutlass.const_expr(plan.rewrites):
                 # the tensor cores read what ordinary stores have just written
                 release_warp(smem["ready"] + stage, lane)
             fence_reads()
@@ -130,7 +139,7 @@ class RowSide:
         return stage, phase
 
     @cute.jit
-    def read_rows(self, smem, totals, row, lane8, stage, depth):
+    def read_rows(self, smem, totals, shifts, row, lane8, stage, depth):
         """A thread's rows of one stage: add to the statistics, apply the prologue."""
         k = self.k
         place = (lane8 ^ (row % 8)) * PIECE  # the same for all rows, which are 8 or 16 apart
@@ -139,8 +148,8 @@ class RowSide:
             at = c * CHUNK + place
             offset = ((stage * k.chunks + c) * k.m + row) * CHUNK + lane8 * PIECE
             vectors = self.pieces(smem["vectors"], list(k.plan.vectors), stage * k.k + at)
-            for first in cutlass.range_constexpr(0, self.passes, BATCH):
-                batch = range(first, min(first + BATCH, self.passes))
+            for first in cutlass.range_constexpr(0, self.passes, self.batch):
+                batch = range(first, min(first + self.batch, self.passes))
                 places = [offset + p * (self.height * CHUNK) for p in batch]
                 rows = [self.pieces(smem["rows"], list(k.plan.rows), x) for x in places]
                 if cutlass.const_expr(len(rows) > 1):
@@ -150,9 +159,12 @@ class RowSide:
                 for p, loaded, x in zip(batch, rows, places, strict=True):
                     pieces = {**loaded, **vectors}
                     values = {op: piece.load().to(Float32) for op, piece in pieces.items()}
+                    shifted = self.shift.applied(values, shifts[p], depth + at)
                     for s, statistic in enumerate(k.plan.statistics):
-                        self.add(totals, s * self.passes + p, statistic, values, depth + at)
+                        self.add(totals, s * self.passes + p, statistic, shifted, depth + at)
                     if cutlass.const_expr(k.plan.prologue is not None):
+                        if cutlass.const_expr(self.shift.of_products):
+                            values = shifted
                         self.rewrite(smem, values, x, depth + at)
 
     def pieces(self, rings: list[Any], ops: list[int], offset: Any) -> dict[int, Any]:

@@ -26,6 +26,7 @@ from cutesuper.graph.block import (
 from cutesuper.graph.check import check_block_program
 from cutesuper.graph.dims import ceil_div, extent
 from cutesuper.graph.hidden import MAX_HIDDEN
+from cutesuper.graph.shift import find_shift
 from cutesuper.graph.target import Target
 from cutesuper.graph.thread import (
     ThreadExpression,
@@ -34,6 +35,7 @@ from cutesuper.graph.thread import (
     only_divides,
     reciprocal,
 )
+from cutesuper.graph.vectors import MAX_VECTORS
 from cutesuper.schedule.plan import (
     Argument,
     View,
@@ -44,6 +46,12 @@ from cutesuper.schedule.plan import (
 from cutesuper.schedule.schedule import MatmulSchedule
 from cutesuper.schedule.tails import ColumnReduction, Tail
 from cutesuper.schedule.tiles import check_tiles, store_bytes, tile_grid, with_tiles
+from cutesuper.schedule.vectors import (
+    VectorProduct,
+    VectorRows,
+    products_of_vectors,
+    refusal,
+)
 
 #: rows of the tensor-core instruction's first operand: the unit of the column label
 COLUMN_BLOCK = 64
@@ -79,6 +87,21 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Shift:
+    """A value ``[row, contracted]`` from which a number of its row is subtracted: `graph.shift`.
+
+    Attributes:
+        value: the operation whose users see the difference.
+        source: how it is computed, an expression over row-side loads.
+        products: whether products see it too, and not only statistics.
+    """
+
+    value: int
+    source: ThreadExpression
+    products: bool
+
+
+@dataclass(frozen=True)
 class MatmulPlan:
     """A matmul-loop kernel, decided.
 
@@ -98,6 +121,9 @@ class MatmulPlan:
         tails: products after the loop.
         reductions: of accumulators along the columns, in order.
         schedule: the knobs.
+        vector_rows: vectors that column operands are multiplied by as well, at most 8.
+        vector_products: the row vectors that this gives.
+        shift: the row-side value that is moved next to zero, None where nothing cancels.
     """
 
     program: BlockProgram
@@ -118,6 +144,9 @@ class MatmulPlan:
     tails: tuple[Tail, ...]
     reductions: tuple[ColumnReduction, ...]
     schedule: MatmulSchedule
+    vector_rows: VectorRows = ()
+    vector_products: tuple[VectorProduct, ...] = ()
+    shift: Shift | None = None
 
     @property
     def dtype(self) -> str:
@@ -184,9 +213,14 @@ class MatmulPlan:
 
     @property
     def accumulators(self) -> int:
-        """fp32 values that the consumers of a block hold."""
+        """fp32 values that the consumers of a block hold of the products of rows."""
         m, n, _ = self.tile
         return m * (n * len(self.finals) + COLUMN_BLOCK * self.hidden_blocks)
+
+    @property
+    def vector_accumulators(self) -> int:
+        """fp32 values that they hold of the products of vectors."""
+        return MAX_VECTORS * self.tile[1] * len(self.vector_columns)
 
     @property
     def iterations(self) -> int:
@@ -202,13 +236,28 @@ class MatmulPlan:
     @property
     def has_helpers(self) -> bool:
         """Whether helper warps read the row operand."""
-        return bool(self.statistics) or self.prologue is not None
+        return bool(self.statistics) or self.rewrites
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether helper warps write what the tensor cores read."""
+        return self.prologue is not None or bool(self.vector_rows)
+
+    def staged(self, operation: int) -> View:
+        """How a row-side load sees its tensor."""
+        return self.rows[operation] if operation in self.rows else self.vectors[operation]
+
+    @property
+    def vector_columns(self) -> tuple[int, ...]:
+        """The column operands that vectors are multiplied by."""
+        return tuple(dict.fromkeys(p.column for p in self.vector_products))
 
     @property
     def registers(self) -> tuple[int, int, int] | None:
         """Registers per thread of (consumers, helpers, producer) where the equal share of all
         threads would not hold the accumulators; None where it does."""
-        if self.accumulators // (128 * self.schedule.warpgroups) <= 96:
+        accumulators = self.accumulators + self.vector_accumulators
+        if accumulators // (128 * self.schedule.warpgroups) <= 96:
             return None
         # together at most 65536 registers: 2 x 128 x 192 + 128 x 96 + 128 x 32, or
         # of the 384 x 168 with which 384 threads start 2 x 128 x 208 + 128 x 88 where helpers and
@@ -234,7 +283,7 @@ class MatmulPlan:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of one stage of the ring."""
+        """Bytes that the producer loads into one stage of the ring."""
         m, n, k = self.tile
         hidden = sum(t.width(bool(self.columns)) * len(t.products) for t in self.tails)
         columns = len(self.columns) * n + hidden
@@ -254,18 +303,31 @@ class MatmulPlan:
         return 4 * self.tile[0] * slots * len(self.reductions)
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes that one stage of the ring takes, with the tile of vectors."""
+        return self.stage_bytes + 2 * MAX_VECTORS * self.tile[2] * bool(self.vector_rows)
+
+    @property
+    def vector_pairs(self) -> int:
+        """Pairs of vectors: what one thread has of a column."""
+        return ceil_div(len(self.vector_rows), 2)
+
+    @property
     def exchange_bytes(self) -> int:
         """Bytes that partial accumulators take in the block that finishes them."""
         m, n, _ = self.tile
-        return 4 * m * n * len(self.finals) if self.cluster > 1 else 0
+        rows = m * len(self.finals) + 2 * self.vector_pairs * len(self.vector_columns)
+        return 4 * n * rows if self.cluster > 1 else 0
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, with room for barriers, statistics and alignment."""
         m = self.tile[0]
         statistics = 4 * m * (self.cluster * len(self.statistics) + len(self.row_values))
-        fixed = self.exchange_bytes + self.tail_bytes + self.reduction_bytes + statistics + 3072
-        return self.stage_bytes * self.schedule.stages + fixed + store_bytes(self)
+        alignment = 3072 + 1024 * bool(self.vector_rows)
+        after = self.tail_bytes + self.reduction_bytes + store_bytes(self)
+        fixed = self.exchange_bytes + after + statistics + alignment
+        return self.slot_bytes * self.schedule.stages + fixed
 
     @property
     def key(self) -> str:
@@ -308,7 +370,7 @@ def plan_matmul(
         )
     if plan.shared_bytes > target.shared_bytes or plan.schedule.stages < 2:
         raise ScheduleError(
-            f"kernel {step.name}: {plan.schedule.stages} stages of {plan.stage_bytes} bytes and "
+            f"kernel {step.name}: {plan.schedule.stages} stages of {plan.slot_bytes} bytes and "
             f"{plan.exchange_bytes} bytes of exchange do not fit into {target.shared_bytes} bytes "
             "of shared memory; use smaller tiles"
         )
@@ -323,7 +385,7 @@ def _default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) 
     tiled = with_tiles(plan, tiled, target)
     probe = replace(plan, schedule=tiled)
     room = target.shared_bytes - probe.shared_bytes
-    stages = min(room // plan.stage_bytes, max(2, plan.iterations))
+    stages = min(room // plan.slot_bytes, max(2, plan.iterations))
     if not dependent_launch and stages < plan.iterations:
         # more in flight only lengthens the queue that the activations wait in: on 16x4096x4096
         # 6 stages of 20 KB take 10.35 us, 8 take 10.6, 9 take 10.75
@@ -408,13 +470,35 @@ class _Roles:
         # the longest label is the loop's: X W + T B, where T has 16 columns, contracts 16 after it
         self.contracted = max(first, key=lambda d: extent(self.program.dims[d]))
         looped = [i for i in products if ops[i].attributes["over"] == self.contracted]
+        vector = (self.contracted,)
+        of_rows = [i for i in looped if all(ops[j].dims != vector for j in ops[i].inputs)]
+        if not of_rows:
+            raise LoweringError(
+                f"{self.where}: operation {looped[0]} multiplies a vector and a matrix, which "
+                "the tensor cores do only beside a product of rows; multiply and sum instead"
+            )
         #: products after the loop, and the labels that they contract
         self.tails = [i for i in products if i not in looped]
         self.hidden = {ops[i].attributes["over"] for i in self.tails}
         #: products of the loop: of the columns, and along hidden labels
-        self.products = [i for i in looped if self.hidden.isdisjoint(ops[i].dims)]
-        self.inner = [i for i in looped if i not in self.products]
+        self.products = [i for i in of_rows if self.hidden.isdisjoint(ops[i].dims)]
+        self.inner = [i for i in of_rows if i not in self.products]
         self._orient()
+        sums = [i for i, op in enumerate(ops) if self._is_column_sum(op)]
+        #: operations that multiply a column operand by a vector, or by ones
+        self.vectors = sorted({*looped, *sums} - {*of_rows})
+        if self.vectors and self.hidden:
+            raise LoweringError(
+                f"{self.where}: operation {self.vectors[0]} reduces a column operand by itself or "
+                f"with a vector, beside a product after the loop (over {min(self.hidden)}); "
+                "compute one of them in another kernel"
+            )
+        self.shifted = find_shift(self.program, self.row, self.column, self.contracted)
+        if self.shifted is not None and self.shifted.refused:
+            raise LoweringError(
+                f"{self.where}: {self.shifted.refused}; compute it in a kernel before, from "
+                "deviations: mean(square(x - mean(x)))"
+            )
 
     def plan(self, schedule: MatmulSchedule) -> MatmulPlan:
         ops = self.program.ops
@@ -426,8 +510,16 @@ class _Roles:
         tails = self._tails()
         finals, tails = self._shared_accumulators(finals, tails)
         statistics, reductions = self._statistics(), self._reductions()
-        sources = [s.source.leaves for s in statistics] + [(row_operand.leaves)]
-        row_loads = sorted({leaf for leaves in sources for leaf in leaves})
+        vector_rows, vector_products = products_of_vectors(
+            self.program, self.vectors, self.column, self._complete,
+            lambda i: fuse(self.program, i, self._is_load, f"{self.where}, vector {i}"),
+        )
+        if why := refusal(vector_rows, vector_products, set(columns)):
+            raise LoweringError(f"{self.where}: {why}")
+        shift = self._shift()
+        sources = [s.source for s in statistics] + [row_operand]
+        sources += [v for v in vector_rows if v is not None] + ([shift.source] if shift else [])
+        row_loads = sorted({i for e in sources for i in e.leaves if self._is_load(i)})
         matrices = [i for i in row_loads if {self.row, self.contracted} <= set(ops[i].dims)]
         vectors = [i for i in row_loads if ops[i].dims == (self.contracted,)]
         odd = set(row_loads) - set(matrices) - set(vectors)
@@ -437,7 +529,10 @@ class _Roles:
                 f"no operand that can be staged with labels {self.row}, {self.contracted}"
             )
         accumulators = {*finals.values(), *(t.final for t in tails)}
+        accumulators |= {p.value for p in vector_products}
         ends = self._ends(accumulators, statistics, tails, reductions)
+        moved = shift is not None and shift.products
+        plain = row_operand.trivial and len(matrices) == 1 and not moved
         return MatmulPlan(
             program=self.program,
             arguments=self.arguments,
@@ -449,7 +544,7 @@ class _Roles:
             vectors={i: self._view(i) for i in vectors},
             columns={i: self._view(i) for i in columns},
             products=tuple((load, finals[i]) for load, i in columns.items()),
-            prologue=None if row_operand.trivial and len(matrices) == 1 else row_operand,
+            prologue=None if plain else row_operand,
             statistics=statistics,
             row_values=ends.row_values,
             loads=ends.loads,
@@ -457,6 +552,9 @@ class _Roles:
             tails=ends.tails,
             reductions=ends.reductions,
             schedule=schedule,
+            vector_rows=vector_rows,
+            vector_products=vector_products,
+            shift=shift,
         )
 
     # ---------------------------------------------------------------------------- orientation
@@ -530,7 +628,31 @@ class _Roles:
         operands = {j for i, column in pairs for j in ops[i].inputs if j != column}
         if len(operands) > 1:
             raise LoweringError(f"{self.where}: products take different row operands")
-        return fuse(self.program, operands.pop(), self._is_load, f"{self.where}, row operand")
+        shifted = self.shifted is not None and self.shifted.products
+        return self._row_side(operands.pop(), "row operand", shifted)
+
+    def _row_side(self, i: int, what: str, shifted: bool = True) -> ThreadExpression:
+        """An expression over row-side loads, and over what is shifted."""
+        leaf = self.shifted.value if self.shifted is not None and shifted else None
+
+        def is_leaf(j: int) -> bool:
+            return j == leaf or self._is_load(j)
+
+        return fuse(self.program, i, is_leaf, f"{self.where}, {what}")
+
+    def _shift(self) -> Shift | None:
+        if self.shifted is None:
+            return None
+        value, where = self.shifted.value, f"{self.where}, shifted rows"
+        source = fuse(self.program, value, self._is_load, where)
+        return Shift(value, source, self.shifted.products)
+
+    def _is_column_sum(self, op: BlockOp) -> bool:
+        """Whether an operation is a column operand's product with a vector of ones."""
+        summed = op.kind == "sum" and op.attributes["over"] == self.contracted
+        source = op.inputs[0] if summed else None
+        free = {self.column, *self.hidden}
+        return source is not None and self._is_load(source) and not free.isdisjoint(op.dims)
 
     def _column_operand(self, product: int) -> int:
         """The operand in memory, with a free label that is not the rows'."""
@@ -623,15 +745,15 @@ class _Roles:
         ops = self.program.ops
         found: list[Statistic] = []
         for i, op in enumerate(ops):
-            if op.kind not in REDUCTIONS or op.attributes["over"] == self.column:
+            along_columns = op.kind in REDUCTIONS and op.attributes["over"] == self.column
+            if op.kind not in REDUCTIONS or along_columns or i in self.vectors:
                 continue
             if op.attributes["over"] != self.contracted or self.column in op.dims:
                 raise LoweringError(
                     f"{self.where}: {op.kind} over {op.attributes['over']} (operation {i}) is no "
                     f"row statistic over {self.contracted}"
                 )
-            where = f"{self.where}, statistic {i}"
-            source = fuse(self.program, op.inputs[0], self._is_load, where)
+            source = self._row_side(op.inputs[0], f"statistic {i}")
             found.append(Statistic(self._complete(i), source, *self._reduced(op)))
         return tuple(found)
 

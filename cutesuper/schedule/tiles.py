@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from cutesuper.errors import ScheduleError
 from cutesuper.graph.dims import ceil_div, extent
+from cutesuper.graph.sharing import LARGE_TILE, rows_shared_by
 from cutesuper.graph.target import Target
 from cutesuper.schedule.schedule import MatmulSchedule
 
@@ -21,26 +22,9 @@ if TYPE_CHECKING:
 STORE_ROWS, STORE_COLUMNS = 32, 64
 #: pieces of a warpgroup in flight
 STORE_BUFFERS = 2
-#: rows of a tile from which blocks share and walk; smaller tiles were not measured
-LARGE_TILE = 128
-#: more blocks do not pay: 30 clusters of 4 leave 12 of 132 multiprocessors without work
-PAIR = 2
 
 
 # ----------------------------------------------------------------------------------------- choices
-
-
-def rows_shared_by(rows: int, columns: int, products: int, column_tiles: int) -> int:
-    """Blocks that load a row tile together, for a tile of ``rows`` x ``columns`` whose kernel does
-    not split the contracted label over its clusters.
-
-    At 300, 512, 1024 and 4096 rows (K = N = 4096): 31.1, 35.0, 56.9 and 215.3 us alone, 30.3,
-    33.7, 54.8 and 209.0 in pairs, all with two helper warps but the first three.
-    """
-    two_warpgroups = rows * columns * products > 64 * 128 and columns % 128 == 0
-    empty = PAIR * ceil_div(column_tiles, PAIR) - column_tiles
-    worth = rows >= LARGE_TILE and two_warpgroups and empty <= column_tiles // 8
-    return PAIR if worth else 1
 
 
 def with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> MatmulSchedule:
@@ -99,7 +83,8 @@ def can_bulk_store(plan: MatmulPlan) -> bool:
 
 def stands_alone(plan: MatmulPlan) -> bool:
     """Whether a tile is finished by the block that computes it, out of the loop's accumulators."""
-    return plan.cluster_size == 1 and not plan.tails and not plan.reductions
+    beside = plan.tails or plan.reductions or plan.vector_rows or plan.shift is not None
+    return plan.cluster_size == 1 and not beside
 
 
 def tile_grid(plan: MatmulPlan, columns: int, rows: int, batch: int) -> tuple[int, int, int]:

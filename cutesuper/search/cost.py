@@ -23,8 +23,9 @@ from cutesuper.graph.block import (
 from cutesuper.graph.dims import ceil_div, extent
 from cutesuper.graph.hidden import hidden_width
 from cutesuper.graph.rows import row_label
+from cutesuper.graph.sharing import rows_shared_by
 from cutesuper.graph.target import Target
-from cutesuper.schedule.tiles import rows_shared_by
+from cutesuper.graph.vectors import MAX_VECTORS
 from cutesuper.search.extract import Price
 from cutesuper.search.forms import Form, MatmulForm
 from cutesuper.search.saturate import Derivation, Table
@@ -42,6 +43,9 @@ OTHER_REGISTERS = 60
 #: rows beyond which the loads of row values hide behind each other: 4096^3 with statistics from
 #: another kernel pays 5.6 us for each wave of 128 rows, 300x1024x1000 4.7 us for 64
 MOST_VECTOR_ROWS = 64
+#: rows that the instruction for vectors (`graph.vectors`) counts as: 8, but it reads the column
+#: operand (2 KB at 128 bytes per cycle) as long as an instruction of 32 rows computes
+VECTOR_ROWS = 32
 #: elements that a block of an element-wise kernel takes
 ROW_ELEMENTS = 2048
 
@@ -197,10 +201,11 @@ def _free(program: BlockProgram, form: MatmulForm, op: BlockOp) -> str:
 
 
 def _products(program: BlockProgram, form: MatmulForm) -> list[str]:
-    """Column or hidden label of every product of the loop."""
+    """Column or hidden label of every product of rows in the loop."""
     return [
         _free(program, form, op) for op in program.ops
         if op.kind == "matmul" and op.attributes["over"] == form.contracted
+        and form.row in op.dims
     ]  # fmt: skip
 
 
@@ -217,15 +222,23 @@ def results(program: BlockProgram, form: MatmulForm) -> int:
 
 
 def accumulators(program: BlockProgram, form: MatmulForm) -> int:
-    """All accumulators of a block."""
+    """All accumulators of a block, for rows."""
     hidden = (d for d in _products(program, form) if d != form.column)
     between = sum(padded(program.tile[d]) for d in hidden)
     return results(program, form) + program.tile[form.row] * between
 
 
+def vector_accumulators(program: BlockProgram, form: MatmulForm) -> int:
+    """Those of products of vectors, if all column operands have some."""
+    count = _products(program, form).count(form.column)
+    return form.vectors * MAX_VECTORS * program.tile[form.column] * count
+
+
 def stage_bytes(program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]) -> int:
-    """Bytes of a stage in shared memory, hidden labels as wide as they are staged."""
-    total, narrow = 0, form.column in _products(program, form)
+    """Bytes of a stage in shared memory, hidden labels as wide as they are staged, with the tile
+    of vectors."""
+    total = form.vectors * 2 * MAX_VECTORS * program.tile[form.contracted]
+    narrow = form.column in _products(program, form)
     for op in program.loads():
         if form.contracted in op.dims:
             hidden = [program.tile[d] for d in op.dims if d in form.hidden]
@@ -256,6 +269,7 @@ def _helped(program: BlockProgram, form: MatmulForm) -> list[BlockOp]:
         op for op in program.ops
         if op.kind not in (LOAD, "matmul")
         and form.contracted in (*op.dims, op.attributes.get("over"))
+        and form.column not in op.dims
     ]  # fmt: skip
 
 
@@ -265,7 +279,8 @@ def _staged_us(program: BlockProgram, form: MatmulForm, target: Target) -> float
     if not helped:
         return 0.0
     operands = {op.inputs[0] for op in program.ops if op.kind == "matmul"}
-    rewritten = any(program.ops[i].kind != LOAD for i in operands)
+    # with vectors, rows are centred before the product: see `graph.shift`
+    rewritten = form.vectors or any(program.ops[i].kind != LOAD for i in operands)
     count = sum(r.instructions.get(op.kind, 1) for op in helped)
     elements = program.tile[form.row] * program.tile[form.contracted]
     rate = r.prologue_per_us if rewritten else r.statistic_per_us
@@ -278,7 +293,8 @@ def _tensor_us(program: BlockProgram, form: MatmulForm, target: Target) -> float
     areas = [rows * padded(program.tile[d]) for d in _products(program, form)]
     area = max(areas)
     efficiency = target.rates.tensor_efficiency * area / (area + target.rates.half_area)
-    flops = 2.0 * sum(areas) * program.tile[form.contracted]
+    vectors = form.vectors * VECTOR_ROWS * program.tile[form.column] * len(areas)
+    flops = 2.0 * (sum(areas) + vectors) * program.tile[form.contracted]
     return flops * target.sms / (target.tensor_flops * efficiency) * 1e6
 
 

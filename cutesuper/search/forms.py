@@ -23,6 +23,8 @@ from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.dims import extent as dim_extent
 from cutesuper.graph.hidden import MAX_HIDDEN
 from cutesuper.graph.rows import MAX_ROW, row_label
+from cutesuper.graph.shift import find_shift
+from cutesuper.graph.vectors import MAX_VECTORS, vector_products
 from cutesuper.search.labels import LabelledOp, LabelledProgram, LabelMap, Region
 from cutesuper.search.splits import AnyRules, Operand, Split, State, splits
 
@@ -46,6 +48,9 @@ class MatmulForm:
         hidden: labels between two products, ``(X A) B``: the loop accumulates X A, which is the
             row operand of a product after the loop. A block holds the whole label.
         reduced: whether the columns are reduced after the products: one cluster has all of them.
+        vectors: whether vectors along the contracted label are multiplied by a column operand, or
+            a column operand is summed, beside the products of the rows: ``G[K] @ W[K, N]``. Never
+            together with hidden labels.
     """
 
     row: str
@@ -54,6 +59,7 @@ class MatmulForm:
     batch: tuple[str, ...]
     hidden: tuple[str, ...] = ()
     reduced: bool = False
+    vectors: bool = False
 
     def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
         """The loop alone, and the loop with a cluster; everything else is grid."""
@@ -94,18 +100,21 @@ class MatmulForm:
         return all(name.endswith(AxisKind.CLUSTER) for name in state.pending)
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
-        """Statistics of rows, and complete products along the columns."""
+        """Statistics of rows, and complete products along the columns; sums of a column operand
+        are products with a vector of ones."""
         if not labels.isdisjoint(self.hidden):
             return False
         if over == self.contracted:
-            return self.column not in labels
+            return self.vectors or self.column not in labels
         return self.reduced and over == self.column and not state.pending
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:
-        """Rows first; the column operand is a plain load, the row operand no partial sum."""
+        """Rows or vectors first; the column operand is a plain load, the row operand no partial
+        sum."""
         if not b.loaded or self.row in b.labels or self.column in a.labels:
             return False
-        if self.row not in a.labels:
+        vector = self.vectors and a.labels == frozenset((self.contracted,))
+        if self.row not in a.labels and not vector:
             return False
         free = {self.column, *self.hidden} & b.labels
         if over == self.contracted:
@@ -114,7 +123,7 @@ class MatmulForm:
 
     def refuses(self, program: BlockProgram) -> str | None:
         """Why a program that obeys the rules still cannot run, or None."""
-        products = [op for op in program.ops if op.kind == "matmul"]
+        products = [op for op in program.ops if op.kind == "matmul" and self.row in op.dims]
         looped = [op for op in products if op.attributes["over"] == self.contracted]
         if len({op.inputs[0] for op in looped}) > 1:
             return "products with different row operands"
@@ -123,6 +132,8 @@ class MatmulForm:
         after = [op.attributes["over"] for op in products if op not in looped]
         if len(after) > len(set(after)):
             return "two products after the loop that contract the same label"
+        if why := self._refuses_vectors(program, {op.inputs[1] for op in looped}):
+            return why
         for label in (self.column, *self.hidden):
             stored = {
                 op.attributes["map"][-1] == label
@@ -131,9 +142,25 @@ class MatmulForm:
             }
             if len(stored) > 1:
                 return "column operands stored in different orders"
+        shifted = find_shift(program, self.row, self.column, self.contracted)
+        if shifted is not None and shifted.refused:
+            return "a difference of large sums that cannot be kept from cancelling"
         cluster = program.of_kind(AxisKind.CLUSTER)
         if cluster and not any(op.kind == CLUSTER_REDUCE for op in program.ops):
             return "an unused cluster axis"
+        return None
+
+    def _refuses_vectors(self, program: BlockProgram, columns: set[int]) -> str | None:
+        """The same for products of vectors; ``columns``: what the rows are multiplied by."""
+        if not self.vectors:
+            return None
+        vectors = vector_products(program, self.row, self.column, self.contracted)
+        if any(op.kind not in ("matmul", "sum") for op in vectors):
+            return "a column operand is reduced by something else than a sum"
+        if not {op.inputs[-1] for op in vectors} <= columns:
+            return "vectors are multiplied by a column operand that the rows are not multiplied by"
+        if len({op.inputs[:-1] for op in vectors}) > MAX_VECTORS:
+            return f"more than {MAX_VECTORS} vectors are multiplied by column operands"
         return None
 
 
@@ -149,6 +176,7 @@ class RowForm:
 
     row: str
     reduced: bool
+    vectors = False
 
     def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
         """One: the reduced label whole, all others grid."""
@@ -260,11 +288,25 @@ def _matmul_form(
         _check_product(program, op, row, column, contracted, hidden)
     inner = (row, column, contracted, *hidden)
     batch = tuple(d for d in program.dims if d not in inner)
-    form = MatmulForm(row, column, contracted, batch, hidden, reduced)
+    vectors = _has_vectors(program, contracted, {column, *hidden})
+    if vectors and hidden:
+        raise SearchError(
+            f"a vector of {column} beside a product over {_shown(hidden)}, of what another product "
+            "gives: another kernel"
+        )
+    form = MatmulForm(row, column, contracted, batch, hidden, reduced, vectors)
     _check_extents(program, form)
     for op in program.of_kind("load"):
         _check_load(region, op, form)
     return form
+
+
+def _has_vectors(program: LabelledProgram, contracted: str, free: set[str]) -> bool:
+    """Whether something without rows is reduced to a row vector: see `MatmulForm.vectors`."""
+    return any(
+        op.over == contracted and not free.isdisjoint(op.labels) and not _is_product(program, op)
+        for op in program.ops
+    )
 
 
 def _after_products(program: LabelledProgram) -> set[int]:

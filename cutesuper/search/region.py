@@ -22,6 +22,7 @@ from cutesuper.graph.target import Target
 from cutesuper.search.block_cost import Model
 from cutesuper.search.blocks import CLUSTERS, STRIPS, Shape, candidates
 from cutesuper.search.cost import Cost, price
+from cutesuper.search.distribute import distributed
 from cutesuper.search.extract import Partial, Structure, extract, structure
 from cutesuper.search.forms import BlockForm, Form, MatmulForm, RowForm, find_form
 from cutesuper.search.labels import LabelledProgram, Region, label
@@ -198,7 +199,12 @@ class _RegionSearch:
             return []
 
     def _by_skeleton(self, program: LabelledProgram) -> list[Way]:
-        return self._sealed(program, find_form(self.region, program))
+        form = find_form(self.region, program)
+        found = self._sealed(program, form)
+        if found or not isinstance(form, MatmulForm):
+            return found
+        other = distributed(program, form.contracted)
+        return found if other is None else self._sealed(other, find_form(self.region, other))
 
     def _general(self, program: LabelledProgram) -> list[Way]:
         if not program.dims:

@@ -359,7 +359,7 @@ class Table:
         if usable and (nested or frozenset((a.labels, b.labels)) in self.space.outer):
             for kind, left, right in self._binary(i, j, pairing):
                 self._elementwise(kind, left, right, labels, state)
-        if not nested and pairing.fits:
+        if pairing.fits and (not nested or self.rules.vectors):
             self._contractions(i, j, labels, state)
 
     def _joined(self, a: State, b: State) -> State | None:

@@ -23,6 +23,7 @@ from cutesuper.search.cost import (
     row_cost,
     stage_bytes,
     tile_bytes,
+    vector_accumulators,
 )
 from cutesuper.search.forms import MatmulForm, RowForm
 
@@ -120,7 +121,8 @@ def _matmul_sizes(
         program = _resize(structure, tile, inner)
         odd = any(b % 2 for b in column_blocks(program, form))
         held = accumulators(program, form)
-        if held > MAX_ACCUMULATORS or (odd and held > ONE_WARPGROUP):
+        vectors = vector_accumulators(program, form)
+        if held > MAX_ACCUMULATORS or (odd and held + vectors > ONE_WARPGROUP):
             pruned["accumulators exceed the registers"] += 1
             continue
         if _matmul_bytes(program, form, itemsizes) > target.shared_bytes:

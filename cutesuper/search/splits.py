@@ -87,7 +87,15 @@ class Operand(NamedTuple):
 
 
 class Rules(Protocol):
-    """What a kernel skeleton can do; asked before a class is formed."""
+    """What a kernel skeleton can do; asked before a class is formed.
+
+    Attributes:
+        vectors: whether a matrix may be contracted with a vector as well; otherwise they are
+            multiplied and summed.
+    """
+
+    @property
+    def vectors(self) -> bool: ...
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
         """Whether an element-wise operator may take values with these labels.
@@ -107,6 +115,10 @@ class Rules(Protocol):
 
 class AnyRules:
     """Everything that `graph.check` allows."""
+
+    @property
+    def vectors(self) -> bool:
+        return False
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
         return True
