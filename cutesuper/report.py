@@ -132,7 +132,7 @@ def _leaf_names(plan: MatmulPlan, leaves: tuple[int, ...]) -> list[str]:
     values |= {} if plan.shift is None else {plan.shift.value: "shifted"}
     ops = plan.program.ops
     return [
-        str(ops[i].attributes["tensor"]) if ops[i].kind == LOAD else values.get(i, f"value{i}")
+        values.get(i) or (str(ops[i].attributes["tensor"]) if ops[i].kind == LOAD else f"value{i}")
         for i in leaves
     ]
 

@@ -30,6 +30,9 @@ from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, LOAD, STORE, Block
 from cutesuper.graph.field import DivisionByZero, FieldAlgebra, FieldValue, uniform
 from cutesuper.graph.operators import lookup
 
+#: rows of a tile: with 256 rows of which a thread of the helper warps has 16, numbers to subtract
+#: and sums take 16 bytes of stack
+MAX_SHIFTED_ROWS = 128
 #: extent of every label in the field
 _EXTENT = 3
 #: draws of the inputs, where one divides by zero

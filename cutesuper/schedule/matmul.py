@@ -26,7 +26,7 @@ from cutesuper.graph.block import (
 from cutesuper.graph.check import check_block_program
 from cutesuper.graph.dims import ceil_div, extent
 from cutesuper.graph.hidden import MAX_HIDDEN
-from cutesuper.graph.shift import find_shift
+from cutesuper.graph.shift import MAX_SHIFTED_ROWS, find_shift
 from cutesuper.graph.target import Target
 from cutesuper.graph.thread import (
     ThreadExpression,
@@ -406,6 +406,11 @@ def _check_limits(plan: MatmulPlan, name: str) -> None:
         raise ScheduleError(
             f"{where}: tile {plan.row}={m} {plan.column}={n} {plan.contracted}={k}; rows must be "
             f"one of {ROW_TILES}, columns and depth multiples of {COLUMN_BLOCK}"
+        )
+    if plan.shift is not None and m > MAX_SHIFTED_ROWS:
+        raise ScheduleError(
+            f"{where}: tile {plan.row}={m}: rows that are shifted next to zero come in tiles of at "
+            f"most {MAX_SHIFTED_ROWS}"
         )
     if plan.accumulators > 2 * 128 * 128:
         raise ScheduleError(f"{where}: {plan.accumulators} accumulators ({m}x{n} for each of "

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from cutesuper.graph.block import Axis, AxisKind, BlockProgram
 from cutesuper.graph.dims import Symbol, ceil_div, extent
+from cutesuper.graph.shift import MAX_SHIFTED_ROWS, find_shift
 from cutesuper.graph.target import Target
 from cutesuper.search.cost import (
     Cost,
@@ -113,7 +114,11 @@ def _matmul_sizes(
     itemsizes: dict[str, int],
     pruned: Counter[str],
 ) -> Iterator[Sized]:
+    shifted = form.vectors and find_shift(structure, form.row, form.column, form.contracted)
     for tile, cluster in _matmul_tiles(structure, form):
+        if shifted and tile[form.row] > MAX_SHIFTED_ROWS:
+            pruned["too many rows to be shifted"] += 1
+            continue
         parts = 1 if form.reduced else cluster  # of the contracted label
         loop = ceil_div(extent(structure.dims[form.contracted]), parts * tile[form.contracted])
         inner = {f"{form.contracted}.loop": loop, f"{form.contracted}.cluster": cluster,
