@@ -84,6 +84,6 @@ def test_every_tile_compiles(m: int) -> None:
     plans = plans_of_every_tile(m)
     tiles = {p.tile[:2] for p in plans}
     assert {(64, 64), (64, 256)} <= tiles
-    assert m == 64 or (128, 256) in tiles and not any(rows > 128 for rows, _ in tiles)
+    assert m == 64 or ((128, 256) in tiles and not any(rows > 128 for rows, _ in tiles))
     for plan in plans:
         check_resources(plan, compiled(plan))

@@ -31,6 +31,7 @@ from cutesuper.lower.columns import ColumnGroup, column_groups
 from cutesuper.lower.common import ELEMENT, Extents, labelled
 from cutesuper.lower.epilogue import Epilogue
 from cutesuper.lower.multicast import Sharing
+from cutesuper.lower.prefetch import Prefetch
 from cutesuper.lower.reductions import ColumnReductions
 from cutesuper.lower.statistics import RowSide
 from cutesuper.lower.tails import Tails
@@ -72,6 +73,7 @@ class MatmulKernel:
         self.tails = Tails(self)
         self.reductions = ColumnReductions(self)
         self.epilogue = Epilogue(self)
+        self.prefetch = Prefetch(self)
         self.tile_store = TileStore(self)
         # a box of 64-element chunks needs whole chunks, and all rows of them; otherwise one box
         # for each chunk
@@ -512,6 +514,7 @@ class MatmulKernel:
     def consume_tile(self, smem, tensors, tidx, warp, lane, where, outs, stage, phase):
         """Multiply all stages, then finish the tile."""
         group = warp // 4
+        self.prefetch.run(tensors, tidx, where)
         # the columns' instruction; where only hidden labels are multiplied in the loop, theirs
         inner = [g for g in self.inner if g.views]
         lead = self.main if self.weights else inner[0]
