@@ -207,6 +207,10 @@ class MatmulKernel:
         outs = self.tile_store.partition(atoms[loads:], coords[loads:], smem)
         where = (tile_m, tile_n, rank, batch)
 
+        pieces = self.row_side.shift.fragments()
+        if cutlass.const_expr(len(pieces) > 0 and not self.dependent):  # noqa: SIM102
+            if warp >= self.consumers and warp < self.producer:
+                self.row_side.shift.load(pieces, tensors, tidx - 32 * self.consumers, where)
         if warp == self.producer:
             self.set_up(smem)
             if cutlass.const_expr(self.dependent):
@@ -242,7 +246,7 @@ class MatmulKernel:
             elif cutlass.const_expr(self.helpers > 0):
                 if cutlass.const_expr(registers is not None and not together):
                     cute.arch.setmaxregister_decrease(registers[1])
-                self.row_side.run(smem, tensors, tidx - 32 * self.consumers, lane, where)
+                self.row_side.run(smem, tensors, tidx - 32 * self.consumers, lane, where, pieces)
         self.sharing.leave()
 
     def batch_index(self, bz: Any, tensors: list[cute.Tensor]) -> dict[str, Any]:

@@ -39,42 +39,52 @@ class RowShift:
         #: whether products take the shifted rows
         self.of_products = self.shift is not None and self.shift.products
 
-    @cute.jit
-    def sample(self, tensors, thread, where, rows_per_pass: cutlass.Constexpr):
-        """A fragment with one number for each pass of a thread over the rows."""
-        k, plan = self.k, self.k.plan
-        found = cute.make_rmem_tensor(cute.make_layout(self.side.passes), Float32)
-        if cutlass.const_expr(self.shift is not None):
-            if cutlass.const_expr(k.dependent):
-                # the rows may be what the kernel before writes
-                cute.arch.griddepcontrol_wait()
-            tile_m, _, _, batch = where
-            last = k.extents.of(plan.row, tensors) - 1
-            pieces = extent(plan.program.dims[plan.contracted]) // PIECE
-            place = thread % LANES * pieces // LANES * PIECE
-            for p in cutlass.range_constexpr(self.side.passes):
-                row = tile_m * k.m + thread // LANES + p * rows_per_pass
-                row = row if row < last else last  # rows past the end are not stored
-                leaves = [
-                    self.piece(plan.staged(op), tensors, row, place, batch)
-                    for op in self.shift.source.leaves
-                ]
-                v = self.shift.source.evaluate(leaves, k.math)
-                total = v.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-                for distance in (4, 2, 1):
-                    total += cute.arch.shuffle_sync_bfly(total, distance)
-                found[p] = total * (1.0 / (LANES * PIECE))
-        return found
+    def fragments(self) -> list[list[cute.Tensor]]:
+        """Registers for the sample: for each pass of a thread over the rows, 16 bytes of every
+        tensor; none where nothing is shifted."""
+        if self.shift is None:
+            return []
+        layout, leaves = cute.make_layout(PIECE), self.shift.source.leaves
+        return [
+            [cute.make_rmem_tensor(layout, self.k.dtype) for _ in leaves]
+            for _ in range(self.side.passes)
+        ]
 
-    def piece(self, view: Any, tensors: Any, row: Any, place: Any, batch: Any) -> Any:
-        """16 bytes of a row-side tensor."""
+    @cute.jit
+    def load(self, pieces, tensors, thread, where):
+        """Ask for the sample. Where no kernel before has to be waited for, that is the first thing
+        the helpers do: behind the weights it would wait for 2 us in the queue of the memory."""
         k, plan = self.k, self.k.plan
-        offset = k.epilogue.batch_offset(view, batch) + row * view.stride(plan.row) + place
-        source = (tensors[view.argument].iterator + offset).align(16)
-        layout = cute.make_layout(PIECE)
-        register = cute.make_rmem_tensor(layout, k.dtype)
-        cute.autovec_copy(cute.make_tensor(source, layout), register)
-        return register.load().to(Float32)
+        tile_m, _, _, batch = where
+        last = k.extents.of(plan.row, tensors) - 1
+        whole = extent(plan.program.dims[plan.contracted]) // PIECE
+        place = thread % LANES * whole // LANES * PIECE
+        for p, registers in enumerate(pieces):
+            row = tile_m * k.m + thread // LANES + p * self.side.height
+            row = row if row < last else last  # rows past the end are not stored
+            for op, register in zip(self.shift.source.leaves, registers, strict=True):
+                view = plan.staged(op)
+                offset = k.epilogue.batch_offset(view, batch) + row * view.stride(plan.row)
+                source = (tensors[view.argument].iterator + (offset + place)).align(16)
+                layout = cute.make_layout(PIECE)
+                cute.autovec_copy(cute.make_tensor(source, layout), register)
+
+    @cute.jit
+    def sample(self, pieces, tensors, thread, where):
+        """A fragment with one number for each pass of a thread over the rows."""
+        found = cute.make_rmem_tensor(cute.make_layout(self.side.passes), Float32)
+        if cutlass.const_expr(self.shift is not None and self.k.dependent):
+            # the rows may be what the kernel before writes
+            cute.arch.griddepcontrol_wait()
+            self.load(pieces, tensors, thread, where)
+        for p, registers in enumerate(pieces):
+            leaves = [register.load().to(Float32) for register in registers]
+            v = self.shift.source.evaluate(leaves, self.k.math)
+            total = v.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            for distance in (4, 2, 1):
+                total += cute.arch.shuffle_sync_bfly(total, distance)
+            found[p] = total * (1.0 / (LANES * PIECE))
+        return found
 
     def applied(self, values: dict[int, Any], number: Any, at: Any) -> dict[int, Any]:
         """The values of one place with the shifted one; zeros past the end of the row."""

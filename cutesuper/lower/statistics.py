@@ -72,11 +72,11 @@ class RowSide:
             return True
 
     @cute.jit
-    def run(self, smem, tensors, thread, lane, where):
+    def run(self, smem, tensors, thread, lane, where, pieces):
         """The statistics of all tiles of this block."""
         stage, phase, turn = Int32(0), Int32(0), Int32(0)
         rank = where[2]
-        shifts = self.shift.sample(tensors, thread, where, self.height)
+        shifts = self.shift.sample(pieces, tensors, thread, where)
         if cutlass.const_expr(self.k.sharing.active):
             cute.arch.cluster_wait()
         if cutlass.const_expr(self.k.walk.persistent):
