@@ -21,7 +21,8 @@ from cutesuper.graph.operators import TABLE, Operator
 
 M = Symbol("M", 32)
 
-UNARY = ("exp", "sqrt", "rsqrt", "square", "silu", "gelu", "relu", "sigmoid", "tanh")
+UNARY = ("exp", "sqrt", "rsqrt", "square", "silu", "gelu", "relu", "sigmoid", "tanh", "erf",
+         "step")
 BINARY = ("add", "sub", "mul", "div")
 
 # ---------------------------------------------------------------------------------------- shapes
@@ -412,8 +413,9 @@ def reference_cases() -> dict[str, tuple[Callable[..., Any], Callable[..., torch
         "silu": (lambda g, a, b: g.silu(a), lambda a, b: f.silu(a)),
         "gelu": (lambda g, a, b: g.gelu(a), lambda a, b: f.gelu(a)),
         "square": (lambda g, a, b: g.square(a), lambda a, b: a * a),
+        "step": (lambda g, a, b: g.step(a - b), lambda a, b: (a > b).double()),
     }
-    for name in ("exp", "sqrt", "rsqrt", "relu", "sigmoid", "tanh"):
+    for name in ("exp", "sqrt", "rsqrt", "relu", "sigmoid", "tanh", "erf"):
         cases[name] = (
             lambda g, a, b, n=name: g.apply(n, a), lambda a, b, n=name: getattr(torch, n)(a)
         )  # fmt: skip
@@ -446,6 +448,7 @@ def test_scalar_formulas_are_the_references() -> None:
         div = staticmethod(lambda a, b: a / b)
         sigmoid = staticmethod(lambda a: 1 / (1 + math.exp(-a)))
         rsqrt = staticmethod(lambda a: a**-0.5)
+        step = staticmethod(lambda a: float(a > 0))
         maximum, minimum = max, min
         exp, sqrt, tanh, erf = math.exp, math.sqrt, math.tanh, math.erf
 

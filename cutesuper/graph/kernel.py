@@ -232,6 +232,14 @@ class KernelGraph:
         """Hyperbolic tangent."""
         return self.apply("tanh", a)
 
+    def erf(self, a: Tensor) -> Tensor:
+        """The error function."""
+        return self.apply("erf", a)
+
+    def step(self, a: Tensor) -> Tensor:
+        """1 where ``a > 0``, 0 elsewhere."""
+        return self.apply("step", a)
+
     def clamp(self, a: Tensor, min: float, max: float) -> Tensor:  # noqa: A002 (PyTorch's names)
         """``a`` limited to [min, max]."""
         return self.apply("clamp", a, min=min, max=max)
