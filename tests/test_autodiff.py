@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -15,7 +16,7 @@ import cutesuper as cs
 from benchmarks.search.programs import attention, layer_norm, layer_norm_linear, rms_backward
 from cutesuper.errors import GraphError
 from cutesuper.graph.dims import extent
-from cutesuper.graph.evaluate import evaluate
+from cutesuper.graph.evaluate import evaluate, run_reference
 from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.graph.operators import TABLE, Operator
 from cutesuper.graph.serial import dumps, loads
@@ -62,8 +63,7 @@ def by_autograd(
     weights = [torch.randn(o.shape, generator=r, dtype=torch.float64) for o in outs]
     names = [f"d{g.nodes[i].name}" for i in g.outputs]
     found = torch.autograd.grad(outs, list(leaves.values()), weights, allow_unused=True)
-    gradients = {n: t for n, t in zip(leaves, found, strict=True) if t is not None}
-    return dict(zip(names, weights, strict=True)), gradients
+    return dict(zip(names, weights, strict=True)), dict(zip(leaves, found, strict=True))
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -135,7 +135,8 @@ CASES: dict[str, tuple[Build, tuple[tuple[Any, ...], ...]]] = {
     ),
     "causal_mask, factor": (lambda g, x, y: g.exp(g.causal_mask(x)) @ y, ((3, 4), (4, 2))),
     "attention": (
-        lambda g, q, k, v: g.scaled_dot_product_attention(q, k, v), ((2, 3, 4), (2, 5, 4), (2, 5, 6))
+        lambda g, q, k, v: g.scaled_dot_product_attention(q, k, v),
+        ((2, 3, 4), (2, 5, 4), (2, 5, 6)),
     ),
     "attention, causal": (
         lambda g, q, k, v: g.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3),
@@ -206,9 +207,8 @@ def gradient_at(build: Build, values: list[float]) -> list[float]:
     """Of a function of one row, with cotangents of 1."""
     g = cs.grad(graph(build, (1, len(values))))
     feed = {"x": torch.tensor([values], dtype=torch.float64)}
-    shapes = {g.nodes[i].name: g.nodes[i].shape for i in g.inputs}
-    ones = {n: torch.ones(s, dtype=torch.float64) for n, s in shapes.items() if n != "x"}
-    return run(g, {**feed, **ones})[0][0].tolist()
+    ones = {n: torch.ones_like(v) for n, v in given_values(g).items()}
+    return run(g, {**ones, **feed})[0][0].tolist()
 
 
 def test_ties_share_a_maximum_evenly() -> None:
@@ -410,24 +410,14 @@ def test_rms_norm_backward_is_found_and_verified_against_the_one_by_hand() -> No
     """muGraphs of the derived graph compute the program written by hand."""
     g = graph(rms, (512, 512), (512,), names="x w")
     hand = rms_backward(512, 512)
+    hand.nodes[3] = replace(hand.nodes[3], dtype=cs.float32)  # rstd
     derived = cs.split(g, save=["rstd"]).backward
-    swap = [derived.inputs[k] for k in (0, 1, 3, 2)]  # x, w, dy, rstd
-    order = [derived.nodes[i].name for i in swap]
-    again = new_kernel_graph()
-    new = {n: again.new_input(derived.nodes[i].shape, name=n) for n, i in zip(order, swap, strict=True)}
-    made = {i: new[derived.nodes[i].name] for i in derived.inputs}
-    for i, n in enumerate(derived.nodes):
-        if n.operator != "input":
-            made[i] = again.apply(n.operator, *(made[j] for j in n.inputs), **n.attributes)
-    for i in derived.outputs:
-        again.mark_output(made[i])
-    mus = found(again)
-    verifier = Verifier(hand)
+    mus = [replace(mu, inputs=("x", "w", "dt2", "rstd")) for mu in found(derived)]
     assert mus
+    verifier = Verifier(hand)
     assert all(verifier.check(mu) for mu in mus)
-    broken = rms_backward(512, 512)
-    broken.outputs = [broken.outputs[0], broken.outputs[1] - 1]
-    assert not Verifier(broken).check(mus[0])
+    swapped = replace(mus[0], inputs=("dt2", "w", "x", "rstd"))
+    assert not verifier.check(swapped)
 
 
 @pytest.mark.parametrize(
@@ -472,9 +462,11 @@ ERRORS: list[tuple[Callable[[KernelGraph], Any], str]] = [
         "grad(outputs='x'): is not an output of the graph; it has: t3",
     ),
     (
-        lambda g: cs.grad(g),
-        "grad: the gradient of y is that of x, and an output has to be something new; use "
-        "wrt=['x'], or split, which says so in gradients",
+        cs.grad,
+        (
+            "grad: the gradient of y is that of x, and an output has to be something new; use "
+            "wrt=['x'], or split, which says so in gradients"
+        ),
     ),
     (
         lambda g: cs.split(g, save="all"),
@@ -491,8 +483,10 @@ ERRORS: list[tuple[Callable[[KernelGraph], Any], str]] = [
     (lambda g: cs.grad(cs.new_kernel_graph()), "grad: the graph has no output; call mark_output"),
     (
         lambda g: cs.grad(graph(lambda g, x, y: g.exp(x), (3, 4), (3, 4))),
-        "grad: no output depends on y[3, 4] float16 (or only through step, whose derivative is "
-        "zero); leave it out of wrt",
+        (
+            "grad: no output depends on y[3, 4] float16 (or only through step, whose derivative is "
+            "zero); leave it out of wrt"
+        ),
     ),
     (
         lambda g: cs.grad(graph(lambda g, x, y: g.step(x) * y, (3, 4), (3, 4)), wrt="x"),
@@ -541,3 +535,51 @@ def test_a_slice_of_lower_rank_is_refused() -> None:
 
     with pytest.raises(GraphError, match="the slice was broadcast to more dimensions"):
         cs.grad(graph(build, (4,), (4,), (3, 4)))
+
+
+# ---------------------------------------------------------------------------------- element types
+
+
+def test_gradients_have_the_type_of_their_inputs_and_statistics_are_float32() -> None:
+    g = new_kernel_graph()
+    x, w = g.new_input((64, 512), "bf16", name="x"), g.new_input((512,), "bf16", name="w")
+    g.mark_output(g.rms_norm(x, w))
+    s = cs.split(g)
+    assert [str(s.forward.nodes[i].dtype) for i in s.forward.outputs] == ["bfloat16", "float32"]
+    types = {n.name: str(n.dtype) for n in s.backward.nodes if n.operator == "input"}
+    assert types == {"x": "bfloat16", "w": "bfloat16", "rstd": "float32", "dt2": "bfloat16"}
+    assert {str(s.backward.nodes[i].dtype) for i in s.backward.outputs} == {"bfloat16"}
+    assert found(s.forward)
+
+
+def test_a_statistic_that_a_product_reads_keeps_the_type_of_the_product() -> None:
+    g = graph(lambda g, x, w: g.exp(g.sum(x, 1)) @ w, (4, 6), (1, 5), names="x w")
+    s = cs.split(g)
+    assert set(s.saved) == {"exp"}
+    assert {str(n.dtype) for n in s.backward.nodes} == {"float16"}
+
+
+def test_an_output_that_is_read_again_keeps_its_type() -> None:
+    g = graph(lambda g, x: g.exp(g.sum(x, 1)), (4, 6))
+    s = cs.split(g)
+    assert s.saved == {"out": 0}
+    assert s.forward is g
+    assert {str(n.dtype) for n in s.backward.nodes} == {"float16"}
+
+
+# -------------------------------------------------------------------------------------- compiled
+
+
+COMPILED: dict[str, Build] = {
+    "fragments": lambda g, x: g.relu(g.clamp(x, -1, 1) * g.mean(x, 1)),
+    "row scalars": lambda g, x: x * g.relu(g.erf(g.mean(x, 1))),
+    "gelu": lambda g, x: g.gelu(x),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_kernels_of_gradients_compile(name: str) -> None:
+    """Without a GPU: the compiler takes them; a call on CPU tensors is the reference."""
+    kernel = cs.superoptimize(cs.grad(graph(COMPILED[name], (8, 64))), target="h200")
+    x, dy = torch.randn(2, 8, 64, dtype=torch.float16)
+    torch.testing.assert_close(kernel(x, dy), run_reference(kernel.graph, [x, dy])[0])

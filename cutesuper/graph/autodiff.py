@@ -24,6 +24,7 @@ from typing import NamedTuple
 from cutesuper.errors import GraphError
 from cutesuper.graph.derivation import Derivation
 from cutesuper.graph.dims import Symbol
+from cutesuper.graph.dtypes import float32
 from cutesuper.graph.kernel import KernelGraph, Tensor
 from cutesuper.graph.operators import lookup
 from cutesuper.graph.saving import Reuse, choose
@@ -102,13 +103,14 @@ def split(
             * outputs that contain a product, which the caller has anyway.
 
             Element-wise results are computed again from these. Otherwise the values to keep:
-            tensors of ``graph``, or names of values inside of its operators (``"rstd"``; what has no
-            name of its own is called by its operator, the second one ``"exp2"``).
+            tensors of ``graph``, or names of values inside of its operators (``"rstd"``; what has
+            no name of its own is called by its operator, the second one ``"exp2"``).
         outputs: as for `grad`.
 
     Returns:
         See `Split`. Inputs of ``backward``: those of ``graph`` that it needs, the saved values,
-        the cotangents. Saved values have the element type of the graph.
+        the cotangents. Saved statistics of rows are float32, but for outputs of ``graph`` and
+        operands of products.
 
     Raises:
         GraphError: as for `grad`, but that gradients may be equal; or a value to keep that the
@@ -116,6 +118,7 @@ def split(
     """
     joint = _Joint.of("split", graph, wrt, outputs)
     kept = choose(joint.reuse(), save)
+    joint.store_statistics(kept)
     backward, used, gradients = joint.backward(kept)
     forward, positions = joint.forward(used)
     return Split(forward, backward, positions, gradients)
@@ -187,6 +190,7 @@ class _Joint:
                         else g.apply(n.operator, *args, **attributes)
                     )
                     self.values[i] = value.index
+        g.types |= {self.values[i]: self.graph.nodes[i].dtype for i in self.graph.outputs}
 
     def _operands(self, i: int) -> list[Tensor]:
         return [self.both.tensor(self.values[j]) for j in self.graph.nodes[i].inputs]
@@ -266,6 +270,22 @@ class _Joint:
             gradients=list(self.gradients.values()),
             values={(self.graph, i): v for i, v in self.values.items()},
         )
+
+    def store_statistics(self, kept: dict[int, str]) -> None:
+        """Kept statistics of rows are float32, as they are between the kernels of a program,
+        unless one is an operand of a product, which has one element type."""
+        g = self.both
+        nodes = g.between({i for i, _ in self.inputs} | set(kept), list(self.gradients.values()))
+        mixing = {i for i in nodes if g.nodes[i].shape[-1:] != (1,)}
+        for i in sorted((nodes | set(kept)) - mixing, reverse=True):
+            users = [j for j in nodes if i in g.nodes[j].inputs]
+            kinds = [lookup(g.nodes[j].operator) for j in users]
+            plain = all(op.elementwise or op.reduces for op in kinds)
+            if plain and mixing.issuperset(users):
+                mixing.add(i)
+        for i in mixing.intersection(kept):
+            if g.nodes[i].shape[-1:] == (1,):
+                g.types.setdefault(i, float32)
 
     def forward(self, kept: dict[int, str]) -> tuple[KernelGraph, dict[str, int]]:
         """The program with further outputs, and which output each kept value is."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from cutesuper.errors import GraphError
 from cutesuper.graph.dims import Shape, Symbol
+from cutesuper.graph.dtypes import DType
 from cutesuper.graph.kernel import KernelGraph, Node, Operand, Tensor
 from cutesuper.graph.simplify import RULES
 
@@ -26,10 +27,12 @@ class Derivation(KernelGraph):
     Attributes:
         given: nodes of the program itself, which stay as they are.
         names: of values that are worth keeping, by node.
+        types: of values that are stored as another type than that of their operands, by node.
     """
 
     given: set[int] = field(default_factory=set)
     names: dict[int, str] = field(default_factory=dict)
+    types: dict[int, DType] = field(default_factory=dict)
     _made: dict[Any, int] = field(default_factory=dict)
     _zeros: set[int] = field(default_factory=set)
     _verbatim: bool = False
@@ -200,12 +203,12 @@ class Derivation(KernelGraph):
                 g.nodes.append(replace(n, name=name))
                 new[i] = g.tensor(len(g.nodes) - 1)
             else:
-                new[i] = g.new_input(n.shape, n.dtype, name)
+                new[i] = g.new_input(n.shape, self.types.get(i, n.dtype), name)
         for i in sorted(self.between(set(new), outputs)):
             n = self.nodes[i]
             new[i] = g.apply(n.operator, *(new[j] for j in n.inputs), **dict(n.attributes))
         for i in outputs:
-            g.mark_output(new[i])
+            g.mark_output(new[i], self.types.get(i))
         return g
 
     def between(self, start: set[int], outputs: list[int]) -> set[int]:
