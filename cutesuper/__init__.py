@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cutesuper import errors
 from cutesuper.given import compile_mugraph
+from cutesuper.graph.autodiff import Split, grad, split
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.dtypes import DType, bfloat16, float16, float32
 from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
@@ -26,6 +27,7 @@ __all__ = [
     "Kernel",
     "KernelGraph",
     "MuGraph",
+    "Split",
     "Target",
     "Tensor",
     "Verification",
@@ -35,11 +37,13 @@ __all__ = [
     "errors",
     "float16",
     "float32",
+    "grad",
     "load",
     "load_mirage",
     "loads",
     "mugraphs",
     "new_kernel_graph",
+    "split",
     "superoptimize",
     "symbol",
     "tune",

@@ -18,10 +18,12 @@ from cutesuper.graph.dtypes import as_dtype, bfloat16, float16, float32
 from cutesuper.graph.evaluate import evaluate, run_reference
 from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
 from cutesuper.graph.operators import TABLE, Operator
+from cutesuper.graph.serial import dumps, loads
 
 M = Symbol("M", 32)
 
-UNARY = ("exp", "sqrt", "rsqrt", "square", "silu", "gelu", "relu", "sigmoid", "tanh")
+UNARY = ("exp", "sqrt", "rsqrt", "square", "silu", "gelu", "relu", "sigmoid", "tanh", "erf",
+         "step")
 BINARY = ("add", "sub", "mul", "div")
 
 # ---------------------------------------------------------------------------------------- shapes
@@ -112,6 +114,19 @@ def test_every_operator_has_what_the_system_needs() -> None:
         assert (type(op).visible is not Operator.visible) == op.masks
         if op.elementwise or op.masks:
             assert type(op).symbolic is not Operator.symbolic
+
+
+def test_statistics_of_rows_may_be_float32() -> None:
+    g, [x] = inputs((4, 6), dtype="bf16")
+    r = g.new_input((4, 1), "fp32")
+    assert (r * r).dtype == float32
+    assert (r * g.sum(x, 1)).dtype == bfloat16
+    g.mark_output(x * r)
+    total = g.mark_output(g.sum(g.exp(x), 1), "fp32")
+    assert total.dtype == float32
+    assert (total * x).dtype == bfloat16
+    for other in (g.expanded(), g.apart([[0], [1]]), loads(dumps(g))):
+        assert [other.nodes[i].dtype for i in other.outputs] == [bfloat16, float32]
 
 
 def test_names() -> None:
@@ -260,6 +275,26 @@ ERRORS: list[tuple[Build, type[CutesuperError], str]] = [
         lambda g, x, w: g.add(x, g.new_input((6,), "fp32", name="b")),
         DTypeError,
         "add(X[4, 6] float16, b[6] float32): element types differ; use one type for all inputs",
+    ),
+    (
+        lambda g, x, w: g.matmul(x, g.new_input((6, 1), "fp32", name="b")),
+        DTypeError,
+        "matmul(X[4, 6] float16, b[6, 1] float32): element types differ; use one type",
+    ),
+    (
+        lambda g, x, w: g.add(g.new_input((4, 1)), g.new_input((4, 6), "fp32")),
+        DTypeError,
+        "add(A[4, 1] float16, B[4, 6] float32): element types differ; use one type for all",
+    ),
+    (
+        lambda g, x, w: g.mark_output(g.exp(x), "fp32"),
+        DTypeError,
+        "mark_output(t2[4, 6] float16, float32): only statistics of rows, whose last extent is 1",
+    ),
+    (
+        lambda g, x, w: g.mark_output(g.sum(x, 1), "bf16"),
+        DTypeError,
+        "mark_output(t2[4, 1] float16, bfloat16): only statistics of rows, whose last extent is 1",
     ),
     (
         lambda g, x, w: g.new_input((4,), dtype="int8"),
@@ -412,8 +447,9 @@ def reference_cases() -> dict[str, tuple[Callable[..., Any], Callable[..., torch
         "silu": (lambda g, a, b: g.silu(a), lambda a, b: f.silu(a)),
         "gelu": (lambda g, a, b: g.gelu(a), lambda a, b: f.gelu(a)),
         "square": (lambda g, a, b: g.square(a), lambda a, b: a * a),
+        "step": (lambda g, a, b: g.step(a - b), lambda a, b: (a > b).double()),
     }
-    for name in ("exp", "sqrt", "rsqrt", "relu", "sigmoid", "tanh"):
+    for name in ("exp", "sqrt", "rsqrt", "relu", "sigmoid", "tanh", "erf"):
         cases[name] = (
             lambda g, a, b, n=name: g.apply(n, a), lambda a, b, n=name: getattr(torch, n)(a)
         )  # fmt: skip
@@ -446,6 +482,7 @@ def test_scalar_formulas_are_the_references() -> None:
         div = staticmethod(lambda a, b: a / b)
         sigmoid = staticmethod(lambda a: 1 / (1 + math.exp(-a)))
         rsqrt = staticmethod(lambda a: a**-0.5)
+        step = staticmethod(lambda a: float(a > 0))
         maximum, minimum = max, min
         exp, sqrt, tanh, erf = math.exp, math.sqrt, math.tanh, math.erf
 

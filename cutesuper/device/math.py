@@ -45,6 +45,12 @@ class DeviceMath:
         """1 / (1 + e^-x)."""
         return 1.0 / (1.0 + self.exp(-x))
 
+    def step(self, x: Any) -> Any:
+        """1 where x > 0, else 0 (for NaN too)."""
+        if isinstance(x, cute.TensorSSA):
+            return cute.where(x > 0.0, cute.full_like(x, 1.0), cute.full_like(x, 0.0))
+        return Float32(Float32(x) > 0.0)
+
     def div(self, x: Any, y: Any) -> Any:
         """x / y."""
         if isinstance(y, int | float):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cutesuper.errors import OperatorError, ShapeError
-from cutesuper.graph.dims import Dim, Shape, Symbol, show_shape
+from cutesuper.errors import GraphError, OperatorError, ShapeError
+from cutesuper.graph.dims import Dim, Shape, Symbol, extent, show_shape
 from cutesuper.graph.operators import (
     Attributes,
     Operator,
@@ -17,6 +18,10 @@ from cutesuper.graph.operators import (
     operator,
     show_call,
 )
+
+if TYPE_CHECKING:
+    from cutesuper.graph.derivation import Derivation
+    from cutesuper.graph.kernel import Tensor
 
 
 @operator
@@ -45,6 +50,14 @@ class Transpose(Operator):
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0].permute(attributes["dims"])
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        dims = attributes["dims"]
+        lead = len(dy.shape) - len(dims)
+        back = sorted(range(len(dims)), key=lambda d: dims[d])
+        return [g.transpose(dy, (*range(lead), *(lead + d for d in back)))]
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 0.0
@@ -85,6 +98,14 @@ class Concat(Operator):
 
         return torch.cat(args, attributes["dim"])
 
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        """A piece for each operand; of a cotangent that is an input, expansion refuses it."""
+        dim, dy = attributes["dim"] - len(y.shape), g.full(dy, y)
+        ends = accumulate((extent(a.shape[dim]) for a in args), initial=0)
+        return [g.slice(dy, dim, *ends) for ends in pairwise(ends)]
+
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 0.0
 
@@ -118,6 +139,26 @@ class Slice(Operator):
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         start, stop = attributes["start"], attributes["stop"]
         return args[0].narrow(attributes["dim"], start, stop - start)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        """Zeros around dy; they vanish where the slices of a tensor cover it."""
+        [x], dim = args, attributes["dim"]
+        start, stop, n = attributes["start"], attributes["stop"], extent(x.shape[dim])
+        if len(dy.shape) > len(x.shape):
+            raise GraphError(
+                f"derivative of slice({show_shape(x.shape)}, dim={dim}, start={start}, "
+                f"stop={stop}): the slice was broadcast to more dimensions, and zeros around its "
+                f"gradient {show_shape(dy.shape)} have no tensor to be made from; give the tensor "
+                "leading extents of 1, or slice what is computed with it"
+            )
+        parts = [g.full(dy, y)]
+        if start > 0:
+            parts.insert(0, g.zeros(g.slice(x, dim, 0, start)))
+        if stop < n:
+            parts.append(g.zeros(g.slice(x, dim, stop, n)))
+        return [g.concat(parts, dim)]
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 0.0
@@ -188,6 +229,14 @@ class CausalMask(Operator):
         keep = self.visible(rows, columns, (m, n), attributes)
         gone = torch.from_numpy(~keep).to(args[0].device)
         return args[0].masked_fill(gone, -torch.inf)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        """dy where elements stay, 0 elsewhere: ``exp`` of 0 and of -inf is that factor."""
+        if g.vanishes(dy, y):
+            return [dy]
+        return [g.mul(dy, g.exp(g.apply(self.name, g.zeros(args[0]), **attributes)))]
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         return opaque(self.name, a, args, attributes)

@@ -16,6 +16,7 @@ from cutesuper.graph.operators import (
 )
 
 if TYPE_CHECKING:
+    from cutesuper.graph.derivation import Derivation
     from cutesuper.graph.kernel import KernelGraph, Tensor
 
 
@@ -60,6 +61,21 @@ class RmsNorm(Operator):
         y = g.div(x, norm)
         return g.mul(y, args[1]) if len(args) == 2 else y
 
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        """With r = 1 / sqrt(mean x^2 + eps), x^ = x r: dx = r (w dy - x^ mean(x^ w dy)).
+
+        From d r / d x = -r^3 x / n. dw = dy x^.
+        """
+        x = args[0]
+        rstd = g.named(g.rsqrt(g.add(g.mean(g.square(x), -1), attributes["eps"])), "rstd")
+        normal = g.mul(x, rstd)
+        scaled = g.mul(dy, args[1]) if len(args) == 2 else dy
+        shared = g.mean(g.mul(normal, scaled), -1)
+        dx = g.mul(g.sub(scaled, g.mul(normal, shared)), rstd)
+        return [dx, g.mul(dy, normal)][: len(args)]
+
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 4.0 * size(result)
 
@@ -84,6 +100,13 @@ class Softmax(Operator):
         dim = attributes["dim"]
         e = g.exp(g.sub(args[0], g.max(args[0], dim)))
         return g.div(e, g.sum(e, dim))
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        """dx = y (dy - sum(y dy)), since d y_i / d x_j = y_i (1[i = j] - y_j)."""
+        shared = g.sum(g.mul(y, dy), attributes["dim"] - len(y.shape))
+        return [g.mul(y, g.sub(dy, shared))]
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 5.0 * size(result)
@@ -143,6 +166,23 @@ class ScaledDotProductAttention(Operator):
         scores = g.causal_mask(scores) if attributes["is_causal"] else scores
         weights = Softmax().expand(g, [scores], {"dim": len(scores.shape) - 1})
         return g.matmul(weights, value)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        """With y = P V: dV = P^T dy, dS = P (dy V^T - sum(dy y)) (arXiv:2205.14135, appendix B)."""
+        query, key, value = args
+        scale = attributes["scale"]
+        scale = extent(query.shape[-1]) ** -0.5 if scale is None else scale
+        weights = g.tensor(y.node.inputs[0])  # the product that `expand` ends with
+        dy = g.full(dy, y)
+        shared = g.sum(g.mul(dy, y), -1)
+        scores = g.mul(g.mul(weights, g.sub(g.matmul(dy, g.transpose(value)), shared)), scale)
+        return [
+            g.matmul(scores, key),
+            g.matmul(g.transpose(scores), query),
+            g.matmul(g.transpose(weights), dy),
+        ]
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         scores = size((*result[:-1], shapes[1][-2]))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import DTypeError, GraphError, OperatorError, ShapeError
 from cutesuper.graph.dims import Dim, Shape, Symbol, show_shape
-from cutesuper.graph.dtypes import DType, as_dtype, float16
+from cutesuper.graph.dtypes import DType, as_dtype, float16, float32
 from cutesuper.graph.operators import Attributes, lookup
 
 if TYPE_CHECKING:
@@ -160,19 +160,32 @@ class KernelGraph:
             raise OperatorError(f"{operator}: takes {op.arity} operand(s), got {len(args)}")
         attributes = op.check_attributes(attributes)
         shape = op.shape([t.shape for t in args], attributes)
-        dtype = self._result_dtype(operator, args)
+        dtype = self.result_dtype(operator, args)
         node = Node(
             operator, tuple(t.index for t in args), attributes, shape, dtype, self._value_name()
         )
         return self._append(node)
 
-    def mark_output(self, tensor: Tensor) -> Tensor:
-        """Declare a tensor as an output; outputs are returned in the order of these calls."""
+    def mark_output(self, tensor: Tensor, dtype: Any = None) -> Tensor:
+        """Declare a tensor as an output; outputs are returned in the order of these calls.
+
+        Args:
+            tensor: computed from inputs, and no output yet.
+            dtype: fp32 for a statistic of rows (last extent 1) of a 16-bit program, which a
+                backward pass reads: rounded to 16 bits, a maximum of 50 is off by 0.1, and what is
+                left of its exponentials by 10 %. None: the element type of the inputs.
+
+        Raises:
+            GraphError: an input, or an output twice.
+            DTypeError: another element type than these.
+        """
         t = self._operand("mark_output", tensor)
         if t.node.operator in ("input", "constant"):
             raise GraphError(f"mark_output({t!r}): an input cannot be an output; compute something")
         if t.index in self.outputs:
             raise GraphError(f"mark_output({t!r}): it is already an output")
+        if dtype is not None:
+            self._store_as(t, as_dtype(dtype))
         self.outputs.append(t.index)
         return t
 
@@ -231,6 +244,14 @@ class KernelGraph:
     def tanh(self, a: Tensor) -> Tensor:
         """Hyperbolic tangent."""
         return self.apply("tanh", a)
+
+    def erf(self, a: Tensor) -> Tensor:
+        """The error function."""
+        return self.apply("erf", a)
+
+    def step(self, a: Tensor) -> Tensor:
+        """1 where ``a > 0``, 0 elsewhere."""
+        return self.apply("step", a)
 
     def clamp(self, a: Tensor, min: float, max: float) -> Tensor:  # noqa: A002 (PyTorch's names)
         """``a`` limited to [min, max]."""
@@ -355,6 +376,24 @@ class KernelGraph:
 
         return superoptimize(self, **options)
 
+    def result_dtype(self, operator: str, args: Sequence[Tensor]) -> DType:
+        """The element type of an operator's result.
+
+        Statistics of rows (last extent 1) may be float32 beside 16-bit operands of element-wise
+        operators; everything is computed in float32 anyway. Raises DTypeError.
+        """
+        given = [t for t in args if t.node.operator != "constant"]
+        dtypes = {t.dtype for t in given}
+        if len(dtypes) > 1 and lookup(operator).elementwise:
+            dtypes -= {float32 for t in given if t.shape[-1:] == (1,)}
+            dtypes |= {t.dtype for t in given if t.shape[-1:] != (1,)}
+        if len(dtypes) > 1:
+            raise DTypeError(
+                f"{operator}({', '.join(map(repr, args))}): element types differ; "
+                "use one type for all inputs (float32 is for statistics of rows, of last extent 1)"
+            )
+        return dtypes.pop() if dtypes else float16
+
     def needed(self, values: Iterable[int]) -> set[int]:
         """Indices of all nodes that these depend on, themselves among them."""
         found = set(values)
@@ -392,8 +431,8 @@ class KernelGraph:
         if any(lookup(n.operator).cuts for n in g.nodes):
             from cutesuper.graph.pieces import without_pieces
 
-            return without_pieces(g)
-        return g
+            g = without_pieces(g)
+        return g._with_types_of(self)
 
     def apart(self, groups: Sequence[Sequence[int]]) -> KernelGraph:
         """The same program, where groups of outputs share nothing but inputs.
@@ -415,7 +454,7 @@ class KernelGraph:
                     new[i] = g.apply(n.operator, *(new[j] for j in n.inputs), **dict(n.attributes))
             made |= {n: new[self.outputs[n]].index for n in group}
         g.outputs = [made[n] for n in range(len(self.outputs))]
-        return g
+        return g._with_types_of(self)
 
     def with_hints(self, hints: dict[str, int]) -> KernelGraph:
         """The same program with other hints for its symbolic extents."""
@@ -451,14 +490,19 @@ class KernelGraph:
             "number; graph methods take what new_input() and other methods return"
         )
 
-    def _result_dtype(self, operator: str, args: list[Tensor]) -> DType:
-        dtypes = {t.dtype for t in args if t.node.operator != "constant"}
-        if len(dtypes) > 1:
+    def _store_as(self, t: Tensor, dtype: DType) -> None:
+        if dtype not in (t.dtype, float32) or (dtype != t.dtype and t.shape[-1:] != (1,)):
             raise DTypeError(
-                f"{operator}({', '.join(map(repr, args))}): element types differ; "
-                "use one type for all inputs"
+                f"mark_output({t!r}, {dtype}): only statistics of rows, whose last extent is 1, "
+                "may have another type than the inputs, float32; leave dtype out"
             )
-        return dtypes.pop() if dtypes else float16
+        self.nodes[t.index] = replace(t.node, dtype=dtype)
+
+    def _with_types_of(self, other: KernelGraph) -> KernelGraph:
+        """This graph, whose outputs are stored as those of another one."""
+        for i, j in zip(self.outputs, other.outputs, strict=True):
+            self.nodes[i] = replace(self.nodes[i], dtype=other.nodes[j].dtype)
+        return self
 
     def _check_symbol(self, symbol: Symbol) -> None:
         for other in (d for n in self.nodes for d in n.shape if isinstance(d, Symbol)):

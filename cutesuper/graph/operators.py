@@ -1,7 +1,8 @@
 """The operator table: one class per operator, with everything the system knows about it.
 
-A new operator is one class: here, in `cutesuper.graph.arranging` (transpose, concatenation, mask)
-or in `cutesuper.graph.composites`. Its facets:
+A new operator is one class: here, in `cutesuper.graph.functions` (of one number),
+`cutesuper.graph.arranging` (transpose, concatenation, mask) or `cutesuper.graph.composites`. Its
+facets:
 
 * ``shape``      the shape rule (and the errors a user sees),
 * ``reference``  what PyTorch computes, in the element type of its arguments,
@@ -12,11 +13,13 @@ or in `cutesuper.graph.composites`. Its facets:
                  of scalar functions ``m`` that the lowering (CuTe) or a test (Python) supplies,
 * ``visible``    masking operators only: which elements stay, from their positions,
 * ``expand``     composite operators only: the same thing in primitive operators,
+* ``derivative`` cotangents of the operands from that of the result, in operators of the table,
 * ``flops``      floating-point operations, for the cost model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -26,7 +29,10 @@ from cutesuper.errors import OperatorError, ShapeError
 from cutesuper.graph.dims import Dim, Shape, broadcast, show_shape, size
 
 if TYPE_CHECKING:
+    from cutesuper.graph.derivation import Derivation
     from cutesuper.graph.kernel import KernelGraph, Tensor
+
+    Cotangents = Sequence[Tensor | None]
 
 Attributes = dict[str, Any]
 
@@ -87,6 +93,27 @@ class Operator:
         """The same value in primitive operators (composite operators only)."""
         raise NotImplementedError
 
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        """The cotangent of each operand, from that of the result.
+
+        Every tensor here may have more dimensions than what it belongs to, of extent 1 in front
+        (sums keep their dimension), and an extent of 1 where the values are all the same. Sums over
+        dimensions along which an operand was broadcast are left to `cutesuper.graph.autodiff`.
+
+        Args:
+            g: builds and simplifies.
+            args: the operands.
+            attributes: of the operator, complete.
+            y: the result, for formulas that are shorter with it.
+            dy: its cotangent.
+
+        Returns:
+            One for each operand; None is zero.
+        """
+        raise NotImplementedError
+
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         """Floating-point operations; symbolic extents count with their hint."""
         return float(size(result))
@@ -111,7 +138,8 @@ def show_call(name: str, shapes: list[Shape]) -> str:
     return f"{name}({', '.join(show_shape(s) for s in shapes)})"
 
 
-def _torch() -> Any:
+def torch_module() -> Any:
+    """PyTorch, imported where a reference runs: the search does not need it."""
     import torch
 
     return torch
@@ -162,7 +190,7 @@ class Constant(Operator):
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         # zero dimensions: PyTorch then promotes to the other operand's element type
-        return _torch().tensor(attributes["value"], dtype=_torch().float64)
+        return torch_module().tensor(attributes["value"], dtype=torch_module().float64)
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         return a.constant(attributes["value"])
@@ -182,7 +210,9 @@ class Constant(Operator):
 # ---------------------------------------------------------------------------------- element-wise
 
 
-class _Elementwise(Operator):
+class Elementwise(Operator):
+    """Works element by element; operands broadcast."""
+
     elementwise = True
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
@@ -198,16 +228,8 @@ class _Elementwise(Operator):
         return result
 
 
-class _Binary(_Elementwise):
+class _Binary(Elementwise):
     arity = 2
-
-
-class _Unary(_Elementwise):
-    arity = 1
-
-    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """Uninterpreted unless a subclass knows better."""
-        return opaque(self.name, a, args, attributes)
 
 
 def opaque(name: str, a: Any, args: list[Any], attributes: Attributes) -> Any:
@@ -224,6 +246,11 @@ class Add(_Binary):
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0] + args[1]
 
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        return dy, dy
+
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         return a.add(*args)
 
@@ -237,6 +264,11 @@ class Sub(_Binary):
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0] - args[1]
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        return dy, g.mul(dy, -1.0)
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         return a.sub(*args)
@@ -252,6 +284,11 @@ class Mul(_Binary):
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0] * args[1]
 
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        return g.mul(dy, args[1]), g.mul(dy, args[0])
+
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         return a.mul(*args)
 
@@ -266,146 +303,17 @@ class Div(_Binary):
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0] / args[1]
 
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        da = g.div(dy, args[1])
+        return da, g.mul(g.mul(da, y), -1.0)
+
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         return a.div(*args)
 
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
         return m.div(args[0], args[1])
-
-
-@operator
-class Exp(_Unary):
-    name = "exp"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].exp()
-
-    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        return a.exp(args[0])
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.exp(args[0])
-
-
-@operator
-class Sqrt(_Unary):
-    name = "sqrt"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].sqrt()
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.sqrt(args[0])
-
-
-@operator
-class Rsqrt(_Unary):
-    """1 / sqrt(x): defined through `Sqrt` so that dividing by a root and this are one thing."""
-
-    name = "rsqrt"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].rsqrt()
-
-    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        return a.div(a.constant(1.0), a.opaque("sqrt", args[0]))
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.rsqrt(args[0])
-
-
-@operator
-class Square(_Unary):
-    name = "square"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0] * args[0]
-
-    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        return a.mul(args[0], args[0])
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return args[0] * args[0]
-
-
-@operator
-class Silu(_Unary):
-    name = "silu"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return _torch().nn.functional.silu(args[0])
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return args[0] * m.sigmoid(args[0])
-
-
-@operator
-class Gelu(_Unary):
-    """x Phi(x) with the error function, as PyTorch's default (approximate='none')."""
-
-    name = "gelu"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return _torch().nn.functional.gelu(args[0])
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return 0.5 * args[0] * (1.0 + m.erf(args[0] * 0.7071067811865476))
-
-
-@operator
-class Relu(_Unary):
-    name = "relu"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return _torch().relu(args[0])
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.maximum(args[0], 0.0)
-
-
-@operator
-class Sigmoid(_Unary):
-    name = "sigmoid"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return _torch().sigmoid(args[0])
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.sigmoid(args[0])
-
-
-@operator
-class Tanh(_Unary):
-    name = "tanh"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return _torch().tanh(args[0])
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.tanh(args[0])
-
-
-@operator
-class Clamp(_Unary):
-    name = "clamp"
-    attributes: ClassVar[Attributes] = {"min": ..., "max": ...}
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].clamp(attributes["min"], attributes["max"])
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.minimum(m.maximum(args[0], attributes["min"]), attributes["max"])
-
-    def check_attributes(self, given: Attributes) -> Attributes:
-        full = super().check_attributes(given)
-        try:
-            low, high = float(full["min"]), float(full["max"])
-        except (TypeError, ValueError, OverflowError):
-            raise OperatorError(f"clamp(min={full['min']!r}, max={full['max']!r}): "
-                                "both must be numbers") from None
-        if not low <= high:
-            raise OperatorError(f"clamp(min={low:g}, max={high:g}): min must not exceed max")
-        return {"min": low, "max": high}
 
 
 # ------------------------------------------------------------------- reductions and contractions
@@ -434,6 +342,11 @@ class Sum(_Reduction):
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0].sum(attributes["dim"], keepdim=True)
 
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        return (dy,)
+
 
 @operator
 class Mean(_Reduction):
@@ -445,6 +358,11 @@ class Mean(_Reduction):
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0].mean(attributes["dim"], keepdim=True)
 
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        return (g.over_extent(dy, attributes["dim"] - len(y.shape), args[0]),)
+
 
 @operator
 class Max(_Reduction):
@@ -453,6 +371,13 @@ class Max(_Reduction):
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0].amax(attributes["dim"], keepdim=True)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        """Elements that share the maximum share its cotangent evenly, as PyTorch's ``amax``."""
+        largest = g.sub(1.0, g.step(g.sub(y, args[0])))
+        return (g.mul(largest, g.div(dy, g.sum(largest, attributes["dim"]))),)
 
 
 @operator
@@ -479,6 +404,13 @@ class Matmul(Operator):
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0] @ args[1]
 
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        a, b = args
+        dy = g.full(dy, y)
+        return g.matmul(dy, g.transpose(b)), g.matmul(g.transpose(a), dy)
+
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 2.0 * size(result) * size((shapes[0][-1],))
 
@@ -494,5 +426,6 @@ def normal_dim(name: str, shape: Shape, dim: Any) -> int:
 # what these modules define enters `TABLE`
 from cutesuper.graph import arranging as arranging  # noqa: E402
 from cutesuper.graph import composites as composites  # noqa: E402
+from cutesuper.graph import functions as functions  # noqa: E402
 
 __all__ = ["TABLE", "Attributes", "Dim", "Operator", "lookup", "normal_dim", "operator"]

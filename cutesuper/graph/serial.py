@@ -82,6 +82,8 @@ def _kernel_graph_dict(g: KernelGraph) -> dict[str, Any]:
             entry |= {"constant": n.constant}
         else:
             entry |= {"inputs": list(n.inputs), "attributes": _attributes(n.attributes)}
+            if n.dtype != g.result_dtype(n.operator, [g.tensor(j) for j in n.inputs]):
+                entry |= {"dtype": n.dtype.name}  # an output that is stored as another type
         nodes.append(entry)
     return {"nodes": nodes, "outputs": list(g.outputs)}
 
@@ -98,7 +100,8 @@ def _read_kernel_graph(data: dict[str, Any]) -> KernelGraph:
             attributes = {str(k): _tupled(v) for k, v in entry["attributes"].items()}
             g.apply(entry["operator"], *args, **attributes)
     for i in data["outputs"]:
-        g.mark_output(g.tensor(_index(i, len(g.nodes))))
+        stored = data["nodes"][_index(i, len(g.nodes))].get("dtype")
+        g.mark_output(g.tensor(i), stored)
     check_kernel_graph(g)
     return g
 

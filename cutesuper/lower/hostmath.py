@@ -26,6 +26,11 @@ class HostMath:
         return 1.0 / (1.0 + math.exp(-x))
 
     @staticmethod
+    def step(x: float) -> float:
+        """1 where x > 0, else 0."""
+        return float(x > 0)
+
+    @staticmethod
     def div(x: float, y: float) -> float:
         """x / y."""
         return x / y

@@ -1,0 +1,274 @@
+"""Functions of one number, element by element; see `cutesuper.graph.operators`."""
+
+from __future__ import annotations
+
+from math import inf, pi, sqrt
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cutesuper.errors import OperatorError
+from cutesuper.graph.operators import Attributes, Elementwise, opaque, operator, torch_module
+
+if TYPE_CHECKING:
+    from cutesuper.graph.derivation import Derivation
+    from cutesuper.graph.kernel import Tensor
+
+
+class _Unary(Elementwise):
+    arity = 1
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Uninterpreted unless a subclass knows better."""
+        return opaque(self.name, a, args, attributes)
+
+
+@operator
+class Exp(_Unary):
+    """e^x."""
+
+    name = "exp"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].exp()
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(dy, y),)
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        return a.exp(args[0])
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.exp(args[0])
+
+
+@operator
+class Sqrt(_Unary):
+    """Square root."""
+
+    name = "sqrt"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].sqrt()
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(g.div(dy, y), 0.5),)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.sqrt(args[0])
+
+
+@operator
+class Rsqrt(_Unary):
+    """1 / sqrt(x): defined through `Sqrt` so that dividing by a root and this are one thing."""
+
+    name = "rsqrt"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].rsqrt()
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(g.mul(dy, g.mul(g.square(y), y)), -0.5),)
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        return a.div(a.constant(1.0), a.opaque("sqrt", args[0]))
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.rsqrt(args[0])
+
+
+@operator
+class Square(_Unary):
+    """x x."""
+
+    name = "square"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0] * args[0]
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(g.mul(dy, args[0]), 2.0),)
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        return a.mul(args[0], args[0])
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return args[0] * args[0]
+
+
+@operator
+class Silu(_Unary):
+    """x sigmoid(x)."""
+
+    name = "silu"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return torch_module().nn.functional.silu(args[0])
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        """With s = sigmoid(x): s (1 + x (1 - s))."""
+        s = g.sigmoid(args[0])
+        slope = g.mul(s, g.add(g.mul(args[0], g.sub(1.0, s)), 1.0))
+        return (g.mul(dy, slope),)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return args[0] * m.sigmoid(args[0])
+
+
+@operator
+class Gelu(_Unary):
+    """x Phi(x) with the error function, as PyTorch's default (approximate='none')."""
+
+    name = "gelu"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return torch_module().nn.functional.gelu(args[0])
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        """Phi(x) + x phi(x), the normal distribution and its density."""
+        x = args[0]
+        below = g.add(g.mul(g.erf(g.mul(x, sqrt(0.5))), 0.5), 0.5)
+        density = g.mul(g.exp(g.mul(g.square(x), -0.5)), 1 / sqrt(2 * pi))
+        return (g.mul(dy, g.add(below, g.mul(x, density))),)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return 0.5 * args[0] * (1.0 + m.erf(args[0] * 0.7071067811865476))
+
+
+@operator
+class Relu(_Unary):
+    """max(x, 0)."""
+
+    name = "relu"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return torch_module().relu(args[0])
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(dy, g.step(args[0])),)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.maximum(args[0], 0.0)
+
+
+@operator
+class Sigmoid(_Unary):
+    """1 / (1 + e^-x)."""
+
+    name = "sigmoid"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return torch_module().sigmoid(args[0])
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(dy, g.mul(y, g.sub(1.0, y))),)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.sigmoid(args[0])
+
+
+@operator
+class Tanh(_Unary):
+    """Hyperbolic tangent."""
+
+    name = "tanh"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return torch_module().tanh(args[0])
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(dy, g.sub(1.0, g.square(y))),)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.tanh(args[0])
+
+
+@operator
+class Erf(_Unary):
+    """The error function."""
+
+    name = "erf"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].erf()
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        slope = g.mul(g.exp(g.mul(g.square(args[0]), -1.0)), 2 / sqrt(pi))
+        return (g.mul(dy, slope),)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.erf(args[0])
+
+
+@operator
+class Step(_Unary):
+    """1 where x > 0, 0 elsewhere (NaN too): the derivative of relu, and comparisons."""
+
+    name = "step"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return (args[0] > 0).to(args[0].dtype)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (None,)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.step(args[0])
+
+
+@operator
+class Clamp(_Unary):
+    """x limited to [min, max]."""
+
+    name = "clamp"
+    attributes: ClassVar[Attributes] = {"min": ..., "max": ...}
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].clamp(attributes["min"], attributes["max"])
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        """1 from min to max, both included, as in PyTorch."""
+        x, inside = args[0], dy
+        if attributes["min"] > -inf:
+            below = g.step(g.sub(attributes["min"], x))
+            inside = g.mul(inside, g.sub(1.0, below))
+        if attributes["max"] < inf:
+            above = g.step(g.sub(x, attributes["max"]))
+            inside = g.mul(inside, g.sub(1.0, above))
+        return (inside,)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.minimum(m.maximum(args[0], attributes["min"]), attributes["max"])
+
+    def check_attributes(self, given: Attributes) -> Attributes:
+        full = super().check_attributes(given)
+        try:
+            low, high = float(full["min"]), float(full["max"])
+        except (TypeError, ValueError, OverflowError):
+            raise OperatorError(f"clamp(min={full['min']!r}, max={full['max']!r}): "
+                                "both must be numbers") from None
+        if not low <= high:
+            raise OperatorError(f"clamp(min={low:g}, max={high:g}): min must not exceed max")
+        return {"min": low, "max": high}

@@ -1,0 +1,585 @@
+"""Derivatives of kernel graphs: against PyTorch's autograd in float64, and through the search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cutesuper as cs
+from benchmarks.search.programs import attention, layer_norm, layer_norm_linear, rms_backward
+from cutesuper.errors import GraphError
+from cutesuper.graph.dims import extent
+from cutesuper.graph.evaluate import evaluate, run_reference
+from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.graph.operators import TABLE, Operator
+from cutesuper.graph.serial import dumps, loads
+from cutesuper.search.search import SearchOptions, search
+from cutesuper.verify.equivalence import Verifier
+
+M = cs.symbol("M", 7)
+
+Build = Callable[..., Any]
+
+
+def graph(build: Build, *shapes: tuple[Any, ...], names: str = "x y z u") -> KernelGraph:
+    """A graph whose outputs are what ``build(g, *inputs)`` returns."""
+    g = new_kernel_graph()
+    made = [g.new_input(s, name=n) for s, n in zip(shapes, names.split(), strict=False)]
+    out = build(g, *made)
+    for t in out if isinstance(out, tuple) else (out,):
+        g.mark_output(t)
+    return g
+
+
+def given_values(g: KernelGraph, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Values in [0.3, 1.7] for the inputs by name: roots and quotients are smooth there."""
+    r = torch.Generator().manual_seed(seed)
+    nodes = [g.nodes[i] for i in g.inputs]
+    return {
+        n.name: torch.rand([extent(d) for d in n.shape], generator=r, dtype=torch.float64) * 1.4
+        + 0.3
+        for n in nodes
+    }
+
+
+def run(g: KernelGraph, values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return evaluate(g, [values[g.nodes[i].name] for i in g.inputs], torch.float64)
+
+
+def by_autograd(
+    g: KernelGraph, values: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Random cotangents by name, and the gradients of all inputs by name."""
+    leaves = {n: v.clone().requires_grad_() for n, v in values.items()}
+    outs = run(g, leaves)
+    r = torch.Generator().manual_seed(1)
+    weights = [torch.randn(o.shape, generator=r, dtype=torch.float64) for o in outs]
+    names = [f"d{g.nodes[i].name}" for i in g.outputs]
+    found = torch.autograd.grad(outs, list(leaves.values()), weights, allow_unused=True)
+    return dict(zip(names, weights, strict=True)), dict(zip(leaves, found, strict=True))
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal but for extents of 1 in front."""
+    assert prod(got.shape) == prod(want.shape)
+    assert got.shape[got.dim() - want.dim() :] == want.shape
+    torch.testing.assert_close(got.reshape(want.shape), want, rtol=1e-9, atol=1e-9)
+
+
+def check(g: KernelGraph, values: dict[str, torch.Tensor] | None = None, **options: Any) -> None:
+    """Gradients from `split` under several choices are PyTorch's, before and after expansion."""
+    values = given_values(g) if values is None else values
+    cotangents, want = by_autograd(g, values)
+    for save in ("none", "auto"):
+        s = cs.split(g, save=save, **options)
+        kept = run(s.forward, values)
+        for got, expected in zip(kept, run(g, values), strict=False):
+            torch.testing.assert_close(got, expected)
+        feed = {**values, **cotangents, **{n: kept[k] for n, k in s.saved.items()}}
+        for backward in (s.backward, s.backward.expanded()):
+            got = run(backward, feed) if backward.outputs else []
+            for name, place in s.gradients.items():
+                same(feed[place] if isinstance(place, str) else got[place], want[name])
+
+
+# ------------------------------------------------------------------------------ every operator
+
+CASES: dict[str, tuple[Build, tuple[tuple[Any, ...], ...]]] = {
+    "add": (lambda g, x, y: g.exp(x + y), ((3, 4), (3, 4))),
+    "add, rows": (lambda g, x, y: g.exp(x + y), ((3, 4), (4,))),
+    "add, both": (lambda g, x, y: x + y, ((3, 1), (2, 1, 4))),
+    "add, scalar": (lambda g, x, y: g.sum(x, 0) * 3 + y, ((3, 4), (1,))),
+    "sub": (lambda g, x, y: x - y, ((3, 4), (3, 4))),
+    "sub, both": (lambda g, x, y: g.square(1 - x - y), ((3, 1), (5, 1, 4))),
+    "mul": (lambda g, x, y: x * y, ((3, 4), (4,))),
+    "mul, both": (lambda g, x, y: x * y * -0.5, ((3, 1), (1, 4))),
+    "mul, itself": (lambda g, x: x * x * 2, ((3, 4),)),
+    "div": (lambda g, x, y: x / y, ((3, 4), (3, 1))),
+    "div, both": (lambda g, x, y: g.div(1.5, x) / y, ((2, 1, 4), (3, 1))),
+    "clamp": (lambda g, x: g.clamp(x, 0.6, 1.2), ((5, 6),)),
+    "sum": (lambda g, x: g.sum(x, 0), ((3, 4),)),
+    "sum, two": (lambda g, x: g.sum(g.sum(g.square(x), 0), -1), ((3, 4, 2),)),
+    "sum, then broadcast": (lambda g, x, y: g.sum(x, 1) * y, ((3, 4), (3, 4))),
+    "sum, repeated": (lambda g, x, y: g.sum(x + y, 1), ((3, 1), (3, 4))),
+    "mean": (lambda g, x: g.mean(x, 1), ((3, 4),)),
+    "mean, centred": (lambda g, x: g.square(x - g.mean(x, 0)), ((3, 4),)),
+    "max": (lambda g, x: g.max(x, 1), ((3, 4),)),
+    "max, subtracted": (lambda g, x: g.square(x - g.max(x, 0)), ((3, 4),)),
+    "matmul": (lambda g, x, y: x @ y, ((3, 4), (4, 5))),
+    "matmul, batch": (lambda g, x, y: x @ y, ((2, 3, 4), (2, 4, 5))),
+    "matmul, left batch": (lambda g, x, y: x @ y, ((2, 3, 4), (4, 5))),
+    "matmul, right batch": (lambda g, x, y: x @ y, ((3, 4), (2, 4, 5))),
+    "matmul, both batch": (lambda g, x, y: x @ y, ((6, 1, 3, 4), (2, 4, 5))),
+    "matmul, itself": (lambda g, x: x @ g.transpose(x), ((3, 4),)),
+    "matmul, one": (lambda g, x, y: x @ y, ((3, 1), (1, 5))),
+    "matmul, scaled": (lambda g, x, y: (x * 0.5) @ (y * -2) * 3, ((3, 4), (4, 5))),
+    "matmul, summed": (lambda g, x, y: g.sum(x @ y, 1), ((3, 4), (4, 5))),
+    "transpose": (lambda g, x: g.square(g.transpose(x)), ((3, 4),)),
+    "transpose, cycle": (lambda g, x, y: g.transpose(x, (2, 0, 1)) * y, ((2, 3, 4), (4, 2, 3))),
+    "transpose, more": (lambda g, x, y: g.transpose(g.exp(x)) * y, ((3, 4), (2, 4, 3))),
+    "softmax": (lambda g, x: g.softmax(x), ((3, 4),)),
+    "softmax, rows": (lambda g, x, y: g.softmax(x, 0) * y, ((3, 4), (2, 3, 4))),
+    "rms_norm": (lambda g, x: g.rms_norm(x), ((3, 4),)),
+    "rms_norm, weight": (lambda g, x, y: g.rms_norm(x, y, eps=0.1), ((2, 3, 4), (4,))),
+    "rms_norm, no eps": (lambda g, x, y: g.rms_norm(x, y, eps=0), ((3, 4), (4,))),
+    "causal_mask": (lambda g, x: g.exp(g.causal_mask(x)), ((3, 4),)),
+    "causal_mask, softmax": (
+        lambda g, x: g.softmax(g.causal_mask(x, alignment="bottom_right")), ((3, 5),)
+    ),
+    "causal_mask, factor": (lambda g, x, y: g.exp(g.causal_mask(x)) @ y, ((3, 4), (4, 2))),
+    "attention": (
+        lambda g, q, k, v: g.scaled_dot_product_attention(q, k, v),
+        ((2, 3, 4), (2, 5, 4), (2, 5, 6)),
+    ),
+    "attention, causal": (
+        lambda g, q, k, v: g.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3),
+        ((2, 5, 4), (1, 5, 4), (5, 4)),
+    ),
+    "attention, groups": (
+        lambda g, q, k, v: g.scaled_dot_product_attention(q, k, v),
+        ((2, 3, 2, 4), (2, 1, 5, 4), (2, 1, 5, 4)),
+    ),
+    "concat": (
+        lambda g, x, y, z: g.concat([g.exp(x), y], 1) @ g.concat([z, g.square(z)], 0),
+        ((3, 4), (3, 4), (4, 5)),
+    ),
+    "concat, rows": (
+        lambda g, x, y, z: g.sum(g.square(g.concat([x * z, y], 0)), 0), ((2, 3), (4, 3), (1, 3))
+    ),
+    "slice": (
+        lambda g, x, y, z: g.slice(x @ g.concat([y, z], 1), 1, 0, 4), ((3, 4), (4, 4), (4, 3))
+    ),
+    "slice, gate": (
+        lambda g, x, y, z: _gate(g, x @ g.concat([y, z], 1)), ((3, 4), (4, 5), (4, 5))
+    ),
+    "slice, overlapping": (
+        lambda g, x, y, z: g.sum(_overlap(g, g.exp(g.concat([x, y, z], 1))), 1),
+        ((3, 2), (3, 2), (3, 2)),
+    ),
+}  # fmt: skip
+for _name in ("exp", "sqrt", "rsqrt", "square", "silu", "gelu", "sigmoid", "tanh", "erf"):
+    CASES[_name] = (lambda g, x, n=_name: g.apply(n, x * 2 - 1.7 * (n[-4:] != "sqrt")), ((3, 4),))
+CASES["relu"] = (lambda g, x: g.relu(x - 1), ((5, 6),))
+CASES["step"] = (lambda g, x: g.step(x - 1) * x, ((5, 6),))
+
+
+def _gate(g: KernelGraph, both: Tensor) -> Tensor:
+    return g.silu(g.slice(both, 1, 0, 5)) * g.slice(both, 1, 5, 10)
+
+
+def _overlap(g: KernelGraph, t: Tensor) -> Tensor:
+    return g.slice(t, 1, 0, 4) * g.slice(t, 1, 2, 6)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_derivative_is_pytorchs(name: str) -> None:
+    build, shapes = CASES[name]
+    check(graph(build, *shapes))
+
+
+def test_every_operator_has_a_derivative() -> None:
+    tested = {n.split(",")[0] for n in CASES} | {"scaled_dot_product_attention"}
+    for name, op in TABLE.items():
+        if name not in ("input", "constant"):
+            assert type(op).derivative is not Operator.derivative, name
+            assert name in tested, name
+
+
+def test_second_derivatives() -> None:
+    for name in ("gelu", "erf", "silu", "tanh", "rsqrt", "sigmoid"):
+        g = graph(lambda g, x, n=name: g.apply(n, x), (3, 4))
+        check(cs.grad(g))
+    check(cs.grad(graph(lambda g, x, y: g.rms_norm(x, y), (3, 4), (4,))))
+    check(cs.grad(graph(lambda g, x: g.softmax(x), (3, 4))))
+
+
+# ------------------------------------------------------------------------- where it is not smooth
+
+
+def gradient_at(build: Build, values: list[float]) -> list[float]:
+    """Of a function of one row, with cotangents of 1."""
+    g = cs.grad(graph(build, (1, len(values))))
+    feed = {"x": torch.tensor([values], dtype=torch.float64)}
+    ones = {n: torch.ones_like(v) for n, v in given_values(g).items()}
+    return run(g, {**ones, **feed})[0][0].tolist()
+
+
+def test_ties_share_a_maximum_evenly() -> None:
+    assert gradient_at(lambda g, x: g.max(x, 1), [1, 3, 3, 2, 3, 3]) == [0, 1 / 4, 1 / 4, 0, 1 / 4,
+                                                                         1 / 4]
+
+
+def test_kinks_are_pytorchs() -> None:
+    assert gradient_at(lambda g, x: g.relu(x), [-1, 0, 1]) == [0, 0, 1]
+    assert gradient_at(lambda g, x: g.clamp(x, -1, 2), [-2, -1, 0, 2, 3]) == [0, 1, 1, 1, 0]
+    inf = float("inf")
+    assert gradient_at(lambda g, x: g.clamp(x, -inf, 2), [-9, 2, 3]) == [1, 1, 0]
+
+
+def test_repeated_values_do_not_look_at_the_operand() -> None:
+    inf = float("inf")
+    assert gradient_at(lambda g, x: g.sum(x, 1), [inf, float("nan"), 0, -inf]) == [1, 1, 1, 1]
+
+
+# -------------------------------------------------------------------------------------- programs
+
+
+def rms(g: KernelGraph, x: Tensor, w: Tensor) -> Tensor:
+    return g.rms_norm(x, w)
+
+
+def cross_entropy(g: KernelGraph, x: Tensor, w: Tensor, target: Tensor) -> Tensor:
+    """-sum target log softmax has no logarithm here: minus the mean probability of the target."""
+    p = g.softmax(x @ w)
+    return g.mean(g.sum(p * target, 1), 0) * -1
+
+
+def layer(g: KernelGraph, x: Tensor, w: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """norm, gated product, residual."""
+    y = g.rms_norm(x, w)
+    return x + g.silu(y @ a) * g.gelu(y @ b)
+
+
+PROGRAMS: dict[str, Callable[[], KernelGraph]] = {
+    "layer norm": lambda: graph(layer_norm, (3, 8), (8,), (8,)),
+    "layer norm + linear": lambda: layer_norm_linear(k=8, n=5),
+    "layer": lambda: graph(layer, (3, 8), (8,), (8, 8), (8, 8)),
+    "cross entropy": lambda: graph(cross_entropy, (3, 8), (8, 5), (3, 5)),
+    "attention": lambda: attention(rows=4, length=6, causal=True, heads=2),
+    "symbolic rows": lambda: graph(layer, (M, 8), (8,), (8, 8), (8, 8)),
+    "symbolic mean": lambda: graph(lambda g, x: g.square(x - g.mean(x, 0)), (M, 4)),
+    "symbolic count": lambda: graph(lambda g, x, y: g.sum(x + y, 0), (1, 4), (M, 4)),
+    "two outputs": lambda: graph(lambda g, x, y: (g.exp(x * y), g.sum(x, 1)), (3, 4), (4,)),
+    "an output inside": lambda: graph(lambda g, x: (g.exp(x), g.square(g.exp(x))), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs(name: str) -> None:
+    check(PROGRAMS[name]())
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_saved_and_read_back(name: str) -> None:
+    s = cs.split(PROGRAMS[name]())
+    for g in (s.forward, s.backward):
+        back = loads(dumps(g))
+        assert isinstance(back, KernelGraph)
+        assert back.nodes == g.nodes
+        assert back.outputs == g.outputs
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> KernelGraph:
+    """Smooth functions of a few values that broadcast against each other."""
+    g = new_kernel_graph()
+    shapes = [(3, 4), (4,), (3, 1), (2, 3, 4), (1, 4)]
+    values = [
+        g.new_input(draw(st.sampled_from(shapes)), name=f"i{k}")
+        for k in range(draw(st.integers(1, 3)))
+    ]
+    for _ in range(draw(st.integers(1, 7))):
+        kind = draw(st.sampled_from(("unary", "binary", "reduce", "matmul", "transpose", "norm")))
+        a, b = draw(st.sampled_from(values)), draw(st.sampled_from(values))
+        if kind == "unary":
+            name = draw(st.sampled_from(("tanh", "sigmoid", "silu", "gelu", "erf")))
+            values.append(g.apply(name, a))
+        elif kind == "binary":
+            name = draw(st.sampled_from(("add", "sub", "mul")))
+            try:
+                values.append(g.apply(name, a, draw(st.sampled_from((b, -1.0, 0.5, 0.0, 1.0)))))
+            except cs.errors.ShapeError:
+                continue
+        elif kind == "reduce":
+            name = draw(st.sampled_from(("sum", "mean")))
+            values.append(g.apply(name, a, dim=draw(st.integers(-len(a.shape), -1))))
+        elif kind == "norm":
+            values.append(draw(st.sampled_from((g.softmax, g.rms_norm)))(a))
+        elif len(a.shape) > 1:
+            t = g.transpose(a)
+            values.append(a @ t if kind == "matmul" else g.tanh(t))
+    computed = [v for v in values if v.node.operator != "input"]
+    for v in computed[-draw(st.integers(1, 2)) :]:
+        g.mark_output(v)
+    return g
+
+
+@given(programs())
+@settings(deadline=None, max_examples=60)
+def test_random_programs(g: KernelGraph) -> None:
+    if not g.outputs:
+        return
+    needed = g.needed(g.outputs)
+    check(g, wrt=[g.nodes[i].name for i in g.inputs if i in needed])
+
+
+# ------------------------------------------------------------------------------ shape of the graph
+
+
+def kinds(g: KernelGraph) -> list[str]:
+    return [n.operator for n in g.nodes]
+
+
+def test_rms_norm_with_saved_rstd_is_the_program_written_by_hand() -> None:
+    g = graph(rms, (520, 520), (520,), names="x w")
+    s = cs.split(g, save=["rstd"])
+    hand = rms_backward(520, 520)
+    assert [n.name for n in s.backward.nodes if n.operator == "input"] == ["x", "w", "rstd", "dt2"]
+    operators = sorted(k for k in kinds(hand) if k != "input")
+    assert sorted(k for k in kinds(s.backward) if k != "input") == operators
+    assert s.saved == {"rstd": 1}
+    assert s.gradients == {"x": 0, "w": 1}
+    assert cs.split(g).backward.nodes == s.backward.nodes
+
+
+def test_nothing_is_computed_that_only_other_gradients_need() -> None:
+    g = graph(lambda g, x, w: x @ w, (3, 4), (4, 5), names="x w")
+    only = cs.grad(g, wrt="x")
+    assert kinds(only) == ["input", "input", "transpose", "matmul"]
+    assert [n.name for n in only.nodes[:2]] == ["w", "dt2"]
+
+
+def test_constants_meet_and_cancel() -> None:
+    g = graph(lambda g, x: g.square(g.sqrt(x * 1.0 + 0.0)), (3, 4))
+    assert kinds(cs.grad(g)) == ["input", "input", "constant", "mul", "constant", "add", "sqrt",
+                                 "mul", "div"]
+    # x^2 / 2: the halves cancel, dy * x is all that is left
+    half = graph(lambda g, x: g.square(x) * 0.5, (3, 4))
+    assert kinds(cs.grad(half)) == ["input", "input", "mul"]
+    # -(-x) - (-x): factors of -1 meet
+    signs = graph(lambda g, x: g.exp(0 - x), (3, 4))
+    assert kinds(cs.grad(signs)) == ["input", "input", "constant", "sub", "exp", "mul", "constant",
+                                     "mul"]
+
+
+def test_means_stay_means() -> None:
+    """No 1 / n is left of LayerNorm: the graph is right at the verifier's extents too."""
+    g = cs.grad(graph(layer_norm, (3, 8), (8,), (8,)), wrt=["x", "y"])
+    assert kinds(g).count("mean") == 4
+    assert {n.attributes["value"] for n in g.nodes if n.operator == "constant"} <= {1e-5}
+
+
+def test_attention_reuses_its_output_and_two_numbers_a_row() -> None:
+    """ds = p (dp - sum(do * o)): neither scores nor probabilities are kept."""
+    s = cs.split(attention(rows=512, length=512, causal=True, heads=2))
+    shapes = {n: s.forward.nodes[s.forward.outputs[k]].shape for n, k in s.saved.items()}
+    assert shapes == {"max": (2, 512, 1), "sum": (2, 512, 1), "out": (2, 512, 128)}
+    assert len(s.forward.outputs) == 3
+    assert kinds(s.backward).count("matmul") == 5
+    assert kinds(s.backward).count("causal_mask") == 1
+
+
+def test_products_are_kept_where_they_cost_more_than_memory() -> None:
+    def mlp(k: int) -> cs.Split:
+        return cs.split(graph(lambda g, x, a: g.gelu(x @ a), (64, k), (k, 64)))
+
+    assert list(mlp(512).saved) == ["matmul"]
+    assert list(mlp(128).saved) == []
+
+
+def test_gates_in_one_product_come_apart() -> None:
+    """Cotangents of slices that cover a value are put together, and vanish when expanded."""
+    g = cs.grad(graph(lambda g, x, a, b: _gate(g, x @ g.concat([a, b], 1)), (3, 4), (4, 5), (4, 5)))
+    assert not set(kinds(g.expanded())) & {"concat", "slice", "step"}
+
+
+# ----------------------------------------------------------------------------- the whole road
+
+
+OPTIONS = SearchOptions(lowered=True)
+
+
+def found(g: KernelGraph) -> list[Any]:
+    """All muGraphs that the search finds, each verified; none is rejected."""
+    verifier = Verifier(g)
+    result = search(
+        g, cs.H200, options=OPTIONS, verify=lambda mu: bool(verifier.check(mu, bound=False))
+    )
+    assert result.statistics.rejected == 0
+    return [c.mugraph for c in result.candidates]
+
+
+def test_rms_norm_backward_is_found_and_verified_against_the_one_by_hand() -> None:
+    """muGraphs of the derived graph compute the program written by hand."""
+    g = graph(rms, (512, 512), (512,), names="x w")
+    hand = rms_backward(512, 512)
+    hand.nodes[3] = replace(hand.nodes[3], dtype=cs.float32)  # rstd
+    derived = cs.split(g, save=["rstd"]).backward
+    mus = [replace(mu, inputs=("x", "w", "dt2", "rstd")) for mu in found(derived)]
+    assert mus
+    verifier = Verifier(hand)
+    assert all(verifier.check(mu) for mu in mus)
+    swapped = replace(mus[0], inputs=("dt2", "w", "x", "rstd"))
+    assert not verifier.check(swapped)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(lambda: cs.grad(graph(rms, (256, 512), (512,))), id="recomputed"),
+        pytest.param(lambda: cs.grad(graph(lambda g, x: g.gelu(x), (256, 512))), id="gelu"),
+        pytest.param(lambda: cs.grad(graph(lambda g, x: g.softmax(x), (256, 512))), id="softmax"),
+        pytest.param(
+            lambda: cs.grad(graph(lambda g, x, y: g.relu(x) * y, (M, 512), (512,)), wrt="x"),
+            id="relu, symbolic rows",
+        ),
+        pytest.param(
+            lambda: cs.grad(graph(lambda g, x, w: g.relu(x @ w), (64, 128), (128, 256)), wrt="x"),
+            id="linear",
+        ),
+        pytest.param(
+            lambda: cs.grad(graph(lambda g, x: g.max(x, 1), (256, 512))), id="maximum"
+        ),
+    ],
+)
+def test_gradients_are_searched_and_verified(build: Callable[[], KernelGraph]) -> None:
+    assert found(build())
+
+
+# -------------------------------------------------------------------------------------- messages
+
+
+def residual(g: KernelGraph, x: Tensor, r: Tensor) -> Tensor:
+    return g.exp(x + r)
+
+
+ERRORS: list[tuple[Callable[[KernelGraph], Any], str]] = [
+    (
+        lambda g: cs.grad(g, wrt="q"),
+        "grad(wrt='q'): is not an input of the graph; it has: x, y",
+    ),
+    (lambda g: cs.grad(g, wrt=["x", "x"]), "grad(wrt=...): x is there twice"),
+    (lambda g: cs.grad(g, wrt=[]), "grad(wrt=[]): name at least one, or None for all"),
+    (
+        lambda g: cs.grad(g, outputs="x"),
+        "grad(outputs='x'): is not an output of the graph; it has: t3",
+    ),
+    (
+        cs.grad,
+        (
+            "grad: the gradient of y is that of x, and an output has to be something new; use "
+            "wrt=['x'], or split, which says so in gradients"
+        ),
+    ),
+    (
+        lambda g: cs.split(g, save="all"),
+        "split(save='all'): must be \"auto\", \"none\", or a list of tensors and names",
+    ),
+    (
+        lambda g: cs.split(g, save=["rstd"]),
+        "split(save=['rstd']): the backward pass does not use it; it uses add[3, 4], out[3, 4]",
+    ),
+    (
+        lambda g: cs.split(g, save=["add", "out"]),
+        "split(save=...): add is of no use once the others are kept; leave it out",
+    ),
+    (lambda g: cs.grad(cs.new_kernel_graph()), "grad: the graph has no output; call mark_output"),
+    (
+        lambda g: cs.grad(graph(lambda g, x, y: g.exp(x), (3, 4), (3, 4))),
+        (
+            "grad: no output depends on y[3, 4] float16 (or only through step, whose derivative is "
+            "zero); leave it out of wrt"
+        ),
+    ),
+    (
+        lambda g: cs.grad(graph(lambda g, x, y: g.step(x) * y, (3, 4), (3, 4)), wrt="x"),
+        "grad: no output depends on x[3, 4] float16 (or only through step",
+    ),
+    (
+        lambda g: cs.grad(
+            graph(lambda g, x, y: (g.exp(x), g.exp(y)), (3, 4), (3, 4)), wrt="x", outputs="t3"
+        ),
+        "grad: output t3[3, 4] float16 does not depend on x; leave it out of outputs",
+    ),
+    (
+        lambda g: cs.grad(graph(lambda g, x: g.mean(x, 0), (M, 4))),
+        "derivative of mean(x[M, 4] float16, dim=-2): needs 1 / M, which is known only at the call",
+    ),
+    (
+        lambda g: cs.grad(graph(lambda g, x: g.exp(g.transpose(x)), (M, 4))),
+        "grad: the cotangent of output t2[4, M] float16 would be an input with a symbolic extent",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), ERRORS)
+def test_messages(call: Callable[[KernelGraph], Any], message: str) -> None:
+    with pytest.raises(GraphError) as error:
+        call(graph(residual, (3, 4), (3, 4)))
+    assert str(error.value).startswith(message)
+
+
+def test_gradients_that_are_equal_are_said_to_be_by_split() -> None:
+    s = cs.split(graph(lambda g, x, r: g.rms_norm(x + r), (3, 4), (3, 4), names="x r"))
+    assert s.gradients == {"x": 0, "r": 0}
+    s = cs.split(graph(lambda g, x, r: x + r, (3, 4), (3, 4), names="x r"))
+    assert s.gradients == {"x": "dt2", "r": "dt2"}
+    assert not s.backward.outputs
+
+
+def test_names_of_cotangents_avoid_inputs() -> None:
+    g = graph(lambda g, x, y: g.exp(x * y), (3, 4), (3, 4), names="x dt3")
+    assert [n.name for n in cs.grad(g).nodes if n.operator == "input"] == ["x", "dt3", "dt3_"]
+
+
+def test_a_slice_of_lower_rank_is_refused() -> None:
+    def build(g: KernelGraph, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return g.slice(g.concat([g.exp(x), g.exp(y)], 0), 0, 0, 4) * z
+
+    with pytest.raises(GraphError, match="the slice was broadcast to more dimensions"):
+        cs.grad(graph(build, (4,), (4,), (3, 4)))
+
+
+# ---------------------------------------------------------------------------------- element types
+
+
+def test_gradients_have_the_type_of_their_inputs_and_statistics_are_float32() -> None:
+    g = new_kernel_graph()
+    x, w = g.new_input((64, 512), "bf16", name="x"), g.new_input((512,), "bf16", name="w")
+    g.mark_output(g.rms_norm(x, w))
+    s = cs.split(g)
+    assert [str(s.forward.nodes[i].dtype) for i in s.forward.outputs] == ["bfloat16", "float32"]
+    types = {n.name: str(n.dtype) for n in s.backward.nodes if n.operator == "input"}
+    assert types == {"x": "bfloat16", "w": "bfloat16", "rstd": "float32", "dt2": "bfloat16"}
+    assert {str(s.backward.nodes[i].dtype) for i in s.backward.outputs} == {"bfloat16"}
+    assert found(s.forward)
+
+
+def test_a_statistic_that_a_product_reads_keeps_the_type_of_the_product() -> None:
+    g = graph(lambda g, x, w: g.exp(g.sum(x, 1)) @ w, (4, 6), (1, 5), names="x w")
+    s = cs.split(g)
+    assert set(s.saved) == {"exp"}
+    assert {str(n.dtype) for n in s.backward.nodes} == {"float16"}
+
+
+def test_an_output_that_is_read_again_keeps_its_type() -> None:
+    g = graph(lambda g, x: g.exp(g.sum(x, 1)), (4, 6))
+    s = cs.split(g)
+    assert s.saved == {"out": 0}
+    assert s.forward is g
+    assert {str(n.dtype) for n in s.backward.nodes} == {"float16"}
+
+
+# -------------------------------------------------------------------------------------- compiled
+
+
+COMPILED: dict[str, Build] = {
+    "fragments": lambda g, x: g.relu(g.clamp(x, -1, 1) * g.mean(x, 1)),
+    "row scalars": lambda g, x: x * g.relu(g.erf(g.mean(x, 1))),
+    "gelu": lambda g, x: g.gelu(x),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_kernels_of_gradients_compile(name: str) -> None:
+    """Without a GPU: the compiler takes them; a call on CPU tensors is the reference."""
+    kernel = cs.superoptimize(cs.grad(graph(COMPILED[name], (8, 64))), target="h200")
+    x, dy = torch.randn(2, 8, 64, dtype=torch.float16)
+    torch.testing.assert_close(kernel(x, dy), run_reference(kernel.graph, [x, dy])[0])
