@@ -12,7 +12,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= auto
-WORKLOAD ?= rmsnorm_linear
+WORKLOAD ?= inference
 ARGS ?=
 
 BIN := $(VENV)/bin

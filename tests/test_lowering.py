@@ -99,6 +99,14 @@ def test_other_linears_compile(linear: Linear) -> None:
     check_resources(plan, compiled(plan))
 
 
+def test_what_the_loop_does_not_read_is_asked_for_before_it() -> None:
+    linears = (Linear(), Linear(bias=True), Linear(bias=True, residual=True))
+    plain, biased, both = (compiled(x.plan()).resources.instructions for x in linears)
+    assert "CCTL" not in plain and biased["CCTL"] > 0  # lines of the bias
+    assert plain["UTMACCTL"] == 2  # tensor maps of X and W
+    assert both["CCTL"] > biased["CCTL"]
+
+
 def test_batched_and_gated_products_compile() -> None:
     axes: dict[str, int | None] = {"H.grid": 4, "K.loop": 2}
     b = Block({"H": 4, "M": 16, "K": 128, "N": 64}, axes, {"H": 1, "M": 16, "K": 64, "N": 64})

@@ -378,15 +378,17 @@ class MatmulKernel:
                 for step in cutlass.range(first, end, unroll=1):
                     tile = self.walk.tile(step, tensors)
                     stage, phase = self.produce_tile(
-                        atoms, sources, slots, smem, tile, stage, phase
+                        atoms, sources, slots, smem, tile, stage, phase, 0
                     )
             else:
-                self.produce_tile(atoms, sources, slots, smem, where, stage, phase)
+                self.produce_tile(atoms, sources, slots, smem, where, stage, phase, 0)
 
     @cute.jit
-    def produce_tile(self, atoms, sources, slots, smem, where, stage, phase):
-        """Load one tile's operands, each stage once everybody has read what was in it."""
-        for i in cutlass.range(self.iterations, unroll=1):
+    def produce_tile(self, atoms, sources, slots, smem, where, stage, phase,
+                     first: cutlass.Constexpr):
+        """Load one tile's operands from iteration ``first`` on, each stage once everybody has read
+        what was in it."""
+        for i in cutlass.range(first, self.iterations, unroll=1):
             cute.arch.mbarrier_wait(smem["empty"] + stage, phase)
             self.arm(smem, stage)
             self.load_stage(atoms, sources, slots, smem, where, i, stage, True)
@@ -424,18 +426,7 @@ class MatmulKernel:
                 )
             for i in cutlass.range(first, unroll=1):
                 self.load_stage(atoms, sources, slots, smem, where, i, i, False)
-        stage = Int32(0)
-        phase = Int32(0)
-        for i in cutlass.range(first, self.iterations, unroll=1):
-            cute.arch.mbarrier_wait(smem["empty"] + stage, phase)
-            self.arm(smem, stage)
-            self.load_stage(atoms, sources, slots, smem, where, i, stage, True)
-            if cutlass.const_expr(self.dependent):
-                self.load_stage(atoms, sources, slots, smem, where, i, stage, False)
-            stage += 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
+        self.produce_tile(atoms, sources, slots, smem, where, Int32(0), Int32(0), first)
 
     @cute.jit
     def arm(self, smem, stage):

@@ -6,7 +6,8 @@ from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.graph.block import KernelStep, TensorSpec
 from cutesuper.graph.check import check_block_program, passes
 from cutesuper.graph.target import Target
-from cutesuper.schedule.matmul import MatmulPlan, plan_matmul
+from cutesuper.schedule.matmul import MatmulPlan
+from cutesuper.schedule.matmul_planner import plan_matmul
 from cutesuper.schedule.rows import RowPlan, plan_rows
 from cutesuper.schedule.schedule import MatmulSchedule, RowSchedule, Schedule
 

@@ -280,7 +280,10 @@ def _staged_us(program: BlockProgram, form: MatmulForm, target: Target) -> float
     r, helped = target.rates, _helped(program, form)
     if not helped:
         return 0.0
-    operands = {op.inputs[0] for op in program.ops if op.kind == "matmul"}
+    operands = {
+        op.inputs[0] for op in program.ops
+        if op.kind == "matmul" and op.attributes["over"] == form.contracted
+    }  # fmt: skip
     # with vectors, rows are centred before the product: see `graph.shift`
     rewritten = form.vectors or any(program.ops[i].kind != LOAD for i in operands)
     count = sum(r.instructions.get(op.kind, 1) for op in helped)
