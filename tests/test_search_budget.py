@@ -14,7 +14,6 @@ from itertools import count
 from typing import Any
 
 import pytest
-from distributed import Client
 
 from benchmarks.search.programs import PROGRAMS
 from cutesuper.errors import SearchError
@@ -193,7 +192,8 @@ def test_processes(serial: SearchResult) -> None:
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_dask(processes: bool, serial: SearchResult) -> None:
-    with Client(
+    distributed = pytest.importorskip("distributed", reason="needs the extra [distributed]")
+    with distributed.Client(
         processes=processes, n_workers=1, threads_per_worker=1, dashboard_address=None
     ) as client:
         _same(search(several(), H200, executor=client.get_executor()), serial)
