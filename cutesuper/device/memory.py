@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
+import cutlass.memory
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
@@ -66,6 +67,16 @@ def fence_reads():
     """Order a warp's reads and writes of shared memory before what bulk copies do after them."""
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
+
+
+def operand(alloc: cutlass.memory.SmemAllocator, dtype: type, layout: cute.ComposedLayout):
+    """Shared memory of an operand of the tensor cores, aligned for every swizzle."""
+    return alloc.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
+
+
+def element(array: cute.Pointer, index: Int32) -> Float32:
+    """One element of an array in shared memory."""
+    return cute.make_tensor(array + index, cute.make_layout(1))[0]
 
 
 def float_bits(value: Float32) -> Int32:

@@ -18,6 +18,7 @@ from cutesuper.device.memory import push
 from cutesuper.lower.common import ELEMENT
 from cutesuper.lower.statistics import PIECE, ROW_VALUES_BARRIER
 from cutesuper.schedule.matmul import COLUMN_BLOCK
+from cutesuper.schedule.tiles import stored_in_pieces
 
 if TYPE_CHECKING:
     from cutesuper.lower.matmul import MatmulKernel
@@ -49,14 +50,10 @@ class Epilogue:
         """Whether tiles leave through shared memory: direct stores write 16 bytes of a row at a
         time (4096x4096x4096: 330 us), which is fine only while there are few rows."""
         k, plan = self.k, self.k.plan
-        views = [plan.outputs[n].view for n in self.outputs]
-        contiguous = all(v.stride(plan.column) == 1 for v in views)
-        narrow = all(ELEMENT[plan.arguments[v.argument].dtype].width == 16 for v in views)
-        whole = plan.program.dims[plan.column] % PIECE == 0  # type: ignore[operator]
         ring = k.main.boxes * COLUMN_BLOCK * k.k * 2 * plan.schedule.stages
         fits = k.m * (k.n + PIECE) * 2 <= ring
         own = k.cluster == 1 and not k.walk.persistent  # the ring is empty when the tile ends
-        return own and k.m >= 32 and contiguous and narrow and whole and fits
+        return own and k.m >= 32 and stored_in_pieces(plan) and fits
 
     @cute.jit
     def begin(self):

@@ -24,6 +24,7 @@ from cutesuper.device.memory import (
     bulk_load,
     expect_bytes,
     init_barriers,
+    operand,
     partition,
     tile_atom,
 )
@@ -39,6 +40,7 @@ from cutesuper.lower.tile_store import TileStore
 from cutesuper.lower.vectors import VectorConsumer, VectorTile
 from cutesuper.lower.walk import Walk
 from cutesuper.schedule.matmul import CHUNK, COLUMN_BLOCK, MatmulPlan
+from cutesuper.schedule.plan import view_of
 from cutesuper.schedule.tiles import tile_grid
 
 
@@ -266,11 +268,8 @@ class MatmulKernel:
         self.tails.allocate(alloc, smem)
         if self.weights:
             layout = self.main.layout(self.dtype, self.m, self.stages * self.main.boxes)
-            smem["columns"] = alloc.allocate_tensor(self.dtype, layout.outer, 1024, layout.inner)
-        smem["rows"] = [
-            alloc.allocate_tensor(self.dtype, row_layout.outer, 1024, row_layout.inner)
-            for _ in plan.rows
-        ]
+            smem["columns"] = operand(alloc, self.dtype, layout)
+        smem["rows"] = [operand(alloc, self.dtype, row_layout) for _ in plan.rows]
         smem["vectors"] = [
             alloc.allocate_tensor(self.dtype, cute.make_layout((self.k, self.stages)), 128)
             for _ in plan.vectors
@@ -345,11 +344,9 @@ class MatmulKernel:
 
     def is_early(self, operation: int) -> bool:
         """Whether a load may be issued before the dependency wait."""
-        plan = self.plan
-        after = {t.load: t.view for t in plan.tails}
-        staged = {**plan.columns, **plan.rows, **plan.vectors, **plan.hidden, **after}
-        view = staged.get(operation) or plan.loads[operation]
-        return not self.dependent or plan.arguments[view.argument].constant
+        arguments = self.plan.arguments
+        view = view_of(self.plan.program.ops[operation], arguments)
+        return not self.dependent or arguments[view.argument].constant
 
     @cute.jit
     def fill(self, atoms, sources, slots, smem, where, first: cutlass.Constexpr,

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cutesuper.device.math import nan_max
-from cutesuper.device.memory import float_bits, push
+from cutesuper.device.memory import element, float_bits, push
 from cutesuper.lower.common import ELEMENT
 from cutesuper.lower.statistics import NEUTRAL
 
@@ -113,21 +113,17 @@ class ColumnReductions:
             row, peer = item % k.m, item // k.m
             total = Float32(NEUTRAL[self.reductions[r].op])
             for w in cutlass.range_constexpr(k.consumers):
-                part = self.element(smem["warp_sums"], (r * k.consumers + w) * k.m + row)
+                part = element(smem["warp_sums"], (r * k.consumers + w) * k.m + row)
                 total = self.combine(r, total, part)
             slot = smem["block_sums"] + ((r * blocks + where[1]) * k.m + row)
             push(slot, (float_bits(total),), smem["columns_reduced"] + r, peer)
-
-    def element(self, array: cute.Pointer, index: Any) -> Float32:
-        """One element of a shared-memory array."""
-        return cute.make_tensor(array + index, cute.make_layout(1))[0]
 
     def row_value(self, r: int, smem: dict[str, Any], row: Any) -> Float32:
         """The complete reduction of one row."""
         name = "block_sums" if self.k.plan.column_cluster > 1 else "warp_sums"
         total = None
         for part in range(self.parts):
-            x = self.element(smem[name], (r * self.parts + part) * self.k.m + row)
+            x = element(smem[name], (r * self.parts + part) * self.k.m + row)
             total = x if total is None else self.combine(r, total, x)
         assert total is not None
         return total * self.reductions[r].scale
@@ -160,7 +156,7 @@ class ColumnReductions:
             return self.row_value(self.place[i], smem, row)
         if i in plan.row_values:
             base = list(plan.row_values).index(i) * k.m
-            return self.element(smem["row_values"], base + row)
+            return element(smem["row_values"], base + row)
         view = plan.loads[i]
         offset = k.epilogue.batch_offset(view, where[3]) + m * view.stride(plan.row)
         source = cute.make_tensor(tensors[view.argument].iterator + offset, cute.make_layout(1))

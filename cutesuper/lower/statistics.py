@@ -15,6 +15,7 @@ from cutlass import Float32, Int32
 
 from cutesuper.device.math import nan_max
 from cutesuper.device.memory import (
+    element,
     expect_bytes,
     fence_reads,
     float_bits,
@@ -250,7 +251,7 @@ class RowSide:
                 for s, statistic in enumerate(plan.statistics):
                     v = Float32(NEUTRAL[statistic.op])
                     for source in cutlass.range_constexpr(k.cluster):
-                        part = self.scalar(smem["statistics"], (s * k.cluster + source) * k.m + row)
+                        part = element(smem["statistics"], (s * k.cluster + source) * k.m + row)
                         v = nan_max(v, part) if statistic.op == "max" else v + part
                     totals[statistic.value] = v * statistic.scale
                 for j, e in enumerate(plan.row_values.values()):
@@ -259,7 +260,3 @@ class RowSide:
                         smem["row_values"] + (j * k.m + row), cute.make_layout(1)
                     )
                     target[0] = value
-
-    def scalar(self, array: cute.Pointer, index: Any) -> Float32:
-        """One element of a shared-memory array."""
-        return cute.make_tensor(array + index, cute.make_layout(1))[0]

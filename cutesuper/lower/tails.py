@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.tensor_utils import LayoutEnum
 
-from cutesuper.device.memory import EVICT_LAST, bulk_load, expect_bytes, tile_atom
+from cutesuper.device.memory import EVICT_LAST, bulk_load, expect_bytes, operand, tile_atom
 from cutesuper.schedule.matmul import CHUNK, COLUMN_BLOCK
 
 if TYPE_CHECKING:
@@ -47,26 +45,19 @@ class Tails:
                 smem["inner"].append(ring)
                 smem["inner_read"].append(cute.make_tensor(ring.iterator, layout.outer))
         smem["after"] = [self._boxes(alloc, g, g.boxes) for g in k.after]
-        smem["hidden"] = [self._tensor(alloc, self.hidden_layout(t.blocks)) for t in self.tails]
+        smem["hidden"] = [
+            operand(alloc, k.dtype, k.row_layout(k.m, t.blocks)) for t in self.tails
+        ]
 
     def _boxes(self, alloc: Any, group: Any, boxes: int) -> cute.Tensor:
-        return self._tensor(alloc, group.layout(self.k.dtype, self.k.m, boxes))
-
-    def _tensor(self, alloc: Any, layout: cute.ComposedLayout) -> cute.Tensor:
-        return alloc.allocate_tensor(self.k.dtype, layout.outer, 1024, layout.inner)
-
-    def hidden_layout(self, chunks: int) -> cute.ComposedLayout:
-        """``[row, element of a chunk, chunk]``, as the row operand of the loop lies."""
-        return sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, self.k.m, CHUNK), self.k.dtype, chunks
-        )
+        return operand(alloc, self.k.dtype, group.layout(self.k.dtype, self.k.m, boxes))
 
     # -------------------------------------------------------------------------------- producer
 
     def row_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
         """Atoms of the row operands that are tensors in memory, one chunk a box."""
         k = self.k
-        layout = cute.slice_(self.hidden_layout(1), (None, None, 0))
+        layout = cute.slice_(k.row_layout(k.m, 1), (None, None, 0))
         return [
             tile_atom(k.row_tensor(v, self.tails[t].hidden, tensors, False), layout, (k.m, CHUNK))
             for t, v in self.loaded.items()

@@ -16,7 +16,7 @@ from cutlass import Float32
 from cutlass.cute.nvgpu import warp as warp_ops
 from cutlass.tensor_utils import LayoutEnum
 
-from cutesuper.device.memory import partition, store_atom
+from cutesuper.device.memory import operand, partition, store_atom
 from cutesuper.lower.common import ELEMENT, labelled
 from cutesuper.schedule.tiles import STORE_BUFFERS, STORE_COLUMNS, STORE_ROWS
 
@@ -68,8 +68,7 @@ class TileStore:
         """Shared memory of the pieces."""
         if not self.active:
             return None
-        layout = self.layout()
-        return alloc.allocate_tensor(self.k.dtype, layout.outer, 1024, layout.inner)
+        return operand(alloc, self.k.dtype, self.layout())
 
     def partition(self, atoms: list[Any], coords: list[Any], smem: dict[str, Any]) -> list[Any]:
         """For every output the atom, the pieces' slots and the tensor's pieces."""

@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32
-from cutlass.tensor_utils import LayoutEnum
 
-from cutesuper.device.memory import push
+from cutesuper.device.memory import operand, push
 from cutesuper.graph.vectors import MAX_VECTORS
 from cutesuper.schedule.matmul import CHUNK, COLUMN_BLOCK
 
@@ -46,13 +44,8 @@ class VectorTile:
         """Shared memory: one slot for each chunk of each stage."""
         k = self.k
         if self.rows:
-            layout = sm90.make_smem_layout_b(
-                LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, MAX_VECTORS, CHUNK), k.dtype,
-                k.stages * k.chunks,
-            )
-            smem["vector_rows"] = alloc.allocate_tensor(
-                k.dtype, layout.outer, 1024, layout.inner
-            )
+            layout = k.row_layout(MAX_VECTORS, k.stages * k.chunks)
+            smem["vector_rows"] = operand(alloc, k.dtype, layout)
 
     # ---------------------------------------------------------------------------------- helpers
 

@@ -71,14 +71,19 @@ def store_bytes(plan: MatmulPlan) -> int:
 
 
 def can_bulk_store(plan: MatmulPlan) -> bool:
-    """Whether all outputs can leave through bulk stores: 16-bit rows of whole 16-byte pieces."""
-    views = [o.view for o in plan.outputs]
+    """Whether all outputs can leave through bulk stores."""
+    # a static extent of 1 would vanish from the tensor map
+    rows = plan.tile[0] >= STORE_ROWS and plan.program.dims[plan.row] != 1
+    return stands_alone(plan) and rows and stored_in_pieces(plan)
+
+
+def stored_in_pieces(plan: MatmulPlan) -> bool:
+    """Whether all outputs with columns are 16-bit rows of whole 16-byte pieces."""
+    views = [o.view for o in plan.outputs if plan.column in o.view.labels]
     contiguous = all(v.stride(plan.column) == 1 for v in views)
     narrow = all(plan.arguments[v.argument].dtype in ("float16", "bfloat16") for v in views)
     whole = plan.program.dims[plan.column] % 8 == 0  # type: ignore[operator]
-    # a static extent of 1 would vanish from the tensor map
-    rows = plan.tile[0] >= STORE_ROWS and plan.program.dims[plan.row] != 1
-    return stands_alone(plan) and rows and contiguous and narrow and whole
+    return contiguous and narrow and whole
 
 
 def stands_alone(plan: MatmulPlan) -> bool:

@@ -249,14 +249,19 @@ def stage_bytes(program: BlockProgram, form: MatmulForm, itemsizes: dict[str, in
     return total
 
 
-def _resident(program: BlockProgram, form: MatmulForm, target: Target, stage: int) -> int:
-    """Blocks that one SM holds, with the stages that the schedule takes."""
-    cluster, loop = (_extent_of(program, k) for k in (AxisKind.CLUSTER, AxisKind.LOOP))
-    held = accumulators(program, form)
-    split = cluster > 1 and not form.reduced
+def fixed_bytes(program: BlockProgram, form: MatmulForm) -> int:
+    """Shared memory of a block beside its stages: the buffer of the cluster's exchange, and both
+    operands of products after the loop."""
+    split = _extent_of(program, AxisKind.CLUSTER) > 1 and not form.reduced
     tiles = program.tile[form.row] + program.tile[form.column]
     after = sum(2 * tiles * padded(program.tile[d]) for d in form.hidden)
-    fixed = BLOCK_BYTES + 4 * results(program, form) * split + after
+    return BLOCK_BYTES + 4 * results(program, form) * split + after
+
+
+def _resident(program: BlockProgram, form: MatmulForm, target: Target, stage: int) -> int:
+    """Blocks that one SM holds, with the stages that the schedule takes."""
+    loop = _extent_of(program, AxisKind.LOOP)
+    held, fixed = accumulators(program, form), fixed_bytes(program, form)
     stages = min((target.shared_bytes - fixed) // stage, max(2, loop), max(4, RING_BYTES // stage))
     wide = held > WARPGROUP_ACCUMULATORS and program.tile[form.column] % 128 == 0
     threads = 128 * (1 + wide) + 128 * bool(_helped(program, form)) + 32

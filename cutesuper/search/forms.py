@@ -277,7 +277,7 @@ def _matmul_form(
     row, column = _rows_and_columns(program, (tails or looped)[0], hidden)
     over = dict.fromkeys(
         op.over for i, op in enumerate(program.ops)
-        if op.over is not None and op not in tails and (i not in after or op in looped)
+        if op.over is not None and (i not in after or op in looped)
     )
     if len(over) > 1:
         raise SearchError(
@@ -344,10 +344,10 @@ def _check_after(
         SearchError: something else is reduced, or stored that depends on no product.
     """
     reduced = False
-    for i, op in enumerate(program.ops):
-        if op.over is None or after.isdisjoint(op.inputs) or i not in after:
+    for op in program.ops:
+        if op.over is None or after.isdisjoint(op.inputs):
             continue
-        if op.kind == "matmul" and _is_product(program, op):
+        if _is_product(program, op):
             if op.over not in hidden or any(_tail(program, j, after) for j in op.inputs):
                 raise SearchError("a product of a product of a product: another kernel")
             continue

@@ -18,9 +18,9 @@ from cutesuper.search.cost import (
     Cost,
     accumulators,
     column_blocks,
+    fixed_bytes,
     matmul_cost,
     padded,
-    results,
     row_cost,
     stage_bytes,
     tile_bytes,
@@ -182,13 +182,8 @@ def every_row_tile(rows: int) -> tuple[int, ...]:
 
 
 def _matmul_bytes(program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]) -> int:
-    """Shared memory of the least number of stages, of the buffer of the cluster's exchange, and of
-    both operands of products after the loop."""
-    exchange = 4 * results(program, form) * bool(program.axes_of(form.contracted)[1:])
-    rows, columns = program.tile[form.row], program.tile[form.column]
-    after = sum(2 * (rows + columns) * padded(program.tile[d]) for d in form.hidden)
-    fixed = exchange + after + RESERVED_BYTES
-    return MIN_STAGES * stage_bytes(program, form, itemsizes) + fixed
+    """Shared memory with the least number of stages."""
+    return MIN_STAGES * stage_bytes(program, form, itemsizes) + fixed_bytes(program, form)
 
 
 # ------------------------------------------------------------------------------------------ rows
