@@ -22,6 +22,7 @@ from cutesuper.graph.thread import (
 from cutesuper.graph.vectors import MAX_VECTORS
 from cutesuper.schedule.plan import (
     Argument,
+    Scratch,
     View,
     content_key,
     view_of,
@@ -309,6 +310,11 @@ class MatmulPlan:
         after = self.tail_bytes + self.reduction_bytes + store_bytes(self)
         fixed = self.exchange_bytes + after + statistics + alignment
         return self.slot_bytes * self.schedule.stages + fixed
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """None: its blocks meet in distributed shared memory at most."""
+        return ()
 
     @property
     def key(self) -> str:

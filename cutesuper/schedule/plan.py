@@ -51,6 +51,22 @@ class View:
         return dict(zip(self.labels, self.strides, strict=True)).get(label, 0)
 
 
+@dataclass(frozen=True)
+class Scratch:
+    """Device memory that a kernel needs besides its tensors, given to it after them.
+
+    Attributes:
+        shape: the first extent may be symbolic.
+        dtype: of the elements.
+        zeroed: whether every launch has to find zeros; it leaves zeros behind. No two launches
+            that may run at the same time share it.
+    """
+
+    shape: tuple[Dim, ...]
+    dtype: str
+    zeroed: bool
+
+
 def arguments_of(step: KernelStep, tensors: dict[str, TensorSpec]) -> tuple[Argument, ...]:
     """The kernel's arguments: tensors read, then tensors written, in program order."""
 

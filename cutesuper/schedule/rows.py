@@ -17,7 +17,7 @@ from cutesuper.graph.dtypes import as_dtype
 from cutesuper.graph.operators import lookup
 from cutesuper.graph.rows import MAX_PER_THREAD, MAX_ROW, MAX_THREADS, row_label
 from cutesuper.graph.target import Target
-from cutesuper.schedule.plan import Argument, View, arguments_of, content_key, view_of
+from cutesuper.schedule.plan import Argument, Scratch, View, arguments_of, content_key, view_of
 from cutesuper.schedule.schedule import RowSchedule
 
 #: longest strided rows that are read coalesced: 32 threads along the row, 64 elements each
@@ -74,6 +74,11 @@ class RowPlan:
             return 4 * len(self.reductions) * self.threads
         slots = len(self.reductions) * self.schedule.rows * self.warps_per_row
         return 4 * slots if self.warps_per_row > 1 else 0
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """None: its blocks meet in distributed shared memory at most."""
+        return ()
 
     @property
     def key(self) -> str:
