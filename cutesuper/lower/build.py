@@ -9,16 +9,18 @@ from cutesuper.schedule.planner import KernelPlan
 
 
 def build(plan: KernelPlan) -> tuple[Any, tuple[Any, ...]]:
-    """The traced kernel and arguments to compile it with (the stream comes after them).
+    """The traced kernel and arguments to compile it with: tensors, then scratch memory (the stream
+    comes after them).
 
     Imports CuTe DSL, which reads its environment at that moment.
     """
-    from cutesuper.lower.common import fake_arguments
+    from cutesuper.lower.common import fake_arguments, fake_scratch
 
+    arguments = (*fake_arguments(plan.arguments), *fake_scratch(plan.scratch))
     if isinstance(plan, MatmulPlan):
         from cutesuper.lower.matmul import MatmulKernel
 
-        return MatmulKernel(plan), fake_arguments(plan.arguments)
+        return MatmulKernel(plan), arguments
     from cutesuper.lower.rows import RowKernel
 
-    return RowKernel(plan), fake_arguments(plan.arguments)
+    return RowKernel(plan), arguments

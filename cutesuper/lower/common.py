@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import cutlass
@@ -10,12 +11,13 @@ from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cutesuper.graph.block import BlockProgram
 from cutesuper.graph.dims import Symbol
-from cutesuper.schedule.plan import Argument, View
+from cutesuper.schedule.plan import Argument, Scratch, View
 
 ELEMENT = {
     "float16": cutlass.Float16,
     "bfloat16": cutlass.BFloat16,
     "float32": cutlass.Float32,
+    "int32": cutlass.Int32,
 }
 
 
@@ -65,4 +67,20 @@ def fake_arguments(arguments: tuple[Argument, ...]) -> tuple[cute.Tensor, ...]:
             assumed_align=16,
         )
         for a in arguments
+    )
+
+
+def fake_scratch(scratch: tuple[Scratch, ...]) -> tuple[cute.Tensor, ...]:
+    """Arguments to compile with for scratch memory, each with one dimension.
+
+    before: ``Scratch((M, 4), "int32", True)``; after: an int32 vector whose length is known at the
+    call, where it has 4 elements for each of at least M rows.
+    """
+
+    def length(s: Scratch) -> Any:
+        return cute.sym_int() if isinstance(s.shape[0], Symbol) else prod(s.shape)
+
+    return tuple(
+        make_fake_compact_tensor(ELEMENT[s.dtype], (length(s),), assumed_align=16)
+        for s in scratch
     )

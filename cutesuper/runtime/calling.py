@@ -25,7 +25,8 @@ class Launches:
     Attributes:
         intermediates: shape and torch dtype of every tensor between kernels.
         launch: launches all kernels on torch's current device and stream; takes inputs, outputs
-            and intermediates in one list, checked, all on that device.
+            and intermediates in one list, checked, all on that device. Scratch memory it gets
+            itself.
     """
 
     intermediates: Sequence[tuple[Shape, Any]]

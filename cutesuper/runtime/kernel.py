@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +16,9 @@ from cutesuper.graph.target import Target
 from cutesuper.runtime.calling import Launches, Program
 from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.resources import Resources, combine
+from cutesuper.runtime.scratch import Need, ScratchMemory, rows_of
 from cutesuper.schedule.matmul import MatmulPlan
+from cutesuper.schedule.plan import Scratch
 from cutesuper.schedule.planner import KernelPlan
 
 if TYPE_CHECKING:
@@ -74,9 +77,14 @@ class Variant:
 
     @cached_property
     def wiring(self) -> tuple[tuple[int, ...], ...]:
-        """For every step the places of its arguments among inputs, outputs, intermediates."""
+        """For every step the places of its arguments among inputs, outputs, intermediates,
+        scratch."""
         place = {name: i for i, name in enumerate(self.names)}
-        return tuple(tuple(place[a.name] for a in s.plan.arguments) for s in self.steps)
+        scratch = itertools.count(len(self.names))
+        return tuple(
+            (*(place[a.name] for a in s.plan.arguments), *(next(scratch) for _ in s.plan.scratch))
+            for s in self.steps
+        )
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -94,6 +102,11 @@ class Variant:
         return tuple((t.shape, t.dtype.torch) for t in specs)
 
     @cached_property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """What the kernels need besides their tensors, step by step."""
+        return tuple(s for step in self.steps for s in step.plan.scratch)
+
+    @cached_property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """The loaded kernels."""
         return tuple(s.artifact.load() for s in self.steps)
@@ -103,7 +116,17 @@ class Variant:
         """The loaded kernels as one thing to call."""
         return Launches(self.intermediates, self._launch)
 
+    @cached_property
+    def _memory(self) -> ScratchMemory:
+        import torch
+
+        tensors = [self.mugraph.tensors[n].shape for n in self.names]
+        needs = [Need(s.shape, getattr(torch, s.dtype), s.zeroed) for s in self.scratch]
+        return ScratchMemory(needs, rows_of(tensors))
+
     def _launch(self, values: list[Any]) -> None:
+        if self.scratch:
+            values = [*values, *self._memory.allot(values)]
         for function, places in zip(self.functions, self.wiring, strict=True):
             function(*[values[i] for i in places])
 

@@ -6,10 +6,12 @@
     {"graph": {...},                       # the kernel graph, see cutesuper.graph.serial
      "inputs": [{"name": "X", "shape": ["M", 4096], "dtype": "float16"}, ...],
      "outputs": [...], "intermediates": [...],
+     "scratch": [{"name": "scratch0", "shape": ["M", 4], "dtype": "int32", "zeroed": true}, ...],
      "steps": [{"kernel": 0, "places": [0, 1, 2]}, ...],
      "report": "..."}                      # how the program was found
 
-``places`` says which tensor each argument of a kernel is: inputs, then outputs, then intermediates.
+``places`` says which tensor each argument of a kernel is: inputs, then outputs, then intermediates,
+then scratch memory, which belongs to one step each and has one dimension for the kernel.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from cutesuper.errors import CutesuperError, FormatError, ShapeError
@@ -30,6 +33,7 @@ from cutesuper.runtime.calling import Launches, Program
 from cutesuper.runtime.checks import ALIGNMENT
 from cutesuper.runtime.export import export_library
 from cutesuper.runtime.library import CompactLaunch, ExportedLibrary, fits_compact, read_metadata
+from cutesuper.runtime.scratch import Need, ScratchMemory, rows_of
 
 if TYPE_CHECKING:
     from cutesuper.runtime.compile import Artifact
@@ -59,6 +63,10 @@ def export_program(graph: KernelGraph, variant: Variant, path: str | os.PathLike
         "graph": serial.to_dict(graph),
         **border,
         "intermediates": [_tensor(n, tensors[n].shape, tensors[n].dtype.name) for n in middle],
+        "scratch": [
+            {**_tensor(f"scratch{n}", s.shape, s.dtype), "zeroed": s.zeroed}
+            for n, s in enumerate(variant.scratch)
+        ],
         "steps": steps,
         "report": variant.report,
     }
@@ -89,24 +97,34 @@ class _Layout:
     Attributes:
         graph: the definition.
         tensors: inputs, outputs, intermediates as ``{"name", "shape", "dtype"}``.
+        scratch: memory that single steps need, with ``"zeroed"`` besides.
         steps: for every launch the kernel and the places of its arguments.
         report: how the program was found.
     """
 
     graph: KernelGraph
     tensors: list[dict[str, Any]]
+    scratch: list[dict[str, Any]]
     steps: list[tuple[int, list[int]]]
     report: str
 
     def intermediates(self) -> list[tuple[Shape, Any]]:
         """Shape and torch dtype of every tensor between kernels."""
-        symbols = _symbols(self.graph)
         border = len(self.graph.inputs) + len(self.graph.outputs)
-        return [
-            (tuple(symbols[e] if isinstance(e, str) else e for e in t["shape"]),
-             ALL[t["dtype"]].torch)
-            for t in self.tensors[border:]
-        ]  # fmt: skip
+        return [(self._shape(t), ALL[t["dtype"]].torch) for t in self.tensors[border:]]
+
+    def memory(self) -> ScratchMemory:
+        """Gives the steps their scratch memory."""
+        import torch
+
+        needs = [
+            Need(self._shape(s), getattr(torch, s["dtype"]), s["zeroed"]) for s in self.scratch
+        ]
+        return ScratchMemory(needs, rows_of([self._shape(t) for t in self.tensors]))
+
+    def _shape(self, tensor: Mapping[str, Any]) -> Shape:
+        symbols = _symbols(self.graph)
+        return tuple(symbols[e] if isinstance(e, str) else e for e in tensor["shape"])
 
 
 class _Reader:
@@ -128,10 +146,12 @@ class _Reader:
             tensors += expected
         for record in self._list("intermediates"):
             tensors.append(self._intermediate(record, symbols))
-        steps = [self._step(record, tensors) for record in self._list("steps")]
+        scratch = [self._scratch(record, symbols) for record in self._list("scratch")]
+        steps = [self._step(record, tensors, scratch) for record in self._list("steps")]
+        self._check_scratch(steps, len(tensors), len(scratch))
         self._check_order(steps, len(graph.inputs), len(tensors))
         report = self.program.get("report")
-        return _Layout(graph, tensors, steps, report if isinstance(report, str) else "")
+        return _Layout(graph, tensors, scratch, steps, report if isinstance(report, str) else "")
 
     def _refuse(self, problem: str) -> NoReturn:
         raise FormatError(f"{self.what}: {problem}; export it again")
@@ -155,28 +175,51 @@ class _Reader:
             self._refuse(f"intermediate tensor {record!r} makes no sense")
         return fields
 
-    def _step(self, record: Any, tensors: list[dict[str, Any]]) -> tuple[int, list[int]]:
+    def _scratch(self, record: Any, symbols: Mapping[str, Symbol]) -> dict[str, Any]:
+        fields = record if isinstance(record, dict) else {}
+        name, shape, zeroed = (fields.get(key) for key in ("name", "shape", "zeroed"))
+        ok = isinstance(name, str) and type(zeroed) is bool
+        # the element type is that of the kernel's argument, see `_fits_scratch`
+        if not ok or not isinstance(shape, list) or not _scratch_shape(shape, symbols):
+            self._refuse(f"scratch memory {record!r} makes no sense")
+        return fields
+
+    def _step(
+        self, record: Any, tensors: list[dict[str, Any]], scratch: list[dict[str, Any]]
+    ) -> tuple[int, list[int]]:
         fields = record if isinstance(record, dict) else {}
         kernel, places = fields.get("kernel"), fields.get("places")
         if not _index(kernel, len(self.kernels)) or not isinstance(places, list):
             self._refuse(f"step {record!r} is not one of {len(self.kernels)} kernels")
         description = self.kernels[kernel]["arguments"]
         arguments = description["arguments"]
-        if len(places) != len(arguments) or not all(_index(p, len(tensors)) for p in places):
+        given = [*tensors, *scratch]
+        if len(places) != len(arguments) or not all(_index(p, len(given)) for p in places):
             self._refuse(f"step {record!r} does not have {len(arguments)} tensors")
         bound: dict[str, Any] = {}
         for place, argument in zip(places, arguments, strict=True):
+            fits = _fits if place < len(tensors) else _fits_scratch
             compact = fits_compact(argument, description["symbols"], ALIGNMENT)
-            if not compact or not _fits(argument, tensors[place], bound):
-                self._refuse(f"{tensors[place]} is no argument {argument} of kernel {kernel}")
+            if not compact or not fits(argument, given[place], bound):
+                self._refuse(f"{given[place]} is no argument {argument} of kernel {kernel}")
         return kernel, places
+
+    def _check_scratch(self, steps: list[tuple[int, list[int]]], first: int, count: int) -> None:
+        """Scratch memory belongs to one argument of one step, and is none of its outputs."""
+        used = [p for _, places in steps for p in places if p >= first]
+        if sorted(used) != list(range(first, first + count)):
+            self._refuse("scratch memory is used by several steps, or by none")
+        for kernel, places in steps:
+            if any(places[i] >= first for i in self.kernels[kernel]["outputs"]):
+                self._refuse(f"kernel {kernel} has scratch memory as its output")
 
     def _check_order(self, steps: list[tuple[int, list[int]]], inputs: int, count: int) -> None:
         """No input is written, and every other tensor is written before anyone reads it."""
         written = set(range(inputs))
         for kernel, places in steps:
             outputs = {places[i] for i in self.kernels[kernel]["outputs"]}
-            reads = {p for i, p in enumerate(places) if i not in self.kernels[kernel]["outputs"]}
+            others = (p for i, p in enumerate(places) if i not in self.kernels[kernel]["outputs"])
+            reads = {p for p in others if p < count}
             if not reads <= written or outputs & set(range(inputs)) or outputs & reads:
                 self._refuse(f"kernel {kernel} on tensors {places} reads or writes a wrong one")
             written |= outputs
@@ -196,6 +239,11 @@ def _extent(value: Any, symbols: Mapping[str, Symbol]) -> bool:
     return value in symbols if isinstance(value, str) else type(value) is int and value > 0
 
 
+def _scratch_shape(shape: list[Any], symbols: Mapping[str, Symbol]) -> bool:
+    inner = all(type(e) is int and e > 0 for e in shape[1:])
+    return inner and bool(shape) and _extent(shape[0], symbols)
+
+
 def _fits(argument: Mapping[str, Any], tensor: Mapping[str, Any], bound: dict[str, Any]) -> bool:
     """Whether a kernel compiled for ``argument`` takes ``tensor``, as far as known before a call.
 
@@ -210,6 +258,19 @@ def _fits(argument: Mapping[str, Any], tensor: Mapping[str, Any], bound: dict[st
         have == want if isinstance(want, int) else bound.setdefault(want, have) == have
         for want, have in zip(argument["shape"], shape, strict=True)
     )
+
+
+def _fits_scratch(
+    argument: Mapping[str, Any], scratch: Mapping[str, Any], bound: dict[str, Any]
+) -> bool:
+    """The same for scratch memory: one dimension, of a length that no other argument has a say in
+    where it is symbolic."""
+    if argument["dtype"] != scratch.get("dtype") or len(argument["shape"]) != 1:
+        return False
+    [length], shape = argument["shape"], scratch["shape"]
+    if isinstance(length, int):
+        return isinstance(shape[0], int) and length == prod(shape)
+    return isinstance(shape[0], str) and bound.setdefault(length, scratch) is scratch
 
 
 # --- calling -------------------------------------------------------------------------------------
@@ -245,6 +306,10 @@ class ExportedProgram(Program):
     def _linked(self) -> Launches:
         return Launches(self._layout.intermediates(), self._launch_torch)
 
+    @cached_property
+    def _memory(self) -> ScratchMemory:
+        return self._layout.memory()
+
     def _launches(self, extents: dict[str, int]) -> Launches:
         del extents  # one variant for all
         return self._linked
@@ -254,20 +319,26 @@ class ExportedProgram(Program):
 
         device = values[0].device
         stream = torch.cuda.current_stream(device).cuda_stream
+        if self._layout.scratch:
+            values = [*values, *self._memory.allot(values)]
         for kernel, places in self._compact:
             kernel.launch([values[place] for place in places], stream, device.index)
 
     @property
     def tensors(self) -> list[dict[str, Any]]:
-        """Inputs, outputs and intermediates, each with ``name``, ``shape`` (symbols by name) and
-        ``dtype``: what `launch` takes, in this order."""
-        return list(self._layout.tensors)
+        """Inputs, outputs, intermediates and scratch memory, each with ``name``, ``shape`` (symbols
+        by name) and ``dtype``: what `launch` takes, in this order.
+
+        Scratch memory has a field ``zeroed`` besides. It is passed with one dimension, of as many
+        elements as its shape has, and with ``zeroed`` it has to be zero before its first launch;
+        kernels leave zeros, and two launches that may run at the same time need memory each."""
+        return [*self._layout.tensors, *self._layout.scratch]
 
     def launch(self, values: Sequence[RawTensor], *, stream: int, device: int) -> None:
         """Launches all kernels, for callers without PyTorch.
 
         Args:
-            values: one for each of `tensors`, compact and row-major.
+            values: one for each of `tensors`, compact and row-major; scratch with one dimension.
             stream: a ``cudaStream_t`` as an integer; 0 is the default stream.
             device: index of the device, which must be the current one.
 
@@ -275,11 +346,10 @@ class ExportedProgram(Program):
             ShapeError, DTypeError, LayoutError: when a tensor does not fit.
             DeviceError: when the device refuses the kernels.
         """
-        if len(values) != len(self._layout.tensors):
-            names = ", ".join(t["name"] for t in self._layout.tensors)
-            raise ShapeError(
-                f"launch: takes {len(self._layout.tensors)} tensors ({names}), got {len(values)}"
-            )
+        tensors = self.tensors
+        if len(values) != len(tensors):
+            names = ", ".join(t["name"] for t in tensors)
+            raise ShapeError(f"launch: takes {len(tensors)} tensors ({names}), got {len(values)}")
         for kernel, places in self._steps:
             kernel.launch([values[place] for place in places], stream=stream, device=device)
 

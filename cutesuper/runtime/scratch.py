@@ -1,0 +1,217 @@
+"""Scratch memory of kernels: where it comes from, and who may share it.
+
+Some of it has to be zero when a kernel starts, and the kernel leaves zeros behind (counters of
+blocks that have arrived). No two launches that may run at the same time share such memory:
+
+* A call outside of captures takes what belongs to its program and its stream. A stream runs its
+  launches one after the other; kernels with dependent launch wait for their predecessor before
+  they touch scratch.
+* Every call that is captured into a CUDA graph takes memory that nobody else gets, ever: a graph
+  may be replayed beside any other work.
+
+Both come from a pool of zeros, one for each device. It is filled outside of captures only, by calls
+that see it run low; a capture that finds it empty has its memory zeroed in the graph, which costs
+one more node. What the pool has given away never comes back: neither the end of the last launch nor
+that of the last graph can be seen from here, and it is some KiB for each.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from cutesuper.graph.dims import Shape, Symbol
+
+#: bytes that a pool gets at a time, at least
+CHUNK_BYTES = 1 << 20
+#: captured calls that a pool is kept ready for: layers of a model, launches of a recording
+CAPTURED_CALLS = 128
+#: but not with more bytes than this
+LARGEST_RESERVE = 16 << 20
+#: a line of L2: neighbours do not share one
+ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class Need:
+    """Scratch memory of one launch; the kernel sees it with one dimension.
+
+    Attributes:
+        shape: the first extent may be symbolic.
+        dtype: of torch.
+        zeroed: found zero and left zero.
+    """
+
+    shape: Shape
+    dtype: Any
+    zeroed: bool
+
+
+def rows_of(shapes: Sequence[Shape]) -> dict[str, int]:
+    """For every symbol the first place among ``shapes`` that begins with it."""
+    found: dict[str, int] = {}
+    for place, shape in enumerate(shapes):
+        if shape and isinstance(shape[0], Symbol):
+            found.setdefault(shape[0].name, place)
+    return found
+
+
+class ScratchMemory:
+    """Gives the launches of one program their scratch memory.
+
+    Args:
+        needs: of all launches, in order.
+        rows: for each symbol in them the place, among a call's tensors, of one whose first extent
+            it is.
+    """
+
+    def __init__(self, needs: Sequence[Need], rows: Mapping[str, int]) -> None:
+        self._needs = [_Length.of(need, rows) for need in needs]
+        self._zeroed = [n for n in self._needs if n.zeroed]
+        #: what calls outside of captures use, by device, stream and lengths
+        self._kept: dict[tuple[int, ...], list[Any]] = {}
+
+    def allot(self, values: Sequence[Any]) -> list[Any]:
+        """A tensor for each need, for one call on the current stream.
+
+        Args:
+            values: tensors of the call, on the current device.
+        """
+        import torch
+
+        zeroed = iter(self._zeros(values) if self._zeroed else ())
+        device = values[0].device
+        return [
+            next(zeroed) if n.zeroed else torch.empty(n.elements(values), dtype=n.dtype,
+                                                      device=device)
+            for n in self._needs
+        ]  # fmt: skip
+
+    def _zeros(self, values: Sequence[Any]) -> list[Any]:
+        import torch
+
+        device, lengths = values[0].device, [n.rounded(values) for n in self._zeroed]
+        if torch.cuda.is_current_stream_capturing():
+            taken = pool_of(device).take(self._bytes(lengths))
+            if taken is None:
+                taken = torch.zeros(sum(self._bytes(lengths)), dtype=torch.uint8, device=device)
+            return self._cut(taken, lengths)
+        pool = pool_of(device)
+        pool.keep(sum(self._bytes(lengths)))
+        key = (device.index, torch.cuda.current_stream(device).cuda_stream, *lengths)
+        if key not in self._kept:
+            taken = pool.take(self._bytes(lengths))
+            if taken is None:  # larger than what the pool is kept ready for
+                taken = new_zeros(device, sum(self._bytes(lengths)))
+            self._kept.setdefault(key, self._cut(taken, lengths))
+        return self._kept[key]
+
+    def _bytes(self, lengths: Sequence[int]) -> list[int]:
+        """Bytes of each need, so that all begin at a line."""
+        sizes = [m * n.dtype.itemsize for n, m in zip(self._zeroed, lengths, strict=True)]
+        return [-(-s // ALIGNMENT) * ALIGNMENT for s in sizes]
+
+    def _cut(self, memory: Any, lengths: Sequence[int]) -> list[Any]:
+        parts = memory.split(self._bytes(lengths))
+        return [
+            part[: m * n.dtype.itemsize].view(n.dtype)
+            for part, n, m in zip(parts, self._zeroed, lengths, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class _Length:
+    """How many elements a need is, given the tensors of a call."""
+
+    row: int
+    place: int | None
+    dtype: Any
+    zeroed: bool
+
+    @classmethod
+    def of(cls, need: Need, rows: Mapping[str, int]) -> _Length:
+        lead = need.shape[0] if need.shape else 1
+        inner = prod(d for d in need.shape[1:] if isinstance(d, int))
+        if isinstance(lead, Symbol):
+            return cls(inner, rows[lead.name], need.dtype, need.zeroed)
+        return cls(lead * inner, None, need.dtype, need.zeroed)
+
+    def elements(self, values: Sequence[Any]) -> int:
+        return self.row if self.place is None else self.row * values[self.place].shape[0]
+
+    def rounded(self, values: Sequence[Any]) -> int:
+        """With a symbolic extent a power of two of rows, so that there are few lengths."""
+        if self.place is None:
+            return self.row
+        return self.row << (values[self.place].shape[0] - 1).bit_length()
+
+
+# ------------------------------------------------------------------------------------------- pools
+
+
+class Pool:
+    """Zeroed memory of one device, given away piece by piece."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._left: Any = None
+        self._bytes = 0
+
+    def keep(self, size: int) -> None:
+        """Have enough left for captured calls of ``size`` bytes; not in a capture."""
+        reserve = max(CHUNK_BYTES, min(CAPTURED_CALLS * size, LARGEST_RESERVE))
+        if self._bytes >= reserve // 2:
+            return
+        with self._lock:
+            if self._bytes < reserve // 2:
+                self._left = new_zeros(self._device, reserve)
+                self._bytes = reserve
+
+    def take(self, sizes: Sequence[int]) -> Any:
+        """As many zeroed bytes as the multiples of `ALIGNMENT` in ``sizes`` are together; None
+        where not as many are left."""
+        size = sum(sizes)
+        with self._lock:
+            if size > self._bytes:
+                return None
+            taken, self._left = self._left[:size], self._left[size:]
+            self._bytes -= size
+            return taken
+
+
+_pools: dict[int, Pool] = {}
+_pools_lock = threading.Lock()
+
+
+def pool_of(device: Any) -> Pool:
+    """The pool of a CUDA device."""
+    if device.index not in _pools:
+        with _pools_lock:
+            _pools.setdefault(device.index, Pool(device))
+    return _pools[device.index]
+
+
+def new_zeros(device: Any, size: int) -> Any:
+    """``size`` zeroed bytes that kernels on any stream may use at once.
+
+    Allocated by another thread, on the default stream: what a thread or a stream allocates may be
+    diverted to memory that is reused, as in the calls before a capture of
+    ``torch.compile(mode="reduce-overhead")``. Raises what torch raises when memory is short.
+    """
+    import torch
+
+    def make() -> Any:
+        zeros = torch.zeros(size, dtype=torch.uint8, device=device)
+        torch.cuda.default_stream(device).synchronize()
+        return zeros
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+
+
+__all__ = ["Need", "Pool", "ScratchMemory", "new_zeros", "pool_of", "rows_of"]
