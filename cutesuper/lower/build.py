@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cutesuper.schedule.attention import AttentionPlan
 from cutesuper.schedule.matmul import MatmulPlan
 from cutesuper.schedule.planner import KernelPlan
 
@@ -21,6 +22,10 @@ def build(plan: KernelPlan) -> tuple[Any, tuple[Any, ...]]:
         from cutesuper.lower.matmul import MatmulKernel
 
         return MatmulKernel(plan), arguments
+    if isinstance(plan, AttentionPlan):
+        from cutesuper.lower.attention import AttentionKernel
+
+        return AttentionKernel(plan), arguments
     from cutesuper.lower.rows import RowKernel
 
     return RowKernel(plan), arguments

@@ -49,7 +49,7 @@ class CompiledStep:
     @property
     def stages(self) -> int:
         """Slots of the shared-memory ring; 1 where operands go straight to registers."""
-        return self.plan.schedule.stages if isinstance(self.plan, MatmulPlan) else 1
+        return 1 if isinstance(self.plan, RowPlan) else self.plan.schedule.stages
 
     @property
     def resources(self) -> Resources:

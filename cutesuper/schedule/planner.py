@@ -6,12 +6,15 @@ from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.graph.block import KernelStep, TensorSpec
 from cutesuper.graph.check import check_block_program, passes
 from cutesuper.graph.target import Target
+from cutesuper.schedule.attention import AttentionPlan
+from cutesuper.schedule.attention_planner import plan_attention
+from cutesuper.schedule.attention_roles import is_chained
 from cutesuper.schedule.matmul import MatmulPlan
 from cutesuper.schedule.matmul_planner import plan_matmul
 from cutesuper.schedule.rows import RowPlan, plan_rows
-from cutesuper.schedule.schedule import MatmulSchedule, RowSchedule, Schedule
+from cutesuper.schedule.schedule import AttentionSchedule, MatmulSchedule, RowSchedule, Schedule
 
-KernelPlan = MatmulPlan | RowPlan
+KernelPlan = MatmulPlan | RowPlan | AttentionPlan
 
 
 def make_plan(
@@ -37,6 +40,11 @@ def make_plan(
     """
     _check_one_walk(step)
     _check_maps(step)
+    if is_chained(step):
+        if schedule is not None and not isinstance(schedule, AttentionSchedule):
+            raise ScheduleError(f"kernel {step.name}: an attention loop needs an AttentionSchedule")
+        return plan_attention(step, tensors, target, schedule, dependent_launch)
+    _check_no_maximum(step)
     if any(op.kind == "matmul" for op in step.program.ops):
         if schedule is not None and not isinstance(schedule, MatmulSchedule):
             raise ScheduleError(f"kernel {step.name}: a matmul loop needs a MatmulSchedule")
@@ -47,7 +55,7 @@ def make_plan(
 
 
 def _check_one_walk(step: KernelStep) -> None:
-    """Refuse what neither skeleton runs: loops that are walked again, and running maxima."""
+    """Refuse what no skeleton runs: loops that are walked again."""
     where = f"kernel {step.name}"
     for name, count in passes(step.program, check_block_program(step.program)).items():
         if count > 1:
@@ -55,10 +63,14 @@ def _check_one_walk(step: KernelStep) -> None:
                 f"{where}: it walks {name} {count} times, and kernels walk a loop once; split the "
                 "program where a walk ends, or let a block hold the whole label"
             )
+
+
+def _check_no_maximum(step: KernelStep) -> None:
+    """Refuse what only the attention loop runs: running maxima."""
     for i, op in enumerate(step.program.ops):
         if op.rescaled:
             raise LoweringError(
-                f"{where}: operation {i} is a sum rescaled by a running maximum over "
+                f"kernel {step.name}: operation {i} is a sum rescaled by a running maximum over "
                 f"{op.attributes['axis']}, which no kernel keeps; let a block hold the whole label"
             )
 

@@ -68,8 +68,37 @@ class RowSchedule:
     dependent_launch: bool = False
 
 
-Schedule = MatmulSchedule | RowSchedule
-_KINDS: dict[str, type[Schedule]] = {"matmul": MatmulSchedule, "rows": RowSchedule}
+@dataclass(frozen=True)
+class AttentionSchedule:
+    """Knobs of an attention-loop kernel.
+
+    Attributes:
+        stages: slots of the ring, each for a tile of keys and one of values.
+        row_groups: consumer warpgroups along the rows, 64 rows each.
+        key_groups: consumer warpgroups along the keys: they take stages in turn, so that one
+            computes exponentials while the other one multiplies.
+        overlapped: multiply the next tile's rows and keys before this tile's values, so that
+            exponentials are computed during a product.
+        resident: blocks that share an SM.
+        stream_keys: read keys and values with the evict-first hint.
+        dependent_launch: launch before the predecessor in the stream has ended.
+    """
+
+    stages: int
+    row_groups: int = 1
+    key_groups: int = 2
+    overlapped: bool = False
+    resident: int = 1
+    stream_keys: bool = True
+    dependent_launch: bool = False
+
+
+Schedule = MatmulSchedule | RowSchedule | AttentionSchedule
+_KINDS: dict[str, type[Schedule]] = {
+    "matmul": MatmulSchedule,
+    "rows": RowSchedule,
+    "attention": AttentionSchedule,
+}
 
 
 def schedule_dict(schedule: Schedule) -> dict[str, Any]:

@@ -1,0 +1,448 @@
+"""The attention loop as a traced kernel: walks an `AttentionPlan`.
+
+Roles of the warps of a block: consumer warpgroups of 64 rows (scores, weights, results in
+registers) and one producer warp (bulk loads). Warpgroups along the keys take stages in turn: while
+one computes exponentials, the tensor cores work for the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.tensor_utils import LayoutEnum
+
+from cutesuper.device.math import DeviceMath
+from cutesuper.device.memory import (
+    EVICT_FIRST,
+    bulk_load,
+    expect_bytes,
+    fence_reads,
+    init_barriers,
+    operand,
+    partition,
+    tile_atom,
+)
+from cutesuper.lower.attention_join import Join
+from cutesuper.lower.attention_keys import KeyValues
+from cutesuper.lower.attention_rows import Rows
+from cutesuper.lower.attention_scores import Scores
+from cutesuper.lower.common import ELEMENT, Extents, labelled
+from cutesuper.schedule.attention import ROW_BLOCK, AttentionPlan
+
+#: named barriers: one for each warpgroup, for those that share rows, and to take turns
+GROUP_BARRIER, ROWS_BARRIER, TURN_BARRIER = 1, 3, 5
+
+
+class AttentionKernel:
+    """Launches a cluster for each tile of rows and part of the grid; see the module's docstring."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self.plan = plan
+        self.extents = Extents(plan.program, plan.arguments)
+        self.dtype = ELEMENT[plan.dtype]
+        s = plan.schedule
+        self.stages, self.key_groups, self.row_groups = s.stages, s.key_groups, s.row_groups
+        self.warpgroups = plan.warpgroups
+        self.producer = 4 * plan.warpgroups
+        self.dependent = s.dependent_launch
+        self.key_tile, self.depth, self.width = plan.key_tile, plan.depth, plan.width
+        self.math = DeviceMath(fast=True)
+        self.key_view, self.value_view = plan.view(plan.key_load), plan.view(plan.value_load)
+        self.inner_major = self.key_view.stride(plan.inner) == 1
+        self.rows = Rows(self)
+        self.scores = Scores(self)
+        self.key_values = KeyValues(self)
+        self.join = Join(self)
+        tiles = -(-plan.key_extent // self.key_tile)
+        #: tiles of keys of every block, where all have as many
+        self.steps = tiles // plan.parts if not plan.varying and tiles % plan.parts == 0 else None
+        even = self.steps is not None and self.steps % self.key_groups == 0
+        #: whether two warpgroups issue their products in turn, so that they do not drift together
+        self.turns = s.overlapped and self.warpgroups == 2 and (self.key_groups == 1 or even)
+
+    # ------------------------------------------------------------------------------------ host
+
+    @cute.jit
+    def __call__(self, *args):
+        """Arguments are the plan's tensors in order, its scratch, then the stream."""
+        plan = self.plan
+        count = len(plan.arguments)
+        tensors, scratch, stream = list(args[:count]), list(args[count:-1]), args[-1]
+        keys, values = self.key_layout(1), self.value_layout(1)
+        atoms = [
+            self.rows.atom(tensors),
+            tile_atom(
+                self.matrix(self.key_view, (plan.keys, plan.inner), tensors),
+                cute.slice_(keys, (None, None, 0)), (self.key_tile, self.depth),
+            ),
+            tile_atom(
+                self.matrix(self.value_view, (plan.columns, plan.keys), tensors),
+                cute.slice_(values, (None, None, 0)), (self.width, self.key_tile),
+            ),
+        ]  # fmt: skip
+        batch = 1
+        for label in plan.batch:
+            batch = batch * self.extents.of(label, tensors)
+        self.kernel([a[0] for a in atoms], [a[1] for a in atoms], tensors, scratch).launch(
+            grid=(plan.parts, self.rows.tiles(tensors), batch),
+            block=(plan.threads, 1, 1),
+            cluster=(plan.cluster, 1, 1),
+            stream=stream,
+            use_pdl=self.dependent,
+            min_blocks_per_mp=plan.schedule.resident,
+            preferred_smem_carveout=100,
+        )
+
+    def matrix(self, view: Any, labels: tuple[str, str], tensors: list[cute.Tensor]) -> cute.Tensor:
+        """A column-side operand with modes (labels..., its batch labels...)."""
+        return labelled(self.extents, view, (*labels, *self.batch_of(view)), tensors)
+
+    def batch_of(self, view: Any) -> tuple[str, ...]:
+        """The batch labels that an operand has."""
+        return tuple(d for d in self.plan.batch if d in view.labels)
+
+    def key_layout(self, stages: int) -> cute.ComposedLayout:
+        """Tiles of keys ``[key, inner, stage]``, swizzled for the instruction."""
+        order = LayoutEnum.ROW_MAJOR if self.inner_major else LayoutEnum.COL_MAJOR
+        shape = (ROW_BLOCK, self.key_tile, self.depth)
+        return sm90.make_smem_layout_b(order, shape, self.dtype, stages)
+
+    def value_layout(self, stages: int) -> cute.ComposedLayout:
+        """Tiles of values ``[column, key, stage]``."""
+        shape = (ROW_BLOCK, self.width, self.key_tile)
+        return sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, shape, self.dtype, stages)
+
+    def score_mma(self) -> cute.TiledMma:
+        """Rows times keys, both in shared memory."""
+        major = OperandMajorMode.K if self.inner_major else OperandMajorMode.MN
+        return sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (1, 1, 1),
+            (ROW_BLOCK, self.key_tile),
+        )  # fmt: skip
+
+    def value_mma(self) -> cute.TiledMma:
+        """Weights in registers times values."""
+        return sm90.make_trivial_tiled_mma(
+            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1),
+            (ROW_BLOCK, self.width), warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+
+    # ---------------------------------------------------------------------------------- device
+
+    @cute.kernel
+    def kernel(
+        self,
+        atoms: list[cute.CopyAtom],
+        coords: list[cute.Tensor],
+        tensors: list[cute.Tensor],
+        scratch: list[cute.Tensor],
+    ):
+        tidx, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = tidx % 32
+        if warp == 0:
+            for atom in atoms:
+                cpasync.prefetch_descriptor(atom)
+        smem = self.allocate()
+        loads = self.partition_all(atoms, coords, smem)
+        if cutlass.const_expr(self.dependent and self.rows.has_lengths):
+            cute.arch.griddepcontrol_wait()
+        place = self.rows.place(tensors)
+        first, count = self.span(tensors, place)
+        if warp == self.producer:
+            self.set_up(smem, place)
+            if cutlass.const_expr(self.dependent):
+                cute.arch.griddepcontrol_launch_dependents()
+                cute.arch.griddepcontrol_wait()
+            self.fill(atoms, loads, smem, place, first, count)
+        elif cutlass.const_expr(self.dependent):
+            cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.sync_threads()
+        if cutlass.const_expr(self.plan.cluster > 1):
+            # relaxed: the releasing form waits for the bulk loads in flight (3.6 us)
+            cute.arch.cluster_arrive_relaxed()
+        if warp == self.producer:
+            self.produce(atoms, loads, smem, place, first, count)
+            if cutlass.const_expr(self.plan.cluster > 1):
+                cute.arch.cluster_wait()
+        else:
+            self.consume(smem, tensors, scratch, tidx, warp, lane, place, first, count)
+
+    def allocate(self) -> dict[str, Any]:
+        """Shared memory: operands, where results meet, barriers."""
+        alloc = cutlass.memory.SmemAllocator()
+        smem = {
+            "rows": operand(alloc, self.dtype, self.rows.layout(self.row_groups)),
+            "keys": operand(alloc, self.dtype, self.key_layout(self.stages)),
+            "values": operand(alloc, self.dtype, self.value_layout(self.stages)),
+        }
+        self.rows.allocate(alloc, smem)
+        self.key_values.allocate(alloc, smem)
+        self.join.allocate(alloc, smem)
+        for name in ("keys_full", "values_full", "keys_empty", "values_empty"):
+            smem[name] = alloc.allocate_array(Int64, self.stages, byte_alignment=8)
+        smem["rows_full"] = alloc.allocate_array(Int64, 1, byte_alignment=8)
+        return smem
+
+    def partition_all(self, atoms: list[Any], coords: list[Any], smem: dict[str, Any]) -> Any:
+        """Slots in shared memory and tiles in device memory: of rows, keys and values."""
+        found = [self.rows.partition(atoms[0], coords[0], smem)]
+        boxes = (
+            (smem["keys"], (self.key_tile, self.depth)),
+            (smem["values"], (self.width, self.key_tile)),
+        )
+        for atom, coord, (ring, tile) in zip(atoms[1:], coords[1:], boxes, strict=True):
+            tiles = cute.local_tile(coord, tile, (None,) * cute.rank(coord))
+            found.append(partition(atom, ring, tiles, 2))
+        return found
+
+    @cute.jit
+    def set_up(self, smem, place):
+        """Barriers, by the producer warp, before anything else."""
+        readers = 4 * self.row_groups
+        groups = [
+            (smem["keys_full"], self.stages, 1),
+            (smem["values_full"], self.stages, 1),
+            (smem["keys_empty"], self.stages, readers),
+            (smem["values_empty"], self.stages, readers),
+            (smem["rows_full"], 1, 1),
+        ]
+        if cutlass.const_expr(self.plan.cluster > 1):
+            groups.append((smem["received"], self.warpgroups, 1))
+        init_barriers(groups)
+        if cutlass.const_expr(self.plan.cluster > 1):
+            self.join.expect(smem, place)
+
+    @cute.jit
+    def span(self, tensors, place):
+        """The tiles of keys of this block: the first, and how many."""
+        plan = self.plan
+        part = place["part"]
+        if cutlass.const_expr(self.steps is not None):
+            first, count = part * self.steps, self.steps
+        else:
+            tiles = (self.rows.visible(tensors, place) + self.key_tile - 1) // self.key_tile
+            first = part * tiles // plan.parts
+            count = (part + 1) * tiles // plan.parts - first
+        return first, count
+
+    # -------------------------------------------------------------------------------- producer
+
+    @cute.jit
+    def fill(self, atoms, loads, smem, place, first, count):
+        """The rows, and the first round of the ring."""
+        expect_bytes(smem["rows_full"], self.rows.bytes)
+        self.rows.load(atoms[0], loads[0], smem, place)
+        for i in cutlass.range(min(self.stages, count), unroll=1):
+            self.load_keys(atoms, loads, smem, place, first + i, i)
+            self.load_values(atoms, loads, smem, place, first + i, i)
+
+    @cute.jit
+    def produce(self, atoms, loads, smem, place, first, count):
+        """The other tiles, each once its stage has been read."""
+        stage, phase = Int32(0), Int32(0)
+        for i in cutlass.range(self.stages, count, unroll=1):
+            cute.arch.mbarrier_wait(smem["keys_empty"] + stage, phase)
+            self.load_keys(atoms, loads, smem, place, first + i, stage)
+            cute.arch.mbarrier_wait(smem["values_empty"] + stage, phase)
+            self.load_values(atoms, loads, smem, place, first + i, stage)
+            stage += 1
+            if stage == self.stages:
+                stage = Int32(0)
+                phase = phase ^ 1
+
+    @cute.jit
+    def load_keys(self, atoms, loads, smem, place, tile, stage):
+        """One tile of keys."""
+        barrier = smem["keys_full"] + stage
+        expect_bytes(barrier, 2 * self.key_tile * self.depth)
+        slots, tiles = loads[1]
+        at = (None, tile, 0, *self.coordinates(self.key_view, place))
+        bulk_load(atoms[1], tiles[at], slots[None, stage], barrier, self.hint)
+
+    @cute.jit
+    def load_values(self, atoms, loads, smem, place, tile, stage):
+        """One tile of values."""
+        barrier = smem["values_full"] + stage
+        expect_bytes(barrier, 2 * self.key_tile * self.width)
+        slots, tiles = loads[2]
+        at = (None, 0, tile, *self.coordinates(self.value_view, place))
+        bulk_load(atoms[2], tiles[at], slots[None, stage], barrier, self.hint)
+
+    @property
+    def hint(self) -> int | None:
+        """What L2 should do with keys and values."""
+        return EVICT_FIRST if self.plan.schedule.stream_keys else None
+
+    def coordinates(self, view: Any, place: dict[str, Any]) -> tuple[Any, ...]:
+        """Where this block's batch lies in an operand."""
+        return tuple(place["batch"][d] for d in self.batch_of(view))
+
+    # ------------------------------------------------------------------------------- consumers
+
+    @cute.jit
+    def consume(self, smem, tensors, scratch, tidx, warp, lane, place, first, count):
+        """Walk the tiles of this warpgroup, then combine and store."""
+        group = warp // 4
+        lead = group % self.key_groups  # this warpgroup's first stage
+        thread = tidx % 128
+        mma, more, second = self.score_mma(), self.score_mma(), self.value_mma()
+        # the flag of one instruction cannot change inside a run-time loop: two of them
+        mma.set(warpgroup.Field.ACCUMULATE, False)
+        more.set(warpgroup.Field.ACCUMULATE, True)
+        second.set(warpgroup.Field.ACCUMULATE, True)
+        a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["rows"]))
+        a = a[None, None, None, group // self.key_groups]
+        b = mma.make_fragment_B(mma.get_slice(0).partition_B(smem["keys"]))
+        v = second.make_fragment_B(second.get_slice(0).partition_B(smem["values"]))
+        scores = cute.make_rmem_tensor(
+            mma.partition_shape_C((ROW_BLOCK, self.key_tile)), Float32
+        )
+        result = cute.make_rmem_tensor(second.partition_shape_C((ROW_BLOCK, self.width)), Float32)
+        result.fill(0.0)
+        words = cute.make_rmem_tensor(cute.make_layout(self.key_tile // 4), Int32)
+        # the accumulators' order (2 columns, row and row + 8, blocks of 8 columns) is that of a
+        # first operand in registers: 8 values for 16 keys
+        layout = cute.make_layout(((2, 2, 2), 1, self.key_tile // 16), stride=((1, 2, 4), 0, 8))
+        weights = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), layout)
+        state = self.scores.start()
+        rows = self.rows.prepare(smem, tensors, thread, group, lane, warp, place)
+        keys = (first + lead) * self.key_tile
+        steps = (count - lead + self.key_groups - 1) // self.key_groups
+        fragments = (a, b, v, scores, weights, words, result)
+        if cutlass.const_expr(self.plan.schedule.overlapped):
+            self.overlapped((mma, more, second), fragments, smem, state, rows, group, thread, lane,
+                            lead, keys, steps)
+        else:
+            self.plain((mma, more, second), fragments, smem, state, rows, group, thread, lane,
+                       lead, keys, steps)
+        if cutlass.const_expr(self.plan.cluster > 1):
+            cute.arch.cluster_wait()
+        if cutlass.const_expr(self.dependent):
+            cute.arch.griddepcontrol_wait()
+        self.join.run(result, state, smem, scratch, tensors, tidx, warp, lane, place, rows)
+
+    @cute.jit
+    def plain(self, mmas, fragments, smem, state, rows, group, thread, lane, lead, keys, steps):
+        """One tile after the other."""
+        a, b, v, scores, weights, words, result = fragments
+        stage, phase = Int32(0) + lead, Int32(0)
+        for _ in cutlass.range(steps, unroll=1):
+            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
+            warpgroup.fence()
+            self.multiply_keys(mmas, scores, a, b, stage)
+            self.key_values.of_keys(smem, thread, group, stage, keys, rows)
+            warpgroup.wait_group(0)
+            self.release(smem["keys_empty"] + stage, lane)
+            self.key_values.of_values(smem, thread, group, stage, phase, keys, rows)
+            self.scores.weigh(scores, state, smem, stage, lane, rows, keys)
+            self.scores.pack(scores, words)
+            self.scores.rescale(result, state)
+            cute.arch.mbarrier_wait(smem["values_full"] + stage, phase)
+            self.key_values.clean(smem, thread, group, stage, keys, rows)
+            warpgroup.fence()
+            self.multiply_values(mmas[2], result, weights, v, stage)
+            warpgroup.wait_group(0)
+            self.release(smem["values_empty"] + stage, lane)
+            keys += self.key_tile * self.key_groups
+            stage += self.key_groups
+            if stage >= self.stages:
+                stage -= self.stages
+                phase = phase ^ 1
+
+    @cute.jit
+    def overlapped(self, mmas, fragments, smem, state, rows, group, thread, lane, lead, keys,
+                   steps):
+        """The next tile's scores are multiplied before this tile's weights, so that exponentials
+        are computed during a product: 14.75 -> 14.0 us at 1024x4096 keys with lazy rescaling."""
+        a, b, v, scores, weights, words, result = fragments
+        stage, phase = Int32(0) + lead, Int32(0)
+        before, before_phase = Int32(0) + lead, Int32(0)
+        if cutlass.const_expr(self.turns):
+            if group == 1:
+                cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
+        if steps > 0:
+            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
+            if cutlass.const_expr(self.turns):
+                cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=256)
+            warpgroup.fence()
+            self.multiply_keys(mmas, scores, a, b, stage)
+            if cutlass.const_expr(self.turns):
+                cute.arch.barrier_arrive(
+                    barrier_id=TURN_BARRIER + 1 - group, number_of_threads=256
+                )
+            self.key_values.of_keys(smem, thread, group, stage, keys, rows)
+            warpgroup.wait_group(0)
+            self.release(smem["keys_empty"] + stage, lane)
+            self.key_values.of_values(smem, thread, group, stage, phase, keys, rows)
+            self.scores.weigh(scores, state, smem, stage, lane, rows, keys)
+            self.scores.pack(scores, words)
+        for _ in cutlass.range(1, steps, unroll=1):
+            stage += self.key_groups
+            if stage >= self.stages:
+                stage -= self.stages
+                phase = phase ^ 1
+            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
+            if cutlass.const_expr(self.turns):
+                cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=256)
+            warpgroup.fence()
+            self.multiply_keys(mmas, scores, a, b, stage)
+            cute.arch.mbarrier_wait(smem["values_full"] + before, before_phase)
+            self.key_values.clean(smem, thread, group, before, keys, rows)
+            self.multiply_values(mmas[2], result, weights, v, before)
+            if cutlass.const_expr(self.turns):
+                cute.arch.barrier_arrive(
+                    barrier_id=TURN_BARRIER + 1 - group, number_of_threads=256
+                )
+            keys += self.key_tile * self.key_groups
+            self.key_values.of_keys(smem, thread, group, stage, keys, rows)
+            warpgroup.wait_group(1)
+            self.release(smem["keys_empty"] + stage, lane)
+            self.key_values.of_values(smem, thread, group, stage, phase, keys, rows)
+            self.scores.weigh(scores, state, smem, stage, lane, rows, keys)
+            warpgroup.wait_group(0)
+            self.release(smem["values_empty"] + before, lane)
+            self.scores.rescale(result, state)
+            # only now: packed earlier, the weights get the registers of those being multiplied,
+            # and the compiler serialises all products
+            self.scores.pack(scores, words)
+            before, before_phase = stage, phase
+        if cutlass.const_expr(self.turns):
+            if group == 0:
+                cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=256)
+        if steps > 0:
+            cute.arch.mbarrier_wait(smem["values_full"] + before, before_phase)
+            self.key_values.clean(smem, thread, group, before, keys, rows)
+            warpgroup.fence()
+            self.multiply_values(mmas[2], result, weights, v, before)
+            warpgroup.wait_group(0)
+            # nobody loads into this stage any more
+
+    @cute.jit
+    def multiply_keys(self, mmas, scores, a, b, stage):
+        """Scores of one tile."""
+        for kk in cutlass.range_constexpr(self.depth // 16):
+            mma = mmas[0] if kk == 0 else mmas[1]
+            cute.gemm(mma, scores, a[None, None, kk], b[None, None, kk, stage], scores)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def multiply_values(self, mma, result, weights, v, stage):
+        """Add one tile's weighted values."""
+        for kk in cutlass.range_constexpr(self.key_tile // 16):
+            cute.gemm(mma, result, weights[None, None, kk], v[None, None, kk, stage], result)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def release(self, barrier, lane):
+        """Give a stage back to the producer."""
+        if cutlass.const_expr(self.key_values.reads):
+            fence_reads()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(barrier)

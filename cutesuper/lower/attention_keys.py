@@ -1,0 +1,156 @@
+"""Values of keys: reductions of the tiles of keys and values that a warpgroup multiplies.
+
+``rms(V)`` scales the weight of every key by the root of its mean square. The tile is in shared
+memory already: a thread reads one key's row, 16 bytes at a time, and leaves the value where all
+threads of the warpgroup find it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cutesuper.device.math import nan_max
+from cutesuper.device.memory import element, fence_reads
+from cutesuper.lower.attention_rows import PIECE, byte_piece, chunk_of
+from cutesuper.schedule.attention import Reduction
+
+if TYPE_CHECKING:
+    from cutesuper.lower.attention import AttentionKernel
+
+#: named barrier of the first warpgroup; the others follow
+GROUP_BARRIER = 1
+
+
+class KeyValues:
+    """Reads tiles with ordinary loads; also clears values that lie behind a sequence's length."""
+
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self.k = kernel
+        self.plan = plan = kernel.plan
+        self.clears = any(m.lengths is not None for m in plan.masks)
+        self.order = list(plan.key_values)
+        of_keys = {r.value for r in plan.key_reductions if r.operand == plan.key_load}
+        #: values that need nothing but the tile of keys, and all others
+        self.early = [i for i, e in plan.key_values.items() if set(e.leaves) <= of_keys]
+        self.late = [i for i in plan.key_values if i not in self.early]
+
+    @property
+    def reads(self) -> bool:
+        """Whether warps read or write a stage other than through the tensor cores."""
+        return self.clears or bool(self.order)
+
+    def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
+        """Every value of every key in the ring."""
+        count = len(self.order) * self.k.key_tile * self.k.stages
+        smem["key_values"] = alloc.allocate_array(Float32, max(4, count), byte_alignment=16)
+
+    def slot(self, n: int, stage: Any, key: Any) -> Any:
+        """Where a value lies."""
+        return (stage * len(self.order) + n) * self.k.key_tile + key
+
+    @cute.jit
+    def of_keys(self, smem, thread, group, stage, keys, rows):
+        """What needs the tile of keys only, while it is multiplied."""
+        if cutlass.const_expr(len(self.early) > 0):
+            self.compute(smem, thread, stage, keys, rows, self.early)
+            self.meet(group)
+
+    @cute.jit
+    def of_values(self, smem, thread, group, stage, phase, keys, rows):
+        """The rest."""
+        if cutlass.const_expr(len(self.late) > 0):
+            cute.arch.mbarrier_wait(smem["values_full"] + stage, phase)
+            self.compute(smem, thread, stage, keys, rows, self.late)
+            self.meet(group)
+
+    @cute.jit
+    def meet(self, group):
+        """All threads of a warpgroup."""
+        cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=128)
+
+    @cute.jit
+    def compute(self, smem, thread, stage, keys, rows, wanted: cutlass.Constexpr):
+        """Some values of a tile; behind the last key they are 0."""
+        plan = self.plan
+        if thread < self.k.key_tile:
+            needed = {i for w in wanted for i in plan.key_values[w].leaves}
+            totals = {}
+            for reduction in plan.key_reductions:
+                if cutlass.const_expr(reduction.value in needed):
+                    totals[reduction.value] = self.reduce(smem, stage, thread, reduction)
+            for w in wanted:
+                e = plan.key_values[w]
+                value = Float32(e.evaluate([totals[i] for i in e.leaves], self.k.math))
+                if keys + thread >= rows["end"]:
+                    value = Float32(0.0)
+                slot = smem["key_values"] + self.slot(self.order.index(w), stage, thread)
+                cute.make_tensor(slot, cute.make_layout(1))[0] = value
+
+    def reduce(self, smem: dict[str, Any], stage: Any, key: Any, reduction: Reduction) -> Any:
+        """One key's row, reduced."""
+        whole = self.plan.tile(
+            self.plan.inner if reduction.operand == self.plan.key_load else self.plan.columns
+        )
+        neutral = 0.0 if reduction.op == "sum" else -float("inf")
+        total = Float32(neutral)
+        for piece in range(whole // PIECE):
+            x = self.read(smem, reduction.operand, stage, key, piece)
+            v = reduction.source.evaluate([x], self.k.math)
+            if reduction.op == "max":
+                total = nan_max(total, v.reduce(cute.ReductionOp.MAX, Float32(neutral), 0))
+            else:
+                total = total + v.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        return total * reduction.scale
+
+    def read(self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: int) -> Any:
+        """Eight elements of a key's row."""
+        register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
+        cute.autovec_copy(self.linear(smem, operand, stage, key, piece), register)
+        return register.load().to(Float32)
+
+    def linear(
+        self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: int
+    ) -> cute.Tensor:
+        """Where they lie: rows of a chunk each, all keys of a chunk one after the other."""
+        of_keys = operand == self.plan.key_load
+        ring = smem["keys" if of_keys else "values"]
+        depth = self.k.depth if of_keys else self.k.width
+        chunk = chunk_of(depth)
+        per = chunk // PIECE
+        tile = stage * self.k.key_tile * depth
+        row = (piece // per) * self.k.key_tile + key
+        inside = byte_piece(depth, piece % per, key)
+        pointer = cute.recast_ptr(ring.iterator, dtype=self.k.dtype)
+        offset = cute.assume(tile + row * chunk + inside * PIECE, divby=PIECE)
+        return cute.make_tensor(pointer + offset, cute.make_layout(PIECE))
+
+    def fragments(self, smem: dict[str, Any], stage: Any, first: Any) -> dict[int, Any]:
+        """The values of this thread's columns, by operation."""
+        found: dict[int, Any] = {}
+        for n, i in enumerate(self.order):
+            values = []
+            for j in range(self.k.key_tile // 8):
+                for b in range(2):
+                    slot = self.slot(n, stage, first + 8 * j + b)
+                    values.append(element(smem["key_values"], slot))
+            found[i] = values
+        return found
+
+    @cute.jit
+    def clean(self, smem, thread, group, stage, keys, rows):
+        """Set values behind the last key to 0: memory that nobody has written may hold NaN, and
+        0 times NaN is NaN."""
+        if cutlass.const_expr(self.clears):
+            if keys + self.k.key_tile > rows["end"]:
+                zeros = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
+                zeros.fill(0.0)
+                if thread < self.k.key_tile and keys + thread >= rows["end"]:
+                    for piece in cutlass.range_constexpr(self.k.width // PIECE):
+                        target = self.linear(smem, self.plan.value_load, stage, thread, piece)
+                        cute.autovec_copy(zeros, target)
+                fence_reads()
+                self.meet(group)

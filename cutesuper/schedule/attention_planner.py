@@ -1,0 +1,165 @@
+"""Plans of the attention loop: roles, a schedule if none is given, and what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cutesuper.errors import LoweringError, ScheduleError
+from cutesuper.graph.block import KernelStep, TensorSpec
+from cutesuper.graph.dims import ceil_div, extent
+from cutesuper.graph.target import Target
+from cutesuper.schedule.attention import ROW_BLOCK, AttentionPlan
+from cutesuper.schedule.attention_roles import AttentionRoles
+from cutesuper.schedule.plan import View, arguments_of
+from cutesuper.schedule.schedule import AttentionSchedule
+
+#: shared memory and 32-bit registers of an SM, of which two blocks take at most half each
+SM_SHARED_BYTES, SM_REGISTERS = 228 * 1024, 65536
+#: columns of the result, and elements of the inner label, at most
+MAX_WIDTH = 256
+
+
+def plan_attention(
+    step: KernelStep,
+    tensors: dict[str, TensorSpec],
+    target: Target,
+    schedule: AttentionSchedule | None = None,
+    dependent_launch: bool = False,
+) -> AttentionPlan:
+    """Fit a block program with two chained products into the attention loop.
+
+    Raises:
+        LoweringError: it has a structure that this skeleton cannot run.
+        ScheduleError: it does not fit into the target's shared memory or registers.
+    """
+    if why := target.refuses_products():
+        raise LoweringError(f"kernel {step.name}: {why}")
+    roles = AttentionRoles(step, arguments_of(step, tensors))
+    plan = roles.plan(schedule or AttentionSchedule(2, dependent_launch=dependent_launch))
+    _check_operands(plan, step.name)
+    if schedule is None:
+        plan = replace(plan, schedule=_default_schedule(plan, target))
+    _check_schedule(plan, target, step.name)
+    return plan
+
+
+def _default_schedule(plan: AttentionPlan, target: Target) -> AttentionSchedule:
+    """Two warpgroups: along the rows where there are more than 64, else along the keys."""
+    rows = 1
+    for d in plan.rows:
+        rows *= plan.tile(d)
+    row_groups = ceil_div(rows, ROW_BLOCK)
+    start = replace(plan.schedule, row_groups=row_groups, key_groups=1)
+    if row_groups == 1 and _tiles_of_a_block(plan) > 1:
+        start = replace(start, key_groups=2)
+    few = plan.group_rows <= 16
+    # where many rows share keys and values they come from L2 anyway (0.1 us at 256 rows)
+    start = replace(start, stream_keys=few)
+    tiles = _tiles_of_a_block(plan)
+    # worth its registers only where there is a next tile to multiply meanwhile
+    overlapped = not few and tiles >= 3 * start.key_groups
+    start = replace(start, overlapped=overlapped)
+    blocks = plan.program.blocks()
+    if few and plan.cluster == 1 and blocks > target.sms:
+        # with 2 stages two blocks fit, and 256 tiles of 32x4096 keys run in one wave: 118.8 us
+        half = replace(plan, schedule=replace(start, stages=2, resident=2))
+        if half.shared_bytes <= SM_SHARED_BYTES // 2 - 1024 and plan.depth <= 128:
+            return half.schedule
+    return _with_stages(plan, start, target, tiles)
+
+
+def _with_stages(
+    plan: AttentionPlan, schedule: AttentionSchedule, target: Target, tiles: int
+) -> AttentionSchedule:
+    groups = schedule.key_groups
+    probe = replace(plan, schedule=replace(schedule, stages=0))
+    room = (target.shared_bytes - probe.shared_bytes) // max(1, probe.stage_bytes)
+    stages = min(room, max(2, tiles), 6)
+    if stages < 2 and groups > 1:
+        return _with_stages(plan, replace(schedule, key_groups=1), target, tiles)
+    return replace(schedule, stages=max(1, stages // groups * groups))
+
+
+def _tiles_of_a_block(plan: AttentionPlan) -> int:
+    """Tiles of keys that a block walks, where all keys are visible."""
+    return ceil_div(plan.key_extent, plan.key_tile * plan.parts)
+
+
+def _check_operands(plan: AttentionPlan, name: str) -> None:
+    where = f"kernel {name}"
+    if plan.dtype not in ("float16", "bfloat16"):
+        raise LoweringError(
+            f"{where}: matrix products of {plan.dtype} have no tensor-core path that keeps their "
+            "precision; use float16 or bfloat16 operands"
+        )
+    for label in (plan.inner, plan.columns):
+        whole = extent(plan.program.dims[label])
+        if plan.tile(label) < whole or whole > MAX_WIDTH:
+            raise ScheduleError(
+                f"{where}: tile {label}={plan.tile(label)} of {whole}; a block holds it whole, at "
+                f"most {MAX_WIDTH}"
+            )
+    matrices = {
+        plan.row_load: (plan.inner,),
+        plan.key_load: (plan.inner, plan.keys),
+        plan.value_load: (plan.columns, plan.keys),
+    }
+    for load, contiguous in matrices.items():
+        _check_matrix(plan, where, plan.view(load), contiguous)
+    for i, view in plan.vectors.items():
+        if view.labels != (plan.inner,):
+            raise LoweringError(f"{where}: operation {i} is multiplied with the rows and has the "
+                                f"labels {', '.join(view.labels)}; only {plan.inner} is possible")
+
+
+def _check_matrix(
+    plan: AttentionPlan, where: str, view: View, contiguous: tuple[str, ...]
+) -> None:
+    arg = plan.arguments[view.argument]
+    shape = f"{arg.name}{list(map(str, arg.shape))}"
+    if arg.dtype != plan.dtype:
+        raise LoweringError(
+            f"{where}: operands of {plan.dtype} and of {arg.dtype} ({arg.name}) in one kernel; "
+            "give all operands of its products one element type"
+        )
+    if not any(view.stride(d) == 1 for d in contiguous):
+        raise LoweringError(f"{where}: {shape} must be contiguous along {' or '.join(contiguous)}")
+    if any(s != 1 and s % 8 for s in view.strides):
+        raise LoweringError(
+            f"{where}: rows of {shape} are not multiples of 16 bytes, which bulk tensor copies "
+            "need; pad the last dimension to a multiple of 8"
+        )
+
+
+def _check_schedule(plan: AttentionPlan, target: Target, name: str) -> None:
+    s, where = plan.schedule, f"kernel {name}"
+    if plan.tile(plan.rows[0]) % s.row_groups or plan.group_rows > ROW_BLOCK:
+        raise ScheduleError(
+            f"{where}: a tile of {' x '.join(str(plan.tile(d)) for d in plan.rows)} rows for "
+            f"{s.row_groups} warpgroup(s) of at most {ROW_BLOCK} rows"
+        )
+    if plan.key_tile not in (64, 128):
+        raise ScheduleError(f"{where}: tile {plan.keys}={plan.key_tile}; must be 64 or 128")
+    if s.stages < 1 or s.stages % s.key_groups:
+        raise ScheduleError(
+            f"{where}: {s.stages} stages for {s.key_groups} warpgroups along the keys, which take "
+            "them in turn; use a multiple"
+        )
+    if s.row_groups not in (1, 2) or s.key_groups not in (1, 2) or plan.warpgroups > 2:
+        raise ScheduleError(f"{where}: {s.row_groups} x {s.key_groups} consumer warpgroups; one or "
+                            "two are possible")
+    limit = SM_SHARED_BYTES // s.resident - 1024
+    if plan.shared_bytes > min(limit, target.shared_bytes):
+        raise ScheduleError(
+            f"{where}: {s.stages} stages of {plan.stage_bytes} bytes, {plan.query_bytes} bytes of "
+            f"rows and {plan.meeting_bytes + plan.exchange_bytes} bytes of exchange do not fit "
+            f"into {min(limit, target.shared_bytes)} bytes of shared memory; use smaller tiles"
+        )
+    # accumulators of scores and results, and the weights as an operand
+    registers = plan.width // 2 + 3 * plan.key_tile // 4
+    others = 40 if s.resident == 1 else 0  # two blocks share an SM if the compiler finds a way
+    if registers > SM_REGISTERS // (plan.threads * s.resident) - others:
+        raise ScheduleError(
+            f"{where}: {registers} registers for the products of a thread, and {plan.threads} "
+            f"threads in {s.resident} block(s) of an SM; use a tile of 64 keys"
+        )
