@@ -181,7 +181,8 @@ class ChainedModel:
                 busy += times * overlapped(r.overlap, *wave.values())
         rounds = ceil_div(blocks, at_once)
         stage = size.keys * self.key_bytes
-        ramp = rounds * c.ramp_us + r.first_stage * stage / r.sm_bytes_per_us
+        ramp = rounds * (c.ramp_us + c.last_step * self._step_us(size))
+        ramp += r.first_stage * stage / r.sm_bytes_per_us
         exchange = rounds * self._join_us(size)
         parts |= {"launch": t.launch_us, "ramp": ramp, "exchange": exchange}
         return Cost(t.launch_us + busy + ramp + exchange, parts)
@@ -194,23 +195,34 @@ class ChainedModel:
         loop = self.loop(size)
         if size.cluster * size.grid == 1:
             loop *= self.seen  # of divided keys one part is seen whole
-        area = WARPGROUP_ROWS * size.keys
-        widths = self.dims[self.form.inner] + self.dims[self.form.columns]
-        tensor = 2.0 * area * widths * t.sms / (t.tensor_flops * r.tensor_efficiency) * 1e6
-        lanes = area * (self.exps / r.chained.exps_per_us + self.others / r.lanes_per_us)
-        lanes += size.keys * self.read / r.statistic_per_us
+        tensor, lanes = self._tile_us(size)
         groups = size.held // WARPGROUP_ROWS
-        # two warpgroups take turns along the keys; along the rows they meet at the tensor cores
-        steps, own = (loop / 2, tensor) if groups == 1 else (loop, groups * tensor)
+        steps = loop / 2 if groups == 1 else loop  # two warpgroups take turns along the keys
         stage = size.keys * self.key_bytes
         return {
             "memory": self.moved * active / blocks / t.bandwidth * 1e6,
             "ingest": shared_by * loop * stage / r.sm_bytes_per_us,
             "l2": active * loop * stage / t.l2_bandwidth * 1e6,
-            "chain": max(1.0, steps) * (r.chained.step_us + own + lanes),
+            "chain": max(1.0, steps) * self._step_us(size),
             "tensor": shared_by * loop * groups * tensor,
             "lanes": shared_by * loop * groups * lanes,
         }
+
+    def _tile_us(self, size: ChainedSize) -> tuple[float, float]:
+        """The products of a warpgroup on a tile of keys, and what lies between them."""
+        t, r = self.target, self.target.rates
+        area = WARPGROUP_ROWS * size.keys
+        widths = self.dims[self.form.inner] + self.dims[self.form.columns]
+        tensor = 2.0 * area * widths * t.sms / (t.tensor_flops * r.tensor_efficiency) * 1e6
+        lanes = area * (self.exps / r.chained.exps_per_us + self.others / r.lanes_per_us)
+        return tensor, lanes + size.keys * self.read / r.statistic_per_us
+
+    def _step_us(self, size: ChainedSize) -> float:
+        """A tile of keys from its first product to its last; warpgroups of different rows meet at
+        the tensor cores."""
+        tensor, lanes = self._tile_us(size)
+        groups = size.held // WARPGROUP_ROWS
+        return self.target.rates.chained.step_us + groups * tensor + lanes
 
     def _join_us(self, size: ChainedSize) -> float:
         """Combining the parts of the keys, in a cluster and over the grid."""
@@ -219,7 +231,8 @@ class ChainedModel:
         total = 0.0
         if size.cluster > 1:
             read = c.cluster_read_us / size.cluster
-            total += c.cluster_us + results * (c.cluster_sent_us + read)
+            total += c.cluster_us + c.cluster_part_us * size.cluster
+            total += results * (c.cluster_sent_us + read)
         if size.grid > 1:
             total += c.grid_us + c.grid_part_us * size.grid + c.grid_sent_us * results
             gathered = 4096 * results * size.grid / size.cluster

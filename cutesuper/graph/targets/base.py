@@ -12,21 +12,23 @@ class ChainedRates:
 
     Attributes:
         ramp_us: barriers, the first loads and the last store of a block.
+        last_step: part of the last tile's work that no load hides.
         step_us: latencies of one warpgroup for a tile of keys, which only another one hides: both
             products and the softmax between them wait for each other.
         exps_per_us: exponentials of one SM.
-        cluster_us: joining the parts of a cluster.
+        cluster_us, cluster_part_us: joining the parts of a cluster, and for each part.
         cluster_sent_us, cluster_read_us: for each 1024 results of a block; the latter are divided
             by the cluster, whose blocks finish some columns each.
-        grid_us: joining the parts of the grid: a counter, and the last block's reads.
-        grid_part_us: for each part.
+        grid_us, grid_part_us: joining the parts of the grid, and for each part.
         grid_sent_us: for each 1024 results of a block.
     """
 
     ramp_us: float
+    last_step: float
     step_us: float
     exps_per_us: float
     cluster_us: float
+    cluster_part_us: float
     cluster_sent_us: float
     cluster_read_us: float
     grid_us: float
