@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, LOAD, STORE, BlockOp, MuGraph
+from cutesuper.graph.block import ENDING, LOAD, STORE, BlockOp, MuGraph
 from cutesuper.graph.operators import lookup
 
 
@@ -44,7 +44,7 @@ def mutations(mu: MuGraph, s: int, i: int, op: BlockOp) -> Iterator[tuple[str, M
     }  # fmt: skip
     for kind in kinds.get(op.kind, ()):
         yield f"{kind} for {op.kind}", change(mu, s, i, kind=kind)
-    if op.kind in (ACCUMULATE, CLUSTER_REDUCE):
+    if op.kind in ENDING:
         other = "max" if op.attributes["op"] == "sum" else "sum"
         yield f"{other} in {op.kind}", change(mu, s, i, attributes={**op.attributes, "op": other})
     if op.rescaled:
@@ -52,7 +52,7 @@ def mutations(mu: MuGraph, s: int, i: int, op: BlockOp) -> Iterator[tuple[str, M
     if op.kind == "constant":
         for value in (0.0, op.attributes["value"] * 3, -op.attributes["value"]):
             yield f"constant {value}", change(mu, s, i, attributes={"value": value})
-    droppable = op.kind in (ACCUMULATE, CLUSTER_REDUCE) or (
+    droppable = op.kind in ENDING or (
         op.kind not in (LOAD, STORE) and lookup(op.kind).elementwise and op.inputs
     )
     if droppable:  # whoever uses it gets its first operand

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, LOAD, BlockOp, MuGraph
+from cutesuper.graph.block import ENDING, LOAD, BlockOp, MuGraph
 from cutesuper.graph.operators import TABLE
 
 _COMMUTE = ("add", "mul", "matmul")
@@ -38,7 +38,7 @@ class _Values:
                 return self.value(*self.stored(name))
             return self._new(("input", name))
         args = [self.value(step, j) for j in op.inputs]
-        if op.kind in (ACCUMULATE, CLUSTER_REDUCE) and op.attributes["op"] == "sum":
+        if op.kind in ENDING and op.attributes["op"] == "sum":
             return args[0]
         if op.kind in _COMMUTE:
             args.sort()

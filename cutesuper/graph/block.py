@@ -17,6 +17,7 @@ before: ``rms(X) @ W`` as two kernels; after, as one block program::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import prod
@@ -59,7 +60,10 @@ class Axis:
 ORDER = (AxisKind.GRID, AxisKind.CLUSTER, AxisKind.PERSISTENT, AxisKind.LOOP)
 
 #: operations of a block program that are not in the operator table
-LOAD, STORE, ACCUMULATE, CLUSTER_REDUCE = "load", "store", "accumulate", "cluster_reduce"
+LOAD, STORE = "load", "store"
+ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE = "accumulate", "cluster_reduce", "grid_reduce"
+#: those that end an axis: they combine the partial results of its parts
+ENDING = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ class BlockOp:
 
     Attributes:
         kind: an operator of the table (element-wise, ``matmul``, ``sum``, ``mean``, ``max``,
-            ``constant``), or ``load``, ``store``, ``accumulate``, ``cluster_reduce``.
+            ``constant``), or ``load``, ``store``, ``accumulate``, ``cluster_reduce``,
+            ``grid_reduce``.
         inputs: indices of earlier operations.
         dims: labels of the value, in the order of the program's ``dims``.
         attributes: ``load``/``store``: ``tensor`` (name) and ``map`` (for each dimension of the
@@ -76,9 +81,10 @@ class BlockOp:
             outermost first; a store may name a cluster or grid *axis* instead of a label: one
             slice of partial results for each part). ``matmul``, ``sum``,
             ``mean``, ``max``: ``over`` (a label; only the tile is reduced, ``mean`` divides by the
-            extent of the whole dimension). ``accumulate``, ``cluster_reduce``: ``axis`` (name)
-            and ``op`` ("sum" or "max"); see `rescaled`. ``causal_mask``: ``rows`` and ``columns``
-            (labels of the value) and its own ``alignment``. Element-wise operators: their own.
+            extent of the whole dimension). ``accumulate``, ``cluster_reduce``, ``grid_reduce``:
+            ``axis`` (name) and ``op`` ("sum" or "max"); see `rescaled`. ``causal_mask``: ``rows``
+            and ``columns`` (labels of the value) and its own ``alignment``. Element-wise operators:
+            their own.
     """
 
     kind: str
@@ -97,7 +103,7 @@ class BlockOp:
             7  max over N (6)                    9  sum over N (exp(6 - 7))
             8  accumulate max (7) over N.loop   10  accumulate sum (9, 7, 8) over N.loop
         """
-        return self.kind in (ACCUMULATE, CLUSTER_REDUCE) and len(self.inputs) == 3
+        return self.kind in ENDING and len(self.inputs) == 3
 
 
 def mapped_labels(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -170,7 +176,7 @@ class BlockProgram:
         return tuple(op for op in self.ops if op.kind == STORE)
 
     def resized(
-        self, dims: dict[str, Dim], extents: dict[str, int], tile: dict[str, int]
+        self, dims: dict[str, Dim], extents: Mapping[str, int | None], tile: dict[str, int]
     ) -> BlockProgram:
         """The same structure at other extents (axis extents by name)."""
         axes = tuple(replace(a, extent=extents[a.name]) for a in self.axes)

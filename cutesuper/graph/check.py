@@ -10,6 +10,8 @@ from cutesuper.errors import GraphError, OperatorError
 from cutesuper.graph.block import (
     ACCUMULATE,
     CLUSTER_REDUCE,
+    ENDING,
+    GRID_REDUCE,
     LOAD,
     STORE,
     Axis,
@@ -24,6 +26,12 @@ from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import lookup
 
 ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
+#: the kinds of axes that an operation may end
+_ENDED_BY = {
+    ACCUMULATE: ITERATED,
+    CLUSTER_REDUCE: (AxisKind.CLUSTER,),
+    GRID_REDUCE: (AxisKind.GRID,),
+}
 #: attributes of a masking operator: the labels along which it takes positions
 _MASKED = ("rows", "columns")
 #: how often one loop axis may be walked: mean, variance and product of LayerNorm + Linear take 3
@@ -57,7 +65,8 @@ class ValueState:
         inside: loop and persistent axes inside which it lives.
         closed: loop and persistent axes that it needs to have ended, once for each time: an axis
             that has to have ended twice is there as ``("K.loop", 1)`` and ``("K.loop", 2)``, so
-            that the union is the maximum.
+            that the union is the maximum. A grid axis is here once it has been combined: only the
+            last block to arrive has such a value.
     """
 
     pending: frozenset[str]
@@ -138,7 +147,7 @@ def _check_axes(program: BlockProgram) -> None:
 
 def _check_attributes(op: BlockOp, where: str) -> None:
     needed: dict[str, tuple[str, ...]] = {LOAD: ("tensor", "map"), STORE: ("tensor", "map")}
-    needed |= {ACCUMULATE: ("axis", "op"), CLUSTER_REDUCE: ("axis", "op")}
+    needed |= dict.fromkeys(ENDING, ("axis", "op"))
     if op.kind not in needed:
         try:
             operator = lookup(op.kind)
@@ -171,7 +180,7 @@ def _check_dims(program: BlockProgram, op: BlockOp, where: str) -> None:
         expected = set(labels)
         if len(expected) < len(labels):
             raise GraphError(f"{where}: {op.attributes['tensor']} has one label twice")
-    elif op.kind in (STORE, ACCUMULATE, CLUSTER_REDUCE):
+    elif op.kind in (STORE, *ENDING):
         if op.rescaled:
             _check_rescaled(program, op, where)
         else:
@@ -241,7 +250,7 @@ def _state(program: BlockProgram, op: BlockOp, states: list[ValueState], where: 
         )
     elif op.kind == STORE:
         _check_store(program, op, pending, inside, where)
-    elif op.kind in (ACCUMULATE, CLUSTER_REDUCE):
+    elif op.kind in ENDING:
         axis = _reduced_axis(program, op, where)
         for k, a in enumerate(args):
             if axis.name not in a.pending:
@@ -249,8 +258,10 @@ def _state(program: BlockProgram, op: BlockOp, states: list[ValueState], where: 
                 raise GraphError(f"{where}: {which} is no partial result over {axis.name}")
         if axis.dim in op.dims:  # the other tiles of the label would be added to this one
             raise GraphError(f"{where}: its operand still has the label {axis.dim}")
+        if axis.kind == AxisKind.GRID:
+            _check_grid_reduce(axis, pending, inside, where)
         pending -= {axis.name}
-        if axis.kind in ITERATED:
+        if axis.kind != AxisKind.CLUSTER:
             inside -= {axis.name}
             closed |= {(axis.name, 1 + sum(name == axis.name for name, _ in closed))}
     elif "over" in op.attributes:
@@ -258,7 +269,31 @@ def _state(program: BlockProgram, op: BlockOp, states: list[ValueState], where: 
     state = ValueState(pending, inside, closed)
     for name in sorted(inside):
         _check_pass(program.axis(name), pass_of(state, name), where)
+    _check_combined(program, op, state, where)
     return state
+
+
+def _check_grid_reduce(
+    axis: Axis, pending: frozenset[str], inside: frozenset[str], where: str
+) -> None:
+    """Blocks leave one result each, when all else has ended."""
+    others = sorted((pending | inside) - {axis.name})
+    if others:
+        raise GraphError(
+            f"{where}: {', '.join(others)} must have ended before blocks leave what they have for "
+            f"{axis.name}"
+        )
+
+
+def _check_combined(program: BlockProgram, op: BlockOp, state: ValueState, where: str) -> None:
+    """What was combined over the grid meets nothing of which every block has its own part."""
+    for name, _ in sorted(state.closed):
+        axis = program.axis(name)
+        if axis.kind == AxisKind.GRID and (axis.dim in op.dims or name in state.pending):
+            raise GraphError(
+                f"{where}: uses what was combined over {name} together with the part of a block; "
+                "only the last block to arrive has the former"
+            )
 
 
 def _check_pass(axis: Axis, number: int, where: str) -> None:
@@ -276,8 +311,7 @@ def _reduced_axis(program: BlockProgram, op: BlockOp, where: str) -> Axis:
         axis = program.axis(op.attributes["axis"])
     except KeyError:
         raise GraphError(f"{where}: there is no axis {op.attributes.get('axis')!r}") from None
-    kinds = ITERATED if op.kind == ACCUMULATE else (AxisKind.CLUSTER,)
-    if axis.kind not in kinds:
+    if axis.kind not in _ENDED_BY[op.kind]:
         raise GraphError(f"{where}: cannot reduce over the {axis.kind} axis {axis.name}")
     if op.attributes.get("op") not in ("sum", "max"):
         raise GraphError(f"{where}: op must be 'sum' or 'max'")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cutesuper.graph.block import (
     ACCUMULATE,
-    CLUSTER_REDUCE,
+    ENDING,
     LOAD,
     STORE,
     Axis,
@@ -98,8 +98,8 @@ def phrase(program: BlockProgram, index: int) -> str:
     attributes = op.attributes
     if op.kind in (LOAD, STORE):
         return f"{op.kind} {attributes['tensor']}"
-    if op.kind in (ACCUMULATE, CLUSTER_REDUCE):
-        verb = "accumulate" if op.kind == ACCUMULATE else "cluster"
+    if op.kind in ENDING:
+        verb = op.kind.removesuffix("_reduce")
         how = "rescaled sum" if op.rescaled else attributes["op"]
         return f"{verb} {how} over {attributes['axis']}"
     if "over" in attributes:
@@ -118,7 +118,7 @@ def call(program: BlockProgram, index: int) -> str:
         return phrase(program, index)
     if op.kind == STORE:
         return f"store {operands} -> {op.attributes['tensor']}"
-    if op.kind in (ACCUMULATE, CLUSTER_REDUCE) or "over" in op.attributes:
+    if op.kind in ENDING or "over" in op.attributes:
         name, _, rest = phrase(program, index).partition(" ")
         return f"{name}({operands}) {rest}"
     given = ", ".join(f"{k}={v}" for k, v in op.attributes.items())

@@ -7,7 +7,7 @@ stand the axes that share it out.
 
 from __future__ import annotations
 
-from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, Axis, AxisKind, KernelStep, MuGraph
+from cutesuper.graph.block import ENDING, Axis, AxisKind, KernelStep, MuGraph
 from cutesuper.graph.check import check_block_program
 from cutesuper.graph.dims import show_shape, size
 from cutesuper.graph.outline import phrase, show_bytes
@@ -161,7 +161,7 @@ class BlockDrawing(Panel):
         if key.what == "op":
             kind = self.kind(key)
             look = family(kind).replace(" ", "-")
-            radius = BOX / 2 if kind in (ACCUMULATE, CLUSTER_REDUCE) else 6
+            radius = BOX / 2 if kind in ENDING else 6
             parts += [
                 el("rect", class_="shape", x=x - w / 2, y=y, width=w, height=BOX, rx=radius),
                 line(self.shown(key), x, y + 18.5, "large"),

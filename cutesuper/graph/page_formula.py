@@ -2,15 +2,15 @@
 
 before: 14 operations on tiles; after: ``Z = X @ W / sqrt(mean_K(X²) + 1e-06)``.
 
-Accumulators and cluster reductions are left out: with them the tile's reduction is that of the
-whole dimension.
+Accumulators and reductions over a cluster or the grid are left out: with them the tile's reduction
+is that of the whole dimension.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
-from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, LOAD, STORE, BlockProgram
+from cutesuper.graph.block import ENDING, LOAD, STORE, BlockProgram
 
 #: operators between two operands: symbol, precedence, and the least that the right operand needs.
 #: Python gives @ and * one precedence; here a product of matrices is never left to that rule
@@ -35,7 +35,7 @@ class _Formulas:
         used = Counter(
             self._whole(j)
             for op in program.ops
-            if op.kind not in (ACCUMULATE, CLUSTER_REDUCE)
+            if op.kind not in ENDING
             for j in op.inputs
         )
         plain = (LOAD, "constant")
@@ -53,7 +53,7 @@ class _Formulas:
 
     def _whole(self, i: int) -> int:
         """The value whose parts an accumulator combines."""
-        while self.program.ops[i].kind in (ACCUMULATE, CLUSTER_REDUCE):
+        while self.program.ops[i].kind in ENDING:
             i = self.program.ops[i].inputs[0]
         return i
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 
-from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, LOAD, STORE, BlockProgram, MuGraph
+from cutesuper.graph.block import ENDING, LOAD, STORE, BlockProgram, MuGraph
 from cutesuper.graph.kernel import KernelGraph
 
 #: nodes of a definition that no kernel computes: what is given, and views of it
@@ -89,7 +89,7 @@ def kernel_title(
     if graph is not None and kernels:
         names = [graph.nodes[i].operator for i in sorted(kernels) if k in kernels[i]]
     else:
-        own = (LOAD, STORE, ACCUMULATE, CLUSTER_REDUCE, "constant")
+        own = (LOAD, STORE, *ENDING, "constant")
         names = [op.kind for op in program.ops if op.kind not in own]
     return operators_text(names)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from cutesuper.graph.block import (
-    ACCUMULATE,
-    CLUSTER_REDUCE,
+    ENDING,
     LOAD,
     STORE,
     Axis,
@@ -87,7 +86,7 @@ def meaning(program: BlockProgram, index: int) -> str:
     if op.kind in (LOAD, STORE):
         way = "a tile from" if op.kind == LOAD else "the tile to"
         return f"copies {way} device memory, {often(program, index)}"
-    if op.kind in (ACCUMULATE, CLUSTER_REDUCE):
+    if op.kind in ENDING:
         return _combines(program, program.axis(op.attributes["axis"]), op.rescaled)
     if op.kind == "matmul":
         return f"multiplies tiles over {op.attributes['over']} on the tensor cores"
@@ -101,6 +100,11 @@ def _combines(program: BlockProgram, axis: Axis, rescaled: bool) -> str:
     how = ", rescaled to the common maximum" if rescaled else ""
     if axis.kind == AxisKind.CLUSTER:
         return f"combines partial results of {count(n, 'block')} through shared memory{how}"
+    if axis.kind == AxisKind.GRID:
+        return (
+            f"combines partial results of {count(n, 'block')} through device memory{how}; the last "
+            "block to arrive does this and all that follows"
+        )
     return f"combines the partial results of {count(n, 'iteration')} of {axis.name}{how}"
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, LOAD, STORE, BlockProgram
+from cutesuper.graph.block import ENDING, LOAD, STORE, BlockProgram
 from cutesuper.graph.field import DivisionByZero, FieldAlgebra, FieldValue, uniform
 from cutesuper.graph.operators import lookup
 
@@ -142,7 +142,7 @@ def _values(
             if key not in loaded:
                 loaded[key] = uniform(rng, op.dims, [_EXTENT] * len(op.dims), False)
             value = loaded[key]
-        elif op.kind in (STORE, ACCUMULATE, CLUSTER_REDUCE):
+        elif op.kind in (STORE, *ENDING):
             value = args[0]
         elif "over" in op.attributes:
             if op.kind == "matmul" and multiplied is not None:

@@ -14,6 +14,8 @@ from itertools import pairwise
 from cutesuper.graph.block import (
     ACCUMULATE,
     CLUSTER_REDUCE,
+    ENDING,
+    GRID_REDUCE,
     LOAD,
     STORE,
     KernelStep,
@@ -40,6 +42,7 @@ COLOURS = {
     "element-wise": ("#f3f5f8", "#7a8699"),
     "accumulator": ("#ece6ff", "#7b57d6"),
     "cluster": ("#ffe1ef", "#c73277"),
+    "grid": ("#d9f3f7", "#16808f"),
 }
 TENSORS = {
     "input": ("#e3f6ec", "#2c8f5e"),
@@ -395,7 +398,7 @@ class Panel:
             assert isinstance(key.name, int)
             w = text_width(line, large) + 20
             kind = self.program.ops[key.name].kind
-            radius = BOX / 2 if kind in (ACCUMULATE, CLUSTER_REDUCE) else 4
+            radius = BOX / 2 if kind in ENDING else 4
             out.boxes.append(rect("op", x - w / 2, y, w, BOX, COLOURS[family(kind)], radius))
             out.labels.append(text(line, x, y + 18, large))
             if kind != STORE:
@@ -439,6 +442,7 @@ def family(kind: str) -> str:
         STORE: "memory",
         ACCUMULATE: "accumulator",
         CLUSTER_REDUCE: "cluster",
+        GRID_REDUCE: "grid",
         "matmul": "matrix product",
         "sum": "reduction",
         "mean": "reduction",

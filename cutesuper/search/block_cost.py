@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from cutesuper.graph.block import (
     ACCUMULATE,
     CLUSTER_REDUCE,
+    ENDING,
     LOAD,
     STORE,
     AxisKind,
@@ -229,7 +230,7 @@ class Model:
             if op.kind in (LOAD, STORE, "matmul", "constant"):
                 continue
             source = op.inputs[0] if "over" in op.attributes else i
-            if op.kind in (ACCUMULATE, CLUSTER_REDUCE) and not op.rescaled:
+            if op.kind in ENDING and not op.rescaled:
                 continue  # the tensor cores add up, or a few values of a row
             each = self.target.rates.instructions.get(op.kind, 1)
             if op.kind == "div" and len(ops[op.inputs[1]].dims) < len(op.dims):
@@ -286,8 +287,7 @@ class Model:
         """Reductions of a row program: across warps, over iterations, across a cluster."""
         if self.shape.products:
             return 0
-        steps = (ACCUMULATE, CLUSTER_REDUCE)
-        return sum("over" in op.attributes or op.kind in steps for op in self.structure.ops)
+        return sum("over" in op.attributes or op.kind in ENDING for op in self.structure.ops)
 
     def _end_us(self, cluster: Numbers) -> tuple[Reals, Reals]:
         """A block's exchange with its cluster, and its epilogue."""

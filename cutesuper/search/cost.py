@@ -12,8 +12,7 @@ from math import prod
 from typing import Any
 
 from cutesuper.graph.block import (
-    ACCUMULATE,
-    CLUSTER_REDUCE,
+    ENDING,
     LOAD,
     STORE,
     AxisKind,
@@ -388,7 +387,7 @@ def _along_rows(program: BlockProgram) -> str | None:
 
 
 def _computes(op: BlockOp) -> bool:
-    return op.kind not in (LOAD, STORE, "matmul", "constant", ACCUMULATE, CLUSTER_REDUCE)
+    return op.kind not in (LOAD, STORE, "matmul", "constant", *ENDING)
 
 
 def _count(program: BlockProgram, op: BlockOp, target: Target) -> float:

@@ -15,10 +15,19 @@ from itertools import product
 from math import inf
 from typing import Any, NamedTuple
 
-from cutesuper.graph.block import LOAD, STORE, Axis, AxisKind, BlockOp, BlockProgram
+from cutesuper.graph.block import (
+    ENDING,
+    GRID_REDUCE,
+    LOAD,
+    STORE,
+    Axis,
+    AxisKind,
+    BlockOp,
+    BlockProgram,
+)
 from cutesuper.graph.dims import Symbol
 from cutesuper.search.labels import LabelledProgram
-from cutesuper.search.saturate import GRID_REDUCE, Derivation, Table
+from cutesuper.search.saturate import Derivation, Table
 
 #: cost of computing class ``i`` by a derivation, in microseconds of the whole kernel
 Price = Callable[[int, Derivation], float]
@@ -212,7 +221,7 @@ class _Builder:
         """The operation that computes a class."""
         if i not in self.index:
             d = self.chosen[i]
-            if d.kind == GRID_REDUCE:
+            if d.kind == GRID_REDUCE and self.table.split.parted:
                 self.index[i] = self._combine(d)
             else:
                 args = tuple(self.place(j) for j in d.inputs)
@@ -300,7 +309,7 @@ def _block_op(
         attributes = dict(source.attributes)
         if d.kind == LOAD:
             attributes["tensor"] = f"in{attributes['tensor']}"
-    elif d.kind in ("accumulate", "cluster_reduce"):
+    elif d.kind in ENDING:
         attributes["axis"] = d.over
     elif d.over is not None:
         attributes["over"] = d.over

@@ -3,6 +3,7 @@
 * `MatmulForm`: one loop over the contracted label, any number of products that share a row operand,
   statistics of the rows, products of what the loop gave, an element-wise epilogue, reductions along
   the columns.
+* `ChainedForm` (`chained_form`): two products in one loop over what lies between them.
 * `RowForm`: no products; whole rows are resident, in whatever order tensors are stored.
 * `BlockForm`: everything that a block program can express, whether or not a skeleton runs it.
 
@@ -13,7 +14,7 @@ new form.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -25,12 +26,16 @@ from cutesuper.graph.hidden import MAX_HIDDEN
 from cutesuper.graph.rows import MAX_ROW, row_label
 from cutesuper.graph.shift import find_shift
 from cutesuper.graph.vectors import MAX_VECTORS, vector_products
-from cutesuper.search.labels import LabelledOp, LabelledProgram, LabelMap, Region
+from cutesuper.search.chained_form import ALIGN, ChainedForm, chained_form
+from cutesuper.search.labels import LabelledOp, LabelledProgram, Region
+from cutesuper.search.products import (
+    after_products,
+    is_product,
+    labels_of,
+    matrix_products,
+    shown,
+)
 from cutesuper.search.splits import AnyRules, Operand, Split, State, splits
-
-#: 16-byte copies of 16-bit elements
-ALIGN = 8
-
 
 #: columns that are reduced: so many blocks of a cluster hold so many each
 MAX_REDUCED = 8 * 256
@@ -222,7 +227,7 @@ class BlockForm(AnyRules):
         )
 
 
-Form = MatmulForm | RowForm | BlockForm
+Form = MatmulForm | ChainedForm | RowForm | BlockForm
 
 
 def find_form(region: Region, program: LabelledProgram) -> Form:
@@ -233,32 +238,22 @@ def find_form(region: Region, program: LabelledProgram) -> Form:
     """
     _check_symbols(program)
     products = matrix_products(program)
-    return _matmul_form(region, program, products) if products else _row_form(program)
-
-
-def matrix_products(program: LabelledProgram) -> list[LabelledOp]:
-    """The products that need the tensor cores."""
-    return [op for op in program.ops if _is_product(program, op)]
-
-
-def _labels(mapping: LabelMap) -> list[str]:
-    return [x for x in mapping if x is not None]
+    if not products:
+        return _row_form(program)
+    try:
+        return _matmul_form(region, program, products)
+    except SearchError:
+        if len(products) == 1 or after_products(program).isdisjoint(products[-1].inputs):
+            raise
+    return chained_form(region, program, products)
 
 
 def _check_symbols(program: LabelledProgram) -> None:
     """Strides are numbers: only the outermost dimension of a stored tensor may be symbolic."""
     for _, m in program.outputs:
-        for name in _labels(m)[1:]:
+        for name in labels_of(m)[1:]:
             if isinstance(extent := program.dims[name], Symbol):
                 raise SearchError(f"a tensor is stored with {extent} not as its first dimension")
-
-
-def _is_product(program: LabelledProgram, op: LabelledOp) -> bool:
-    """A product of a matrix with a vector is a multiplication and a sum instead."""
-    if op.kind != "matmul":
-        return False
-    a, b = (program.ops[i].labels for i in op.inputs)
-    return not a <= b and not b <= a
 
 
 # --------------------------------------------------------------------------------------- products
@@ -267,7 +262,7 @@ def _is_product(program: LabelledProgram, op: LabelledOp) -> bool:
 def _matmul_form(
     region: Region, program: LabelledProgram, products: list[LabelledOp]
 ) -> MatmulForm:
-    after = _after_products(program)
+    after = after_products(program)
     first = [op for op in products if after.isdisjoint(op.inputs)]
     # of products over different labels the longest is the loop's: X W + T B with a T of 16 columns
     contracted = max((str(op.over) for op in first), key=lambda d: dim_extent(program.dims[d]))
@@ -281,7 +276,7 @@ def _matmul_form(
     )
     if len(over) > 1:
         raise SearchError(
-            f"one kernel reduces over one dimension, this needs {_shown(map(str, over))}"
+            f"one kernel reduces over one dimension, this needs {shown(map(str, over))}"
         )
     reduced = _check_after(program, after, hidden, column)
     for op in products:
@@ -291,7 +286,7 @@ def _matmul_form(
     vectors = _has_vectors(program, contracted, {column, *hidden})
     if vectors and hidden:
         raise SearchError(
-            f"a vector of {column} beside a product over {_shown(hidden)}, of what another product "
+            f"a vector of {column} beside a product over {shown(hidden)}, of what another product "
             "gives: another kernel"
         )
     form = MatmulForm(row, column, contracted, batch, hidden, reduced, vectors)
@@ -304,18 +299,9 @@ def _matmul_form(
 def _has_vectors(program: LabelledProgram, contracted: str, free: set[str]) -> bool:
     """Whether something without rows is reduced to a row vector: see `MatmulForm.vectors`."""
     return any(
-        op.over == contracted and not free.isdisjoint(op.labels) and not _is_product(program, op)
+        op.over == contracted and not free.isdisjoint(op.labels) and not is_product(program, op)
         for op in program.ops
     )
-
-
-def _after_products(program: LabelledProgram) -> set[int]:
-    """Operations that are, or depend on, a matrix product."""
-    after: set[int] = set()
-    for i, op in enumerate(program.ops):
-        if _is_product(program, op) or not after.isdisjoint(op.inputs):
-            after.add(i)
-    return after
 
 
 def _rows_and_columns(
@@ -323,12 +309,12 @@ def _rows_and_columns(
 ) -> tuple[str, str]:
     """The last two labels of what is stored; of a product, where only rows are stored."""
     a, b = (program.ops[i].labels for i in product.inputs)
-    ends = {tuple(_labels(m)[-2:]) for _, m in program.outputs}
+    ends = {tuple(labels_of(m)[-2:]) for _, m in program.outputs}
     whole = {e for e in ends if len(e) == 2 and not set(e) <= a and not set(e) <= b}
     if len(whole) == 1:
         (end,) = whole
         return end
-    rows = {_labels(m)[-1] for _, m in program.outputs if _labels(m)}
+    rows = {labels_of(m)[-1] for _, m in program.outputs if labels_of(m)}
     free = [d for d in program.dims if d in (a | b) and d not in (product.over, *rows, *hidden)]
     if whole or len(rows) != 1 or not free:
         raise SearchError("a matrix product kernel stores tensors with the same rows and columns")
@@ -347,7 +333,7 @@ def _check_after(
     for op in program.ops:
         if op.over is None or after.isdisjoint(op.inputs):
             continue
-        if _is_product(program, op):
+        if is_product(program, op):
             if op.over not in hidden or any(_tail(program, j, after) for j in op.inputs):
                 raise SearchError("a product of a product of a product: another kernel")
             continue
@@ -356,7 +342,7 @@ def _check_after(
         reduced = True
     if any(i not in after for i, _ in program.outputs):
         raise SearchError("a matrix product kernel stores only what depends on a product")
-    if any(set(hidden) & set(_labels(m)) for _, m in program.outputs):
+    if any(set(hidden) & set(labels_of(m)) for _, m in program.outputs):
         raise SearchError("what lies between two products is not stored")
     return reduced
 
@@ -364,7 +350,7 @@ def _check_after(
 def _tail(program: LabelledProgram, i: int, after: set[int]) -> bool:
     """Whether an operation depends on a product of what another one gave."""
     op = program.ops[i]
-    if _is_product(program, op) and not after.isdisjoint(op.inputs):
+    if is_product(program, op) and not after.isdisjoint(op.inputs):
         return True
     return any(_tail(program, j, after) for j in op.inputs)
 
@@ -403,7 +389,7 @@ def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
 
 
 def _check_load(region: Region, op: LabelledOp, form: MatmulForm) -> None:
-    mapping = _labels(op.attributes["map"])
+    mapping = labels_of(op.attributes["map"])
     tensor = op.attributes["tensor"]
     operands = {form.contracted, *form.hidden} & set(mapping)
     matrix = len(operands | {form.row, form.column} & set(mapping)) > 1
@@ -431,9 +417,9 @@ def _check_load(region: Region, op: LabelledOp, form: MatmulForm) -> None:
 def _row_form(program: LabelledProgram) -> RowForm:
     reduced = program.reduced
     if len(reduced) > 1:
-        raise SearchError(f"one kernel reduces over one dimension, this needs {_shown(reduced)}")
-    stored = [_labels(m) for _, m in program.outputs]
-    loaded = [_labels(op.attributes["map"]) for op in program.of_kind("load")]
+        raise SearchError(f"one kernel reduces over one dimension, this needs {shown(reduced)}")
+    stored = [labels_of(m) for _, m in program.outputs]
+    loaded = [labels_of(op.attributes["map"]) for op in program.of_kind("load")]
     row = row_label(program.dims, reduced, stored, loaded)
     if row is None:
         raise SearchError("all tensors have one element; no kernel is made for that")
@@ -443,7 +429,3 @@ def _row_form(program: LabelledProgram) -> RowForm:
     if reduced and extent > MAX_ROW:
         raise SearchError(f"a reduction over {extent} elements; at most {MAX_ROW} are resident")
     return RowForm(row, bool(reduced))
-
-
-def _shown(labels: Iterable[str]) -> str:
-    return ", ".join(labels)

@@ -15,12 +15,14 @@ from math import prod
 import numpy as np
 
 from cutesuper.errors import SearchError
-from cutesuper.graph.block import STORE, AxisKind, BlockOp, BlockProgram
+from cutesuper.graph.block import ENDING, STORE, AxisKind, BlockOp, BlockProgram
 from cutesuper.graph.check import MAX_PASSES, check_block_program
 from cutesuper.graph.dims import extent
 from cutesuper.graph.target import Target
 from cutesuper.search.block_cost import Model
 from cutesuper.search.blocks import CLUSTERS, STRIPS, Shape, candidates
+from cutesuper.search.chained_cost import chained_price
+from cutesuper.search.chained_form import ChainedForm
 from cutesuper.search.cost import Cost, price
 from cutesuper.search.distribute import distributed
 from cutesuper.search.extract import Partial, Structure, extract, structure
@@ -231,7 +233,9 @@ class _RegionSearch:
 
     # ----------------------------------------------------------------------- what skeletons run
 
-    def _skeleton(self, form: MatmulForm | RowForm, space: Space) -> Iterator[Way]:
+    def _skeleton(
+        self, form: MatmulForm | ChainedForm | RowForm, space: Space
+    ) -> Iterator[Way]:
         """Sized programs of all splits of a form that the lowering has."""
         for split in form.splits(space.program):
             structures = self._structures(form, space, split, self.options.programs_per_split)
@@ -258,7 +262,10 @@ class _RegionSearch:
         self.counts.classes += len(table.classes)
         self.counts.tried += table.tried
         self.counts.largest = max(self.counts.largest, len(table.classes))
-        cost = price(table, form, self.target, self.region.output_dtypes[0].itemsize)
+        if isinstance(form, ChainedForm):
+            cost = chained_price(table, form, self.target)
+        else:
+            cost = price(table, form, self.target, self.region.output_dtypes[0].itemsize)
         extracted = extract(table, cost, count, self.options.slack)
         self.counts.feasible += bool(extracted)
         self.counts.programs += len(extracted)
@@ -427,7 +434,7 @@ def _smaller(split: Split) -> Iterator[Split]:
 
 
 def _iterates(program: BlockProgram) -> bool:
-    return any(op.kind in ("accumulate", "cluster_reduce") for op in program.ops)
+    return any(op.kind in ENDING for op in program.ops)
 
 
 def _with_parts(found: Structure, first: BlockProgram) -> BlockProgram:

@@ -22,7 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cutesuper.errors import SearchError
-from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE, LOAD, Axis, AxisKind
+from cutesuper.graph.block import (
+    ACCUMULATE,
+    CLUSTER_REDUCE,
+    GRID_REDUCE,
+    LOAD,
+    Axis,
+    AxisKind,
+)
 from cutesuper.graph.field import DivisionByZero, FieldAlgebra, FieldValue, align, uniform
 from cutesuper.graph.operators import Operator, lookup
 from cutesuper.search.labels import LabelledOp
@@ -34,8 +41,7 @@ _PART = 2
 #: results formed for each class of the limit: high powers of quotients are few classes but slow
 _TRIED = 20
 _ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
-#: combines the partial results that the blocks of a grid left, in a second kernel
-GRID_REDUCE = "grid_reduce"
+#: what ends an axis; over the grid it is a second kernel where `Split.parted` says so
 _CLOSED_BY = {
     AxisKind.LOOP: ACCUMULATE,
     AxisKind.PERSISTENT: ACCUMULATE,
@@ -113,7 +119,7 @@ class Table:
 
     def _encloses(self, axis: Axis) -> bool:
         """Whether values live inside an axis until something closes it."""
-        return axis.kind in _ITERATED or axis.name == self.split.parted_axis
+        return axis.kind in _ITERATED or axis.name == self.split.divided_axis
 
     def _source_value(self, op: LabelledOp, args: list[FieldValue]) -> FieldValue:
         if op.kind == "load":
@@ -215,7 +221,7 @@ class Table:
 
     def _one(self, i: int, kind: str, attributes: tuple[tuple[str, Any], ...]) -> None:
         c, operator, given = self.classes[i], lookup(kind), dict(attributes)
-        if operator.masks and not {given["rows"], given["columns"]} <= c.labels:
+        if operator.masks and not _positions(given) <= c.labels:
             return
         form = operator.symbolic(self.space.table, [c.form], given)
         self._offer(
@@ -256,7 +262,8 @@ class Table:
         left = [self.axes[n] for n in c.state.inside if n != axis.name]
         if axis.kind == AxisKind.GRID:
             alone = len(c.state.pending) == 1 and all(a.dim in c.labels for a in left)
-            return alone and axis.name == self.split.parted_axis
+            alone = alone and not (left and self.split.joined)
+            return alone and axis.name == self.split.divided_axis
         return all(a.kind != AxisKind.LOOP for a in left)
 
     def _shifts(self, form: int, label: str) -> list[int]:
@@ -297,7 +304,8 @@ class Table:
             before = sum(n == axis.name for n, _ in closed)
             closed = closed | {(axis.name, before + 1)}
         # another kernel is inside of nothing
-        inside = frozenset[str]() if axis.kind == AxisKind.GRID else state.inside - {axis.name}
+        later = axis.name == self.split.parted_axis
+        inside = frozenset[str]() if later else state.inside - {axis.name}
         return State(inside, closed, state.pending - {axis.name})
 
     # -------------------------------------------------------------------------------------- values
@@ -307,21 +315,25 @@ class Table:
     ) -> FieldValue:
         operator = lookup(kind)
         if operator.masks:
-            return self._masked_value(operator, args[0], attributes)
+            return self._masked_value(operator, args, attributes)
         return operator.symbolic(self._field, args, attributes)
 
     def _masked_value(
-        self, operator: Operator, x: FieldValue, attributes: dict[str, Any]
+        self, operator: Operator, args: list[FieldValue], attributes: dict[str, Any]
     ) -> FieldValue:
         """-inf where a masking operator hides an element, at the positions of class keys."""
-        names = [self.split.parts(attributes[side]) for side in ("rows", "columns")]
+        x, *others = args
+        labels = [attributes[side] for side in ("rows", "columns")]
+        names = [() if d is None else self.split.parts(d) for d in labels]
         extents = [_PART ** len(n) for n in names]
         own = {k: v for k, v in attributes.items() if k not in ("rows", "columns")}
+        given = [y.p[..., None, None] % np.uint64(extents[1] + 1) for y in others]
         keep = operator.visible(
             np.arange(extents[0])[:, None], np.arange(extents[1])[None, :],
-            (extents[0], extents[1]), own,
+            (extents[0], extents[1]), own, *given,
         )
-        parts = (*names[0], *names[1])
+        parts = (*(d for y in others for d in y.dims), *names[0], *names[1])
+        keep = np.broadcast_to(keep, (*keep.shape[:-2], *extents))
         return x.hide(align(~keep.reshape([_PART] * len(parts)), parts, x.dims))
 
     def _rescaled_value(self, x: int, t: int, top: int, axis: Axis) -> FieldValue:
@@ -359,6 +371,10 @@ class Table:
         if usable and (nested or frozenset((a.labels, b.labels)) in self.space.outer):
             for kind, left, right in self._binary(i, j, pairing):
                 self._elementwise(kind, left, right, labels, state)
+            for kind, attributes in self.space.masks:
+                for left, right in {(i, j), (j, i)}:
+                    if _positions(dict(attributes)) <= self.classes[left].labels:
+                        self._elementwise(kind, left, right, labels, state, attributes)
         if pairing.fits and (not nested or self.rules.vectors):
             self._contractions(i, j, labels, state)
 
@@ -403,13 +419,14 @@ class Table:
         yield from ((k, *o) for k in kinds if k not in ARITHMETIC for o in {(i, j), (j, i)})
 
     def _elementwise(
-        self, kind: str, i: int, j: int, labels: frozenset[str], state: State
+        self, kind: str, i: int, j: int, labels: frozenset[str], state: State,
+        attributes: tuple[tuple[str, Any], ...] = (),
     ) -> None:
-        forms = [self.classes[i].form, self.classes[j].form]
-        form = lookup(kind).symbolic(self.space.table, forms, {})
+        forms, given = [self.classes[i].form, self.classes[j].form], dict(attributes)
+        form = lookup(kind).symbolic(self.space.table, forms, given)
         self._offer(
-            form, labels, state, Derivation(kind, (i, j)),
-            lambda: self._elementwise_value(kind, [self.values[i], self.values[j]], {}),
+            form, labels, state, Derivation(kind, (i, j), None, attributes),
+            lambda: self._elementwise_value(kind, [self.values[i], self.values[j]], given),
         )
 
     def _contractions(self, i: int, j: int, labels: frozenset[str], state: State) -> None:
@@ -463,6 +480,11 @@ class Table:
             if (c.form, c.labels, c.value) == goal
             and all(self.axes[a].dim in c.labels for a in c.state.inside)
         ]
+
+
+def _positions(attributes: dict[str, Any]) -> set[str]:
+    """The labels along which a mask takes positions; a single row has none."""
+    return {attributes[side] for side in ("rows", "columns")} - {None}
 
 
 def saturate(

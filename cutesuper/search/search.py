@@ -15,6 +15,9 @@ from pathlib import Path
 
 from cutesuper.errors import LoweringError, SearchError
 from cutesuper.graph.block import (
+    ACCUMULATE,
+    CLUSTER_REDUCE,
+    GRID_REDUCE,
     LOAD,
     STORE,
     BlockOp,
@@ -29,9 +32,9 @@ from cutesuper.graph.dtypes import float32
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import Target
 from cutesuper.search.cost import Cost
-from cutesuper.search.forms import matrix_products
 from cutesuper.search.kernels import Cut, Flat, Groups, Segment, Segments, cuts
 from cutesuper.search.labels import Region, label
+from cutesuper.search.products import matrix_products
 from cutesuper.search.region import OUT_OF_TIME, Counts, Found, SearchOptions, Way, search_region
 from cutesuper.search.sizing import describe
 
@@ -444,7 +447,7 @@ def show(program: BlockProgram) -> str:
     """
     text: list[str] = []
     stores: list[str] = []
-    short = {"accumulate": "acc", "cluster_reduce": "cluster"}
+    short = {ACCUMULATE: "acc", CLUSTER_REDUCE: "cluster", GRID_REDUCE: "grid"}
     for op in program.ops:
         args = ", ".join(text[j] for j in op.inputs)
         if op.kind == LOAD:

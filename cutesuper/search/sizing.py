@@ -14,6 +14,8 @@ from cutesuper.graph.block import Axis, AxisKind, BlockProgram
 from cutesuper.graph.dims import Symbol, ceil_div, extent
 from cutesuper.graph.shift import MAX_SHIFTED_ROWS, find_shift
 from cutesuper.graph.target import Target
+from cutesuper.search.chained_form import ChainedForm
+from cutesuper.search.chained_sizes import chained_sizes
 from cutesuper.search.cost import (
     Cost,
     accumulators,
@@ -61,7 +63,7 @@ class Sized:
 
 def sized(
     structure: BlockProgram,
-    form: MatmulForm | RowForm,
+    form: MatmulForm | ChainedForm | RowForm,
     target: Target,
     itemsizes: dict[str, int],
     keep: int,
@@ -79,6 +81,8 @@ def sized(
     """
     if isinstance(form, MatmulForm):
         found = _matmul_sizes(structure, form, target, itemsizes, pruned)
+    elif isinstance(form, ChainedForm):
+        found = (Sized(*s) for s in chained_sizes(structure, form, target, itemsizes, pruned))
     else:
         found = _row_sizes(structure, form, target, itemsizes, pruned)
     return sorted(found, key=lambda s: s.cost.total)[:keep]

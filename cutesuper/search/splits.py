@@ -27,18 +27,27 @@ class Split:
         kinds: for every label.
         parted: the label that is reduced and divided by the grid: blocks store partial results,
             which a second kernel combines.
+        joined: the label that is reduced and divided by the grid, where the blocks combine their
+            results themselves (``grid_reduce``).
         passes: how often a block may walk its loop. LayerNorm and a product take three: the
             mean, the variance, the product.
     """
 
     kinds: tuple[tuple[str, tuple[AxisKind, ...]], ...]
     parted: str | None = None
+    joined: str | None = None
     passes: int = 1
 
     @property
     def parted_axis(self) -> str | None:
         """Name of the grid axis over which a second kernel combines."""
         return None if self.parted is None else f"{self.parted}.{AxisKind.GRID}"
+
+    @property
+    def divided_axis(self) -> str | None:
+        """Name of the grid axis that divides a reduced label, whoever combines its parts."""
+        label = self.parted or self.joined
+        return None if label is None else f"{label}.{AxisKind.GRID}"
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -69,8 +78,8 @@ def all_parts(label: str) -> tuple[str, ...]:
 class State(NamedTuple):
     """What a value depends on besides its labels; see `graph.check.ValueState`.
 
-    Here the axis along which a kernel leaves partial results for a second one counts as an axis
-    inside which values live until that kernel has ended (`Split.parted`).
+    Here a grid axis that divides a reduced label counts as an axis inside which values live until
+    its parts are combined, by a second kernel or by the last block (`Split.divided_axis`).
     """
 
     inside: frozenset[str]
@@ -170,7 +179,8 @@ def splits(program: LabelledProgram) -> Iterator[Split]:
         if len(parted) <= 1 and not _nested(c):
             looped = {d for d, ks in kinds_of.items() if _LOOP in ks}
             passes = 2 if looped & again else 1
-            yield Split(tuple(kinds_of.items()), parted[0] if parted else None, passes)
+            whole = tuple(kinds_of.items())
+            yield Split(whole, parted[0] if parted else None, passes=passes)
 
 
 def _nested(kinds: tuple[tuple[AxisKind, ...], ...]) -> bool:

@@ -7,7 +7,8 @@ then held in one value, and each operation of a block program is one operation o
 
 Where that would not fit in memory (real extents), grid, persistent and loop axes are cut into
 chunks that are visited in turn: a value that has a cut dimension is made for one chunk at a time,
-and `accumulate` walks the chunks of its axis, as often as the program walks the loop. Accumulators
+and `accumulate` (over the grid `grid_reduce`) walks the chunks of its axis, as often as the program
+walks the loop. Accumulators
 that end an axis in the same walk share it; rescaled sums take a walk of their own after the maxima.
 
 Elements past the end of a dimension never count: sums, products and maxima over a label leave them
@@ -28,7 +29,8 @@ from numpy.typing import NDArray
 from cutesuper.errors import VerificationError
 from cutesuper.graph.block import (
     ACCUMULATE,
-    CLUSTER_REDUCE,
+    ENDING,
+    GRID_REDUCE,
     LOAD,
     STORE,
     AxisKind,
@@ -46,6 +48,9 @@ CHUNK_ELEMENTS = 1 << 22
 
 #: axis -> the range of its parts that is held
 Window = dict[str, tuple[int, int]]
+
+#: operations that end an axis which may be cut into chunks
+_WALKED = (ACCUMULATE, GRID_REDUCE)
 
 
 @dataclass(frozen=True)
@@ -170,7 +175,7 @@ class BlockRun:
             return known[1]
         op = self.program.ops[i]
         axis = op.attributes.get("axis")
-        if op.kind == ACCUMULATE and axis in self._step:
+        if op.kind in _WALKED and axis in self._step:
             return self._accumulate(i, axis, here)
         args = [self._value(j, window) for j in op.inputs]
         if i not in self.q_wanted and op.kind != "exp" and not op.rescaled:
@@ -199,7 +204,7 @@ class BlockRun:
             if name not in self.tensors:
                 raise VerificationError(f"load: tensor {name} does not exist")
             return self.a.load(self.tensors[name], self.layout.mapped(op), window)
-        if op.kind in (ACCUMULATE, CLUSTER_REDUCE):
+        if op.kind in ENDING:
             return self._reduce(op, args)
         if "over" in op.attributes:
             return self._over(op, args, window)
@@ -297,7 +302,7 @@ class BlockRun:
         ops, states = self.program.ops, check_block_program(self.program)
         groups: dict[Any, list[int]] = {}
         for i, op in enumerate(ops):
-            if op.kind == ACCUMULATE:
+            if op.kind in _WALKED:
                 axis = op.attributes["axis"]
                 number = pass_of(states[i], axis)
                 groups.setdefault((axis, number, op.rescaled, self._cut[i]), []).append(i)

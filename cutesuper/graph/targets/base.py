@@ -7,6 +7,36 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
+class ChainedRates:
+    """Constants of the cost model of two chained products (`search.chained_cost`), microseconds.
+
+    Attributes:
+        ramp_us: barriers, the first loads and the last store of a block.
+        last_step: part of the last tile's work that no load hides.
+        step_us: latencies of one warpgroup for a tile of keys, which only another one hides: both
+            products and the softmax between them wait for each other.
+        exps_per_us: exponentials of one SM.
+        cluster_us, cluster_part_us: joining the parts of a cluster, and for each part.
+        cluster_sent_us, cluster_read_us: for each 1024 results of a block; the latter are divided
+            by the cluster, whose blocks finish some columns each.
+        grid_us, grid_part_us: joining the parts of the grid, and for each part.
+        grid_sent_us: for each 1024 results of a block.
+    """
+
+    ramp_us: float
+    last_step: float
+    step_us: float
+    exps_per_us: float
+    cluster_us: float
+    cluster_part_us: float
+    cluster_sent_us: float
+    cluster_read_us: float
+    grid_us: float
+    grid_part_us: float
+    grid_sent_us: float
+
+
+@dataclass(frozen=True)
 class Rates:
     """Constants of the cost model that are fitted to measurements; times in microseconds.
 
@@ -34,6 +64,7 @@ class Rates:
             infinitely large.
         half_area: accumulator elements at which half of the rest is lost to operand traffic.
         lanes_per_us: arithmetic instructions of one SM, one for each lane.
+        chained: of two chained products.
         instructions: instructions per element, by operator; 1 for what is not named.
     """
 
@@ -55,6 +86,7 @@ class Rates:
     tensor_efficiency: float
     half_area: float
     lanes_per_us: float
+    chained: ChainedRates
     instructions: Mapping[str, float] = field(hash=False)
 
 

@@ -7,7 +7,33 @@ only, the model orders the other 12 nearly as well: the best is among its first 
 
 from __future__ import annotations
 
-from cutesuper.graph.targets.base import Rates, Target
+from cutesuper.graph.targets.base import ChainedRates, Rates, Target
+
+#: From hand-written kernels for softmax(Q K) V, checked and timed with cold L2. Named by rows of
+#: all heads of K and V, keys and head dimension; C8 G2 is a cluster of 8 and 2 parts of the grid.
+CHAINED = ChainedRates(
+    # 512 x 4096 x 64 in C8 takes 3.96 without softmax and exchange, of which 1.5 are the launch and
+    # 1.5 the loads of an SM
+    ramp_us=0.55,
+    # decoding with 4096 keys: 7.85 with tiles of 64 keys, 8.07 with 128
+    last_step=0.3,
+    # 512 x 4096 x 64 in C8: 6.14 with tiles of 128 keys, 7.08 with 64; 4096 x 4096 x 64 in C2: 14.0
+    # and 15.5
+    step_us=0.3,
+    # 16 per cycle at 1.75 GHz
+    exps_per_us=16 * 1750,
+    # 32 x 4096 x 128 (decoding), C2: 0.4, and 1.6 more in C16; 512 x 4096 x 64, C8: 0.9 to 1.4;
+    # 4096 x 4096 x 64, C2: 1.7
+    cluster_us=0.17,
+    cluster_part_us=0.09,
+    cluster_sent_us=0.058,
+    cluster_read_us=0.53,
+    # decoding: 1.1 in C2 G8 (7.85), 8.7 in all without a cluster in 16 parts; 512 x 4096 x 64 takes
+    # 6.9 to 8.4 in C8 G2, 8.3 in C2 G8 and 13.8 in G16, where C8 alone takes 6.14
+    grid_us=0.4,
+    grid_part_us=0.06,
+    grid_sent_us=0.4,
+)
 
 RATES = Rates(
     # blocks that are too few for the memory: 5 of 64x256 and 128 iterations of 40 KB take 56,
@@ -53,6 +79,7 @@ RATES = Rates(
     half_area=1024,
     # 128 lanes at 1.75 GHz, half of them reached
     lanes_per_us=128 * 1750 / 2,
+    chained=CHAINED,
     instructions={
         "exp": 8, "sqrt": 8, "rsqrt": 8, "div": 8, "silu": 16, "gelu": 24, "sigmoid": 16,
         "tanh": 16, "erf": 16,

@@ -1,0 +1,39 @@
+"""Matrix products of a labelled program: what needs the tensor cores, and what depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cutesuper.search.labels import LabelledOp, LabelledProgram, LabelMap
+
+
+def is_product(program: LabelledProgram, op: LabelledOp) -> bool:
+    """A product of a matrix with a vector is a multiplication and a sum instead."""
+    if op.kind != "matmul":
+        return False
+    a, b = (program.ops[i].labels for i in op.inputs)
+    return not a <= b and not b <= a
+
+
+def matrix_products(program: LabelledProgram) -> list[LabelledOp]:
+    """The products that need the tensor cores."""
+    return [op for op in program.ops if is_product(program, op)]
+
+
+def after_products(program: LabelledProgram) -> set[int]:
+    """Operations that are, or depend on, a matrix product."""
+    after: set[int] = set()
+    for i, op in enumerate(program.ops):
+        if is_product(program, op) or not after.isdisjoint(op.inputs):
+            after.add(i)
+    return after
+
+
+def labels_of(mapping: LabelMap) -> list[str]:
+    """The labels of a map, extents of 1 left out."""
+    return [x for x in mapping if x is not None]
+
+
+def shown(labels: Iterable[str]) -> str:
+    """``M, N``."""
+    return ", ".join(labels)
