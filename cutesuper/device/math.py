@@ -9,6 +9,7 @@ from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32
+from cutlass.cutlass_dsl import select_
 
 
 class DeviceMath:
@@ -64,6 +65,11 @@ class DeviceMath:
     def minimum(self, x: Any, y: Any) -> Any:
         """The smaller one; NaN wins, as in PyTorch."""
         return _select(x, y, nan_min)
+
+
+def choose(condition: Any, x: Any, y: Any) -> Float32:
+    """x where the condition holds, else y; both are computed, nothing branches."""
+    return Float32(select_(condition, Float32(x), Float32(y)))
 
 
 def nan_max(x: Any, y: Any) -> Float32:

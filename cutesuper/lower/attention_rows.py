@@ -285,21 +285,24 @@ class Rows:
     def rewrite(self, smem, tensors, values, base, row, piece):
         """Replace eight elements of a row by what is multiplied."""
         k, prologue = self.k, self.plan.prologue
-        leaves = []
-        for i in prologue.leaves:
-            if i == self.plan.row_load:
-                leaves.append(self.read(smem, base, row, piece).load().to(Float32))
-            elif i in self.plan.vectors:
-                register = cute.make_rmem_tensor(cute.make_layout(PIECE), k.dtype)
-                pointer = tensors[self.plan.vectors[i].argument].iterator
-                source = pointer + cute.assume(piece * PIECE, divby=PIECE)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(PIECE)), register)
-                leaves.append(register.load().to(Float32))
-            else:
-                leaves.append(values[i])
+        leaves = [self.leaf(i, smem, tensors, values, base, row, piece) for i in prologue.leaves]
         result = cute.make_rmem_tensor(cute.make_layout(PIECE), k.dtype)
         result.store(prologue.evaluate(leaves, k.math).to(k.dtype))
         cute.autovec_copy(result, self.linear(smem, base, row, piece))
+
+    def leaf(
+        self, i: int, smem: Any, tensors: Any, values: Any, base: Any, row: Any, piece: Any
+    ) -> Any:
+        """What the prologue takes: eight elements of a row or of a vector, or a value of the row."""
+        if i == self.plan.row_load:
+            return self.read(smem, base, row, piece).load().to(Float32)
+        if i not in self.plan.vectors:
+            return values[i]
+        register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
+        pointer = tensors[self.plan.vectors[i].argument].iterator
+        source = pointer + cute.assume(piece * PIECE, divby=PIECE)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(PIECE)), register)
+        return register.load().to(Float32)
 
     def read(self, smem: dict[str, Any], base: Any, row: Any, piece: Any) -> cute.Tensor:
         """Eight elements of a row."""

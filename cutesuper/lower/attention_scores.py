@@ -16,6 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cutesuper.device.math import choose
 from cutesuper.graph.thread import ThreadExpression
 
 if TYPE_CHECKING:
@@ -85,8 +86,7 @@ class Scores:
         for r in cutlass.range_constexpr(self.rows):
             limit = rows["limits"][r] - first
             for i, column in self.elements(r):
-                if column >= limit:
-                    scores[i] = Float32(value)
+                scores[i] = choose(column < limit, scores[i], value)
 
     @cute.jit
     def shift(self, scores, state):
@@ -128,8 +128,7 @@ class Scores:
                 for n, (i, column) in enumerate(self.elements(r)):
                     x = self.evaluate(s.source, scores[i], r, column, rows, values, leaf)
                     if cutlass.const_expr(boundary is not None and self.plan.ragged):
-                        if first + column >= rows["limits"][r]:
-                            x = Float32(0.0)
+                        x = choose(first + column < rows["limits"][r], x, 0.0)
                     parts[n % 4] += x
                 state[2 * r + 1] += (parts[0] + parts[1]) + (parts[2] + parts[3])
         if cutlass.const_expr(not self.plan.result.source.trivial):
