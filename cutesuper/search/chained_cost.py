@@ -27,6 +27,8 @@ from cutesuper.search.saturate import Derivation, Table
 WARPGROUP_ROWS = 64
 #: shared memory of a block so that an SM holds two
 HALF_SM = 113 * 1024
+#: and the registers of a thread for accumulators
+HALF_REGISTERS = 112
 #: barriers, row scalars
 RESERVED_BYTES = 4096
 MIN_STAGES = 2
@@ -118,11 +120,8 @@ class ChainedModel:
             if op.attributes.get("over") in (form.inner, form.columns)
             and op.kind != "matmul" and form.keys in op.dims
         )  # fmt: skip
-        causal = form.causal(structure)
-        rows = prod(self.dims[d] for d in form.rows)
-        seen = 1 - min(rows, self.dims[form.keys]) / (2 * self.dims[form.keys])
         #: part of the scores that is not hidden
-        self.seen = seen if causal else 1.0
+        self.seen = self._seen(structure)
 
     def _on_scores(self, op: BlockOp, ops: tuple[BlockOp, ...]) -> bool:
         """Whether an operation is computed for every score."""
@@ -130,6 +129,12 @@ class ChainedModel:
             return False
         labels = ops[op.inputs[0]].dims if "over" in op.attributes else op.dims
         return self.form.keys in labels and not set(labels).isdisjoint(self.form.rows)
+
+    def _seen(self, structure: BlockProgram) -> float:
+        """Half of the positions that rows and keys share are hidden by a causal mask."""
+        rows = self.form.causal(structure)
+        keys = self.dims[self.form.keys]
+        return 1.0 if rows is None else 1 - min(self.dims[rows], keys) / (2 * keys)
 
     # ------------------------------------------------------------------------------------- memory
 
@@ -149,8 +154,8 @@ class ChainedModel:
         32 x 4096 x 128 (decoding) takes 7.85 in 64 clusters of 2, 10.3 in 32 clusters of 4, of
         which 30 fit with one block on an SM.
         """
-        two = size.cluster == 1 and self.shared_bytes(size) <= HALF_SM
-        return 1 + (two and size.held == WARPGROUP_ROWS)
+        small = self.shared_bytes(size) <= HALF_SM and self.registers(size) <= HALF_REGISTERS
+        return 1 + (size.cluster == 1 and small and size.held == WARPGROUP_ROWS)
 
     # --------------------------------------------------------------------------------------- time
 
@@ -222,7 +227,7 @@ class ChainedModel:
         the tensor cores."""
         tensor, lanes = self._tile_us(size)
         groups = size.held // WARPGROUP_ROWS
-        return self.target.rates.chained.step_us + groups * tensor + lanes
+        return self.target.rates.chained.step_us / groups + groups * tensor + lanes
 
     def _join_us(self, size: ChainedSize) -> float:
         """Combining the parts of the keys, in a cluster and over the grid."""

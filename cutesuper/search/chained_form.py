@@ -77,7 +77,12 @@ class ChainedForm:
             return len(operands) == 1 and self.columns not in labels
         sides = [not labels.isdisjoint(self.rows)]
         sides += [d in labels for d in (self.inner, self.keys, self.columns)]
-        return sum(sides) <= 2 and not {self.inner, self.columns} <= labels
+        if sum(sides) > 2 or {self.inner, self.columns} <= labels:
+            return False
+        if self.keys in labels and not labels.isdisjoint((self.inner, self.columns)):
+            return all(x == labels for x in operands)  # only reductions follow
+        # what a row or a number scales Q by scales the scores as well
+        return self.inner not in labels or all(self.inner in x for x in operands)
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
         """Q and K over the inner label, V over its columns, scores over the keys."""
@@ -116,11 +121,12 @@ class ChainedForm:
 
     # ------------------------------------------------------------------------------------- extents
 
-    def causal(self, program: BlockProgram) -> bool:
-        """Whether a mask hides the keys after the row's own position."""
-        return any(
-            op.kind == "causal_mask" or op.attributes.get("causal", False) for op in program.ops
-        )
+    def causal(self, program: BlockProgram) -> str | None:
+        """The rows of a mask that hides the keys after a row's own position."""
+        for op in program.ops:
+            if is_mask(op.kind) and op.attributes.get("causal", True):
+                return op.attributes["rows"]
+        return None
 
     def uneven(self, program: BlockProgram) -> bool:
         """Whether how many keys count is known only when the kernel runs."""
