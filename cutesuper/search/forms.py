@@ -23,6 +23,7 @@ from cutesuper.graph.block import CLUSTER_REDUCE, AxisKind, BlockProgram
 from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.dims import extent as dim_extent
 from cutesuper.graph.hidden import MAX_HIDDEN
+from cutesuper.graph.operators import lookup
 from cutesuper.graph.rows import MAX_ROW, row_label
 from cutesuper.graph.shift import find_shift
 from cutesuper.graph.vectors import MAX_VECTORS, vector_products
@@ -238,14 +239,32 @@ def find_form(region: Region, program: LabelledProgram) -> Form:
     """
     _check_symbols(program)
     products = matrix_products(program)
+    reason = needs_positions(region)
+    chained = len(products) > 1 and not after_products(program).isdisjoint(products[-1].inputs)
+    if reason is not None and not chained:
+        raise SearchError(reason)
     if not products:
         return _row_form(program)
-    try:
-        return _matmul_form(region, program, products)
-    except SearchError:
-        if len(products) == 1 or after_products(program).isdisjoint(products[-1].inputs):
-            raise
+    if reason is None:
+        try:
+            return _matmul_form(region, program, products)
+        except SearchError:
+            if not chained:
+                raise
     return chained_form(region, program, products)
+
+
+def needs_positions(region: Region) -> str | None:
+    """Why neither products nor rows run a region: masks, and pages; None where they may."""
+    for op in region.ops:
+        if lookup(op.kind).masks:
+            return f"{op.kind} depends on positions, which only the loop of attention knows"
+    for i, page in region.pages:
+        return (
+            f"input {i} lies in pages of {page}, and only the loop of attention reads through a "
+            "table; gather the pages before"
+        )
+    return None
 
 
 def _check_symbols(program: LabelledProgram) -> None:
