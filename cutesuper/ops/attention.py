@@ -21,7 +21,7 @@ _library.impl("attention", attend, "CPU")
 _library.impl("attention", attend, "CUDA")
 
 
-@torch.library.register_fake("cutesuper::attention", lib=_library)
+
 def _fake(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -40,6 +40,9 @@ def _fake(
     )  # fmt: skip
     check(request)
     return result_of(request)
+
+
+torch.library.register_fake("cutesuper::attention", _fake, lib=_library)
 
 
 def attention(
@@ -69,7 +72,7 @@ def attention(
         query: ``[B, Hq, L, D]``, of float16, bfloat16 or float32. Contiguous, or ``.transpose(1,
             2)`` of something contiguous; nothing is copied.
         key: ``[B, Hkv, S, D]``, stored like that, or the first positions ``[:, :, :t]`` of such a
-            cache.
+            cache, in which what lies behind them is finite.
         value: ``[B, Hkv, S, Dv]``, likewise.
         attn_mask: None; see ``is_causal`` and ``key_lengths``.
         dropout_p: 0.
@@ -84,9 +87,10 @@ def attention(
             ``key`` and ``value`` are then ``[pages, P, Hkv, D]``, P a power of two from 16 to 256,
             and ``key_lengths`` is required. Entries behind a sequence's end have to name existing
             pages too.
-        query_norm_weight, key_norm_weight: ``[D]``: heads of query or key are first divided by
-            ``sqrt(mean(x^2) + norm_eps)`` and multiplied by it (RMSNorm of each head, as in Qwen3).
-            Keys that were normalized when they were stored need none.
+        query_norm_weight: ``[D]``: every head of the query is first divided by ``sqrt(mean(x^2) +
+            norm_eps)`` and multiplied by it (RMSNorm of each head, as in Qwen3).
+        key_norm_weight: ``[D]``, the same for keys. Keys that were normalized before they went into
+            a cache need none.
         norm_eps: for these.
 
     Returns:
@@ -100,25 +104,24 @@ def attention(
     """
     if attn_mask is not None:
         raise OperatorError(
-            "attention(attn_mask=...): it takes no mask tensor; pass is_causal=True, or key_lengths= "
-            "for sequences of different lengths, or use "
+            "attention(attn_mask=...): it takes no mask tensor; pass is_causal=True, or "
+            "key_lengths= for sequences of different lengths, or use "
             "torch.nn.functional.scaled_dot_product_attention"
         )
     if dropout_p != 0.0:
         raise OperatorError(f"attention(dropout_p={dropout_p}): it drops nothing; pass 0.0, as in "
                             "inference")
     weights = (query_norm_weight, key_norm_weight)
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (query, key, value, *weights)
-    ):
+    tensors = (query, key, value, *(w for w in weights if w is not None))
+    if torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]:
         raise GraphError("attention: a tensor requires a gradient, and there is no backward yet; "
                          "call it under torch.no_grad(), or detach the tensors")
     if not enable_gqa and query.dim() == key.dim() == 4:
         heads = key.shape[1 if page_table is None else 2]
         if query.shape[1] != heads:
             raise ShapeError(
-                f"attention(query{list(query.shape)}, key{list(key.shape)}): {query.shape[1]} query "
-                f"heads for {heads} heads of keys; pass enable_gqa=True if groups share them"
+                f"attention(query{list(query.shape)}, key{list(key.shape)}): {query.shape[1]} "
+                f"query heads for {heads} heads of keys; pass enable_gqa=True if groups share them"
             )
     return torch.ops.cutesuper.attention.default(
         query, key, value, key_lengths, page_table, *weights, is_causal, scale, norm_eps

@@ -1,4 +1,4 @@
-"""Which kernels a call of attention needs: a `Form`, its kernel graph, and kernels that are kept."""
+"""Which kernels a call of attention needs: a `Form`, its kernel graph, kernels that are kept."""
 
 from __future__ import annotations
 

@@ -82,14 +82,10 @@ class Plan:
         lengths: Maybe,
         others: Sequence[Maybe],
     ) -> torch.Tensor:
-        """Run it.
-
-        Args:
-            query, key, value, lengths: of the call.
-            others: page table and weights of norms.
-        """
-        if self.capacity and not (within(key, self.capacity) and within(value, self.capacity)):
-            raise refusal(key, "key")
+        """Run it on the tensors of a call; ``others`` are page table and weights of norms."""
+        for name, t in (("key", key), ("value", value)) if self.capacity else ():
+            if not within(t, self.capacity):
+                raise refusal(t, name)
         if self.limit:
             lengths = _limited(lengths, self.limit, query)
         sides = zip((query, key, value), self.views, strict=True)
