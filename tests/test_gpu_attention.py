@@ -1,5 +1,8 @@
-"""cutesuper.ops.attention on a GPU, against float64: twice PyTorch's error in the same type, plus
-2 units in the last place, and nothing that kernels leave undone goes unseen."""
+"""cutesuper.ops.attention on a GPU, against float64, by the rule of `acceptable`.
+
+All memory that torch.empty returns is full of NaN, so that what is not written shows. Every shape
+is a search and a compile of seconds: lists of cases cover pairs, not products.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ import cutesuper as cs
 torch = pytest.importorskip("torch")
 
 from cutesuper.ops import forms, plans  # noqa: E402 (they import torch)
+from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.attention_reference import exact, gathered, visible  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
 DIMS = [64, 96, 128, 256]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-#: scores of one head in float64, and the type's own, must fit beside each other
-LARGEST_SCORES = 2 * 10**8
+#: scores of all heads, which PyTorch may hold in memory, are 100 times as many at most
+LARGEST_SCORES = 2 * 10**7
 
 
 @pytest.fixture(autouse=True)
@@ -67,15 +71,17 @@ def by_torch(
 
 def judge(found: Any, query: Any, key: Any, value: Any, *, causal: bool = False,
           lengths: Any = None, table: Any = None, scale: float | None = None) -> None:  # fmt: skip
-    """Error at most twice PyTorch's, plus 2 units in the last place of the largest element."""
+    """Every sequence by itself: the longer one is, the smaller are its numbers."""
     wanted = exact(query, key, value, causal, lengths, table, scale=scale)
     eager = by_torch(query, key, value, causal, lengths, table, scale)
-    assert found.shape == wanted.shape and found.dtype == query.dtype
-    assert not found.isnan().any(), f"{int(found.isnan().sum())} elements are not written, or NaN"
-    ulp = torch.finfo(query.dtype).eps * wanted.abs().max()
-    allowed = 2 * (eager.double() - wanted).abs().max() + 2 * ulp
-    error = (found.double() - wanted).abs().max()
-    assert error <= allowed, f"error {float(error):.3g}, allowed {float(allowed):.3g}"
+    assert_acceptable(found, wanted, eager)
+
+
+def assert_acceptable(found: Any, wanted: Any, eager: Any) -> None:
+    assert found.shape == wanted.shape
+    for n, (y, exact_y, eager_y) in enumerate(zip(found, wanted, eager, strict=True)):
+        report = acceptable(y, exact_y, eager_y, found.dtype)
+        assert report, f"sequence {n}: {report.message}"
 
 
 def log_uniform(r: random.Random, least: int, most: int) -> int:
@@ -102,8 +108,11 @@ def test_random_shapes(dim: int, dtype: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize(("rows", "group"), [(1, 1), (1, 4), (1, 7), (1, 8), (5, 4), (130, 2)])
+@pytest.mark.parametrize(
+    ("dim", "rows", "group"),
+    [(64, 1, 1), (64, 5, 4), (96, 1, 7), (96, 33, 1), (128, 1, 8), (128, 130, 2), (256, 1, 4),
+     (256, 3, 2)],
+)  # fmt: skip
 def test_ragged_lengths(dim: int, dtype: str, rows: int, group: int) -> None:
     """One capacity, any lengths: the kernels are the same, and read no more than a length."""
     r = random.Random(f"{dim} {dtype} {rows} {group}")
@@ -131,10 +140,13 @@ def test_every_short_length() -> None:
             judge(y, q, k, v, lengths=lengths)
 
 
-@pytest.mark.parametrize("size", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "rows", "group"), [(64, 1, 8), (128, 1, 4), (128, 33, 4),
-                                                    (96, 3, 1), (256, 1, 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "dtype", "dim", "rows", "group"),
+    [(16, "bf16", 128, 1, 4), (32, "bf16", 128, 1, 4), (64, "bf16", 128, 1, 4),
+     (128, "bf16", 128, 1, 4), (256, "bf16", 128, 1, 4), (16, "fp16", 64, 1, 8),
+     (32, "fp16", 256, 1, 2), (64, "fp16", 96, 3, 1), (128, "fp16", 64, 40, 1),
+     (256, "fp16", 128, 33, 4)],
+)  # fmt: skip
 def test_pages(size: int, dtype: str, dim: int, rows: int, group: int) -> None:
     torch.manual_seed(size)
     b, h, n = 4, 2, -(-5000 // size)
@@ -177,7 +189,8 @@ def test_rows_that_see_nothing(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 100])
 def test_normalized_heads(rows: int) -> None:
-    q, w = tensor(2, 16, rows, 128, dtype=torch.bfloat16, tokens=True, scale=5.0), torch.rand(2, 128)
+    w = torch.rand(2, 128)
+    q = tensor(2, 16, rows, 128, dtype=torch.bfloat16, tokens=True, scale=5.0)
     k, v = (tensor(2, 2, 1000, 128, dtype=torch.bfloat16, scale=3.0) for _ in range(2))
     weights = tuple((1 + x).bfloat16().cuda() for x in w)
     y = cs.ops.attention(q, k, v, enable_gqa=True, query_norm_weight=weights[0],
@@ -185,10 +198,7 @@ def test_normalized_heads(rows: int) -> None:
     wanted = exact(q, k, v, weights=weights)
     normed = (torch.nn.functional.rms_norm(t, (128,), x, 1e-6)
               for t, x in zip((q, k), weights, strict=True))  # fmt: skip
-    eager = by_torch(*normed, v, False, None, None)
-    ulp = torch.finfo(q.dtype).eps * wanted.abs().max()
-    allowed = 2 * (eager.double() - wanted).abs().max() + 2 * ulp
-    assert (y.double() - wanted).abs().max() <= allowed
+    assert_acceptable(y, wanted, by_torch(*normed, v, False, None, None))
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -258,10 +268,10 @@ def test_in_cuda_graphs() -> None:
             judge(y, q, k, v, lengths=lengths)
 
 
-def test_a_first_call_in_a_capture_is_refused() -> None:
+def test_a_first_call_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q = tensor(1, 1, 1, 64, dtype=torch.float16)
-    forms._kernels.clear()
-    plans._plans.clear()
+    monkeypatch.setattr(forms, "_kernels", {})
+    monkeypatch.setattr(plans, "_plans", {})
     with (
         pytest.raises(cs.errors.DeviceError, match="call it once before"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),

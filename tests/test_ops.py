@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import timeit
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -375,7 +374,7 @@ class Gpu:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     import cutesuper.optimize
 
     fake = Gpu()
@@ -384,7 +383,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(forms, "_kernels", {})
-    yield fake
+    return fake
 
 
 def form(batch: int, **fields: Any) -> Form:
@@ -412,7 +411,7 @@ def test_kernels_for_one_batch_where_none_take_any(gpu: Gpu) -> None:
 
 def test_no_kernels_are_made_in_a_capture(gpu: Gpu) -> None:
     gpu.capturing = True
-    with pytest.raises(DeviceError, match="capture of a CUDA graph.*call it once before"):
+    with pytest.raises(DeviceError, match=r"capture of a CUDA graph.*call it once before"):
         runner_of(form(1), 1, gpu.device)
     gpu.capturing = False
     kernel = runner_of(form(1), 1, gpu.device)
