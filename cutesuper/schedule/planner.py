@@ -64,8 +64,14 @@ def _check_one_walk(step: KernelStep) -> None:
 
 
 def _check_maps(step: KernelStep) -> None:
-    """Refuse dimensions of tensors that several labels share."""
+    """Refuse dimensions of tensors that several labels share, and tables of pages."""
     for op in (*step.program.loads(), *step.program.stores()):
+        if "table" in op.attributes:
+            raise LoweringError(
+                f"kernel {step.name}, load of {op.attributes['tensor']} through the table "
+                f"{op.attributes['table']}: rows and matrix products are read without a table; "
+                "gather the pages before"
+            )
         shared = next((e for e in op.attributes["map"] if isinstance(e, tuple)), None)
         if shared is not None:
             raise LoweringError(

@@ -22,6 +22,7 @@ from cutesuper.graph.block import CLUSTER_REDUCE, AxisKind, BlockProgram
 from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.dims import extent as dim_extent
 from cutesuper.graph.hidden import MAX_HIDDEN
+from cutesuper.graph.operators import lookup
 from cutesuper.graph.rows import MAX_ROW, row_label
 from cutesuper.graph.shift import find_shift
 from cutesuper.graph.vectors import MAX_VECTORS, vector_products
@@ -232,8 +233,24 @@ def find_form(region: Region, program: LabelledProgram) -> Form:
         SearchError: with the reason why no form can run it.
     """
     _check_symbols(program)
+    reason = needs_positions(region)
+    if reason is not None:
+        raise SearchError(reason)
     products = matrix_products(program)
     return _matmul_form(region, program, products) if products else _row_form(program)
+
+
+def needs_positions(region: Region) -> str | None:
+    """Why neither products nor rows run a region: masks, and pages; None where they may."""
+    for op in region.ops:
+        if lookup(op.kind).masks:
+            return f"{op.kind} depends on positions, which only the loop of attention knows"
+    for i, page in region.pages:
+        return (
+            f"input {i} lies in pages of {page}, and only the loop of attention reads through a "
+            "table; gather the pages before"
+        )
+    return None
 
 
 def matrix_products(program: LabelledProgram) -> list[LabelledOp]:

@@ -29,7 +29,7 @@ from cutesuper.graph.dtypes import float32
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import Target
 from cutesuper.search.cost import Cost
-from cutesuper.search.forms import matrix_products
+from cutesuper.search.forms import matrix_products, needs_positions
 from cutesuper.search.kernels import Cut, Flat, Groups, Segment, Segments, cuts
 from cutesuper.search.labels import Region, label
 from cutesuper.search.region import OUT_OF_TIME, Counts, Found, SearchOptions, Way, search_region
@@ -254,7 +254,9 @@ class _Search:
             if self.options.lowered or at_waists:
                 wanted[segment.region] = self.options
             elif length == 1:  # so that there is always a way
-                wanted.setdefault(segment.region, replace(self.options, lowered=True))
+                simple = needs_positions(segment.region) is None
+                options = replace(self.options, lowered=True) if simple else self.options
+                wanted.setdefault(segment.region, options)
         todo = {r: o for r, o in wanted.items() if (r, o.lowered) not in self._found}
         self._parts = (0, len(todo))
         try:

@@ -152,7 +152,7 @@ class TorchDomain:
     def _where(
         self, x: TorchValue, valid: tuple[tuple[str, ...], NDArray[np.bool_]], other: float
     ) -> TorchValue:
-        exists = torch.from_numpy(np.ascontiguousarray(valid[1])).to(x.data.device)
+        exists = torch.from_numpy(np.array(valid[1])).to(x.data.device)
         keep = _align(TorchValue(valid[0], exists), x.dims)
         return TorchValue(x.dims, torch.where(keep, x.data, other))
 
