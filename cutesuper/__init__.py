@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from cutesuper import errors
 from cutesuper.given import compile_mugraph
 from cutesuper.graph.autodiff import Split, grad, split
@@ -16,6 +19,9 @@ from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.program import load
 from cutesuper.tune.tuner import tune
 from cutesuper.verify.equivalence import Verification, verify
+
+if TYPE_CHECKING:
+    from cutesuper import ops
 
 __version__ = "0.1.0"
 
@@ -44,9 +50,17 @@ __all__ = [
     "loads",
     "mugraphs",
     "new_kernel_graph",
+    "ops",
     "split",
     "superoptimize",
     "symbol",
     "tune",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`cutesuper.ops`, at the first use: it imports torch, which nothing else here needs."""
+    if name == "ops":
+        return importlib.import_module("cutesuper.ops")
+    raise AttributeError(f"module 'cutesuper' has no attribute {name!r}")

@@ -1,0 +1,131 @@
+"""Attention as an operator of PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+from cutesuper.errors import GraphError, OperatorError, ShapeError
+from cutesuper.ops.plans import Maybe, Request, attend, check, result_of
+
+#: its kernels read memory in the order that they were given, so a compiler must not change it
+_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+
+_library = torch.library.Library("cutesuper", "FRAGMENT")
+_library.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? key_lengths, Tensor? page_table, "
+    "Tensor? query_norm_weight, Tensor? key_norm_weight, bool is_causal, float? scale, "
+    "float norm_eps) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, _STRIDES),
+)
+_library.impl("attention", attend, "CPU")
+_library.impl("attention", attend, "CUDA")
+
+
+
+def _fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_lengths: Maybe,
+    page_table: Maybe,
+    query_norm_weight: Maybe,
+    key_norm_weight: Maybe,
+    is_causal: bool,
+    scale: float | None,
+    norm_eps: float,
+) -> torch.Tensor:
+    request = Request(
+        query, key, value, key_lengths, page_table, query_norm_weight, key_norm_weight, is_causal,
+        scale, norm_eps,
+    )  # fmt: skip
+    check(request)
+    return result_of(request)
+
+
+torch.library.register_fake("cutesuper::attention", _fake, lib=_library)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    key_lengths: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    query_norm_weight: torch.Tensor | None = None,
+    key_norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> torch.Tensor:
+    """``softmax(query key^T * scale) value``, like
+    ``torch.nn.functional.scaled_dot_product_attention``.
+
+    CUDA tensors run kernels that are searched for at the first call with a kind of arguments
+    (seconds) and kept; CPU tensors run the reference executor. Fits into ``torch.compile`` and,
+    once it has run with the same kind of arguments, into CUDA graphs. There are no gradients yet.
+
+    Args:
+        query: ``[B, Hq, L, D]``, of float16, bfloat16 or float32. Contiguous, or ``.transpose(1,
+            2)`` of something contiguous; nothing is copied.
+        key: ``[B, Hkv, S, D]``, stored like that, or the first positions ``[:, :, :t]`` of such a
+            cache, in which what lies behind them is finite.
+        value: ``[B, Hkv, S, Dv]``, likewise.
+        attn_mask: None; see ``is_causal`` and ``key_lengths``.
+        dropout_p: 0.
+        is_causal: row i sees keys 0..i. With ``key_lengths`` the last row sees the last key of its
+            sequence, and row i those up to L - 1 - i before it, as in decoding with a cache.
+        scale: of the products; None is ``1 / sqrt(D)``.
+        enable_gqa: allow Hq to be a multiple of Hkv: neighbouring query heads share a head of keys.
+        key_lengths: int32 ``[B]``, 0 to S: sequence b sees its first ``key_lengths[b]`` keys. What
+            lies behind them has to be finite, it is multiplied by zero. Rows that see no key are
+            zero.
+        page_table: int32 ``[B, n]``: keys and values of sequence b lie in these pages, in order;
+            ``key`` and ``value`` are then ``[pages, P, Hkv, D]``, P a power of two from 16 to 256,
+            and ``key_lengths`` is required. Entries behind a sequence's end have to name existing
+            pages too.
+        query_norm_weight: ``[D]``: every head of the query is first divided by ``sqrt(mean(x^2) +
+            norm_eps)`` and multiplied by it (RMSNorm of each head, as in Qwen3).
+        key_norm_weight: ``[D]``, the same for keys. Keys that were normalized before they went into
+            a cache need none.
+        norm_eps: for these.
+
+    Returns:
+        ``[B, Hq, L, Dv]``, stored in the order of the query.
+
+    Raises:
+        OperatorError: a mask or dropout.
+        GraphError: a tensor requires a gradient.
+        ShapeError, DTypeError, DeviceError, LayoutError: an argument that does not fit.
+        SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
+    """
+    if attn_mask is not None:
+        raise OperatorError(
+            "attention(attn_mask=...): it takes no mask tensor; pass is_causal=True, or "
+            "key_lengths= for sequences of different lengths, or use "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+    if dropout_p != 0.0:
+        raise OperatorError(f"attention(dropout_p={dropout_p}): it drops nothing; pass 0.0, as in "
+                            "inference")
+    weights = (query_norm_weight, key_norm_weight)
+    tensors = (query, key, value, *(w for w in weights if w is not None))
+    if torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]:
+        raise GraphError("attention: a tensor requires a gradient, and there is no backward yet; "
+                         "call it under torch.no_grad(), or detach the tensors")
+    if not enable_gqa and query.dim() == key.dim() == 4:
+        heads = key.shape[1 if page_table is None else 2]
+        if query.shape[1] != heads:
+            raise ShapeError(
+                f"attention(query{list(query.shape)}, key{list(key.shape)}): {query.shape[1]} "
+                f"query heads for {heads} heads of keys; pass enable_gqa=True if groups share them"
+            )
+    return torch.ops.cutesuper.attention.default(
+        query, key, value, key_lengths, page_table, *weights, is_causal, scale, norm_eps
+    )
+
+
+__all__ = ["attention"]

@@ -1,0 +1,198 @@
+"""Which kernels a call of attention needs: a `Form`, its kernel graph, kernels that are kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+
+from cutesuper.errors import DeviceError, LoweringError, ScheduleError, SearchError
+from cutesuper.graph.dims import Dim, Symbol
+from cutesuper.graph.dtypes import DType
+from cutesuper.graph.evaluate import run_reference
+from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.runtime.kernel import BUCKETS, bucket_of
+
+if TYPE_CHECKING:
+    from cutesuper.runtime.kernel import Kernel
+
+#: takes the graph's inputs, returns its outputs
+Runner = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+#: forms whose kernels are kept; the oldest goes first
+KEPT_FORMS = 256
+
+
+class Order(Enum):
+    """How the dimensions batch, heads, positions and width lie in memory."""
+
+    HEADS = "(B, H, S, D)"
+    TOKENS = "(B, S, H, D)"
+
+
+@dataclass(frozen=True)
+class Form:
+    """All that decides the kernels of a call, but for the GPU.
+
+    Attributes:
+        batch: sequences; with ``any_batch`` the hint, for kernels that take any number.
+        heads: of keys and values.
+        group: query heads for each of these.
+        rows: positions of the query.
+        keys: positions of keys and values, the capacity where there are lengths.
+        dim, value_dim: width of a head of query and key, and of value.
+        query_order, key_order, value_order: with pages the last two are not used.
+        causal: with ``lengths`` the last row sees the last key, else row 0 sees key 0.
+        scale: of the scores; None is 1 / sqrt(dim).
+        lengths: whether keys are limited for each sequence.
+        pages, page_size: of the caches; 0 where keys are not in pages.
+        query_norm, key_norm: whether heads are normalized, with ``eps``.
+    """
+
+    batch: int
+    any_batch: bool
+    heads: int
+    group: int
+    rows: int
+    keys: int
+    dim: int
+    value_dim: int
+    dtype: DType
+    query_order: Order = Order.HEADS
+    key_order: Order = Order.HEADS
+    value_order: Order = Order.HEADS
+    causal: bool = False
+    scale: float | None = None
+    lengths: bool = False
+    pages: int = 0
+    page_size: int = 0
+    query_norm: bool = False
+    key_norm: bool = False
+    eps: float = 1e-6
+
+
+def graph_of(form: Form) -> KernelGraph:
+    """The kernel graph of attention.
+
+    Inputs are, as far as there are any: query, key, value, lengths, table, query_norm, key_norm,
+    compact, as they lie in memory. G query heads for each of H heads are ``[B, H, G, L, D]``, keys
+    then ``[B, H, 1, S, D]``. The output lies in memory like the query.
+    """
+    g = new_kernel_graph()
+    b: Dim = Symbol("B", form.batch) if form.any_batch else form.batch
+    many = (form.heads, form.group) if form.group > 1 else (form.heads,)
+    single = (form.heads, 1) if form.group > 1 else (form.heads,)
+    sides = (
+        ("query", many, form.rows, form.dim, form.query_order),
+        ("key", single, form.keys, form.dim, form.key_order),
+        ("value", single, form.keys, form.value_dim, form.value_order),
+    )
+    query, key, value = (
+        g.new_input(_stored(form, b, *side), dtype=form.dtype, name=side[0]) for side in sides
+    )
+    lengths = g.new_input((b,), dtype="int32", name="lengths") if form.lengths else None
+    if form.pages:
+        table = g.new_input((b, form.keys // form.page_size), dtype="int32", name="table")
+        key, value = g.gather_pages(key, table), g.gather_pages(value, table)
+    query = _by_heads(g, query, form.query_order)
+    key = _by_heads(g, key, Order.TOKENS if form.pages else form.key_order)
+    value = _by_heads(g, value, Order.TOKENS if form.pages else form.value_order)
+    if form.query_norm:
+        weight = g.new_input((form.dim,), dtype=form.dtype, name="query_norm")
+        query = g.rms_norm(query, weight, eps=form.eps)
+    if form.key_norm:
+        weight = g.new_input((form.dim,), dtype=form.dtype, name="key_norm")
+        key = g.rms_norm(key, weight, eps=form.eps)
+    y = g.scaled_dot_product_attention(query, key, value, form.causal, form.scale, lengths)
+    if form.query_order is Order.TOKENS:
+        n = len(y.shape)
+        y = g.transpose(y, (0, n - 2, *range(1, n - 2), n - 1))
+    g.mark_output(y)
+    return g
+
+
+def _stored(
+    form: Form, b: Dim, name: str, heads: tuple[int, ...], rows: int, width: int, order: Order
+) -> tuple[Dim, ...]:
+    """Extents of an input in the order of its memory."""
+    if form.pages and name != "query":
+        return (form.pages, form.page_size, *heads, width)
+    return (b, *heads, rows, width) if order is Order.HEADS else (b, rows, *heads, width)
+
+
+def _by_heads(g: KernelGraph, t: Tensor, order: Order) -> Tensor:
+    """``[B, heads, positions, width]`` of what lies in memory in some order."""
+    n = len(t.shape)
+    return t if order is Order.HEADS else g.transpose(t, (0, *range(2, n - 1), 1, n - 1))
+
+
+# ----------------------------------------------------------------------------------------- kernels
+
+#: by form and name of the GPU; None where no kernels take any batch
+_kernels: dict[tuple[Form, str], Kernel | None] = {}
+_lock = threading.Lock()
+
+
+def runner_of(form: Form, batch: int, device: torch.device) -> Runner:
+    """What runs a form: kernels on a GPU, the reference executor elsewhere.
+
+    Args:
+        form: the kernels.
+        batch: of the call; where the kernels that take any cannot be made, those for this one are.
+        device: of the call.
+
+    Raises:
+        DeviceError: kernels have to be made while a CUDA graph is captured.
+        CutesuperError: from `cutesuper.superoptimize`.
+    """
+    if device.type != "cuda":
+        graph = graph_of(form)
+        return lambda inputs: run_reference(graph, inputs)
+    with _lock:
+        kernel = _kept(form, device) or _kept(replace(form, batch=batch, any_batch=False), device)
+    if kernel is None:
+        raise AssertionError(f"{form}: neither kernels nor an error")
+    return kernel
+
+
+def _kept(form: Form, device: torch.device) -> Kernel | None:
+    """The kernels of a form, made at the first call."""
+    key = (form, torch.cuda.get_device_name(device))
+    if key not in _kernels:
+        _kernels[key] = _made(form, device)
+        if len(_kernels) > KEPT_FORMS:
+            del _kernels[next(iter(_kernels))]
+    return _kernels[key]
+
+
+def _made(form: Form, device: torch.device) -> Kernel | None:
+    from cutesuper.optimize import superoptimize
+
+    if torch.cuda.is_current_stream_capturing():
+        raise DeviceError(
+            "attention: its first call with arguments of this kind falls into the capture of a "
+            "CUDA graph, where kernels cannot be loaded; call it once before"
+        )
+    try:
+        with torch.cuda.device(device):
+            return superoptimize(graph_of(form), dependent_launch=True)
+    except (SearchError, LoweringError, ScheduleError):
+        if form.any_batch:
+            return None
+        raise
+
+
+def batch_of(batch: int) -> tuple[int, bool]:
+    """``Form.batch`` and ``Form.any_batch`` for so many sequences.
+
+    Kernels are shared by all that fall into one bucket. Below the first there are kernels for each
+    number: how keys are split among blocks depends on it most.
+    """
+    return (batch, False) if batch < BUCKETS[0] else (bucket_of(batch), True)
+
+
+__all__ = ["Form", "Order", "Runner", "batch_of", "graph_of", "runner_of"]

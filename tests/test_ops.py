@@ -1,0 +1,482 @@
+"""cutesuper.ops.attention without a GPU: numbers, orders of memory, messages, torch.compile."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import sys
+import threading
+import timeit
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import cutesuper as cs
+from cutesuper.errors import (
+    DeviceError,
+    DTypeError,
+    GraphError,
+    LayoutError,
+    OperatorError,
+    SearchError,
+    ShapeError,
+)
+from cutesuper.graph.dims import Symbol
+from cutesuper.graph.dtypes import float16
+
+torch = pytest.importorskip("torch")
+
+from cutesuper.ops import forms, plans  # noqa: E402 (they import torch)
+from cutesuper.ops.forms import Form, Order, batch_of, graph_of, runner_of  # noqa: E402
+from tests.attention_reference import exact  # noqa: E402
+
+attention = cs.ops.attention
+CASES = 60
+
+
+def tensor(*shape: int, dtype: Any = torch.float32, tokens: bool = False) -> Any:
+    """Normal numbers; ``tokens``: stored as [B, S, H, D]."""
+    b, h, s, d = shape
+    if tokens:
+        return torch.randn(b, s, h, d).to(dtype).transpose(1, 2)
+    return torch.randn(shape).to(dtype)
+
+
+def integers(*values: Any) -> Any:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def close(found: Any, expected: Any) -> None:
+    """As near as rounding to the type allows, computed in float32."""
+    eps = torch.finfo(found.dtype).eps
+    bound = 2 * eps * expected.abs() + (4e-6 if found.dtype is torch.float32 else eps * 1e-2)
+    assert found.shape == expected.shape
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_against_attention_written_out(seed: int) -> None:
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = r.choice([torch.float32, torch.float16, torch.bfloat16])
+    b, h, g = r.randint(1, 12), r.randint(1, 3), r.choice([1, 1, 2, 7])
+    rows, keys, d, e = (r.randint(1, 20) for _ in range(4))
+    query = tensor(b, h * g, rows, d, dtype=dtype, tokens=r.random() < 0.5)
+    key = tensor(b, h, keys, d, dtype=dtype, tokens=r.random() < 0.5)
+    value = tensor(b, h, keys, e, dtype=dtype, tokens=r.random() < 0.5)
+    options: dict[str, Any] = {"is_causal": r.random() < 0.5}
+    lengths, table = None, None
+    if r.random() < 0.5:
+        lengths = integers(*(r.randint(0, keys) for _ in range(b)))
+    if r.random() < 0.3:
+        key, value, table, lengths = paged(r, b, h, d, e, dtype)
+    weights = tuple(
+        torch.randn(d).to(dtype) if r.random() < 0.3 else None for _ in range(2)
+    )
+    scale = r.choice([None, None, 0.3])
+    found = attention(
+        query, key, value, scale=scale, enable_gqa=g > 1, key_lengths=lengths, page_table=table,
+        query_norm_weight=weights[0], key_norm_weight=weights[1], norm_eps=1e-3, **options,
+    )  # fmt: skip
+    close(found, exact(query, key, value, options["is_causal"], lengths, table, weights, 1e-3,
+                       scale))  # fmt: skip
+
+
+def paged(r: random.Random, b: int, h: int, d: int, e: int, dtype: Any) -> tuple[Any, ...]:
+    """Caches in which pages are shared and out of order, a table, lengths."""
+    size, n, pages = r.choice([16, 32, 64, 128, 256]), r.randint(1, 3), r.randint(1, 8)
+    key = torch.randn(pages, size, h, d).to(dtype)
+    value = torch.randn(pages, size, h, e).to(dtype)
+    table = torch.randint(pages, (b, n), dtype=torch.int32)
+    return key, value, table, integers(*(r.randint(0, n * size) for _ in range(b)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("rows", "keys"), [(5, 9), (9, 5), (1, 7)])
+def test_like_torch(causal: bool, rows: int, keys: int) -> None:
+    q, k, v = tensor(2, 6, rows, 16), tensor(2, 2, keys, 16), tensor(2, 2, keys, 8)
+    found = attention(q, k, v, None, 0.0, causal, 0.2, True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), None, 0.0, causal, scale=0.2, enable_gqa=True
+    )
+    close(found, expected)
+
+
+def test_causal_with_lengths_aligns_to_the_end() -> None:
+    q, k, v = tensor(1, 1, 3, 4), tensor(1, 1, 9, 4), tensor(1, 1, 9, 4)
+    found = attention(q, k, v, is_causal=True, key_lengths=integers(5))
+    for i in range(3):
+        seen = slice(0, 5 - (2 - i))
+        close(found[:, :, i : i + 1], exact(q[:, :, i : i + 1], k[:, :, seen], v[:, :, seen]))
+
+
+def test_rows_that_see_nothing_are_zero() -> None:
+    q, k, v = tensor(3, 2, 4, 8), tensor(3, 2, 6, 8), tensor(3, 2, 6, 8)
+    found = attention(q, k, v, key_lengths=integers(0, 2, 6), is_causal=True)
+    assert not found[0].any() and not found[1, :, :2].any()
+    assert found[1, :, 2:].all() and found[2].all()
+    assert not attention(q, k[:, :, :0], v[:, :, :0]).any()
+
+
+def test_empty() -> None:
+    q, k = tensor(2, 3, 0, 8), tensor(2, 3, 5, 8)
+    assert attention(q, k, k).shape == (2, 3, 0, 8)
+    assert attention(q[:0], k[:0], k[:0]).shape == (0, 3, 0, 8)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """What reaches the kernels; computed by the reference."""
+    calls: list[list[Any]] = []
+    runner = forms.runner_of
+
+    def spy(form: Form, batch: int, device: Any) -> Any:
+        run = runner(form, batch, device)
+        return lambda inputs: (calls.append(inputs), run(inputs))[1]
+
+    monkeypatch.setattr(plans, "runner_of", spy)
+    monkeypatch.setattr(plans, "_plans", {})
+    return calls
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("group", [1, 4])
+def test_nothing_is_copied(given: list[list[Any]], tokens: bool, group: int) -> None:
+    q = tensor(2, 3 * group, 5, 8, tokens=tokens)
+    k, v = tensor(2, 3, 7, 8, tokens=tokens), tensor(2, 3, 7, 8, tokens=not tokens)
+    y = attention(q, k, v, enable_gqa=True)
+    [inputs] = given
+    assert [t.data_ptr() for t in inputs] == [t.data_ptr() for t in (q, k, v)]
+    assert all(t.is_contiguous() for t in inputs)
+    assert y.stride() == q.stride()
+    close(y, exact(q, k, v))
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize(("b", "h"), [(2, 3), (1, 3), (3, 1), (1, 1)])
+def test_the_beginning_of_a_cache(
+    given: list[list[Any]], tokens: bool, b: int, h: int
+) -> None:
+    caches = [tensor(b, h, 40, 8, tokens=tokens) for _ in range(2)]
+    q = tensor(b, 2 * h, 3, 8)
+    for t in (1, 7, 40):
+        k, v = (c[:, :, :t] for c in caches)
+        close(attention(q, k, v, enable_gqa=True), exact(q, k, v))
+        lengths = torch.randint(0, 60, (b,), dtype=torch.int32)
+        close(attention(q, k, v, enable_gqa=True, key_lengths=lengths),
+              exact(q, k, v, lengths=lengths))  # fmt: skip
+        if t >= 3:
+            close(attention(q, k, v, is_causal=True, enable_gqa=True), exact(q, k, v, causal=True))
+    cached = [i for i in given if i[1].data_ptr() == caches[0].data_ptr()]
+    assert len(cached) == len(given)
+    without_gaps = b == 1 and (tokens or h == 1)  # is a whole tensor of its own, too
+    assert len({i[1].shape for i in given}) == (3 if without_gaps else 1)
+
+
+def test_a_slice_whose_cache_ends_too_early() -> None:
+    cache = torch.randn(2, 3, 40, 8)
+    k = cache[:, :, 5:10]  # to be read from position 5 on: 5 positions behind the end
+    with pytest.raises(LayoutError, match=r"key of shape .* has the strides .*\.contiguous\(\)"):
+        attention(tensor(2, 3, 1, 8), k, k)
+    close(attention(tensor(2, 3, 1, 8) * 0, k.contiguous(), k.contiguous()),
+          k.double().mean(2, keepdim=True))  # fmt: skip
+
+
+def test_a_storage_that_shrinks_between_calls() -> None:
+    whole, part = torch.randn(2 * 3 * 40 * 8), torch.randn(2 * 3 * 40 * 8 - 8)
+    shape, strides = (2, 3, 5, 8), (3 * 40 * 8, 40 * 8, 8, 1)
+    q, k = tensor(2, 3, 1, 8), whole.as_strided(shape, strides)
+    close(attention(q, k, k), exact(q, k, k))
+    with pytest.raises(LayoutError, match=r"key of shape"):
+        attention(q, part.as_strided(shape, strides), k)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(2, 7, 3, 3, 8)[:, :, 0].transpose(1, 2),  # packed q, k, v
+        lambda: torch.randn(2, 3, 7, 16)[..., :8],
+        lambda: torch.randn(2, 3, 7, 8).transpose(2, 3).contiguous().transpose(2, 3),
+        lambda: torch.randn(2, 3, 14, 8)[:, :, ::2],
+        lambda: torch.randn(1, 3, 7, 8).expand(2, 3, 7, 8),
+    ],
+    ids=["packed", "narrow", "transposed", "steps", "expanded"],
+)
+@pytest.mark.parametrize("side", [0, 1, 2])
+def test_gaps_are_refused(make: Any, side: int) -> None:
+    tensors = [tensor(2, 3, 7, 8) for _ in range(3)]
+    tensors[side] = make()
+    with pytest.raises(LayoutError, match=r"(query|key|value) of shape .*call \.contiguous\(\)"):
+        attention(*tensors)
+    attention(*(t.contiguous() for t in tensors))
+
+
+# --- messages ------------------------------------------------------------------------------------
+
+Q, K = torch.zeros(2, 6, 5, 8), torch.zeros(2, 3, 7, 8)
+PAGES, TABLE, LENGTHS = torch.zeros(4, 16, 3, 8), torch.zeros(2, 2).int(), torch.ones(2).int()
+GQA = {"enable_gqa": True}
+PAGED = {**GQA, "page_table": TABLE, "key_lengths": LENGTHS}
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "text"),
+    [
+        ((Q, Q, Q, torch.zeros(5, 5)), {}, OperatorError, r"pass is_causal=True, or key_lengths="),
+        ((Q, Q, Q), {"dropout_p": 0.1}, OperatorError, r"dropout_p=0.1\): it drops nothing"),
+        ((Q, K, K), {}, ShapeError, r"6 query heads for 3 heads of keys; pass enable_gqa=True"),
+        ((Q[:, :4], K, K), GQA, ShapeError, "4 query heads are no multiple of the 3 heads"),
+        ((Q[0], K, K), GQA, ShapeError, r"query has rank 3, must be \[B, H, S, D\]"),
+        ((Q, K, K[:, :2]), GQA, ShapeError, "key and value differ in more than their last"),
+        ((Q, K[..., :4], K), GQA, ShapeError, "query and key differ in their last extent"),
+        ((Q, K[:1], K[:1]), GQA, ShapeError, "2 sequences of queries, 1 of keys"),
+        ((Q, K.half(), K), GQA, DTypeError, r"key is torch\.float16, query is torch\.float32"),
+        ((Q.double(), K.double(), K.double()), GQA, DTypeError, "float64"),
+        ((Q.int(), K.int(), K.int()), GQA, DTypeError, "query is torch.int32; use float16"),
+        ((Q, K, K), {**GQA, "key_lengths": LENGTHS.long()}, DTypeError, "must be torch.int32"),
+        ((Q, K, K), {**GQA, "key_lengths": LENGTHS[:1]}, ShapeError, r"\[1\], must be \[2\]"),
+        ((Q, K, K), {**GQA, "key_lengths": torch.ones(4).int()[::2]}, LayoutError, "contiguous"),
+        ((Q, K, K), {**GQA, "scale": -1.0}, OperatorError, "must be a positive number"),
+        ((Q, K, K), {**GQA, "query_norm_weight": torch.ones(4)}, ShapeError, r"must be \[8\]"),
+        ((Q, K, K), {**GQA, "key_norm_weight": torch.ones(8).half()}, DTypeError, "key_norm_wei"),
+        ((Q, PAGES, PAGES), {**GQA, "page_table": TABLE}, ShapeError, "needs key_lengths"),
+        ((Q, PAGES, PAGES), {**PAGED, "page_table": TABLE.long()}, DTypeError, "page_table is"),
+        ((Q, PAGES, PAGES), {**PAGED, "page_table": TABLE[0]}, ShapeError, r"must be \[2, n\]"),
+        ((Q, PAGES[:, :8], PAGES[:, :8]), PAGED, ShapeError, "pages of 8 positions"),
+        ((Q, PAGES[:, :, None], PAGES), PAGED, ShapeError, r"must be \[pages, P, H, D\]"),
+        ((Q, PAGES.transpose(0, 1).contiguous().transpose(0, 1), PAGES), PAGED, LayoutError,
+         "allocate key and value caches apart"),
+        ((Q, K[:, :, :3], K.clone()[:, :, :3].contiguous()), GQA, LayoutError,
+         "key is the beginning of 7 positions, value of 3"),
+        ((Q, K[:, :, :3], K[:, :, :3]), {**GQA, "is_causal": True}, LayoutError,
+         "more rows than keys"),
+        ((Q, K.to("meta"), K), GQA, DeviceError, "key is on meta"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(args: Any, options: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text):
+        attention(*args, **options)
+
+
+def test_gradients_are_refused() -> None:
+    q = Q.clone().requires_grad_()
+    with pytest.raises(GraphError, match=r"no backward yet; call it under torch\.no_grad\(\)"):
+        attention(q, K, K, enable_gqa=True)
+    with pytest.raises(GraphError, match="no backward yet"):
+        attention(Q, K, K, enable_gqa=True, key_norm_weight=torch.ones(8, requires_grad=True))
+    with torch.no_grad():
+        assert not attention(q, K, K, enable_gqa=True).requires_grad
+    with torch.inference_mode():
+        assert attention(q, K[:, :, :4], K[:, :, :4], enable_gqa=True).shape == Q.shape
+
+
+# --- PyTorch -------------------------------------------------------------------------------------
+
+
+def examples() -> dict[str, tuple[Any, ...]]:
+    """Arguments of the operator itself."""
+    lengths, weight = integers(3, 7), torch.randn(8)
+    q, k = tensor(2, 6, 5, 8), tensor(2, 3, 7, 8)
+    t = tensor(2, 6, 5, 8, tokens=True)
+    pages, table = torch.randn(4, 16, 3, 8), integers([0, 3], [2, 2])
+    return {
+        "plain": (q, q, q, None, None, None, None, False, None, 1e-6),
+        "grouped": (q, k, k, None, None, None, None, True, 0.5, 1e-6),
+        "tokens": (t, k, k, lengths, None, weight, weight, True, None, 1e-6),
+        "prefix": (q, k[:, :, :4], k[:, :, :4], None, None, None, None, False, None, 1e-6),
+        "pages": (t, pages, pages, lengths, table, None, weight, True, None, 1e-6),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(examples()))
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(torch.ops.cutesuper.attention.default, examples()[name])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_as_a_whole(backend: str, dynamic: bool) -> None:
+    if backend == "inductor":
+        pytest.importorskip("torch._inductor.cpp_builder")
+
+    def layer(x: Any, cache: Any, lengths: Any, weight: Any) -> Any:
+        b, n, _ = x.shape
+        q = (x * 2).view(b, n, 6, 8).transpose(1, 2)
+        k = cache + 1
+        y = attention(q, k, k, is_causal=True, enable_gqa=True, key_lengths=lengths,
+                      query_norm_weight=weight)  # fmt: skip
+        return y.transpose(1, 2).reshape(b, n, 48) + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=dynamic)
+    for b in (2, 4):
+        args = (torch.randn(b, 5, 48), tensor(b, 3, 9, 8), torch.arange(b).int() + 5,
+                torch.randn(8))  # fmt: skip
+        torch.testing.assert_close(compiled(*args), layer(*args))
+
+
+def test_fake_tensors_tell_the_order() -> None:
+    for args in examples().values():
+        found = torch.ops.cutesuper.attention.default(*args)
+        meta = torch.ops.cutesuper.attention.default(
+            *(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args)
+        )
+        assert (found.shape, found.stride()) == (meta.shape, meta.stride())
+
+
+def test_importing_it_needs_no_compiler() -> None:
+    script = """
+import sys
+for name in ("cutlass", "tvm_ffi", "cuda"):
+    sys.modules[name] = None
+import cutesuper as cs
+assert "torch" not in sys.modules
+assert "ops" in cs.__all__
+import torch
+x = torch.ones(1, 1, 2, 4)
+assert torch.equal(cs.ops.attention(x, x, x), x)
+try:
+    cs.nothing
+except AttributeError as error:
+    assert "'nothing'" in str(error)
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+class Gpu:
+    """Counts what is superoptimized; `refuses` says which graphs have no kernels."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self.made: list[Any] = []
+        self.capturing = False
+        self.refuses = lambda graph: False
+
+    def superoptimize(self, graph: Any, dependent_launch: bool) -> Any:
+        assert dependent_launch
+        self.made.append(graph)
+        if self.refuses(graph):
+            raise SearchError("nothing found")
+        return SimpleNamespace(graph=graph)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    import cutesuper.optimize
+
+    fake = Gpu()
+    monkeypatch.setattr(cutesuper.optimize, "superoptimize", fake.superoptimize)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(forms, "_kernels", {})
+    return fake
+
+
+def form(batch: int, **fields: Any) -> Form:
+    hint, any_batch = batch_of(batch)
+    return Form(hint, any_batch, 2, 4, 1, 64, 16, 16, float16, **fields)
+
+
+def test_batches_share_kernels(gpu: Gpu) -> None:
+    runners = {n: runner_of(form(n), n, gpu.device) for n in (1, 2, 7, 8, 9, 12, 16, 5000, 9000)}
+    assert len(gpu.made) == 6
+    assert runners[9] is runners[12] is runners[16] and runners[5000] is runners[9000]
+    batches = [g.nodes[g.inputs[0]].shape[0] for g in gpu.made]
+    assert batches == [1, 2, 7, *(Symbol("B", hint) for hint in (8, 16, 4096))]
+
+
+def test_kernels_for_one_batch_where_none_take_any(gpu: Gpu) -> None:
+    gpu.refuses = lambda g: isinstance(g.nodes[g.inputs[0]].shape[0], Symbol)
+    found = [runner_of(form(n), n, gpu.device) for n in (9, 12, 9)]
+    assert found[0] is found[2] is not found[1]
+    assert [g.nodes[g.inputs[0]].shape[0] for g in gpu.made] == [Symbol("B", 16), 9, 12]
+    gpu.refuses = lambda g: True
+    with pytest.raises(SearchError, match="nothing found"):
+        runner_of(form(100), 100, gpu.device)
+
+
+def test_no_kernels_are_made_in_a_capture(gpu: Gpu) -> None:
+    gpu.capturing = True
+    with pytest.raises(DeviceError, match=r"capture of a CUDA graph.*call it once before"):
+        runner_of(form(1), 1, gpu.device)
+    gpu.capturing = False
+    kernel = runner_of(form(1), 1, gpu.device)
+    gpu.capturing = True
+    assert runner_of(form(1), 1, gpu.device) is kernel
+
+
+def test_few_kernels_are_kept(gpu: Gpu) -> None:
+    for scale in range(1, forms.KEPT_FORMS + 11):
+        runner_of(form(1, scale=float(scale)), 1, gpu.device)
+    assert len(forms._kernels) == forms.KEPT_FORMS
+    runner_of(form(1, scale=20.0), 1, gpu.device)
+    assert len(gpu.made) == forms.KEPT_FORMS + 10
+    runner_of(form(1, scale=1.0), 1, gpu.device)
+    assert len(gpu.made) == forms.KEPT_FORMS + 11
+
+
+def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "KEPT_PLANS", 3)
+    monkeypatch.setattr(plans, "_plans", {})
+    for n in range(1, 9):
+        k = tensor(1, 1, n, 4)
+        close(attention(k, k, k), exact(k, k, k))
+    assert len(plans._plans) == 3
+
+
+def test_threads_make_a_kernel_once(gpu: Gpu) -> None:
+    barrier, found = threading.Barrier(8), []
+
+    def work() -> None:
+        barrier.wait()
+        found.append(runner_of(form(3), 3, gpu.device))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(gpu.made) == 1 and len(found) == 8 and len(set(map(id, found))) == 1
+
+
+def test_graphs() -> None:
+    g = graph_of(form(9, query_order=Order.TOKENS, lengths=True, pages=10, page_size=16,
+                      causal=True, query_norm=True, key_norm=True))  # fmt: skip
+    b = Symbol("B", 16)
+    inputs = {g.nodes[i].name: g.nodes[i].shape for i in g.inputs}
+    assert inputs == {
+        "query": (b, 1, 2, 4, 16), "key": (10, 16, 2, 1, 16), "value": (10, 16, 2, 1, 16),
+        "lengths": (b,), "table": (b, 4), "query_norm": (16,), "key_norm": (16,),
+    }  # fmt: skip
+    assert [g.nodes[i].shape for i in g.outputs] == [(b, 1, 2, 4, 16)]
+    assert not any(g.nodes[i].constant for i in g.inputs)
+    plain = graph_of(Form(2, False, 3, 1, 5, 7, 8, 8, float16))
+    assert [plain.nodes[i].shape for i in plain.inputs] == [(2, 3, 5, 8), *[(2, 3, 7, 8)] * 2]
+
+
+def test_host_time_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 to 13 us when nothing else runs."""
+    y = torch.empty(2, 2, 4, 1, 16)
+    monkeypatch.setattr(plans, "runner_of", lambda form, batch, device: lambda inputs: [y])
+    monkeypatch.setattr(plans, "_plans", {})
+    q, k, lengths = tensor(2, 8, 1, 16), tensor(2, 2, 64, 16), integers(3, 5)
+
+    def call() -> None:
+        attention(q, k, k, enable_gqa=True, key_lengths=lengths)
+
+    call()
+    assert min(timeit.repeat(call, number=500, repeat=20)) / 500 < 40e-6
