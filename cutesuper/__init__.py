@@ -6,7 +6,7 @@ from cutesuper import errors
 from cutesuper.given import compile_mugraph
 from cutesuper.graph.autodiff import Split, grad, split
 from cutesuper.graph.block import MuGraph
-from cutesuper.graph.dtypes import DType, bfloat16, float16, float32
+from cutesuper.graph.dtypes import DType, bfloat16, float16, float32, int32
 from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
 from cutesuper.graph.serial import dumps, loads
 from cutesuper.graph.target import B200, H100, H200, Target
@@ -38,6 +38,7 @@ __all__ = [
     "float16",
     "float32",
     "grad",
+    "int32",
     "load",
     "load_mirage",
     "loads",

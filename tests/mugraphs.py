@@ -90,7 +90,8 @@ def mugraph(graph: KernelGraph, *steps: KernelStep, **middle: tuple[Dim, ...]) -
     nodes = graph.nodes
     outputs = [f"Z{k or ''}" for k in range(len(graph.outputs))]
     tensors = {
-        nodes[i].name: TensorSpec(nodes[i].name, nodes[i].shape, float16) for i in graph.inputs
+        nodes[i].name: TensorSpec(nodes[i].name, nodes[i].shape, nodes[i].dtype)
+        for i in graph.inputs
     }
     for name, i in zip(outputs, graph.outputs, strict=True):
         tensors[name] = TensorSpec(name, nodes[i].shape, float16)

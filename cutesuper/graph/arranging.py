@@ -212,6 +212,7 @@ class CausalMask(Operator):
         columns: NDArray[Any],
         extents: tuple[int, int],
         attributes: Attributes,
+        lengths: NDArray[Any] | None = None,
     ) -> NDArray[np.bool_]:
         offset = 0
         if attributes["alignment"] == "bottom_right":

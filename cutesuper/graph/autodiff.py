@@ -24,7 +24,7 @@ from typing import NamedTuple
 from cutesuper.errors import GraphError
 from cutesuper.graph.derivation import Derivation
 from cutesuper.graph.dims import Symbol
-from cutesuper.graph.dtypes import float32
+from cutesuper.graph.dtypes import float32, int32
 from cutesuper.graph.kernel import KernelGraph, Tensor
 from cutesuper.graph.operators import lookup
 from cutesuper.graph.saving import Reuse, choose
@@ -60,7 +60,7 @@ def grad(
 
     Args:
         graph: any kernel graph.
-        wrt: inputs, by name or as tensors; None is all of them.
+        wrt: inputs, by name or as tensors; None is all of them but int32 ones.
         outputs: whose cotangents are given, by name or as tensors; None is all outputs of the
             graph that depend on ``wrt``.
 
@@ -155,7 +155,7 @@ class _Joint:
             raise GraphError(f"{call}: the graph has no output; call mark_output(tensor) first")
         joint = _Joint(graph, call)
         joint._copy()
-        targets = _find(call, graph, "wrt", wrt, graph.inputs)
+        targets = _find(call, graph, "wrt", wrt, _real_inputs(graph))
         active = _depending(graph, set(targets))
         ends = _find(call, graph, "outputs", outputs, graph.outputs)
         if outputs is None:
@@ -302,6 +302,11 @@ class _Joint:
         return self.both.extract(self.inputs, outputs), places
 
 
+def _real_inputs(graph: KernelGraph) -> list[int]:
+    """Lengths and tables have no gradient."""
+    return [i for i in graph.inputs if graph.nodes[i].dtype != int32]
+
+
 def _find(
     call: str, graph: KernelGraph, argument: str, given: Names | None, known: list[int]
 ) -> list[int]:
@@ -310,9 +315,16 @@ def _find(
         return list(known)
     items = [given] if isinstance(given, str | Tensor) else list(given)
     names = {graph.nodes[i].name: i for i in known}
+    integers = {n.name: i for i, n in enumerate(graph.nodes) if n.dtype == int32}
     found: list[int] = []
     for item in items:
-        i = item.index if isinstance(item, Tensor) and item.graph is graph else names.get(str(item))
+        i = item.index if isinstance(item, Tensor) and item.graph is graph else (
+            (names | integers).get(str(item))
+        )
+        if i is not None and graph.nodes[i].dtype == int32:
+            raise GraphError(
+                f"{call}({argument}={item!r}): {graph.tensor(i)!r} has no gradient; leave it out"
+            )
         if i is None or i not in known:
             kind = "an input" if argument == "wrt" else "an output"
             raise GraphError(

@@ -78,7 +78,11 @@ class BlockOp:
             ``mean``, ``max``: ``over`` (a label; only the tile is reduced, ``mean`` divides by the
             extent of the whole dimension). ``accumulate``, ``cluster_reduce``: ``axis`` (name)
             and ``op`` ("sum" or "max"); see `rescaled`. ``causal_mask``: ``rows`` and ``columns``
-            (labels of the value) and its own ``alignment``. Element-wise operators: their own.
+            (labels of the value) and its own ``alignment``. ``length_mask``, whose second operand
+            is a ``load`` of the lengths: ``columns``, ``rows`` (None where it is not causal or
+            there is one row) and ``causal``. A ``load`` through a table of pages has its name as
+            ``table``; ``tensor`` is the cache and ``map`` that of the gathered tensor.
+            Element-wise operators: their own.
     """
 
     kind: str
@@ -200,8 +204,9 @@ class KernelStep:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the tensors it loads, each once."""
-        return tuple(dict.fromkeys(op.attributes["tensor"] for op in self.program.loads()))
+        """Names of the tensors it loads, and of the tables it loads them through, each once."""
+        names = ((a["tensor"], a.get("table")) for a in (o.attributes for o in self.program.loads()))
+        return tuple(dict.fromkeys(n for pair in names for n in pair if n is not None))
 
     @property
     def writes(self) -> tuple[str, ...]:

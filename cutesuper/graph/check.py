@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from cutesuper.errors import GraphError, OperatorError
+from cutesuper.errors import GraphError, OperatorError, ShapeError
 from cutesuper.graph.block import (
     ACCUMULATE,
     CLUSTER_REDUCE,
@@ -16,12 +16,14 @@ from cutesuper.graph.block import (
     AxisKind,
     BlockOp,
     BlockProgram,
+    KernelStep,
     MuGraph,
     mapped_labels,
 )
-from cutesuper.graph.dims import Symbol, extent
+from cutesuper.graph.dims import Shape, Symbol, extent
+from cutesuper.graph.dtypes import int32
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import lookup
+from cutesuper.graph.operators import TABLE, lookup
 
 ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
 #: attributes of a masking operator: the labels along which it takes positions
@@ -153,6 +155,8 @@ def _check_attributes(op: BlockOp, where: str) -> None:
         if operator.name != "matmul" and not (operator.reduces or operator.masks):
             raise GraphError(f"{where}: not an operation of a block program")
         needed[op.kind] = _MASKED if operator.masks else ("over",)
+        if operator.integers:
+            needed[op.kind] = (*_MASKED, *operator.attributes)
     missing = set(needed[op.kind]) - set(op.attributes)
     if missing:
         raise GraphError(f"{where}: it needs the attribute {', '.join(sorted(missing))}")
@@ -160,6 +164,23 @@ def _check_attributes(op: BlockOp, where: str) -> None:
         raise GraphError(f"{where}: its map must be a tuple of labels")
     if any(isinstance(e, tuple) and len(e) < 2 for e in op.attributes.get("map", ())):
         raise GraphError(f"{where}: its map has a tuple of fewer than two labels; name the label")
+    if op.kind == LOAD and "table" in op.attributes:
+        _check_table(op, where)
+    elif op.kind == STORE and "table" in op.attributes:
+        raise GraphError(f"{where}: only a load goes through a table of pages")
+
+
+def _check_table(op: BlockOp, where: str) -> None:
+    """A load through a table has a name for it, and sequences and positions for its first
+    dimensions, one label each."""
+    name, mapping = op.attributes["table"], op.attributes["map"]
+    if not isinstance(name, str):
+        raise GraphError(f"{where}: table={name!r} must be the name of a tensor")
+    if len(mapping) < 2 or any(isinstance(e, tuple) for e in mapping[:2]):
+        raise GraphError(
+            f"{where}: through the table {name} its map must begin with the label of the sequences "
+            "and that of the positions, each alone"
+        )
 
 
 def _check_dims(program: BlockProgram, op: BlockOp, where: str) -> None:
@@ -181,7 +202,9 @@ def _check_dims(program: BlockProgram, op: BlockOp, where: str) -> None:
         operator = lookup(op.kind)
         _arity(op, operator.arity, where)
         expected = set().union(*args)
-        if operator.masks:
+        if operator.integers:
+            _check_lengths(program, op, where)
+        elif operator.masks:
             _check_positions(op, args[0], where)
         elif not operator.elementwise:
             over = op.attributes["over"]
@@ -221,6 +244,30 @@ def _check_positions(op: BlockOp, labels: tuple[str, ...], where: str) -> None:
         raise GraphError(
             f"{where}: rows={given[0]!r} and columns={given[1]!r} must be two labels of its "
             f"operand, which has {', '.join(labels) or 'none'}"
+        )
+
+
+def _check_lengths(program: BlockProgram, op: BlockOp, where: str) -> None:
+    """Operands are scores and a load of lengths; rows are named where they count."""
+    labels, lengths = (program.ops[j].dims for j in op.inputs)
+    source = program.ops[op.inputs[1]]
+    if source.kind != LOAD or "table" in source.attributes:
+        raise GraphError(
+            f"{where}: operand 1 (operation {op.inputs[1]}) must be a plain load of the lengths"
+        )
+    rows, columns, causal = (op.attributes[k] for k in ("rows", "columns", "causal"))
+    if columns not in labels or (rows is not None and rows not in labels) or rows == columns:
+        raise GraphError(
+            f"{where}: rows={rows!r} and columns={columns!r} must be two labels of its operand, "
+            f"which has {', '.join(labels) or 'none'} (rows may be None)"
+        )
+    if causal and rows is None:
+        raise GraphError(f"{where}: causal=True counts rows; name their label")
+    alien = set(lengths) - (set(labels) - {rows, columns})
+    if alien:
+        raise GraphError(
+            f"{where}: the lengths have the label {', '.join(sorted(alien))}; there is one length "
+            "for all rows and columns of a sequence of the scores"
         )
 
 
@@ -313,6 +360,7 @@ def check_mugraph(mu: MuGraph) -> None:
         check_block_program(step.program)
         for op in (*step.program.loads(), *step.program.stores()):
             _check_map(mu, step.program, op, f"muGraph, kernel {step.name}")
+        _check_integers(mu, step)
         unknown = [n for n in step.reads if n not in known]
         if unknown:
             raise GraphError(f"muGraph, kernel {step.name}: reads {unknown[0]} before it is made")
@@ -330,6 +378,8 @@ def _check_map(mu: MuGraph, program: BlockProgram, op: BlockOp, where: str) -> N
     if name not in mu.tensors:
         raise GraphError(f"{where}: tensor {name} is not described")
     shape = mu.tensors[name].shape
+    if "table" in op.attributes:
+        shape = _gathered(mu, op, where)
     mapping: tuple[Any, ...] = op.attributes["map"]
     if len(shape) != len(mapping):
         raise GraphError(f"{where}: {name} has {len(shape)} dimensions, its map {len(mapping)}")
@@ -337,6 +387,38 @@ def _check_map(mu: MuGraph, program: BlockProgram, op: BlockOp, where: str) -> N
         want = _mapped_extent(program, mapped_labels(entry), where)
         if d != want:
             raise GraphError(f"{where}: extent {d} of {name} is mapped to {entry} of extent {want}")
+
+
+def _gathered(mu: MuGraph, op: BlockOp, where: str) -> Shape:
+    """The shape of what a load puts together from pages."""
+    names = op.attributes["tensor"], op.attributes["table"]
+    for name in names:
+        if name not in mu.tensors:
+            raise GraphError(f"{where}: tensor {name} is not described")
+        if name not in mu.inputs:
+            raise GraphError(f"{where}: {name} is no input; pages and tables are")
+    try:
+        return TABLE["gather_pages"].shape([mu.tensors[n].shape for n in names], {})
+    except ShapeError as e:
+        raise GraphError(f"{where}: load of {names[0]} through {names[1]}: {e}") from None
+
+
+def _check_integers(mu: MuGraph, step: KernelStep) -> None:
+    """int32 tensors are lengths of a mask and tables, and these are int32."""
+    where, ops = f"muGraph, kernel {step.name}", step.program.ops
+    for i, op in enumerate(ops):
+        if op.kind not in (LOAD, STORE):
+            continue
+        name, table = op.attributes["tensor"], op.attributes.get("table")
+        uses = [(o, k) for o in ops for k, j in enumerate(o.inputs) if j == i]
+        counted = [o.kind in TABLE and k in TABLE[o.kind].integers for o, k in uses]
+        integers = mu.tensors[name].dtype == int32
+        if any(counted) and not integers:
+            raise GraphError(f"{where}: the lengths {name} are {mu.tensors[name].dtype}, not int32")
+        if integers and (op.kind == STORE or not all(counted)):
+            raise GraphError(f"{where}: {name} is int32, and only lengths and tables are")
+        if table is not None and (mu.tensors[table].dtype != int32 or integers):
+            raise GraphError(f"{where}: the table {table} must be int32, the cache {name} must not")
 
 
 def _mapped_extent(program: BlockProgram, labels: tuple[str, ...], where: str) -> Any:

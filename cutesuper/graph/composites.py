@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutesuper.errors import OperatorError, ShapeError
 from cutesuper.graph.dims import Shape, broadcast, extent, size
+from cutesuper.graph.indexing import LengthMask
 from cutesuper.graph.operators import (
     LARGEST,
     Attributes,
@@ -82,7 +83,10 @@ class RmsNorm(Operator):
 
 @operator
 class Softmax(Operator):
-    """exp(x - max x) / sum exp(x - max x) along ``dim``."""
+    """exp(x - max x) / sum exp(x - max x) along ``dim``; 0 where all of x is -inf.
+
+    PyTorch gives NaN there, except in attention; kernels follow attention.
+    """
 
     name = "softmax"
     arity = 1
@@ -94,7 +98,9 @@ class Softmax(Operator):
         return shapes[0]
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].softmax(attributes["dim"])
+        dim = attributes["dim"]
+        hidden = (args[0] == -float("inf")).all(dim, keepdim=True)
+        return args[0].softmax(dim).masked_fill(hidden, 0.0)
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
         dim = attributes["dim"]
@@ -114,10 +120,15 @@ class Softmax(Operator):
 
 @operator
 class ScaledDotProductAttention(Operator):
-    """softmax(query key^T * scale) value; causal: row i sees keys 0..i (arXiv:1706.03762)."""
+    """softmax(query key^T * scale) value (arXiv:1706.03762).
+
+    Causal: row i sees keys 0..i. With a fourth operand, the lengths of the sequences, the last row
+    sees the last key of its sequence instead (`LengthMask`).
+    """
 
     name = "scaled_dot_product_attention"
-    arity = 3
+    arity = -1  # query, key, value; or these and lengths
+    integers: ClassVar[tuple[int, ...]] = (3,)
     attributes: ClassVar[Attributes] = {"is_causal": False, "scale": None}
     composite = True
 
@@ -135,9 +146,11 @@ class ScaledDotProductAttention(Operator):
         return {"is_causal": causal, "scale": None if scale is None else float(scale)}
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
-        query, key, value = shapes
         call = show_call(self.name, shapes)
-        if min(map(len, shapes)) < 2:
+        if len(shapes) not in (3, 4):
+            raise ShapeError(f"{call}: takes query, key and value, or these and lengths")
+        query, key, value = shapes[:3]
+        if min(map(len, shapes[:3])) < 2:
             raise ShapeError(f"{call}: every operand needs at least 2 dimensions")
         if query[-1] != key[-1]:
             raise ShapeError(f"{call}: query and key differ in their last extent, {query[-1]} and "
@@ -145,33 +158,48 @@ class ScaledDotProductAttention(Operator):
         if key[-2] != value[-2]:
             raise ShapeError(f"{call}: {key[-2]} keys for {value[-2]} values; the last extents but "
                              "one must be equal")
-        lead = broadcast(query[:-2], key[:-2])
-        lead = None if lead is None else broadcast(lead, value[:-2])
-        if lead is None:
+        scores = broadcast(query[:-2], key[:-2])
+        lead = None if scores is None else broadcast(scores, value[:-2])
+        if scores is None or lead is None:
             raise ShapeError(f"{call}: leading dimensions do not broadcast")
+        if len(shapes) == 4:
+            masked = (*scores, query[-2], key[-2])
+            LengthMask().shape([masked, shapes[3]], {"causal": attributes["is_causal"]})
         return (*lead, query[-2], value[-1])
+
+    def largest(self, shapes: list[Shape]) -> int:
+        return extent(shapes[1][-2])
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         import torch
 
+        query, key, value = args[:3]
+        causal, mask = attributes["is_causal"], None
+        if len(args) == 4:
+            lead = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
+            scores = (*lead, query.shape[-2], key.shape[-2])
+            mask, causal = LengthMask().keep(scores, args[3], {"causal": causal}), False
         return torch.nn.functional.scaled_dot_product_attention(
-            *args, is_causal=attributes["is_causal"], scale=attributes["scale"]
+            query, key, value, mask, is_causal=causal, scale=attributes["scale"]
         )
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
-        query, key, value = args
-        scale = attributes["scale"]
+        query, key, value = args[:3]
+        scale, causal = attributes["scale"], attributes["is_causal"]
         scale = extent(query.shape[-1]) ** -0.5 if scale is None else scale
         scores = g.mul(g.matmul(query, g.transpose(key)), scale)
-        scores = g.causal_mask(scores) if attributes["is_causal"] else scores
+        if len(args) == 4:
+            scores = g.length_mask(scores, args[3], causal)
+        elif causal:
+            scores = g.causal_mask(scores)
         weights = Softmax().expand(g, [scores], {"dim": len(scores.shape) - 1})
         return g.matmul(weights, value)
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> list[Tensor]:
+    ) -> list[Tensor | None]:
         """With y = P V: dV = P^T dy, dS = P (dy V^T - sum(dy y)) (arXiv:2205.14135, appendix B)."""
-        query, key, value = args
+        query, key, value = args[:3]
         scale = attributes["scale"]
         scale = extent(query.shape[-1]) ** -0.5 if scale is None else scale
         weights = g.tensor(y.node.inputs[0])  # the product that `expand` ends with
@@ -182,6 +210,7 @@ class ScaledDotProductAttention(Operator):
             g.matmul(scores, key),
             g.matmul(g.transpose(scores), query),
             g.matmul(g.transpose(weights), dy),
+            *[None] * (len(args) - 3),
         ]
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:

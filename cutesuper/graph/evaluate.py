@@ -5,15 +5,43 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import ShapeError
+from cutesuper.graph.dtypes import int32
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import lookup
+from cutesuper.graph.operators import Attributes, lookup
 
 if TYPE_CHECKING:
     import torch
 
 
+def reference(
+    kind: str, args: list[Any], attributes: Attributes, hidden: bool, empty: bool
+) -> Any:
+    """The reference of an operator, where rows may be masked.
+
+    Args:
+        kind: the operator.
+        args: torch tensors that broadcast.
+        attributes: of the operator.
+        hidden: -inf minus -inf is -inf: what a row or a tile without visible elements has for a
+            maximum is subtracted from hidden elements only.
+        empty: 0 / 0 is 0: the quotient of sums over no visible element.
+    """
+    import torch
+
+    result = lookup(kind).reference(args, attributes)
+    if hidden and kind == "sub":
+        gone = (args[0] == -torch.inf) & (args[1] == -torch.inf)
+        return result.masked_fill(gone, -torch.inf)
+    if empty and kind == "div":
+        return result.masked_fill((args[0] == 0) & (args[1] == 0), 0.0)
+    return result
+
+
 def evaluate(graph: KernelGraph, inputs: list[torch.Tensor], dtype: Any = None) -> list[Any]:
     """Compute the outputs operator by operator.
+
+    Where lengths mask rows, the two rules of `reference` hold: rows that see nothing are 0 after a
+    softmax, written as one operator or as several.
 
     Args:
         graph: any kernel graph.
@@ -30,15 +58,16 @@ def evaluate(graph: KernelGraph, inputs: list[torch.Tensor], dtype: Any = None) 
     """
     if len(inputs) != len(graph.inputs):
         raise ShapeError(f"the graph has {len(graph.inputs)} input(s), got {len(inputs)} tensor(s)")
+    empty = any(n.operator == "length_mask" for n in graph.nodes)
     values: dict[int, Any] = {}
     feed = iter(inputs)
     for i, node in enumerate(graph.nodes):
         if node.operator == "input":
             value = next(feed)
-            values[i] = value if dtype is None else value.to(dtype)
+            values[i] = value if dtype is None or node.dtype == int32 else value.to(dtype)
         else:
             args = [values[j] for j in node.inputs]
-            values[i] = lookup(node.operator).reference(args, dict(node.attributes))
+            values[i] = reference(node.operator, args, dict(node.attributes), empty, empty)
     return [values[i] for i in graph.outputs]
 
 

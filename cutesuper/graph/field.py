@@ -271,6 +271,9 @@ class FieldAlgebra:
         nested_exp: an exponential met a value that is itself the result of an exponential; it was
             evaluated as an opaque function, and no error bound holds.
         used_max: `max` was called.
+        empty_rows: 0 / 0 is 0. Where rows may be hidden as a whole, their exponentials and all sums
+            of them are 0, and so is the quotient; kernels keep this rule (``docs/verification.md``,
+            "Masks").
     """
 
     def __init__(self, seed: int = 0, shifts: np.random.Generator | None = None) -> None:
@@ -278,6 +281,7 @@ class FieldAlgebra:
         self.shifts = shifts
         self.nested_exp = False
         self.used_max = False
+        self.empty_rows = False
         self._keys: dict[str, int] = {}
         self._constants: dict[float, FieldValue] = {}
 
@@ -307,6 +311,8 @@ class FieldAlgebra:
         """Quotient x / y, broadcast by name. Raises DivisionByZero and Unbounded."""
         if y.masked:
             _refuse(y.gone(), "is a denominator")
+        if self.empty_rows:
+            y = _without_empty(x, y)
         q = None if x.q is None or y.q is None else inverse(y.q, Q)
         return self.mul(x, FieldValue(y.dims, inverse(y.p, P), q))
 
@@ -462,6 +468,20 @@ def _binary(f: Any, x: FieldValue, y: FieldValue) -> FieldValue:
     for v in (x, y):
         z = z.hide(align(v.gone(), v.dims, dims)) if v.masked else z
     return z
+
+
+def _without_empty(x: FieldValue, y: FieldValue) -> FieldValue:
+    """The denominator y, 1 in place of 0 where all that it divides is 0.
+
+    Only what went through an exponential (and has no residues mod q) is 0 because rows are empty.
+    """
+    zero = y.p == 0
+    if y.q is not None or not zero.any():
+        return y
+    dims = y.dims + tuple(d for d in x.dims if d not in y.dims)
+    divided = align(x.p, x.dims, dims) != 0
+    nothing = zero & ~divided.any(tuple(range(len(y.dims), len(dims))))
+    return FieldValue(y.dims, np.where(nothing, _U(1), y.p), None, y.masked)
 
 
 def _refuse(gone: NDArray[np.bool_], what: str) -> None:

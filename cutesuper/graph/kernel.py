@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import DTypeError, GraphError, OperatorError, ShapeError
 from cutesuper.graph.dims import Dim, Shape, Symbol, show_shape
-from cutesuper.graph.dtypes import DType, as_dtype, float16, float32
-from cutesuper.graph.operators import Attributes, lookup
+from cutesuper.graph.dtypes import DType, as_dtype, float16, float32, int32
+from cutesuper.graph.operators import Attributes, Operator, lookup
 
 if TYPE_CHECKING:
     from cutesuper.runtime.kernel import Kernel
@@ -114,7 +114,8 @@ class KernelGraph:
 
         Args:
             dims: extents; the first one may be a `Symbol` (``cs.symbol("M")``).
-            dtype: fp16, bf16 or fp32.
+            dtype: fp16, bf16 or fp32; int32 for lengths and tables of pages (`length_mask`,
+                `gather_pages`).
             name: for messages and drawings; default ``X``, ``W``, ... by position.
             constant: nobody writes this tensor while a kernel that reads it may be in flight, so a
                 kernel launched with ``dependent_launch=True`` may load it before its predecessor
@@ -159,6 +160,7 @@ class KernelGraph:
         if op.arity >= 0 and len(args) != op.arity:
             raise OperatorError(f"{operator}: takes {op.arity} operand(s), got {len(args)}")
         attributes = op.check_attributes(attributes)
+        _check_kinds(op, args)
         shape = op.shape([t.shape for t in args], attributes)
         dtype = self.result_dtype(operator, args)
         node = Node(
@@ -305,6 +307,29 @@ class KernelGraph:
         """
         return self.apply("causal_mask", scores, alignment=alignment)
 
+    def length_mask(self, scores: Tensor, lengths: Tensor, causal: bool = False) -> Tensor:
+        """``scores[b, ..., i, j]`` where ``j < lengths[b]``, -inf elsewhere.
+
+        Args:
+            scores: ``[B, ..., L, S]``.
+            lengths: an int32 input with the first dimensions of the scores, ``[B]``. More than S
+                is S; a row that sees nothing is 0 after a softmax.
+            causal: row i sees ``j < lengths[b] - (L - 1 - i)``: the last row sees its whole
+                sequence, as in decoding with a cache.
+        """
+        return self.apply("length_mask", scores, lengths, causal=causal)
+
+    def gather_pages(self, cache: Tensor, table: Tensor) -> Tensor:
+        """Sequences whose parts lie in pages: ``[B, n * P, ...]``.
+
+        Args:
+            cache: an input ``[pages, P, ...]``.
+            table: an int32 input ``[B, n]``: the pages of each sequence in order. What is in the
+                cache beyond a sequence's length is read and has no effect, so the table has to
+                name existing pages there as well.
+        """
+        return self.apply("gather_pages", cache, table)
+
     def scaled_dot_product_attention(
         self,
         query: Tensor,
@@ -312,18 +337,26 @@ class KernelGraph:
         value: Tensor,
         is_causal: bool = False,
         scale: float | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """``softmax(query key^T * scale) value``, as in ``torch.nn.functional``.
+
+        Leading dimensions broadcast: G query heads for each head of keys and values are ``[B, H, G,
+        M, d]`` with keys ``[B, H, 1, S, d]``.
 
         Args:
             query: ``[..., M, d]``.
             key: ``[..., S, d]``.
             value: ``[..., S, e]``.
-            is_causal: row i sees keys 0..i.
+            is_causal: row i sees keys 0..i; with ``lengths`` the last row sees the last key of its
+                sequence, and row i those up to M - 1 - i before it.
             scale: None for ``1 / sqrt(d)``.
+            lengths: an int32 input ``[B]``, keys of each sequence, or None. Rows that see no key
+                are 0.
         """
+        operands = (query, key, value) if lengths is None else (query, key, value, lengths)
         return self.apply(
-            "scaled_dot_product_attention", query, key, value, is_causal=is_causal, scale=scale
+            "scaled_dot_product_attention", *operands, is_causal=is_causal, scale=scale
         )
 
     def transpose(self, a: Tensor, dims: Sequence[int] | None = None) -> Tensor:
@@ -382,7 +415,7 @@ class KernelGraph:
         Statistics of rows (last extent 1) may be float32 beside 16-bit operands of element-wise
         operators; everything is computed in float32 anyway. Raises DTypeError.
         """
-        given = [t for t in args if t.node.operator != "constant"]
+        given = [t for t in args if t.node.operator != "constant" and t.dtype != int32]
         dtypes = {t.dtype for t in given}
         if len(dtypes) > 1 and lookup(operator).elementwise:
             dtypes -= {float32 for t in given if t.shape[-1:] == (1,)}
@@ -519,6 +552,31 @@ class KernelGraph:
 
     def _value_name(self) -> str:
         return f"t{len(self.nodes)}"
+
+
+def _check_kinds(op: Operator, args: list[Tensor]) -> None:
+    """int32 tensors where an operator takes them, and nowhere else; inputs where it needs them.
+
+    Raises:
+        DTypeError, GraphError: naming the operand.
+    """
+    for k, t in enumerate(args):
+        if k in op.integers and t.dtype != int32:
+            raise DTypeError(
+                f"{op.name}: operand {k}, {t!r}, must be an int32 input; use "
+                "new_input(dims=, dtype='int32')"
+            )
+        if k not in op.integers and t.dtype == int32:
+            raise DTypeError(
+                f"{op.name}: operand {k}, {t!r}, is int32, which only lengths (length_mask, "
+                "scaled_dot_product_attention) and tables (gather_pages) are; use float16, "
+                "bfloat16 or float32"
+            )
+        if op.of_inputs and t.node.operator != "input":
+            raise GraphError(
+                f"{op.name}: operand {k}, {t!r}, is computed; it reads inputs of the graph only, "
+                "which lie in memory"
+            )
 
 
 def new_kernel_graph() -> KernelGraph:

@@ -1,8 +1,8 @@
 """The operator table: one class per operator, with everything the system knows about it.
 
 A new operator is one class: here, in `cutesuper.graph.functions` (of one number),
-`cutesuper.graph.arranging` (transpose, concatenation, mask) or `cutesuper.graph.composites`. Its
-facets:
+`cutesuper.graph.arranging` (transpose, concatenation, mask), `cutesuper.graph.indexing` (lengths,
+pages) or `cutesuper.graph.composites`. Its facets:
 
 * ``shape``      the shape rule (and the errors a user sees),
 * ``reference``  what PyTorch computes, in the element type of its arguments,
@@ -12,6 +12,7 @@ facets:
 * ``scalar``     element-wise operators only: the formula on one element, written over a namespace
                  of scalar functions ``m`` that the lowering (CuTe) or a test (Python) supplies,
 * ``visible``    masking operators only: which elements stay, from their positions,
+* ``largest``    operators with an int32 operand only: what it may hold,
 * ``expand``     composite operators only: the same thing in primitive operators,
 * ``derivative`` cotangents of the operands from that of the result, in operators of the table,
 * ``flops``      floating-point operations, for the cost model.
@@ -55,6 +56,10 @@ class Operator:
     composite: ClassVar[bool] = False
     #: puts tensors together or takes one apart; `cutesuper.graph.pieces` removes it
     cuts: ClassVar[bool] = False
+    #: positions of the operands that are int32; all others are numbers of one type
+    integers: ClassVar[tuple[int, ...]] = ()
+    #: takes inputs of the graph only, as the int32 operands of any operator are
+    of_inputs: ClassVar[bool] = False
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         """Shape of the result. Raises ShapeError."""
@@ -78,6 +83,7 @@ class Operator:
         columns: NDArray[Any],
         extents: tuple[int, int],
         attributes: Attributes,
+        lengths: NDArray[Any] | None = None,
     ) -> NDArray[np.bool_]:
         """Which elements stay, for positions that broadcast (masking operators only).
 
@@ -86,7 +92,12 @@ class Operator:
             columns: positions along the last dimension.
             extents: of these two dimensions.
             attributes: of the operator.
+            lengths: its int32 operand, if it has one.
         """
+        raise NotImplementedError
+
+    def largest(self, shapes: list[Shape]) -> int:
+        """The largest number in the int32 operand that makes a difference."""
         raise NotImplementedError
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
@@ -427,5 +438,6 @@ def normal_dim(name: str, shape: Shape, dim: Any) -> int:
 from cutesuper.graph import arranging as arranging  # noqa: E402
 from cutesuper.graph import composites as composites  # noqa: E402
 from cutesuper.graph import functions as functions  # noqa: E402
+from cutesuper.graph import indexing as indexing  # noqa: E402
 
 __all__ = ["TABLE", "Attributes", "Dim", "Operator", "lookup", "normal_dim", "operator"]

@@ -97,7 +97,8 @@ def phrase(program: BlockProgram, index: int) -> str:
     op = program.ops[index]
     attributes = op.attributes
     if op.kind in (LOAD, STORE):
-        return f"{op.kind} {attributes['tensor']}"
+        pages = f" through {attributes['table']}" if "table" in attributes else ""
+        return f"{op.kind} {attributes['tensor']}{pages}"
     if op.kind in (ACCUMULATE, CLUSTER_REDUCE):
         verb = "accumulate" if op.kind == ACCUMULATE else "cluster"
         how = "rescaled sum" if op.rescaled else attributes["op"]

@@ -65,7 +65,8 @@ class _Formulas:
         """An expression and its precedence."""
         op = self.program.ops[i]
         if op.kind == LOAD:
-            return str(op.attributes["tensor"]), ATOM
+            table = op.attributes.get("table")
+            return f"{op.attributes['tensor']}{f'[{table}]' if table else ''}", ATOM
         if op.kind == "constant":
             return f"{op.attributes['value']:g}", ATOM
         args = [self._operand(j) for j in op.inputs]

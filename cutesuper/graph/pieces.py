@@ -126,6 +126,8 @@ def _cuts(graph: KernelGraph, i: int, cuts: list[Cuts]) -> Cuts:
     if lookup(node.operator).reduces:
         d = node.attributes["dim"]
         return (*args[0][:d], _NONE, *args[0][d + 1 :])
+    if lookup(node.operator).masks:
+        return args[0]
     return _aligned(args, rank)
 
 
@@ -178,7 +180,22 @@ def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[
             f"{node.operator} {_show(node)}: it is needed in pieces, {_show_box(node, box)}, and "
             "positions count from the whole; mask the parts before they are put together"
         )
+    if operator.of_inputs and box != _whole(node.shape):
+        raise OperatorError(
+            f"{node.operator} {_show(node)}: it is needed in pieces, {_show_box(node, box)}, and a "
+            "kernel reads inputs whole; pass the parts as separate inputs"
+        )
+    if operator.integers:
+        return [[_first(graph, node, k, box) for k in range(len(node.inputs))]]
     return [[_use(graph, node, k, box) for k in range(len(node.inputs))]]
+
+
+def _first(graph: KernelGraph, node: Node, k: int, box: Box) -> Use:
+    """The part of operand k whose dimensions are the first ones, whole where it is no mask's."""
+    shape = graph.nodes[node.inputs[k]].shape
+    if not lookup(node.operator).masks:
+        return node.inputs[k], _whole(shape)
+    return _use(graph, node, k, box[: len(shape)])
 
 
 def _of_concat(graph: KernelGraph, node: Node, box: Box) -> list[list[Use]]:

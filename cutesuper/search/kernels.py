@@ -6,7 +6,8 @@ the order is a sequence of kernels. Each segment becomes a `Region`, which is se
 What lies between two kernels is stored and loaded, which their costs contain.
 
 A transpose is a view of another value, which costs nothing, unless it is to be stored
-(`Flat.copies`): then it is an operator like any other, fused or a kernel of its own.
+(`Flat.copies`): then it is an operator like any other, fused or a kernel of its own. What
+``gather_pages`` puts together is an input: kernels read it through the table.
 
 before: ``softmax(X @ W)``, 6 operators; after: ``[matmul] [max, sub, exp, sum, div]``.
 """
@@ -21,23 +22,29 @@ from math import inf
 from typing import Any, NamedTuple
 
 from cutesuper.errors import SearchError
-from cutesuper.graph.dims import show_shape, size
+from cutesuper.graph.dims import extent, show_shape, size
 from cutesuper.graph.dtypes import DType, float32
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.search.labels import Region, RegionOp, View
 from cutesuper.search.region import Way
 
+#: values that lie in memory before anything runs
+_GIVEN = ("input", "gather_pages")
 #: operators of one kernel at most; bounds the segments of a long graph
 MAX_SEGMENT = 32
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A region of a graph, and the names of the tensors that it reads and writes."""
+    """A region of a graph, and the names of the tensors that it reads and writes.
+
+    ``tables``: for each tensor that is read through a table of pages the name of that.
+    """
 
     region: Region
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    tables: tuple[str | None, ...]
 
 
 class Cut(NamedTuple):
@@ -79,12 +86,18 @@ class Flat:
             view = View(i, tuple(range(len(n.shape))))
             if n.operator == "transpose":
                 inner = self._transposed(i)
-                of_input = graph.nodes[inner.value].operator == "input"
+                of_input = graph.nodes[inner.value].operator in _GIVEN
                 if copy_all or (of_input and i in graph.outputs):
                     self.copies.add(i)
                 else:
                     view = inner
             self.views.append(view)
+        for o in graph.outputs:
+            if graph.nodes[self.views[o].value].operator == "gather_pages":
+                raise SearchError(
+                    f"output {self.describe(o)}: no kernel copies pages; mark what is computed "
+                    "with them as an output"
+                )
 
     def _transposed(self, i: int) -> View:
         """A transpose as a view of what is below it."""
@@ -97,7 +110,7 @@ class Flat:
         """Nodes that depend on numbers only; every kernel computes them for itself."""
         found: set[int] = set()
         for i, n in enumerate(self.graph.nodes):
-            if n.operator != "input" and found.issuperset(n.inputs):
+            if n.operator not in _GIVEN and found.issuperset(n.inputs):
                 found.add(i)
         return frozenset(found)
 
@@ -107,7 +120,7 @@ class Flat:
         return tuple(
             i
             for i, n in enumerate(self.graph.nodes)
-            if n.operator != "input" and self.views[i].value == i and i not in self.scalar
+            if n.operator not in _GIVEN and self.views[i].value == i and i not in self.scalar
         )
 
     def depth_first(self, last_operand_first: bool) -> tuple[int, ...]:
@@ -164,8 +177,22 @@ class Flat:
         node = self.graph.nodes[value]
         if node.operator == "input":
             return node.name
+        if node.operator == "gather_pages":
+            return self.graph.nodes[node.inputs[0]].name
         output = self._output(value)
         return self.fresh(f"t{value}") if output is None else self.fresh(f"out{output}")
+
+    def table_of(self, value: int) -> str | None:
+        """Name of the table through which a value is read, if it lies in pages."""
+        node = self.graph.nodes[value]
+        return self.graph.nodes[node.inputs[1]].name if node.operator == "gather_pages" else None
+
+    def page_of(self, value: int) -> int | None:
+        """Positions of a page of such a value."""
+        node = self.graph.nodes[value]
+        if node.operator != "gather_pages":
+            return None
+        return extent(self.graph.nodes[node.inputs[0]].shape[1])
 
     def fresh(self, name: str) -> str:
         """The name, or one like it that no input has."""
@@ -184,7 +211,7 @@ class Flat:
         node = self.graph.nodes[value]
         if value in self.copies and self._output(value) is None:
             return self.dtype(self.operands(value)[0].value)
-        between = node.operator != "input" and self._output(value) is None
+        between = node.operator not in _GIVEN and self._output(value) is None
         return float32 if between and node.shape[-1:] == (1,) else node.dtype
 
     def segment(self, members: tuple[int, ...]) -> Segment:
@@ -235,9 +262,11 @@ class _SegmentBuilder:
             tuple(self._op(i) for i in self.ops),
             tuple(View(self.index[v.value], v.order) for v, _, _ in stored),
             tuple(dtype for _, _, dtype in stored),
+            tuple((n, p) for n, v in enumerate(self.inputs) if (p := flat.page_of(v)) is not None),
         )
         reads = tuple(flat.stored_as(v) for v in self.inputs)
-        return Segment(region, reads, tuple(name for _, name, _ in stored))
+        tables = tuple(map(flat.table_of, self.inputs))
+        return Segment(region, reads, tuple(name for _, name, _ in stored), tables)
 
     def _op(self, i: int) -> RegionOp:
         node = self.flat.graph.nodes[i]

@@ -54,6 +54,7 @@ class Region:
         ops: operators; a ``transpose`` copies its operand, which is the view that it makes.
         outputs: what is stored, in the order of dimensions in which it is stored.
         output_dtypes: its element type.
+        pages: the inputs that are put together from pages, with the positions of a page.
     """
 
     inputs: tuple[Shape, ...]
@@ -61,6 +62,7 @@ class Region:
     ops: tuple[RegionOp, ...]
     outputs: tuple[View, ...]
     output_dtypes: tuple[DType, ...]
+    pages: tuple[tuple[int, int], ...] = ()
 
 
 LabelMap = tuple[str | None, ...]
@@ -75,7 +77,8 @@ class LabelledOp:
         inputs: indices of earlier operations.
         labels: labels of the value.
         attributes: element-wise: the operator's; ``load``: ``tensor`` (index) and ``map``;
-            ``causal_mask``: the operator's, and the labels of its ``rows`` and ``columns``.
+            ``causal_mask``, ``length_mask``: the operator's, and the labels of its ``rows`` and
+            ``columns`` (see `graph.block`).
         over: the label that ``matmul``, ``sum``, ``mean`` and ``max`` reduce.
     """
 
@@ -257,6 +260,8 @@ class _Unification:
                 else:
                     self.dead.append(b)
         else:
+            if lookup(op.kind).integers:  # lengths have the first dimensions of the scores
+                operands[1] += result[len(operands[1]) :]
             for slots in operands:
                 self._align(slots, result)
 
@@ -309,6 +314,8 @@ class _Unification:
             attributes = {}
             if over is None:  # of an extent of 1: the operand itself
                 return args[0]
+        elif kind == "length_mask":
+            attributes |= self._counted(i, op)
         elif lookup(kind).masks:
             slots = [(len(self.region.inputs) + i, len(op.shape) - k) for k in (2, 1)]
             rows, columns = (self.names.get(self._find(s)) for s in slots)
@@ -324,6 +331,18 @@ class _Unification:
             return ops.index(made)
         ops.append(made)
         return len(ops) - 1
+
+    def _counted(self, i: int, op: RegionOp) -> Attributes:
+        """Attributes of a length mask. Raises SearchError."""
+        rank, value = len(op.shape), len(self.region.inputs) + i
+        rows, columns = (self.names.get(self._find((value, rank - k))) for k in (2, 1))
+        if columns is None:
+            raise SearchError(
+                "length_mask of one column: there is no label to count along; leave the mask out, "
+                "or pad the keys to two"
+            )
+        causal = dict(op.attributes)["causal"] and op.shape[-2] != 1
+        return {"columns": columns, "rows": rows if causal else None, "causal": causal}
 
     # ------------------------------------------------------------------------------------- names
 

@@ -85,6 +85,7 @@ class Table:
         self._index: dict[Class, int] = {}
         self._usable: list[bool] = []  # whether element-wise operators may take a class
         self._partial: list[bool] = []  # whether it is a maximum over some parts of a label only
+        self._lengths: dict[int, int] = {}  # loads of lengths, which only masks take: their classes
         self._by_form: dict[int, list[int]] = {}
         self._joins: dict[tuple[State, State], State | None] = {}
         self._field = FieldAlgebra(seed)
@@ -97,7 +98,7 @@ class Table:
         """Enter loads and constants; return form, labels and value of each goal."""
         program, values = self.space.program, []
         for i, op in enumerate(program.ops):
-            values.append(self._source_value(op, [values[j] for j in op.inputs]))
+            values.append(self._source_value(i, op, [values[j] for j in op.inputs]))
             if op.kind in ("load", "constant"):
                 inside = frozenset(
                     n for n, a in self.axes.items() if a.dim in op.labels and self._encloses(a)
@@ -108,6 +109,9 @@ class Table:
                 )
                 if key not in self._index:  # a number that occurs twice is one class
                     self._enter(key, values[i], Derivation(op.kind, (), None, (("op", i),)))
+                if i in self.space.counted:
+                    self._lengths[i] = self._index[key]
+                    self._by_form.pop(key.form)
         wanted = zip(program.outputs, self.space.goals, strict=True)
         return [(form, labels, values[i].key()) for (i, _), (form, labels) in wanted]
 
@@ -115,9 +119,13 @@ class Table:
         """Whether values live inside an axis until something closes it."""
         return axis.kind in _ITERATED or axis.name == self.split.parted_axis
 
-    def _source_value(self, op: LabelledOp, args: list[FieldValue]) -> FieldValue:
+    def _source_value(self, i: int, op: LabelledOp, args: list[FieldValue]) -> FieldValue:
         if op.kind == "load":
             parts = [p for label in sorted(op.labels) for p in self.split.parts(label)]
+            if i in self.space.counted:  # some columns are seen, and some are not
+                last = _PART ** len(self.split.parts(self.space.counted[i]))
+                ends = self._rng.integers(1, last, [_PART] * len(parts), dtype=np.uint64)
+                return FieldValue(tuple(parts), ends)
             return uniform(self._rng, parts, [_PART] * len(parts))
         if op.over is None:
             return self._elementwise_value(op.kind, args, op.attributes)
@@ -143,8 +151,9 @@ class Table:
         """Combine until nothing new is useful. Raises TooLarge past the limit."""
         done = 0
         while done < len(self.classes):
-            self._unary(done)
-            self._partners(done)
+            if done not in self._lengths.values():
+                self._unary(done)
+                self._partners(done)
             done += 1
             if len(self.classes) > self.limit or self.tried > _TRIED * self.limit:
                 raise TooLarge(
@@ -207,20 +216,31 @@ class Table:
         if self._usable[i] and not self._partial[i]:
             for kind, attributes in space.unary:
                 self._one(i, kind, attributes)
+            for kind, attributes, lengths in space.length_masks:
+                self._one(i, kind, attributes, self._lengths[lengths])
         for kind, label in space.reductions:
             if label in c.labels and self.rules.reduces(c.labels, label, c.state):
                 self._tile_reduction(i, kind, label)
         for name in sorted(c.state.pending):
             self._axis_reduction(i, self.axes[name])
 
-    def _one(self, i: int, kind: str, attributes: tuple[tuple[str, Any], ...]) -> None:
-        c, operator, given = self.classes[i], lookup(kind), dict(attributes)
-        if operator.masks and not {given["rows"], given["columns"]} <= c.labels:
+    def _one(
+        self, i: int, kind: str, attributes: tuple[tuple[str, Any], ...], lengths: int | None = None
+    ) -> None:
+        """An operator on class i; a mask may take the class of its lengths besides."""
+        operator, given = lookup(kind), dict(attributes)
+        inputs = (i,) if lengths is None else (i, lengths)
+        classes = [self.classes[j] for j in inputs]
+        state = self._joined(classes[0].state, classes[-1].state)
+        needed = frozenset[str]().union(*(c.labels for c in classes[1:]))
+        if operator.masks:
+            needed |= {given[side] for side in ("rows", "columns")} - {None}
+        if state is None or not needed <= classes[0].labels:
             return
-        form = operator.symbolic(self.space.table, [c.form], given)
+        form = operator.symbolic(self.space.table, [c.form for c in classes], given)
         self._offer(
-            form, c.labels, c.state, Derivation(kind, (i,), None, attributes),
-            lambda: self._elementwise_value(kind, [self.values[i]], given),
+            form, classes[0].labels, state, Derivation(kind, inputs, None, attributes),
+            lambda: self._elementwise_value(kind, [self.values[j] for j in inputs], given),
         )
 
     def _tile_reduction(self, i: int, kind: str, label: str) -> None:
@@ -307,22 +327,28 @@ class Table:
     ) -> FieldValue:
         operator = lookup(kind)
         if operator.masks:
-            return self._masked_value(operator, args[0], attributes)
+            return self._masked_value(operator, args, attributes)
         return operator.symbolic(self._field, args, attributes)
 
     def _masked_value(
-        self, operator: Operator, x: FieldValue, attributes: dict[str, Any]
+        self, operator: Operator, args: list[FieldValue], attributes: dict[str, Any]
     ) -> FieldValue:
         """-inf where a masking operator hides an element, at the positions of class keys."""
-        names = [self.split.parts(attributes[side]) for side in ("rows", "columns")]
+        sides = [attributes[side] for side in ("rows", "columns")]
+        names = [() if side is None else self.split.parts(side) for side in sides]
         extents = [_PART ** len(n) for n in names]
         own = {k: v for k, v in attributes.items() if k not in ("rows", "columns")}
+        outer, lengths = (), None
+        if operator.integers:
+            outer, lengths = args[1].dims, args[1].p.astype(np.int64)[..., None, None]
+            self._field.empty_rows = True
         keep = operator.visible(
             np.arange(extents[0])[:, None], np.arange(extents[1])[None, :],
-            (extents[0], extents[1]), own,
+            (extents[0], extents[1]), own, lengths,
         )
-        parts = (*names[0], *names[1])
-        return x.hide(align(~keep.reshape([_PART] * len(parts)), parts, x.dims))
+        keep = np.broadcast_to(keep, [*[_PART] * len(outer), *extents])
+        parts = (*outer, *names[0], *names[1])
+        return args[0].hide(align(~keep.reshape([_PART] * len(parts)), parts, args[0].dims))
 
     def _rescaled_value(self, x: int, t: int, top: int, axis: Axis) -> FieldValue:
         a = self._field

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from cutesuper.graph.operators import lookup
+from cutesuper.graph.operators import TABLE, lookup
 from cutesuper.search.expression import Expressions
 from cutesuper.search.goal import Goal
 from cutesuper.search.labels import LabelledOp, LabelledProgram
@@ -51,10 +51,18 @@ class Space:
         self.goals = [(values[i], program.ops[i].labels) for i, _ in program.outputs]
         parts = {label: all_parts(label) for label in program.reduced}
         self.goal = Goal(self.table, (form for form, _ in self.goals), parts)
+        #: masks with lengths: operator, attributes, and the load of the lengths
+        self.length_masks = list(
+            dict.fromkeys(
+                (op.kind, _items(op), op.inputs[1]) for op in program.ops if _counts(op)
+            )
+        )
+        #: for the load of lengths the label that they count along
+        self.counted = {i: str(dict(items)["columns"]) for _, items, i in self.length_masks}
         operators = {
-            (op.kind, tuple(sorted(op.attributes.items())), len(op.inputs))
+            (op.kind, _items(op), len(op.inputs))
             for op in program.ops
-            if op.kind not in ("load", "constant") and op.over is None
+            if op.kind not in ("load", "constant") and op.over is None and not _counts(op)
         }
         self.unary = sorted((k, a) for k, a, n in operators if n == 1)
         self.binary = sorted({k for k, _, n in operators if n == 2} | {"mul"})
@@ -67,7 +75,7 @@ class Space:
         self.outer = {
             frozenset(program.ops[i].labels for i in op.inputs)
             for op in program.ops
-            if len(op.inputs) == 2 and op.over is None
+            if len(op.inputs) == 2 and op.over is None and not _counts(op)
         }
 
     def pairing(self, x: int, y: int) -> Pairing:
@@ -134,3 +142,12 @@ class Space:
             if inner is not None and len(inner.labels) < len(all_parts(label)):
                 return label
         return None
+
+
+def _items(op: LabelledOp) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(op.attributes.items()))
+
+
+def _counts(op: LabelledOp) -> bool:
+    """Whether an operator takes lengths besides its operand."""
+    return op.kind in TABLE and bool(TABLE[op.kind].integers)

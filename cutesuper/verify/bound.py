@@ -13,11 +13,15 @@ from dataclasses import dataclass, replace
 from math import log2, prod
 from typing import Any
 
+import numpy as np
+
 from cutesuper.graph.block import MuGraph
+from cutesuper.graph.dtypes import int32
 from cutesuper.graph.field import P, Q
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import Attributes, lookup
 from cutesuper.verify.extents import Sizes
+from cutesuper.verify.integers import Integers
 from cutesuper.verify.source import evaluate_graph, names_of
 from cutesuper.verify.tiles import BlockRun, Mapped
 
@@ -85,6 +89,7 @@ class DegreeAlgebra:
         zeros: sum of the degrees of all elements that are divided by.
         exponents: arguments of exponentials.
         ordered: `max` was used where it means the largest element.
+        empty_rows: 0 / 0 is 0, see `cutesuper.graph.field.FieldAlgebra`.
     """
 
     def __init__(self, shifted: bool, shift_degree: int = 1) -> None:
@@ -94,6 +99,7 @@ class DegreeAlgebra:
         self.zeros = 0
         self.exponents: list[Degree] = []
         self.ordered = False
+        self.empty_rows = False
 
     def add(self, x: Degree, y: Degree) -> Degree:
         """Over the product of both denominators."""
@@ -172,9 +178,14 @@ class DegreeAlgebra:
         """Leaving elements out raises no degree."""
         return x
 
-    def mask(self, x: Degree, names: Any, keep: Any) -> Degree:
+    def mask(self, x: Degree, names: Any, keep: Any, empty: bool) -> Degree:
         """What is -inf is so whatever the inputs are."""
+        self.empty_rows |= empty
         return x
+
+    def gather(self, x: Degree, table: Any, shape: tuple[int, ...]) -> Degree:
+        """Pages of an input: the degree is that of the cache everywhere."""
+        return _spread(x, _sizes(shape))
 
     def without_q(self, x: Degree) -> Degree:
         """Degrees are the same for both residues."""
@@ -209,8 +220,7 @@ class DegreeAlgebra:
     def finish(self, x: Degree, mapped: Sequence[Mapped]) -> Degree:
         """The inverse of `load`."""
         shape = tuple(m.extent for m in mapped)
-        sizes = dict(zip(names_of(shape), (n for n in shape if n != 1), strict=True))
-        return _spread(x, sizes)
+        return _spread(x, _sizes(shape))
 
 
 def _spread(x: Degree, sizes: dict[str, int]) -> Degree:
@@ -250,7 +260,7 @@ def error_bound(
         exponents: which condition of `cutesuper.verify.exponents` fails, if any.
     """
     source, found = DegreeAlgebra(shifted), DegreeAlgebra(shifted)
-    inputs = [_input(s) for s in sizes.inputs]
+    inputs = _inputs(graph, sizes)
     want = evaluate_graph(graph, source, inputs)
     tensors: dict[str, Any] = dict(zip(mu.inputs, inputs, strict=True))
     for program in sizes.programs:
@@ -270,6 +280,8 @@ def error_bound(
     )
     weight += _accidents(source.exponents, arguments)
     zeros = source.zeros + found.zeros
+    if source.empty_rows or found.empty_rows:
+        weight += zeros  # an accidental 0 / 0 is not drawn again
     return _bound(weight, 2 * zeros, Q) if arguments else _bound(weight, zeros, P)
 
 
@@ -278,7 +290,12 @@ def affine_inputs(graph: KernelGraph, sizes: Sizes) -> list[int]:
     result = []
     for k in range(len(sizes.inputs)):
         a = DegreeAlgebra(shifted=True, shift_degree=0)
-        one = [replace(_input(s), num=int(i == k)) for i, s in enumerate(sizes.inputs)]
+        one = [
+            replace(x, num=int(i == k)) if isinstance(x, Degree) else x
+            for i, x in enumerate(_inputs(graph, sizes))
+        ]
+        if not isinstance(one[k], Degree):
+            continue
         evaluate_graph(graph, a, one)
         affine = (x.num <= 1 and not x.den and not x.terms for x in a.exponents)
         if all(affine) and not any(x.moves is None for x in a.exponents):
@@ -293,8 +310,18 @@ def _accidents(source: list[Degree], both: list[Degree]) -> int:
     return (3 * count + 2) * highest
 
 
-def _input(shape: tuple[int, ...]) -> Degree:
-    return Degree(dict(zip(names_of(shape), (n for n in shape if n != 1), strict=True)), 1)
+def _inputs(graph: KernelGraph, sizes: Sizes) -> list[Degree | Integers]:
+    """Inputs of degree 1. What lengths and tables hold does not matter for degrees."""
+    return [
+        Integers((), np.zeros(shape, np.int64))
+        if graph.nodes[i].dtype == int32
+        else Degree(_sizes(shape), 1)
+        for i, shape in zip(graph.inputs, sizes.inputs, strict=True)
+    ]
+
+
+def _sizes(shape: tuple[int, ...]) -> dict[str, int]:
+    return dict(zip(names_of(shape), (n for n in shape if n != 1), strict=True))
 
 
 def _element(want: Degree, found: Degree, argument: int) -> int:

@@ -65,8 +65,14 @@ class FieldDomain(FieldAlgebra):
         q = None if x.q is None else x.q * keep
         return FieldValue(x.dims, x.p * keep, q, x.masked)
 
-    def mask(self, x: FieldValue, names: tuple[str, ...], keep: NDArray[np.bool_]) -> FieldValue:
-        """-inf where ``keep``, whose dimensions are ``names``, does not hold."""
+    def mask(
+        self, x: FieldValue, names: tuple[str, ...], keep: NDArray[np.bool_], empty: bool
+    ) -> FieldValue:
+        """-inf where ``keep``, whose dimensions are ``names``, does not hold.
+
+        ``empty``: rows may be hidden as a whole, so from now on 0 / 0 is 0.
+        """
+        self.empty_rows |= empty
         return x.hide(align(~keep, names, x.dims))
 
     def larger(self, x: FieldValue, y: FieldValue) -> FieldValue:
@@ -78,6 +84,17 @@ class FieldDomain(FieldAlgebra):
         q = None if x.q is None or y.q is None else stack(x.q, y.q)
         masked = x.masked or y.masked
         return self.max(FieldValue(("pair", *x.dims), stack(x.p, y.p), q, masked), ("pair",))
+
+    def gather(
+        self, x: FieldValue, table: NDArray[np.int64], shape: tuple[int, ...]
+    ) -> FieldValue:
+        """Pages of x in the order of a table, as a tensor of this shape."""
+
+        def pages(r: Residues) -> Residues:
+            whole = r.reshape(-1, shape[1] // table.shape[1], *shape[2:])
+            return whole[table].reshape([n for n in shape if n != 1])
+
+        return FieldValue(names_of(shape), pages(x.p), None if x.q is None else pages(x.q), x.masked)
 
     def load(self, x: FieldValue, mapped: Sequence[Mapped], window: Window) -> FieldValue:
         """Tiles of a tensor; padding holds random residues."""

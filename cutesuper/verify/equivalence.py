@@ -20,12 +20,14 @@ from cutesuper.errors import CutesuperError, GraphError
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.check import check_mugraph
 from cutesuper.graph.dims import show_shape
+from cutesuper.graph.dtypes import int32
 from cutesuper.graph.field import DivisionByZero, FieldValue, Unbounded, align
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.verify.bound import Bound, affine_inputs, error_bound
 from cutesuper.verify.domain import FieldDomain, draw
 from cutesuper.verify.exponents import arguments_match, jointly_uniform
 from cutesuper.verify.extents import SizeChooser, Sizes, real_sizes, resized_graph
+from cutesuper.verify.integers import Integers, draw_integers
 from cutesuper.verify.source import evaluate_graph, names_of
 from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun
 
@@ -111,7 +113,7 @@ class _Trial:
 
     seed: int
     shift_seed: int
-    inputs: tuple[FieldValue, ...]
+    inputs: tuple[FieldValue | Integers, ...]
     outputs: tuple[FieldValue, ...]
 
 
@@ -228,10 +230,15 @@ class Verifier:
             self._known.move_to_end(key)
             return self._known[key]
         seeds = [self.seed & 0xFFFFFFFF, *number]
-        inputs = tuple(draw(s, [*seeds, k], with_q) for k, s in enumerate(sizes.inputs))
         if sizes.inputs not in self._graphs:
             self._graphs[sizes.inputs] = resized_graph(self.graph, sizes.inputs)
         graph = self._graphs[sizes.inputs]
+        inputs = tuple(
+            draw_integers(graph, i, s, [*seeds, k])
+            if graph.nodes[i].dtype == int32
+            else draw(s, [*seeds, k], with_q)
+            for k, (i, s) in enumerate(zip(graph.inputs, sizes.inputs, strict=True))
+        )
         seed = hash((*seeds, 1)) & 0x7FFFFFFF
         a = _domain(seed, seed, mode)
         outputs = tuple(evaluate_graph(graph, a, list(inputs)))

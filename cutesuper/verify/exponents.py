@@ -25,6 +25,7 @@ import numpy as np
 from cutesuper.graph.field import FieldValue, Q, Residues, align, inverse
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.verify.domain import FieldDomain
+from cutesuper.verify.integers import Integers
 from cutesuper.verify.source import evaluate_graph
 
 _U = np.uint64
@@ -100,9 +101,9 @@ def jointly_uniform(
     return any(_full_rank(graph, inputs, k, seed) for k in affine)
 
 
-def _full_rank(graph: KernelGraph, inputs: Sequence[FieldValue], k: int, seed: int) -> bool:
+def _full_rank(graph: KernelGraph, inputs: Sequence[FieldValue | Integers], k: int, seed: int) -> bool:
     x = inputs[k]
-    if x.q is None:
+    if isinstance(x, Integers) or x.q is None:
         return False
     n = x.q.size
     # every row of the probe adds 1 to another element; the last one adds nothing

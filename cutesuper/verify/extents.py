@@ -119,9 +119,12 @@ class SizeChooser:
         """
         classes = self._source.copy()
         _join_mugraph(classes, self.graph, mu)
-        extents, axes = _solve(classes, mu)
+        pages = _pages(classes, self.graph, mu)
+        extents, axes = _solve(classes, mu, pages)
         exact = {classes.find(n) for dim, nodes in _shared(mu) for n in (dim, *nodes)}
         tied = {classes.find(a) for a in axes} | exact
+        tied |= {classes.find(n) for dim, nodes in pages for n in (dim, *nodes)}
+        _add_pages(classes, self.graph, extents)
         reduced = _reduced(classes, self.graph, mu) - tied
         extents |= {c: WHOLE for c in reduced if extents.get(c) == TILE}
         _lengthen_masked(classes, self.graph, extents, tied)
@@ -163,6 +166,16 @@ def _join_node(classes: _Classes, graph: KernelGraph, i: int) -> None:
         if shapes[operand][e] != 1 and node.shape[d] != 1:
             classes.join(("s", i, d), ("s", node.inputs[operand], e))
 
+    if node.operator == "gather_pages":  # the positions: see `_shared`
+        for d in range(2, rank):
+            join(d, 0, d)
+        join(0, 1, 0)
+        return
+    if lookup(node.operator).integers:  # lengths have the first dimensions of the scores
+        for k, s in enumerate(shapes):
+            for d in range(len(s)):
+                join(d, k, d)
+        return
     if node.operator == "transpose":
         for d, e in enumerate(node.attributes["dims"]):
             join(d, 0, e)
@@ -187,10 +200,14 @@ def _join_mugraph(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> None:
     # an intermediate may have an extent of 1 because an axis has: it is still tried with more
     for k, step in enumerate(mu.steps):
         for op in (*step.program.loads(), *step.program.stores()):
+            name, table = op.attributes["tensor"], op.attributes.get("table")
             for d, entry in enumerate(op.attributes["map"]):
                 nodes = _nodes(step.program, k, entry)
+                if table is not None and d == 1:  # pages: see `_pages`
+                    continue
+                owner = table if table is not None and d == 0 else name
                 if len(nodes) < 2:  # the extents of several are multiplied in `_multiply`
-                    classes.join(("t", op.attributes["tensor"], d), nodes[0] if nodes else _ONE)
+                    classes.join(("t", owner, d), nodes[0] if nodes else _ONE)
 
 
 def _nodes(program: BlockProgram, k: int, entry: Any) -> list[_Node]:
@@ -209,9 +226,49 @@ def _shared(mu: MuGraph) -> list[tuple[_Node, list[_Node]]]:
     ]
 
 
-def _solve(classes: _Classes, mu: MuGraph) -> tuple[dict[_Node, int], dict[_Node, int]]:
+def _pages(
+    classes: _Classes, graph: KernelGraph, mu: MuGraph
+) -> list[tuple[_Node, list[_Node]]]:
+    """Positions of sequences that lie in pages: the positions of a page times its pages."""
+    found: list[tuple[_Node, list[_Node]]] = []
+    for i, n in enumerate(graph.nodes):
+        if n.operator == "gather_pages":
+            cache, table = n.inputs
+            found.append((("s", i, 1), [("s", cache, 1), ("s", table, 1)]))
+    for k, step in enumerate(mu.steps):
+        for op in step.program.loads():
+            if "table" in op.attributes:
+                whole = _nodes(step.program, k, op.attributes["map"][1]) or [_ONE]
+                names = op.attributes["tensor"], op.attributes["table"]
+                found.append((whole[0], [("t", name, 1) for name in names]))
+    one = classes.find(_ONE)
+    products: list[tuple[_Node, list[_Node]]] = []
+    for whole, parts in found:
+        left = [n for n in parts if classes.find(n) != one]
+        if len(left) == 2:
+            products.append((whole, left))
+        else:  # a page for each sequence, or a position in each page
+            classes.join(whole, left[0] if left else _ONE)
+    return products
+
+
+def _add_pages(classes: _Classes, graph: KernelGraph, extents: dict[_Node, int]) -> None:
+    """As many pages as all sequences have, and one more: then each has pages of its own."""
+    for n in graph.nodes:
+        if n.operator != "gather_pages":
+            continue
+        cache, table = n.inputs
+        pages = classes.find(("s", cache, 0))
+        if pages != classes.find(_ONE):
+            used = prod(extents.get(classes.find(("s", table, d)), TILE) for d in range(2))
+            extents[pages] = max(extents.get(pages, 0), used + 1)
+
+
+def _solve(
+    classes: _Classes, mu: MuGraph, pages: list[tuple[_Node, list[_Node]]]
+) -> tuple[dict[_Node, int], dict[_Node, int]]:
     """The extent of every class that has labels, and the parts of axes that tensors show."""
-    shared = _shared(mu)
+    shared = [*_shared(mu), *pages]
     nodes = {*classes.parent, *(n for _, parts in shared for n in parts)}
     axes = {n: PARTS[AxisKind(n[2].split(".")[-1])] for n in nodes if n[0] == "a"}
     one = classes.find(_ONE)
@@ -244,6 +301,8 @@ def _multiply(
         before = dict(extents)
         for dim, nodes in shared:
             whole, parts = classes.find(dim), [classes.find(n) for n in nodes]
+            for c in parts:
+                extents.setdefault(c, TILE)
             product = prod(extents[c] for c in parts)
             extents[whole] = lcm(product, extents.get(whole, 1))
             extents[parts[-1]] *= extents[whole] // product

@@ -22,12 +22,13 @@ from cutesuper.errors import ShapeError
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.check import check_mugraph
 from cutesuper.graph.dims import extent, show_shape
-from cutesuper.graph.dtypes import as_dtype
-from cutesuper.graph.evaluate import evaluate
+from cutesuper.graph.dtypes import as_dtype, int32
+from cutesuper.graph.evaluate import evaluate, reference
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import Attributes, lookup
+from cutesuper.graph.operators import Attributes
 from cutesuper.verify.equivalence import check_interface, evaluate_mugraph
 from cutesuper.verify.extents import real_sizes
+from cutesuper.verify.integers import Integers, draw_integers
 from cutesuper.verify.tiles import CHUNK_ELEMENTS, Mapped, Window
 
 
@@ -44,6 +45,7 @@ class TorchDomain:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.empty_rows = False  # a mask may have hidden rows as a whole
 
     def elementwise(self, kind: str, args: list[TorchValue], attributes: Attributes) -> TorchValue:
         """The reference of the operator, operands aligned by name."""
@@ -51,10 +53,8 @@ class TorchDomain:
             return self.constant(attributes["value"])
         dims = tuple(dict.fromkeys(d for x in args for d in x.dims))
         data = [_align(x, dims) for x in args]
-        result = lookup(kind).reference(data, attributes)
-        if kind == "sub":  # -inf - -inf = -inf, see `cutesuper.graph.field`
-            result = torch.where((data[0] == -torch.inf) & (data[1] == -torch.inf), data[0], result)
-        return TorchValue(dims, result)
+        # -inf - -inf = -inf, see `cutesuper.graph.field`
+        return TorchValue(dims, reference(kind, data, attributes, True, self.empty_rows))
 
     def add(self, x: TorchValue, y: TorchValue) -> TorchValue:
         """Sum of two values of the same dimensions."""
@@ -102,13 +102,23 @@ class TorchDomain:
         """Zero where an element does not exist."""
         return self._where(x, valid, 0.0)
 
-    def mask(self, x: TorchValue, names: tuple[str, ...], keep: NDArray[np.bool_]) -> TorchValue:
+    def mask(
+        self, x: TorchValue, names: tuple[str, ...], keep: NDArray[np.bool_], empty: bool
+    ) -> TorchValue:
         """-inf where ``keep``, whose dimensions are ``names``, does not hold."""
+        self.empty_rows |= empty
         return self._where(x, (names, keep), -torch.inf)
 
     def without_q(self, x: TorchValue) -> TorchValue:
         """There is only one kind of number here."""
         return x
+
+    def gather(
+        self, x: TorchValue, table: NDArray[np.int64], shape: tuple[int, ...]
+    ) -> TorchValue:
+        """Pages of x in the order of a table, as a tensor of this shape."""
+        pages = x.data[torch.from_numpy(table).to(x.data.device)]
+        return TorchValue(tuple(map(str, range(len(shape)))), pages.reshape(shape))
 
     def load(self, x: TorchValue, mapped: Sequence[Mapped], window: Window) -> TorchValue:
         """Tiles of a tensor, zero past its end."""
@@ -142,7 +152,7 @@ class TorchDomain:
     def _where(
         self, x: TorchValue, valid: tuple[tuple[str, ...], NDArray[np.bool_]], other: float
     ) -> TorchValue:
-        exists = torch.from_numpy(np.ascontiguousarray(valid[1])).to(x.data.device)
+        exists = torch.from_numpy(np.array(valid[1])).to(x.data.device)
         keep = _align(TorchValue(valid[0], exists), x.dims)
         return TorchValue(x.dims, torch.where(keep, x.data, other))
 
@@ -185,9 +195,15 @@ def execute(
             raise ShapeError(
                 f"execute: input {name} has shape {list(x.shape)}, expected {list(shape)}"
             )
-        tensors[name] = TorchValue(tuple(map(str, range(x.dim()))), x.to(dtype))
+        tensors[name] = _numbers(x, mu.tensors[name].dtype == int32, dtype)
     found = evaluate_mugraph(TorchDomain(dtype), mu, real_sizes(mu), tensors, CHUNK_ELEMENTS)
     return [found[name].data for name in mu.outputs]
+
+
+def _numbers(x: torch.Tensor, integers: bool, dtype: torch.dtype) -> TorchValue | Integers:
+    if integers:
+        return Integers((), x.cpu().numpy().astype(np.int64))
+    return TorchValue(tuple(map(str, range(x.dim()))), x.to(dtype))
 
 
 # -------------------------------------------------------------------------------------- the rule
@@ -284,12 +300,12 @@ def _compare_at(
     graph: KernelGraph, mu: MuGraph, seed: int, rtol: float, magnitude: float
 ) -> Report:
     generator = torch.Generator().manual_seed(seed)
+    shapes = {i: tuple(map(extent, graph.nodes[i].shape)) for i in graph.inputs}
     inputs = [
-        magnitude
-        * torch.randn(
-            [extent(d) for d in graph.nodes[i].shape], generator=generator, dtype=torch.float64
-        )
-        for i in graph.inputs
+        torch.from_numpy(draw_integers(graph, i, shape, [seed, 0, i]).data).to(torch.int32)
+        if graph.nodes[i].dtype == int32
+        else magnitude * torch.randn(shape, generator=generator, dtype=torch.float64)
+        for i, shape in shapes.items()
     ]
     reports = []
     for name, want, found in zip(

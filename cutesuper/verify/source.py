@@ -14,6 +14,7 @@ import numpy as np
 from cutesuper.errors import VerificationError
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import Attributes, Operator, lookup
+from cutesuper.verify.integers import without_q
 
 #: name of the contracted dimension while a matrix product runs
 _INNER = "inner"
@@ -45,7 +46,7 @@ def evaluate_graph(graph: KernelGraph, a: Any, inputs: list[Any]) -> list[Any]:
     Args:
         graph: primitive operators on concrete extents.
         a: the algebra, with what `cutesuper.verify.domain.FieldDomain` adds to a field.
-        inputs: values whose dimensions are named as in `names_of`.
+        inputs: values whose dimensions are named as in `names_of`; `Integers` where int32.
 
     Raises:
         VerificationError: an operator that has no meaning here.
@@ -62,12 +63,12 @@ def evaluate_graph(graph: KernelGraph, a: Any, inputs: list[Any]) -> list[Any]:
         else:
             args = [values[j] for j in node.inputs]
             if i not in wanted and node.operator != "exp":
-                args = [a.without_q(v) for v in args]
+                args = [without_q(a, v) for v in args]
             value = _apply(graph, i, a, args)
             for j in node.inputs:  # a value of a real-size graph can be 128 MB
                 if last[j] == i and j not in graph.outputs:
                     values.pop(j, None)
-        values[i] = value if i in wanted else a.without_q(value)
+        values[i] = value if i in wanted else without_q(a, value)
     return [values[i] for i in graph.outputs]
 
 
@@ -78,7 +79,9 @@ def _apply(graph: KernelGraph, i: int, a: Any, args: list[Any]) -> Any:
     if operator.elementwise:
         return a.elementwise(node.operator, args, dict(node.attributes))
     if operator.masks:
-        return _mask(a, operator, args[0], shapes[0], node.attributes)
+        return _mask(a, operator, args, shapes[0], node.attributes)
+    if node.operator == "gather_pages":
+        return a.gather(args[0], args[1].data, node.shape)
     if operator.reduces:
         dim = node.attributes["dim"]
         return _reduce(a, operator.reduces, args[0], shapes[0], dim)
@@ -107,13 +110,20 @@ def _reduce(a: Any, how: str, x: Any, shape: tuple[Any, ...], dim: int) -> Any:
 
 
 def _mask(
-    a: Any, operator: Operator, x: Any, shape: tuple[Any, ...], attributes: Attributes
+    a: Any, operator: Operator, args: list[Any], shape: tuple[Any, ...], attributes: Attributes
 ) -> Any:
-    extents = (shape[-2], shape[-1])
-    rows, columns = np.arange(extents[0])[:, None], np.arange(extents[1])
-    keep = operator.visible(rows, columns, extents, attributes)
-    squeezed = tuple(0 if n == 1 else slice(None) for n in extents)
-    return a.mask(x, names_of(extents), keep[squeezed])
+    rank = len(shape)
+    lengths = args[1].data if operator.integers else None
+    outer = 0 if lengths is None else lengths.ndim
+    if lengths is not None:
+        lengths = lengths[..., None, None]
+    rows, columns = np.arange(shape[-2])[:, None], np.arange(shape[-1])
+    keep = operator.visible(rows, columns, (shape[-2], shape[-1]), attributes, lengths)
+    names = [str(rank - 1 - d) for d in (*range(outer), rank - 2, rank - 1)]
+    kept = [k for k, name in enumerate(names) if shape[rank - 1 - int(name)] != 1]
+    whole = np.broadcast_to(keep, [shape[rank - 1 - int(name)] for name in names])
+    squeezed = tuple(slice(None) if k in kept else 0 for k in range(len(names)))
+    return a.mask(args[0], tuple(names[k] for k in kept), whole[squeezed], bool(operator.integers))
 
 
 def _matmul(a: Any, args: list[Any]) -> Any:

@@ -39,6 +39,7 @@ from cutesuper.graph.block import (
 from cutesuper.graph.check import check_block_program, pass_of
 from cutesuper.graph.dims import ceil_div, extent
 from cutesuper.graph.operators import TABLE, Operator
+from cutesuper.verify.integers import Integers, without_q
 from cutesuper.verify.source import needs_exponents
 
 #: elements of one value that are held at a time; about ten values live at once
@@ -111,7 +112,7 @@ class BlockRun:
     Args:
         a: the algebra, with what `cutesuper.verify.domain.FieldDomain` adds to a field.
         program: concrete extents.
-        tensors: what can be loaded, by name.
+        tensors: what can be loaded, by name; `Integers` where int32.
         wanted: names of stored tensors whose residues mod q a later kernel consumes.
         chunk_elements: None holds all tiles at once; else the size to which values are cut.
     """
@@ -135,6 +136,7 @@ class BlockRun:
         self._cut = [frozenset(n) & set(self._step) for n in self._names]
         self._walks = self._group_accumulators() if self._step else {}
         self._memo: dict[int, tuple[Window, Any]] = {}
+        self._gathered: dict[tuple[str, str], Any] = {}
 
     def q_loaded(self) -> set[str]:
         """Names of the loaded tensors whose residues mod q are consumed."""
@@ -174,9 +176,9 @@ class BlockRun:
             return self._accumulate(i, axis, here)
         args = [self._value(j, window) for j in op.inputs]
         if i not in self.q_wanted and op.kind != "exp" and not op.rescaled:
-            args = [self.a.without_q(v) for v in args]
+            args = [without_q(self.a, v) for v in args]
         value = self._apply(op, args, here)
-        value = value if i in self.q_wanted else self.a.without_q(value)
+        value = value if i in self.q_wanted else without_q(self.a, value)
         self._memo[i] = (here, value)
         return value
 
@@ -195,30 +197,54 @@ class BlockRun:
 
     def _apply(self, op: BlockOp, args: list[Any], window: Window) -> Any:
         if op.kind == LOAD:
-            name = _tensor(op)
-            if name not in self.tensors:
-                raise VerificationError(f"load: tensor {name} does not exist")
-            return self.a.load(self.tensors[name], self.layout.mapped(op), window)
+            return self._load(op, window)
         if op.kind in (ACCUMULATE, CLUSTER_REDUCE):
             return self._reduce(op, args)
         if "over" in op.attributes:
             return self._over(op, args, window)
         if TABLE[op.kind].masks:
-            return self._mask(op, TABLE[op.kind], args[0], window)
+            return self._mask(op, TABLE[op.kind], args, window)
         return self.a.elementwise(op.kind, args, dict(op.attributes))
 
-    def _mask(self, op: BlockOp, operator: Operator, x: Any, window: Window) -> Any:
+    def _load(self, op: BlockOp, window: Window) -> Any:
+        name, table = _tensor(op), op.attributes.get("table")
+        for needed in (name, table):
+            if needed is not None and needed not in self.tensors:
+                raise VerificationError(f"load: tensor {needed} does not exist")
+        mapped, x = self.layout.mapped(op), self.tensors[name]
+        if isinstance(x, Integers):
+            return _integer_tiles(x, mapped, window)
+        if table is not None:
+            if (name, table) not in self._gathered:
+                shape = tuple(m.extent for m in mapped)
+                pages = self.tensors[table].data
+                self._gathered[name, table] = self.a.gather(x, pages, shape)
+            x = self._gathered[name, table]
+        return self.a.load(x, mapped, window)
+
+    def _mask(self, op: BlockOp, operator: Operator, args: list[Any], window: Window) -> Any:
         """Positions follow from the parts, the outermost one counts most."""
-        labels = op.attributes["rows"], op.attributes["columns"]
-        first, second = (self.layout.labels[d] for d in labels)
+        none = Mapped((), (), 1)
+        first, second = (
+            none if op.attributes[side] is None else self.layout.labels[op.attributes[side]]
+            for side in ("rows", "columns")
+        )
         rows, columns = (
             _cut_window(m.parts, np.arange(prod(m.extents)).reshape(m.extents), window)
             for m in (first, second)
         )
+        lengths = args[1] if operator.integers else Integers((), np.zeros((), np.int64))
+        inner = rows.ndim + columns.ndim
+        ends = lengths.data.reshape(*lengths.data.shape, *(1 for _ in range(inner)))
         rows = rows.reshape(*rows.shape, *(1 for _ in columns.shape))
-        keep = operator.visible(rows, columns, (first.extent, second.extent), op.attributes)
+        extents = (first.extent, second.extent)
+        keep = operator.visible(rows, columns, extents, op.attributes, ends)
         # a tile that is all padding has no maximum, and nothing to subtract one from
-        return self.a.mask(x, first.parts + second.parts, keep & (columns < second.extent))
+        keep = np.broadcast_to(
+            keep & (columns < second.extent), np.broadcast_shapes(ends.shape, rows.shape, columns.shape)
+        )
+        names = lengths.dims + first.parts + second.parts
+        return self.a.mask(args[0], names, keep, bool(operator.integers))
 
     def _reduce(self, op: BlockOp, args: list[Any]) -> Any:
         axis, x = op.attributes["axis"], args[0]
@@ -311,6 +337,15 @@ class BlockRun:
             ranges.append([(k, min(k + step, end)) for k in range(0, end, step)])
         for chosen in product(*ranges):
             yield {**outer, **dict(zip(axes, chosen, strict=True))}
+
+
+def _integer_tiles(x: Integers, mapped: list[Mapped], window: Window) -> Integers:
+    """Tiles of lengths, 0 past their end."""
+    names = tuple(p for m in mapped for p in m.parts)
+    data = x.data.reshape([m.extent for m in mapped])
+    beyond = [(0, prod(m.extents) - m.extent) for m in mapped]
+    data = np.pad(data, beyond).reshape([n for m in mapped for n in m.extents])
+    return Integers(names, _cut_window(names, data, window))
 
 
 def _tensor(op: BlockOp) -> str:
