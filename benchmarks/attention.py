@@ -11,19 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.ahead import Ahead
-from benchmarks.attention_peers import DEFINITION, FUSED
+from benchmarks.attention_peers import DEFINITION, FUSED, SDPA
 from benchmarks.cli import check_options, selected, settings_of
 from benchmarks.harness import Settings
 from benchmarks.peers import STREAMS, Implementation
 from benchmarks.sweep import Item, Sweep, add_sweep_options, sweep_main
 from benchmarks.workload import shape_label
-from benchmarks.workloads_attention import decode, grouped_attention, normed_attention
+from benchmarks.workloads_attention import (
+    decode,
+    grouped_attention,
+    normed_attention,
+    serving,
+)
 
 #: 20 rounds move the median by under 1 %; the time goes into compiling
 SETTINGS = Settings(rounds=20, warm_seconds=0.1, host_batches=8, memory_bytes=4 * 10**9)
 #: of decoding: its products are what the fused calls are made for, and each mode of torch.compile
 #: takes 10 to 30 s a case
 NOT_COMPILED = frozenset({"compile", "compile-max"})
+#: of caches in pages
+NO_PAGES = frozenset(i.name for i in SDPA)
 BATCHES = (1, 4, 16)
 KEYS = 4096
 
@@ -79,7 +86,17 @@ def models() -> list[Item]:
     ]  # fmt: skip
 
 
-GROUPS = {"few": few_queries, "decode": decoding, "models": models}
+def served() -> list[Item]:
+    """One token of 1 to 32 sequences of mixed lengths, without and with pages."""
+    return [
+        Item(f"lengths/{workload.name}/{shape[0]}", workload, shape, {"group": "lengths"},
+             "bfloat16", NOT_COMPILED | (NO_PAGES if workload.pages else frozenset()))
+        for workload in (serving(), serving(16), serving(128))
+        for shape in workload.shapes
+    ]  # fmt: skip
+
+
+GROUPS = {"few": few_queries, "decode": decoding, "models": models, "lengths": served}
 #: what one run measures unless asked for something else
 MAIN = ("few", "decode")
 

@@ -44,17 +44,21 @@ def sdpa(backend: SDPBackend, packed: bool = False) -> Callable[[Problem], Launc
 
     def make(problem: Problem) -> Launcher:
         workload = attention_of(problem)
+        if workload.pages:
+            raise ValueError("scaled_dot_product_attention knows no pages")
         [result] = workload.outputs(problem.shape)
         scale = workload.scale(problem.shape)
-        sets = [tensors(workload, inputs) for inputs in problem.inputs]
+        sets = [tensors(workload, inputs[:3]) for inputs in problem.inputs]
         grouped = sets[0][0].shape[1] != sets[0][1].shape[1]
+        masks = [_mask(*inputs[2:4]) if workload.lengths else None for inputs in problem.inputs]
 
         def launch(i: int) -> Outputs:
             q, k, v = workload.before(*sets[i])
             with sdpa_kernel(backend):
                 y = F.scaled_dot_product_attention(
-                    q, k, v, is_causal=workload.causal, scale=scale, enable_gqa=grouped
-                )
+                    q, k, v, masks[i],
+                    is_causal=workload.causal, scale=scale, enable_gqa=grouped,
+                )  # fmt: skip
             return (y.view(result.dims),)
 
         return Launcher(launch)
@@ -62,22 +66,34 @@ def sdpa(backend: SDPBackend, packed: bool = False) -> Callable[[Problem], Launc
     return make
 
 
+def _mask(v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """What is added to the scores, ``[B, 1, 1, S]``: it has no argument for lengths."""
+    beyond = torch.arange(v.shape[-2], device=v.device) >= lengths[:, None]
+    zeros = torch.zeros(beyond.shape, dtype=v.dtype, device=v.device)
+    return zeros.masked_fill(beyond, -torch.inf)[:, None, None, :]
+
+
 def flash_attention_4(problem: Problem) -> Launcher:
     """``flash_attn.cute`` (package flash-attn-4); it packs heads that share keys by itself.
 
     It has no split of the keys for Hopper: ``num_splits`` stays 1, its default.
     """
-    call: Callable[..., Any] = import_module("flash_attn.cute").flash_attn_func
+    library = import_module("flash_attn.cute")
     workload = attention_of(problem)
+    call: Callable[..., Any] = (
+        library.flash_attn_varlen_func if workload.lengths else library.flash_attn_func
+    )
+    names = ("seqused_k", "page_table")  # of the inputs after query, key and value
+    more = [dict(zip(names, inputs[3:], strict=False)) for inputs in problem.inputs]
     [result] = workload.outputs(problem.shape)
     options = {"softmax_scale": workload.scale(problem.shape), "causal": workload.causal}
     sets = [
-        [t.transpose(1, 2).contiguous() for t in workload.heads(*inputs)]
+        [t.transpose(1, 2).contiguous() for t in workload.heads(*inputs[:3])]
         for inputs in problem.inputs
     ]
 
     def launch(i: int) -> Outputs:
-        y: torch.Tensor = call(*workload.before(*sets[i]), **options)[0]
+        y: torch.Tensor = call(*workload.before(*sets[i]), **options, **more[i])[0]
         return (y.transpose(1, 2).view(result.dims),)
 
     return Launcher(launch)

@@ -12,6 +12,7 @@ TITLES = {
     "few": "Few queries, keys stored (d, S)",
     "decode": "Decoding: one token, 32 query heads, 8 of keys and values, d = 128",
     "models": "Decoding: other numbers of heads",
+    "lengths": "Decoding: sequences of mixed lengths up to the one given",
 }
 #: columns of peers; those of a prefix are the best of all whose name begins so
 DEFINITION = ("eager", "compile", "compile-max")

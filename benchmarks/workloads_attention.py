@@ -1,4 +1,4 @@
-"""Attention: a few queries over many keys (with or without norms), decoding, and causal prefill.
+"""Attention: few queries over many keys (with or without norms), decoding, causal prefill.
 
 Queries of the heads that share keys and values are rows of one product, as the programs are
 written: decoding has a query ``[B, kv heads, heads of each, d]`` and keys ``[B, kv heads, S, d]``.
@@ -8,6 +8,7 @@ Keys or queries are drawn so that logits have a standard deviation of 1 (with a 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
@@ -42,12 +43,17 @@ class AttentionWorkload(Workload):
         before: what has to be done to them in every call.
         scale: of the call, by the shape.
         causal: whether row i sees keys 0..i only.
+        lengths: whether the fourth input says how many keys each sequence has.
+        pages: whether a fifth one says where they are; `heads` then returns all pages in place of
+            sequences.
     """
 
     heads: Callable[..., Heads]
     before: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Heads]
     scale: Callable[[Shape], float]
     causal: bool
+    lengths: bool = False
+    pages: bool = False
 
 
 def unchanged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Heads:
@@ -191,6 +197,77 @@ def decode() -> AttentionWorkload:
         before=unchanged,
         scale=lambda shape: shape[-1] ** -0.5,
         causal=False,
+    )
+
+
+def lengths_of(batch: int, longest: int) -> tuple[int, ...]:
+    """Keys of each sequence: ``longest``, then equally likely from 1 to that; always the same."""
+    rng = random.Random(batch)
+    return (longest, *(rng.randint(1, longest) for _ in range(batch - 1)))
+
+
+def serving(page: int = 0) -> AttentionWorkload:
+    """One new token of sequences of different lengths, their keys side by side in tensors as long
+    as the longest, or in pages of ``page`` keys anywhere in a cache ``[pages, page, heads, d]``."""
+
+    def query(shape: Shape) -> tuple[int, ...]:
+        batch, _, heads, kv_heads, width = shape
+        return (batch, kv_heads, heads // kv_heads, width)
+
+    def inputs(shape: Shape) -> tuple[TensorSpec, ...]:
+        batch, longest, _, kv_heads, width = shape
+        lengths = lengths_of(batch, longest)
+        count = batch * longest // page if page else 0
+        cache = (count, page, kv_heads, width) if page else (batch, kv_heads, longest, width)
+        moved = sum(lengths) / (batch * longest)
+        specs = (
+            TensorSpec("q", query(shape)),
+            TensorSpec("k", cache, moved=moved),
+            TensorSpec("v", cache, moved=moved),
+            TensorSpec("lengths", (batch,), values=lengths),
+        )
+        places = tuple(random.Random(page).sample(range(count), count))
+        table = TensorSpec("table", (batch, longest // page if page else 0), values=places)
+        return (*specs, table) if page else specs
+
+    def together(cache: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return cache[table].flatten(1, 2).transpose(1, 2)
+
+    def full(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor, *table: Any
+    ) -> Outputs:
+        k, v = (together(k, *table), together(v, *table)) if table else (k, v)
+        scores = (q @ k.mT) * q.shape[-1] ** -0.5
+        beyond = torch.arange(k.shape[-2], device=k.device) >= lengths[:, None]
+        scores = scores.masked_fill(beyond[:, None, None, :], -torch.inf)
+        return (torch.softmax(scores, -1) @ v,)
+
+    def program(g: Any, q: Any, k: Any, v: Any, lengths: Any, *table: Any) -> Any:
+        if table:
+            k, v = (g.transpose(g.gather_pages(c, *table), (0, 2, 1, 3)) for c in (k, v))
+        return g.scaled_dot_product_attention(q, k, v, lengths=lengths)
+
+    def heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Heads:
+        k, v = (k.transpose(1, 2), v.transpose(1, 2)) if page else (k, v)
+        return q.view(q.shape[0], -1, 1, q.shape[-1]), k, v
+
+    return AttentionWorkload(
+        name=f"serving_pages_{page}" if page else "serving",
+        title=f"decoding, mixed lengths{f', pages of {page}' if page else ''}",
+        axes=("batch", "longest", "heads", "kv_heads", "width"),
+        shapes=tuple((batch, 8192, 32, 8, 128) for batch in (1, 4, 16, 32)),
+        dtypes=HALVES,
+        inputs=inputs,
+        outputs=lambda shape: (TensorSpec("y", query(shape)),),
+        computations={"full": Computation(full, full)},
+        flops=lambda s: 4 * sum(lengths_of(*s[:2])) * s[2] * s[4],
+        graph=lambda cs, shape, dtype: build(cs, inputs(shape), dtype, program),
+        heads=heads,
+        before=unchanged,
+        scale=lambda shape: shape[-1] ** -0.5,
+        causal=False,
+        lengths=True,
+        pages=page > 0,
     )
 
 

@@ -19,7 +19,13 @@ from benchmarks.peers import Implementation, Launcher
 from benchmarks.problem import SetPlan, make_problem, slab_bytes
 from benchmarks.sweep import Item, Sweep
 from benchmarks.workloads import MEASURED
-from benchmarks.workloads_attention import decode, grouped_attention, normed_attention
+from benchmarks.workloads_attention import (
+    decode,
+    grouped_attention,
+    lengths_of,
+    normed_attention,
+    serving,
+)
 from benchmarks.workloads_attention import prefill as prefill_workload
 from cutesuper.graph.evaluate import evaluate
 from tests.benchmark_fakes import FLOORS, KNOBS, FakeBackend
@@ -31,6 +37,9 @@ SMALL = {
     "qk_norm": (normed_attention(), (3, 6, 40, 16)),
     "decode": (decode(), (3, 40, 8, 2, 16)),
     "prefill": (prefill_workload(), (3, 24, 8, 2, 16)),
+    "serving": (serving(), (3, 40, 8, 2, 16)),
+    "serving_pages_16": (serving(16), (3, 48, 8, 2, 16)),
+    "serving_pages_128": (serving(128), (2, 256, 8, 2, 16)),
 }
 ALL = pytest.mark.parametrize("name", SMALL)
 
@@ -82,6 +91,34 @@ def test_bytes_and_operations():
     many, shape = SMALL["prefill"]
     assert many.bytes_moved(shape, torch.bfloat16) == 2 * 3 * 24 * 16 * (2 * 8 + 2 * 2)
     assert many.flops(shape) == 2 * 3 * 8 * 24 * 24 * 16
+    mixed, shape = SMALL["serving_pages_16"]
+    keys = sum(lengths_of(3, 48))
+    assert 48 < keys < 3 * 48
+    moved = 2 * (2 * 3 * 8 * 16 + 2 * keys * 2 * 16) + 4 * (3 + 3 * 3)
+    assert mixed.bytes_moved(shape, torch.bfloat16) == moved
+    assert mixed.flops(shape) == 4 * keys * 8 * 16
+
+
+def test_lengths_and_tables_are_the_same_integers_in_every_set():
+    problem = problem_of("serving_pages_16")
+    for q, k, _, lengths, table in problem.inputs:
+        assert lengths.tolist() == list(lengths_of(3, 48)) and lengths.dtype == torch.int32
+        assert sorted(table.flatten().tolist()) == list(range(k.shape[0]))
+        assert table.shape == (3, 3) and q.dtype == torch.float64
+    assert max(lengths_of(32, 8192)) == lengths_of(32, 8192)[0] == 8192
+
+
+@pytest.mark.parametrize("name", ["serving", "serving_pages_16"])
+def test_keys_beyond_a_length_do_not_count(name):
+    problem = problem_of(name)
+    q, k, v, lengths, *table = problem.inputs[0]
+    full = problem.workload.computations["full"].reference
+    [before] = full(q, k, v, lengths, *table)
+    shorter = lengths.clone()
+    shorter[0] -= 1
+    [after] = full(q, k, v, shorter, *table)
+    assert (after[0] != before[0]).all()
+    assert torch.equal(after[1:], before[1:])
 
 
 # ------------------------------------------------------------------------------------- fused calls
@@ -94,20 +131,20 @@ def compare(problem, launcher):
         torch.testing.assert_close(y, reference, rtol=1e-10, atol=1e-10)
 
 
-@ALL
+@pytest.mark.parametrize("name", [name for name in SMALL if "pages" not in name])
 def test_sdpa_computes_the_workload(name):
     problem = problem_of(name)
     compare(problem, attention_peers.sdpa(SDPBackend.MATH)(problem))
 
 
-@pytest.mark.parametrize("name", ["gqa", "qk_norm", "decode"])
+@pytest.mark.parametrize("name", ["gqa", "qk_norm", "decode", "serving"])
 def test_heads_that_share_keys_can_be_packed(name, monkeypatch):
     seen = []
     real = F.scaled_dot_product_attention
 
-    def watched(q, k, v, **options):
+    def watched(q, k, v, mask, **options):
         seen.append((q.shape[1] == k.shape[1], options["enable_gqa"]))
-        return real(q, k, v, **options)
+        return real(q, k, v, mask, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     problem = problem_of(name)
@@ -128,8 +165,19 @@ def flash_attn(monkeypatch):
         )
         return y.transpose(1, 2).contiguous(), None
 
+    def flash_attn_varlen_func(q, k, v, seqused_k, page_table=None, **options):
+        calls.append((q, k, v))
+        if page_table is not None:
+            k, v = (c[page_table].flatten(1, 2) for c in (k, v))
+        rows = [
+            flash_attn_func(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n], **options)[0]
+            for b, n in enumerate(seqused_k.tolist())
+        ]
+        return torch.cat(rows), None
+
     package, module = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.cute")
     module.flash_attn_func = flash_attn_func
+    module.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     return calls
@@ -143,10 +191,12 @@ def test_flash_attention_gets_compact_tensors_in_its_layout(name, flash_attn):
     assert q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     batch, length, heads, kv_heads, keys = {
         "gqa": (3, 6, 1, 1, 40), "qk_norm": (3, 6, 1, 1, 40), "decode": (3, 1, 8, 2, 40),
-        "prefill": (3, 24, 8, 2, 24),
+        "prefill": (3, 24, 8, 2, 24), "serving": (3, 1, 8, 2, 40),
+        "serving_pages_16": (3, 1, 8, 2, 16), "serving_pages_128": (2, 1, 8, 2, 128),
     }[name]  # fmt: skip
     assert q.shape == (batch, length, heads, 16)
-    assert k.shape == v.shape == (batch, keys, kv_heads, 16)
+    assert k.shape == v.shape == (9 if "_16" in name else 4 if "_128" in name else batch, keys,
+                                  kv_heads, 16)  # fmt: skip
 
 
 def test_nothing_is_copied_in_a_call(flash_attn):
@@ -162,6 +212,8 @@ def test_fused_calls_refuse_other_workloads():
     problem = replace(problem_of("gqa"), workload=MEASURED["lora"])
     with pytest.raises(ValueError, match="lora: a call for attention cannot compute it"):
         attention_peers.sdpa(SDPBackend.MATH)(problem)
+    with pytest.raises(ValueError, match="knows no pages"):
+        attention_peers.sdpa(SDPBackend.MATH)(problem_of("serving_pages_16"))
 
 
 # ------------------------------------------------------------------------------- programs ahead
@@ -306,6 +358,16 @@ def test_prefill_states_rates(scripted, tmp_path):
     names = {i.name for i in scripted[0].implementations}
     assert {"sdpa-cudnn", "fa4", "cutesuper-pdl"} < names
     assert "sdpa-efficient" not in names
+
+
+def test_lengths_and_pages_run(scripted, tmp_path):
+    path = tmp_path / "attention.json"
+    assert attention.main(["--only", "lengths", "--json", str(path)], "") == 0
+    cases = report.load_results(path)["cases"]
+    assert len(cases) == 12
+    paged = [{e["name"] for e in c["implementations"]} for c in cases if "pages" in c["key"]]
+    assert all("fa4" in names and "sdpa-flash" not in names for names in paged)
+    assert {e["status"] for case in cases for e in case["implementations"]} == {"ok"}
 
 
 def test_the_best_of_several_kernels_is_named_and_refusals_are_listed(scripted, tmp_path):
