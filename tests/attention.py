@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from cutesuper.graph.block import BlockOp, MuGraph, TensorSpec
-from cutesuper.graph.dims import Dim, ceil_div
+from cutesuper.graph.dims import Dim, ceil_div, extent
 from cutesuper.graph.dtypes import as_dtype
 from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.graph.target import H200
@@ -158,3 +158,23 @@ def with_logits(attention: Attention, inputs: list[torch.Tensor], largest: float
     q, k = inputs[0].float(), inputs[1].float()
     scores = q @ (k if attention.keys_last else k.mT) * (attention.scale or 1.0)
     inputs[0].copy_(q * (largest / scores.abs().max()))
+
+
+def serving_inputs(
+    graph: KernelGraph, seed: int, device: str, lengths: list[int]
+) -> list[torch.Tensor]:
+    """For a graph of `benchmarks.workloads_attention.serving`: normal tensors, these lengths, and a
+    table of pages in any order."""
+    generator = torch.Generator(device).manual_seed(seed)
+    made = []
+    for node in (graph.nodes[i] for i in graph.inputs):
+        shape = [extent(d) for d in node.shape]
+        if node.name == "lengths":
+            made.append(torch.tensor(lengths, dtype=torch.int32, device=device))
+        elif node.name == "table":
+            places = torch.randperm(prod(shape), generator=generator, device=device)
+            made.append(places.view(shape).to(torch.int32))
+        else:
+            t = torch.randn(shape, generator=generator, device=device)
+            made.append(t.to(node.dtype.torch))
+    return made

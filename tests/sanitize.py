@@ -21,11 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+import cutesuper
+from benchmarks.workloads_attention import serving
 from cutesuper.graph.evaluate import evaluate
 from cutesuper.optimize import superoptimize
 from cutesuper.runtime.compile import compile_kernel
 from tests import zoo
-from tests.attention import Attention
+from tests.attention import Attention, serving_inputs
 from tests.chains import Chain
 from tests.plans import Linear, request_of
 from tests.zoo import judge
@@ -93,6 +95,19 @@ def attending(attention: Attention, dependent: bool = False) -> Callable[[int], 
     return case
 
 
+def served(page: int) -> Callable[[int], bool]:
+    """Sequences of mixed lengths, one of them empty, side by side or in pages."""
+
+    def case(seed: int) -> bool:
+        kernel = superoptimize(serving(page).graph(cutesuper, (3, 256, 8, 2, 128), "bfloat16"))
+        inputs = serving_inputs(kernel.graph, seed, "cuda", [0, 65, 256])
+        outputs = kernel(inputs)
+        torch.cuda.synchronize()
+        return all(judge(kernel.graph, inputs, outputs))
+
+    return case
+
+
 CASES: dict[str, Callable[[int], bool]] = {
     "one row": searched(zoo.rms_norm_linear(1, K, N)),
     "17 rows": searched(zoo.rms_norm_linear(17, K, N)),
@@ -127,6 +142,8 @@ CASES: dict[str, Callable[[int], bool]] = {
         Attention(group=4, rows=37, row_tile=16, keys=50, causal="bottom_right", cluster=2)
     ),
     "attention, norms": attending(Attention(rows=20, keys=200, norm="QV", cluster=2)),
+    "attention, lengths": served(0),
+    "attention, pages": served(16),
     "attention, many rows": attending(Attention(rows=200, row_tile=128, keys=200)),
 }
 

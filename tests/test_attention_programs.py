@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+import cutesuper as cs
+from benchmarks.workloads_attention import serving
+from cutesuper.graph.evaluate import evaluate
 from cutesuper.verify.numeric import compare
-from tests.attention import Attention
+from tests import zoo
+from tests.attention import Attention, serving_inputs, with_logits
 
 SMALL: dict[str, Any] = {"rows": 6, "keys": 40, "width": 8, "key_tile": 8, "row_tile": 4}
 FORMS: dict[str, dict[str, Any]] = {
@@ -30,3 +35,22 @@ def test_programs_by_hand(form: str, cluster: int) -> None:
     attention = Attention(**options)
     report = compare(attention.graph(), attention.mugraph())
     assert report, report.message
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_inputs_of_sequences(page: int) -> None:
+    """A sequence of no keys is zero, others average their own values."""
+    graph = serving(page).graph(cs, (3, 48, 4, 2, 16), "bfloat16")
+    inputs = serving_inputs(graph, 1, "cpu", [0, 20, 48])
+    [y] = evaluate(graph, inputs, torch.float64)
+    assert (y[0] == 0).all() and (y[1:] != 0).all()
+    assert all(zoo.judge(graph, inputs, [y.bfloat16()]))
+
+
+@pytest.mark.parametrize("largest", [1e4, -1e4])
+def test_logits_become_as_large_as_asked(largest: float) -> None:
+    attention = Attention(rows=6, keys=40)
+    inputs = zoo.draw(attention.graph(), 1)
+    with_logits(attention, inputs, largest)
+    scores = inputs[0].double() @ inputs[1].double().mT * 0.125
+    assert scores.abs().max() == pytest.approx(1e4, rel=1e-2)

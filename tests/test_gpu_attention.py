@@ -16,9 +16,10 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
+from benchmarks.workloads_attention import serving
 from cutesuper.runtime.kernel import Kernel
 from tests import zoo
-from tests.attention import Attention, with_logits
+from tests.attention import Attention, serving_inputs, with_logits
 from tests.test_gpu import check, poisoned, run
 
 pytestmark = pytest.mark.gpu
@@ -241,6 +242,51 @@ def test_workloads_launched_dependently(name: str) -> None:
     torch.cuda.synchronize()
     assert all(torch.equal(y, want) for y in results)
 
+
+# ------------------------------------------------------------------------------ lengths and pages
+
+
+@cache
+def serving_kernel(page: int, longest: int) -> Kernel:
+    """Four sequences, 8 query heads and 2 of keys and values."""
+    return cs.superoptimize(serving(page).graph(cs, (4, longest, 8, 2, 128), "bfloat16"))
+
+
+@pytest.mark.parametrize(("page", "longest"), [(0, 1111), (0, 20000), (16, 1024), (128, 1024)])
+def test_lengths_on_the_device(page: int, longest: int) -> None:
+    """None, one key, some and all; what lies beyond a length has no effect while it is finite."""
+    kernel = serving_kernel(page, longest)
+    for seed, lengths in enumerate(([0, 1, longest // 2 + 1, longest], [longest, 63, 64, 65])):
+        inputs = serving_inputs(kernel.graph, seed, "cuda", lengths)
+        [y] = check(kernel, inputs)
+        assert all((y[b] == 0).all() for b, n in enumerate(lengths) if n == 0)
+        if not page:
+            for b, n in enumerate(lengths):
+                inputs[1][b, :, n:] = 3e4
+                inputs[2][b, :, n:] = -3e4
+            [again] = run(kernel, inputs)
+            assert torch.equal(again, y)
+
+
+def test_lengths_grow_under_a_graph() -> None:
+    """One capture for a whole generation: the lengths are read when the graph is replayed."""
+    kernel = serving_kernel(0, 1111)
+    inputs = serving_inputs(kernel.graph, 3, "cuda", [1, 2, 3, 4])
+    out = poisoned(kernel, inputs)
+    kernel(inputs, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(inputs, out=out)
+    for lengths in ([1, 2, 3, 4], [2, 64, 65, 500], [0, 1000, 1110, 1111]):
+        inputs[3].copy_(torch.tensor(lengths, dtype=torch.int32))
+        out[0].fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(zoo.judge(kernel.graph, inputs, out))
+
+
+# ------------------------------------------------------------------------------------- any extents
 
 #: one key, less than a tile, one more than a tile
 TINY = [
