@@ -32,6 +32,8 @@ COMMANDS = {
     "inference": "benchmarks.inference",
     "layers": "benchmarks.layers",
     "chain": "benchmarks.chain",
+    "attention": "benchmarks.attention",
+    "prefill": "benchmarks.prefill",
     "calibrate": "benchmarks.calibrate",
     "rank": "benchmarks.rank",
     "search": "benchmarks.search.table",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from benchmarks.cli import check_options, selected, settings_of
 from benchmarks.harness import Settings
-from benchmarks.peers import FLOORS, Implementation
+from benchmarks.peers import STREAMS, Implementation
 from benchmarks.sweep import Item, Sweep, add_sweep_options, names_of, sweep_main
 from benchmarks.workload import Shape, Workload
 from benchmarks.workloads_linear import gated_mlp, linear_residual, norm_linear
@@ -21,8 +21,6 @@ from benchmarks.workloads_linear import gated_mlp, linear_residual, norm_linear
 BATCHES = (1, 8, 16, 64)
 #: 15 rounds move the median by under 1 %; the time goes into compiling
 SETTINGS = Settings(rounds=15, warm_seconds=0.1, host_batches=8)
-#: of each launch the one that is within 2 % of the better at all sizes
-STREAMS = tuple(f for f in FLOORS if f.name.endswith("balanced"))
 LAYERS = ("qkv", "o", "gate_up", "down")
 
 

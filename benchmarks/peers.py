@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from benchmarks.problem import Problem
 from benchmarks.workload import Outputs
+
+if TYPE_CHECKING:
+    from cutesuper.runtime.kernel import Kernel
 
 Kind = Literal["ours", "peer", "part", "floor"]
 
@@ -71,12 +74,19 @@ def _compiled(mode: str | None) -> Callable[[Problem], Launcher]:
     return make
 
 
-def _cutesuper(dependent: bool) -> Callable[[Problem], Launcher]:
-    def make(problem: Problem) -> Launcher:
-        import cutesuper as cs
+def superoptimized(problem: Problem, dependent: bool) -> Kernel:
+    """The problem's program, found and compiled here and now."""
+    import cutesuper as cs
 
-        graph = problem.workload.graph(cs, problem.shape, problem.dtype_name)
-        kernel = cs.superoptimize(graph, dependent_launch=dependent)
+    graph = problem.workload.graph(cs, problem.shape, problem.dtype_name)
+    return cs.superoptimize(graph, dependent_launch=dependent)
+
+
+def _cutesuper(
+    dependent: bool, kernel_of: Callable[[Problem, bool], Kernel]
+) -> Callable[[Problem], Launcher]:
+    def make(problem: Problem) -> Launcher:
+        kernel = kernel_of(problem, dependent)
         inputs, outputs = problem.inputs, problem.outputs
 
         def launch(i: int) -> Outputs:
@@ -116,10 +126,25 @@ FLOORS: tuple[Implementation, ...] = tuple(
     for balanced in (False, True)
 )
 
+
+#: of each launch the one that is within 2 % of the better at all sizes
+STREAMS = tuple(f for f in FLOORS if f.name.endswith("balanced"))
+
+
+def ours(
+    kernel_of: Callable[[Problem, bool], Kernel] = superoptimized,
+) -> tuple[Implementation, ...]:
+    """cutesuper, launched like the others and dependently; ``kernel_of(problem, dependent)``
+    makes the program."""
+    return (
+        Implementation("cutesuper", "ours", _cutesuper(False, kernel_of)),
+        Implementation("cutesuper-pdl", "ours", _cutesuper(True, kernel_of), dependent=True),
+    )
+
+
 # no CUDA graphs of its own in the max-autotune mode: the harness records one around everything
 PEERS: tuple[Implementation, ...] = (
-    Implementation("cutesuper", "ours", _cutesuper(dependent=False)),
-    Implementation("cutesuper-pdl", "ours", _cutesuper(dependent=True), dependent=True),
+    *ours(),
     Implementation("eager", "peer", _eager("full")),
     Implementation("compile", "peer", _compiled(None)),
     Implementation("compile-max", "peer", _compiled("max-autotune-no-cudagraphs")),

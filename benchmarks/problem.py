@@ -87,7 +87,9 @@ class Problem:
         computation = self.workload.computations[name]
         specs = self.workload.inputs(self.shape)
         inputs = [
-            (t[self._rows] if spec.rows and self._rows is not None else t).double()
+            (t[self._rows] if spec.rows and self._rows is not None else t).to(
+                spec.element(torch.float64)
+            )
             for spec, t in zip(specs, self.inputs[index], strict=True)
         ]
         references = computation.reference(*inputs)
@@ -123,7 +125,10 @@ def make_problem(
         slab = torch.empty(slab_bytes(specs, dtype), dtype=torch.uint8, device=device)
         tensors = _carve(slab, specs, dtype)
         for spec, tensor in zip(specs[:many], tensors, strict=False):
-            tensor.normal_(spec.mean, spec.std, generator=generator)
+            if spec.values is None:
+                tensor.normal_(spec.mean, spec.std, generator=generator)
+            else:
+                tensor.copy_(torch.tensor(spec.values, dtype=torch.int32).view(spec.dims))
         for tensor in tensors[many:]:
             tensor.fill_(float("nan"))
         slabs.append(slab)
@@ -156,8 +161,9 @@ def _carve(slab: torch.Tensor, specs: Sequence[TensorSpec], dtype: torch.dtype) 
         strides = [1]
         for extent in reversed(spec.dims[1:]):
             strides.insert(0, strides[0] * extent)
-        tensor = torch.empty(0, dtype=dtype, device=slab.device)
-        tensor.set_(slab.untyped_storage(), offset // dtype.itemsize, spec.dims, tuple(strides))
+        element = spec.element(dtype)
+        tensor = torch.empty(0, dtype=element, device=slab.device)
+        tensor.set_(slab.untyped_storage(), offset // element.itemsize, spec.dims, tuple(strides))
         tensors.append(tensor)
         offset += -(-spec.size(dtype) // ALIGNMENT) * ALIGNMENT
     return tuple(tensors)

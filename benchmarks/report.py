@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import rank_report, sweep_report, tables
+from benchmarks import attention_report, rank_report, sweep_report, tables
 from benchmarks.search import report as search_report
 from benchmarks.tables import (
     LABELS,
@@ -121,8 +121,9 @@ def case_title(case: dict[str, Any], results: dict[str, Any]) -> str:
     sets = case["sets"]
     cold = "" if sets is None else f", {sets['count']} input sets"
     cold += ", L2 evicted between replays" if sets and sets["flush"] else ""
+    dtype = case.get("dtype", results["dtype"])
     return (
-        f"{case.get('title', results['title'])} {case['label']} {results['dtype']}: "
+        f"{case.get('title', results['title'])} {case['label']} {dtype}: "
         f"{case['bytes'] / 1e6:.1f} MB, {case['flops'] / 1e9:.2f} GFLOP{cold}"
     )
 
@@ -216,6 +217,12 @@ KINDS: dict[str, Kind] = {
         _COMMON | {"dtype"}, print_results, sweep_report.inference_markdown, merges=True
     ),
     "layers": Kind(_COMMON | {"dtype"}, print_results, sweep_report.layers_markdown, merges=True),
+    "attention": Kind(
+        _COMMON | {"dtype"}, print_results, attention_report.attention_markdown, merges=True
+    ),
+    "prefill": Kind(
+        _COMMON | {"dtype"}, print_results, attention_report.prefill_markdown, merges=True
+    ),
     "chain": Kind(_COMMON | {"dtype", "layers"}, print_results, sweep_report.chain_markdown),
     "rank": Kind(_COMMON | {"dtype", "top"}, rank_report.print_results, rank_report.markdown),
     "search": Kind(

@@ -8,7 +8,7 @@ stays in the table.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.cli import add_options, supervise
 from benchmarks.device import Backend, CudaBackend, environment
 from benchmarks.harness import SCHEMA, Case, Monitor, Settings, measure_case
-from benchmarks.peers import Implementation
+from benchmarks.peers import PEERS, Implementation
 from benchmarks.report import load_results, save_results
 from benchmarks.workload import Shape, Workload
 
@@ -37,12 +37,16 @@ class Item:
         key: names the case in the results, for example ``"llama3-8b/qkv/16"``.
         workload, shape: what is measured.
         labels: more fields of its results, for the table.
+        dtype: element type.
+        absent: implementations that do not take part in this case.
     """
 
     key: str
     workload: Workload
     shape: Shape
     labels: dict[str, Any] = field(default_factory=dict)
+    dtype: str = DTYPE
+    absent: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,19 @@ class Sweep:
         kind: of the results, which is also their name.
         title: of the table.
         items: in the order of the table.
-        implementations: who takes part in each case, floors included.
+        implementations: who takes part, floors included.
+        prepare: called with the cases that will be measured before the first of them is.
     """
 
     kind: str
     title: str
     items: tuple[Item, ...]
     implementations: tuple[Implementation, ...]
+    prepare: Callable[[Sequence[Item]], None] | None = None
+
+    def present(self, item: Item) -> tuple[Implementation, ...]:
+        """Who takes part in a case."""
+        return tuple(i for i in self.implementations if i.name not in item.absent)
 
 
 def run(
@@ -88,16 +98,23 @@ def run(
         "cases": [],
     }
     known = _earlier_cases(earlier, results)
-    missing = [i for i in sweep.items if i.key not in known or not _complete(known[i.key], sweep)]
+    missing = [
+        item for item in sweep.items
+        if item.key not in known or not _complete(known[item.key], sweep.present(item))
+    ]
     again = {item.key for item in missing}
     # first, so that they stand in the file from the first case on
     results["cases"] += [case for key, case in known.items() if key not in again]
     monitor.started(results)
+    if sweep.prepare is not None:
+        with monitor.step("preparation"):
+            sweep.prepare(missing)
     for item in missing:
         case = Case(
-            item.workload, item.shape, DTYPE, sweep.implementations, settings, backend, monitor
+            item.workload, item.shape, item.dtype, sweep.present(item), settings, backend, monitor
         )
-        case.data |= {"key": item.key, "title": item.workload.title, **item.labels}
+        case.data |= {"key": item.key, "title": item.workload.title, "dtype": item.dtype}
+        case.data |= item.labels
         case.refuse(_culprits(known.get(item.key)))
         measure_case(results, case)
     place = {item.key: i for i, item in enumerate(sweep.items)}
@@ -122,10 +139,10 @@ def _earlier_cases(
     return {case["key"]: case for case in earlier["cases"]}
 
 
-def _complete(case: dict[str, Any], sweep: Sweep) -> bool:
+def _complete(case: dict[str, Any], wanted: Sequence[Implementation]) -> bool:
     """Whether everybody asked for has taken part, with whatever result."""
     there = {entry["name"] for entry in case["implementations"]}
-    return {i.name for i in sweep.implementations} <= there and not _broken_off(case)
+    return {i.name for i in wanted} <= there and not _broken_off(case)
 
 
 def _broken_off(case: dict[str, Any]) -> bool:
@@ -156,9 +173,11 @@ def names_of(text: str | None, known: Sequence[str], what: str) -> list[str]:
     return names
 
 
-def add_sweep_options(parser: argparse.ArgumentParser) -> None:
-    """The options of every sweep."""
-    add_options(parser)
+def add_sweep_options(
+    parser: argparse.ArgumentParser, known: Sequence[Implementation] = PEERS
+) -> None:
+    """The options of every sweep, whose peers are among ``known``."""
+    add_options(parser, known)
     parser.add_argument(
         "--resume",
         type=Path,

@@ -29,7 +29,7 @@ def inference_markdown(results: dict[str, Any]) -> str:
     names = _present(results)
     header = ["workload", "shape", *_columns(names)]
     rows = [[case["title"], case["label"], *_cells(case, names)] for case in results["cases"]]
-    notes = [*_outcome(results), f"{METHOD} {_environments(results)}."]
+    notes = [*outcome(results), f"{METHOD} {environments(results)}."]
     return "\n\n".join([markdown_table(header, rows), *notes])
 
 
@@ -41,7 +41,7 @@ def layers_markdown(results: dict[str, Any]) -> str:
     for model in dict.fromkeys(case["model"] for case in results["cases"]):
         rows = [_layer_row(case, names) for case in results["cases"] if case["model"] == model]
         parts.append(f"**{model}**\n\n{markdown_table(header, rows)}")
-    return "\n\n".join([*_outcome(results), *parts, f"{METHOD} {_environments(results)}."])
+    return "\n\n".join([*outcome(results), *parts, f"{METHOD} {environments(results)}."])
 
 
 def _layer_row(case: dict[str, Any], names: list[str]) -> Row:
@@ -68,7 +68,7 @@ def chain_markdown(results: dict[str, Any]) -> str:
         "the chain is checked against float64: at most twice PyTorch's own error through the "
         "same chain, plus 2 ulp."
     )
-    notes = [*_failures(results), f"{note} {_environments(results)}."]
+    notes = [*_failures(results), f"{note} {environments(results)}."]
     return "\n\n".join([markdown_table(header, rows), *notes])
 
 
@@ -78,7 +78,7 @@ def _chain_row(label: str, entry: dict[str, Any], case: dict[str, Any], layers: 
         return [label, entry["status"], "", "", ""]
     error = f"{check['relative_error']:.1e}" if check else ""
     total = number(time["median"] * layers, 0)
-    ratio = _ratio(entry, case) if entry["kind"] == "ours" else ""
+    ratio = ratio_cell(entry, case) if entry["kind"] == "ours" else ""
     return [label, number(time["median"]), total, ratio, error]
 
 
@@ -96,14 +96,15 @@ def _columns(names: list[str]) -> Row:
 
 def _cells(case: dict[str, Any], names: list[str]) -> Row:
     entries = {i["name"]: i for i in case["implementations"]}
-    peers = [_time(entries.get(n)) for n in names if n in PEERS]
-    ours = [_time(entries.get(n)) for n in names if n in OURS]
+    peers = [time_cell(entries.get(n)) for n in names if n in PEERS]
+    ours = [time_cell(entries.get(n)) for n in names if n in OURS]
     floor = " / ".join(number(case["floor_us"][k]) or "?" for k in ("plain", "pdl"))
-    ratios = " / ".join(_ratio(entries.get(n), case) or "-" for n in names if n in OURS)
+    ratios = " / ".join(ratio_cell(entries.get(n), case) or "-" for n in names if n in OURS)
     return [*peers, floor, *ours, ratios]
 
 
-def _time(entry: dict[str, Any] | None) -> str:
+def time_cell(entry: dict[str, Any] | None) -> str:
+    """Microseconds of an implementation, or why there are none; empty where it took no part."""
     if entry is None:
         return ""
     if entry["time_us"] is None:
@@ -111,13 +112,15 @@ def _time(entry: dict[str, Any] | None) -> str:
     return number(entry["time_us"]["median"])
 
 
-def _ratio(entry: dict[str, Any] | None, case: dict[str, Any]) -> str:
+def ratio_cell(entry: dict[str, Any] | None, case: dict[str, Any]) -> str:
+    """How much faster than the best peer."""
     ratio = ratio_to_best_peer(entry, case) if entry else None
     return "" if ratio is None else f"{ratio:.2f}x"
 
 
-def _outcome(results: dict[str, Any]) -> list[str]:
-    """Wins and losses of plain launches in a sentence, and everything that failed."""
+def outcome(results: dict[str, Any], others: str = "PyTorch") -> list[str]:
+    """Wins and losses of plain launches in a sentence, and everything that failed; ``others`` is
+    what the columns of peers are called."""
     ratios: dict[str, float] = {}
     for case in results["cases"]:
         entry = next((i for i in case["implementations"] if i["name"] == OURS[0]), None)
@@ -126,7 +129,7 @@ def _outcome(results: dict[str, Any]) -> list[str]:
             ratios[_case_name(case)] = ratio
     slower = [f"{name} ({ratio:.2f}x)" for name, ratio in ratios.items() if ratio <= 1]
     text = (
-        f"cutesuper, launched like the others, is faster than every PyTorch column in "
+        f"cutesuper, launched like the others, is faster than every {others} column in "
         f"{len(ratios) - len(slower)} of {len(results['cases'])} cases"
     )
     text += f"; slower: {', '.join(slower)}." if slower else "."
@@ -153,7 +156,7 @@ def _case_name(case: dict[str, Any]) -> str:
     return f"{case.get('title', '')} {case['label']}".strip()
 
 
-def _environments(results: dict[str, Any]) -> str:
+def environments(results: dict[str, Any]) -> str:
     """What the table was measured with; several where it is of several files."""
     all_of_them = results.get("environments", [results["environment"]])
     lines = dict.fromkeys(describe_environment({"environment": e}) for e in all_of_them)

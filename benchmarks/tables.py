@@ -14,6 +14,10 @@ LABELS = {
     "compile": "torch.compile",
     "compile-max": "torch.compile max-autotune",
     "matmul-alone": "cuBLAS matmul alone",
+    "sdpa-flash": "SDPA, flash",
+    "sdpa-cudnn": "SDPA, cuDNN",
+    "sdpa-efficient": "SDPA, memory-efficient",
+    "fa4": "FlashAttention-4",
 }
 
 

@@ -32,7 +32,9 @@ class TensorSpec:
 
     Values are drawn from a normal distribution of this ``mean`` and ``std``. ``constant`` marks
     what no kernel writes while it is in use (weights). ``rows`` marks a first dimension whose rows
-    are independent, so that a subset of them can be checked.
+    are independent, so that a subset of them can be checked. ``values`` are given in place of drawn
+    ones, row by row, and make the tensor int32 (lengths, tables). ``moved`` is the part of it that
+    has to be read or written.
     """
 
     name: str
@@ -41,10 +43,16 @@ class TensorSpec:
     std: float = 1.0
     constant: bool = False
     rows: bool = False
+    values: tuple[int, ...] | None = None
+    moved: float = 1.0
+
+    def element(self, dtype: torch.dtype) -> torch.dtype:
+        """Its element type in a workload of ``dtype``."""
+        return dtype if self.values is None else torch.int32
 
     def size(self, dtype: torch.dtype) -> int:
         """Bytes of the tensor."""
-        return prod(self.dims) * dtype.itemsize
+        return prod(self.dims) * self.element(dtype).itemsize
 
 
 Specs = Callable[[Shape], tuple[TensorSpec, ...]]
@@ -95,7 +103,8 @@ class Workload:
 
     def bytes_moved(self, shape: Shape, dtype: torch.dtype) -> int:
         """Bytes that must cross device memory: every input read once, every output written once."""
-        return sum(spec.size(dtype) for spec in (*self.inputs(shape), *self.outputs(shape)))
+        specs = (*self.inputs(shape), *self.outputs(shape))
+        return sum(round(spec.size(dtype) * spec.moved) for spec in specs)
 
     def parse_shape(self, text: str) -> Shape:
         """``"16x4096x4096"`` -> ``(16, 4096, 4096)``.
@@ -135,7 +144,12 @@ def build(
     """The kernel graph of ``program(graph, *inputs)``, which returns the one output."""
     graph = cs.new_kernel_graph()
     tensors = [
-        graph.new_input(spec.dims, dtype=getattr(cs, dtype), name=spec.name, constant=spec.constant)
+        graph.new_input(
+            spec.dims,
+            dtype=getattr(cs, dtype if spec.values is None else "int32"),
+            name=spec.name,
+            constant=spec.constant,
+        )
         for spec in specs
     ]
     graph.mark_output(program(graph, *tensors))

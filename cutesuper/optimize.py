@@ -235,12 +235,20 @@ def _make_variant(
     """Find (in the store, or else by searching), plan and compile for one bucket of the symbolic
     extents."""
     graph = graph.with_hints(hints)
+    return compiled(graph, options, cache, *find(graph, options, on_progress))
+
+
+def find(
+    graph: KernelGraph,
+    options: Options,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> tuple[SearchResult, Choice]:
+    """The tuned program for a graph if there is one, else what `choose` chooses; what `compiled`
+    takes. Can be pickled."""
     choice = stored_choice(graph, options) if options.tuned else None
     if choice is not None:
-        result = SearchResult((choice.candidate,), Statistics())
-    else:
-        result, choice = choose(graph, options, on_progress)
-    return compiled(graph, options, cache, result, choice)
+        return SearchResult((choice.candidate,), Statistics()), choice
+    return choose(graph, options, on_progress)
 
 
 def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:

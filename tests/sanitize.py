@@ -21,10 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+import cutesuper
+from benchmarks.workloads_attention import serving
 from cutesuper.graph.evaluate import evaluate
 from cutesuper.optimize import superoptimize
 from cutesuper.runtime.compile import compile_kernel
 from tests import zoo
+from tests.attention import Attention, serving_inputs
 from tests.chains import Chain
 from tests.plans import Linear, request_of
 from tests.zoo import judge
@@ -79,6 +82,32 @@ def chained(chain: Chain, graph: Any) -> Callable[[int], bool]:
     return case
 
 
+def attending(attention: Attention, dependent: bool = False) -> Callable[[int], bool]:
+    """Attention planned by hand, launched twice: what the first leaves, the second finds."""
+
+    def case(seed: int) -> bool:
+        kernel = attention.kernel(dependent)
+        inputs = zoo.draw(kernel.graph, seed, "cuda")
+        outputs = [kernel(*inputs) for _ in range(2)]
+        torch.cuda.synchronize()
+        return all(judge(kernel.graph, inputs, outputs[:1])) and torch.equal(*outputs)
+
+    return case
+
+
+def served(page: int) -> Callable[[int], bool]:
+    """Sequences of mixed lengths, one of them empty, side by side or in pages."""
+
+    def case(seed: int) -> bool:
+        kernel = superoptimize(serving(page).graph(cutesuper, (3, 256, 8, 2, 128), "bfloat16"))
+        inputs = serving_inputs(kernel.graph, seed, "cuda", [0, 65, 256])
+        outputs = kernel(inputs)
+        torch.cuda.synchronize()
+        return all(judge(kernel.graph, inputs, outputs))
+
+    return case
+
+
 CASES: dict[str, Callable[[int], bool]] = {
     "one row": searched(zoo.rms_norm_linear(1, K, N)),
     "17 rows": searched(zoo.rms_norm_linear(17, K, N)),
@@ -99,6 +128,23 @@ CASES: dict[str, Callable[[int], bool]] = {
         Chain(m=17, k=K, n=N, rank=40, cluster=2, kind="two"), zoo.two_operands(17, K, N, 40)
     ),
     "dlrm, column cluster": searched(zoo.dlrm(17, K, 200)),
+    "attention": attending(Attention(rows=70, keys=300)),
+    "attention, keys (d, S)": attending(Attention(rows=20, keys=200, keys_last=True, key_tile=128)),
+    "attention, cluster": attending(Attention(rows=20, keys=500, cluster=4)),
+    "attention, grid": attending(Attention(group=4, rows=0, keys=500, width=128, grid=3)),
+    "attention, cluster and grid": attending(
+        Attention(group=4, rows=0, keys=1000, width=128, grid=3, cluster=2)
+    ),
+    "attention, dependent": attending(
+        Attention(group=4, rows=0, keys=1000, width=128, grid=3, cluster=2), dependent=True
+    ),
+    "attention, causal": attending(
+        Attention(group=4, rows=37, row_tile=16, keys=50, causal="bottom_right", cluster=2)
+    ),
+    "attention, norms": attending(Attention(rows=20, keys=200, norm="QV", cluster=2)),
+    "attention, lengths": served(0),
+    "attention, pages": served(16),
+    "attention, many rows": attending(Attention(rows=200, row_tile=128, keys=200)),
 }
 
 

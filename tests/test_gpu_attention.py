@@ -1,316 +1,325 @@
-"""cutesuper.ops.attention on a GPU, against float64, by the rule of `acceptable`.
+"""The attention loop on a GPU: every split of the keys, every form, odd extents, many launches.
 
-All memory that torch.empty returns is full of NaN, so that what is not written shows. Every shape
-is a search and a compile of seconds: lists of cases cover pairs, not products.
+Programs by hand fix the split (`tests.attention`); those of the search are what users get. Kernels
+are few (some 50) because each takes seconds to compile.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
+import torch
+
+pytest.importorskip("cutlass")
 
 import cutesuper as cs
-
-torch = pytest.importorskip("torch")
-
-from cutesuper.ops import forms, plans  # noqa: E402 (they import torch)
-from cutesuper.verify.numeric import acceptable  # noqa: E402
-from tests.attention_reference import exact, gathered, visible  # noqa: E402
+from benchmarks.workloads_attention import serving
+from cutesuper.runtime.kernel import Kernel
+from tests import zoo
+from tests.attention import Attention, serving_inputs, with_logits
+from tests.test_gpu import check, poisoned, run
 
 pytestmark = pytest.mark.gpu
 
-DIMS = [64, 96, 128, 256]
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-#: scores of all heads, which PyTorch may hold in memory, are 100 times as many at most
-LARGEST_SCORES = 2 * 10**7
+
+@cache
+def by_hand(attention: Attention, dependent: bool = False) -> Kernel:
+    """One kernel object for all tests that use it."""
+    return attention.kernel(dependent)
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """New memory is NaN, so that what kernels do not write is seen, in outputs and in scratch."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernels are for sm_90a")
-    empty = torch.empty
-
-    def filled(*args: Any, **options: Any) -> Any:
-        made = empty(*args, **options)
-        return made.fill_(float("nan")) if made.is_floating_point() else made.fill_(-1)
-
-    monkeypatch.setattr(torch, "empty", filled)
-    yield
-    torch.cuda.empty_cache()
+@cache
+def searched(attention: Attention, dependent: bool = False) -> Kernel:
+    return cs.superoptimize(attention.graph(), dependent_launch=dependent)
 
 
-def tensor(*shape: int, dtype: Any, tokens: bool = False, scale: float = 1.0) -> Any:
-    b, h, s, d = shape
-    made = torch.randn((b, s, h, d) if tokens else shape, device="cuda") * scale
-    return made.to(dtype).transpose(1, 2) if tokens else made.to(dtype)
+def same_bits(kernel: Kernel, inputs: list[torch.Tensor], times: int = 30) -> None:
+    """Checked against float64 once, and the same in every later launch."""
+    [first] = check(kernel, inputs)
+    for _ in range(times):
+        [again] = run(kernel, inputs)
+        assert torch.equal(first.view(torch.int16), again.view(torch.int16))
 
 
-def integers(values: Any) -> Any:
-    return torch.tensor(values, dtype=torch.int32, device="cuda")
+# ------------------------------------------------------------------------------ splits of the keys
+
+#: what joins the parts of the keys: nothing, a cluster, the grid, or both
+SPLITS: dict[str, dict[str, int]] = {
+    "loop": {},
+    "cluster of 2": {"cluster": 2},
+    "cluster of 8": {"cluster": 8},
+    "grid of 3": {"grid": 3},
+    "grid of 8, cluster of 2": {"grid": 8, "cluster": 2},
+}
+QUERIES: dict[str, dict[str, Any]] = {
+    "many rows": {"rows": 100, "keys": 2000, "keys_last": True, "scale": None, "key_tile": 128},
+    "decode": {"group": 4, "rows": 0, "keys": 3000, "width": 128, "dtype": "bfloat16"},
+}
 
 
-def by_torch(
-    query: Any, key: Any, value: Any, causal: bool, lengths: Any, table: Any,
-    scale: float | None = None,
-) -> Any:  # fmt: skip
-    """PyTorch's attention in the type of its arguments; rows that see nothing are 0."""
-    if table is not None:
-        key, value = gathered(key, table), gathered(value, table)
-    group = query.shape[1] // key.shape[1]
-    key, value = (t.repeat_interleave(group, 1) for t in (key, value))
-    sees = visible(query.shape[2], key.shape[2], query.shape[0], causal, lengths, "cuda")
-    mask = None if lengths is None and not causal else sees[:, None]
-    y = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=scale)
-    return y.masked_fill(~sees.any(-1)[:, None, :, None], 0.0)
+@pytest.mark.parametrize("queries", QUERIES)
+@pytest.mark.parametrize("split", SPLITS)
+def test_splits_by_hand(split: str, queries: str) -> None:
+    """Partial results are added in one order, whoever comes last."""
+    options: dict[str, Any] = QUERIES[queries] | SPLITS[split]
+    kernel = by_hand(Attention(**options))
+    for seed in range(2):
+        same_bits(kernel, zoo.draw(kernel.graph, seed, "cuda"))
 
 
-def judge(found: Any, query: Any, key: Any, value: Any, *, causal: bool = False,
-          lengths: Any = None, table: Any = None, scale: float | None = None) -> None:  # fmt: skip
-    """Every sequence by itself: the longer one is, the smaller are its numbers."""
-    wanted = exact(query, key, value, causal, lengths, table, scale=scale)
-    eager = by_torch(query, key, value, causal, lengths, table, scale)
-    assert_acceptable(found, wanted, eager)
+#: joined in every way, so that launches in flight at once would meet in scratch memory
+JOINED = Attention(group=4, rows=0, keys=4096, width=128, grid=8, cluster=2)
 
 
-def assert_acceptable(found: Any, wanted: Any, eager: Any) -> None:
-    assert found.shape == wanted.shape
-    for n, (y, exact_y, eager_y) in enumerate(zip(found, wanted, eager, strict=True)):
-        report = acceptable(y, exact_y, eager_y, found.dtype)
-        assert report, f"sequence {n}: {report.message}"
-
-
-def log_uniform(r: random.Random, least: int, most: int) -> int:
-    return round(least * (most / least) ** r.random())
-
-
-# --- numbers -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", DIMS)
-def test_random_shapes(dim: int, dtype: str, causal: bool) -> None:
-    r = random.Random(f"{dim} {dtype} {causal}")
-    torch.manual_seed(r.randrange(10**6))
-    for _ in range(2):
-        b, h, g = r.randint(1, 3), r.randint(1, 4), r.choice([1, 2, 4, 7, 8])
-        keys = log_uniform(r, 1, 20000)
-        rows = min(log_uniform(r, 1, 3000), LARGEST_SCORES // keys)
-        q = tensor(b, h * g, rows, dim, dtype=DTYPES[dtype], tokens=r.random() < 0.5)
-        k, v = (tensor(b, h, keys, dim, dtype=DTYPES[dtype], tokens=r.random() < 0.5)
-                for _ in range(2))  # fmt: skip
-        judge(cs.ops.attention(q, k, v, is_causal=causal, enable_gqa=True), q, k, v, causal=causal)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("dim", "rows", "group"),
-    [(64, 1, 1), (64, 5, 4), (96, 1, 7), (96, 33, 1), (128, 1, 8), (128, 130, 2), (256, 1, 4),
-     (256, 3, 2)],
-)  # fmt: skip
-def test_ragged_lengths(dim: int, dtype: str, rows: int, group: int) -> None:
-    """One capacity, any lengths: the kernels are the same, and read no more than a length."""
-    r = random.Random(f"{dim} {dtype} {rows} {group}")
-    torch.manual_seed(1)
-    b, h, capacity = 5, 2, 20000
-    q = tensor(b, h * group, rows, dim, dtype=DTYPES[dtype])
-    k, v = (tensor(b, h, capacity, dim, dtype=DTYPES[dtype], tokens=True) for _ in range(2))
-    for n in range(3):
-        some = [log_uniform(r, 1, capacity) for _ in range(b)]
-        lengths = integers([some, [0, 1, 63, 64, 65], [capacity] * b][n])
-        for causal in (False, True):
-            y = cs.ops.attention(q, k, v, is_causal=causal, enable_gqa=True, key_lengths=lengths)
-            judge(y, q, k, v, causal=causal, lengths=lengths)
-
-
-def test_every_short_length() -> None:
-    q = tensor(1, 8, 1, 128, dtype=torch.bfloat16)
-    k, v = (tensor(1, 2, 700, 128, dtype=torch.bfloat16) for _ in range(2))
-    for n in range(701):
-        lengths = integers([n])
-        y = cs.ops.attention(q, k, v, enable_gqa=True, key_lengths=lengths)
-        if n == 0:
-            assert not y.any()
-        else:
-            judge(y, q, k, v, lengths=lengths)
-
-
-@pytest.mark.parametrize(
-    ("size", "dtype", "dim", "rows", "group"),
-    [(16, "bf16", 128, 1, 4), (32, "bf16", 128, 1, 4), (64, "bf16", 128, 1, 4),
-     (128, "bf16", 128, 1, 4), (256, "bf16", 128, 1, 4), (16, "fp16", 64, 1, 8),
-     (32, "fp16", 256, 1, 2), (64, "fp16", 96, 3, 1), (128, "fp16", 64, 40, 1),
-     (256, "fp16", 128, 33, 4)],
-)  # fmt: skip
-def test_pages(size: int, dtype: str, dim: int, rows: int, group: int) -> None:
-    torch.manual_seed(size)
-    b, h, n = 4, 2, -(-5000 // size)
-    pages = b * n + 3
-    q = tensor(b, h * group, rows, dim, dtype=DTYPES[dtype], tokens=True)
-    k, v = (torch.randn(pages, size, h, dim, device="cuda").to(DTYPES[dtype]) for _ in range(2))
-    table = torch.randperm(pages, device="cuda")[: b * n].view(b, n).int()
-    for causal in (False, True):
-        lengths = integers([n * size, 0, size, random.Random(size).randint(1, n * size)])
-        y = cs.ops.attention(q, k, v, is_causal=causal, enable_gqa=True, key_lengths=lengths,
-                             page_table=table)  # fmt: skip
-        judge(y, q, k, v, causal=causal, lengths=lengths, table=table)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 200])
-@pytest.mark.parametrize("size", [1e2, 1e4])
-def test_large_logits(dtype: str, rows: int, size: float) -> None:
-    """Scores of up to 1e4, of both signs, rising along the keys: every tile has a new maximum."""
-    torch.manual_seed(0)
-    q = tensor(2, 8, rows, 128, dtype=DTYPES[dtype])
-    k, v = (tensor(2, 2, 3000, 128, dtype=DTYPES[dtype]) for _ in range(2))
-    k = (k * torch.linspace(0.01, 1, 3000, device="cuda")[:, None]).to(DTYPES[dtype])
-    scale = size / float((q[:, :2].float() @ k.float().mT).abs().max())
-    y = cs.ops.attention(q, k, v, scale=scale, enable_gqa=True)
-    judge(y, q, k, v, scale=scale)
-
-
-@pytest.mark.parametrize("rows", [1, 6, 64])
-def test_rows_that_see_nothing(rows: int) -> None:
-    q = tensor(4, 8, rows, 64, dtype=torch.float16)
-    k, v = (tensor(4, 2, 512, 64, dtype=torch.float16, scale=100.0) for _ in range(2))
-    lengths = integers([0, 1, max(1, rows - 2), 512])
-    for causal in (False, True):
-        y = cs.ops.attention(q, k, v, is_causal=causal, enable_gqa=True, key_lengths=lengths)
-        seen = visible(rows, 512, 4, causal, lengths, "cuda").any(-1)
-        assert not y.transpose(1, 2)[~seen].any()
-        judge(y, q, k, v, causal=causal, lengths=lengths)
-
-
-@pytest.mark.parametrize("rows", [1, 100])
-def test_normalized_heads(rows: int) -> None:
-    w = torch.rand(2, 128)
-    q = tensor(2, 16, rows, 128, dtype=torch.bfloat16, tokens=True, scale=5.0)
-    k, v = (tensor(2, 2, 1000, 128, dtype=torch.bfloat16, scale=3.0) for _ in range(2))
-    weights = tuple((1 + x).bfloat16().cuda() for x in w)
-    y = cs.ops.attention(q, k, v, enable_gqa=True, query_norm_weight=weights[0],
-                         key_norm_weight=weights[1])  # fmt: skip
-    wanted = exact(q, k, v, weights=weights)
-    normed = (torch.nn.functional.rms_norm(t, (128,), x, 1e-6)
-              for t, x in zip((q, k), weights, strict=True))  # fmt: skip
-    assert_acceptable(y, wanted, by_torch(*normed, v, False, None, None))
-
-
-# --- memory --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tokens", [False, True])
-def test_the_beginning_of_a_cache(tokens: bool) -> None:
-    caches = [tensor(2, 2, 4096, 128, dtype=torch.float16, tokens=tokens) for _ in range(2)]
-    q = tensor(2, 8, 3, 128, dtype=torch.float16)
-    kept = None
-    for t in (3, 64, 1000, 4095):
-        k, v = (c[:, :, :t] for c in caches)
-        for causal in (False, True):
-            y = cs.ops.attention(q, k, v, is_causal=causal, enable_gqa=True)
-            judge(y, q, k, v, causal=causal)
-        kept = kept or len(forms._kernels)
-    assert len(forms._kernels) == kept  # one for each kind of mask, whatever t is
-
-
-def test_batches_of_any_size() -> None:
-    for b in (1, 3, 8, 13, 100):
-        q = tensor(b, 8, 1, 64, dtype=torch.bfloat16)
-        k, v = (tensor(b, 2, 300, 64, dtype=torch.bfloat16) for _ in range(2))
-        lengths = torch.randint(0, 301, (b,), device="cuda", dtype=torch.int32)
-        y = cs.ops.attention(q, k, v, enable_gqa=True, key_lengths=lengths)
-        judge(y, q, k, v, lengths=lengths)
-
-
-def test_the_same_bits_every_time() -> None:
-    q = tensor(1, 8, 1, 128, dtype=torch.bfloat16)
-    k, v = (tensor(1, 2, 8000, 128, dtype=torch.bfloat16) for _ in range(2))
-    first = cs.ops.attention(q, k, v, enable_gqa=True)
-    for _ in range(200):
-        assert torch.equal(cs.ops.attention(q, k, v, enable_gqa=True), first)
-
-
-# --- graphs and compilers ------------------------------------------------------------------------
-
-
-def test_in_cuda_graphs() -> None:
-    """Graphs that run at the same time, beside calls outside of them, with lengths that change."""
-    q = tensor(4, 8, 1, 128, dtype=torch.bfloat16)
-    k, v = (tensor(4, 2, 5000, 128, dtype=torch.bfloat16) for _ in range(2))
-    lengths = integers([5000, 1, 77, 3000])
-
-    def call() -> Any:
-        return cs.ops.attention(q, k, v, enable_gqa=True, key_lengths=lengths)
-
-    call()
-    graphs, outputs = [], []
-    for _ in range(3):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs.append([call() for _ in range(5)])
-        graphs.append(graph)
-    streams = [torch.cuda.Stream() for _ in graphs]
-    for values in ([5000, 1, 77, 3000], [0, 5000, 4999, 64]):
-        lengths.copy_(integers(values))
-        torch.cuda.synchronize()
-        for _ in range(10):
-            for graph, stream in zip(graphs, streams, strict=True):
-                with torch.cuda.stream(stream):
-                    graph.replay()
-            eager = call()
-        torch.cuda.synchronize()
-        for y in [eager, *(y for ys in outputs for y in ys)]:
-            judge(y, q, k, v, lengths=lengths)
-
-
-def test_a_first_call_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = tensor(1, 1, 1, 64, dtype=torch.float16)
-    monkeypatch.setattr(forms, "_kernels", {})
-    monkeypatch.setattr(plans, "_plans", {})
-    with (
-        pytest.raises(cs.errors.DeviceError, match="call it once before"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        cs.ops.attention(q, q, q)
-
-
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_torch_compile(mode: str) -> None:
-    def layer(x: Any, k: Any, v: Any, lengths: Any) -> Any:
-        q = (x * 2).view(2, 4, 8, 64).transpose(1, 2)
-        y = cs.ops.attention(q, k, v, is_causal=True, enable_gqa=True, key_lengths=lengths)
-        return y.transpose(1, 2).reshape(2, 4, 512) + 1
-
-    step = torch.compile(layer, fullgraph=True, mode=mode)
-    x = torch.randn(2, 4, 512, device="cuda", dtype=torch.float16)
-    k, v = (tensor(2, 2, 600, 64, dtype=torch.float16) for _ in range(2))
-    lengths = integers([600, 9])
-    with torch.no_grad():
-        expected = layer(x, k, v, lengths)
-        for _ in range(5):
-            torch.compiler.cudagraph_mark_step_begin()
-            torch.testing.assert_close(step(x, k, v, lengths).clone(), expected)
-
-
-def test_on_streams_and_threads() -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    q = tensor(2, 8, 1, 128, dtype=torch.bfloat16)
-    k, v = (tensor(2, 2, 9000, 128, dtype=torch.bfloat16) for _ in range(2))
-    expected = cs.ops.attention(q, k, v, enable_gqa=True)
+@pytest.mark.parametrize("dependent", [False, True], ids=["plain", "dependent"])
+def test_many_launches_in_flight(dependent: bool) -> None:
+    kernel = by_hand(JOINED, dependent)
+    sets = [zoo.draw(kernel.graph, seed, "cuda") for seed in range(4)]
+    want = [check(kernel, inputs)[0] for inputs in sets]
+    outputs = [poisoned(kernel, sets[i % 4]) for i in range(100)]
+    for i, out in enumerate(outputs):
+        kernel(sets[i % 4], out=out)
     torch.cuda.synchronize()
+    for i, [out] in enumerate(outputs):
+        assert torch.equal(out, want[i % 4])
 
-    def work(_: int) -> Any:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            found = [cs.ops.attention(q, k, v, enable_gqa=True) for _ in range(30)]
+
+@pytest.mark.parametrize("dependent", [False, True], ids=["plain", "dependent"])
+def test_two_streams_at_once(dependent: bool) -> None:
+    """What one stream leaves in memory for its last block is nobody else's."""
+    kernel = by_hand(JOINED, dependent)
+    sets = [zoo.draw(kernel.graph, seed, "cuda") for seed in (5, 6)]
+    want = [check(kernel, inputs)[0] for inputs in sets]
+    streams = [torch.cuda.Stream() for _ in sets]
+    outputs = [[poisoned(kernel, inputs) for _ in range(100)] for inputs in sets]
+    torch.cuda.synchronize()
+    for n in range(100):
+        for stream, inputs, mine in zip(streams, sets, outputs, strict=True):
+            with torch.cuda.stream(stream):
+                kernel(inputs, out=mine[n])
+    torch.cuda.synchronize()
+    for right, mine in zip(want, outputs, strict=True):
+        assert all(torch.equal(out, right) for [out] in mine)
+
+
+@pytest.mark.parametrize("dependent", [False, True], ids=["plain", "dependent"])
+def test_capture_and_replay(dependent: bool) -> None:
+    """Twice in a graph, with ordinary calls between the replays."""
+    kernel = by_hand(JOINED, dependent)
+    inputs = zoo.draw(kernel.graph, 7, "cuda")
+    outputs = [poisoned(kernel, inputs) for _ in range(2)]
+    kernel(inputs, out=outputs[0])  # loads the kernel
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out in outputs:
+            kernel(inputs, out=out)
+    for seed in (8, 9, 10):
+        for mine, fresh in zip(inputs, zoo.draw(kernel.graph, seed, "cuda"), strict=True):
+            mine.copy_(fresh)
+        for [out] in outputs:
+            out.fill_(torch.nan)
+        graph.replay()
+        [between] = run(kernel, inputs)
+        assert all(zoo.judge(kernel.graph, inputs, [between]))
+        assert all(torch.equal(out, between) for [out] in outputs)
+
+
+def test_a_dependent_launch_waits_for_the_query() -> None:
+    """Which comes from a slow kernel of PyTorch, launched just before."""
+    kernel = by_hand(JOINED, True)
+    inputs = zoo.draw(kernel.graph, 11, "cuda")
+    [want] = run(kernel, inputs)
+    late = [torch.empty_like(t) for t in inputs]
+    for _ in range(5):
+        for t in late:
+            t.fill_(torch.nan)
         torch.cuda.synchronize()
-        return found
+        torch.cuda._sleep(5_000_000)
+        for mine, given in zip(late, inputs, strict=True):
+            torch.add(given, 0.0, out=mine)
+        assert torch.equal(kernel(*late), want)
 
-    with ThreadPoolExecutor(4) as threads:
-        for found in threads.map(work, range(8)):
-            assert all(torch.equal(y, expected) for y in found)
+
+# ------------------------------------------------------------------------------------------- forms
+
+FORMS: dict[str, Attention] = {
+    "96 wide": Attention(rows=60, keys=700, width=96, cluster=2),
+    "256 wide": Attention(rows=60, keys=700, width=256, cluster=2),
+    "256 wide, bf16, grid": Attention(
+        group=8, rows=0, keys=1111, width=256, dtype="bfloat16", grid=4
+    ),
+    "causal": Attention(rows=200, keys=200, causal="top_left", width=128, dtype="bfloat16"),
+    "causal, more keys": Attention(rows=100, keys=1003, causal="bottom_right", cluster=2),
+    "causal, fewer keys": Attention(rows=300, keys=72, causal="top_left", keys_last=True),
+    "heads and positions": Attention(
+        group=4, rows=37, row_tile=16, keys=37, causal="top_left", width=128, dtype="bfloat16"
+    ),
+    "seven heads": Attention(
+        group=7, rows=20, row_tile=9, keys=500, causal="bottom_right", cluster=2
+    ),
+    "128 rows": Attention(rows=300, row_tile=128, keys=1000, width=128),
+    "norms of Q and V": Attention(
+        rows=100, keys=1000, norm="QV", keys_last=True, scale=None, cluster=4
+    ),
+    "norms of Q and K": Attention(
+        group=4, rows=0, keys=999, norm="QK", width=128, dtype="bfloat16", grid=4, cluster=2
+    ),
+    "norm of K stored (d, S)": Attention(rows=50, keys=600, norm="QK", keys_last=True),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_by_hand(form: str) -> None:
+    kernel = by_hand(FORMS[form])
+    for seed in range(2):
+        same_bits(kernel, zoo.draw(kernel.graph, seed, "cuda"), times=5)
+
+
+LARGE = {
+    "loop": Attention(rows=100, keys=2000, keys_last=True, scale=None, key_tile=128),
+    "joined": JOINED,
+    "causal": FORMS["causal"],
+}
+
+
+@pytest.mark.parametrize("largest", [1e4, -1e4])
+@pytest.mark.parametrize("form", LARGE)
+def test_large_logits(form: str, largest: float) -> None:
+    """No weight overflows, whichever part of the keys has the largest."""
+    kernel = by_hand(LARGE[form])
+    inputs = zoo.draw(kernel.graph, 12, "cuda")
+    with_logits(LARGE[form], inputs, largest)
+    [y] = check(kernel, inputs)
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["causal, more keys", "norms of Q and K", "seven heads"])
+def test_heads_keep_to_themselves(form: str) -> None:
+    """Keys and values of the other head are NaN; a tile past the end of one must not see them."""
+    kernel = by_hand(FORMS[form])
+    inputs = zoo.draw(kernel.graph, 13, "cuda")
+    [want] = check(kernel, inputs)
+    for t in inputs[1:]:
+        t[1] = torch.nan
+    [y] = run(kernel, inputs)
+    assert torch.equal(y[0], want[0])
+    assert y[1].isnan().all()
+
+
+# ---------------------------------------------------------------------------------- of the search
+
+#: the measured workloads, small and odd
+WORKLOADS: dict[str, Attention] = {
+    "gqa": Attention(rows=256, keys=1000, keys_last=True, scale=None),
+    "qk norm": Attention(rows=200, keys=1048, keys_last=True, scale=None, norm="QV"),
+    "decode": Attention(heads=8, group=4, rows=0, keys=4001, width=128, dtype="bfloat16"),
+    "decode, five heads": Attention(heads=8, group=5, rows=0, keys=777, width=128),
+    "prefill": Attention(
+        heads=2, group=4, rows=333, keys=333, width=128, dtype="bfloat16", causal="top_left"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_workloads(name: str) -> None:
+    """One kernel, with the same bits in every run."""
+    kernel = searched(WORKLOADS[name])
+    assert len(kernel.kernels) == 1
+    for seed in range(2):
+        same_bits(kernel, zoo.draw(kernel.graph, seed, "cuda"), times=10)
+
+
+@pytest.mark.parametrize("name", ["gqa", "decode"])
+def test_workloads_launched_dependently(name: str) -> None:
+    kernel = searched(WORKLOADS[name], dependent=True)
+    inputs = zoo.draw(kernel.graph, 3, "cuda")
+    [want] = check(kernel, inputs)
+    results = [kernel(*inputs) for _ in range(50)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, want) for y in results)
+
+
+# ------------------------------------------------------------------------------ lengths and pages
+
+
+@cache
+def serving_kernel(page: int, longest: int) -> Kernel:
+    """Four sequences, 8 query heads and 2 of keys and values."""
+    return cs.superoptimize(serving(page).graph(cs, (4, longest, 8, 2, 128), "bfloat16"))
+
+
+@pytest.mark.parametrize(("page", "longest"), [(0, 1111), (0, 20000), (16, 1024), (128, 1024)])
+def test_lengths_on_the_device(page: int, longest: int) -> None:
+    """None, one key, some and all; what lies beyond a length has no effect while it is finite."""
+    kernel = serving_kernel(page, longest)
+    for seed, lengths in enumerate(([0, 1, longest // 2 + 1, longest], [longest, 63, 64, 65])):
+        inputs = serving_inputs(kernel.graph, seed, "cuda", lengths)
+        [y] = check(kernel, inputs)
+        assert all((y[b] == 0).all() for b, n in enumerate(lengths) if n == 0)
+        if not page:
+            for b, n in enumerate(lengths):
+                inputs[1][b, :, n:] = 3e4
+                inputs[2][b, :, n:] = -3e4
+            [again] = run(kernel, inputs)
+            assert torch.equal(again, y)
+
+
+def test_lengths_grow_under_a_graph() -> None:
+    """One capture for a whole generation: the lengths are read when the graph is replayed."""
+    kernel = serving_kernel(0, 1111)
+    inputs = serving_inputs(kernel.graph, 3, "cuda", [1, 2, 3, 4])
+    out = poisoned(kernel, inputs)
+    kernel(inputs, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel(inputs, out=out)
+    for lengths in ([1, 2, 3, 4], [2, 64, 65, 500], [0, 1000, 1110, 1111]):
+        inputs[3].copy_(torch.tensor(lengths, dtype=torch.int32))
+        out[0].fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(zoo.judge(kernel.graph, inputs, out))
+
+
+# ------------------------------------------------------------------------------------- any extents
+
+#: one key, less than a tile, one more than a tile
+TINY = [
+    Attention(heads=1, rows=1, keys=1),
+    Attention(heads=3, rows=5, keys=7, width=128, dtype="bfloat16"),
+    Attention(heads=1, rows=65, keys=65, causal="top_left"),
+    Attention(heads=2, group=3, rows=0, keys=129, width=96),
+]
+
+
+def random_attentions(count: int) -> list[Attention]:
+    """1 to 300 rows, 1 to 20000 keys, everything else in turn."""
+    rng = random.Random(5)
+
+    def one(i: int) -> Attention:
+        keys, rows = rng.randint(1, 20000), rng.randint(1, 300)
+        keys_last = i % 3 == 2
+        causal = ("", "bottom_right", "", "top_left")[i % 4]
+        return Attention(
+            heads=rng.randint(1, 4),
+            group=(0, 4, 0, 7)[i // 2 % 4],
+            rows=min(rows, keys),
+            keys=-(-keys // 8) * 8 if keys_last else keys,
+            width=(64, 128, 96, 256)[i % 4],
+            dtype=("float16", "bfloat16")[i // 2 % 2],
+            keys_last=keys_last,
+            causal=causal,
+        )
+
+    return [one(i) for i in range(count)]
+
+
+@pytest.mark.parametrize("attention", [*TINY, *random_attentions(14)], ids=str)
+def test_any_extents(attention: Attention) -> None:
+    kernel = searched(attention)
+    check(kernel, zoo.draw(kernel.graph, attention.keys, "cuda"))

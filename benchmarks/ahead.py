@@ -1,0 +1,90 @@
+"""Programs of many cases, searched and compiled side by side before anything is timed.
+
+A process takes 5 s to start the compiler, a search up to some seconds, and a case after the other
+would do all of it on one core while the GPU waits. What fails here is tried again in its turn,
+where the error becomes that of its case.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from functools import partial
+
+import cutesuper as cs
+from benchmarks.peers import Implementation, ours, superoptimized
+from benchmarks.problem import Problem
+from benchmarks.sweep import Item
+from benchmarks.workload import Shape
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.optimize import Choice, Options, compile_plans, compiled, current_target, find
+from cutesuper.runtime.cache import KernelCache
+from cutesuper.runtime.kernel import Kernel
+from cutesuper.runtime.toolchain import available_processors
+from cutesuper.search.search import SearchResult
+
+#: workload, shape, element type, dependent launch
+Key = tuple[str, Shape, str, bool]
+Found = tuple[SearchResult, Choice]
+#: left to this process and its watchdog
+RESERVED_PROCESSORS = 2
+
+
+def _processes(count: int) -> Executor:
+    # a forked process would inherit a CUDA context that it cannot use
+    spawn = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(max(1, min(count, available_processors() - RESERVED_PROCESSORS)),
+                               mp_context=spawn)  # fmt: skip
+
+
+def find_and_compile(graph: KernelGraph, options: Options) -> Found:
+    """In another process: what `cutesuper.superoptimize` would choose; its kernels are in the
+    cache afterwards."""
+    found = find(graph, options)
+    compile_plans(found[1], options, KernelCache())
+    return found
+
+
+class Ahead:
+    """Programs that were found before they are needed.
+
+    Args:
+        executor: makes what runs so many searches at a time; processes by default.
+    """
+
+    def __init__(self, executor: Callable[[int], Executor] = _processes) -> None:
+        self._executor = executor
+        self._found: dict[Key, tuple[KernelGraph, Options, Found]] = {}
+
+    def implementations(self) -> tuple[Implementation, ...]:
+        """cutesuper with both ways of launching, on these programs."""
+        return ours(self._kernel)
+
+    def prepare(self, items: Sequence[Item], names: Sequence[str]) -> None:
+        """Find and compile the programs of the cases for those of ``names`` that are ours."""
+        target = current_target()
+        launches = [i.dependent for i in self.implementations() if i.name in names]
+        wanted: dict[Key, tuple[KernelGraph, Options]] = {
+            (item.workload.name, item.shape, item.dtype, dependent): (
+                item.workload.graph(cs, item.shape, item.dtype),
+                Options(target, dependent_launch=dependent),
+            )
+            for item in items
+            for dependent in launches
+        }
+        if not wanted:
+            return
+        with self._executor(len(wanted)) as executor:
+            futures = {key: executor.submit(find_and_compile, *w) for key, w in wanted.items()}
+            for key, future in futures.items():
+                if future.exception() is None:
+                    self._found[key] = (*wanted[key], future.result())
+
+    def _kernel(self, problem: Problem, dependent: bool) -> Kernel:
+        key = (problem.workload.name, problem.shape, problem.dtype_name, dependent)
+        if key not in self._found:
+            return superoptimized(problem, dependent)
+        graph, options, found = self._found[key]
+        make = partial(compiled, graph, options, KernelCache(), *found)
+        return Kernel(graph, options.target, lambda hints: make())
