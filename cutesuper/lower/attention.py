@@ -167,11 +167,17 @@ class AttentionKernel:
         if cutlass.const_expr(self.plan.cluster > 1):
             # relaxed: the releasing form waits for the bulk loads in flight (3.6 us)
             cute.arch.cluster_arrive_relaxed()
-        if warp == self.producer:
-            self.produce(atoms, loads, smem, place, first, count)
+        registers = self.plan.registers
+        if warp >= self.producer:
+            if cutlass.const_expr(registers is not None):
+                cute.arch.setmaxregister_decrease(registers[1])
+            if warp == self.producer:
+                self.produce(atoms, loads, smem, place, first, count)
             if cutlass.const_expr(self.plan.cluster > 1):
                 cute.arch.cluster_wait()
         else:
+            if cutlass.const_expr(registers is not None):
+                cute.arch.setmaxregister_increase(registers[0])
             self.consume(smem, tensors, scratch, tidx, warp, lane, place, first, count)
 
     def allocate(self) -> dict[str, Any]:

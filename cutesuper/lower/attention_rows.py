@@ -18,7 +18,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutesuper.device.math import nan_max
 from cutesuper.device.memory import bulk_load, element, fence_reads, partition, tile_atom
 from cutesuper.lower.common import labelled
-from cutesuper.schedule.attention import ROW_BLOCK
+from cutesuper.schedule.attention import ROW_BLOCK, Reduction
 from cutesuper.schedule.plan import View
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ class Rows:
         self.count = plan.group_rows
         self.has_lengths = any(m.lengths is not None for m in plan.masks)
         self.per_thread = 1 if plan.few_rows else 2
+        #: what is not padding of a row, in pieces, and how many pieces each of two threads has
+        self.pieces = plan.tile(plan.inner) // PIECE
+        self.turns = -(-self.pieces // 2)
         self.prepares = plan.prologue is not None or bool(plan.row_values)
 
     # --------------------------------------------------------------------------------- loading
@@ -244,58 +247,66 @@ class Rows:
     @cute.jit
     def compute(self, smem, tensors, thread, group):
         """Two threads a row: reductions, values, then the row is written anew."""
-        k, plan = self.k, self.plan
-        row_group = group // k.key_groups
+        row_group = group // self.k.key_groups
         row, half = thread // 2, thread % 2
-        pieces = k.depth // PIECE
-        base = row_group * ROW_BLOCK * k.depth
-        totals = {}
-        for reduction in plan.row_reductions:
-            total = Float32(0.0 if reduction.op == "sum" else -float("inf"))
-            for p in cutlass.range_constexpr((pieces + 1) // 2):
-                piece = 2 * p + half
-                if piece * PIECE < plan.tile(plan.inner):
-                    x = self.read(smem, base, row, piece).load().to(Float32)
-                    v = reduction.source.evaluate([x], k.math)
-                    if cutlass.const_expr(reduction.op == "max"):
-                        total = nan_max(
-                            total, v.reduce(cute.ReductionOp.MAX, Float32(-float("inf")), 0)
-                        )
-                    else:
-                        total += v.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            other = cute.arch.shuffle_sync_bfly(total, 1)
-            total = nan_max(total, other) if reduction.op == "max" else total + other
-            totals[reduction.value] = total * reduction.scale
+        totals = {r.value: self.reduce(smem, row_group, row, half, r)
+                  for r in self.plan.row_reductions}
         values = {}
-        for n, (operation, e) in enumerate(plan.row_values.items()):
-            value = Float32(e.evaluate([totals[i] for i in e.leaves], k.math))
+        for n, (operation, e) in enumerate(self.plan.row_values.items()):
+            value = Float32(e.evaluate([totals[i] for i in e.leaves], self.k.math))
             values[operation] = value
+            slot = smem["row_values"] + self.slot(n, row_group, row)
             if half == 0:
-                cute.make_tensor(
-                    smem["row_values"] + self.slot(n, row_group, row), cute.make_layout(1)
-                )[0] = value
-        if cutlass.const_expr(plan.prologue is not None):
-            for p in cutlass.range_constexpr((pieces + 1) // 2):
+                cute.make_tensor(slot, cute.make_layout(1))[0] = value
+        if cutlass.const_expr(self.plan.prologue is not None):
+            for p in cutlass.range_constexpr(self.turns):
                 piece = 2 * p + half
-                if piece * PIECE < plan.tile(plan.inner):
-                    self.rewrite(smem, tensors, values, base, row, piece)
+                if piece < self.pieces:
+                    self.rewrite(smem, tensors, values, row_group, row, piece)
             fence_reads()
 
     @cute.jit
-    def rewrite(self, smem, tensors, values, base, row, piece):
+    def reduce(self, smem, row_group, row, half, reduction: cutlass.Constexpr):
+        """One reduction of a row, for both its threads."""
+        total = Float32(0.0 if reduction.op == "sum" else -float("inf"))
+        for p in cutlass.range_constexpr(self.turns):
+            piece = 2 * p + half
+            if piece < self.pieces:
+                total = self.add(total, reduction, smem, row_group, row, piece)
+        other = cute.arch.shuffle_sync_bfly(total, 1)
+        total = nan_max(total, other) if reduction.op == "max" else total + other
+        return total * reduction.scale
+
+    def add(
+        self, total: Any, reduction: Reduction, smem: Any, row_group: Any, row: Any, piece: Any
+    ) -> Any:
+        """Eight elements more."""
+        x = self.read(smem, row_group, row, piece).load().to(Float32)
+        v = reduction.source.evaluate([x], self.k.math)
+        if reduction.op == "max":
+            lowest = Float32(-float("inf"))
+            return nan_max(total, v.reduce(cute.ReductionOp.MAX, lowest, 0))
+        return total + v.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+
+    def rewrite(
+        self, smem: Any, tensors: Any, values: Any, row_group: Any, row: Any, piece: Any
+    ) -> None:
         """Replace eight elements of a row by what is multiplied."""
-        k, prologue = self.k, self.plan.prologue
-        leaves = [self.leaf(i, smem, tensors, values, base, row, piece) for i in prologue.leaves]
-        result = cute.make_rmem_tensor(cute.make_layout(PIECE), k.dtype)
-        result.store(prologue.evaluate(leaves, k.math).to(k.dtype))
-        cute.autovec_copy(result, self.linear(smem, base, row, piece))
+        prologue = self.plan.prologue
+        assert prologue is not None
+        leaves = [
+            self.leaf(i, smem, tensors, values, row_group, row, piece) for i in prologue.leaves
+        ]
+        result = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
+        result.store(prologue.evaluate(leaves, self.k.math).to(self.k.dtype))
+        cute.autovec_copy(result, self.linear(smem, row_group, row, piece))
 
     def leaf(
-        self, i: int, smem: Any, tensors: Any, values: Any, base: Any, row: Any, piece: Any
+        self, i: int, smem: Any, tensors: Any, values: Any, row_group: Any, row: Any, piece: Any
     ) -> Any:
         """What the prologue takes: eight elements of a row or of a vector, or a value of the row."""
         if i == self.plan.row_load:
-            return self.read(smem, base, row, piece).load().to(Float32)
+            return self.read(smem, row_group, row, piece).load().to(Float32)
         if i not in self.plan.vectors:
             return values[i]
         register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
@@ -304,17 +315,18 @@ class Rows:
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(PIECE)), register)
         return register.load().to(Float32)
 
-    def read(self, smem: dict[str, Any], base: Any, row: Any, piece: Any) -> cute.Tensor:
+    def read(self, smem: dict[str, Any], row_group: Any, row: Any, piece: Any) -> cute.Tensor:
         """Eight elements of a row."""
         register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
-        cute.autovec_copy(self.linear(smem, base, row, piece), register)
+        cute.autovec_copy(self.linear(smem, row_group, row, piece), register)
         return register
 
-    def linear(self, smem: dict[str, Any], base: Any, row: Any, piece: Any) -> cute.Tensor:
+    def linear(self, smem: dict[str, Any], row_group: Any, row: Any, piece: Any) -> cute.Tensor:
         """Where they lie."""
         chunk = chunk_of(self.k.depth)
         per = chunk // PIECE
         inside = byte_piece(self.k.depth, piece % per, row)
+        base = row_group * (ROW_BLOCK * self.k.depth)
         offset = base + ((piece // per) * ROW_BLOCK + row) * chunk + inside * PIECE
         pointer = cute.recast_ptr(smem["rows"].iterator, dtype=self.k.dtype)
         return cute.make_tensor(pointer + cute.assume(offset, divby=PIECE), cute.make_layout(PIECE))

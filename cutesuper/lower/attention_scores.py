@@ -64,7 +64,7 @@ class Scores:
     def weigh(self, scores, state, smem, stage, lane, rows, keys):
         """Replace scores by weights; update maximum and sums."""
         first = 2 * (lane % 4)
-        values = self.k.key_values.fragments(smem, stage, first)
+        values = (smem, stage, first)
         if cutlass.const_expr(self.shifted and not self.plan.scores.trivial):
             self.apply(self.plan.scores, scores, rows, values, self.plan.product)
         boundary = Int32(0)
@@ -158,7 +158,8 @@ class Scores:
             elif i in row_values:
                 leaves.append(row_values[i])
             else:
-                leaves.append(values[i][column // 8 * 2 + column % 2])
+                smem, stage, first = values
+                leaves.append(self.k.key_values.value(smem, i, stage, first + column))
         return Float32(e.evaluate(leaves, self.k.math))
 
     def pack(self, scores: Any, words: Any) -> None:

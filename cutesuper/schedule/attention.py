@@ -226,9 +226,24 @@ class AttentionPlan:
         return self.schedule.row_groups * self.schedule.key_groups
 
     @property
+    def live_registers(self) -> int:
+        """Registers of a thread for results, scores, and weights as an operand."""
+        return self.width // 2 + 3 * self.key_tile // 4
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Registers per thread of (consumers, producer) where the equal share of all threads would
+        not hold what lives in the loop; None where it does.
+
+        The compiler gives 288 threads what it gives 384, 168 registers; of those, the producer's
+        warpgroup hands most over: 2 x 128 x 240 + 128 x 24.
+        """
+        return (240, 24) if self.warpgroups == 2 and self.live_registers > 128 else None
+
+    @property
     def threads(self) -> int:
-        """Consumer warpgroups and the producer warp."""
-        return 128 * self.warpgroups + 32
+        """Consumer warpgroups and the producer warp, a warpgroup where it hands over registers."""
+        return 128 * self.warpgroups + (32 if self.registers is None else 128)
 
     @property
     def active_threads(self) -> int:

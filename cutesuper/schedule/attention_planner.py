@@ -62,7 +62,7 @@ def _default_schedule(plan: AttentionPlan, target: Target) -> AttentionSchedule:
     blocks = plan.program.blocks()
     if few and plan.cluster == 1 and blocks > target.sms:
         # with 2 stages two blocks fit, and 256 tiles of 32x4096 keys run in one wave: 118.8 us
-        half = replace(plan, schedule=replace(start, stages=2, resident=2))
+        half = replace(plan, schedule=replace(start, key_groups=1, stages=2, resident=2))
         if half.shared_bytes <= SM_SHARED_BYTES // 2 - 1024 and plan.depth <= 128:
             return half.schedule
     return _with_stages(plan, start, target, tiles)
@@ -155,11 +155,11 @@ def _check_schedule(plan: AttentionPlan, target: Target, name: str) -> None:
             f"rows and {plan.meeting_bytes + plan.exchange_bytes} bytes of exchange do not fit "
             f"into {min(limit, target.shared_bytes)} bytes of shared memory; use smaller tiles"
         )
-    # accumulators of scores and results, and the weights as an operand
-    registers = plan.width // 2 + 3 * plan.key_tile // 4
-    others = 40 if s.resident == 1 else 0  # two blocks share an SM if the compiler finds a way
-    if registers > SM_REGISTERS // (plan.threads * s.resident) - others:
+    limit = SM_REGISTERS // (plan.threads * s.resident)
+    if plan.registers is not None:
+        limit = plan.registers[0] - 40
+    if plan.live_registers > limit:
         raise ScheduleError(
-            f"{where}: {registers} registers for the products of a thread, and {plan.threads} "
-            f"threads in {s.resident} block(s) of an SM; use a tile of 64 keys"
+            f"{where}: {plan.live_registers} registers for the products of a thread, and "
+            f"{plan.threads} threads in {s.resident} block(s) of an SM; use a tile of 64 keys"
         )

@@ -199,7 +199,7 @@ class AttentionRoles:
                 raise self._refuse(f"lengths (operation {op.inputs[1]}) are computed; load them")
             lengths = self._view(op.inputs[1])
         causal = op.kind == "causal_mask" or a.get("causal", False)
-        if not causal:
+        if not causal or a["rows"] is None:
             return Mask(lengths, None, 0)
         if a["rows"] not in (*self.rows, *self.batch):
             raise self._refuse(f"{op.kind} counts along {a['rows']}, which is no label of rows")
