@@ -90,7 +90,7 @@ class Join:
             last = cute.arch.load(smem["last"] + group, Int32)
             if last != 0 and thread < self.active:
                 self.store(owned, state, tensors, warp, lane, group, place, rows)
-        else:  # noqa: PLR5501 (a run-time condition)
+        else:
             if thread < self.active:
                 self.store(owned, state, tensors, warp, lane, group, place, rows)
 
@@ -123,9 +123,7 @@ class Join:
             mine, added = self.merge(state, theirs)
             for i in cutlass.range_constexpr(self.half):
                 item = (group % 2) * self.half + i
-                if cutlass.const_expr(self.items % 2 == 0):
-                    self.add(items, i, own, other, item, thread, mine, added)
-                elif item < self.items:
+                if cutlass.const_expr(self.items % 2 == 0) or item < self.items:
                     self.add(items, i, own, other, item, thread, mine, added)
 
     @cute.jit

@@ -93,23 +93,30 @@ class KeyValues:
             slot = smem["key_values"] + self.slot(self.order.index(w), stage, key)
             cute.make_tensor(slot, cute.make_layout(1))[0] = choose(exists, value, 0.0)
 
-    def reduce(self, smem: dict[str, Any], stage: Any, key: Any, reduction: Reduction) -> Any:
-        """One key's row, reduced."""
+    @cute.jit
+    def reduce(self, smem, stage, key, reduction: cutlass.Constexpr):
+        """One key's row, reduced; two pieces at a time, since scores and results live meanwhile."""
         whole = self.plan.tile(
             self.plan.inner if reduction.operand == self.plan.key_load else self.plan.columns
         )
-        neutral = 0.0 if reduction.op == "sum" else -float("inf")
-        total = Float32(neutral)
-        for piece in range(whole // PIECE):
-            x = self.read(smem, reduction.operand, stage, key, piece)
-            v = reduction.source.evaluate([x], self.k.math)
-            if reduction.op == "max":
-                total = nan_max(total, v.reduce(cute.ReductionOp.MAX, Float32(neutral), 0))
-            else:
-                total = total + v.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        total = Float32(0.0 if reduction.op == "sum" else -float("inf"))
+        for piece in cutlass.range(whole // PIECE, unroll=2):
+            total = self.add(total, smem, stage, key, piece, reduction)
         return total * reduction.scale
 
-    def read(self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: int) -> Any:
+    def add(
+        self, total: Any, smem: dict[str, Any], stage: Any, key: Any, piece: Any,
+        reduction: Reduction,
+    ) -> Any:
+        """Eight elements more."""
+        x = self.read(smem, reduction.operand, stage, key, piece)
+        v = reduction.source.evaluate([x], self.k.math)
+        if reduction.op == "max":
+            lowest = Float32(-float("inf"))
+            return nan_max(total, v.reduce(cute.ReductionOp.MAX, lowest, 0))
+        return total + v.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+
+    def read(self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: Any) -> Any:
         """Eight elements of a key's row."""
         register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
         cute.autovec_copy(self.linear(smem, operand, stage, key, piece), register)

@@ -8,7 +8,7 @@ any visible key need no special case: their weights and sums are 0.
 
 from __future__ import annotations
 
-from math import e as EULER  # noqa: N812 (it is a constant)
+from math import e as EULER
 from math import log2
 from typing import TYPE_CHECKING, Any
 

@@ -17,7 +17,6 @@ from cutesuper.runtime.calling import Launches, Program
 from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.resources import Resources, combine
 from cutesuper.runtime.scratch import Need, ScratchMemory, rows_of
-from cutesuper.schedule.matmul import MatmulPlan
 from cutesuper.schedule.plan import Scratch
 from cutesuper.schedule.planner import KernelPlan
 

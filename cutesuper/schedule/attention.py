@@ -227,8 +227,9 @@ class AttentionPlan:
 
     @property
     def live_registers(self) -> int:
-        """Registers of a thread for results, scores, and weights as an operand."""
-        return self.width // 2 + 3 * self.key_tile // 4
+        """Registers of a thread for results, scores, weights as an operand, and values of keys."""
+        values = len(self.key_values) * self.key_tile // 4
+        return self.width // 2 + 3 * self.key_tile // 4 + values
 
     @property
     def registers(self) -> tuple[int, int] | None:
