@@ -370,7 +370,7 @@ class AttentionKernel:
         a, b, v, scores, weights, words, result = fragments
         stage, phase = Int32(0) + lead, Int32(0)
         before, before_phase = Int32(0) + lead, Int32(0)
-        if cutlass.const_expr(self.turns):
+        if cutlass.const_expr(self.turns):  # noqa: SIM102
             if group == 1:
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
         if steps > 0:
@@ -419,7 +419,7 @@ class AttentionKernel:
             # and the compiler serialises all products
             self.scores.pack(scores, words)
             before, before_phase = stage, phase
-        if cutlass.const_expr(self.turns):
+        if cutlass.const_expr(self.turns):  # noqa: SIM102
             if group == 0:
                 cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=256)
         if steps > 0:

@@ -148,7 +148,7 @@ class KeyValues:
     def clean(self, smem, thread, group, stage, keys, rows):
         """Set values behind the last key to 0: memory that nobody has written may hold NaN, and
         0 times NaN is NaN."""
-        if cutlass.const_expr(self.clears):
+        if cutlass.const_expr(self.clears):  # noqa: SIM102
             if keys + self.k.key_tile > rows["end"]:
                 zeros = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
                 zeros.fill(0.0)

@@ -68,11 +68,11 @@ class Scores:
         if cutlass.const_expr(self.shifted and not self.plan.scores.trivial):
             self.apply(self.plan.scores, scores, rows, values, self.plan.product)
         boundary = Int32(0)
-        if cutlass.const_expr(self.plan.ragged):
+        if cutlass.const_expr(self.plan.ragged):  # noqa: SIM102
             if keys + self.k.key_tile > rows["least"]:
                 boundary = Int32(1)
         if cutlass.const_expr(self.shifted):
-            if cutlass.const_expr(self.plan.ragged):
+            if cutlass.const_expr(self.plan.ragged):  # noqa: SIM102
                 if boundary != 0:
                     self.hide(scores, rows, keys + first, -float("inf"))
             self.shift(scores, state)
@@ -133,7 +133,7 @@ class Scores:
                 state[2 * r + 1] += (parts[0] + parts[1]) + (parts[2] + parts[3])
         if cutlass.const_expr(not self.plan.result.source.trivial):
             self.apply(self.plan.result.source, scores, rows, values, leaf)
-        if cutlass.const_expr(boundary is not None and self.plan.ragged):
+        if cutlass.const_expr(boundary is not None and self.plan.ragged):  # noqa: SIM102
             if boundary != 0:
                 self.hide(scores, rows, first, 0.0)
 

@@ -135,7 +135,7 @@ class AttentionRoles:
     def _scores(
         self,
     ) -> tuple[int | None, int | None, ThreadExpression, float, tuple[Mask, ...]]:
-        """The running maximum, the weight, and what the maximum is of: expression, factor, masks."""
+        """Running maximum, weight, and what the maximum is of: expression, factor, masks."""
         tops = [i for i, op in enumerate(self.ops)
                 if op.kind == "max" and op.attributes["over"] == self.keys]
         if len(tops) > 1:
