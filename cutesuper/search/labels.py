@@ -109,6 +109,18 @@ class LabelledProgram:
         """All operations of these kinds."""
         return tuple(op for op in self.ops if op.kind in kinds)
 
+    def needed(self) -> LabelledProgram:
+        """The same without operations that no output needs."""
+        needed = {i for i, _ in self.outputs}
+        for i in reversed(range(len(self.ops))):
+            if i in needed:
+                needed.update(self.ops[i].inputs)
+        index = {i: n for n, i in enumerate(sorted(needed))}
+        ops = tuple(
+            replace(self.ops[i], inputs=tuple(index[j] for j in self.ops[i].inputs)) for i in index
+        )
+        return LabelledProgram(self.dims, ops, tuple((index[i], m) for i, m in self.outputs))
+
 
 def label(region: Region) -> LabelledProgram:
     """Label the dimensions of a region.

@@ -27,6 +27,7 @@ from cutesuper.search.cost import Cost, price
 from cutesuper.search.distribute import distributed
 from cutesuper.search.extract import Partial, Structure, extract, structure
 from cutesuper.search.forms import BlockForm, Form, MatmulForm, RowForm, find_form
+from cutesuper.search.hoist import hoisted, settled
 from cutesuper.search.labels import LabelledProgram, Region, label
 from cutesuper.search.saturate import TooLarge, saturate
 from cutesuper.search.sizing import Sized, sized
@@ -202,6 +203,9 @@ class _RegionSearch:
 
     def _by_skeleton(self, program: LabelledProgram) -> list[Way]:
         form = find_form(self.region, program)
+        if isinstance(form, ChainedForm):
+            moved = hoisted(program, form)
+            return list(self._skeleton(form, Space(moved, sealed=settled(moved, form))))
         found = self._sealed(program, form)
         if found or not isinstance(form, MatmulForm):
             return found
