@@ -234,12 +234,11 @@ class ChainedModel:
         c = self.target.rates.chained
         results = prod(size.rows) * self.dims[self.form.columns] / 1024
         total = 0.0
+        own = results / size.cluster  # those that a block finishes
         if size.cluster > 1:
-            read = c.cluster_read_us / size.cluster
             total += c.cluster_us + c.cluster_part_us * size.cluster
-            total += results * (c.cluster_sent_us + read)
+            total += c.cluster_sent_us * results + c.cluster_read_us * own
         if size.grid > 1:
-            total += c.grid_us + c.grid_part_us * size.grid + c.grid_sent_us * results
-            gathered = 4096 * results * size.grid / size.cluster
-            total += gathered / self.target.rates.sm_bytes_per_us
+            total += c.grid_us + c.grid_part_us * size.grid + c.grid_sent_us * own
+            total += 4096 * own * size.grid / self.target.rates.sm_bytes_per_us
         return total

@@ -17,10 +17,10 @@ class ChainedRates:
             products and the softmax between them wait for each other.
         exps_per_us: exponentials of one SM.
         cluster_us, cluster_part_us: joining the parts of a cluster, and for each part.
-        cluster_sent_us, cluster_read_us: for each 1024 results of a block; the latter are divided
-            by the cluster, whose blocks finish some columns each.
+        cluster_sent_us: for each 1024 results of a block.
+        cluster_read_us: for each 1024 that it finishes; the blocks of a cluster share the columns.
         grid_us, grid_part_us: joining the parts of the grid, and for each part.
-        grid_sent_us: for each 1024 results of a block.
+        grid_sent_us: for each 1024 results that a block of the cluster finishes.
     """
 
     ramp_us: float
