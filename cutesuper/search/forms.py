@@ -242,10 +242,11 @@ def find_form(region: Region, program: LabelledProgram) -> Form:
         return _row_form(program)
     try:
         return _matmul_form(region, program, products)
-    except SearchError:
-        if len(products) == 1 or after_products(program).isdisjoint(products[-1].inputs):
-            raise
-    return chained_form(region, program, products)
+    except SearchError as error:
+        try:
+            return chained_form(region, program, products)
+        except SearchError:
+            raise error from None
 
 
 def _check_symbols(program: LabelledProgram) -> None:

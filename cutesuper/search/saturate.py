@@ -221,7 +221,7 @@ class Table:
 
     def _one(self, i: int, kind: str, attributes: tuple[tuple[str, Any], ...]) -> None:
         c, operator, given = self.classes[i], lookup(kind), dict(attributes)
-        if operator.masks and not _positions(given) <= c.labels:
+        if operator.masks and not {given["rows"], given["columns"]} <= c.labels:
             return
         form = operator.symbolic(self.space.table, [c.form], given)
         self._offer(
@@ -315,25 +315,21 @@ class Table:
     ) -> FieldValue:
         operator = lookup(kind)
         if operator.masks:
-            return self._masked_value(operator, args, attributes)
+            return self._masked_value(operator, args[0], attributes)
         return operator.symbolic(self._field, args, attributes)
 
     def _masked_value(
-        self, operator: Operator, args: list[FieldValue], attributes: dict[str, Any]
+        self, operator: Operator, x: FieldValue, attributes: dict[str, Any]
     ) -> FieldValue:
         """-inf where a masking operator hides an element, at the positions of class keys."""
-        x, *others = args
-        labels = [attributes[side] for side in ("rows", "columns")]
-        names = [() if d is None else self.split.parts(d) for d in labels]
+        names = [self.split.parts(attributes[side]) for side in ("rows", "columns")]
         extents = [_PART ** len(n) for n in names]
         own = {k: v for k, v in attributes.items() if k not in ("rows", "columns")}
-        given = [y.p[..., None, None] % np.uint64(extents[1] + 1) for y in others]
         keep = operator.visible(
             np.arange(extents[0])[:, None], np.arange(extents[1])[None, :],
-            (extents[0], extents[1]), own, *given,
+            (extents[0], extents[1]), own,
         )
-        parts = (*(d for y in others for d in y.dims), *names[0], *names[1])
-        keep = np.broadcast_to(keep, (*keep.shape[:-2], *extents))
+        parts = (*names[0], *names[1])
         return x.hide(align(~keep.reshape([_PART] * len(parts)), parts, x.dims))
 
     def _rescaled_value(self, x: int, t: int, top: int, axis: Axis) -> FieldValue:
@@ -371,10 +367,6 @@ class Table:
         if usable and (nested or frozenset((a.labels, b.labels)) in self.space.outer):
             for kind, left, right in self._binary(i, j, pairing):
                 self._elementwise(kind, left, right, labels, state)
-            for kind, attributes in self.space.masks:
-                for left, right in {(i, j), (j, i)}:
-                    if _positions(dict(attributes)) <= self.classes[left].labels:
-                        self._elementwise(kind, left, right, labels, state, attributes)
         if pairing.fits and (not nested or self.rules.vectors):
             self._contractions(i, j, labels, state)
 
@@ -419,14 +411,13 @@ class Table:
         yield from ((k, *o) for k in kinds if k not in ARITHMETIC for o in {(i, j), (j, i)})
 
     def _elementwise(
-        self, kind: str, i: int, j: int, labels: frozenset[str], state: State,
-        attributes: tuple[tuple[str, Any], ...] = (),
+        self, kind: str, i: int, j: int, labels: frozenset[str], state: State
     ) -> None:
-        forms, given = [self.classes[i].form, self.classes[j].form], dict(attributes)
-        form = lookup(kind).symbolic(self.space.table, forms, given)
+        forms = [self.classes[i].form, self.classes[j].form]
+        form = lookup(kind).symbolic(self.space.table, forms, {})
         self._offer(
-            form, labels, state, Derivation(kind, (i, j), None, attributes),
-            lambda: self._elementwise_value(kind, [self.values[i], self.values[j]], given),
+            form, labels, state, Derivation(kind, (i, j)),
+            lambda: self._elementwise_value(kind, [self.values[i], self.values[j]], {}),
         )
 
     def _contractions(self, i: int, j: int, labels: frozenset[str], state: State) -> None:
@@ -480,11 +471,6 @@ class Table:
             if (c.form, c.labels, c.value) == goal
             and all(self.axes[a].dim in c.labels for a in c.state.inside)
         ]
-
-
-def _positions(attributes: dict[str, Any]) -> set[str]:
-    """The labels along which a mask takes positions; a single row has none."""
-    return {attributes[side] for side in ("rows", "columns")} - {None}
 
 
 def saturate(

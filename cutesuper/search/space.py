@@ -60,14 +60,11 @@ class Space:
             if op.kind not in ("load", "constant") and op.over is None
         }
         self.unary = sorted((k, a) for k, a, n in operators if n == 1)
-        binary = {(k, a) for k, a, n in operators if n == 2}
-        #: masks by position and by a second operand
-        self.masks = sorted((k, a) for k, a in binary if lookup(k).masks)
-        self.binary = sorted({k for k, _ in binary if not lookup(k).masks} | {"mul"})
+        self.binary = sorted({k for k, _, n in operators if n == 2} | {"mul"})
         self.reductions = sorted(
             {("sum" if op.kind == "matmul" else op.kind, op.over) for op in program.ops if op.over}
         )
-        self._uninterpreted = bool(self.masks) or any(k not in ARITHMETIC for k in self.binary)
+        self._uninterpreted = any(k not in ARITHMETIC for k in self.binary)
         #: of normal forms that met in any split
         self.pairings: dict[tuple[int, int], Pairing] = {}
         self.outer = {

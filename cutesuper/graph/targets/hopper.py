@@ -79,7 +79,6 @@ RATES = Rates(
     half_area=1024,
     # 128 lanes at 1.75 GHz, half of them reached
     lanes_per_us=128 * 1750 / 2,
-    chained=CHAINED,
     instructions={
         "exp": 8, "sqrt": 8, "rsqrt": 8, "div": 8, "silu": 16, "gelu": 24, "sigmoid": 16,
         "tanh": 16, "erf": 16,
@@ -102,6 +101,7 @@ H200 = Target(
     tensor_flops=7.5e14,
     launch_us=1.5,
     rates=RATES,
+    chained=CHAINED,
 )
 
 #: H100 SXM: the same chip with 3.35 TB/s of memory (datasheet; about 90% of it is reachable).
@@ -117,4 +117,5 @@ H100 = Target(
     tensor_flops=7.5e14,
     launch_us=1.5,
     rates=RATES,
+    chained=CHAINED,
 )
