@@ -173,7 +173,7 @@ class ChainedModel:
     def cost(self, size: ChainedSize) -> Cost:
         """Waves of blocks, and what joins their parts."""
         t, r = self.target, self.target.rates
-        c = r.chained
+        c = t.chained
         blocks = self.tiles(size) * size.cluster * size.grid
         slots = size.cluster * t.clusters[size.cluster]
         at_once = slots * self.resident(size)
@@ -219,7 +219,7 @@ class ChainedModel:
         area = WARPGROUP_ROWS * size.keys
         widths = self.dims[self.form.inner] + self.dims[self.form.columns]
         tensor = 2.0 * area * widths * t.sms / (t.tensor_flops * r.tensor_efficiency) * 1e6
-        lanes = area * (self.exps / r.chained.exps_per_us + self.others / r.lanes_per_us)
+        lanes = area * (self.exps / t.chained.exps_per_us + self.others / r.lanes_per_us)
         return tensor, lanes + size.keys * self.read / r.statistic_per_us
 
     def _step_us(self, size: ChainedSize) -> float:
@@ -227,19 +227,18 @@ class ChainedModel:
         the tensor cores."""
         tensor, lanes = self._tile_us(size)
         groups = size.held // WARPGROUP_ROWS
-        return self.target.rates.chained.step_us / groups + groups * tensor + lanes
+        return self.target.chained.step_us / groups + groups * tensor + lanes
 
     def _join_us(self, size: ChainedSize) -> float:
         """Combining the parts of the keys, in a cluster and over the grid."""
-        c = self.target.rates.chained
+        c = self.target.chained
         results = prod(size.rows) * self.dims[self.form.columns] / 1024
         total = 0.0
+        own = results / size.cluster  # those that a block finishes
         if size.cluster > 1:
-            read = c.cluster_read_us / size.cluster
             total += c.cluster_us + c.cluster_part_us * size.cluster
-            total += results * (c.cluster_sent_us + read)
+            total += c.cluster_sent_us * results + c.cluster_read_us * own
         if size.grid > 1:
-            total += c.grid_us + c.grid_part_us * size.grid + c.grid_sent_us * results
-            gathered = 4096 * results * size.grid / size.cluster
-            total += gathered / self.target.rates.sm_bytes_per_us
+            total += c.grid_us + c.grid_part_us * size.grid + c.grid_sent_us * own
+            total += 4096 * own * size.grid / self.target.rates.sm_bytes_per_us
         return total

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 
-from cutesuper.search.labels import LabelledOp, LabelledProgram, LabelMap
+from cutesuper.search.labels import LabelledOp, LabelledProgram
 
 #: sums that are taken apart; LayerNorm and a product have five, each more may double the terms
 MAX_SUMS = 16
@@ -64,7 +64,8 @@ class _Distribution:
         new: list[int] = []
         for op in self.program.ops:
             new.append(self._again(op, [new[i] for i in op.inputs]))
-        return self._needed(tuple((new[i], m) for i, m in self.program.outputs))
+        outputs = tuple((new[i], m) for i, m in self.program.outputs)
+        return LabelledProgram(self.program.dims, tuple(self.ops), outputs).needed()
 
     def _again(self, op: LabelledOp, args: list[int]) -> int:
         over = op.over
@@ -165,15 +166,3 @@ class _Distribution:
     def _reduction(self, kind: str, args: tuple[int, ...], over: str) -> int:
         labels = frozenset[str]().union(*(self.ops[i].labels for i in args))
         return self._add(LabelledOp(kind, args, labels - {over}, {}, over))
-
-    def _needed(self, outputs: tuple[tuple[int, LabelMap], ...]) -> LabelledProgram:
-        """What the outputs need, in order."""
-        needed = {i for i, _ in outputs}
-        for i in reversed(range(len(self.ops))):
-            if i in needed:
-                needed.update(self.ops[i].inputs)
-        index = {i: n for n, i in enumerate(sorted(needed))}
-        ops = tuple(
-            replace(self.ops[i], inputs=tuple(index[j] for j in self.ops[i].inputs)) for i in index
-        )
-        return LabelledProgram(self.program.dims, ops, tuple((index[i], m) for i, m in outputs))

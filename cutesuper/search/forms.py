@@ -245,13 +245,15 @@ def find_form(region: Region, program: LabelledProgram) -> Form:
         raise SearchError(reason)
     if not products:
         return _row_form(program)
-    if reason is None:
+    if reason is not None:
+        return chained_form(region, program, products)
+    try:
+        return _matmul_form(region, program, products)
+    except SearchError as error:
         try:
-            return _matmul_form(region, program, products)
+            return chained_form(region, program, products)
         except SearchError:
-            if not chained:
-                raise
-    return chained_form(region, program, products)
+            raise error from None
 
 
 def needs_positions(region: Region) -> str | None:

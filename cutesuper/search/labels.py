@@ -112,6 +112,18 @@ class LabelledProgram:
         """All operations of these kinds."""
         return tuple(op for op in self.ops if op.kind in kinds)
 
+    def needed(self) -> LabelledProgram:
+        """The same without operations that no output needs."""
+        needed = {i for i, _ in self.outputs}
+        for i in reversed(range(len(self.ops))):
+            if i in needed:
+                needed.update(self.ops[i].inputs)
+        index = {i: n for n, i in enumerate(sorted(needed))}
+        ops = tuple(
+            replace(self.ops[i], inputs=tuple(index[j] for j in self.ops[i].inputs)) for i in index
+        )
+        return LabelledProgram(self.dims, ops, tuple((index[i], m) for i, m in self.outputs))
+
 
 def label(region: Region) -> LabelledProgram:
     """Label the dimensions of a region.
@@ -259,10 +271,6 @@ class _Unification:
                     self._join(a, b)
                 else:
                     self.dead.append(b)
-        elif lookup(op.kind).masks:
-            self._align(operands[0], result)
-            for slots in operands[1:]:  # lengths: of the first dimensions of the scores
-                self._align(slots, result[: len(slots)])
         else:
             if lookup(op.kind).integers:  # lengths have the first dimensions of the scores
                 operands[1] += result[len(operands[1]) :]
@@ -323,11 +331,10 @@ class _Unification:
         elif lookup(kind).masks:
             slots = [(len(self.region.inputs) + i, len(op.shape) - k) for k in (2, 1)]
             rows, columns = (self.names.get(self._find(s)) for s in slots)
-            one_row = op.shape[-2] == 1 and attributes.get("alignment") == "bottom_right"
-            # nothing is hidden: the operand itself
-            if len(args) == 1 and (one_row or op.shape[-1] == 1):
+            one_row = op.shape[-2] == 1 and attributes["alignment"] == "bottom_right"
+            if one_row or op.shape[-1] == 1:  # nothing is hidden: the operand itself
                 return args[0]
-            if rows is None and len(args) == 1:
+            if rows is None:
                 raise SearchError(f"{kind} of one row, 'top_left': only its first column is seen; "
                                   "use 'bottom_right' for a row that sees all columns")
             attributes |= {"rows": rows, "columns": columns}

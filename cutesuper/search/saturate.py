@@ -335,7 +335,7 @@ class Table:
     ) -> FieldValue:
         operator = lookup(kind)
         if operator.masks:
-            return self._masked_value(operator, args, attributes)
+            return self._masked_value(operator, args[0], attributes)
         return operator.symbolic(self._field, args, attributes)
 
     def _masked_value(
@@ -393,10 +393,6 @@ class Table:
         if usable and (nested or frozenset((a.labels, b.labels)) in self.space.outer):
             for kind, left, right in self._binary(i, j, pairing):
                 self._elementwise(kind, left, right, labels, state)
-            for kind, attributes in self.space.masks:
-                for left, right in {(i, j), (j, i)}:
-                    if _positions(dict(attributes)) <= self.classes[left].labels:
-                        self._elementwise(kind, left, right, labels, state, attributes)
         if pairing.fits and (not nested or self.rules.vectors):
             self._contractions(i, j, labels, state)
 
@@ -441,14 +437,13 @@ class Table:
         yield from ((k, *o) for k in kinds if k not in ARITHMETIC for o in {(i, j), (j, i)})
 
     def _elementwise(
-        self, kind: str, i: int, j: int, labels: frozenset[str], state: State,
-        attributes: tuple[tuple[str, Any], ...] = (),
+        self, kind: str, i: int, j: int, labels: frozenset[str], state: State
     ) -> None:
-        forms, given = [self.classes[i].form, self.classes[j].form], dict(attributes)
-        form = lookup(kind).symbolic(self.space.table, forms, given)
+        forms = [self.classes[i].form, self.classes[j].form]
+        form = lookup(kind).symbolic(self.space.table, forms, {})
         self._offer(
-            form, labels, state, Derivation(kind, (i, j), None, attributes),
-            lambda: self._elementwise_value(kind, [self.values[i], self.values[j]], given),
+            form, labels, state, Derivation(kind, (i, j)),
+            lambda: self._elementwise_value(kind, [self.values[i], self.values[j]], {}),
         )
 
     def _contractions(self, i: int, j: int, labels: frozenset[str], state: State) -> None:
@@ -502,11 +497,6 @@ class Table:
             if (c.form, c.labels, c.value) == goal
             and all(self.axes[a].dim in c.labels for a in c.state.inside)
         ]
-
-
-def _positions(attributes: dict[str, Any]) -> set[str]:
-    """The labels along which a mask takes positions; a single row has none."""
-    return {attributes[side] for side in ("rows", "columns")} - {None}
 
 
 def saturate(

@@ -36,7 +36,15 @@ from cutesuper.search.forms import needs_positions
 from cutesuper.search.kernels import Cut, Flat, Groups, Segment, Segments, cuts
 from cutesuper.search.labels import Region, label
 from cutesuper.search.products import matrix_products
-from cutesuper.search.region import OUT_OF_TIME, Counts, Found, SearchOptions, Way, search_region
+from cutesuper.search.region import (
+    OUT_OF_TIME,
+    Counts,
+    Found,
+    SearchOptions,
+    Way,
+    in_a_chain,
+    search_region,
+)
 from cutesuper.search.sizing import describe
 
 
@@ -255,7 +263,7 @@ class _Search:
             return
         wanted: dict[Region, SearchOptions] = {}
         for segment, length, at_waists in segments.all():
-            if self.options.lowered or at_waists:
+            if at_waists or (self.options.lowered and not in_a_chain(segment.region)):
                 wanted[segment.region] = self.options
             elif length == 1:  # so that there is always a way
                 simple = needs_positions(segment.region) is None

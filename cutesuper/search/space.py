@@ -43,11 +43,14 @@ class Space:
     Args:
         program: what is wanted.
         sealing: what besides sums that are multiplied is an atom; see `Sealing`.
+        sealed: operations that are atoms as well.
     """
 
-    def __init__(self, program: LabelledProgram, sealing: Sealing = 0) -> None:
+    def __init__(
+        self, program: LabelledProgram, sealing: Sealing = 0, sealed: frozenset[int] = frozenset()
+    ) -> None:
         self.program, self.table, self.sealing = program, Expressions(), sealing
-        values = self._seal()
+        values = self._seal(sealed)
         self.goals = [(values[i], program.ops[i].labels) for i, _ in program.outputs]
         parts = {label: all_parts(label) for label in program.reduced}
         self.goal = Goal(self.table, (form for form, _ in self.goals), parts)
@@ -65,14 +68,11 @@ class Space:
             if op.kind not in ("load", "constant") and op.over is None and not _counts(op)
         }
         self.unary = sorted((k, a) for k, a, n in operators if n == 1)
-        binary = {(k, a) for k, a, n in operators if n == 2}
-        #: masks by position and by a second operand
-        self.masks = sorted((k, a) for k, a in binary if lookup(k).masks)
-        self.binary = sorted({k for k, _ in binary if not lookup(k).masks} | {"mul"})
+        self.binary = sorted({k for k, _, n in operators if n == 2} | {"mul"})
         self.reductions = sorted(
             {("sum" if op.kind == "matmul" else op.kind, op.over) for op in program.ops if op.over}
         )
-        self._uninterpreted = bool(self.masks) or any(k not in ARITHMETIC for k in self.binary)
+        self._uninterpreted = any(k not in ARITHMETIC for k in self.binary)
         #: of normal forms that met in any split
         self.pairings: dict[tuple[int, int], Pairing] = {}
         self.outer = {
@@ -98,11 +98,11 @@ class Space:
         )
         return found
 
-    def _seal(self) -> list[int]:
+    def _seal(self, sealed: frozenset[int]) -> list[int]:
         """Normal forms of the program, with every sum that is multiplied later sealed."""
         users = Counter(i for op in self.program.ops for i in set(op.inputs))
         least = (len(users) + 1, 2, 1)[self.sealing]
-        named = {i for i, n in users.items() if n >= least}
+        named = sealed | {i for i, n in users.items() if n >= least}
         multiplied = {
             i
             for op in self.program.ops

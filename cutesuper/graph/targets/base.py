@@ -17,10 +17,10 @@ class ChainedRates:
             products and the softmax between them wait for each other.
         exps_per_us: exponentials of one SM.
         cluster_us, cluster_part_us: joining the parts of a cluster, and for each part.
-        cluster_sent_us, cluster_read_us: for each 1024 results of a block; the latter are divided
-            by the cluster, whose blocks finish some columns each.
+        cluster_sent_us: for each 1024 results of a block.
+        cluster_read_us: for each 1024 that it finishes; the blocks of a cluster share the columns.
         grid_us, grid_part_us: joining the parts of the grid, and for each part.
-        grid_sent_us: for each 1024 results of a block.
+        grid_sent_us: for each 1024 results that a block of the cluster finishes.
     """
 
     ramp_us: float
@@ -64,7 +64,6 @@ class Rates:
             infinitely large.
         half_area: accumulator elements at which half of the rest is lost to operand traffic.
         lanes_per_us: arithmetic instructions of one SM, one for each lane.
-        chained: of two chained products.
         instructions: instructions per element, by operator; 1 for what is not named.
     """
 
@@ -86,7 +85,6 @@ class Rates:
     tensor_efficiency: float
     half_area: float
     lanes_per_us: float
-    chained: ChainedRates
     instructions: Mapping[str, float] = field(hash=False)
 
 
@@ -107,6 +105,7 @@ class Target:
         launch_us: fixed cost of a kernel in a graph, latency of its first loads included,
             microseconds.
         rates: the fitted constants of the cost model.
+        chained: those of two chained products.
     """
 
     name: str
@@ -120,6 +119,7 @@ class Target:
     tensor_flops: float
     launch_us: float
     rates: Rates
+    chained: ChainedRates
 
     def refuses_products(self) -> str | None:
         """Why matrix products cannot be lowered for this GPU; None where they can."""

@@ -9,7 +9,7 @@ from cutesuper.graph.targets import hopper
 from cutesuper.graph.targets.base import Target
 
 #: Hopper's, until somebody measures
-RATES = hopper.RATES
+RATES, CHAINED = hopper.RATES, hopper.CHAINED
 
 #: B200: datasheet figures.
 B200 = Target(
@@ -24,4 +24,5 @@ B200 = Target(
     tensor_flops=1.8e15,
     launch_us=1.5,
     rates=RATES,
+    chained=CHAINED,
 )

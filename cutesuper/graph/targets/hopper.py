@@ -24,14 +24,14 @@ CHAINED = ChainedRates(
     exps_per_us=16 * 1750,
     # 32 x 4096 x 128 (decoding), C2: 0.4, and 1.6 more in C16; 512 x 4096 x 64, C8: 0.9 to 1.4;
     # 4096 x 4096 x 64, C2: 1.7
-    cluster_us=0.17,
-    cluster_part_us=0.09,
+    cluster_us=0.1,
+    cluster_part_us=0.12,
     cluster_sent_us=0.058,
     cluster_read_us=0.53,
     # decoding: 1.1 in C2 G8 (7.85), 8.7 in all without a cluster in 16 parts; 512 x 4096 x 64 takes
     # 6.9 to 8.4 in C8 G2, 8.3 in C2 G8 and 13.8 in G16, where C8 alone takes 6.14
-    grid_us=0.4,
-    grid_part_us=0.06,
+    grid_us=0.45,
+    grid_part_us=0.05,
     grid_sent_us=0.4,
 )
 
@@ -79,7 +79,6 @@ RATES = Rates(
     half_area=1024,
     # 128 lanes at 1.75 GHz, half of them reached
     lanes_per_us=128 * 1750 / 2,
-    chained=CHAINED,
     instructions={
         "exp": 8, "sqrt": 8, "rsqrt": 8, "div": 8, "silu": 16, "gelu": 24, "sigmoid": 16,
         "tanh": 16, "erf": 16,
@@ -102,6 +101,7 @@ H200 = Target(
     tensor_flops=7.5e14,
     launch_us=1.5,
     rates=RATES,
+    chained=CHAINED,
 )
 
 #: H100 SXM: the same chip with 3.35 TB/s of memory (datasheet; about 90% of it is reachable).
@@ -117,4 +117,5 @@ H100 = Target(
     tensor_flops=7.5e14,
     launch_us=1.5,
     rates=RATES,
+    chained=CHAINED,
 )
