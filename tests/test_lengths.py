@@ -711,6 +711,21 @@ def test_the_search_finds_one_kernel_with_a_running_maximum(causal: bool, page: 
     assert compare(g, best)
 
 
+def test_open_batches_and_caches_of_one_query() -> None:
+    batch, pages = symbol("B", 4), symbol("pages", 40)
+    g = new_kernel_graph()
+    q = g.new_input((batch, 4, 2, 1, 64), name="Q")
+    k, v = (g.new_input((pages, 16, 4, 1, 64), name=x) for x in "KV")
+    t, n = g.new_input((batch, 8), "int32", name="T"), g.new_input((batch,), "int32", name="N")
+    k, v = (g.transpose(g.gather_pages(x, t), (0, 2, 3, 1, 4)) for x in (k, v))
+    g.mark_output(g.scaled_dot_product_attention(q, k, v, is_causal=True, lengths=n))
+    verifier = Verifier(g)
+    found = search(g, H200, verify=lambda mu: verifier.check(mu, bound=False).equal)
+    best = found.candidates[0].mugraph
+    assert found.statistics.rejected == 0 and len(best.steps) == 1 and compare(g, best)
+    assert cs.loads(cs.dumps(best)) == best
+
+
 def test_other_skeletons_refuse() -> None:
     options = SearchOptions(lowered=True)
     g, (c, t) = graph_of(((9, 16, 64), float16), ((2, 4), int32))
