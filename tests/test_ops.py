@@ -219,6 +219,26 @@ def test_gaps_are_refused(make: Any, side: int) -> None:
     attention(*(t.contiguous() for t in tensors))
 
 
+def test_whatever_strides_are_accepted_are_read_right() -> None:
+    r, accepted = random.Random(0), 0
+    storage = torch.randn(600)
+    for _ in range(3000):
+        shape = tuple(r.randint(1, 3) for _ in range(4))
+        inner = [1, shape[3], shape[3] * shape[1], shape[3] * shape[2]]
+        strides = [r.choice([r.choice(inner) * r.randint(1, 5), r.randint(0, 40)])
+                   for _ in range(3)]  # fmt: skip
+        key = storage.as_strided(shape, (*strides, r.choice([1, 1, 1, 2])), r.randint(0, 400))
+        query = tensor(shape[0], shape[1], 2, shape[3])
+        try:
+            found = attention(query, key, key)
+        except LayoutError:
+            assert not key.is_contiguous()
+            continue
+        accepted += 1
+        close(found, exact(query, key, key))
+    assert accepted > 300
+
+
 # --- messages ------------------------------------------------------------------------------------
 
 Q, K = torch.zeros(2, 6, 5, 8), torch.zeros(2, 3, 7, 8)
