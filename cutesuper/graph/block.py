@@ -205,8 +205,8 @@ class KernelStep:
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of the tensors it loads, and of the tables it loads them through, each once."""
-        names = ((a["tensor"], a.get("table")) for a in (o.attributes for o in self.program.loads()))
-        return tuple(dict.fromkeys(n for pair in names for n in pair if n is not None))
+        names = (op.attributes.get(k) for op in self.program.loads() for k in ("tensor", "table"))
+        return tuple(dict.fromkeys(n for n in names if n is not None))
 
     @property
     def writes(self) -> tuple[str, ...]:

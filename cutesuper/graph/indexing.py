@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from cutesuper.errors import GraphError, OperatorError, ShapeError
 from cutesuper.graph.dims import Shape, Symbol, extent, show_shape
-from cutesuper.graph.operators import Attributes, Operator, lookup, opaque, operator, show_call
+from cutesuper.graph.operators import Attributes, Operator, opaque, operator, show_call
 
 if TYPE_CHECKING:
     from cutesuper.graph.derivation import Derivation
-    from cutesuper.graph.kernel import KernelGraph, Tensor
+    from cutesuper.graph.kernel import Tensor
 
 
 @operator
@@ -150,25 +150,3 @@ class GatherPages(Operator):
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 0.0
-
-
-def index_limits(graph: KernelGraph) -> dict[int, int]:
-    """What an int32 input may hold: for each of them the largest number that makes a difference.
-
-    A length counts up to the number of columns, an entry of a table up to the last page. Whoever
-    draws inputs at random draws from 0 to these, both included.
-
-    Args:
-        graph: any kernel graph; symbolic extents count with their hint.
-
-    Returns:
-        By index of the input; those that no operator uses are absent.
-    """
-    limits: dict[int, int] = {}
-    for n in graph.nodes:
-        operator = lookup(n.operator)
-        for k in operator.integers:
-            if k < len(n.inputs):
-                largest = operator.largest([graph.nodes[j].shape for j in n.inputs])
-                limits[n.inputs[k]] = min(largest, limits.get(n.inputs[k], largest))
-    return limits

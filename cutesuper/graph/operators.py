@@ -21,7 +21,7 @@ pages) or `cutesuper.graph.composites`. Its facets:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,9 +157,10 @@ def torch_module() -> Any:
 
 
 TABLE: dict[str, Operator] = {}
+_Class = TypeVar("_Class", bound=Operator)
 
 
-def operator(cls: type[Operator]) -> type[Operator]:
+def operator(cls: type[_Class]) -> type[_Class]:
     """Class decorator: enter the operator into `TABLE` under its name."""
     TABLE[cls.name] = cls()
     return cls

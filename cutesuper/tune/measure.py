@@ -18,11 +18,13 @@ from multiprocessing.connection import Connection
 import torch
 
 from cutesuper.graph.dims import extent
+from cutesuper.graph.dtypes import int32
 from cutesuper.graph.evaluate import evaluate
 from cutesuper.graph.kernel import KernelGraph, Node
 from cutesuper.runtime.calling import Launches
 from cutesuper.tune.candidates import Program
 from cutesuper.tune.device import Device, Recording
+from cutesuper.verify.integers import typical_integers
 from cutesuper.verify.numeric import acceptable
 
 #: bytes that all input sets have together, where 3 x L2 is not more
@@ -232,7 +234,7 @@ def make_sets(graph: KernelGraph, device: Device, seed: int) -> tuple[Sets, Sets
     """Inputs and outputs, in as many sets as outgrow L2, if memory has room for them.
 
     Inputs are normal; what is contracted as the second operand of a product is divided by the root
-    of its length, so that products stay of order 1.
+    of its length, so that products stay of order 1. Lengths and tables: `typical_integers`.
 
     Raises:
         MemoryError: not even one set fits.
@@ -249,9 +251,12 @@ def make_sets(graph: KernelGraph, device: Device, seed: int) -> tuple[Sets, Sets
     scales = _scales(graph)
     generator = torch.Generator(device.device).manual_seed(seed)
 
-    def draw(index: int) -> torch.Tensor:
+    def draw(index: int, number: int) -> torch.Tensor:
         node = graph.nodes[index]
-        shape = [extent(d) for d in node.shape]
+        shape = tuple(extent(d) for d in node.shape)
+        if node.dtype == int32:
+            numbers = typical_integers(graph, index, shape, seed + number)
+            return torch.from_numpy(numbers).to(device.device, torch.int32)
         t = torch.randn(shape, generator=generator, device=device.device)
         return (t * scales.get(index, 1.0)).to(node.dtype.torch)
 
@@ -259,7 +264,7 @@ def make_sets(graph: KernelGraph, device: Device, seed: int) -> tuple[Sets, Sets
         shape = [extent(d) for d in node.shape]
         return torch.empty(shape, dtype=node.dtype.torch, device=device.device)
 
-    inputs = [[draw(i) for i in graph.inputs] for _ in range(count)]
+    inputs = [[draw(i, number) for i in graph.inputs] for number in range(count)]
     outputs = [[empty(n) for n in outs] for _ in range(count)]
     return inputs, outputs
 

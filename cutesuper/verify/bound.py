@@ -282,7 +282,10 @@ def error_bound(
     zeros = source.zeros + found.zeros
     if source.empty_rows or found.empty_rows:
         weight += zeros  # an accidental 0 / 0 is not drawn again
-    return _bound(weight, 2 * zeros, Q) if arguments else _bound(weight, zeros, P)
+    bound = _bound(weight, 2 * zeros, Q) if arguments else _bound(weight, zeros, P)
+    if any(graph.nodes[i].dtype == int32 for i in graph.inputs):
+        bound = replace(bound, conditions=f"{bound.conditions} and at drawn lengths and tables")
+    return bound
 
 
 def affine_inputs(graph: KernelGraph, sizes: Sizes) -> list[int]:

@@ -94,7 +94,8 @@ class FieldDomain(FieldAlgebra):
             whole = r.reshape(-1, shape[1] // table.shape[1], *shape[2:])
             return whole[table].reshape([n for n in shape if n != 1])
 
-        return FieldValue(names_of(shape), pages(x.p), None if x.q is None else pages(x.q), x.masked)
+        q = None if x.q is None else pages(x.q)
+        return FieldValue(names_of(shape), pages(x.p), q, x.masked)
 
     def load(self, x: FieldValue, mapped: Sequence[Mapped], window: Window) -> FieldValue:
         """Tiles of a tensor; padding holds random residues."""

@@ -88,7 +88,10 @@ def arguments_match(
 
 
 def jointly_uniform(
-    graph: KernelGraph, inputs: Sequence[FieldValue], affine: Sequence[int], seed: int
+    graph: KernelGraph,
+    inputs: Sequence[FieldValue | Integers],
+    affine: Sequence[int],
+    seed: int,
 ) -> bool:
     """Condition 1: an input among ``affine`` whose coefficient matrix has full row rank.
 
@@ -101,7 +104,9 @@ def jointly_uniform(
     return any(_full_rank(graph, inputs, k, seed) for k in affine)
 
 
-def _full_rank(graph: KernelGraph, inputs: Sequence[FieldValue | Integers], k: int, seed: int) -> bool:
+def _full_rank(
+    graph: KernelGraph, inputs: Sequence[FieldValue | Integers], k: int, seed: int
+) -> bool:
     x = inputs[k]
     if isinstance(x, Integers) or x.q is None:
         return False

@@ -59,20 +59,42 @@ def draw_integers(
         seed: the trial comes second.
     """
     rng = np.random.default_rng([*seed, 3])
-    count = prod(shape)
-    limits = [
-        (n.operator, lookup(n.operator).largest([graph.nodes[j].shape for j in n.inputs]))
+    count, (table, top) = prod(shape), _kind(graph, index)
+    if table:
+        found = _shuffled(rng, np.arange(top + 1), count)
+    else:
+        found = _lengths(rng, top, count, seed[1])
+    return Integers((), found.reshape(shape))
+
+
+def typical_integers(
+    graph: KernelGraph, index: int, shape: tuple[int, ...], seed: int
+) -> NDArray[np.int64]:
+    """An int32 input to measure with: lengths from half of the columns up to all of them.
+
+    Args:
+        graph: the kernel graph.
+        index: the input.
+        shape: its shape.
+        seed: equal seeds give equal numbers.
+    """
+    rng = np.random.default_rng([seed, index])
+    count, (table, top) = prod(shape), _kind(graph, index)
+    found = _shuffled(rng, np.arange(0 if table else (top + 1) // 2, top + 1), count)
+    return found.reshape(shape)
+
+
+def _kind(graph: KernelGraph, index: int) -> tuple[bool, int]:
+    """Whether an int32 input is a table, and the largest number in it that makes a difference."""
+    found = [
+        (n.operator == "gather_pages", lookup(n.operator).largest(shapes))
         for n in graph.nodes
         for k in lookup(n.operator).integers
         if n.inputs[k : k + 1] == (index,)
+        for shapes in [[graph.nodes[j].shape for j in n.inputs]]
     ]
-    tables = [top for operator, top in limits if operator == "gather_pages"]
-    if tables:
-        found = _shuffled(rng, np.arange(min(tables) + 1), count)
-    else:
-        top = min((top for _, top in limits), default=1)
-        found = _lengths(rng, top, count, seed[1])
-    return Integers((), found.reshape(shape))
+    tables = [top for table, top in found if table]
+    return bool(tables), min(tables or [top for _, top in found] or [0])
 
 
 def _lengths(rng: np.random.Generator, top: int, count: int, trial: int) -> NDArray[np.int64]:

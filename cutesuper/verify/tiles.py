@@ -240,9 +240,8 @@ class BlockRun:
         extents = (first.extent, second.extent)
         keep = operator.visible(rows, columns, extents, op.attributes, ends)
         # a tile that is all padding has no maximum, and nothing to subtract one from
-        keep = np.broadcast_to(
-            keep & (columns < second.extent), np.broadcast_shapes(ends.shape, rows.shape, columns.shape)
-        )
+        shape = np.broadcast_shapes(ends.shape, rows.shape, columns.shape)
+        keep = np.broadcast_to(keep & (columns < second.extent), shape)
         names = lengths.dims + first.parts + second.parts
         return self.a.mask(args[0], names, keep, bool(operator.integers))
 
