@@ -25,6 +25,7 @@ from cutesuper.errors import (
 )
 from cutesuper.graph.dims import Symbol
 from cutesuper.graph.dtypes import float16
+from cutesuper.runtime.checks import Signature
 
 torch = pytest.importorskip("torch")
 
@@ -56,11 +57,31 @@ def close(found: Any, expected: Any) -> None:
     assert ((found.double() - expected).abs() <= bound).all()
 
 
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """What reaches the kernels, checked as kernels do it; computed by the reference."""
+    calls: list[list[Any]] = []
+
+    def spy(form: Form, batch: int, device: Any) -> Any:
+        signature, run = Signature(graph_of(form)), runner_of(form, batch, device)
+
+        def spied(inputs: list[Any]) -> list[Any]:
+            assert signature.bind(inputs) == ({"B": batch} if form.any_batch else {})
+            calls.append(inputs)
+            return run(inputs)
+
+        return spied
+
+    monkeypatch.setattr(plans, "runner_of", spy)
+    monkeypatch.setattr(plans, "_plans", {})
+    return calls
+
+
 # --- numbers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_against_attention_written_out(seed: int) -> None:
+def test_against_attention_written_out(seed: int, given: list[list[Any]]) -> None:
     r = random.Random(seed)
     torch.manual_seed(seed)
     dtype = r.choice([torch.float32, torch.float16, torch.bfloat16])
@@ -85,6 +106,7 @@ def test_against_attention_written_out(seed: int) -> None:
     )  # fmt: skip
     close(found, exact(query, key, value, options["is_causal"], lengths, table, weights, 1e-3,
                        scale))  # fmt: skip
+    assert len(given) == 1
 
 
 def paged(r: random.Random, b: int, h: int, d: int, e: int, dtype: Any) -> tuple[Any, ...]:
@@ -130,21 +152,6 @@ def test_empty() -> None:
 
 
 # --- memory --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
-    """What reaches the kernels; computed by the reference."""
-    calls: list[list[Any]] = []
-    runner = forms.runner_of
-
-    def spy(form: Form, batch: int, device: Any) -> Any:
-        run = runner(form, batch, device)
-        return lambda inputs: (calls.append(inputs), run(inputs))[1]
-
-    monkeypatch.setattr(plans, "runner_of", spy)
-    monkeypatch.setattr(plans, "_plans", {})
-    return calls
 
 
 @pytest.mark.parametrize("tokens", [False, True])
