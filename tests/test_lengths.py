@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +44,7 @@ from cutesuper.verify.integers import draw_integers, typical_integers
 from cutesuper.verify.numeric import compare
 from tests.length_mugraphs import SMALL, SPLITS, attention, kernel
 from tests.mugraphs import Block, mugraph
+from tests.mutants import change, mutations
 
 few = settings(max_examples=30, deadline=None)
 
@@ -226,25 +228,40 @@ def test_graphs_survive_json_and_can_be_read() -> None:
         cs.loads(damaged)
 
 
-def test_gradients() -> None:
-    """Lengths have none; those of attention vanish where nothing is seen."""
-    g, (q, k, v, n) = graph_of(
-        *(((3, r, 4), float16) for r in (2, 5, 5)), ((3,), int32)
-    )
-    g.mark_output(g.scaled_dot_product_attention(q, k, v, is_causal=True, lengths=n))
+DIFFERENTIATED: dict[str, Any] = {
+    "attention": lambda g, q, k, v, n: g.scaled_dot_product_attention(
+        q, k, v, is_causal=True, lengths=n
+    ),
+    "softmax": lambda g, q, k, v, n: g.softmax(g.length_mask(q @ g.transpose(k), n)) @ v,
+    "no softmax": lambda g, q, k, v, n: g.exp(g.length_mask(q @ g.transpose(k), n, True)) @ v,
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_gradients(name: str) -> None:
+    """Lengths have none; what is hidden has no effect, and rows that see nothing none at all."""
+    g, (q, k, v, n) = graph_of(*(((3, r, 4), float16) for r in (2, 5, 5)), ((3,), int32))
+    y = g.mark_output(DIFFERENTIATED[name](g, q, k, v, n))
     backward = cs.grad(g)
     assert len(backward.outputs) == 3
     torch.manual_seed(0)
-    x = [torch.randn(t.shape, dtype=torch.float64, requires_grad=True) for t in (q, k, v)]
+    x = [torch.randn(3, r, 4, dtype=torch.float64, requires_grad=True) for r in (2, 5, 5)]
     ends = torch.tensor([1, 4, 7], dtype=torch.int32)
-    [y] = evaluate(g, [*x, ends], torch.float64)
-    dy = torch.randn(y.shape, dtype=torch.float64)
-    want = torch.autograd.grad(y, x, dy)
-    given = {g.nodes[i].name: t for i, t in zip(g.inputs, [*x, ends], strict=True)} | {"dt4": dy}
+    scale = 0.5 if name == "attention" else 1.0
+    scores, end = scale * x[0] @ x[1].mT, ends.clamp(max=5)[:, None, None]
+    if name != "softmax":
+        end = end - (1 - torch.arange(2)[:, None])
+    keep = torch.arange(5) < end
+    weights = (scores.exp() * keep) @ x[2]
+    if name != "no softmax":
+        weights = weights / (scores.exp() * keep).sum(-1, keepdim=True).clamp(min=1e-300)
+    dy = torch.randn(3, 2, 4, dtype=torch.float64)
+    want = torch.autograd.grad(weights, x, dy)
+    given = {g.nodes[i].name: t for i, t in zip(g.inputs, [*x, ends], strict=True)}
+    given[f"d{y.name}"] = dy
     inputs = [given[backward.nodes[i].name].detach() for i in backward.inputs]
     for found, expected in zip(evaluate(backward, inputs, torch.float64), want, strict=True):
         torch.testing.assert_close(found, expected)
-        assert found.isfinite().all()
 
 
 def test_gradients_that_do_not_exist() -> None:
@@ -595,6 +612,57 @@ def test_rows_and_products_do_not_read_through_tables() -> None:
         make_plan(mu.steps[0], mu.tensors, H200)
 
 
+def mask_mutations(mu: MuGraph) -> Iterator[tuple[str, MuGraph]]:
+    """What can be wrong with masks, lengths and tables, besides what `mutations` does."""
+    program = mu.steps[0].program
+    for i, op in enumerate(program.ops):
+        if op.kind == "length_mask":
+            labels = [d for d in program.ops[op.inputs[0]].dims if d != "S"]
+            for rows in (None, *labels):
+                for causal in (False, True):
+                    for columns in ("S", "L"):
+                        new = {"rows": rows, "columns": columns, "causal": causal}
+                        if new != op.attributes:
+                            yield f"mask {new}", change(mu, 0, i, attributes=new)
+        elif op.attributes.get("tensor") == "lengths":
+            for other in ("H", "G"):
+                new = {**op.attributes, "map": (other,)}
+                yield f"lengths of {other}", change(mu, 0, i, attributes=new)
+        elif op.kind == "load" and "table" in op.attributes:
+            for d in (0, 2):
+                turned = list(op.attributes["map"])
+                turned[d] = "H" if d == 0 else "B"
+                yield "batch and heads", change(
+                    mu, 0, i, attributes={**op.attributes, "map": tuple(turned)}
+                )
+            for table in ("table", "other"):
+                if table != op.attributes["table"]:
+                    new = {**op.attributes, "table": table}
+                    yield f"through {table}", change(mu, 0, i, attributes=new)
+
+
+@pytest.mark.parametrize("case", ["two walks", "causal", "online", "paged"])
+def test_mutants(case: str) -> None:
+    """Accepted where float64 agrees, and nowhere else."""
+    if case == "paged":
+        g = two_tables()
+        mu = kernel(g, {"S.loop": 3}, tables=("table", "other"))
+    else:
+        g = square(case == "causal")
+        mu = kernel(g, {"S.loop": 3}, causal=case == "causal", online=case == "online")
+    verifier, rejected = Verifier(g), 0
+    every = [m for i, op in enumerate(mu.steps[0].program.ops) for m in mutations(mu, 0, i, op)]
+    for what, mutant in [*every, *mask_mutations(mu)]:
+        result = verifier.check(mutant, bound=False)
+        try:
+            equal = bool(compare(g, mutant, stress=False))
+        except GraphError:
+            equal = False
+        assert equal or not result, what
+        rejected += not equal
+    assert rejected >= 40
+
+
 # ----------------------------------------------------------------------------- labels, and search
 
 
@@ -641,6 +709,21 @@ def test_the_search_finds_one_kernel_with_a_running_maximum(causal: bool, page: 
     through = {op.attributes["tensor"] for op in step.program.loads() if "table" in op.attributes}
     assert through == ({"K", "V"} if page else set())
     assert compare(g, best)
+
+
+def test_open_batches_and_caches_of_one_query() -> None:
+    batch, pages = symbol("B", 4), symbol("pages", 40)
+    g = new_kernel_graph()
+    q = g.new_input((batch, 4, 2, 1, 64), name="Q")
+    k, v = (g.new_input((pages, 16, 4, 1, 64), name=x) for x in "KV")
+    t, n = g.new_input((batch, 8), "int32", name="T"), g.new_input((batch,), "int32", name="N")
+    k, v = (g.transpose(g.gather_pages(x, t), (0, 2, 3, 1, 4)) for x in (k, v))
+    g.mark_output(g.scaled_dot_product_attention(q, k, v, is_causal=True, lengths=n))
+    verifier = Verifier(g)
+    found = search(g, H200, verify=lambda mu: verifier.check(mu, bound=False).equal)
+    best = found.candidates[0].mugraph
+    assert found.statistics.rejected == 0 and len(best.steps) == 1 and compare(g, best)
+    assert cs.loads(cs.dumps(best)) == best
 
 
 def test_other_skeletons_refuse() -> None:

@@ -28,6 +28,7 @@ from cutesuper.verify.equivalence import verify
 from cutesuper.verify.extents import SizeChooser
 from cutesuper.verify.numeric import compare
 from tests.mugraphs import Block, mugraph
+from tests.mutants import change
 
 ALIGNMENTS = ("top_left", "bottom_right")
 
@@ -190,10 +191,12 @@ def test_functions_of_hidden_elements(x: FieldValue, gone: np.ndarray) -> None:
     assert len(set(f.p[gone].tolist())) <= 1
 
 
-def test_fresh_values_for_maxima_are_finite() -> None:
+def test_fresh_values_for_maxima_are_finite_where_anything_is_seen() -> None:
     a = FieldAlgebra(0, shifts=np.random.default_rng(1))
-    x = uniform(np.random.default_rng(0), ("M", "N"), (3, 4)).hide(np.ones((3, 4), bool))
-    assert not a.max(x, ("N",)).masked
+    gone = np.array([[True] * 4, [True, False, True, True], [False] * 4])
+    x = uniform(np.random.default_rng(0), ("M", "N"), (3, 4)).hide(gone)
+    assert a.max(x, ("N",)).gone().tolist() == [True, False, False]
+    assert not a.max(uniform(np.random.default_rng(0), ("N",), (4,)), ("N",)).masked
 
 
 # --------------------------------------------------------------------------------- block programs
@@ -338,6 +341,21 @@ def test_mutants_are_rejected(axes: str, alignment: str, mistake: str) -> None:
     result = verify(g, mu)
     assert not result and result.reason
     assert not compare(g, mu)
+
+
+@pytest.mark.parametrize("kind", ["accumulate", "max"])
+def test_a_shift_that_is_hidden_where_scores_are_seen_is_rejected(kind: str) -> None:
+    """A sum in place of a maximum is -inf as soon as one tile, or one element, is hidden."""
+    g = attention()
+    mu = attention_kernel(g, axes={"M.grid": 2, "S.loop": 4})
+    ops = mu.steps[0].program.ops
+    i = next(i for i, op in enumerate(ops) if op.kind == kind)
+    wrong = (
+        change(mu, 0, i, kind="sum") if kind == "max"
+        else change(mu, 0, i, attributes={**ops[i].attributes, "op": "sum"})
+    )
+    assert verify(g, mu)
+    assert not verify(g, wrong) and not compare(g, wrong, stress=False)
 
 
 def test_a_maximum_of_unmasked_scores_shifts_as_well() -> None:

@@ -265,7 +265,8 @@ class FieldAlgebra:
             order that `max` uses. Programs are compared under one seed.
         shifts: None, or a generator from which `max` takes *fresh uniform values* in place of the
             largest elements: a program whose outputs agree whatever its maxima are (safe softmax)
-            is verified for all values of them at once.
+            is verified for all values of them at once. A maximum over hidden elements only is -inf
+            all the same: as a shift of what is seen it would be infinite.
 
     Attributes:
         nested_exp: an exponential met a value that is itself the result of an exponential; it was
@@ -372,10 +373,11 @@ class FieldAlgebra:
         self.used_max = True
         over = tuple(d for d in dims if d in x.dims)
         kept = tuple(d for d in x.dims if d not in over)
+        axes = tuple(x.dims.index(d) for d in over)
         if self.shifts is not None:
             shape = [n for d, n in zip(x.dims, x.p.shape, strict=True) if d not in over]
-            return uniform(self.shifts, kept, shape, x.q is not None)
-        axes = tuple(x.dims.index(d) for d in over)
+            fresh = uniform(self.shifts, kept, shape, x.q is not None)
+            return fresh.hide(np.asarray(x.gone().all(axes))) if x.masked else fresh
         rank = self._rank(x)
         if valid is not None:
             rank = rank * align(valid[1], valid[0], x.dims)
