@@ -25,6 +25,7 @@ from cutesuper.errors import (
 )
 from cutesuper.graph.dims import Symbol
 from cutesuper.graph.dtypes import float16
+from cutesuper.runtime.checks import Signature
 
 torch = pytest.importorskip("torch")
 
@@ -56,11 +57,31 @@ def close(found: Any, expected: Any) -> None:
     assert ((found.double() - expected).abs() <= bound).all()
 
 
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """What reaches the kernels, checked as kernels do it; computed by the reference."""
+    calls: list[list[Any]] = []
+
+    def spy(form: Form, batch: int, device: Any) -> Any:
+        signature, run = Signature(graph_of(form)), runner_of(form, batch, device)
+
+        def spied(inputs: list[Any]) -> list[Any]:
+            assert signature.bind(inputs) == ({"B": batch} if form.any_batch else {})
+            calls.append(inputs)
+            return run(inputs)
+
+        return spied
+
+    monkeypatch.setattr(plans, "runner_of", spy)
+    monkeypatch.setattr(plans, "_plans", {})
+    return calls
+
+
 # --- numbers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(CASES))
-def test_against_attention_written_out(seed: int) -> None:
+def test_against_attention_written_out(seed: int, given: list[list[Any]]) -> None:
     r = random.Random(seed)
     torch.manual_seed(seed)
     dtype = r.choice([torch.float32, torch.float16, torch.bfloat16])
@@ -85,6 +106,7 @@ def test_against_attention_written_out(seed: int) -> None:
     )  # fmt: skip
     close(found, exact(query, key, value, options["is_causal"], lengths, table, weights, 1e-3,
                        scale))  # fmt: skip
+    assert len(given) == 1
 
 
 def paged(r: random.Random, b: int, h: int, d: int, e: int, dtype: Any) -> tuple[Any, ...]:
@@ -132,21 +154,6 @@ def test_empty() -> None:
 # --- memory --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
-    """What reaches the kernels; computed by the reference."""
-    calls: list[list[Any]] = []
-    runner = forms.runner_of
-
-    def spy(form: Form, batch: int, device: Any) -> Any:
-        run = runner(form, batch, device)
-        return lambda inputs: (calls.append(inputs), run(inputs))[1]
-
-    monkeypatch.setattr(plans, "runner_of", spy)
-    monkeypatch.setattr(plans, "_plans", {})
-    return calls
-
-
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("group", [1, 4])
 def test_nothing_is_copied(given: list[list[Any]], tokens: bool, group: int) -> None:
@@ -181,11 +188,12 @@ def test_the_beginning_of_a_cache(
     assert len({i[1].shape for i in given}) == (3 if without_gaps else 1)
 
 
-def test_a_slice_whose_cache_ends_too_early() -> None:
+def test_a_slice_whose_cache_ends_too_early(given: list[list[Any]]) -> None:
     cache = torch.randn(2, 3, 40, 8)
     k = cache[:, :, 5:10]  # to be read from position 5 on: 5 positions behind the end
     with pytest.raises(LayoutError, match=r"key of shape .* has the strides .*\.contiguous\(\)"):
         attention(tensor(2, 3, 1, 8), k, k)
+    assert not plans._plans  # and no kernels are made
     close(attention(tensor(2, 3, 1, 8) * 0, k.contiguous(), k.contiguous()),
           k.double().mean(2, keepdim=True))  # fmt: skip
 
@@ -217,6 +225,26 @@ def test_gaps_are_refused(make: Any, side: int) -> None:
     with pytest.raises(LayoutError, match=r"(query|key|value) of shape .*call \.contiguous\(\)"):
         attention(*tensors)
     attention(*(t.contiguous() for t in tensors))
+
+
+def test_whatever_strides_are_accepted_are_read_right() -> None:
+    r, accepted = random.Random(0), 0
+    storage = torch.randn(600)
+    for _ in range(3000):
+        shape = tuple(r.randint(1, 3) for _ in range(4))
+        inner = [1, shape[3], shape[3] * shape[1], shape[3] * shape[2]]
+        strides = [r.choice([r.choice(inner) * r.randint(1, 5), r.randint(0, 40)])
+                   for _ in range(3)]  # fmt: skip
+        key = storage.as_strided(shape, (*strides, r.choice([1, 1, 1, 2])), r.randint(0, 400))
+        query = tensor(shape[0], shape[1], 2, shape[3])
+        try:
+            found = attention(query, key, key)
+        except LayoutError:
+            assert not key.is_contiguous()
+            continue
+        accepted += 1
+        close(found, exact(query, key, key))
+    assert accepted > 300
 
 
 # --- messages ------------------------------------------------------------------------------------

@@ -150,12 +150,15 @@ def test_a_pool_that_runs_low_is_filled_by_the_next_call(cuda: Cuda) -> None:
     calls = [call(large)]
     chunks = cuda.chunks
     cuda.capturing = True
-    calls += [call(large) for _ in range(scratch.CAPTURED_CALLS)]
+    calls += [call(large) for _ in range(40)]  # of 64 that it had
     cuda.capturing = False
     assert cuda.chunks == chunks
-    calls.append(call(large))
+    assert spans(call(large)) == spans(calls[0])
     assert cuda.chunks == chunks + 1
-    assert apart(*calls[:20])
+    cuda.capturing = True
+    calls += [call(large) for _ in range(70)]  # more than it has now
+    assert cuda.chunks == chunks + 1
+    assert apart(*calls)
 
 
 def test_more_than_the_pool_ever_holds(cuda: Cuda) -> None:
@@ -333,6 +336,17 @@ def test_damaged_scratch_is_refused(library: Path, path: tuple[Any, ...], value:
     inner = functools.reduce(lambda v, key: v[key], path[:-1], metadata["program"])
     inner[path[-1]] = value
     with pytest.raises(FormatError, match=r"x\.so.*export it again"):
+        _Reader(metadata, "x.so").read()
+
+
+def test_scratch_that_nobody_uses_or_that_is_an_output(library: Path) -> None:
+    metadata = copy.deepcopy(read_metadata(library))
+    metadata["program"]["scratch"].append(dict(metadata["program"]["scratch"][0], name="more"))
+    with pytest.raises(FormatError, match="used by several steps, or by none"):
+        _Reader(metadata, "x.so").read()
+    metadata = copy.deepcopy(read_metadata(library))
+    metadata["kernels"][0]["outputs"] = [1, 3]
+    with pytest.raises(FormatError, match="has scratch memory as its output"):
         _Reader(metadata, "x.so").read()
 
 
