@@ -335,7 +335,7 @@ class Table:
     ) -> FieldValue:
         operator = lookup(kind)
         if operator.masks:
-            return self._masked_value(operator, args[0], attributes)
+            return self._masked_value(operator, args, attributes)
         return operator.symbolic(self._field, args, attributes)
 
     def _masked_value(
