@@ -306,7 +306,7 @@ def test_one_block_has_what_the_grid_joined() -> None:
     for other in (0, 3):
         b = joined_grid("loop", "cluster", "grid")
         b.store("Z", b.op("div", other, 4), "M", None if other else "K")
-        with pytest.raises(GraphError, match="uses what was combined over K.grid together with"):
+        with pytest.raises(GraphError, match=r"uses what was combined over K.grid together with"):
             check_block_program(b.step().program)
 
 
@@ -327,7 +327,7 @@ def test_only_the_grid_is_joined_by_grid_reduce(axis: str, message: str) -> None
 def test_what_the_grid_does_not_join_is_not_stored() -> None:
     b = joined_grid("loop", "cluster")
     b.store("Z", 3, "M", None)
-    with pytest.raises(GraphError, match=r"\(store\): it is a partial result over K.grid; reduce it"):
+    with pytest.raises(GraphError, match=r"it is a partial result over K.grid; reduce it"):
         check_block_program(b.step().program)
 
 
