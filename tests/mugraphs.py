@@ -8,6 +8,7 @@ from typing import Any
 from cutesuper.graph.block import (
     ACCUMULATE,
     CLUSTER_REDUCE,
+    GRID_REDUCE,
     LOAD,
     STORE,
     Axis,
@@ -53,7 +54,8 @@ class Block:
         return self._add(kind, args, dims, **attributes)
 
     def acc(self, x: int, axis: str, op: str = "sum") -> int:
-        kind = CLUSTER_REDUCE if axis.endswith("cluster") else ACCUMULATE
+        kinds = {"cluster": CLUSTER_REDUCE, "grid": GRID_REDUCE}
+        kind = kinds.get(axis.split(".")[1], ACCUMULATE)
         return self._add(kind, (x,), set(self.ops[x].dims), axis=axis, op=op)
 
     def rescaled(self, x: int, part: int, whole: int) -> int:
@@ -62,9 +64,12 @@ class Block:
         axis = self.ops[whole].attributes["axis"]
         return self._add(self.ops[whole].kind, (x, part, whole), dims, axis=axis, op="sum")
 
-    def online(self, label: str, part: int, *values: int) -> tuple[int, ...]:
-        """The maximum of ``part`` and the rescaled ``values`` over the inner axes of a label."""
-        for axis in ("loop", "persistent", "cluster"):
+    def online(
+        self, label: str, part: int, *values: int, grid: bool = False
+    ) -> tuple[int, ...]:
+        """The maximum of ``part`` and the rescaled ``values`` over the inner axes of a label, and
+        over the grid if asked for."""
+        for axis in ("loop", "persistent", "cluster", *["grid"] * grid):
             if any(a.name == f"{label}.{axis}" for a in self.axes):
                 whole = self.acc(part, f"{label}.{axis}", "max")
                 values = tuple(self.rescaled(x, part, whole) for x in values)

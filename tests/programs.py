@@ -203,12 +203,31 @@ def online_softmax() -> MuGraph:
     )
 
 
+def joined_norms() -> MuGraph:
+    """The length of every row of X; loop, cluster and grid share out a row."""
+    ops = (
+        op("load", (), "MK", tensor="X", map=("M", "K")),
+        op("square", (0,), "MK"),
+        op("sum", (1,), "M", over="K"),
+        op("accumulate", (2,), "M", axis="K.loop", op="sum"),
+        op("cluster_reduce", (3,), "M", axis="K.cluster", op="sum"),
+        op("grid_reduce", (4,), "M", axis="K.grid", op="sum"),
+        op("sqrt", (5,), "M"),
+        op("store", (6,), "M", tensor="Y", map=("M", None)),
+    )
+    axes = (Axis("K", GRID, 4), Axis("K", CLUSTER, 2), Axis("K", LOOP, 8))
+    program = BlockProgram({"M": 4, "K": 65536}, axes, {"M": 4, "K": 1024}, ops)
+    step = KernelStep("norms", program)
+    return _mugraph({"X": (4, 65536), "Y": (4, 1)}, ("X",), ("Y",), step)
+
+
 ALL = {
     "norm_linear": norm_linear,
     "norm_backward": norm_backward,
     "nested": nested,
     "symbolic_rows": symbolic_rows,
     "online_softmax": online_softmax,
+    "joined_norms": joined_norms,
 }
 
 

@@ -53,7 +53,7 @@ def weighted(b: Block, e: int) -> tuple[int, int]:
 def online_attention(
     g: KernelGraph, scale: float | None = None, common: bool = False, **split: int
 ) -> MuGraph:
-    """A running maximum over loop, persistent and cluster axes of the keys, in one walk.
+    """A running maximum over all axes of the keys, in one walk; the last block joins the grid.
 
     ``common``: one maximum for all rows of the tile.
     """
@@ -62,7 +62,7 @@ def online_attention(
     part = b.op("max", s, over="N")
     part = b.op("max", part, over="M") if common else part
     num, den = weighted(b, b.op("exp", b.op("sub", s, part)))
-    _, num, den = b.online("N", part, num, den)
+    _, num, den = b.online("N", part, num, den, grid=True)
     b.store("Z", b.op("div", num, den), "H", "M", "E")
     return mugraph(g, b.step())
 

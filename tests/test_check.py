@@ -263,6 +263,77 @@ def test_rescaled_sums_are_partial_results_like_plain_ones() -> None:
     assert passes(programs.online_softmax_program(), states) == {"N.loop": 2}
 
 
+# ------------------------------------------------------------------ joining the parts of the grid
+
+
+def joined_grid(*before: str) -> Block:
+    """The sum of 64 elements, divided by the grid, a cluster and a loop, which end in the order of
+    ``before``; the last value is ``len(b.ops) - 1``."""
+    b = Block({"M": 8, "K": 64}, {"K.grid": 2, "K.cluster": 2, "K.loop": 4}, {"M": 8, "K": 4})
+    total = b.op("sum", b.load("X", "M", "K"), over="K")
+    for axis in before:
+        total = b.acc(total, f"K.{axis}")
+    return b
+
+
+def test_the_grid_is_joined_after_loop_and_cluster() -> None:
+    b = joined_grid("loop", "cluster", "grid")
+    b.store("Z", b.op("sqrt", 4), "M", None)
+    states = check_block_program(b.step().program)
+    assert states[3].pending == {"K.grid"} and states[4].pending == frozenset()
+    assert states[-1].closed == {("K.loop", 1), ("K.grid", 1)}
+    assert passes(b.step().program, states) == {"K.loop": 1}
+
+
+@pytest.mark.parametrize(
+    ("before", "left"),
+    [(("grid",), "K.cluster, K.loop"), (("loop", "grid"), "K.cluster"),
+     (("cluster", "grid"), "K.loop")],
+)  # fmt: skip
+def test_the_grid_is_joined_last(before: tuple[str, ...], left: str) -> None:
+    b = joined_grid(*before)
+    b.store("Z", len(b.ops) - 1, "M", None)
+    with pytest.raises(GraphError) as caught:
+        check_block_program(b.step().program)
+    assert str(caught.value) == (
+        f"block program, operation {len(before) + 1} (grid_reduce): {left} must have ended before "
+        "blocks leave what they have for K.grid"
+    )
+
+
+def test_one_block_has_what_the_grid_joined() -> None:
+    """Neither an element that a block has loaded nor its own sum may meet it."""
+    for other in (0, 3):
+        b = joined_grid("loop", "cluster", "grid")
+        b.store("Z", b.op("div", other, 4), "M", None if other else "K")
+        with pytest.raises(GraphError, match=r"uses what was combined over K.grid together with"):
+            check_block_program(b.step().program)
+
+
+@pytest.mark.parametrize(
+    ("axis", "message"),
+    [("K.loop", "cannot reduce over the loop axis K.loop"),
+     ("K.cluster", "cannot reduce over the cluster axis K.cluster"),
+     ("M.grid", "there is no axis 'M.grid'")],
+)  # fmt: skip
+def test_only_the_grid_is_joined_by_grid_reduce(axis: str, message: str) -> None:
+    b = joined_grid("loop", "cluster", "grid")
+    b.ops[-1] = replace(b.ops[-1], attributes={"axis": axis, "op": "sum"})
+    b.store("Z", 4, "M", None)
+    with pytest.raises(GraphError, match=message):
+        check_block_program(b.step().program)
+
+
+def test_what_the_grid_does_not_join_is_not_stored() -> None:
+    b = joined_grid("loop", "cluster")
+    b.store("Z", 3, "M", None)
+    with pytest.raises(GraphError, match=r"it is a partial result over K.grid; reduce it"):
+        check_block_program(b.step().program)
+
+
+# ------------------------------------------------------------------------------ rescaled sums
+
+
 RESCALED: dict[str, tuple[Callable[[BlockProgram], BlockProgram], str]] = {
     "two operands": (
         with_op(6, op("accumulate", (4, 1), "M", axis="N.loop", op="sum")),

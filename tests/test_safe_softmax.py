@@ -104,6 +104,12 @@ RIGHT: dict[str, Case] = {
     ),
     "grid, divided": attends(split_attention, grid=2, normalised=True),
     "grid, running maximum, divided": attends(split_attention, 41, grid=2, loop=3, normalised=True),
+    "joined grid": attends(online_attention, grid=2),
+    "joined grid, running maximum, tails": attends(online_attention, 41, grid=2, loop=3),
+    "joined grid, an empty part": attends(online_attention, 9, grid=4, loop=1),
+    "joined grid, running maximum, cluster": attends(
+        online_attention, 48, SCALE, grid=2, loop=2, cluster=2
+    ),
     "maximum first": attends(two_walk_attention, loop=3),
     "maximum first, cluster": attends(two_walk_attention, 41, loop=3, cluster=2),
     "the same maximum twice": of(safe_attention(), repeated_maximum),
@@ -209,10 +215,32 @@ def rows_by(statistic: str) -> Case:
     return broken
 
 
+def not_joined(which: str) -> Case:
+    """Keys over the grid, of which one sum is never combined."""
+
+    def broken() -> tuple[KernelGraph, MuGraph]:
+        g = safe_attention()
+        b = attention_block(g, grid=2, loop=3)
+        s = scores(b)
+        part = b.op("max", s, over="N")
+        num, den = weighted(b, b.op("exp", b.op("sub", s, part)))
+        part, num, den = b.online("N", part, num, den)
+        top = b.acc(part, "N.grid", "max")
+        sums = [
+            x if k == which else b.rescaled(x, part, top)
+            for k, x in (("numerator", num), ("denominator", den))
+        ]
+        b.store("Z", b.op("div", *sums), "H", "M", "E")
+        return g, mugraph(g, b.step())
+
+    return broken
+
+
 LOOP = attends(online_attention, loop=3)
 CLUSTER = attends(online_attention, cluster=3)
 BOTH = attends(online_attention, loop=3, cluster=2)
 GRID = attends(split_attention, grid=2, loop=3)
+JOINED = attends(online_attention, grid=2, loop=3, cluster=2)
 ONLINE_ROWS = rows(online_softmax, loop=3)
 
 WRONG: dict[str, Case] = {
@@ -227,6 +255,11 @@ WRONG: dict[str, Case] = {
     "plain numerator, then rescaled": plain(BOTH, 0, 0),
     "rescaled denominator, then plain": plain(BOTH, 0, 3),
     "plain sums, then the grid": plain(GRID, 0, 0, 1),
+    "plain sums in the loop, joined by the grid": plain(JOINED, 0, 0, 1),
+    "plain sums in the cluster, joined by the grid": plain(JOINED, 0, 2, 3),
+    "plain sums over the grid": plain(JOINED, 0, 4, 5),
+    "plain numerator over the grid": plain(JOINED, 0, 4),
+    "plain denominator over the grid": plain(JOINED, 0, 5),
     "plain denominator of rows": plain(ONLINE_ROWS, 0, 0),
     "no weights": merged("A", "L"),
     "only the numerator weighted": merged("AW", "L"),
@@ -273,6 +306,8 @@ def test_wrong_programs_are_rejected(name: str) -> None:
         (rows_by("tile"), "it is a partial result over N.cluster, N.loop"),
         (rows_by("block"), "it is a partial result over N.cluster"),
         (rows_by("total"), "it is a partial result over N.cluster"),
+        (not_joined("numerator"), "uses what was combined over N.grid together with the part"),
+        (not_joined("denominator"), "uses what was combined over N.grid together with the part"),
     ],
 )
 def test_statistics_that_are_not_complete_are_illegal(case: Case, message: str) -> None:
@@ -285,7 +320,11 @@ def test_statistics_that_are_complete_are_right() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["running maximum, cluster", "grid", "rows, running maximum", "layer norm"]
+    "name",
+    [
+        "running maximum, cluster", "grid", "joined grid, running maximum, cluster",
+        "rows, running maximum", "layer norm",
+    ],
 )
 def test_mutants(name: str) -> None:
     """Accepted where float64 agrees (another shift than the maximum cancels), and nowhere else."""

@@ -16,7 +16,7 @@ CHAINED = ChainedRates(
     # 1.5 the loads of an SM
     ramp_us=0.55,
     # decoding with 4096 keys: 7.85 with tiles of 64 keys, 8.07 with 128
-    last_step=0.3,
+    last_step=0.2,
     # 512 x 4096 x 64 in C8: 6.14 with tiles of 128 keys, 7.08 with 64; 4096 x 4096 x 64 in C2: 14.0
     # and 15.5
     step_us=0.3,
@@ -30,8 +30,8 @@ CHAINED = ChainedRates(
     cluster_read_us=0.53,
     # decoding: 1.1 in C2 G8 (7.85), 8.7 in all without a cluster in 16 parts; 512 x 4096 x 64 takes
     # 6.9 to 8.4 in C8 G2, 8.3 in C2 G8 and 13.8 in G16, where C8 alone takes 6.14
-    grid_us=0.45,
-    grid_part_us=0.05,
+    grid_us=0.42,
+    grid_part_us=0.055,
     grid_sent_us=0.4,
 )
 
