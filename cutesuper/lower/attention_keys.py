@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: named barrier of the first warpgroup; the others follow
 GROUP_BARRIER = 1
+#: pieces of a row that a thread reads before it computes
+BATCH = 8
 
 
 class KeyValues:
@@ -90,32 +92,37 @@ class KeyValues:
 
     @cute.jit
     def reduce(self, smem, stage, key, reduction: cutlass.Constexpr):
-        """One key's row, reduced; four pieces at a time, for helpers have few registers."""
+        """One key's row, reduced."""
         whole = self.plan.tile(
             self.plan.inner if reduction.operand == self.plan.key_load else self.plan.columns
         )
         total = Float32(0.0 if reduction.op == "sum" else -float("inf"))
-        for piece in cutlass.range(whole // PIECE, unroll=4):
-            total = self.add(total, smem, stage, key, piece, reduction)
+        for first in cutlass.range_constexpr(0, whole // PIECE, BATCH):
+            pieces = [
+                self.read(smem, reduction.operand, stage, key, piece)
+                for piece in range(first, min(first + BATCH, whole // PIECE))
+            ]
+            # without it the compiler issues every read just before its use: 2800 cycles for a tile
+            cute.arch.fence_acq_rel_cta()
+            for piece in pieces:
+                total = self.add(total, piece, reduction)
         return total * reduction.scale
 
-    def add(
-        self, total: Any, smem: dict[str, Any], stage: Any, key: Any, piece: Any,
-        reduction: Reduction,
-    ) -> Any:
+    def add(self, total: Any, piece: cute.Tensor, reduction: Reduction) -> Any:
         """Eight elements more."""
-        x = self.read(smem, reduction.operand, stage, key, piece)
-        v = reduction.source.evaluate([x], self.k.math)
+        v = reduction.source.evaluate([piece.load().to(Float32)], self.k.math)
         if reduction.op == "max":
             lowest = Float32(-float("inf"))
             return nan_max(total, v.reduce(cute.ReductionOp.MAX, lowest, 0))
         return total + v.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
 
-    def read(self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: Any) -> Any:
+    def read(
+        self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: Any
+    ) -> cute.Tensor:
         """Eight elements of a key's row."""
         register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
         cute.autovec_copy(self.linear(smem, operand, stage, key, piece), register)
-        return register.load().to(Float32)
+        return register
 
     def linear(
         self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: int
