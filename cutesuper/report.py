@@ -10,6 +10,7 @@ from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.page import Facts, mugraph_page
 from cutesuper.graph.target import Target
 from cutesuper.graph.thread import ThreadExpression
+from cutesuper.report_attention import attention_lines
 from cutesuper.schedule.matmul import COLUMN_BLOCK, MatmulPlan, grid_shape
 from cutesuper.schedule.plan import View
 from cutesuper.schedule.planner import KernelPlan
@@ -113,7 +114,12 @@ def alternatives_text(result: SearchResult, choice: Choice) -> str:
 
 def plan_text(name: str, plan: KernelPlan) -> str:
     """Where everything lives and who does what, for one kernel."""
-    lines = _matmul_lines(plan) if isinstance(plan, MatmulPlan) else _row_lines(plan)
+    if isinstance(plan, MatmulPlan):
+        lines = _matmul_lines(plan)
+    elif isinstance(plan, RowPlan):
+        lines = _row_lines(plan)
+    else:
+        lines = attention_lines(plan)
     return f"kernel {name}\n" + "\n".join(f"  {line}" for line in lines)
 
 
