@@ -95,15 +95,16 @@ class Attention:
         k = b.load("K", "H", *one, *(("D", "N") if self.keys_last else ("N", "D")))
         v = b.load("U", "H", *one, "N", "E")
         q = self._normed(b, q, "D") if "Q" in self.norm else q
-        k = self._normed(b, k, "D") if "K" in self.norm else k
-        v = self._normed(b, v, "E") if "V" in self.norm else v
         s = b.op("matmul", q, k, over="D")
+        # keys and values go to the products as they are stored
+        s = b.op("div", s, self._root(b, k, "D")) if "K" in self.norm else s
         s = s if self.scale is None else b.op("mul", s, b.const(self.scale))
         if self.causal:
             s = b.op("causal_mask", s, rows="L", columns="N", alignment=self.causal)
         part = b.op("max", s, over="N")
         e = b.op("exp", b.op("sub", s, part))
-        sums = (b.op("matmul", e, v, over="N"), b.op("sum", e, over="N"))
+        weight = b.op("div", e, self._root(b, v, "E")) if "V" in self.norm else e
+        sums = (b.op("matmul", weight, v, over="N"), b.op("sum", e, over="N"))
         part, *sums = b.online("N", part, *sums)
         y, total = self._joined(b, part, *sums) if self.grid > 1 else sums
         b.store("Z", b.op("div", y, total), "H", *row, "E")
@@ -125,7 +126,10 @@ class Attention:
         return Block(dims, axes, tile)
 
     def _normed(self, b: Block, x: int, label: str) -> int:
-        return b.op("div", x, b.op("sqrt", b.op("mean", b.op("square", x), over=label)))
+        return b.op("div", x, self._root(b, x, label))
+
+    def _root(self, b: Block, x: int, label: str) -> int:
+        return b.op("sqrt", b.op("mean", b.op("square", x), over=label))
 
     def _joined(self, b: Block, part: int, *values: int) -> tuple[int, ...]:
         """Over the grid axis of the keys: what every block has, relative to the largest maximum."""

@@ -55,6 +55,7 @@ class AttentionKernel:
         self.math = DeviceMath(fast=True)
         self.key_view, self.value_view = plan.view(plan.key_load), plan.view(plan.value_load)
         self.inner_major = self.key_view.stride(plan.inner) == 1
+        self.column_major = self.value_view.stride(plan.columns) == 1
         self.rows = Rows(self)
         self.scores = Scores(self)
         self.key_values = KeyValues(self)
@@ -90,7 +91,8 @@ class AttentionKernel:
         for label in plan.batch:
             batch = batch * self.extents.of(label, tensors)
         self.kernel([a[0] for a in atoms], [a[1] for a in atoms], tensors, scratch).launch(
-            grid=(plan.parts, self.rows.tiles(tensors), batch),
+            # one dimension: the others end at 65535
+            grid=(plan.parts * self.rows.tiles(tensors) * batch, 1, 1),
             block=(plan.threads, 1, 1),
             cluster=(plan.cluster, 1, 1),
             stream=stream,
@@ -100,9 +102,16 @@ class AttentionKernel:
             **({"preferred_smem_carveout": 100} if plan.schedule.resident > 1 else {}),
         )
 
-    def matrix(self, view: Any, labels: tuple[str, str], tensors: list[cute.Tensor]) -> cute.Tensor:
-        """A column-side operand with modes (labels..., its batch labels...)."""
-        return labelled(self.extents, view, (*labels, *self.batch_of(view)), tensors)
+    def matrix(
+        self, view: Any, labels: tuple[str, ...], tensors: list[cute.Tensor]
+    ) -> cute.Tensor:
+        """An operand as bulk loads see it, with modes (labels..., its batch labels...).
+
+        A static extent of 1 vanishes from the descriptor, which then does not fit its box.
+        """
+        tensor = labelled(self.extents, view, (*labels, *self.batch_of(view)), tensors)
+        shape = tuple(Int32(1) if isinstance(n, int) and n == 1 else n for n in tensor.shape)
+        return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.stride))
 
     def batch_of(self, view: Any) -> tuple[str, ...]:
         """The batch labels that an operand has."""
@@ -116,8 +125,9 @@ class AttentionKernel:
 
     def value_layout(self, stages: int) -> cute.ComposedLayout:
         """Tiles of values ``[column, key, stage]``."""
+        order = LayoutEnum.COL_MAJOR if self.column_major else LayoutEnum.ROW_MAJOR
         shape = (ROW_BLOCK, self.width, self.key_tile)
-        return sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, shape, self.dtype, stages)
+        return sm90.make_smem_layout_b(order, shape, self.dtype, stages)
 
     def score_mma(self) -> cute.TiledMma:
         """Rows times keys, both in shared memory."""
@@ -129,8 +139,9 @@ class AttentionKernel:
 
     def value_mma(self) -> cute.TiledMma:
         """Weights in registers times values."""
+        major = OperandMajorMode.MN if self.column_major else OperandMajorMode.K
         return sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1),
+            self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (1, 1, 1),
             (ROW_BLOCK, self.width), warpgroup.OperandSource.RMEM,
         )  # fmt: skip
 
@@ -324,7 +335,9 @@ class AttentionKernel:
         # first operand in registers: 8 values for 16 keys
         layout = cute.make_layout(((2, 2, 2), 1, self.key_tile // 16), stride=((1, 2, 4), 0, 8))
         weights = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), layout)
-        state = self.scores.start()
+        state = self.scores.start(warp, lane)
+        if cutlass.const_expr(self.dependent and len(self.plan.vectors) > 0):
+            cute.arch.griddepcontrol_wait()  # they are read with ordinary loads
         rows = self.rows.prepare(smem, tensors, thread, group, lane, warp, place)
         keys = (first + lead) * self.key_tile
         steps = (count - lead + self.key_groups - 1) // self.key_groups

@@ -83,12 +83,13 @@ class KeyValues:
         cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=128)
 
     def compute_key(self, smem: dict[str, Any], key: Any, stage: Any, exists: Any) -> None:
-        """The values of one key; behind the last one they are 0."""
+        """The values of one key; behind the last one they are 1:
+        weights are 0 there, and of no key there may be 0 as well, of which 0 / 0 would be NaN."""
         totals = {r.value: self.reduce(smem, stage, key, r) for r in self.plan.key_reductions}
         for n, e in enumerate(self.plan.key_values.values()):
             value = e.evaluate([totals[i] for i in e.leaves], self.k.math)
             slot = smem["key_values"] + self.slot(n, stage, key)
-            cute.make_tensor(slot, cute.make_layout(1))[0] = choose(exists, value, 0.0)
+            cute.make_tensor(slot, cute.make_layout(1))[0] = choose(exists, value, 1.0)
 
     @cute.jit
     def reduce(self, smem, stage, key, reduction: cutlass.Constexpr):
@@ -121,24 +122,47 @@ class KeyValues:
     ) -> cute.Tensor:
         """Eight elements of a key's row."""
         register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
-        cute.autovec_copy(self.linear(smem, operand, stage, key, piece), register)
+        if self.has_rows(operand):
+            cute.autovec_copy(self.linear(smem, operand, stage, key, piece), register)
+        else:
+            for i in range(PIECE):
+                register[i] = self.across(smem, operand, stage, key, piece * PIECE + i)[0]
         return register
 
+    def has_rows(self, operand: int) -> bool:
+        """Whether the elements of a key lie next to each other; otherwise keys do."""
+        return self.k.inner_major if operand == self.plan.key_load else self.k.column_major
+
+    def ring(self, smem: dict[str, Any], operand: int, stage: Any) -> tuple[cute.Pointer, int]:
+        """Where the tiles of an operand begin in a stage, and the (padded) length of a key's row."""
+        name, length = ("keys", self.k.depth) if operand == self.plan.key_load else (
+            "values", self.k.width
+        )
+        pointer = cute.recast_ptr(smem[name].iterator, dtype=self.k.dtype)
+        return pointer + cute.assume(stage * self.k.key_tile * length, divby=PIECE), length
+
     def linear(
-        self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: int
+        self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: Any
     ) -> cute.Tensor:
         """Where they lie: rows of a chunk each, all keys of a chunk one after the other."""
-        of_keys = operand == self.plan.key_load
-        ring = smem["keys" if of_keys else "values"]
-        depth = self.k.depth if of_keys else self.k.width
-        chunk = chunk_of(depth)
+        pointer, length = self.ring(smem, operand, stage)
+        chunk = chunk_of(length)
         per = chunk // PIECE
-        tile = stage * self.k.key_tile * depth
         row = (piece // per) * self.k.key_tile + key
-        inside = byte_piece(depth, piece % per, key)
-        pointer = cute.recast_ptr(ring.iterator, dtype=self.k.dtype)
-        offset = cute.assume(tile + row * chunk + inside * PIECE, divby=PIECE)
+        inside = byte_piece(length, piece % per, key)
+        offset = cute.assume(row * chunk + inside * PIECE, divby=PIECE)
         return cute.make_tensor(pointer + offset, cute.make_layout(PIECE))
+
+    def across(
+        self, smem: dict[str, Any], operand: int, stage: Any, key: Any, index: Any
+    ) -> cute.Tensor:
+        """Where one of them lies if a chunk has one element of 64 keys."""
+        pointer, length = self.ring(smem, operand, stage)
+        chunk = chunk_of(self.k.key_tile)
+        row = (key // chunk) * length + index
+        inside = byte_piece(self.k.key_tile, key % chunk // PIECE, index)
+        offset = row * chunk + inside * PIECE + key % PIECE
+        return cute.make_tensor(pointer + offset, cute.make_layout(1))
 
     def value(self, smem: dict[str, Any], operation: int, stage: Any, key: Any) -> Any:
         """A value of a key. Read where it is used: a thread's 32 values of a tile of 128 keys kept
@@ -152,11 +176,19 @@ class KeyValues:
         0 times NaN is NaN."""
         if cutlass.const_expr(self.clears):  # noqa: SIM102
             if keys + self.k.key_tile > rows["end"]:
-                zeros = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
-                zeros.fill(0.0)
                 if thread < self.k.key_tile and keys + thread >= rows["end"]:
-                    for piece in cutlass.range_constexpr(self.k.width // PIECE):
-                        target = self.linear(smem, self.plan.value_load, stage, thread, piece)
-                        cute.autovec_copy(zeros, target)
+                    self.clear(smem, stage, thread)
                 fence_reads()
                 self.meet(group)
+
+    def clear(self, smem: dict[str, Any], stage: Any, key: Any) -> None:
+        """Set the values of one key to 0."""
+        zeros = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
+        zeros.fill(0.0)
+        load = self.plan.value_load
+        for piece in range(self.k.width // PIECE):
+            if self.has_rows(load):
+                cute.autovec_copy(zeros, self.linear(smem, load, stage, key, piece))
+            else:
+                for i in range(PIECE):
+                    self.across(smem, load, stage, key, piece * PIECE + i)[0] = zeros[i]

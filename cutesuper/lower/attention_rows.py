@@ -17,7 +17,6 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cutesuper.device.math import nan_max
 from cutesuper.device.memory import bulk_load, element, fence_reads, partition, tile_atom
-from cutesuper.lower.common import labelled
 from cutesuper.schedule.attention import ROW_BLOCK, Reduction
 from cutesuper.schedule.plan import View
 
@@ -90,11 +89,8 @@ class Rows:
 
     def atom(self, tensors: list[cute.Tensor]) -> Any:
         """The bulk load of one warpgroup's rows."""
-        labels = (*reversed(self.plan.rows), self.plan.inner, *self.k.batch_of(self.view))
-        tensor = labelled(self.k.extents, self.view, labels, tensors)
-        # a static extent of 1 vanishes from the descriptor, which then does not fit its box
-        shape = tuple(Int32(1) if isinstance(n, int) and n == 1 else n for n in tensor.shape)
-        tensor = cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.stride))
+        labels = (*reversed(self.plan.rows), self.plan.inner)
+        tensor = self.k.matrix(self.view, labels, tensors)
         return tile_atom(tensor, self.box(), self.box_tile())
 
     def partition(self, atom: Any, coord: Any, smem: dict[str, Any]) -> Any:
@@ -131,8 +127,9 @@ class Rows:
     def place(self, tensors: list[cute.Tensor]) -> dict[str, Any]:
         """What this block computes: part of the keys, tile of rows, batch, lengths."""
         plan = self.plan
-        part, row, z = cute.arch.block_idx()
-        tile = z * self.tiles(tensors) + row
+        index, _, _ = cute.arch.block_idx()
+        part, tile = index % plan.parts, index // plan.parts
+        row, z = tile % self.tiles(tensors), tile // self.tiles(tensors)
         if any(m.rows for m in plan.masks):
             # rows that see most keys first: short blocks fill the last wave
             row = self.tiles(tensors) - 1 - row

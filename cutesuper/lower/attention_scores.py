@@ -44,14 +44,21 @@ class Scores:
         self.blocks = kernel.key_tile // 8
         self.rows = 1 if plan.few_rows else 2
         self.shifted = plan.maximum is not None
-        self.lazy = plan.schedule.overlapped
+        # a maximum that lags behind is one that sums and results are relative to, but no maximum
+        told = any(plan.maximum in o.expression.leaves for o in plan.outputs)
+        self.lazy = plan.schedule.overlapped and not told
         self.scale = plan.factor * LOG2E
 
-    def start(self) -> cute.Tensor:
-        """Maximum and sum of two rows, then the factors of the last rescaling."""
+    def start(self, warp: Any, lane: Any) -> cute.Tensor:
+        """Maximum and sum of two rows, then the factors of the last rescaling.
+
+        Rows that are padding hold whatever was in shared memory. Their maximum never rises, so that
+        they do not decide whether a warp rescales, and every run gives the same bits.
+        """
         state = cute.make_rmem_tensor(cute.make_layout(6), Float32)
         for r in range(2):
-            state[2 * r] = LOWEST
+            row = (warp % 4) * 16 + lane // 4 + 8 * r
+            state[2 * r] = choose(row < self.plan.group_rows, LOWEST, float("inf"))
             state[2 * r + 1] = 0.0
             state[4 + r] = 1.0
         return state

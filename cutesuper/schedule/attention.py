@@ -218,6 +218,13 @@ class AttentionPlan:
         """Whether the last tile of keys may reach past their end."""
         return self.varying or self.key_extent % self.key_tile != 0
 
+    @property
+    def least_stages(self) -> int:
+        """Below this the ring stands still: reductions of the next tile's values are computed before
+        this tile's are multiplied, so that a warpgroup needs both."""
+        reads = any(r.operand == self.value_load for r in self.key_reductions)
+        return self.schedule.key_groups * (2 if reads and self.schedule.overlapped else 1)
+
     # -------------------------------------------------------------------------------- threads
 
     @property

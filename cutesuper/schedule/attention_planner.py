@@ -17,6 +17,10 @@ from cutesuper.schedule.schedule import AttentionSchedule
 SM_SHARED_BYTES, SM_REGISTERS = 228 * 1024, 65536
 #: columns of the result, and elements of the inner label, at most
 MAX_WIDTH = 256
+#: dimensions of a bulk tensor copy
+MAX_RANK = 5
+#: registers of a thread, and those of them that addresses and counters take
+THREAD_REGISTERS, OTHER_REGISTERS = 255, 40
 
 
 def plan_attention(
@@ -73,13 +77,18 @@ def _with_stages(
     plan: AttentionPlan, schedule: AttentionSchedule, target: Target, tiles: int
 ) -> AttentionSchedule:
     groups = schedule.key_groups
-    probe = replace(plan, schedule=replace(schedule, stages=0))
-    room = (target.shared_bytes - probe.shared_bytes) // max(1, probe.stage_bytes)
+    none, one = (
+        replace(plan, schedule=replace(schedule, stages=n)).shared_bytes for n in (0, 1)
+    )
+    room = (target.shared_bytes - none) // (one - none)
     # 4 stages keep 128 KB in flight at 128 columns: 33.1 us at 8x4096, 33.3 with 6
     stages = min(room, max(2, tiles), 4)
     if stages < 2 and groups > 1:
         return _with_stages(plan, replace(schedule, key_groups=1), target, tiles)
-    return replace(schedule, stages=max(1, stages // groups * groups))
+    found = replace(schedule, stages=max(1, stages // groups * groups))
+    if found.stages < replace(plan, schedule=found).least_stages:
+        return replace(found, overlapped=False)
+    return found
 
 
 def _tiles_of_a_block(plan: AttentionPlan) -> int:
@@ -112,6 +121,27 @@ def _check_operands(plan: AttentionPlan, name: str) -> None:
         if view.labels != (plan.inner,):
             raise LoweringError(f"{where}: operation {i} is multiplied with the rows and has the "
                                 f"labels {', '.join(view.labels)}; only {plan.inner} is possible")
+        _check_dtype(plan, where, view)
+    for output in plan.outputs:
+        _check_output(plan, where, output.view)
+
+
+def _check_output(plan: AttentionPlan, where: str, view: View) -> None:
+    arg = plan.arguments[view.argument]
+    if view.stride(plan.columns) != 1:
+        raise LoweringError(
+            f"{where}: {arg.name}{list(map(str, arg.shape))} is stored, and not contiguous along "
+            f"{plan.columns}; only results with this label, in this order, can be"
+        )
+
+
+def _check_dtype(plan: AttentionPlan, where: str, view: View) -> None:
+    arg = plan.arguments[view.argument]
+    if arg.dtype != plan.dtype:
+        raise LoweringError(
+            f"{where}: operands of {plan.dtype} and of {arg.dtype} ({arg.name}) in one kernel; "
+            "give all operands of its products one element type"
+        )
 
 
 def _check_matrix(
@@ -119,11 +149,10 @@ def _check_matrix(
 ) -> None:
     arg = plan.arguments[view.argument]
     shape = f"{arg.name}{list(map(str, arg.shape))}"
-    if arg.dtype != plan.dtype:
-        raise LoweringError(
-            f"{where}: operands of {plan.dtype} and of {arg.dtype} ({arg.name}) in one kernel; "
-            "give all operands of its products one element type"
-        )
+    _check_dtype(plan, where, view)
+    if len(view.labels) > MAX_RANK:
+        raise LoweringError(f"{where}: {shape} has {len(view.labels)} labels, and bulk tensor "
+                            f"copies {MAX_RANK} dimensions; merge some")
     if not any(view.stride(d) == 1 for d in contiguous):
         raise LoweringError(f"{where}: {shape} must be contiguous along {' or '.join(contiguous)}")
     if any(s != 1 and s % 8 for s in view.strides):
@@ -135,6 +164,10 @@ def _check_matrix(
 
 def _check_schedule(plan: AttentionPlan, target: Target, name: str) -> None:
     s, where = plan.schedule, f"kernel {name}"
+    groups = s.row_groups, s.key_groups
+    if groups not in ((1, 1), (1, 2), (2, 1)) or s.resident not in (1, 2):
+        raise ScheduleError(f"{where}: {groups[0]} x {groups[1]} consumer warpgroups in "
+                            f"{s.resident} block(s) of an SM; one or two are possible")
     if plan.tile(plan.rows[0]) % s.row_groups or plan.group_rows > ROW_BLOCK:
         raise ScheduleError(
             f"{where}: a tile of {' x '.join(str(plan.tile(d)) for d in plan.rows)} rows for "
@@ -142,14 +175,11 @@ def _check_schedule(plan: AttentionPlan, target: Target, name: str) -> None:
         )
     if plan.key_tile not in (64, 128):
         raise ScheduleError(f"{where}: tile {plan.keys}={plan.key_tile}; must be 64 or 128")
-    if s.stages < 1 or s.stages % s.key_groups:
+    if s.stages < plan.least_stages or s.stages % s.key_groups:
         raise ScheduleError(
             f"{where}: {s.stages} stages for {s.key_groups} warpgroups along the keys, which take "
-            "them in turn; use a multiple"
+            f"them in turn; use a multiple, at least {plan.least_stages}"
         )
-    if s.row_groups not in (1, 2) or s.key_groups not in (1, 2) or plan.warpgroups > 2:
-        raise ScheduleError(f"{where}: {s.row_groups} x {s.key_groups} consumer warpgroups; one or "
-                            "two are possible")
     limit = SM_SHARED_BYTES // s.resident - 1024
     if plan.shared_bytes > min(limit, target.shared_bytes):
         raise ScheduleError(
@@ -157,11 +187,11 @@ def _check_schedule(plan: AttentionPlan, target: Target, name: str) -> None:
             f"rows and {plan.meeting_bytes + plan.exchange_bytes} bytes of exchange do not fit "
             f"into {min(limit, target.shared_bytes)} bytes of shared memory; use smaller tiles"
         )
-    limit = SM_REGISTERS // (plan.threads * s.resident)
+    limit = min(THREAD_REGISTERS, SM_REGISTERS // (plan.threads * s.resident))
     if plan.registers is not None:
-        limit = plan.registers[0] - 40
-    if plan.live_registers > limit:
+        limit = plan.registers[0]
+    if plan.live_registers > limit - OTHER_REGISTERS:
         raise ScheduleError(
-            f"{where}: {plan.live_registers} registers for the products of a thread, and "
-            f"{plan.threads} threads in {s.resident} block(s) of an SM; use a tile of 64 keys"
+            f"{where}: {plan.live_registers} of {limit} registers for the products of a thread, "
+            f"and {plan.threads} threads in {s.resident} block(s) of an SM; use a tile of 64 keys"
         )

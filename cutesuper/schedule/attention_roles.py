@@ -89,6 +89,8 @@ class AttentionRoles:
         shared = {*ops[self.key_load].dims, *ops[self.value_load].dims}
         own = [d for d in ops[self.row_load].dims if d not in shared]
         tiled = [d for d in own if self.program.tile[d] > 1] or own[-1:]
+        if not tiled:
+            raise self._refuse("its rows have no label of their own")
         # what is held whole varies fastest, so that tiles of the other label are whole runs
         self.rows = tuple(sorted(tiled, key=self._is_whole))
         taken = {*self.rows, self.keys, self.inner, self.columns}
@@ -217,15 +219,13 @@ class AttentionRoles:
             raise self._refuse(f"{op.kind} hides {a['columns']}, the loop runs over {self.keys}")
         lengths = None
         if len(op.inputs) > 1:
-            if self.ops[op.inputs[1]].kind != LOAD:
-                raise self._refuse(f"lengths (operation {op.inputs[1]}) are computed; load them")
             lengths = self._view(op.inputs[1])
-        causal = op.kind == "causal_mask" or a.get("causal", False)
-        if not causal or a["rows"] is None:
-            return Mask(lengths, None, 0)
-        if a["rows"] not in (*self.rows, *self.batch):
-            raise self._refuse(f"{op.kind} counts along {a['rows']}, which is no label of rows")
-        if lengths is None and a["alignment"] == "top_left":
+            if set(lengths.labels) & set(self.rows):
+                raise self._refuse(f"lengths (operation {op.inputs[1]}) differ between the rows of "
+                                   f"a tile; let {self.rows[0]} have a tile of 1")
+            if not a["causal"]:
+                return Mask(lengths, None, 0)
+        elif a["alignment"] == "top_left":
             return Mask(None, a["rows"], 1)
         rows = self._known(a["rows"])
         keys = 0 if lengths is not None else self._known(self.keys)

@@ -15,10 +15,11 @@ from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.graph.block import KernelStep, TensorSpec
 from cutesuper.graph.dims import ceil_div
 from cutesuper.graph.target import Target
+from cutesuper.schedule.attention import AttentionPlan
 from cutesuper.schedule.matmul import MatmulPlan
 from cutesuper.schedule.planner import KernelPlan, make_plan
 from cutesuper.schedule.rows import RowPlan
-from cutesuper.schedule.schedule import MatmulSchedule, RowSchedule, Schedule
+from cutesuper.schedule.schedule import AttentionSchedule, MatmulSchedule, RowSchedule, Schedule
 
 Values = Callable[[Any], Iterable[int]]
 KNOBS: dict[type[Schedule], dict[str, Values]] = {
@@ -35,6 +36,12 @@ KNOBS: dict[type[Schedule], dict[str, Values]] = {
         "rows": lambda s: (s.rows * 2, s.rows // 2),
         "vector": lambda s: (s.vector // 2,),
         "chunks": lambda s: (s.chunks // 2,),
+    },
+    AttentionSchedule: {
+        "stages": lambda s: (s.stages - s.key_groups, s.stages + s.key_groups),
+        "row_groups": lambda s: (),
+        "key_groups": lambda s: (3 - s.key_groups,),
+        "resident": lambda s: (3 - s.resident,),
     },
 }
 #: set by whoever asks for the kernel, or by how its tensors lie in memory
@@ -116,10 +123,20 @@ def _settled(old: Schedule, new: Schedule, knob: str) -> Schedule:
     no more stages are filled ahead than there are."""
     if isinstance(new, MatmulSchedule):
         return replace(new, head=min(new.head, new.stages)) if knob == "stages" else new
+    if isinstance(new, AttentionSchedule):
+        return _settled_attention(new, knob)
     if isinstance(old, RowSchedule) and knob in ("lanes", "vector") and new.lanes and new.vector:
         width = old.lanes * old.vector * old.chunks
         return replace(new, chunks=ceil_div(width, new.lanes * new.vector))
     return new
+
+
+def _settled_attention(new: AttentionSchedule, knob: str) -> AttentionSchedule:
+    """Two blocks share an SM if each has one consumer warpgroup and half the ring; warpgroups along
+    the keys take whole rounds of stages."""
+    if knob == "resident" and new.resident == 2:
+        return replace(new, key_groups=1, stages=max(1, min(new.stages // 2, 2)))
+    return replace(new, stages=new.stages // new.key_groups * new.key_groups)
 
 
 # ------------------------------------------------------------------------------------ legality
@@ -140,6 +157,8 @@ def check_schedule(schedule: Schedule, default: KernelPlan, name: str) -> None:
         why = _matmul_mistake(schedule)
     elif isinstance(default, RowPlan) and isinstance(schedule, RowSchedule):
         why = _row_mistake(schedule, default.schedule)
+    elif isinstance(default, AttentionPlan) and isinstance(schedule, AttentionSchedule):
+        why = ""  # `make_plan` takes no knob as it is
     else:
         why = "it is of the other skeleton"
     if why:
