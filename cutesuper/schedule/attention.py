@@ -19,7 +19,7 @@ from math import prod
 from cutesuper.graph.block import AxisKind, BlockProgram
 from cutesuper.graph.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.graph.thread import ThreadExpression
-from cutesuper.schedule.plan import Argument, Scratch, View, content_key, view_of
+from cutesuper.schedule.plan import Argument, Pages, Scratch, View, content_key, view_of
 from cutesuper.schedule.schedule import AttentionSchedule
 
 #: rows of the tensor-core instruction
@@ -154,6 +154,11 @@ class AttentionPlan:
         """How a load sees its tensor."""
         return view_of(self.program.ops[load], self.arguments)
 
+    @property
+    def paged(self) -> bool:
+        """Whether keys or values lie in pages."""
+        return any(isinstance(self.view(i), Pages) for i in (self.key_load, self.value_load))
+
     def tile(self, label: str) -> int:
         """Extent of a label in the block's tile."""
         return self.program.tile[label]
@@ -237,9 +242,12 @@ class AttentionPlan:
         not hold what lives in the loop; None where it does.
 
         The compiler gives 288 threads what it gives 384, 168 registers; of those, the producer's
-        warpgroup hands most over: 2 x 128 x 240 + 128 x 24.
+        warpgroup hands most over: 2 x 128 x 240 + 128 x 24. With pages it keeps 40: the
+        coordinates of 8 boxes in 24 registers took 16 bytes of stack.
         """
-        return (240, 24) if self.warpgroups == 2 and self.live_registers > 128 else None
+        if self.warpgroups == 1 or self.live_registers <= 128:
+            return None
+        return (232, 40) if self.paged else (240, 24)
 
     @property
     def threads(self) -> int:
