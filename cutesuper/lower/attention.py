@@ -156,7 +156,7 @@ class AttentionKernel:
                 cpasync.prefetch_descriptor(atom)
         smem = self.allocate()
         loads = self.partition_all(atoms, coords, smem)
-        if cutlass.const_expr(self.dependent and (self.rows.has_lengths or self.pages.tables)):
+        if cutlass.const_expr(self.dependent and (self.rows.has_lengths or self.plan.paged)):
             cute.arch.griddepcontrol_wait()
         place = self.rows.place(tensors)
         first, count = self.span(tensors, place)

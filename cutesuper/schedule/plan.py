@@ -121,7 +121,9 @@ def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
     if not paged:
         return View(index, labels, steps)
     table = next(i for i, a in enumerate(arguments) if a.name == op.attributes["table"])
-    return Pages(index, labels, steps, table, *mapping[:2], extent(shape[1]), strides[0])
+    sequences, positions = mapping[:2]
+    size = extent(shape[1])
+    return Pages(index, labels, steps, table, sequences, positions, size, strides[0])
 
 
 def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule: Schedule) -> str:
