@@ -135,8 +135,9 @@ def _text(plan: AttentionPlan, expression: ThreadExpression) -> str:
     names |= {} if plan.weight is None else {plan.weight: "weight"}
     loads = [i for i, op in enumerate(plan.program.ops) if op.kind == "load"]
     names |= {i: _name(plan, i) for i in loads if i not in names}
-    inverted = {d: f"(1 / {names[d]})" for d in plan.divisors} if _is_output(plan, expression) else {}
-    return expression.text([(names | inverted)[i] for i in expression.leaves])
+    if _is_output(plan, expression):
+        names |= {d: f"(1 / {names[d]})" for d in plan.divisors}
+    return expression.text([names[i] for i in expression.leaves])
 
 
 def _is_output(plan: AttentionPlan, expression: ThreadExpression) -> bool:

@@ -161,6 +161,26 @@ def test_pages(size: int, dtype: str, dim: int, rows: int, group: int) -> None:
         judge(y, q, k, v, causal=causal, lengths=lengths, table=table)
 
 
+@pytest.mark.parametrize("size", [16, 64])
+def test_pages_that_do_not_exist(size: int) -> None:
+    """Enough sequences that a block walks over all of one, through many windows of its table.
+    Entries behind its end name no pages, and pages that nobody has are NaN."""
+    torch.manual_seed(size)
+    b, h, n = 80, 2, 6000 // size
+    lengths = torch.randint(0, n * size + 1, (b,), device="cuda", dtype=torch.int32)
+    own = torch.arange(n, device="cuda") < -(-lengths // size)[:, None]
+    table = torch.randperm(b * n, device="cuda").view(b, n).int()
+    used = table[own].long()
+    k, v = (torch.full((b * n, size, h, 128), float("nan"), device="cuda", dtype=torch.bfloat16)
+            for _ in range(2))  # fmt: skip
+    for cache in (k, v):
+        cache[used] = torch.randn(len(used), size, h, 128, device="cuda").bfloat16()
+    q = tensor(b, h * 4, 1, 128, dtype=torch.bfloat16)
+    given = table.masked_fill(~own, -(2**31))
+    y = cs.ops.attention(q, k, v, enable_gqa=True, key_lengths=lengths, page_table=given)
+    judge(y, q, k.nan_to_num(), v.nan_to_num(), lengths=lengths, table=table)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 200])
 @pytest.mark.parametrize("size", [1e2, 1e4])

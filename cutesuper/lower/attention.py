@@ -30,10 +30,12 @@ from cutesuper.device.memory import (
 )
 from cutesuper.lower.attention_join import Join
 from cutesuper.lower.attention_keys import KeyValues
+from cutesuper.lower.attention_pages import PagedLoads
 from cutesuper.lower.attention_rows import Rows
 from cutesuper.lower.attention_scores import Scores
 from cutesuper.lower.common import ELEMENT, Extents, labelled
 from cutesuper.schedule.attention import ROW_BLOCK, AttentionPlan
+from cutesuper.schedule.plan import Pages
 
 #: named barriers: one for each warpgroup, for those that share rows, and to take turns
 GROUP_BARRIER, ROWS_BARRIER, TURN_BARRIER = 1, 3, 5
@@ -57,6 +59,7 @@ class AttentionKernel:
         self.inner_major = self.key_view.stride(plan.inner) == 1
         self.column_major = self.value_view.stride(plan.columns) == 1
         self.rows = Rows(self)
+        self.pages = PagedLoads(self)
         self.scores = Scores(self)
         self.key_values = KeyValues(self)
         self.join = Join(self)
@@ -78,15 +81,11 @@ class AttentionKernel:
         keys, values = self.key_layout(1), self.value_layout(1)
         atoms = [
             self.rows.atom(tensors),
-            tile_atom(
-                self.matrix(self.key_view, (plan.keys, plan.inner), tensors),
-                cute.slice_(keys, (None, None, 0)), (self.key_tile, self.depth),
-            ),
-            tile_atom(
-                self.matrix(self.value_view, (plan.columns, plan.keys), tensors),
-                cute.slice_(values, (None, None, 0)), (self.width, self.key_tile),
-            ),
-        ]  # fmt: skip
+            self.atom(self.key_view, {plan.keys: self.key_tile, plan.inner: self.depth},
+                      cute.slice_(keys, (None, None, 0)), tensors),
+            self.atom(self.value_view, {plan.columns: self.width, plan.keys: self.key_tile},
+                      cute.slice_(values, (None, None, 0)), tensors),
+        ]
         batch = 1
         for label in plan.batch:
             batch = batch * self.extents.of(label, tensors)
@@ -112,6 +111,15 @@ class AttentionKernel:
         tensor = labelled(self.extents, view, (*labels, *self.batch_of(view)), tensors)
         shape = tuple(Int32(1) if isinstance(n, int) and n == 1 else n for n in tensor.shape)
         return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.stride))
+
+    def atom(
+        self, view: Any, tile: dict[str, int], stage: cute.ComposedLayout,
+        tensors: list[cute.Tensor],
+    ) -> Any:
+        """The bulk load of a column-side operand with modes (labels..., its batch labels...)."""
+        if isinstance(view, Pages):
+            return self.pages.atom(view, stage, tensors)
+        return tile_atom(self.matrix(view, tuple(tile), tensors), stage, tuple(tile.values()))
 
     def batch_of(self, view: Any) -> tuple[str, ...]:
         """The batch labels that an operand has."""
@@ -163,10 +171,11 @@ class AttentionKernel:
                 cpasync.prefetch_descriptor(atom)
         smem = self.allocate()
         loads = self.partition_all(atoms, coords, smem)
-        if cutlass.const_expr(self.dependent and self.rows.has_lengths):
+        if cutlass.const_expr(self.dependent and (self.rows.has_lengths or self.plan.paged)):
             cute.arch.griddepcontrol_wait()
         place = self.rows.place(tensors)
         first, count = self.span(tensors, place)
+        place["tables"] = self.pages.open(tensors, place, first)
         if warp == self.producer:
             self.set_up(smem, place)
             if cutlass.const_expr(self.dependent):
@@ -216,10 +225,13 @@ class AttentionKernel:
         """Slots in shared memory and tiles in device memory: of rows, keys and values."""
         found = [self.rows.partition(atoms[0], coords[0], smem)]
         boxes = (
-            (smem["keys"], (self.key_tile, self.depth)),
-            (smem["values"], (self.width, self.key_tile)),
+            (self.key_view, smem["keys"], (self.key_tile, self.depth)),
+            (self.value_view, smem["values"], (self.width, self.key_tile)),
         )
-        for atom, coord, (ring, tile) in zip(atoms[1:], coords[1:], boxes, strict=True):
+        for atom, coord, (view, ring, tile) in zip(atoms[1:], coords[1:], boxes, strict=True):
+            if isinstance(view, Pages):
+                found.append(self.pages.partition(view, atom, coord, ring))
+                continue
             tiles = cute.local_tile(coord, tile, (None,) * cute.rank(coord))
             found.append(partition(atom, ring, tiles, 2))
         return found
@@ -264,6 +276,7 @@ class AttentionKernel:
         expect_bytes(smem["rows_full"], self.rows.bytes)
         self.rows.load(atoms[0], loads[0], smem, place)
         for i in cutlass.range(min(self.stages, count), unroll=1):
+            self.pages.turn(place, first, first + i)
             self.load_keys(atoms, loads, smem, place, first + i, i)
             self.load_values(atoms, loads, smem, place, first + i, i)
 
@@ -272,6 +285,7 @@ class AttentionKernel:
         """The other tiles, each once its stage has been read."""
         stage, phase = Int32(0), Int32(0)
         for i in cutlass.range(self.stages, count, unroll=1):
+            self.pages.turn(place, first, first + i)
             cute.arch.mbarrier_wait(smem["keys_empty"] + stage, phase)
             self.load_keys(atoms, loads, smem, place, first + i, stage)
             cute.arch.mbarrier_wait(smem["values_empty"] + stage, phase)
@@ -286,18 +300,24 @@ class AttentionKernel:
         """One tile of keys."""
         barrier = smem["keys_full"] + stage
         expect_bytes(barrier, 2 * self.key_tile * self.depth)
-        slots, tiles = loads[1]
-        at = (None, tile, 0, *self.coordinates(self.key_view, place))
-        bulk_load(atoms[1], tiles[at], slots[None, stage], barrier, self.hint)
+        if cutlass.const_expr(isinstance(self.key_view, Pages)):
+            self.pages.load(self.key_view, atoms[1], loads[1], place, tile, stage, barrier)
+        else:
+            slots, tiles = loads[1]
+            at = (None, tile, 0, *self.coordinates(self.key_view, place))
+            bulk_load(atoms[1], tiles[at], slots[None, stage], barrier, self.hint)
 
     @cute.jit
     def load_values(self, atoms, loads, smem, place, tile, stage):
         """One tile of values."""
         barrier = smem["values_full"] + stage
         expect_bytes(barrier, 2 * self.key_tile * self.width)
-        slots, tiles = loads[2]
-        at = (None, 0, tile, *self.coordinates(self.value_view, place))
-        bulk_load(atoms[2], tiles[at], slots[None, stage], barrier, self.hint)
+        if cutlass.const_expr(isinstance(self.value_view, Pages)):
+            self.pages.load(self.value_view, atoms[2], loads[2], place, tile, stage, barrier)
+        else:
+            slots, tiles = loads[2]
+            at = (None, 0, tile, *self.coordinates(self.value_view, place))
+            bulk_load(atoms[2], tiles[at], slots[None, stage], barrier, self.hint)
 
     @property
     def hint(self) -> int | None:

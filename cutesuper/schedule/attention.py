@@ -19,7 +19,7 @@ from math import prod
 from cutesuper.graph.block import AxisKind, BlockProgram
 from cutesuper.graph.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.graph.thread import ThreadExpression
-from cutesuper.schedule.plan import Argument, Scratch, View, content_key, view_of
+from cutesuper.schedule.plan import Argument, Pages, Scratch, View, content_key, view_of
 from cutesuper.schedule.schedule import AttentionSchedule
 
 #: rows of the tensor-core instruction
@@ -154,6 +154,11 @@ class AttentionPlan:
         """How a load sees its tensor."""
         return view_of(self.program.ops[load], self.arguments)
 
+    @property
+    def paged(self) -> bool:
+        """Whether keys or values lie in pages."""
+        return any(isinstance(self.view(i), Pages) for i in (self.key_load, self.value_load))
+
     def tile(self, label: str) -> int:
         """Extent of a label in the block's tile."""
         return self.program.tile[label]
@@ -220,8 +225,8 @@ class AttentionPlan:
 
     @property
     def least_stages(self) -> int:
-        """Below this the ring stands still: reductions of the next tile's values are computed before
-        this tile's are multiplied, so that a warpgroup needs both."""
+        """Below this the ring stands still: values of the next tile's keys are waited for before
+        this tile's values are multiplied, so that a warpgroup needs both."""
         reads = any(r.operand == self.value_load for r in self.key_reductions)
         return self.schedule.key_groups * (2 if reads and self.schedule.overlapped else 1)
 
@@ -245,11 +250,14 @@ class AttentionPlan:
 
         The compiler gives 288 threads what it gives 384, 168 registers; of those, the producer's
         warpgroup hands most over: 2 x 128 x 240 + 128 x 24, or 2 x 128 x 216 + 128 x 72 where
-        its other warps compute.
+        its other warps compute. With pages it keeps 40: the coordinates of 8 boxes in 24 registers
+        took 16 bytes of stack.
         """
         if self.warpgroups < 2 or self.live_registers <= 128:
             return None
-        return (216, 72) if self.helpers else (240, 24)
+        if self.helpers:
+            return 216, 72
+        return (232, 40) if self.paged else (240, 24)
 
     @property
     def helpers(self) -> int:

@@ -10,7 +10,7 @@ from cutesuper.graph.dims import ceil_div, extent
 from cutesuper.graph.target import Target
 from cutesuper.schedule.attention import ROW_BLOCK, AttentionPlan
 from cutesuper.schedule.attention_roles import AttentionRoles
-from cutesuper.schedule.plan import View, arguments_of
+from cutesuper.schedule.plan import Pages, View, arguments_of
 from cutesuper.schedule.schedule import AttentionSchedule
 
 #: shared memory and 32-bit registers of an SM, of which two blocks take at most half each
@@ -19,6 +19,8 @@ SM_SHARED_BYTES, SM_REGISTERS = 228 * 1024, 65536
 MAX_WIDTH = 256
 #: dimensions of a bulk tensor copy
 MAX_RANK = 5
+#: positions of a page that bulk loads take
+PAGE_SIZES = (16, 32, 64, 128, 256)
 #: registers of a thread, and those of them that addresses and counters take
 THREAD_REGISTERS, OTHER_REGISTERS = 255, 40
 
@@ -110,6 +112,9 @@ def _check_operands(plan: AttentionPlan, name: str) -> None:
                 f"{where}: tile {label}={plan.tile(label)} of {whole}; a block holds it whole, at "
                 f"most {MAX_WIDTH}"
             )
+    for i, op in enumerate(plan.program.ops):
+        if "table" in op.attributes:
+            _check_pages(plan, where, i)
     matrices = {
         plan.row_load: (plan.inner,),
         plan.key_load: (plan.inner, plan.keys),
@@ -142,6 +147,26 @@ def _check_dtype(plan: AttentionPlan, where: str, view: View) -> None:
             f"{where}: operands of {plan.dtype} and of {arg.dtype} ({arg.name}) in one kernel; "
             "give all operands of its products one element type"
         )
+
+
+def _check_pages(plan: AttentionPlan, where: str, load: int) -> None:
+    """Refuse pages of anything but keys and values, and those that no bulk load takes."""
+    view = plan.view(load)
+    assert isinstance(view, Pages)
+    cache, table = plan.arguments[view.argument], plan.arguments[view.table]
+    what = f"{where}: {cache.name}{list(map(str, cache.shape))} through the table {table.name}"
+    if load not in (plan.key_load, plan.value_load) or view.positions != plan.keys:
+        raise LoweringError(f"{what}: only keys and values are read through a table, along "
+                            f"{plan.keys}; gather the pages before")
+    if view.sequences not in (None, *plan.batch):
+        raise LoweringError(f"{what}: {view.sequences} is no label of the batch; gather the pages "
+                            "before")
+    if view.size not in PAGE_SIZES:
+        raise LoweringError(f"{what}: pages of {view.size} positions; use "
+                            f"{', '.join(map(str, PAGE_SIZES[:-1]))} or {PAGE_SIZES[-1]}")
+    if len(view.labels) >= MAX_RANK:
+        raise LoweringError(f"{what}: a cache of pages has at most {MAX_RANK} dimensions longer "
+                            f"than 1, this one {len(view.labels) + 1}; merge those of the heads")
 
 
 def _check_matrix(

@@ -52,6 +52,29 @@ class View:
 
 
 @dataclass(frozen=True)
+class Pages(View):
+    """A cache of pages as the block program sees what a table makes of it.
+
+    before: a cache ``[pages, P, H, D]`` through ``table[B, n]``, mapped to ``(B, N, H, D)``;
+    after: the labels N, H, D of one page, N with P positions, and the strides of that page. The
+    label of the sequences has no stride: the table says where their pages are.
+
+    Attributes:
+        table: index of the argument ``[sequences, pages of a sequence]``.
+        sequences: their label, None where there is one sequence.
+        positions: the label whose runs of ``size`` elements are pages.
+        size: positions of a page.
+        page_stride: distance in elements between neighbouring pages.
+    """
+
+    table: int
+    sequences: str | None
+    positions: str | None
+    size: int
+    page_stride: int
+
+
+@dataclass(frozen=True)
 class Scratch:
     """Device memory that a kernel needs besides its tensors, given to it after them.
 
@@ -81,7 +104,7 @@ def arguments_of(step: KernelStep, tensors: dict[str, TensorSpec]) -> tuple[Argu
 
 
 def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
-    """How a load or a store sees its tensor."""
+    """How a load or a store sees its tensor; `Pages` for a load through a table."""
     written = op.kind != LOAD
     index = next(
         i
@@ -90,8 +113,17 @@ def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
     )
     shape = arguments[index].shape
     strides = [prod(extent(d) for d in shape[i + 1 :]) for i in range(len(shape))]
-    kept = [(d, s) for d, s in zip(op.attributes["map"], strides, strict=True) if d is not None]
-    return View(index, tuple(d for d, _ in kept), tuple(s for _, s in kept))
+    mapping = op.attributes["map"]
+    paged = "table" in op.attributes
+    first = 1 if paged else 0  # the table places sequences
+    kept = [(d, s) for d, s in zip(mapping[first:], strides[first:], strict=True) if d is not None]
+    labels, steps = tuple(d for d, _ in kept), tuple(s for _, s in kept)
+    if not paged:
+        return View(index, labels, steps)
+    table = next(i for i, a in enumerate(arguments) if a.name == op.attributes["table"])
+    sequences, positions = mapping[:2]
+    size = extent(shape[1])
+    return Pages(index, labels, steps, table, sequences, positions, size, strides[0])
 
 
 def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule: Schedule) -> str:
@@ -107,7 +139,7 @@ def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule
     data = program_dict(program)
     data["dims"] = [[k, v["symbol"] if isinstance(v, dict) else v] for k, v in data["dims"]]
     for op in data["ops"]:
-        if "tensor" in op[3]:
-            op[3]["tensor"] = names[op[3]["tensor"]]
+        for tensor in {"tensor", "table"} & op[3].keys():
+            op[3][tensor] = names[op[3][tensor]]
     key = [data, shapes, schedule_dict(schedule)]
     return json.dumps(key, sort_keys=True, separators=(",", ":"))

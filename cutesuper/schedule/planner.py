@@ -45,6 +45,7 @@ def make_plan(
             raise ScheduleError(f"kernel {step.name}: an attention loop needs an AttentionSchedule")
         return plan_attention(step, tensors, target, schedule, dependent_launch)
     _check_no_maximum(step)
+    _check_no_table(step)
     if any(op.kind == "matmul" for op in step.program.ops):
         if schedule is not None and not isinstance(schedule, MatmulSchedule):
             raise ScheduleError(f"kernel {step.name}: a matmul loop needs a MatmulSchedule")
@@ -75,15 +76,20 @@ def _check_no_maximum(step: KernelStep) -> None:
             )
 
 
-def _check_maps(step: KernelStep) -> None:
-    """Refuse dimensions of tensors that several labels share, and tables of pages."""
-    for op in (*step.program.loads(), *step.program.stores()):
+def _check_no_table(step: KernelStep) -> None:
+    """Refuse what only the attention loop reads: pages through a table."""
+    for op in step.program.loads():
         if "table" in op.attributes:
             raise LoweringError(
                 f"kernel {step.name}, load of {op.attributes['tensor']} through the table "
-                f"{op.attributes['table']}: rows and matrix products are read without a table; "
-                "gather the pages before"
+                f"{op.attributes['table']}: only the keys and values of attention are read through "
+                "a table; gather the pages before"
             )
+
+
+def _check_maps(step: KernelStep) -> None:
+    """Refuse dimensions of tensors that several labels share."""
+    for op in (*step.program.loads(), *step.program.stores()):
         shared = next((e for e in op.attributes["map"] if isinstance(e, tuple)), None)
         if shared is not None:
             raise LoweringError(
