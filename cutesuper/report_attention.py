@@ -39,12 +39,12 @@ def _block_lines(plan: AttentionPlan) -> list[str]:
     warps = "1 producer warp" if plan.registers is None else "1 producer warpgroup"
     turns = "in turns with the next tile's scores" if s.overlapped else "one tile after the other"
     return [
-        f"grid {plan.parts} x {tiles} x {batch} blocks in clusters of {plan.cluster}, "
+        (f"grid {plan.parts} x {tiles} x {batch} blocks in clusters of {plan.cluster}, "
         f"{plan.threads} threads: {plan.warpgroups} consumer warpgroup(s), {s.row_groups} along "
-        f"the rows and {s.key_groups} along the keys, {warps}",
-        f"ring of {s.stages} stages x {plan.stage_bytes} bytes: {_name(plan, plan.key_load)}, "
+        f"the rows and {s.key_groups} along the keys, {warps}"),
+        (f"ring of {s.stages} stages x {plan.stage_bytes} bytes: {_name(plan, plan.key_load)}, "
         f"{_name(plan, plan.value_load)}; {_name(plan, plan.row_load)} stays, "
-        f"{plan.query_bytes} bytes",
+        f"{plan.query_bytes} bytes"),
         f"products {turns}; {s.resident} block(s) share a multiprocessor",
     ]
 

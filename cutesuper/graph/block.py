@@ -85,8 +85,8 @@ class BlockOp:
             ``axis`` (name) and ``op`` ("sum" or "max"); see `rescaled`. ``causal_mask``: ``rows``
             and ``columns`` (labels of the value) and its own ``alignment``. ``length_mask``, whose
             second operand is a ``load`` of the lengths: ``columns``, ``rows`` (None where it is not
-            causal or there is one row) and ``causal``. A ``load`` through a table of pages has its name as
-            ``table``; ``tensor`` is the cache and ``map`` that of the gathered tensor.
+            causal or there is one row) and ``causal``. A ``load`` through a table of pages has its
+            name as ``table``; ``tensor`` is the cache and ``map`` that of the gathered tensor.
             Element-wise operators: their own.
     """
 
