@@ -187,8 +187,7 @@ def boxes(plan: AttentionPlan, load: int, width: int) -> int:
 
 
 def assert_loads(plan: AttentionPlan) -> None:
-    """A tile is loaded in the first round of the ring and in the others, rows once; coordinates are
-    the same in all lanes, so that no bulk load becomes a loop over lanes."""
+    """A tile is loaded in the first round of the ring and in the others, rows once."""
     pytest.importorskip("cutlass")
     r = compiled(plan).resources
     assert r.stack_bytes == 0 and not r.spills

@@ -142,8 +142,7 @@ class PagedLoads:
         _, _, window = place["tables"][view.table]
         heads = self.k.coordinates(view, place)
         parts = view.size // rows  # boxes of a page: more than one where pages are larger
-        # in a run-time loop the compiler takes coordinates to differ between lanes, and makes a
-        # loop over lanes of every bulk load
+        # with a run-time loop here the compiler made a loop over lanes of every bulk load
         for n in cutlass.range_constexpr(self.k.key_tile // rows):
             at = tile * (self.k.key_tile // rows) + n
             page = cute.arch.shuffle_sync(window[0], at // parts % WINDOW)
