@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutesuper.device.math import choose, nan_max
-from cutesuper.device.memory import element, fence_reads
+from cutesuper.device.memory import fence_reads
 from cutesuper.lower.attention_rows import PIECE, byte_piece, chunk_of
 from cutesuper.schedule.attention import Reduction
 
@@ -164,11 +164,13 @@ class KeyValues:
         offset = row * chunk + inside * PIECE + key % PIECE
         return cute.make_tensor(pointer + offset, cute.make_layout(1))
 
-    def value(self, smem: dict[str, Any], operation: int, stage: Any, key: Any) -> Any:
-        """A value of a key. Read where it is used: a thread's 32 values of a tile of 128 keys kept
-        in registers took 184 to 504 bytes of stack."""
-        n = self.order.index(operation)
-        return element(smem["key_values"], self.slot(n, stage, key))
+    def pair(self, smem: dict[str, Any], operation: int, stage: Any, key: Any) -> cute.Tensor:
+        """A value of two keys, the first of which is even."""
+        register = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+        offset = cute.assume(self.slot(self.order.index(operation), stage, key), divby=2)
+        source = cute.make_tensor(smem["key_values"] + offset, cute.make_layout(2))
+        cute.autovec_copy(source, register)
+        return register
 
     @cute.jit
     def clean(self, smem, thread, group, stage, keys, rows):

@@ -97,12 +97,12 @@ class Rows:
         """One slot for each warpgroup along the rows, and the tiles of the query."""
         rank = len(self.tile) + 1
         tiles = cute.local_tile(coord, self.box_tile(), (None,) * cute.rank(coord))
-        slots, outer = [], self.box().outer
+        found = []
         for g in range(self.k.row_groups):
             start = smem["rows"].iterator + g * ROW_BLOCK * self.k.depth
-            slot, source = partition(atom, cute.make_tensor(start, outer), tiles, rank)
-            slots.append(slot)
-        return slots, source
+            own = cute.make_tensor(start, self.box().outer)
+            found.append(partition(atom, own, tiles, rank))
+        return [slot for slot, _ in found], found[0][1]
 
     @cute.jit
     def load(self, atom, loads, smem, place):

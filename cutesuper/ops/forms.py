@@ -179,7 +179,7 @@ def _made(form: Form, device: torch.device) -> Kernel | None:
         )
     try:
         with torch.cuda.device(device):
-            return superoptimize(graph_of(form), dependent_launch=True)
+            return superoptimize(graph_of(form))
     except (SearchError, LoweringError, ScheduleError):
         if form.any_batch:
             return None

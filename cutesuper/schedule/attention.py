@@ -106,7 +106,8 @@ class AttentionPlan:
         vectors: loads of the prologue with the inner label only.
         scores: the function of the product whose maximum runs, less ``factor``; without a maximum
             not used.
-        factor: positive; the scores are ``factor * scores``.
+        factor, row_factor: positive; the scores are ``factor * scores``, and times a value of the
+            row if there is one.
         masks: which keys are visible.
         maximum: the operation that completes the running maximum, None where there is none.
         weight: the operation exp(scores - maximum of the tile).
@@ -136,6 +137,7 @@ class AttentionPlan:
     vectors: dict[int, View]
     scores: ThreadExpression
     factor: float
+    row_factor: int | None
     masks: tuple[Mask, ...]
     maximum: int | None
     weight: int | None

@@ -22,6 +22,8 @@ from cutesuper.schedule.schedule import AttentionSchedule
 
 CLOSES = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
 REDUCES = ("sum", "mean", "max")
+#: operators whose results are not negative
+POSITIVE = ("rsqrt", "sqrt", "exp", "sigmoid", "square")
 
 
 def is_chained(step: KernelStep) -> bool:
@@ -135,6 +137,7 @@ class AttentionRoles:
                     values[i] = reciprocal(values[i])
                     expressions = [multiply_by(e, i) for e in expressions]
         prologue, scores, source, *others = expressions
+        scores, row_factor = self._without_row_factor(scores, row_values)
         result = replace(result, source=source)
         sums = tuple(replace(s, source=e) for s, e in zip(sums, others, strict=False))
         outputs = tuple(
@@ -150,6 +153,7 @@ class AttentionRoles:
             row_reductions=tuple(self.row_reductions.values()), row_values=row_values,
             key_reductions=tuple(self.key_reductions.values()), key_values=key_values,
             vectors={i: self._view(i) for i in self.vectors}, scores=scores, factor=factor,
+            row_factor=row_factor,
             masks=masks, maximum=maximum, weight=weight, row_sums=sums, result=result,
             outputs=outputs, divisors=divisors, schedule=schedule,
         )  # fmt: skip
@@ -203,6 +207,26 @@ class AttentionRoles:
                 return i, factor, tuple(masks)
             factor = factor / number if op.kind == "div" else factor * number
             i = rest
+
+    def _without_row_factor(
+        self, scores: ThreadExpression, values: dict[int, ThreadExpression]
+    ) -> tuple[ThreadExpression, int | None]:
+        """A positive value of the row that all scores of it are multiplied by: it multiplies the
+        maximum as well, and takes one multiplication with the constant factor.
+
+        before: ``mul(product, rsqrt of the row)``; after: ``product``, the operation of the root.
+        """
+        last = scores.ops[-1] if scores.ops else None
+        if last is None or last.kind != "mul":
+            return scores, None
+        for place, other in (last.args, last.args[::-1]):
+            value = values.get(scores.leaves[place]) if place < len(scores.leaves) else None
+            if value is None or not value.ops or value.ops[-1].kind not in POSITIVE:
+                continue
+            if other < len(scores.leaves):
+                return ThreadExpression((scores.leaves[other],), ()), scores.leaves[place]
+            return replace(scores, ops=scores.ops[:-1]), scores.leaves[place]
+        return scores, None
 
     def _number(self, i: int) -> float | None:
         op = self.ops[i]
