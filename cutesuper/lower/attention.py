@@ -98,7 +98,8 @@ class AttentionKernel:
             stream=stream,
             use_pdl=self.dependent,
             min_blocks_per_mp=plan.schedule.resident,
-            preferred_smem_carveout=100,
+            # asked for where blocks share an SM; the compiler asks a driver for it otherwise
+            **({"preferred_smem_carveout": 100} if plan.schedule.resident > 1 else {}),
         )
 
     def matrix(
@@ -184,6 +185,10 @@ class AttentionKernel:
                 cute.arch.setmaxregister_decrease(registers[1])
             if warp == self.producer:
                 self.produce(atoms, loads, smem, place, first, count)
+            elif cutlass.const_expr(self.plan.helpers > 0):
+                self.key_values.run(
+                    smem, tidx - 32 * (self.producer + 1), lane, place, first, count
+                )
             if cutlass.const_expr(self.plan.cluster > 1):
                 cute.arch.cluster_wait()
         else:
@@ -222,7 +227,7 @@ class AttentionKernel:
     @cute.jit
     def set_up(self, smem, place):
         """Barriers, by the producer warp, before anything else."""
-        readers = 4 * self.row_groups
+        readers = 4 * self.row_groups + self.plan.helpers
         groups = [
             (smem["keys_full"], self.stages, 1),
             (smem["values_full"], self.stages, 1),
@@ -230,6 +235,8 @@ class AttentionKernel:
             (smem["values_empty"], self.stages, readers),
             (smem["rows_full"], 1, 1),
         ]
+        if cutlass.const_expr(self.plan.helpers > 0):
+            groups.append((smem["values_ready"], self.stages, self.plan.helpers))
         if cutlass.const_expr(self.plan.cluster > 1):
             groups.append((smem["received"], self.warpgroups, 1))
         init_barriers(groups)
@@ -356,12 +363,10 @@ class AttentionKernel:
             cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
             warpgroup.fence()
             self.multiply_keys(mmas, scores, a, b, stage)
-            self.key_values.of_keys(smem, thread, group, stage, phase, keys, rows)
             warpgroup.wait_group(0)
             self.release(smem["keys_empty"] + stage, lane)
-            self.key_values.of_values(smem, thread, group, stage, phase, keys, rows)
-            tile = self.key_values.round(stage, phase)
-            self.scores.weigh(scores, state, smem, tile, lane, rows, keys)
+            self.key_values.wait(smem, stage, phase)
+            self.scores.weigh(scores, state, smem, stage, lane, rows, keys)
             self.scores.pack(scores, words)
             self.scores.rescale(result, state)
             cute.arch.mbarrier_wait(smem["values_full"] + stage, phase)
@@ -384,7 +389,7 @@ class AttentionKernel:
         a, b, v, scores, weights, words, result = fragments
         stage, phase = Int32(0) + lead, Int32(0)
         before, before_phase = Int32(0) + lead, Int32(0)
-        if cutlass.const_expr(self.turns):
+        if cutlass.const_expr(self.turns):  # noqa: SIM102
             if group == 1:
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
         if steps > 0:
@@ -397,12 +402,10 @@ class AttentionKernel:
                 cute.arch.barrier_arrive(
                     barrier_id=TURN_BARRIER + 1 - group, number_of_threads=256
                 )
-            self.key_values.of_keys(smem, thread, group, stage, phase, keys, rows)
             warpgroup.wait_group(0)
             self.release(smem["keys_empty"] + stage, lane)
-            self.key_values.of_values(smem, thread, group, stage, phase, keys, rows)
-            tile = self.key_values.round(stage, phase)
-            self.scores.weigh(scores, state, smem, tile, lane, rows, keys)
+            self.key_values.wait(smem, stage, phase)
+            self.scores.weigh(scores, state, smem, stage, lane, rows, keys)
             self.scores.pack(scores, words)
         for _ in cutlass.range(1, steps, unroll=1):
             stage += self.key_groups
@@ -422,12 +425,10 @@ class AttentionKernel:
                     barrier_id=TURN_BARRIER + 1 - group, number_of_threads=256
                 )
             keys += self.key_tile * self.key_groups
-            self.key_values.of_keys(smem, thread, group, stage, phase, keys, rows)
             warpgroup.wait_group(1)
             self.release(smem["keys_empty"] + stage, lane)
-            self.key_values.of_values(smem, thread, group, stage, phase, keys, rows)
-            tile = self.key_values.round(stage, phase)
-            self.scores.weigh(scores, state, smem, tile, lane, rows, keys)
+            self.key_values.wait(smem, stage, phase)
+            self.scores.weigh(scores, state, smem, stage, lane, rows, keys)
             warpgroup.wait_group(0)
             self.release(smem["values_empty"] + before, lane)
             self.scores.rescale(result, state)
@@ -435,7 +436,7 @@ class AttentionKernel:
             # and the compiler serialises all products
             self.scores.pack(scores, words)
             before, before_phase = stage, phase
-        if cutlass.const_expr(self.turns):
+        if cutlass.const_expr(self.turns):  # noqa: SIM102
             if group == 0:
                 cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=256)
         if steps > 0:
@@ -464,7 +465,7 @@ class AttentionKernel:
     @cute.jit
     def release(self, barrier, lane):
         """Give a stage back to the producer."""
-        if cutlass.const_expr(self.key_values.reads):
+        if cutlass.const_expr(self.key_values.clears):
             fence_reads()
         if lane == 0:
             cute.arch.mbarrier_arrive(barrier)

@@ -1,8 +1,8 @@
 """Values of keys: reductions of the tiles of keys and values that a warpgroup multiplies.
 
 ``rms(V)`` scales the weight of every key by the root of its mean square. The tile is in shared
-memory already: a thread reads one key's row, 16 bytes at a time, and leaves the value where all
-threads of the warpgroup find it.
+memory already: helper warps read it as soon as it arrives, a thread one key's row, 16 bytes at a
+time, and leave the values where consumers find them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32, Int64
 
 from cutesuper.device.math import choose, nan_max
 from cutesuper.device.memory import element, fence_reads
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: named barrier of the first warpgroup; the others follow
 GROUP_BARRIER = 1
+#: pieces of a row that a thread reads before it computes
+BATCH = 8
 
 
 class KeyValues:
@@ -33,98 +35,91 @@ class KeyValues:
         self.plan = plan = kernel.plan
         self.clears = any(m.lengths is not None for m in plan.masks)
         self.order = list(plan.key_values)
-        of_keys = {r.value for r in plan.key_reductions if r.operand == plan.key_load}
-        #: values that need nothing but the tile of keys, and all others
-        self.early = [i for i, e in plan.key_values.items() if set(e.leaves) <= of_keys]
-        self.late = [i for i in plan.key_values if i not in self.early]
-
-    @property
-    def reads(self) -> bool:
-        """Whether warps read or write a stage other than through the tensor cores."""
-        return self.clears or bool(self.order)
+        self.threads = 32 * plan.helpers
 
     def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
-        """Every value of every key in the ring, twice."""
-        count = 2 * len(self.order) * self.k.key_tile * self.k.stages
+        """Every value of every key in the ring."""
+        count = len(self.order) * self.k.key_tile * self.k.stages
         smem["key_values"] = alloc.allocate_array(Float32, max(4, count), byte_alignment=16)
+        smem["values_ready"] = alloc.allocate_array(Int64, self.k.stages, byte_alignment=8)
 
-    def round(self, stage: Any, phase: Any) -> Any:
-        """Which tile's values: those of the ring's last round may still be read when the next tile
-        of keys is there, because a stage of keys is given back before its weights are computed."""
-        return stage + phase * self.k.stages
-
-    def slot(self, n: int, tile: Any, key: Any) -> Any:
-        """Where a value lies; the tile is a number of `round`."""
-        return (tile * len(self.order) + n) * self.k.key_tile + key
+    def slot(self, n: int, stage: Any, key: Any) -> Any:
+        """Where a value lies."""
+        return (stage * len(self.order) + n) * self.k.key_tile + key
 
     @cute.jit
-    def of_keys(self, smem, thread, group, stage, phase, keys, rows):
-        """What needs the tile of keys only, while it is multiplied."""
-        if cutlass.const_expr(len(self.early) > 0):
-            self.compute(smem, thread, stage, phase, keys, rows, self.early)
-            self.meet(group)
-
-    @cute.jit
-    def of_values(self, smem, thread, group, stage, phase, keys, rows):
-        """The rest."""
-        if cutlass.const_expr(len(self.late) > 0):
+    def run(self, smem, thread, lane, place, first, count):
+        """Compute the values of all tiles of this block; by the helper warps."""
+        end = self.k.rows.last_key(place)
+        stage, phase = Int32(0), Int32(0)
+        for i in cutlass.range(count, unroll=1):
+            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
+            # whoever waits for values as well knows that the last round's have been used
             cute.arch.mbarrier_wait(smem["values_full"] + stage, phase)
-            self.compute(smem, thread, stage, phase, keys, rows, self.late)
-            self.meet(group)
+            keys = (first + i) * self.k.key_tile
+            for turn in cutlass.range_constexpr(-(-self.k.key_tile // self.threads)):
+                key = thread + turn * self.threads
+                if key < self.k.key_tile:
+                    self.compute_key(smem, key, stage, keys + key < end)
+            fence_reads()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(smem["values_ready"] + stage)
+                cute.arch.mbarrier_arrive(smem["keys_empty"] + stage)
+                cute.arch.mbarrier_arrive(smem["values_empty"] + stage)
+            stage += 1
+            if stage == self.k.stages:
+                stage = Int32(0)
+                phase = phase ^ 1
+
+    @cute.jit
+    def wait(self, smem, stage, phase):
+        """Until the values of a stage are there."""
+        if cutlass.const_expr(self.threads > 0):
+            cute.arch.mbarrier_wait(smem["values_ready"] + stage, phase)
 
     @cute.jit
     def meet(self, group):
         """All threads of a warpgroup."""
         cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=128)
 
-    @cute.jit
-    def compute(self, smem, thread, stage, phase, keys, rows, wanted: cutlass.Constexpr):
-        """Some values of a tile. Behind the last key they are 1: weights are 0 there, and what was
-        computed of no key may be 0 as well, of which 0 / 0 would be NaN."""
-        if thread < self.k.key_tile:
-            tile, exists = self.round(stage, phase), keys + thread < rows["end"]
-            self.compute_key(smem, thread, stage, tile, exists, wanted)
-
-    def compute_key(
-        self, smem: dict[str, Any], key: Any, stage: Any, tile: Any, exists: Any,
-        wanted: list[int],
-    ) -> None:
-        """The values of one key."""
-        needed = {i for w in wanted for i in self.plan.key_values[w].leaves}
-        totals = {
-            r.value: self.reduce(smem, stage, key, r)
-            for r in self.plan.key_reductions if r.value in needed
-        }
-        for w in wanted:
-            e = self.plan.key_values[w]
+    def compute_key(self, smem: dict[str, Any], key: Any, stage: Any, exists: Any) -> None:
+        """The values of one key; behind the last one they are 1:
+        weights are 0 there, and of no key there may be 0 as well, of which 0 / 0 would be NaN."""
+        totals = {r.value: self.reduce(smem, stage, key, r) for r in self.plan.key_reductions}
+        for n, e in enumerate(self.plan.key_values.values()):
             value = e.evaluate([totals[i] for i in e.leaves], self.k.math)
-            slot = smem["key_values"] + self.slot(self.order.index(w), tile, key)
+            slot = smem["key_values"] + self.slot(n, stage, key)
             cute.make_tensor(slot, cute.make_layout(1))[0] = choose(exists, value, 1.0)
 
     @cute.jit
     def reduce(self, smem, stage, key, reduction: cutlass.Constexpr):
-        """One key's row, reduced; two pieces at a time, since scores and results live meanwhile."""
+        """One key's row, reduced."""
         whole = self.plan.tile(
             self.plan.inner if reduction.operand == self.plan.key_load else self.plan.columns
         )
         total = Float32(0.0 if reduction.op == "sum" else -float("inf"))
-        for piece in cutlass.range(whole // PIECE, unroll=2):
-            total = self.add(total, smem, stage, key, piece, reduction)
+        for first in cutlass.range_constexpr(0, whole // PIECE, BATCH):
+            pieces = [
+                self.read(smem, reduction.operand, stage, key, piece)
+                for piece in range(first, min(first + BATCH, whole // PIECE))
+            ]
+            # without it the compiler issues every read just before its use: 2800 cycles for a tile
+            cute.arch.fence_acq_rel_cta()
+            for piece in pieces:
+                total = self.add(total, piece, reduction)
         return total * reduction.scale
 
-    def add(
-        self, total: Any, smem: dict[str, Any], stage: Any, key: Any, piece: Any,
-        reduction: Reduction,
-    ) -> Any:
+    def add(self, total: Any, piece: cute.Tensor, reduction: Reduction) -> Any:
         """Eight elements more."""
-        x = self.read(smem, reduction.operand, stage, key, piece)
-        v = reduction.source.evaluate([x], self.k.math)
+        v = reduction.source.evaluate([piece.load().to(Float32)], self.k.math)
         if reduction.op == "max":
             lowest = Float32(-float("inf"))
             return nan_max(total, v.reduce(cute.ReductionOp.MAX, lowest, 0))
         return total + v.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
 
-    def read(self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: Any) -> Any:
+    def read(
+        self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: Any
+    ) -> cute.Tensor:
         """Eight elements of a key's row."""
         register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
         if self.has_rows(operand):
@@ -132,14 +127,14 @@ class KeyValues:
         else:
             for i in range(PIECE):
                 register[i] = self.across(smem, operand, stage, key, piece * PIECE + i)[0]
-        return register.load().to(Float32)
+        return register
 
     def has_rows(self, operand: int) -> bool:
         """Whether the elements of a key lie next to each other; otherwise keys do."""
         return self.k.inner_major if operand == self.plan.key_load else self.k.column_major
 
     def ring(self, smem: dict[str, Any], operand: int, stage: Any) -> tuple[cute.Pointer, int]:
-        """Where the tiles of an operand begin in a stage, and the (padded) length of a key's row."""
+        """Where an operand's tile begins in a stage, and the (padded) length of a key's row."""
         name, length = ("keys", self.k.depth) if operand == self.plan.key_load else (
             "values", self.k.width
         )
@@ -169,17 +164,17 @@ class KeyValues:
         offset = row * chunk + inside * PIECE + key % PIECE
         return cute.make_tensor(pointer + offset, cute.make_layout(1))
 
-    def value(self, smem: dict[str, Any], operation: int, tile: Any, key: Any) -> Any:
+    def value(self, smem: dict[str, Any], operation: int, stage: Any, key: Any) -> Any:
         """A value of a key. Read where it is used: a thread's 32 values of a tile of 128 keys kept
         in registers took 184 to 504 bytes of stack."""
         n = self.order.index(operation)
-        return element(smem["key_values"], self.slot(n, tile, key))
+        return element(smem["key_values"], self.slot(n, stage, key))
 
     @cute.jit
     def clean(self, smem, thread, group, stage, keys, rows):
         """Set values behind the last key to 0: memory that nobody has written may hold NaN, and
         0 times NaN is NaN."""
-        if cutlass.const_expr(self.clears):
+        if cutlass.const_expr(self.clears):  # noqa: SIM102
             if keys + self.k.key_tile > rows["end"]:
                 if thread < self.k.key_tile and keys + thread >= rows["end"]:
                     self.clear(smem, stage, thread)

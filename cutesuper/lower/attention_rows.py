@@ -301,7 +301,7 @@ class Rows:
     def leaf(
         self, i: int, smem: Any, tensors: Any, values: Any, row_group: Any, row: Any, piece: Any
     ) -> Any:
-        """What the prologue takes: eight elements of a row or of a vector, or a value of the row."""
+        """Eight elements of a row or of a vector, or a value of the row, for the prologue."""
         if i == self.plan.row_load:
             return self.read(smem, row_group, row, piece).load().to(Float32)
         if i not in self.plan.vectors:

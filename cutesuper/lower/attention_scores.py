@@ -68,18 +68,18 @@ class Scores:
         return [(4 * j + 2 * r + b, 8 * j + b) for j in range(self.blocks) for b in range(2)]
 
     @cute.jit
-    def weigh(self, scores, state, smem, tile, lane, rows, keys):
+    def weigh(self, scores, state, smem, stage, lane, rows, keys):
         """Replace scores by weights; update maximum and sums."""
         first = 2 * (lane % 4)
-        values = (smem, tile, first)
+        values = (smem, stage, first)
         if cutlass.const_expr(self.shifted and not self.plan.scores.trivial):
             self.apply(self.plan.scores, scores, rows, values, self.plan.product)
         boundary = Int32(0)
-        if cutlass.const_expr(self.plan.ragged):
+        if cutlass.const_expr(self.plan.ragged):  # noqa: SIM102
             if keys + self.k.key_tile > rows["least"]:
                 boundary = Int32(1)
         if cutlass.const_expr(self.shifted):
-            if cutlass.const_expr(self.plan.ragged):
+            if cutlass.const_expr(self.plan.ragged):  # noqa: SIM102
                 if boundary != 0:
                     self.hide(scores, rows, keys + first, -float("inf"))
             self.shift(scores, state)
@@ -140,7 +140,7 @@ class Scores:
                 state[2 * r + 1] += (parts[0] + parts[1]) + (parts[2] + parts[3])
         if cutlass.const_expr(not self.plan.result.source.trivial):
             self.apply(self.plan.result.source, scores, rows, values, leaf)
-        if cutlass.const_expr(boundary is not None and self.plan.ragged):
+        if cutlass.const_expr(boundary is not None and self.plan.ragged):  # noqa: SIM102
             if boundary != 0:
                 self.hide(scores, rows, first, 0.0)
 
@@ -165,8 +165,8 @@ class Scores:
             elif i in row_values:
                 leaves.append(row_values[i])
             else:
-                smem, tile, first = values
-                leaves.append(self.k.key_values.value(smem, i, tile, first + column))
+                smem, stage, first = values
+                leaves.append(self.k.key_values.value(smem, i, stage, first + column))
         return Float32(e.evaluate(leaves, self.k.math))
 
     def pack(self, scores: Any, words: Any) -> None:

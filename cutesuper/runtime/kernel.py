@@ -19,6 +19,7 @@ from cutesuper.runtime.resources import Resources, combine
 from cutesuper.runtime.scratch import Need, ScratchMemory, rows_of
 from cutesuper.schedule.plan import Scratch
 from cutesuper.schedule.planner import KernelPlan
+from cutesuper.schedule.rows import RowPlan
 
 if TYPE_CHECKING:
     from cutesuper.search.cost import Cost
