@@ -134,7 +134,7 @@ class KeyValues:
         return self.k.inner_major if operand == self.plan.key_load else self.k.column_major
 
     def ring(self, smem: dict[str, Any], operand: int, stage: Any) -> tuple[cute.Pointer, int]:
-        """Where an operand's tile begins in a stage, and the (padded) length of a key's row."""
+        """Where a stage's tile of an operand begins, and the (padded) length of a key's row."""
         name, length = ("keys", self.k.depth) if operand == self.plan.key_load else (
             "values", self.k.width
         )
