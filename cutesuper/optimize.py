@@ -151,10 +151,10 @@ def mugraphs(
     executor: Executor | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
-    """The best muGraphs for a graph, verified, whether or not the lowering can run them yet.
+    """The best muGraphs for a graph, verified, whether or not the lowering can run them.
 
     before: attention; after: one kernel with a running maximum and a cluster over the keys, two
-    kernels with partial results, and so on, `Candidate.lowered` False. `superoptimize` chooses
+    kernels with partial results (`Candidate.lowered` False), and so on. `superoptimize` chooses
     among those that can be run.
 
     Args:

@@ -36,15 +36,22 @@ def _block_lines(plan: AttentionPlan) -> list[str]:
     s, program = plan.schedule, plan.program
     tiles = prod(ceil_div(extent(program.dims[d]), plan.tile(d)) for d in plan.rows)
     batch = prod(extent(program.dims[d]) for d in plan.batch)
-    warps = "1 producer warp" if plan.registers is None else "1 producer warpgroup"
+    warps = "1 producer warp" + (f", {plan.helpers} helper warps" if plan.helpers else "")
+    handed = "" if plan.registers is None else (
+        f"; {plan.registers[0]} registers for consumers, {plan.registers[1]} for others"
+    )
     turns = "in turns with the next tile's scores" if s.overlapped else "one tile after the other"
     return [
-        (f"grid {plan.parts} x {tiles} x {batch} blocks in clusters of {plan.cluster}, "
-        f"{plan.threads} threads: {plan.warpgroups} consumer warpgroup(s), {s.row_groups} along "
-        f"the rows and {s.key_groups} along the keys, {warps}"),
-        (f"ring of {s.stages} stages x {plan.stage_bytes} bytes: {_name(plan, plan.key_load)}, "
-        f"{_name(plan, plan.value_load)}; {_name(plan, plan.row_load)} stays, "
-        f"{plan.query_bytes} bytes"),
+        (
+            f"grid {plan.parts} x {tiles} x {batch} blocks in clusters of {plan.cluster}, "
+            f"{plan.threads} threads: {plan.warpgroups} consumer warpgroup(s), {s.row_groups} "
+            f"along the rows and {s.key_groups} along the keys, {warps}{handed}"
+        ),
+        (
+            f"ring of {s.stages} stages x {plan.stage_bytes} bytes: {_name(plan, plan.key_load)}, "
+            f"{_name(plan, plan.value_load)}; {_name(plan, plan.row_load)} stays, "
+            f"{plan.query_bytes} bytes"
+        ),
         f"products {turns}; {s.resident} block(s) share a multiprocessor",
     ]
 
@@ -60,7 +67,7 @@ def _row_lines(plan: AttentionPlan) -> list[str]:
 
 def _key_lines(plan: AttentionPlan) -> list[str]:
     lines = [_reduction(plan, "key", n, r) for n, r in enumerate(plan.key_reductions)]
-    return lines + [f"key{n}, once per key and block: {_text(plan, e)}"
+    return lines + [f"key{n}, by helper warps, once per key and block: {_text(plan, e)}"
                     for n, e in enumerate(plan.key_values.values())]
 
 
@@ -135,9 +142,8 @@ def _text(plan: AttentionPlan, expression: ThreadExpression) -> str:
     names |= {} if plan.weight is None else {plan.weight: "weight"}
     loads = [i for i, op in enumerate(plan.program.ops) if op.kind == "load"]
     names |= {i: _name(plan, i) for i in loads if i not in names}
-    if _is_output(plan, expression):
-        names |= {d: f"(1 / {names[d]})" for d in plan.divisors}
-    return expression.text([names[i] for i in expression.leaves])
+    inverted = {d: f"(1 / {names[d]})" for d in plan.divisors if _is_output(plan, expression)}
+    return expression.text([(names | inverted)[i] for i in expression.leaves])
 
 
 def _is_output(plan: AttentionPlan, expression: ThreadExpression) -> bool:

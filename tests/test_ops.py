@@ -393,8 +393,7 @@ class Gpu:
         self.capturing = False
         self.refuses = lambda graph: False
 
-    def superoptimize(self, graph: Any, dependent_launch: bool) -> Any:
-        assert dependent_launch
+    def superoptimize(self, graph: Any) -> Any:
         self.made.append(graph)
         if self.refuses(graph):
             raise SearchError("nothing found")

@@ -20,7 +20,7 @@ from cutesuper import store
 from cutesuper.errors import FormatError
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.optimize import Choice, Options, choose, stored_choice
-from cutesuper.schedule.schedule import MatmulSchedule
+from cutesuper.schedule.schedule import AttentionSchedule, MatmulSchedule
 from cutesuper.store import Measured, canonical, file_name, find, read_entry, save
 from tests import zoo
 
@@ -101,6 +101,21 @@ def test_everything_else_does() -> None:
 
 
 # --------------------------------------------------------------------------------- what is read
+
+
+def test_attention_is_stored_with_its_knobs() -> None:
+    g = cs.new_kernel_graph()
+    q, k, v = (g.new_input((8, n, 64), "float16") for n in (4, 1000, 1000))
+    g.mark_output(g.scaled_dot_product_attention(q, k, v, scale=0.125))
+    _, choice = choose(g, OPTIONS)
+    [plan] = choice.plans
+    assert isinstance(plan.schedule, AttentionSchedule)
+    tuned = replace(plan.schedule, stages=2, stream_keys=not plan.schedule.stream_keys)
+    assert tuned != plan.schedule
+    path = save(g, "sm_90a", False, choice.candidate.mugraph, [tuned], SEEN, None)
+    assert json.loads(path.read_text())["schedules"][0]["kind"] == "attention"
+    found = stored_choice(g, OPTIONS)
+    assert found is not None and [p.schedule for p in found.plans] == [tuned]
 
 
 def test_what_is_stored_is_read_under_other_names() -> None:

@@ -234,11 +234,11 @@ class Join:
         owned.fill(0.0)
         for s in cutlass.range(count, unroll=min(count, 16)):
             part = base + s * each
-            theirs = self.get(part + behind, 0, statistic)
+            statistics = self.get(part + behind, 0, statistic)
             factors = [Float32(1.0), Float32(1.0)]
             if cutlass.const_expr(self.shifted):
-                factors = [exp2(theirs[2 * r] - tops[r]) for r in range(2)]
-            sums = [sums[r] + theirs[2 * r + 1] * factors[r] for r in range(2)]
+                factors = [exp2(statistics[2 * r] - tops[r]) for r in range(2)]
+            sums = [sums[r] + statistics[2 * r + 1] * factors[r] for r in range(2)]
             for j in cutlass.range_constexpr(self.owned):
                 x = self.get(part, j, thread)
                 for e in cutlass.range_constexpr(ITEM):

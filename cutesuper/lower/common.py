@@ -1,4 +1,4 @@
-"""What both loop skeletons need: element types, labelled views of arguments, fake arguments."""
+"""What the loop skeletons need: element types, labelled views of arguments, fake arguments."""
 
 from __future__ import annotations
 

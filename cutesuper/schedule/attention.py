@@ -227,10 +227,10 @@ class AttentionPlan:
 
     @property
     def least_stages(self) -> int:
-        """Below this the ring stands still: values of the next tile's keys are waited for before
-        this tile's values are multiplied, so that a warpgroup needs both."""
-        reads = any(r.operand == self.value_load for r in self.key_reductions)
-        return self.schedule.key_groups * (2 if reads and self.schedule.overlapped else 1)
+        """Below this the ring stands still: values of the next tile's keys, which need both its
+        operands, are waited for before this tile's stage is given back."""
+        ahead = bool(self.key_values) and self.schedule.overlapped
+        return self.schedule.key_groups * (2 if ahead else 1)
 
     # -------------------------------------------------------------------------------- threads
 
@@ -335,8 +335,10 @@ class AttentionPlan:
     def shared_bytes(self) -> int:
         """Shared memory of a block, with room for barriers and alignment."""
         key_values = 4 * self.key_tile * len(self.key_values) * self.schedule.stages
+        row_values = 4 * ROW_BLOCK * self.schedule.row_groups * max(1, len(self.row_values))
+        ring = self.stage_bytes * self.schedule.stages
         ends = self.meeting_bytes + self.exchange_bytes
-        return self.query_bytes + self.stage_bytes * self.schedule.stages + ends + key_values + 2048
+        return self.query_bytes + ring + ends + key_values + row_values + 1024
 
     @property
     def scratch(self) -> tuple[Scratch, ...]:

@@ -35,7 +35,7 @@ def make_plan(
 
     Raises:
         LoweringError: no skeleton runs this program.
-        ScheduleError: it does not fit the target, or the schedule is of the other skeleton.
+        ScheduleError: it does not fit the target, or the schedule is of another skeleton.
         GraphError: it is illegal.
     """
     _check_one_walk(step)
@@ -72,7 +72,8 @@ def _check_no_maximum(step: KernelStep) -> None:
         if op.rescaled:
             raise LoweringError(
                 f"kernel {step.name}: operation {i} is a sum rescaled by a running maximum over "
-                f"{op.attributes['axis']}, which no kernel keeps; let a block hold the whole label"
+                f"{op.attributes['axis']}, which only a loop between two products keeps; let a "
+                "block hold the whole label"
             )
 
 
@@ -94,5 +95,5 @@ def _check_maps(step: KernelStep) -> None:
         if shared is not None:
             raise LoweringError(
                 f"kernel {step.name}, {op.kind} of {op.attributes['tensor']}: the labels "
-                f"{', '.join(shared)} share a dimension; both skeletons take one label for each"
+                f"{', '.join(shared)} share a dimension; skeletons take one label for each"
             )

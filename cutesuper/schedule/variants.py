@@ -160,7 +160,7 @@ def check_schedule(schedule: Schedule, default: KernelPlan, name: str) -> None:
     elif isinstance(default, AttentionPlan) and isinstance(schedule, AttentionSchedule):
         why = ""  # `make_plan` takes no knob as it is
     else:
-        why = "it is of the other skeleton"
+        why = "it is of another skeleton"
     if why:
         raise ScheduleError(f"kernel {name}: schedule {schedule}: {why}")
 
