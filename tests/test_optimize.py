@@ -42,7 +42,7 @@ SMALL: dict[str, Any] = {
     "layer_norm": lambda: zoo.rows("layer_norm", (3, 2, 100), "float32"),
     "two outputs": lambda: zoo.rows("mean and max", (9, 64)),
     "symbolic": lambda: zoo.rms_norm_linear(cs.symbol("M", 20), K, N),
-    "relu_mlp": lambda: zoo.relu_mlp(M, K, 320, 64),
+    "relu_mlp": lambda: zoo.relu_mlp(M, 512, 320, 64),
 }
 
 

@@ -385,8 +385,7 @@ class AttentionKernel:
             self.multiply_keys(mmas, scores, a, b, stage)
             warpgroup.wait_group(0)
             self.release(smem["keys_empty"] + stage, lane)
-            self.key_values.wait(smem, stage, phase)
-            self.scores.weigh(scores, state, smem, stage, lane, rows, keys)
+            self.scores.weigh(scores, state, smem, stage, phase, lane, rows, keys)
             self.scores.pack(scores, words)
             self.scores.rescale(result, state)
             cute.arch.mbarrier_wait(smem["values_full"] + stage, phase)
@@ -424,8 +423,7 @@ class AttentionKernel:
                 )
             warpgroup.wait_group(0)
             self.release(smem["keys_empty"] + stage, lane)
-            self.key_values.wait(smem, stage, phase)
-            self.scores.weigh(scores, state, smem, stage, lane, rows, keys)
+            self.scores.weigh(scores, state, smem, stage, phase, lane, rows, keys)
             self.scores.pack(scores, words)
         for _ in cutlass.range(1, steps, unroll=1):
             stage += self.key_groups
@@ -447,8 +445,7 @@ class AttentionKernel:
             keys += self.key_tile * self.key_groups
             warpgroup.wait_group(1)
             self.release(smem["keys_empty"] + stage, lane)
-            self.key_values.wait(smem, stage, phase)
-            self.scores.weigh(scores, state, smem, stage, lane, rows, keys)
+            self.scores.weigh(scores, state, smem, stage, phase, lane, rows, keys)
             warpgroup.wait_group(0)
             self.release(smem["values_empty"] + before, lane)
             self.scores.rescale(result, state)

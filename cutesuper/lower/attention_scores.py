@@ -48,6 +48,8 @@ class Scores:
         # a maximum that lags behind is one that sums and results are relative to, but no maximum
         told = any(plan.maximum in o.expression.leaves for o in plan.outputs)
         self.lazy = plan.schedule.overlapped and not told
+        #: whether values of keys are needed before the weights
+        self.keyed_early = any(i in plan.key_values for i in plan.scores.leaves)
         self.scale = plan.factor * LOG2E
 
     def start(self, warp: Any, lane: Any) -> cute.Tensor:
@@ -69,10 +71,12 @@ class Scores:
         return [(4 * j + 2 * r + b, 8 * j + b) for j in range(self.blocks) for b in range(2)]
 
     @cute.jit
-    def weigh(self, scores, state, smem, stage, lane, rows, keys):
+    def weigh(self, scores, state, smem, stage, phase, lane, rows, keys):
         """Replace scores by weights; update maximum and sums."""
         first = 2 * (lane % 4)
-        values = (smem, stage, first)
+        values = (smem, stage, phase, first)
+        if cutlass.const_expr(self.keyed_early):
+            self.k.key_values.wait(smem, stage, phase)
         if cutlass.const_expr(self.shifted and not self.plan.scores.trivial):
             self.apply(self.plan.scores, scores, rows, values, self.plan.product)
         boundary = Int32(0)
@@ -130,6 +134,10 @@ class Scores:
         for r in cutlass.range_constexpr(self.rows):
             if cutlass.const_expr(self.shifted):
                 state[2 * r + 1] *= state[4 + r]
+        if cutlass.const_expr(len(self.plan.key_values) > 0 and not self.keyed_early):
+            # they have been computed while the exponentials were
+            smem, stage, phase, _ = values
+            self.k.key_values.wait(smem, stage, phase)
         for s in self.plan.row_sums:
             parts = [[Float32(0.0) for _ in range(4)] for _ in range(self.rows)]
             for n, (j, keyed) in enumerate(self.columns(s.source, values)):
@@ -165,7 +173,7 @@ class Scores:
         They come in pairs, for both rows. Read where they are used: 32 values of a tile of 128 keys
         kept in registers took 184 to 504 bytes of stack.
         """
-        smem, stage, first = values
+        smem, stage, _, first = values
         needed = [i for i in e.leaves if i in self.plan.key_values]
         for block in range(self.blocks):
             pairs = {
