@@ -21,6 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+# cuDNN has hazards of its own, and does not end well under synccheck
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 import cutesuper
 from benchmarks.workloads_attention import serving
 from cutesuper.graph.evaluate import evaluate

@@ -248,7 +248,7 @@ class AttentionKernel:
             (smem["rows_full"], 1, 1),
         ]
         if cutlass.const_expr(self.plan.helpers > 0):
-            groups.append((smem["values_ready"], self.stages, self.plan.helpers))
+            groups.append((smem["values_ready"], self.stages, 32 * self.plan.helpers))
         if cutlass.const_expr(self.plan.cluster > 1):
             groups.append((smem["received"], self.warpgroups, 1))
         init_barriers(groups)

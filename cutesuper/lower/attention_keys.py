@@ -61,9 +61,10 @@ class KeyValues:
                 key = thread + turn * self.threads
                 if key < self.k.key_tile:
                     self.compute_key(smem, key, stage, keys + key < end)
+            # every thread for itself: racecheck does not see that one arrives for its warp
+            cute.arch.mbarrier_arrive(smem["values_ready"] + stage)
             fence_reads()
             if lane == 0:
-                cute.arch.mbarrier_arrive(smem["values_ready"] + stage)
                 cute.arch.mbarrier_arrive(smem["keys_empty"] + stage)
                 cute.arch.mbarrier_arrive(smem["values_empty"] + stage)
             stage += 1
