@@ -138,9 +138,8 @@ class Join:
             for i in cutlass.range_constexpr(self.items):
                 self.put(own, i, thread, [result[self.register(i, e)] for e in range(ITEM)])
             self.put(own, self.items, thread, [state[n] for n in range(4)])
-        cute.arch.barrier(
-            barrier_id=ROWS_BARRIER + group // 2, number_of_threads=256
-        )
+        # two warpgroups along the keys are all there are
+        cute.arch.barrier(barrier_id=ROWS_BARRIER, number_of_threads=256)
         if thread < self.active:
             other = self.meeting(smem, group ^ 1)
             theirs = self.get(other, self.items, thread)
