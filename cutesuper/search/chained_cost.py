@@ -1,18 +1,23 @@
 """What a kernel of two chained products costs, in microseconds.
 
 Like `search.cost`, with the same causes where they are the same; the constants and what they were
-measured on stand in `graph.targets`. Two things decide here that do not elsewhere:
+measured on stand in `graph.targets`. What decides here:
 
+* *Waves.* About 64 blocks saturate the memory, so more parts do not read faster; but clusters that
+  do not fit at once wait for a whole block. 32 clusters of 4, of which 30 fit, take 12.1 us where 8
+  clusters of 8 take 7.3.
+* *Joining.* The grid joins in memory, 1.3 us and more; warpgroups and clusters in shared memory.
 * *The chain.* Products and softmax of one tile of keys wait for each other, so a block takes at
-  least as long as its tiles one after the other. Two warpgroups halve that where they take
-  different tiles of the keys (64 rows), and not where they take different rows (128).
-* *Joining.* A cluster and the grid add up whole results. With few rows that is cheap and fills the
-  chip; with 64 x 64 results, 64 blocks in clusters take less time than 128 that meet in memory.
+  least as long as its tiles one after the other; two warpgroups with 64 rows take turns.
+* *Masks.* Causal blocks have different lengths, and begin one after the other where SMs are free.
+* *Lengths* that only the kernel knows: the mean of what equal and what mixed lengths cost. Parts
+  divide what a sequence has, so they matter only between sequences.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
 from math import prod
 
 from cutesuper.graph.block import ENDING, LOAD, STORE, BlockOp, BlockProgram
@@ -25,13 +30,19 @@ from cutesuper.search.saturate import Derivation, Table
 
 #: rows of one warpgroup's products
 WARPGROUP_ROWS = 64
+#: rows up to which a thread has one in place of two, and blocks are small enough for two on an SM
+FEW_ROWS, TWO_BLOCKS_ROWS = 8, 16
+#: elements of the inner label with which two blocks fit
+TWO_BLOCKS_INNER = 128
 #: shared memory of a block so that an SM holds two
 HALF_SM = 113 * 1024
-#: and the registers of a thread for accumulators
-HALF_REGISTERS = 112
 #: barriers, row scalars
-RESERVED_BYTES = 4096
+RESERVED_BYTES = 2048
 MIN_STAGES = 2
+#: blocks of an SM, one after the other, from which on it does not matter that some are shorter
+EVEN_ROUNDS = 8
+#: its multiples, less their whole parts, are spread evenly and not sorted
+GOLDEN = 0.618034
 #: operations on a score beside the exponential that cost nothing: they fill the lanes while the
 #: exponentials are computed (scale, maximum, difference, sum)
 FREE_OPS = 4
@@ -120,8 +131,16 @@ class ChainedModel:
             if op.attributes.get("over") in (form.inner, form.columns)
             and op.kind != "matmul" and form.keys in op.dims
         )  # fmt: skip
-        #: part of the scores that is not hidden
-        self.seen = self._seen(structure)
+        #: the label whose position hides keys, and the keys that come before those of position 0
+        self.causal = form.causal(structure)
+        hidden = self.dims[self.causal] if self.causal else 0
+        aligned = any(op.attributes.get("alignment") == "top_left" for op in ops)
+        self.before = 0 if aligned else self.dims[form.keys] - hidden
+        #: sequences of different lengths
+        self.sequences = prod(
+            self.dims[d] for op in ops if is_mask(op.kind)
+            for i in op.inputs[1:] for d in ops[i].dims
+        )  # fmt: skip
 
     def _on_scores(self, op: BlockOp, ops: tuple[BlockOp, ...]) -> bool:
         """Whether an operation is computed for every score."""
@@ -130,34 +149,7 @@ class ChainedModel:
         labels = ops[op.inputs[0]].dims if "over" in op.attributes else op.dims
         return self.form.keys in labels and not set(labels).isdisjoint(self.form.rows)
 
-    def _seen(self, structure: BlockProgram) -> float:
-        """Half of the positions that rows and keys share are hidden by a causal mask."""
-        rows = self.form.causal(structure)
-        keys = self.dims[self.form.keys]
-        return 1.0 if rows is None else 1 - min(self.dims[rows], keys) / (2 * keys)
-
-    # ------------------------------------------------------------------------------------- memory
-
-    def shared_bytes(self, size: ChainedSize) -> int:
-        """Shared memory with the least number of stages; what is joined takes their place."""
-        ring = MIN_STAGES * size.keys * self.key_bytes
-        joined = 4 * size.held * self.dims[self.form.columns]
-        return 2 * size.held * self.dims[self.form.inner] + max(ring, joined) + RESERVED_BYTES
-
-    def registers(self, size: ChainedSize) -> float:
-        """Of a thread, for the accumulators."""
-        return self.dims[self.form.columns] / 2 + 0.75 * size.keys
-
-    def resident(self, size: ChainedSize) -> int:
-        """Blocks that share an SM. Clusters do not: they crowd on some SMs while others idle.
-
-        32 x 4096 x 128 (decoding) takes 7.85 in 64 clusters of 2, 10.3 in 32 clusters of 4, of
-        which 30 fit with one block on an SM.
-        """
-        small = self.shared_bytes(size) <= HALF_SM and self.registers(size) <= HALF_REGISTERS
-        return 1 + (size.cluster == 1 and small and size.held == WARPGROUP_ROWS)
-
-    # --------------------------------------------------------------------------------------- time
+    # ------------------------------------------------------------------------------------- blocks
 
     def tiles(self, size: ChainedSize) -> int:
         """Tiles of rows, of all batches."""
@@ -167,50 +159,186 @@ class ChainedModel:
         )
 
     def loop(self, size: ChainedSize) -> int:
-        """Tiles of keys that a block walks."""
+        """Tiles of keys that a block walks, where none is hidden."""
         return ceil_div(self.dims[self.form.keys], size.keys * size.cluster * size.grid)
 
-    def cost(self, size: ChainedSize) -> Cost:
-        """Waves of blocks, and what joins their parts."""
-        t, r = self.target, self.target.rates
-        c = t.chained
-        blocks = self.tiles(size) * size.cluster * size.grid
-        slots = size.cluster * t.clusters[size.cluster]
-        at_once = slots * self.resident(size)
-        parts = dict.fromkeys(("memory", "ingest", "l2", "chain", "tensor", "lanes"), 0.0)
-        busy = 0.0
-        for times, active in ((blocks // at_once, at_once), (1, blocks % at_once)):
-            if times and active:
-                wave = self._wave(size, active, blocks, ceil_div(active, slots))
-                parts = {cause: us + times * wave[cause] for cause, us in parts.items()}
-                busy += times * overlapped(r.overlap, *wave.values())
-        rounds = ceil_div(blocks, at_once)
-        stage = size.keys * self.key_bytes
-        ramp = rounds * (c.ramp_us + c.last_step * self._step_us(size))
-        ramp += r.first_stage * stage / r.sm_bytes_per_us
-        exchange = rounds * self._join_us(size)
-        parts |= {"launch": t.launch_us, "ramp": ramp, "exchange": exchange}
-        return Cost(t.launch_us + busy + ramp + exchange, parts)
+    def loops(self, size: ChainedSize) -> list[int]:
+        """The same for each tile of the label whose position hides keys, the longest first. Parts
+        divide the keys that a tile of rows sees."""
+        if self.causal is None:
+            return [self.loop(size)]
+        tile = size.rows[self.form.rows.index(self.causal)]
+        whole, keys = self.dims[self.causal], self.dims[self.form.keys]
+        ends = (min((i + 1) * tile, whole) for i in reversed(range(ceil_div(whole, tile))))
+        seen = (min(keys, max(0, self.before + end)) for end in ends)
+        return [ceil_div(n, size.keys * size.cluster * size.grid) for n in seen]
 
-    def _wave(
-        self, size: ChainedSize, active: int, blocks: int, shared_by: int
-    ) -> dict[str, float]:
-        """What ``active`` blocks wait for, of which each SM has ``shared_by``, by cause."""
-        t, r = self.target, self.target.rates
-        loop = self.loop(size)
-        if size.cluster * size.grid == 1:
-            loop *= self.seen  # of divided keys one part is seen whole
-        tensor, lanes = self._tile_us(size)
-        groups = size.held // WARPGROUP_ROWS
-        steps = loop / 2 if groups == 1 else loop  # two warpgroups take turns along the keys
-        stage = size.keys * self.key_bytes
+    def resident(self, size: ChainedSize) -> int:
+        """Blocks that share an SM: two where rows are few and blocks are more than SMs.
+
+        Clusters do not: they crowd on some SMs while others idle.
+        """
+        blocks = self.tiles(size) * size.cluster * size.grid
+        if prod(size.rows) > TWO_BLOCKS_ROWS or size.cluster > 1 or blocks <= self.target.sms:
+            return 1
+        shared = self._fixed_bytes(size, 1) + 2 * size.keys * self.key_bytes
+        return 1 + (shared <= HALF_SM and self.dims[self.form.inner] <= TWO_BLOCKS_INNER)
+
+    def key_groups(self, size: ChainedSize) -> int:
+        """Warpgroups that take turns along the keys: two for 64 rows, if each has a stage and
+        something to do, and no other block is on the SM."""
+        if size.held > WARPGROUP_ROWS or self.loop(size) == 1 or self.resident(size) > 1:
+            return 1
+        two = self._fixed_bytes(size, 2) + 2 * size.keys * self.key_bytes
+        return 2 if two <= self.target.shared_bytes else 1
+
+    # ------------------------------------------------------------------------------------- memory
+
+    def shared_bytes(self, size: ChainedSize) -> int:
+        """Shared memory with the fewest stages that leave no warpgroup without one."""
+        groups = self.key_groups(size)
+        return self._fixed_bytes(size, groups) + MIN_STAGES * size.keys * self.key_bytes
+
+    def _fixed_bytes(self, size: ChainedSize, groups: int) -> int:
+        """Rows, and where ``groups`` warpgroups along the keys meet, and the blocks of a cluster.
+
+        A thread gives all but its share of the pieces to others.
+        """
+        threads, pieces, own = self._pieces(size, groups)
+        met = 16 * threads * (pieces + 1) if groups > 1 else 0
+        sent = 4 * threads * (4 * own + 1) * size.cluster if size.cluster > 1 else 0
+        return 2 * size.held * self.dims[self.form.inner] + met + sent + RESERVED_BYTES
+
+    def _pieces(self, size: ChainedSize, groups: int) -> tuple[int, int, int]:
+        """Threads of a block that have rows; 16-byte pieces of the result that each of them
+        computes; and those that it finishes."""
+        held = min(prod(size.rows), WARPGROUP_ROWS)
+        threads = 32 * ceil_div(held, 16) * groups * size.held // WARPGROUP_ROWS
+        pieces = ceil_div(self.dims[self.form.columns], 16 if held <= FEW_ROWS else 8)
+        return threads, pieces, ceil_div(ceil_div(pieces, groups), size.cluster)
+
+    def registers(self, size: ChainedSize) -> float:
+        """Of a thread, for the accumulators."""
+        return self.dims[self.form.columns] / 2 + 0.75 * size.keys
+
+    # --------------------------------------------------------------------------------------- time
+
+    def cost(self, size: ChainedSize) -> Cost:
+        """Waves of clusters, or, where a mask makes some shorter, clusters that take turns."""
+        loops, ends = self.loops(size), self._ends_us(size)
+        if len(loops) == 1:
+            busy, causes = self._waves(size, loops[0], sum(ends.values()))
+        else:
+            busy, causes = self._turns(size, loops, sum(ends.values()))
+        if self.sequences > 1 and len(loops) == 1:
+            causes["mixed"] = self._mixed_us(size, sum(ends.values()))
+            busy = (busy + causes["mixed"]) / 2
+        launch = self.target.launch_us
+        return Cost(launch + busy, {"launch": launch} | ends | causes)
+
+    def _waves(self, size: ChainedSize, loop: int, ends: float) -> tuple[float, dict[str, float]]:
+        """Equal clusters. Beginnings and ends of blocks hide behind the memory of the device, but
+        not those of the last wave."""
+        units, slots, at_once = self._units(size)
+        last = (units - 1) % at_once + 1
+        full, active = (units - last) // at_once, min(units, at_once)
+        exponent = self.target.chained.overlap
+        own = self._block_us(size, loop, ceil_div(active, slots))
+        shared = self._shared_us(size, active / units, loop * active * size.cluster)
+        total = full * overlapped(exponent, ends + overlapped(exponent, *own.values()),
+                                  *shared.values())
+        causes = {cause: full * us for cause, us in (own | shared).items()}
+        own = self._block_us(size, loop, ceil_div(last, slots))
+        shared = self._shared_us(size, last / units, loop * last * size.cluster)
+        total += ends + overlapped(exponent, *own.values(), *shared.values())
+        return total, {cause: causes[cause] + us for cause, us in (own | shared).items()}
+
+    def _turns(
+        self, size: ChainedSize, loops: list[int], ends: float
+    ) -> tuple[float, dict[str, float]]:
+        """Clusters of different length: the next in order begins where one has ended.
+
+        Of 512 blocks for 2048 positions the last ends 19% later than in the mean; with 1024 and
+        more they end together.
+        """
+        units, slots, _ = self._units(size)
+        exponent = self.target.chained.overlap
+        mean = sum(loops) / len(loops)
+        if units > EVEN_ROUNDS * slots:
+            own = self._block_us(size, mean, 1)
+            turns = units / slots * (ends + overlapped(exponent, *own.values()))
+        else:
+            times = {
+                n: ends + overlapped(exponent, *self._block_us(size, n, 1).values())
+                for n in set(loops)
+            }
+            busy = [0.0] * slots
+            for n in loops * (units // len(loops)):
+                heapreplace(busy, busy[0] + times[n])
+            turns = max(busy)
+        shared = self._shared_us(size, 1.0, mean * units * size.cluster)
+        return overlapped(exponent, turns, *shared.values()), {"blocks": turns} | shared
+
+    def _mixed_us(self, size: ChainedSize, ends: float) -> float:
+        """Sequences of all lengths up to the longest, none sorted, each divided into the same
+        number of parts.
+
+        Blocks share the memory evenly, so a long one is not late while there are others; once they
+        are fewer than the memory can serve, each takes what an SM takes in.
+        """
+        units, _, at_once = self._units(size)
+        loop, count = self.loop(size), self.sequences
+        exponent = self.target.chained.overlap
+        alone = overlapped(exponent, *self._block_us(size, loop, 1).values()) / loop
+        all_of_it = self._shared_us(size, 1.0, loop * units * size.cluster)
+        shared = overlapped(exponent, *all_of_it.values()) / (loop * units)
+        fixed = ends / max(alone, at_once * shared)  # in tiles
+        if units > EVEN_ROUNDS * at_once:
+            mean = fixed + loop * (count + 1) / (2 * count)
+            return units * mean * max(shared, alone / at_once)
+        us, walked = 0.0, 0.0  # by a block that has run from the beginning
+        running: list[float] = []
+
+        def next_one() -> None:
+            nonlocal us, walked
+            us += (running[0] - walked) * max(alone, len(running) * shared)
+            walked = heappop(running)
+
+        for rank in sorted(range(count), key=lambda i: i * GOLDEN % 1):
+            for _ in range(units // count):
+                if len(running) == at_once:
+                    next_one()
+                heappush(running, walked + fixed + max(1.0, loop * (rank + 1) / count))
+        while running:
+            next_one()
+        return us
+
+    def _units(self, size: ChainedSize) -> tuple[int, int, int]:
+        """Clusters; those that run at once with one block on each SM; and with all it can hold."""
+        slots = self.target.clusters[size.cluster]
+        return self.tiles(size) * size.grid, slots, slots * self.resident(size)
+
+    def _shared_us(self, size: ChainedSize, share: float, loops: float) -> dict[str, float]:
+        """What all blocks wait for: ``share`` of the bytes of memory, ``loops`` tiles of keys."""
+        t = self.target
         return {
-            "memory": self.moved * active / blocks / t.bandwidth * 1e6,
-            "ingest": shared_by * loop * stage / r.sm_bytes_per_us,
-            "l2": active * loop * stage / t.l2_bandwidth * 1e6,
-            "chain": max(1.0, steps) * self._step_us(size),
-            "tensor": shared_by * loop * groups * tensor,
-            "lanes": shared_by * loop * groups * lanes,
+            "memory": share * self.moved / (t.bandwidth * t.chained.streamed) * 1e6,
+            "l2": loops * size.keys * self.key_bytes / (t.l2_bandwidth * t.chained.from_l2) * 1e6,
+        }
+
+    def _block_us(self, size: ChainedSize, loop: float, shared_by: int) -> dict[str, float]:
+        """What a block with ``loop`` tiles of keys waits for, on an SM that ``shared_by`` share."""
+        r = self.target.rates
+        tensor, lanes = self._tile_us(size)
+        loop = max(1.0, loop)
+        tiles = shared_by * loop * size.held // WARPGROUP_ROWS
+        steps = max(1.0, loop / self.key_groups(size))
+        return {
+            "ingest": shared_by * loop * size.keys * self.key_bytes / r.sm_bytes_per_us,
+            "chain": steps * self._step_us(size),
+            "tensor": tiles * tensor,
+            "lanes": tiles * lanes,
+            "values": shared_by * loop * self._values_us(size),
         }
 
     def _tile_us(self, size: ChainedSize) -> tuple[float, float]:
@@ -220,25 +348,37 @@ class ChainedModel:
         widths = self.dims[self.form.inner] + self.dims[self.form.columns]
         tensor = 2.0 * area * widths * t.sms / (t.tensor_flops * r.tensor_efficiency) * 1e6
         lanes = area * (self.exps / t.chained.exps_per_us + self.others / r.lanes_per_us)
-        return tensor, lanes + size.keys * self.read / r.statistic_per_us
+        return tensor, lanes / 2 if prod(size.rows) <= FEW_ROWS else lanes
+
+    def _values_us(self, size: ChainedSize) -> float:
+        """Values of a tile's keys, by warps that do nothing else."""
+        return size.keys * self.read / self.target.chained.value_reads_per_us
 
     def _step_us(self, size: ChainedSize) -> float:
-        """A tile of keys from its first product to its last; warpgroups of different rows meet at
-        the tensor cores."""
+        """A tile of keys from its first product to its last. Warpgroups of different rows meet at
+        the tensor cores; one computes exponentials while the other multiplies."""
         tensor, lanes = self._tile_us(size)
         groups = size.held // WARPGROUP_ROWS
-        return self.target.chained.step_us / groups + groups * tensor + lanes
+        work = max(groups * tensor, tensor + lanes)
+        return self.target.chained.step_us + work + self._values_us(size)
+
+    def _ends_us(self, size: ChainedSize) -> dict[str, float]:
+        """The beginning of a block, which waits for its first stage, and the end."""
+        c, r = self.target.chained, self.target.rates
+        stage = size.keys * self.key_bytes / r.sm_bytes_per_us
+        ramp = c.ramp_us + r.first_stage * stage
+        return {"ramp": ramp, "exchange": self._join_us(size)}
 
     def _join_us(self, size: ChainedSize) -> float:
         """Combining the parts of the keys, in a cluster and over the grid."""
-        c = self.target.chained
-        results = prod(size.rows) * self.dims[self.form.columns] / 1024
-        total = 0.0
-        own = results / size.cluster  # those that a block finishes
+        c, groups = self.target.chained, self.key_groups(size)
+        threads, _, own = self._pieces(size, groups)
+        results, total = prod(size.rows) * self.dims[self.form.columns] / 1024, 0.0
+        if groups > 1:
+            total += c.meet_us * results
         if size.cluster > 1:
-            total += c.cluster_us + c.cluster_part_us * size.cluster
-            total += c.cluster_sent_us * results + c.cluster_read_us * own
+            total += c.cluster_us + c.cluster_sent_us * results
         if size.grid > 1:
-            total += c.grid_us + c.grid_part_us * size.grid + c.grid_sent_us * own
-            total += 4096 * own * size.grid / self.target.rates.sm_bytes_per_us
+            moved = 4 * threads * own * (1 + size.grid) / 1024  # one part written, all read
+            total += c.grid_us + c.grid_moved_us * moved
         return total

@@ -128,11 +128,6 @@ class ChainedForm:
                 return op.attributes["rows"]
         return None
 
-    def uneven(self, program: BlockProgram) -> bool:
-        """Whether how many keys count is known only when the kernel runs."""
-        masks = (op for op in program.ops if is_mask(op.kind))
-        return any(len(op.inputs) > 1 for op in masks)
-
 
 def is_mask(kind: str) -> bool:
     """Whether an operation hides elements by position."""

@@ -2,7 +2,7 @@
 
 before: ``softmax(Q K) V`` with the keys N divided by grid, cluster and loop; after, for one token,
 32 query heads on 8 heads of K and V, and 4096 keys on an H200: tile M=4 N=64, ``B.grid(8)
-N.grid(8) N.cluster(2) N.loop(4)``.
+N.cluster(8) N.loop(8)``.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ KEYS = (64, 128)
 CLUSTERS = (2, 4, 8)
 #: blocks beyond which the grid does not divide keys any further, in waves of the device
 MOST_WAVES = 2
-#: keys of a block at most, where lengths are known only when the kernel runs
-UNEVEN_KEYS = 2048
 
 
 def chained_sizes(
@@ -63,16 +61,14 @@ def _candidates(
     structure: BlockProgram, form: ChainedForm, model: ChainedModel
 ) -> Iterator[ChainedSize]:
     axes = {a.kind for a in structure.axes_of(form.keys)}
-    limit = UNEVEN_KEYS if form.uneven(structure) else None
     for rows, held in row_tiles([structure.dims[d] for d in form.rows]):
         for keys in KEYS:
             for cluster in CLUSTERS if AxisKind.CLUSTER in axes else (1,):
                 one = ChainedSize(rows, held, keys, cluster, 1)
                 if AxisKind.GRID not in axes:
-                    sizes = [one] if model.loop(one) > 1 or cluster == 1 else []
+                    yield from [one] if model.loop(one) > 1 or cluster == 1 else []
                 else:
-                    sizes = list(_divided(model, one))
-                yield from (s for s in sizes if not _too_long(model, s, limit))
+                    yield from _divided(model, one)
 
 
 def row_tiles(extents: list[Dim]) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -96,26 +92,12 @@ def _divided(model: ChainedModel, one: ChainedSize) -> Iterator[ChainedSize]:
     """The same with a grid over the keys: for every length of the loop the fewest parts."""
     whole, target = model.loop(one), model.target
     most = MOST_WAVES * target.sms // max(1, model.tiles(one) * one.cluster)
-    most = max(most, ceil_div(model.dims[model.form.keys], UNEVEN_KEYS * one.cluster))
     known = set[int]()
     for parts in range(2, min(most, whole) + 1):
         loop = ceil_div(whole, parts)
         if loop not in known:
             known.add(loop)
             yield ChainedSize(one.rows, one.held, one.keys, one.cluster, parts)
-
-
-def _too_long(model: ChainedModel, size: ChainedSize, limit: int | None) -> bool:
-    """Whether a block has more keys than may be left to one block where lengths differ.
-
-    The cost knows only the longest that a sequence can be. Where shorter parts still fill the
-    device, they keep one long sequence from running alone at the end, and a short one in a long
-    cache from running on a few SMs.
-    """
-    if limit is None or model.loop(size) * size.keys <= limit:
-        return False
-    parts = ceil_div(model.dims[model.form.keys], limit)
-    return model.tiles(size) * parts >= model.target.sms
 
 
 def _resized(

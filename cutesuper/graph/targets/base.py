@@ -11,29 +11,33 @@ class ChainedRates:
     """Constants of the cost model of two chained products (`search.chained_cost`), microseconds.
 
     Attributes:
+        streamed: bandwidth that keys and values reach, as a part of the target's.
+        from_l2: the same of L2.
+        overlap: exponent of `search.cost.overlapped`.
         ramp_us: barriers, the first loads and the last store of a block.
-        last_step: part of the last tile's work that no load hides.
-        step_us: latencies of one warpgroup for a tile of keys, which only another one hides: both
-            products and the softmax between them wait for each other.
+        step_us: latencies of a warpgroup for a tile of keys: both products and the softmax between
+            them wait for each other.
         exps_per_us: exponentials of one SM.
-        cluster_us, cluster_part_us: joining the parts of a cluster, and for each part.
+        value_reads_per_us: elements of K and V that helper warps of one SM read for values of keys.
+        meet_us: joining two warpgroups along the keys, for each 1024 results of a block.
+        cluster_us: joining the parts of a cluster.
         cluster_sent_us: for each 1024 results of a block.
-        cluster_read_us: for each 1024 that it finishes; the blocks of a cluster share the columns.
-        grid_us, grid_part_us: joining the parts of the grid, and for each part.
-        grid_sent_us: for each 1024 results that a block of the cluster finishes.
+        grid_us: joining the parts of the grid.
+        grid_moved_us: for each 1024 results that a block leaves in memory or reads.
     """
 
+    streamed: float
+    from_l2: float
+    overlap: float
     ramp_us: float
-    last_step: float
     step_us: float
     exps_per_us: float
+    value_reads_per_us: float
+    meet_us: float
     cluster_us: float
-    cluster_part_us: float
     cluster_sent_us: float
-    cluster_read_us: float
     grid_us: float
-    grid_part_us: float
-    grid_sent_us: float
+    grid_moved_us: float
 
 
 @dataclass(frozen=True)

@@ -9,30 +9,40 @@ from __future__ import annotations
 
 from cutesuper.graph.targets.base import ChainedRates, Rates, Target
 
-#: From hand-written kernels for softmax(Q K) V, checked and timed with cold L2. Named by rows of
-#: all heads of K and V, keys and head dimension; C8 G2 is a cluster of 8 and 2 parts of the grid.
+#: Of softmax(Q K) V as it is lowered, cold L2, fitted together; each comment says what shows it.
+#: Decoding: sequences x keys, 8 heads of K and V with 4 rows each and 128 columns; "256 rows" are
+#: those of a head, with 4096 keys and 64 columns. C8 G2 is a cluster of 8 and 2 parts of the grid.
 CHAINED = ChainedRates(
-    # 512 x 4096 x 64 in C8 takes 3.96 without softmax and exchange, of which 1.5 are the launch and
-    # 1.5 the loads of an SM
-    ramp_us=0.55,
-    # decoding with 4096 keys: 7.85 with tiles of 64 keys, 8.07 with 128
-    last_step=0.2,
-    # 512 x 4096 x 64 in C8: 6.14 with tiles of 128 keys, 7.08 with 64; 4096 x 4096 x 64 in C2: 14.0
-    # and 15.5
-    step_us=0.3,
+    # decoding 64 x 4096 takes 239.5, 1 x 131072 takes 123.3 in C8: 4.5 TB/s, read without staying
+    # in L2
+    streamed=1.045,
+    # 256 rows of 16 heads in C2 take 13.9, where 64 MB come from L2 (7.3 at its full rate) and
+    # neither chain nor tensor cores take longer; 2048 causal positions in tiles of 64 rows 93
+    from_l2=0.78,
+    # decoding 1 x 65536 takes 62.9 in C8, 59 of them the memory, although an SM needs 49 to take in
+    # its part and the tensor cores need as long; 64.8 with twice as many SMs in C2 G8
+    overlap=15,
+    # what 1 x 4096 to 1 x 131072 take beside memory and launch: 2 in C8, 1 to 2 undivided
+    ramp_us=1.8,
+    # 256 rows of 2 heads in C8: 6.4 with tiles of 128 keys, 7.06 with 64; 2048 causal positions in
+    # tiles of 128 rows: 81.2 and 90.7
+    step_us=0.265,
     # 16 per cycle at 1.75 GHz
     exps_per_us=16 * 1750,
-    # 32 x 4096 x 128 (decoding), C2: 0.4, and 1.6 more in C16; 512 x 4096 x 64, C8: 0.9 to 1.4;
-    # 4096 x 4096 x 64, C2: 1.7
-    cluster_us=0.1,
-    cluster_part_us=0.12,
-    cluster_sent_us=0.058,
-    cluster_read_us=0.53,
-    # decoding: 1.1 in C2 G8 (7.85), 8.7 in all without a cluster in 16 parts; 512 x 4096 x 64 takes
-    # 6.9 to 8.4 in C8 G2, 8.3 in C2 G8 and 13.8 in G16, where C8 alone takes 6.14
-    grid_us=0.42,
-    grid_part_us=0.055,
-    grid_sent_us=0.4,
+    # estimate: norms of Q and V of 256 rows take 7.7 (2 heads) and 18.2 (16 heads) where the same
+    # warps multiply, and 1 to 2 less where others compute them
+    value_reads_per_us=23e3,
+    # 256 rows of 2 heads (4096 results in a block): 6.4 in C8; all else explains 5.4
+    meet_us=0.2,
+    # decoding: 1 x 4096 takes 7.31 in C8, 9.67 in C4; 16 x 4096 takes 60.9 undivided, 63.9 in C2
+    cluster_us=0.05,
+    # a prototype: 256 rows of 16 heads in C2 take 14.0 in tiles of 64 rows, 16.9 in C2 G2 and tiles
+    # of 128 rows: 14.9 without the grid, 14.0 without joining
+    cluster_sent_us=0.08,
+    # decoding 1 x 4096: 7.31 in C8, 8.55 in C4 G2, 8.53 in C2 G8
+    grid_us=1.25,
+    # the same in G16, of which the last one reads 16 x 512 results: 9.85; and the prototype above
+    grid_moved_us=0.1,
 )
 
 RATES = Rates(
