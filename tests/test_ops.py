@@ -145,6 +145,29 @@ def test_rows_that_see_nothing_are_zero() -> None:
     assert not attention(q, k[:, :, :0], v[:, :, :0]).any()
 
 
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize("group", [1, 4])
+def test_nothing_behind_a_length_counts(group: int, tokens: bool) -> None:
+    q, lengths = tensor(3, 2 * group, 2, 8), integers(0, 3, 9)
+    k, v = (tensor(3, 2, 9, 8, tokens=tokens) for _ in range(2))
+    expected = exact(q, k, v, True, lengths)
+    for b, n in enumerate(lengths):
+        k[b, :, n:] = v[b, :, n:] = torch.nan
+    found = attention(q, k, v, is_causal=True, enable_gqa=group > 1, key_lengths=lengths)
+    close(found, expected)
+
+
+def test_pages_behind_a_length_need_not_exist() -> None:
+    q, lengths = tensor(3, 4, 1, 8), integers(0, 20, 48)
+    k, v = torch.randn(6, 16, 2, 8), torch.randn(6, 16, 2, 8)
+    table = integers([0, 0, 0], [5, 2, 0], [1, 4, 3])
+    expected = exact(q, k, v, False, lengths, table)
+    k[0] = v[0] = k[2, 4:] = v[2, 4:] = torch.nan
+    table[0], table[1, 2] = -1, 2**31 - 1
+    found = attention(q, k, v, enable_gqa=True, key_lengths=lengths, page_table=table)
+    close(found, expected)
+
+
 def test_empty() -> None:
     q, k = tensor(2, 3, 0, 8), tensor(2, 3, 5, 8)
     assert attention(q, k, k).shape == (2, 3, 0, 8)

@@ -72,7 +72,8 @@ def attention(
         query: ``[B, Hq, L, D]``, of float16, bfloat16 or float32. Contiguous, or ``.transpose(1,
             2)`` of something contiguous; nothing is copied.
         key: ``[B, Hkv, S, D]``, stored like that, or the first positions ``[:, :, :t]`` of such a
-            cache, in which what lies behind them is finite.
+            cache. What lies behind them is not looked at, but with ``is_causal`` and without
+            ``key_lengths`` it has to be finite.
         value: ``[B, Hkv, S, Dv]``, likewise.
         attn_mask: None; see ``is_causal`` and ``key_lengths``.
         dropout_p: 0.
@@ -81,12 +82,10 @@ def attention(
         scale: of the products; None is ``1 / sqrt(D)``.
         enable_gqa: allow Hq to be a multiple of Hkv: neighbouring query heads share a head of keys.
         key_lengths: int32 ``[B]``, 0 to S: sequence b sees its first ``key_lengths[b]`` keys. What
-            lies behind them has to be finite, it is multiplied by zero. Rows that see no key are
-            zero.
+            lies behind them may be anything. Rows that see no key are zero.
         page_table: int32 ``[B, n]``: keys and values of sequence b lie in these pages, in order;
             ``key`` and ``value`` are then ``[pages, P, Hkv, D]``, P a power of two from 16 to 256,
-            and ``key_lengths`` is required. Entries behind a sequence's end have to name existing
-            pages too.
+            and ``key_lengths`` is required. Entries behind a sequence's end may be anything.
         query_norm_weight: ``[D]``: every head of the query is first divided by ``sqrt(mean(x^2) +
             norm_eps)`` and multiplied by it (RMSNorm of each head, as in Qwen3).
         key_norm_weight: ``[D]``, the same for keys. Keys that were normalized before they went into

@@ -150,13 +150,46 @@ def runner_of(form: Form, batch: int, device: torch.device) -> Runner:
         CutesuperError: from `cutesuper.superoptimize`.
     """
     if device.type != "cuda":
-        graph = graph_of(form)
-        return lambda inputs: run_reference(graph, inputs)
+        return _reference_of(form)
     with _lock:
         kernel = _kept(form, device) or _kept(replace(form, batch=batch, any_batch=False), device)
     if kernel is None:
         raise AssertionError(f"{form}: neither kernels nor an error")
     return kernel
+
+
+def _reference_of(form: Form) -> Runner:
+    """The reference executor; like kernels, it lets nothing behind a length count.
+
+    before: ``value[b, :, lengths[b]:]`` is NaN, ``table[b, 9]`` is -1; after: 0, page 0.
+    """
+    whole = form
+    if form.pages:
+        tokens = Order.TOKENS
+        whole = replace(form, pages=0, page_size=0, key_order=tokens, value_order=tokens)
+    graph = graph_of(whole)
+
+    def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not form.lengths:
+            return run_reference(graph, inputs)
+        query, key, value, lengths, *others = inputs
+        seen = torch.arange(form.keys, device=lengths.device) < lengths[:, None]
+        if form.pages:
+            table, *others = others
+            pages = table.masked_fill(~seen[:, :: form.page_size], 0).long()
+            key, value = key[pages].flatten(1, 2), value[pages].flatten(1, 2)
+        key = _cleared(key, seen, whole.key_order)
+        value = _cleared(value, seen, whole.value_order)
+        return run_reference(graph, [query, key, value, lengths, *others])
+
+    return run
+
+
+def _cleared(t: torch.Tensor, seen: torch.Tensor, order: Order) -> torch.Tensor:
+    """Keys or values, 0 where ``seen[B, S]`` is not."""
+    one = (1,) * (t.dim() - 3)
+    shape = (*one, seen.shape[1], 1) if order is Order.HEADS else (seen.shape[1], *one, 1)
+    return t.masked_fill(~seen.view(len(seen), *shape), 0.0)
 
 
 def _kept(form: Form, device: torch.device) -> Kernel | None:
