@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import itertools
 import shutil
 import struct
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cutesuper.errors import FormatError
@@ -159,6 +162,33 @@ def test_a_pool_that_runs_low_is_filled_by_the_next_call(cuda: Cuda) -> None:
     calls += [call(large) for _ in range(70)]  # more than it has now
     assert cuda.chunks == chunks + 1
     assert apart(*calls)
+
+
+def test_captured_memory_outlives_the_call_and_the_pool_s_next_chunk(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph knows addresses; nothing else of what a captured call got is left."""
+    alive: list[weakref.ref[Any]] = []
+    make = scratch.new_zeros
+
+    def watched(device: Any, size: int) -> Any:
+        array = np.zeros(size, np.uint8)
+        alive.append(weakref.ref(array))
+        make(device, 0)
+        return torch.from_numpy(array)
+
+    monkeypatch.setattr(scratch, "new_zeros", watched)
+    large = ScratchMemory([Need((CHUNK_BYTES // 16,), torch.int32, True)], {})
+    for _ in range(3):
+        call(large)
+        cuda.capturing = True
+        for _ in range(64):
+            call(large)
+        cuda.capturing = False
+    call(large)
+    assert len(alive) >= 3
+    gc.collect()
+    assert all(memory() is not None for memory in alive)
 
 
 def test_more_than_the_pool_ever_holds(cuda: Cuda) -> None:

@@ -161,6 +161,8 @@ class Pool:
         self._lock = threading.Lock()
         self._left: Any = None
         self._bytes = 0
+        #: all that it ever had: captured graphs use what nobody else holds on to
+        self._chunks: list[Any] = []
 
     def keep(self, size: int) -> None:
         """Have enough left for captured calls of ``size`` bytes; not in a capture."""
@@ -171,6 +173,7 @@ class Pool:
             if self._bytes < reserve // 2:
                 self._left = new_zeros(self._device, reserve)
                 self._bytes = reserve
+                self._chunks.append(self._left)
 
     def take(self, sizes: Sequence[int]) -> Any:
         """As many zeroed bytes as the multiples of `ALIGNMENT` in ``sizes`` are together; None
