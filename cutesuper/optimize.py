@@ -307,7 +307,10 @@ def choose(
     result = search(
         graph,
         target,
-        options=SearchOptions(seed=options.seed, keep=keep, lowered=True),
+        options=SearchOptions(
+            seed=options.seed, keep=keep, lowered=True,
+            dependent_launch=options.dependent_launch,
+        ),
         budget_s=options.budget_s,
         executor=options.executor,
         on_progress=on_progress,

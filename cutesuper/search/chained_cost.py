@@ -39,6 +39,9 @@ HALF_SM = 113 * 1024
 #: barriers, row scalars
 RESERVED_BYTES = 2048
 MIN_STAGES = 2
+#: what reading takes longer where dependent launches crowd: 1x16384 keys in 8 clusters of 8, of
+#: which 15 fit, took 25.1 us and plainly launched 18.8; 2x4096 in 16 of 4 13.4 and 11.3
+LATE = 1.5
 #: blocks of an SM, one after the other, from which on it does not matter that some are shorter
 EVEN_ROUNDS = 8
 #: its multiples, less their whole parts, are spread evenly and not sorted
@@ -105,12 +108,14 @@ class ChainedModel:
         form: its labels.
         target: the device.
         itemsizes: bytes per element of every tensor.
+        dependent_launch: whether the next kernel's blocks come while this one runs.
     """
 
     def __init__(
-        self, structure: BlockProgram, form: ChainedForm, target: Target, itemsizes: dict[str, int]
+        self, structure: BlockProgram, form: ChainedForm, target: Target,
+        itemsizes: dict[str, int], dependent_launch: bool = False,
     ) -> None:
-        self.form, self.target = form, target
+        self.form, self.target, self.dependent_launch = form, target, dependent_launch
         self.dims = {d: extent(n) for d, n in structure.dims.items()}
         self.moved = bytes_moved(structure, itemsizes)
         ops = structure.ops
@@ -321,10 +326,18 @@ class ChainedModel:
     def _shared_us(self, size: ChainedSize, share: float, loops: float) -> dict[str, float]:
         """What all blocks wait for: ``share`` of the bytes of memory, ``loops`` tiles of keys."""
         t = self.target
+        late = LATE if self.dependent_launch and self._crowds(size) else 1.0
         return {
-            "memory": share * self.moved / (t.bandwidth * t.chained.streamed) * 1e6,
+            "memory": late * share * self.moved / (t.bandwidth * t.chained.streamed) * 1e6,
             "l2": loops * size.keys * self.key_bytes / (t.l2_bandwidth * t.chained.from_l2) * 1e6,
         }
+
+    def _crowds(self, size: ChainedSize) -> bool:
+        """Whether two launches do not fit side by side: of the next launch's clusters some begin
+        only when this one's have ended, behind all others. Pairs find room (8x4096 keys: 31.7 us,
+        plainly launched 32.1)."""
+        units = self.tiles(size) * size.grid
+        return size.cluster > 2 and 2 * units > self.target.clusters[size.cluster]
 
     def _block_us(self, size: ChainedSize, loop: float, shared_by: int) -> dict[str, float]:
         """What a block with ``loop`` tiles of keys waits for, on an SM that ``shared_by`` share."""

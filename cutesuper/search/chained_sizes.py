@@ -13,7 +13,6 @@ from math import prod
 
 from cutesuper.graph.block import AxisKind, BlockProgram
 from cutesuper.graph.dims import Dim, Symbol, ceil_div, extent
-from cutesuper.graph.target import Target
 from cutesuper.search.chained_cost import (
     MAX_REGISTERS,
     WARPGROUP_ROWS,
@@ -34,8 +33,7 @@ MOST_WAVES = 2
 def chained_sizes(
     structure: BlockProgram,
     form: ChainedForm,
-    target: Target,
-    itemsizes: dict[str, int],
+    model: ChainedModel,
     pruned: Counter[str],
 ) -> Iterator[tuple[BlockProgram, Cost]]:
     """All sizes worth a price, with it.
@@ -43,15 +41,13 @@ def chained_sizes(
     Args:
         structure: a block program of the form, with any extents.
         form: its labels.
-        target: the device.
-        itemsizes: bytes per element of every tensor.
+        model: prices them.
         pruned: counts what was left out, by reason.
     """
-    model = ChainedModel(structure, form, target, itemsizes)
     for size in _candidates(structure, form, model):
         if model.registers(size) > MAX_REGISTERS:
             pruned["accumulators exceed the registers"] += 1
-        elif model.shared_bytes(size) > target.shared_bytes:
+        elif model.shared_bytes(size) > model.target.shared_bytes:
             pruned["stages exceed the shared memory"] += 1
         else:
             yield _resized(structure, form, model, size), model.cost(size)

@@ -48,6 +48,7 @@ class SearchOptions:
         keep: candidates returned.
         seed: of the random field point that tells classes apart.
         lowered: look only for kernels that a skeleton of the lowering runs.
+        dependent_launch: kernels are launched before their predecessor has ended.
     """
 
     programs_per_split: int = 8
@@ -57,6 +58,7 @@ class SearchOptions:
     keep: int = 16
     seed: int = 0
     lowered: bool = False
+    dependent_launch: bool = False
 
 
 @dataclass
@@ -266,6 +268,7 @@ class _RegionSearch:
                 for s in sized(
                     program, form, self.target, self.itemsizes,
                     self.options.sizes_per_structure, self.counts.pruned,
+                    self.options.dependent_launch,
                 ):
                     yield Way((s.program,), (), (s.cost,), number, True)
 

@@ -14,6 +14,7 @@ from cutesuper.graph.block import Axis, AxisKind, BlockProgram
 from cutesuper.graph.dims import Symbol, ceil_div, extent
 from cutesuper.graph.shift import MAX_SHIFTED_ROWS, find_shift
 from cutesuper.graph.target import Target
+from cutesuper.search.chained_cost import ChainedModel
 from cutesuper.search.chained_form import ChainedForm
 from cutesuper.search.chained_sizes import chained_sizes
 from cutesuper.search.cost import (
@@ -68,6 +69,7 @@ def sized(
     itemsizes: dict[str, int],
     keep: int,
     pruned: Counter[str],
+    dependent_launch: bool = False,
 ) -> list[Sized]:
     """The best extents for a structure, cheapest first.
 
@@ -78,11 +80,13 @@ def sized(
         itemsizes: bytes per element of every tensor of the program.
         keep: how many to return.
         pruned: counts what was left out, by reason.
+        dependent_launch: see `search.region.SearchOptions`; only chained products are priced by it.
     """
     if isinstance(form, MatmulForm):
         found = _matmul_sizes(structure, form, target, itemsizes, pruned)
     elif isinstance(form, ChainedForm):
-        found = (Sized(*s) for s in chained_sizes(structure, form, target, itemsizes, pruned))
+        model = ChainedModel(structure, form, target, itemsizes, dependent_launch)
+        found = (Sized(*s) for s in chained_sizes(structure, form, model, pruned))
     else:
         found = _row_sizes(structure, form, target, itemsizes, pruned)
     return sorted(found, key=lambda s: s.cost.total)[:keep]
