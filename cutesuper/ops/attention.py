@@ -72,8 +72,7 @@ def attention(
         query: ``[B, Hq, L, D]``, of float16, bfloat16 or float32. Contiguous, or ``.transpose(1,
             2)`` of something contiguous; nothing is copied.
         key: ``[B, Hkv, S, D]``, stored like that, or the first positions ``[:, :, :t]`` of such a
-            cache. What lies behind them is not looked at, but with ``is_causal`` and without
-            ``key_lengths`` it has to be finite.
+            cache. What lies behind them is not looked at.
         value: ``[B, Hkv, S, Dv]``, likewise.
         attn_mask: None; see ``is_causal`` and ``key_lengths``.
         dropout_p: 0.

@@ -195,8 +195,10 @@ def _limit(r: Request, key: Stored) -> int:
         return 0
     if not r.causal or r.key_lengths is not None:
         return r.positions
-    if r.query.shape[2] <= r.positions:  # row i sees keys 0..i, none of them behind
-        return 0
+    if r.query.shape[2] <= r.positions:
+        # row i sees keys 0..i. Of L keys that is what the last L rows see, and then nothing behind
+        # them counts, not even NaN
+        return r.query.shape[2]
     raise LayoutError(
         f"{r.call}, is_causal=True: more rows than keys, and key is the beginning of a cache of "
         f"{key.positions} positions; call .contiguous()"
