@@ -178,6 +178,22 @@ def test_a_negative_factor_belongs_to_the_scores() -> None:
     assert p.factor == 1.0 and p.scores.text(["s"]) == "mul(s, -2)"
 
 
+@pytest.mark.parametrize(("kind", "factor"), [("rsqrt", True), ("sqrt", False), ("exp", False)])
+def test_a_factor_of_rows_multiplies_the_maximum_where_it_cannot_be_0(
+    kind: str, factor: bool
+) -> None:
+    """Hidden scores are -inf by then, and -inf * 0 is NaN: of a query of zeros the root is 0."""
+    program = Program()
+    b = program.b
+    q = program.load("Q", "M", "D")
+    squares = b.op("sum", b.op("square", q), over="D")
+    s = b.op("mul", program.scores(q), b.op(kind, squares))
+    program.attend(b.op("causal_mask", s, rows="M", columns="N", alignment="top_left"))
+    p = program.plan()
+    assert (p.row_factor is not None) == factor
+    assert p.scores.trivial == factor
+
+
 def test_norms_of_rows_and_keys() -> None:
     p = plan_of(Attention(norm="QK", rows=20))
     assert p.prologue is not None and p.prologue.text(["q", "r"]) == "mul(q, r)"

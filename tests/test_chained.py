@@ -12,6 +12,9 @@ from cutesuper.graph.block import AxisKind, BlockProgram, MuGraph
 from cutesuper.graph.check import check_block_program, passes
 from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
 from cutesuper.graph.target import H200
+from cutesuper.schedule.attention import AttentionPlan
+from cutesuper.schedule.planner import make_plan
+from cutesuper.schedule.rows import RowPlan
 from cutesuper.search.chained_cost import ChainedModel, ChainedSize
 from cutesuper.search.chained_form import ChainedForm
 from cutesuper.search.chained_sizes import row_tiles
@@ -36,7 +39,7 @@ def attention(
     """``softmax(Q K / sqrt(d)) V``, or without the maximum.
 
     ``norms``: of "q", "k", "v" those that are normalized first, with weights if asked for;
-    ``key_rows``: K is stored (keys, d); ``tail``: what follows in the same kernel.
+    ``key_rows``: K is stored (keys, d); ``tail``: a function follows in the same kernel.
     """
     g = new_kernel_graph()
     q = g.new_input((batch, rows, d), name="Q")
@@ -57,7 +60,7 @@ def attention(
         e = g.exp(s)
         y = g.div(g.matmul(e, v), g.sum(e, -1))
     if tail:
-        y = g.add(g.silu(g.mul(y, g.new_input((d,), name="G"))), g.new_input(y.shape, name="R"))
+        y = g.silu(y)
     g.mark_output(y)
     return g
 
@@ -115,7 +118,6 @@ ONE_KERNEL: dict[str, Made] = {
     "norms of Q and K": lambda: attention(norms="qk", key_rows=True),
     "norms of Q and K, weights": lambda: attention(norms="qk", key_rows=True, weights=True),
     "norms of Q and V": lambda: attention(norms="qv"),
-    "norms of Q and V, weights": lambda: attention(norms="qv", weights=True),
     "norms of all, no maximum": lambda: attention(norms="qkv", key_rows=True, maximum=False),
     "one token": decode,
     "one token, one head of queries": lambda: decode(group=1),
@@ -170,7 +172,7 @@ def test_one_kernel_that_walks_the_keys_once(name: str) -> None:
 @pytest.mark.parametrize("norms", ["", "qk", "qv"])
 def test_numbers(norms: str, keys: int) -> None:
     """At their real extents, where the last part is shorter or empty, and in float64."""
-    graph = attention(2, 24, keys, 8, norms=norms, key_rows=True, weights=True)
+    graph = attention(2, 24, keys, 8, norms=norms, key_rows=True, weights="v" not in norms)
     flat = Flat(graph.expanded())
     segment = flat.segment(flat.order)
     ways = search_region(segment.region, H200, LOWERED).ways
@@ -218,6 +220,10 @@ def test_a_short_label_between_products_stays_with_the_matmul_loop(hidden: int) 
     assert isinstance(find_form(region, label(region)), kind)
 
 
+#: what results are multiplied by that the loop does not load
+BESIDE = {"gate": (2, 64, 64), "columns": (64,), "rows": (2, 64, 1), "batch": (2, 1, 1)}
+
+
 def refused_scores(what: str) -> KernelGraph:
     g = new_kernel_graph()
     d, dtype = (260 if what == "length" else 264 if what == "held" else 64), "float16"
@@ -228,15 +234,24 @@ def refused_scores(what: str) -> KernelGraph:
     if what == "bias":
         s = g.add(s, g.new_input((2, 64, 512), name="B"))
     y = g.matmul(g.softmax(s), v)
+    if what in BESIDE:
+        y = g.mul(y, g.new_input(BESIDE[what], name="B"))
     g.mark_output(g.rms_norm(y) if what == "norm after" else y)
     return g
 
 
-@pytest.mark.parametrize("what", ["length", "held", "type", "bias", "norm after"])
+@pytest.mark.parametrize("what", ["length", "held", "type", "bias", "norm after", *BESIDE])
 def test_what_the_loop_does_not_run_is_refused(what: str) -> None:
     region = region_of(refused_scores(what))
     with pytest.raises(SearchError):
         find_form(region, label(region))
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_what_meets_the_result_is_another_kernel(what: str) -> None:
+    first = search(refused_scores(what), H200, options=LOWERED).candidates[0].mugraph
+    kinds = [type(make_plan(step, first.tensors, H200)) for step in first.steps]
+    assert kinds == [AttentionPlan, RowPlan]
 
 
 def test_a_symbolic_batch() -> None:

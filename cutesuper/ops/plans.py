@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,6 +105,8 @@ def _limited(lengths: Maybe, limit: int, query: torch.Tensor) -> torch.Tensor:
 
 
 _plans: dict[tuple[object, ...], Plan] = {}
+#: held while `_plans` changes: a thread that looks for the oldest must not see it grow
+_lock = threading.Lock()
 
 
 def attend(
@@ -131,9 +134,11 @@ def attend(
         check(request)
         if 0 in (query.numel(), value.numel(), request.positions):
             return torch.zeros_like(result_of(request))
-        plan = _plans[kind] = _plan(request)
-        while len(_plans) > KEPT_PLANS:
-            _plans.pop(next(iter(_plans)), None)  # another thread may have been faster
+        plan = _plan(request)
+        with _lock:
+            _plans[kind] = plan
+            while len(_plans) > KEPT_PLANS:
+                del _plans[next(iter(_plans))]
     return plan(query, key, value, key_lengths, others)
 
 

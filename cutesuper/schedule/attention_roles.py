@@ -22,8 +22,8 @@ from cutesuper.schedule.schedule import AttentionSchedule
 
 CLOSES = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
 REDUCES = ("sum", "mean", "max")
-#: operators whose results are not negative
-POSITIVE = ("rsqrt", "sqrt", "exp", "sigmoid", "square")
+#: operators whose results are positive, and 0 of nothing finite: -inf times 0 would be NaN
+POSITIVE = ("rsqrt",)
 
 
 def is_chained(step: KernelStep) -> bool:

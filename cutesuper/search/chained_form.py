@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from cutesuper.errors import SearchError
 from cutesuper.graph.block import CLUSTER_REDUCE, GRID_REDUCE, AxisKind, BlockProgram
 from cutesuper.graph.dims import Symbol
+from cutesuper.graph.dtypes import int32
 from cutesuper.graph.operators import lookup
 from cutesuper.search.labels import LabelledOp, LabelledProgram, Region
 from cutesuper.search.products import after_products, labels_of, shown
@@ -38,7 +39,7 @@ class ChainedForm:
     * in the loop, from the tile of K or V: values of a key, by reductions over ``inner`` or
       ``columns``; from the scores: anything element-wise, with values of rows and keys; sums and
       maxima over the keys;
-    * after it: anything element-wise on ``[rows, columns]``.
+    * after it: anything element-wise on ``[rows, columns]``, with values of a row.
 
     Attributes:
         rows: labels that Q has and K has not: query heads of one head of K and V, positions.
@@ -215,7 +216,7 @@ def _check_reductions(program: LabelledProgram, form: ChainedForm, last: int) ->
 def _check_load(
     region: Region, program: LabelledProgram, op: LabelledOp, form: ChainedForm
 ) -> None:
-    """Q, K and V, vectors along the inner label, and what the end of the kernel needs."""
+    """Q, K and V, vectors along the inner label, and lengths. Raises SearchError."""
     own = labels_of(op.attributes["map"])
     matrix = [d for d in own if d not in form.batch]
     kinds = {"rows" if d in form.rows else d for d in matrix}
@@ -224,12 +225,15 @@ def _check_load(
         frozenset((form.inner, form.keys)): (form.inner, form.keys),
         frozenset((form.keys, form.columns)): (form.columns, form.keys),
     }
-    last = staged.get(frozenset(kinds))
-    if last is None:
-        if form.keys in kinds or (form.inner in kinds and len(kinds) > 1):
-            raise SearchError(f"chained products: a tensor along {shown(own)} is read")
-        return
+    last = staged.get(frozenset(kinds), (form.inner,) if own == [form.inner] else None)
     dtype = region.input_dtypes[op.attributes["tensor"]]
+    if last is None:
+        if dtype == int32:
+            return
+        raise SearchError(
+            f"chained products: a tensor along {shown(own) or 'nothing'} is read; beside their "
+            f"three matrices there may be vectors along {form.inner} and lengths"
+        )
     if dtype.itemsize != 2:
         raise SearchError(
             f"chained products in {dtype}: the tensor cores take float16 and bfloat16"
