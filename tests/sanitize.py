@@ -21,9 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-# cuDNN has hazards of its own, and does not end well under synccheck
-torch.backends.cuda.enable_cudnn_sdp(False)
-
 import cutesuper
 from benchmarks.workloads_attention import serving
 from cutesuper.graph.evaluate import evaluate
@@ -153,6 +150,8 @@ CASES: dict[str, Callable[[int], bool]] = {
 
 def main(names: list[str]) -> int:
     """Run the cases; the exit code."""
+    # cuDNN has hazards of its own, and does not end well under synccheck
+    torch.backends.cuda.enable_cudnn_sdp(False)
     wrong = [n for n in names or CASES if not run(n)]
     return 1 if wrong else 0
 
