@@ -254,6 +254,18 @@ def test_what_meets_the_result_is_another_kernel(what: str) -> None:
     assert kinds == [AttentionPlan, RowPlan]
 
 
+def test_products_that_cannot_be_verified_as_one_kernel_are_several() -> None:
+    """Rescaled sums of scores that come from an exponential are right, and beyond the verifier."""
+    g = new_kernel_graph()
+    q, k, v = (g.new_input((1, n, 64), name=c) for c, n in (("Q", 64), ("K", 256), ("V", 256)))
+    g.mark_output(g.matmul(g.softmax(g.matmul(g.softmax(q), g.transpose(k))), v))
+    verifier = Verifier(g)
+    result = search(g, H200, options=LOWERED, verify=lambda mu: bool(verifier.check(mu)))
+    assert result.statistics.rejected and result.candidates
+    for step in result.candidates[0].mugraph.steps:
+        assert [op.kind for op in step.program.ops].count("matmul") <= 1
+
+
 def test_a_symbolic_batch() -> None:
     g = new_kernel_graph()
     b = symbol("B", hint=16)

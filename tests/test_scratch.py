@@ -198,7 +198,7 @@ def test_more_than_the_pool_ever_holds(cuda: Cuda) -> None:
     assert spans(call(huge)) == spans(first)
 
 
-def test_a_pool_gives_a_byte_once() -> None:
+def test_a_pool_that_was_never_filled_gives_nothing() -> None:
     pool = Pool(torch.device("cpu"))
     assert pool.take([128]) is None
 

@@ -21,7 +21,6 @@ _library.impl("attention", attend, "CPU")
 _library.impl("attention", attend, "CUDA")
 
 
-
 def _fake(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -69,8 +68,9 @@ def attention(
     once it has run with the same kind of arguments, into CUDA graphs. There are no gradients yet.
 
     Args:
-        query: ``[B, Hq, L, D]``, of float16, bfloat16 or float32. Contiguous, or ``.transpose(1,
-            2)`` of something contiguous; nothing is copied.
+        query: ``[B, Hq, L, D]``, of float16 or bfloat16; of float32 on the CPU only. Contiguous, or
+            ``.transpose(1, 2)`` of something contiguous; nothing is copied. On a GPU D and Dv are
+            multiples of 8, up to 256 (for more there are kernels without masks only).
         key: ``[B, Hkv, S, D]``, stored like that, or the first positions ``[:, :, :t]`` of such a
             cache. What lies behind them is not looked at.
         value: ``[B, Hkv, S, Dv]``, likewise.

@@ -19,7 +19,15 @@ from math import prod
 from cutesuper.graph.block import AxisKind, BlockProgram
 from cutesuper.graph.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.graph.thread import ThreadExpression
-from cutesuper.schedule.plan import Argument, Pages, Scratch, View, content_key, view_of
+from cutesuper.schedule.plan import (
+    Argument,
+    Output,
+    Pages,
+    Scratch,
+    View,
+    content_key,
+    view_of,
+)
 from cutesuper.schedule.schedule import AttentionSchedule
 
 #: rows of the tensor-core instruction
@@ -78,14 +86,6 @@ class Sum:
     source: ThreadExpression
     final: int
     rescaled: bool
-
-
-@dataclass(frozen=True)
-class Output:
-    """A stored tensor: an expression over what the loop accumulated and values of rows."""
-
-    view: View
-    expression: ThreadExpression
 
 
 @dataclass(frozen=True)

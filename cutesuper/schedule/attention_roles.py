@@ -16,8 +16,8 @@ from cutesuper.graph.thread import (
     only_divides,
     reciprocal,
 )
-from cutesuper.schedule.attention import AttentionPlan, Mask, Output, Reduction, Sum
-from cutesuper.schedule.plan import Argument, View, view_of
+from cutesuper.schedule.attention import AttentionPlan, Mask, Reduction, Sum
+from cutesuper.schedule.plan import Argument, Output, View, view_of
 from cutesuper.schedule.schedule import AttentionSchedule
 
 CLOSES = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)

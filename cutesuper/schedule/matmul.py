@@ -22,6 +22,7 @@ from cutesuper.graph.thread import (
 from cutesuper.graph.vectors import MAX_VECTORS
 from cutesuper.schedule.plan import (
     Argument,
+    Output,
     Scratch,
     View,
     content_key,
@@ -58,14 +59,6 @@ class Statistic:
     source: ThreadExpression
     op: str
     scale: float
-
-
-@dataclass(frozen=True)
-class Output:
-    """A stored tensor: an expression over accumulators, row values and loads."""
-
-    view: View
-    expression: ThreadExpression
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,10 @@ from cutesuper.schedule.matmul import (
     REDUCTIONS,
     ROW_TILES,
     MatmulPlan,
-    Output,
     Shift,
     Statistic,
 )
-from cutesuper.schedule.plan import Argument, View, view_of
+from cutesuper.schedule.plan import Argument, Output, View, view_of
 from cutesuper.schedule.schedule import MatmulSchedule
 from cutesuper.schedule.tails import ColumnReduction, Tail
 from cutesuper.schedule.vectors import (

@@ -13,6 +13,7 @@ from math import prod
 from cutesuper.graph.block import LOAD, BlockOp, BlockProgram, KernelStep, TensorSpec
 from cutesuper.graph.dims import Dim, Symbol, extent
 from cutesuper.graph.serial import program_dict
+from cutesuper.graph.thread import ThreadExpression
 from cutesuper.schedule.schedule import Schedule, schedule_dict
 
 
@@ -72,6 +73,14 @@ class Pages(View):
     positions: str | None
     size: int
     page_stride: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """A stored tensor: an expression over what a loop accumulated, values of rows, and loads."""
+
+    view: View
+    expression: ThreadExpression
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class RowPlan:
 
     @property
     def scratch(self) -> tuple[Scratch, ...]:
-        """None: its blocks meet in distributed shared memory at most."""
+        """None: its blocks do not meet."""
         return ()
 
     @property

@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -179,6 +180,7 @@ class _Search:
         self._interrupt: KeyboardInterrupt | None = None
         self._verdicts: dict[tuple[object, ...], bool] = {}
         self._parts = (0, 0)
+        self._unchained = False
 
     def run(self) -> SearchResult:
         candidates: list[Candidate] = []
@@ -199,7 +201,19 @@ class _Search:
         return SearchResult(tuple(candidates), self.statistics)
 
     def _collect(self, candidates: list[Candidate]) -> None:
-        """The best programs that the verifier accepts, cheapest first."""
+        """The best programs that the verifier accepts, cheapest first.
+
+        Of scores that depend on another exponential it cannot tell that sums rescaled by a running
+        maximum are right (`FieldAlgebra.nested_exp`): then chained products are several kernels.
+        """
+        self._accept(candidates)
+        if not candidates and self.options.lowered:
+            self._unchained = True
+            with suppress(SearchError):  # what was rejected says more
+                self._accept(candidates)
+
+    def _accept(self, candidates: list[Candidate]) -> None:
+        """Add what the verifier accepts, up to as many as are asked for."""
         keep = self.options.keep
         for flat, cut in self._cuts(4 * keep):  # more than asked for: some may be rejected
             mugraph = assemble(flat, cut)
@@ -332,6 +346,8 @@ class _Search:
 
     def _ways(self, region: Region) -> tuple[Way, ...]:
         """What was found for a region. Raises SearchError."""
+        if self._unchained and in_a_chain(region):
+            raise SearchError("the verifier rejected chained products")
         for lowered in (False, True):
             found = self._found.get((region, lowered))
             if found is not None and found.error is None:
