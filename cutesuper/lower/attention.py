@@ -22,12 +22,12 @@ from cutesuper.device.memory import (
     EVICT_FIRST,
     bulk_load,
     expect_bytes,
-    fence_reads,
     init_barriers,
     operand,
     partition,
     tile_atom,
 )
+from cutesuper.lower.attention_consumer import Consumer
 from cutesuper.lower.attention_join import Join
 from cutesuper.lower.attention_keys import KeyValues
 from cutesuper.lower.attention_pages import PagedLoads
@@ -36,9 +36,6 @@ from cutesuper.lower.attention_scores import Scores
 from cutesuper.lower.common import ELEMENT, Extents, labelled
 from cutesuper.schedule.attention import ROW_BLOCK, AttentionPlan
 from cutesuper.schedule.plan import Pages
-
-#: named barriers: one for each warpgroup, for those that share rows, and to take turns
-GROUP_BARRIER, ROWS_BARRIER, TURN_BARRIER = 1, 3, 5
 
 
 class AttentionKernel:
@@ -66,9 +63,7 @@ class AttentionKernel:
         tiles = -(-plan.key_extent // self.key_tile)
         #: tiles of keys of every block, where all have as many
         self.steps = tiles // plan.parts if not plan.varying and tiles % plan.parts == 0 else None
-        even = self.steps is not None and self.steps % self.key_groups == 0
-        #: whether two warpgroups issue their products in turn, so that they do not drift together
-        self.turns = s.overlapped and self.warpgroups == 2 and (self.key_groups == 1 or even)
+        self.consumer = Consumer(self)
 
     # ------------------------------------------------------------------------------------ host
 
@@ -203,7 +198,7 @@ class AttentionKernel:
         else:
             if cutlass.const_expr(registers is not None):
                 cute.arch.setmaxregister_increase(registers[0])
-            self.consume(smem, tensors, scratch, tidx, warp, lane, place, first, count)
+            self.consumer.consume(smem, tensors, scratch, tidx, warp, lane, place, first, count)
 
     def allocate(self) -> dict[str, Any]:
         """Shared memory: operands, where results meet, barriers."""
@@ -277,8 +272,8 @@ class AttentionKernel:
         self.rows.load(atoms[0], loads[0], smem, place)
         for i in cutlass.range(min(self.stages, count), unroll=1):
             self.pages.turn(place, first, first + i)
-            self.load_keys(atoms, loads, smem, place, first + i, i)
-            self.load_values(atoms, loads, smem, place, first + i, i)
+            self.load_operand(0, atoms, loads, smem, place, first + i, i)
+            self.load_operand(1, atoms, loads, smem, place, first + i, i)
 
     @cute.jit
     def produce(self, atoms, loads, smem, place, first, count):
@@ -287,37 +282,27 @@ class AttentionKernel:
         for i in cutlass.range(self.stages, count, unroll=1):
             self.pages.turn(place, first, first + i)
             cute.arch.mbarrier_wait(smem["keys_empty"] + stage, phase)
-            self.load_keys(atoms, loads, smem, place, first + i, stage)
+            self.load_operand(0, atoms, loads, smem, place, first + i, stage)
             cute.arch.mbarrier_wait(smem["values_empty"] + stage, phase)
-            self.load_values(atoms, loads, smem, place, first + i, stage)
+            self.load_operand(1, atoms, loads, smem, place, first + i, stage)
             stage += 1
             if stage == self.stages:
                 stage = Int32(0)
                 phase = phase ^ 1
 
     @cute.jit
-    def load_keys(self, atoms, loads, smem, place, tile, stage):
-        """One tile of keys."""
-        barrier = smem["keys_full"] + stage
-        expect_bytes(barrier, 2 * self.key_tile * self.depth)
-        if cutlass.const_expr(isinstance(self.key_view, Pages)):
-            self.pages.load(self.key_view, atoms[1], loads[1], place, tile, stage, barrier)
+    def load_operand(self, n: cutlass.Constexpr, atoms, loads, smem, place, tile, stage):
+        """One tile of keys (0) or of values (1)."""
+        view = (self.key_view, self.value_view)[n]
+        barrier = smem[("keys_full", "values_full")[n]] + stage
+        expect_bytes(barrier, 2 * self.key_tile * (self.depth, self.width)[n])
+        if cutlass.const_expr(isinstance(view, Pages)):
+            self.pages.load(view, atoms[1 + n], loads[1 + n], place, tile, stage, barrier)
         else:
-            slots, tiles = loads[1]
-            at = (None, tile, 0, *self.coordinates(self.key_view, place))
-            bulk_load(atoms[1], tiles[at], slots[None, stage], barrier, self.hint)
-
-    @cute.jit
-    def load_values(self, atoms, loads, smem, place, tile, stage):
-        """One tile of values."""
-        barrier = smem["values_full"] + stage
-        expect_bytes(barrier, 2 * self.key_tile * self.width)
-        if cutlass.const_expr(isinstance(self.value_view, Pages)):
-            self.pages.load(self.value_view, atoms[2], loads[2], place, tile, stage, barrier)
-        else:
-            slots, tiles = loads[2]
-            at = (None, 0, tile, *self.coordinates(self.value_view, place))
-            bulk_load(atoms[2], tiles[at], slots[None, stage], barrier, self.hint)
+            slots, tiles = loads[1 + n]
+            where = (0, tile) if n else (tile, 0)
+            at = (None, *where, *self.coordinates(view, place))
+            bulk_load(atoms[1 + n], tiles[at], slots[None, stage], barrier, self.hint)
 
     @property
     def hint(self) -> int | None:
@@ -327,162 +312,3 @@ class AttentionKernel:
     def coordinates(self, view: Any, place: dict[str, Any]) -> tuple[Any, ...]:
         """Where this block's batch lies in an operand."""
         return tuple(place["batch"][d] for d in self.batch_of(view))
-
-    # ------------------------------------------------------------------------------- consumers
-
-    @cute.jit
-    def consume(self, smem, tensors, scratch, tidx, warp, lane, place, first, count):
-        """Walk the tiles of this warpgroup, then combine and store."""
-        group = warp // 4
-        lead = group % self.key_groups  # this warpgroup's first stage
-        thread = tidx % 128
-        mma, more, second = self.score_mma(), self.score_mma(), self.value_mma()
-        # the flag of one instruction cannot change inside a run-time loop: two of them
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        more.set(warpgroup.Field.ACCUMULATE, True)
-        second.set(warpgroup.Field.ACCUMULATE, True)
-        a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["rows"]))
-        a = a[None, None, None, group // self.key_groups]
-        b = mma.make_fragment_B(mma.get_slice(0).partition_B(smem["keys"]))
-        v = second.make_fragment_B(second.get_slice(0).partition_B(smem["values"]))
-        scores = cute.make_rmem_tensor(
-            mma.partition_shape_C((ROW_BLOCK, self.key_tile)), Float32
-        )
-        result = cute.make_rmem_tensor(second.partition_shape_C((ROW_BLOCK, self.width)), Float32)
-        result.fill(0.0)
-        words = cute.make_rmem_tensor(cute.make_layout(self.key_tile // 4), Int32)
-        # the accumulators' order (2 columns, row and row + 8, blocks of 8 columns) is that of a
-        # first operand in registers: 8 values for 16 keys
-        layout = cute.make_layout(((2, 2, 2), 1, self.key_tile // 16), stride=((1, 2, 4), 0, 8))
-        weights = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.dtype), layout)
-        state = self.scores.start(warp, lane)
-        if cutlass.const_expr(self.dependent and len(self.plan.vectors) > 0):
-            cute.arch.griddepcontrol_wait()  # they are read with ordinary loads
-        rows = self.rows.prepare(smem, tensors, thread, group, lane, warp, place)
-        keys = (first + lead) * self.key_tile
-        steps = (count - lead + self.key_groups - 1) // self.key_groups
-        fragments = (a, b, v, scores, weights, words, result)
-        if cutlass.const_expr(self.plan.schedule.overlapped):
-            self.overlapped((mma, more, second), fragments, smem, state, rows, group, thread, lane,
-                            lead, keys, steps)
-        else:
-            self.plain((mma, more, second), fragments, smem, state, rows, group, thread, lane,
-                       lead, keys, steps)
-        if cutlass.const_expr(self.plan.cluster > 1):
-            cute.arch.cluster_wait()
-        if cutlass.const_expr(self.dependent):
-            cute.arch.griddepcontrol_wait()
-        self.join.run(result, state, smem, scratch, tensors, tidx, warp, lane, place, rows)
-
-    @cute.jit
-    def plain(self, mmas, fragments, smem, state, rows, group, thread, lane, lead, keys, steps):
-        """One tile after the other."""
-        a, b, v, scores, weights, words, result = fragments
-        stage, phase = Int32(0) + lead, Int32(0)
-        for _ in cutlass.range(steps, unroll=1):
-            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
-            warpgroup.fence()
-            self.multiply_keys(mmas, scores, a, b, stage)
-            warpgroup.wait_group(0)
-            self.release(smem["keys_empty"] + stage, lane)
-            self.scores.weigh(scores, state, smem, stage, phase, lane, rows, keys)
-            self.scores.pack(scores, words)
-            self.scores.rescale(result, state)
-            cute.arch.mbarrier_wait(smem["values_full"] + stage, phase)
-            self.key_values.clean(smem, thread, group, stage, keys, rows)
-            warpgroup.fence()
-            self.multiply_values(mmas[2], result, weights, v, stage)
-            warpgroup.wait_group(0)
-            self.release(smem["values_empty"] + stage, lane)
-            keys += self.key_tile * self.key_groups
-            stage += self.key_groups
-            if stage >= self.stages:
-                stage -= self.stages
-                phase = phase ^ 1
-
-    @cute.jit
-    def overlapped(self, mmas, fragments, smem, state, rows, group, thread, lane, lead, keys,
-                   steps):
-        """The next tile's scores are multiplied before this tile's weights, so that exponentials
-        are computed during a product: 14.75 -> 14.0 us at 1024x4096 keys with lazy rescaling."""
-        a, b, v, scores, weights, words, result = fragments
-        stage, phase = Int32(0) + lead, Int32(0)
-        before, before_phase = Int32(0) + lead, Int32(0)
-        if cutlass.const_expr(self.turns):  # noqa: SIM102
-            if group == 1:
-                cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
-        if steps > 0:
-            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
-            if cutlass.const_expr(self.turns):
-                cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=256)
-            warpgroup.fence()
-            self.multiply_keys(mmas, scores, a, b, stage)
-            if cutlass.const_expr(self.turns):
-                cute.arch.barrier_arrive(
-                    barrier_id=TURN_BARRIER + 1 - group, number_of_threads=256
-                )
-            warpgroup.wait_group(0)
-            self.release(smem["keys_empty"] + stage, lane)
-            self.scores.weigh(scores, state, smem, stage, phase, lane, rows, keys)
-            self.scores.pack(scores, words)
-        for _ in cutlass.range(1, steps, unroll=1):
-            stage += self.key_groups
-            if stage >= self.stages:
-                stage -= self.stages
-                phase = phase ^ 1
-            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
-            if cutlass.const_expr(self.turns):
-                cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=256)
-            warpgroup.fence()
-            self.multiply_keys(mmas, scores, a, b, stage)
-            cute.arch.mbarrier_wait(smem["values_full"] + before, before_phase)
-            self.key_values.clean(smem, thread, group, before, keys, rows)
-            self.multiply_values(mmas[2], result, weights, v, before)
-            if cutlass.const_expr(self.turns):
-                cute.arch.barrier_arrive(
-                    barrier_id=TURN_BARRIER + 1 - group, number_of_threads=256
-                )
-            keys += self.key_tile * self.key_groups
-            warpgroup.wait_group(1)
-            self.release(smem["keys_empty"] + stage, lane)
-            self.scores.weigh(scores, state, smem, stage, phase, lane, rows, keys)
-            warpgroup.wait_group(0)
-            self.release(smem["values_empty"] + before, lane)
-            self.scores.rescale(result, state)
-            # only now: packed earlier, the weights get the registers of those being multiplied,
-            # and the compiler serialises all products
-            self.scores.pack(scores, words)
-            before, before_phase = stage, phase
-        if cutlass.const_expr(self.turns):  # noqa: SIM102
-            if group == 0:
-                cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=256)
-        if steps > 0:
-            cute.arch.mbarrier_wait(smem["values_full"] + before, before_phase)
-            self.key_values.clean(smem, thread, group, before, keys, rows)
-            warpgroup.fence()
-            self.multiply_values(mmas[2], result, weights, v, before)
-            warpgroup.wait_group(0)
-            # nobody loads into this stage any more
-
-    @cute.jit
-    def multiply_keys(self, mmas, scores, a, b, stage):
-        """Scores of one tile."""
-        for kk in cutlass.range_constexpr(self.depth // 16):
-            mma = mmas[0] if kk == 0 else mmas[1]
-            cute.gemm(mma, scores, a[None, None, kk], b[None, None, kk, stage], scores)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def multiply_values(self, mma, result, weights, v, stage):
-        """Add one tile's weighted values."""
-        for kk in cutlass.range_constexpr(self.key_tile // 16):
-            cute.gemm(mma, result, weights[None, None, kk], v[None, None, kk, stage], result)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def release(self, barrier, lane):
-        """Give a stage back to the producer."""
-        if cutlass.const_expr(self.key_values.clears):
-            fence_reads()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barrier)

@@ -21,14 +21,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cutesuper.device.memory import float_bits, push
+from cutesuper.lower.attention_rows import GROUP_BARRIER, ROWS_BARRIER
 from cutesuper.lower.attention_scores import exp2
 from cutesuper.lower.common import ELEMENT
 
 if TYPE_CHECKING:
     from cutesuper.lower.attention import AttentionKernel
 
-#: named barrier of the first warpgroup, and of those that share the first rows
-GROUP_BARRIER, ROWS_BARRIER = 1, 3
 #: fp32 values of an item
 ITEM = 4
 

@@ -15,14 +15,12 @@ from cutlass import Float32, Int32, Int64
 
 from cutesuper.device.math import choose, nan_max
 from cutesuper.device.memory import fence_reads
-from cutesuper.lower.attention_rows import PIECE, byte_piece, chunk_of
+from cutesuper.lower.attention_rows import GROUP_BARRIER, PIECE, byte_piece, chunk_of
 from cutesuper.schedule.attention import Reduction
 
 if TYPE_CHECKING:
     from cutesuper.lower.attention import AttentionKernel
 
-#: named barrier of the first warpgroup; the others follow
-GROUP_BARRIER = 1
 #: pieces of a row that a thread reads before it computes
 BATCH = 8
 

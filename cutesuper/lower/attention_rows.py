@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: elements that a thread reads at a time
 PIECE = 8
+#: named barriers: one for each warpgroup, for those that share rows, and to take turns
+GROUP_BARRIER, ROWS_BARRIER, TURN_BARRIER = 1, 3, 5
 
 
 def byte_piece(depth: int, piece: Any, row: Any) -> Any:
@@ -208,7 +210,7 @@ class Rows:
             if group % self.k.key_groups == 0:
                 self.compute(smem, tensors, thread, group)
             cute.arch.barrier(
-                barrier_id=3 + group // self.k.key_groups,
+                barrier_id=ROWS_BARRIER + group // self.k.key_groups,
                 number_of_threads=128 * self.k.key_groups,
             )
         values, limits = [], []
