@@ -4,6 +4,10 @@ compute-sanitizer --tool memcheck python3 tests/sanitize.py
 compute-sanitizer --tool racecheck python3 tests/sanitize.py
 compute-sanitizer --tool synccheck python3 tests/sanitize.py
 
+In some runs racecheck reports a few hazards for "attention, lengths" and "attention, pages", always
+between the last write before the named barrier of two warpgroups and the read after it, in a block
+of which only one warpgroup has a tile. Other runs of the same binary report none.
+
 Set PYTORCH_NO_CUDA_MEMORY_CACHING=1 so that every tensor is an allocation of its own, whose ends
 memcheck sees. Arguments choose cases by name.
 """
