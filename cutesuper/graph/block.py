@@ -170,6 +170,10 @@ class BlockProgram:
         inner = prod(self.parts(a) for a in self.axes_of(axis.dim) if a is not axis)
         return ceil_div(extent(self.dims[axis.dim]), inner * self.tile[axis.dim])
 
+    def parts_along(self, dim: str, kind: AxisKind) -> int:
+        """Parts into which axes of one kind divide a label; 1 where there is none."""
+        return prod(self.parts(a) for a in self.of_kind(kind) if a.dim == dim)
+
     def loads(self) -> tuple[BlockOp, ...]:
         """All load operations."""
         return tuple(op for op in self.ops if op.kind == LOAD)

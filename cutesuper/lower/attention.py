@@ -33,7 +33,7 @@ from cutesuper.lower.attention_keys import KeyValues
 from cutesuper.lower.attention_pages import PagedLoads
 from cutesuper.lower.attention_rows import Rows
 from cutesuper.lower.attention_scores import Scores
-from cutesuper.lower.common import ELEMENT, Extents, labelled
+from cutesuper.lower.common import ELEMENT, Extents, batch_labels, described, labelled
 from cutesuper.schedule.attention import ROW_BLOCK, AttentionPlan
 from cutesuper.schedule.plan import Pages
 
@@ -99,12 +99,9 @@ class AttentionKernel:
     def matrix(
         self, view: Any, labels: tuple[str, ...], tensors: list[cute.Tensor]
     ) -> cute.Tensor:
-        """An operand as bulk loads see it, with modes (labels..., its batch labels...).
-
-        A static extent of 1 vanishes from the descriptor, which then does not fit its box.
-        """
+        """An operand as bulk loads see it, with modes (labels..., its batch labels...)."""
         tensor = labelled(self.extents, view, (*labels, *self.batch_of(view)), tensors)
-        shape = tuple(Int32(1) if isinstance(n, int) and n == 1 else n for n in tensor.shape)
+        shape = tuple(described(n) for n in tensor.shape)
         return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.stride))
 
     def atom(
@@ -118,7 +115,7 @@ class AttentionKernel:
 
     def batch_of(self, view: Any) -> tuple[str, ...]:
         """The batch labels that an operand has."""
-        return tuple(d for d in self.plan.batch if d in view.labels)
+        return batch_labels(self.plan.batch, view)
 
     def key_layout(self, stages: int) -> cute.ComposedLayout:
         """Tiles of keys ``[key, inner, stage]``, swizzled for the instruction."""

@@ -102,7 +102,8 @@ class Consumer:
     def overlapped(self, mmas, fragments, smem, state, rows, group, thread, lane, lead, keys,
                    steps):
         """The next tile's scores are multiplied before this tile's weights, so that exponentials
-        are computed during a product: 14.75 -> 14.0 us at 1024x4096 keys with lazy rescaling."""
+        are computed during a product: 14.5 -> 13.9 us at 16x256 rows and 4096 keys, with lazy
+        rescaling."""
         a, b, v, scores, weights, words, result = fragments
         stage, phase = Int32(0) + lead, Int32(0)
         before, before_phase = Int32(0) + lead, Int32(0)

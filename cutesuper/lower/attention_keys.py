@@ -13,10 +13,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from cutesuper.device.math import choose, nan_max
+from cutesuper.device.math import choose
 from cutesuper.device.memory import fence_reads
-from cutesuper.lower.attention_rows import GROUP_BARRIER, PIECE, byte_piece, chunk_of
-from cutesuper.schedule.attention import Reduction
+from cutesuper.lower.attention_rows import GROUP_BARRIER, byte_piece, chunk_of
+from cutesuper.lower.statistics import NEUTRAL, PIECE, folded
 
 if TYPE_CHECKING:
     from cutesuper.lower.attention import AttentionKernel
@@ -31,7 +31,8 @@ class KeyValues:
     def __init__(self, kernel: AttentionKernel) -> None:
         self.k = kernel
         self.plan = plan = kernel.plan
-        self.clears = any(m.lengths is not None for m in plan.masks)
+        #: whether there may be anything behind the last key
+        self.clears = kernel.rows.has_lengths
         self.order = list(plan.key_values)
         self.threads = 32 * plan.helpers
 
@@ -96,25 +97,19 @@ class KeyValues:
         whole = self.plan.tile(
             self.plan.inner if reduction.operand == self.plan.key_load else self.plan.columns
         )
-        total = Float32(0.0 if reduction.op == "sum" else -float("inf"))
+        total = Float32(NEUTRAL[reduction.op])
         for first in cutlass.range_constexpr(0, whole // PIECE, BATCH):
             pieces = [
                 self.read(smem, reduction.operand, stage, key, piece)
                 for piece in range(first, min(first + BATCH, whole // PIECE))
             ]
-            # without it the compiler issues every read just before its use: 2800 cycles for a tile
+            # without it the compiler issues every read just before its use: 26.6 us at 16x256
+            # rows and 4096 keys, 18.2 with it
             cute.arch.fence_acq_rel_cta()
             for piece in pieces:
-                total = self.add(total, piece, reduction)
+                v = reduction.source.evaluate([piece.load().to(Float32)], self.k.math)
+                total = folded(total, v, reduction.op)
         return total * reduction.scale
-
-    def add(self, total: Any, piece: cute.Tensor, reduction: Reduction) -> Any:
-        """Eight elements more."""
-        v = reduction.source.evaluate([piece.load().to(Float32)], self.k.math)
-        if reduction.op == "max":
-            lowest = Float32(-float("inf"))
-            return nan_max(total, v.reduce(cute.ReductionOp.MAX, lowest, 0))
-        return total + v.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
 
     def read(
         self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: Any

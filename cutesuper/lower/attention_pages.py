@@ -26,6 +26,7 @@ from cutlass import Int32
 
 from cutesuper.device.memory import bulk_load, partition, tile_atom
 from cutesuper.lower.attention_rows import chunk_of
+from cutesuper.lower.common import described
 from cutesuper.schedule.plan import Pages
 
 if TYPE_CHECKING:
@@ -78,9 +79,7 @@ class PagedLoads:
         heads = self.k.batch_of(view)
         shape = [view.size, *(self.k.extents.of(d, tensors) for d in (self.inner(view), *heads))]
         stride = [view.stride(d) for d in (self.k.plan.keys, self.inner(view), *heads)]
-        # a static extent of 1 vanishes from the descriptor, which then does not fit its box
-        extents = tuple(Int32(1) if isinstance(n, int) and n == 1 else n
-                        for n in (*shape, cache.shape[0]))
+        extents = tuple(described(n) for n in (*shape, cache.shape[0]))
         paged = cute.make_layout(extents, stride=(*stride, view.page_stride))
         box = cute.make_composed_layout(layout.inner, 0, self.box(view, 0))
         tile = (self.rows(view), self.depth(view))

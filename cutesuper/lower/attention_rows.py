@@ -17,14 +17,14 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cutesuper.device.math import nan_max
 from cutesuper.device.memory import bulk_load, element, fence_reads, partition, tile_atom
+from cutesuper.lower.common import unravel
+from cutesuper.lower.statistics import NEUTRAL, PIECE, folded
 from cutesuper.schedule.attention import ROW_BLOCK, Reduction
 from cutesuper.schedule.plan import View
 
 if TYPE_CHECKING:
     from cutesuper.lower.attention import AttentionKernel
 
-#: elements that a thread reads at a time
-PIECE = 8
 #: named barriers: one for each warpgroup, for those that share rows, and to take turns
 GROUP_BARRIER, ROWS_BARRIER, TURN_BARRIER = 1, 3, 5
 
@@ -135,16 +135,9 @@ class Rows:
         if any(m.rows for m in plan.masks):
             # rows that see most keys first: short blocks fill the last wave
             row = self.tiles(tensors) - 1 - row
-        tiles: dict[str, Any] = {}
-        for d in reversed(plan.rows):
-            count = cute.ceil_div(self.k.extents.of(d, tensors), plan.tile(d))
-            tiles[d] = row % count
-            row = row // count
-        batch: dict[str, Any] = {}
-        for d in reversed(plan.batch):
-            count = self.k.extents.of(d, tensors)
-            batch[d] = z % count
-            z = z // count
+        extents = {d: self.k.extents.of(d, tensors) for d in (*plan.rows, *plan.batch)}
+        tiles = unravel(row, {d: cute.ceil_div(extents[d], plan.tile(d)) for d in plan.rows})
+        batch = unravel(z, {d: extents[d] for d in plan.batch})
         place = {"part": part, "tiles": tiles, "batch": batch, "tile": tile}
         place["rank"] = part % plan.cluster
         place["lengths"] = [self._length(m.lengths, tensors, batch) for m in plan.masks]
@@ -176,6 +169,10 @@ class Rows:
             end = (place["tiles"][d] + 1) * self.plan.tile(d)
             last[d] = cutlass.min(end, self.k.extents.of(d, tensors)) - 1
         return cutlass.max(self.limit(place, last), 0)
+
+    def row(self, warp: Any, lane: Any, r: int) -> Any:
+        """A thread's r-th row in its warpgroup's tile, as the instruction gives them out."""
+        return (warp % 4) * 16 + lane // 4 + 8 * r
 
     def positions(self, place: dict[str, Any], group: Any, row: Any) -> tuple[dict[str, Any], Any]:
         """Coordinates of a row of a warpgroup, and whether it is one of the tile's."""
@@ -215,7 +212,7 @@ class Rows:
             )
         values, limits = [], []
         for r in cutlass.range_constexpr(self.per_thread):
-            row = (warp % 4) * 16 + lane // 4 + 8 * r
+            row = self.row(warp, lane, r)
             own = []
             for n in cutlass.range_constexpr(len(self.plan.row_values)):
                 slot = self.slot(n, group // self.k.key_groups, row)
@@ -267,7 +264,7 @@ class Rows:
     @cute.jit
     def reduce(self, smem, row_group, row, half, reduction: cutlass.Constexpr):
         """One reduction of a row, for both its threads."""
-        total = Float32(0.0 if reduction.op == "sum" else -float("inf"))
+        total = Float32(NEUTRAL[reduction.op])
         for p in cutlass.range_constexpr(self.turns):
             piece = 2 * p + half
             if piece < self.pieces:
@@ -281,11 +278,7 @@ class Rows:
     ) -> Any:
         """Eight elements more."""
         x = self.read(smem, row_group, row, piece).load().to(Float32)
-        v = reduction.source.evaluate([x], self.k.math)
-        if reduction.op == "max":
-            lowest = Float32(-float("inf"))
-            return nan_max(total, v.reduce(cute.ReductionOp.MAX, lowest, 0))
-        return total + v.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        return folded(total, reduction.source.evaluate([x], self.k.math), reduction.op)
 
     def rewrite(
         self, smem: Any, tensors: Any, values: Any, row_group: Any, row: Any, piece: Any

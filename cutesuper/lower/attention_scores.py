@@ -43,7 +43,7 @@ class Scores:
         self.k = kernel
         self.plan = plan = kernel.plan
         self.blocks = kernel.key_tile // 8
-        self.rows = 1 if plan.few_rows else 2
+        self.rows = kernel.rows.per_thread
         self.shifted = plan.maximum is not None
         # a maximum that lags behind is one that sums and results are relative to, but no maximum
         told = any(plan.maximum in o.expression.leaves for o in plan.outputs)
@@ -60,7 +60,7 @@ class Scores:
         """
         state = cute.make_rmem_tensor(cute.make_layout(6), Float32)
         for r in range(2):
-            row = (warp % 4) * 16 + lane // 4 + 8 * r
+            row = self.k.rows.row(warp, lane, r)
             state[2 * r] = choose(row < self.plan.group_rows, LOWEST, float("inf"))
             state[2 * r + 1] = 0.0
             state[4 + r] = 1.0

@@ -7,6 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Int32
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cutesuper.graph.block import BlockProgram
@@ -48,6 +49,26 @@ def labelled(
     return cute.make_tensor(
         tensors[view.argument].iterator, cute.make_layout(shape, stride=stride)
     )
+
+
+def batch_labels(batch: tuple[str, ...], view: View) -> tuple[str, ...]:
+    """The batch labels that an operand has."""
+    return tuple(d for d in batch if d in view.labels)
+
+
+def unravel(index: Any, counts: dict[str, Any]) -> dict[str, Any]:
+    """Coordinates of the index-th element, the last label varying fastest."""
+    found: dict[str, Any] = {}
+    for label, count in reversed(counts.items()):
+        found[label] = index % count
+        index = index // count
+    return found
+
+
+def described(extent: Any) -> Any:
+    """An extent as a bulk load's descriptor keeps it: a static 1 vanishes, and the descriptor then
+    does not fit its box."""
+    return Int32(1) if isinstance(extent, int) and extent == 1 else extent
 
 
 def fake_arguments(arguments: tuple[Argument, ...]) -> tuple[cute.Tensor, ...]:

@@ -29,7 +29,14 @@ from cutesuper.device.memory import (
     tile_atom,
 )
 from cutesuper.lower.columns import ColumnGroup, column_groups
-from cutesuper.lower.common import ELEMENT, Extents, labelled
+from cutesuper.lower.common import (
+    ELEMENT,
+    Extents,
+    batch_labels,
+    described,
+    labelled,
+    unravel,
+)
 from cutesuper.lower.epilogue import Epilogue
 from cutesuper.lower.multicast import Sharing
 from cutesuper.lower.prefetch import Prefetch
@@ -157,10 +164,8 @@ class MatmulKernel:
         plan = self.plan
         batch = self.batch_of(view)
         plain = labelled(self.extents, view, (plan.row, inner, *batch), tensors)
-        if cutlass.const_expr(isinstance(plain.shape[0], int) and plain.shape[0] == 1):
-            # a static extent of 1 vanishes from the descriptor, which then does not fit its box
-            shape = (Int32(1), *plain.shape[1:])
-            plain = cute.make_tensor(plain.iterator, cute.make_layout(shape, stride=plain.stride))
+        shape = (described(plain.shape[0]), *plain.shape[1:])
+        plain = cute.make_tensor(plain.iterator, cute.make_layout(shape, stride=plain.stride))
         if not chunked:
             return plain
         k = plan.program.dims[inner]
@@ -178,7 +183,7 @@ class MatmulKernel:
 
     def batch_of(self, view: Any) -> tuple[str, ...]:
         """The batch labels that an operand has."""
-        return tuple(d for d in self.plan.batch if d in view.labels)
+        return batch_labels(self.plan.batch, view)
 
     # ---------------------------------------------------------------------------------- device
 
@@ -253,12 +258,7 @@ class MatmulKernel:
 
     def batch_index(self, bz: Any, tensors: list[cute.Tensor]) -> dict[str, Any]:
         """The batch labels' coordinates of this block; the last label varies fastest."""
-        index: dict[str, Any] = {}
-        for label in reversed(self.plan.batch):
-            count = self.extents.of(label, tensors)
-            index[label] = bz % count
-            bz = bz // count
-        return index
+        return unravel(bz, {d: self.extents.of(d, tensors) for d in self.plan.batch})
 
     def allocate(self, row_layout: Any) -> dict[str, Any]:
         """Shared memory: operand rings, exchange buffers, barriers."""

@@ -40,6 +40,13 @@ ROW_VALUES_BARRIER = 1
 HELPERS_BARRIER = 3
 
 
+def folded(total: Any, v: Any, op: str) -> Any:
+    """A running sum or maximum, and the elements of a vector."""
+    if op == "max":
+        return nan_max(total, v.reduce(cute.ReductionOp.MAX, Float32(NEUTRAL[op]), 0))
+    return total + v.reduce(cute.ReductionOp.ADD, Float32(NEUTRAL[op]), 0)
+
+
 class RowSide:
     """What the helper warps do with the row operand."""
 
@@ -191,11 +198,7 @@ class RowSide:
         v = statistic.source.evaluate(leaves, self.k.math)
         if cutlass.const_expr(self.needs_mask(statistic.source, neutral)):
             v = cute.where(self.inside(at), v, cute.full_like(v, neutral))
-        if cutlass.const_expr(statistic.op == "max"):
-            largest = v.reduce(cute.ReductionOp.MAX, Float32(neutral), 0)
-            totals[index] = nan_max(totals[index], largest)
-        else:
-            totals[index] += v.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        totals[index] = folded(totals[index], v, statistic.op)
 
     @cute.jit
     def rewrite(self, smem, values, offset, at):

@@ -194,21 +194,17 @@ class AttentionPlan:
     @property
     def cluster(self) -> int:
         """Blocks of a cluster, each with a part of the keys."""
-        return self._parts(AxisKind.CLUSTER)
+        return self.program.parts_along(self.keys, AxisKind.CLUSTER)
 
     @property
     def grid_parts(self) -> int:
         """Clusters that share a tile of rows, each with a part of the keys."""
-        return self._parts(AxisKind.GRID)
+        return self.program.parts_along(self.keys, AxisKind.GRID)
 
     @property
     def parts(self) -> int:
         """Parts of the keys."""
         return self.cluster * self.grid_parts
-
-    def _parts(self, kind: AxisKind) -> int:
-        axes = [a for a in self.program.of_kind(kind) if a.dim == self.keys]
-        return self.program.parts(axes[0]) if axes else 1
 
     @property
     def key_extent(self) -> int:

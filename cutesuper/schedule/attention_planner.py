@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.graph.block import KernelStep, TensorSpec
@@ -10,11 +11,14 @@ from cutesuper.graph.dims import ceil_div, extent
 from cutesuper.graph.target import Target
 from cutesuper.schedule.attention import ROW_BLOCK, AttentionPlan
 from cutesuper.schedule.attention_roles import AttentionRoles
+from cutesuper.schedule.operands import check_element_type, check_same_type, unaligned
 from cutesuper.schedule.plan import Pages, View, arguments_of
 from cutesuper.schedule.schedule import AttentionSchedule
 
 #: shared memory and 32-bit registers of an SM, of which two blocks take at most half each
 SM_SHARED_BYTES, SM_REGISTERS = 228 * 1024, 65536
+#: rows of the tensor-core instruction that one warp has
+INSTRUCTION_WARP_ROWS = 16
 #: columns of the result, and elements of the inner label, at most
 MAX_WIDTH = 256
 #: dimensions of a bulk tensor copy
@@ -51,28 +55,32 @@ def plan_attention(
 
 def _default_schedule(plan: AttentionPlan, target: Target) -> AttentionSchedule:
     """Two warpgroups: along the rows where there are more than 64, else along the keys."""
-    rows = 1
-    for d in plan.rows:
-        rows *= plan.tile(d)
-    row_groups = ceil_div(rows, ROW_BLOCK)
-    start = replace(plan.schedule, row_groups=row_groups, key_groups=1)
-    if row_groups == 1 and _tiles_of_a_block(plan) > 1:
-        start = replace(start, key_groups=2)
-    few = plan.group_rows <= 16
-    # where many rows share keys and values they come from L2 anyway (0.1 us at 256 rows)
-    start = replace(start, stream_keys=few)
     tiles = _tiles_of_a_block(plan)
-    # 6.6 -> 6.4 us even with two tiles for each warpgroup (256x4096 keys in clusters of 8); with
-    # few rows it only takes registers, and with values of keys their loads stand in the way
-    overlapped = not few and tiles > start.key_groups and not plan.key_values
-    start = replace(start, overlapped=overlapped)
-    blocks = plan.program.blocks()
-    if few and plan.cluster == 1 and blocks > target.sms:
-        # with 2 stages two blocks fit, and 256 tiles of 32x4096 keys run in one wave: 118.8 us
+    row_groups = ceil_div(prod(plan.tile(d) for d in plan.rows), ROW_BLOCK)
+    key_groups = 2 if row_groups == 1 and tiles > 1 else 1
+    few = plan.group_rows <= INSTRUCTION_WARP_ROWS
+    start = replace(
+        plan.schedule,
+        row_groups=row_groups,
+        key_groups=key_groups,
+        # 6.6 -> 6.4 us even with two tiles for each warpgroup (256x4096 keys in clusters of 8);
+        # with few rows it only takes registers, and with values of keys it gains nothing
+        overlapped=not few and tiles > key_groups and not plan.key_values,
+        # 8.8 -> 8.35 us at 1x4096 keys; where many rows share keys they come from L2 anyway
+        stream_keys=few,
+    )
+    if few and plan.cluster == 1 and plan.program.blocks() > target.sms:
+        # with one consumer warpgroup and 2 stages two blocks share an SM: 120.8 us at 32x4096
+        # keys, 121.3 with one block of two warpgroups
         half = replace(plan, schedule=replace(start, key_groups=1, stages=2, resident=2))
-        if half.shared_bytes <= SM_SHARED_BYTES // 2 - 1024 and plan.depth <= 128:
+        if half.shared_bytes <= _room(target, 2) and plan.depth <= 128:
             return half.schedule
     return _with_stages(plan, start, target, tiles)
+
+
+def _room(target: Target, resident: int) -> int:
+    """Shared memory of a block, of which so many share an SM."""
+    return min(target.shared_bytes, SM_SHARED_BYTES // resident - 1024)
 
 
 def _with_stages(
@@ -100,11 +108,7 @@ def _tiles_of_a_block(plan: AttentionPlan) -> int:
 
 def _check_operands(plan: AttentionPlan, name: str) -> None:
     where = f"kernel {name}"
-    if plan.dtype not in ("float16", "bfloat16"):
-        raise LoweringError(
-            f"{where}: matrix products of {plan.dtype} have no tensor-core path that keeps their "
-            "precision; use float16 or bfloat16 operands"
-        )
+    check_element_type(where, plan.dtype)
     for label in (plan.inner, plan.columns):
         whole = extent(plan.program.dims[label])
         if plan.tile(label) < whole or whole > MAX_WIDTH:
@@ -126,7 +130,7 @@ def _check_operands(plan: AttentionPlan, name: str) -> None:
         if view.labels != (plan.inner,):
             raise LoweringError(f"{where}: operation {i} is multiplied with the rows and has the "
                                 f"labels {', '.join(view.labels)}; only {plan.inner} is possible")
-        _check_dtype(plan, where, view)
+        check_same_type(where, plan.dtype, plan.arguments[view.argument])
     for output in plan.outputs:
         _check_output(plan, where, output.view)
 
@@ -137,15 +141,6 @@ def _check_output(plan: AttentionPlan, where: str, view: View) -> None:
         raise LoweringError(
             f"{where}: {arg.name}{list(map(str, arg.shape))} is stored, and not contiguous along "
             f"{plan.columns}; only results with this label, in this order, can be"
-        )
-
-
-def _check_dtype(plan: AttentionPlan, where: str, view: View) -> None:
-    arg = plan.arguments[view.argument]
-    if arg.dtype != plan.dtype:
-        raise LoweringError(
-            f"{where}: operands of {plan.dtype} and of {arg.dtype} ({arg.name}) in one kernel; "
-            "give all operands of its products one element type"
         )
 
 
@@ -174,17 +169,14 @@ def _check_matrix(
 ) -> None:
     arg = plan.arguments[view.argument]
     shape = f"{arg.name}{list(map(str, arg.shape))}"
-    _check_dtype(plan, where, view)
+    check_same_type(where, plan.dtype, arg)
     if len(view.labels) > MAX_RANK:
         raise LoweringError(f"{where}: {shape} has {len(view.labels)} labels, and bulk tensor "
                             f"copies {MAX_RANK} dimensions; merge some")
     if not any(view.stride(d) == 1 for d in contiguous):
         raise LoweringError(f"{where}: {shape} must be contiguous along {' or '.join(contiguous)}")
     if any(s != 1 and s % 8 for s in view.strides):
-        raise LoweringError(
-            f"{where}: rows of {shape} are not multiples of 16 bytes, which bulk tensor copies "
-            "need; pad the last dimension to a multiple of 8"
-        )
+        raise unaligned(where, arg)
 
 
 def _check_schedule(plan: AttentionPlan, target: Target, name: str) -> None:
@@ -205,12 +197,12 @@ def _check_schedule(plan: AttentionPlan, target: Target, name: str) -> None:
             f"{where}: {s.stages} stages for {s.key_groups} warpgroups along the keys, which take "
             f"them in turn; use a multiple, at least {plan.least_stages}"
         )
-    limit = SM_SHARED_BYTES // s.resident - 1024
-    if plan.shared_bytes > min(limit, target.shared_bytes):
+    room = _room(target, s.resident)
+    if plan.shared_bytes > room:
         raise ScheduleError(
             f"{where}: {s.stages} stages of {plan.stage_bytes} bytes, {plan.query_bytes} bytes of "
             f"rows and {plan.meeting_bytes + plan.exchange_bytes} bytes of exchange do not fit "
-            f"into {min(limit, target.shared_bytes)} bytes of shared memory; use smaller tiles"
+            f"into {room} bytes of shared memory; use smaller tiles"
         )
     limit = min(THREAD_REGISTERS, SM_REGISTERS // (plan.threads * s.resident))
     if plan.registers is not None:

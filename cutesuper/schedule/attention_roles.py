@@ -133,7 +133,7 @@ class AttentionRoles:
             for i in values:
                 if only_divides(expressions, i):
                     # one reciprocal for each row or key in place of a division for every score:
-                    # 16.2 -> 7 us at 256x4096 keys with both norms
+                    # 16.2 -> 8.1 us at 2x256 rows, 4096 keys, with norms of rows and values
                     values[i] = reciprocal(values[i])
                     expressions = [multiply_by(e, i) for e in expressions]
         prologue, scores, source, *others = expressions

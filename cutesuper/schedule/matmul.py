@@ -137,16 +137,12 @@ class MatmulPlan:
     @property
     def cluster(self) -> int:
         """Blocks that share one output tile, each with a part of the contracted label."""
-        return self._cluster_along(self.contracted)
+        return self.program.parts_along(self.contracted, AxisKind.CLUSTER)
 
     @property
     def column_cluster(self) -> int:
         """Blocks that share one tile's rows, each with a part of the columns."""
-        return self._cluster_along(self.column)
-
-    def _cluster_along(self, label: str) -> int:
-        axes = [a for a in self.program.of_kind(AxisKind.CLUSTER) if a.dim == label]
-        return self.program.parts(axes[0]) if axes else 1
+        return self.program.parts_along(self.column, AxisKind.CLUSTER)
 
     @property
     def cluster_size(self) -> int:

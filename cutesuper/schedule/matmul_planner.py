@@ -12,6 +12,7 @@ from cutesuper.graph.shift import MAX_SHIFTED_ROWS
 from cutesuper.graph.target import Target
 from cutesuper.schedule.matmul import CHUNK, COLUMN_BLOCK, ROW_TILES, MatmulPlan
 from cutesuper.schedule.matmul_roles import Roles
+from cutesuper.schedule.operands import check_element_type, check_same_type, unaligned
 from cutesuper.schedule.plan import View, arguments_of
 from cutesuper.schedule.schedule import MatmulSchedule
 from cutesuper.schedule.tiles import check_tiles, with_tiles
@@ -79,11 +80,7 @@ def _default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) 
 def _check_limits(plan: MatmulPlan, name: str) -> None:
     m, n, k = plan.tile
     where = f"kernel {name}"
-    if plan.dtype not in ("float16", "bfloat16"):
-        raise LoweringError(
-            f"{where}: matrix products of {plan.dtype} have no tensor-core path that keeps their "
-            "precision; use float16 or bfloat16 operands"
-        )
+    check_element_type(where, plan.dtype)
     if m not in ROW_TILES or n % COLUMN_BLOCK or k % CHUNK:
         raise ScheduleError(
             f"{where}: tile {plan.row}={m} {plan.column}={n} {plan.contracted}={k}; rows must be "
@@ -104,17 +101,10 @@ def _check_limits(plan: MatmulPlan, name: str) -> None:
     staged = (*plan.rows.values(), *plan.columns.values(), *plan.vectors.values())
     for view in (*staged, *plan.hidden.values(), *tails):
         arg = plan.arguments[view.argument]
-        if arg.dtype != plan.dtype:
-            raise LoweringError(
-                f"{where}: operands of {plan.dtype} and of {arg.dtype} ({arg.name}) in one kernel; "
-                "give all operands of its products one element type"
-            )
+        check_same_type(where, plan.dtype, arg)
         odd = [s for s in view.strides if s != 1 and s % 8]
         if odd or (arg.shape and extent(arg.shape[-1]) % 8 and len(view.labels) > 1):
-            raise LoweringError(
-                f"{where}: rows of {arg.name}{list(map(str, arg.shape))} are not multiples of 16 "
-                "bytes, which bulk tensor copies need; pad the last dimension to a multiple of 8"
-            )
+            raise unaligned(where, arg)
     _check_layout(where, plan.columns.values(), plan.column, plan.contracted)
     for t in plan.tails:
         inner = [plan.hidden[load] for load, _ in t.products]
