@@ -6,7 +6,6 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cutesuper.errors import GraphError, OperatorError, ShapeError
 from cutesuper.graph.dims import Dim, Shape, Symbol, extent, show_shape
@@ -71,6 +70,7 @@ class Concat(Operator):
     arity = -1
     attributes: ClassVar[Attributes] = {"dim": ...}
     cuts = True
+    one_type = True
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         if not shapes:
@@ -207,20 +207,16 @@ class CausalMask(Operator):
         return shapes[0]
 
     def visible(
-        self,
-        rows: NDArray[Any],
-        columns: NDArray[Any],
-        extents: tuple[int, int],
-        attributes: Attributes,
-        lengths: NDArray[Any] | None = None,
-    ) -> NDArray[np.bool_]:
+        self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,
+        integers: Any = None,
+    ) -> Any:
         offset = 0
         if attributes["alignment"] == "bottom_right":
             # Never below 0 in a graph that was built. The verifier may ask at small extents that
             # have more rows than columns: there both programs need one mask, no matter which, that
             # leaves every row a column (a maximum of nothing and a sum of 0 would follow).
             offset = max(0, extents[1] - extents[0])
-        return np.less_equal(columns, rows + offset)
+        return columns <= rows + offset
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         import torch

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from cutesuper.errors import GraphError
 from cutesuper.graph.derivation import Derivation
 from cutesuper.graph.dims import Symbol
-from cutesuper.graph.dtypes import float32, int32
+from cutesuper.graph.dtypes import DType, float32
 from cutesuper.graph.kernel import KernelGraph, Tensor
 from cutesuper.graph.operators import lookup
 from cutesuper.graph.saving import Reuse, choose
@@ -60,7 +60,7 @@ def grad(
 
     Args:
         graph: any kernel graph.
-        wrt: inputs, by name or as tensors; None is all of them but int32 ones.
+        wrt: inputs, by name or as tensors; None is all of them but integers.
         outputs: whose cotangents are given, by name or as tensors; None is all outputs of the
             graph that depend on ``wrt``.
 
@@ -230,7 +230,18 @@ class _Joint:
                     f"{self.call}: no output depends on {x!r} (or only through step, whose "
                     "derivative is zero); leave it out of wrt"
                 )
-            self.gradients[x.name] = g.full(known[i], g.tensor(self.values[i])).index
+            gradient = g.full(known[i], g.tensor(self.values[i]))
+            self.gradients[x.name] = self._of_type(gradient, x.dtype).index
+
+    def _of_type(self, t: Tensor, dtype: DType) -> Tensor:
+        """A gradient has the type of its input. One value that is the gradient of inputs of
+        different types (``x + w``) is there once for each of them."""
+        g = self.both
+        given = t.node.operator == "input"
+        if (t.dtype if given else g.types.setdefault(t.index, dtype)) == dtype:
+            return t
+        one = g.apply("constant", value=1.0)
+        return self._of_type(g.once("mul", [t, one], {}), dtype)
 
     def _contributions(self, i: int, active: set[int], dy: Tensor) -> list[tuple[int, Tensor]]:
         """What node i adds to the cotangents of its operands."""
@@ -303,8 +314,8 @@ class _Joint:
 
 
 def _real_inputs(graph: KernelGraph) -> list[int]:
-    """Lengths and tables have no gradient."""
-    return [i for i in graph.inputs if graph.nodes[i].dtype != int32]
+    """Lengths, tables and labels have no gradient."""
+    return [i for i in graph.inputs if not graph.nodes[i].dtype.integer]
 
 
 def _find(
@@ -315,13 +326,13 @@ def _find(
         return list(known)
     items = [given] if isinstance(given, str | Tensor) else list(given)
     names = {graph.nodes[i].name: i for i in known}
-    integers = {n.name: i for i, n in enumerate(graph.nodes) if n.dtype == int32}
+    integers = {n.name: i for i, n in enumerate(graph.nodes) if n.dtype.integer}
     found: list[int] = []
     for item in items:
         i = item.index if isinstance(item, Tensor) and item.graph is graph else (
             (names | integers).get(str(item))
         )
-        if i is not None and graph.nodes[i].dtype == int32:
+        if i is not None and graph.nodes[i].dtype.integer:
             raise GraphError(
                 f"{call}({argument}={item!r}): {graph.tensor(i)!r} has no gradient; leave it out"
             )

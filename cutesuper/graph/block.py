@@ -40,7 +40,8 @@ class AxisKind(StrEnum):
 class Axis:
     """``kind`` splits the label ``dim`` into ``extent`` parts.
 
-    ``extent`` is None for a grid axis over a symbolic dimension: as many blocks as the call needs.
+    ``extent`` is None where it is *open*: as many blocks of a grid axis, or tiles of a persistent
+    axis, as the call needs of a symbolic dimension. At most one axis of a label is open.
     """
 
     dim: str
@@ -85,7 +86,9 @@ class BlockOp:
             ``axis`` (name) and ``op`` ("sum" or "max"); see `rescaled`. ``causal_mask``: ``rows``
             and ``columns`` (labels of the value) and its own ``alignment``. ``length_mask``, whose
             second operand is a ``load`` of the lengths: ``columns``, ``rows`` (None where it is not
-            causal or there is one row) and ``causal``. A ``load`` through a table of pages has its
+            causal or there is one row) and ``causal``. ``pick``, whose second operand is a
+            ``load`` of the labels: ``columns``, and None as its ``rows``. Positions are those of
+            the whole label, whatever axes split it. A ``load`` through a table of pages has its
             name as ``table``; ``tensor`` is the cache and ``map`` that of the gathered tensor.
             Element-wise operators: their own.
     """
@@ -167,7 +170,7 @@ class BlockProgram:
         """Extent of an axis; where it is symbolic, what the hint of the dimension gives."""
         if axis.extent is not None:
             return axis.extent
-        inner = prod(self.parts(a) for a in self.axes_of(axis.dim) if a is not axis)
+        inner = prod(self.parts(a) for a in self.axes_of(axis.dim) if a != axis)
         return ceil_div(extent(self.dims[axis.dim]), inner * self.tile[axis.dim])
 
     def parts_along(self, dim: str, kind: AxisKind) -> int:

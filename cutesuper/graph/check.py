@@ -28,6 +28,8 @@ from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import TABLE, lookup
 
 ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
+#: the kinds of axes that a symbolic label may leave open
+OPENED = (AxisKind.GRID, AxisKind.PERSISTENT)
 #: the kinds of axes that an operation may end
 _ENDED_BY = {
     ACCUMULATE: ITERATED,
@@ -67,8 +69,8 @@ class ValueState:
         inside: loop and persistent axes inside which it lives.
         closed: loop and persistent axes that it needs to have ended, once for each time: an axis
             that has to have ended twice is there as ``("K.loop", 1)`` and ``("K.loop", 2)``, so
-            that the union is the maximum. A grid axis is here once it has been combined: only the
-            last block to arrive has such a value.
+            that the union is the maximum. A grid axis is here once it has been combined: such a
+            value is there once, when all blocks have left their parts.
     """
 
     pending: frozenset[str]
@@ -133,7 +135,7 @@ def _check_axes(program: BlockProgram) -> None:
     for a in program.axes:
         if a.dim not in program.dims:
             raise GraphError(f"block program: axis {a} splits the unknown label {a.dim}")
-        symbolic = a.kind == AxisKind.GRID and isinstance(program.dims[a.dim], Symbol)
+        symbolic = a.kind in OPENED and isinstance(program.dims[a.dim], Symbol)
         if (a.extent is None and not symbolic) or (a.extent is not None and a.extent < 1):
             raise GraphError(f"block program: axis {a} needs a positive extent")
     for dim, tile in program.tile.items():
@@ -143,8 +145,20 @@ def _check_axes(program: BlockProgram) -> None:
                 f"block program: axes and tile cover {covered} of the {program.dims[dim]} "
                 f"elements of {dim}"
             )
-        if covered is not None and isinstance(program.dims[dim], Symbol):
-            raise GraphError(f"block program: {dim} is symbolic and needs an open grid axis")
+        _check_open(program, dim)
+
+
+def _check_open(program: BlockProgram, dim: str) -> None:
+    """A symbolic label has one axis that grows with it."""
+    opened = [a.name for a in program.axes_of(dim) if a.extent is None]
+    if isinstance(program.dims[dim], Symbol) and not opened:
+        raise GraphError(
+            f"block program: {dim} is symbolic and needs an open axis, grid or persistent"
+        )
+    if len(opened) > 1:
+        raise GraphError(
+            f"block program: {' and '.join(opened)} are both open; give one of them an extent"
+        )
 
 
 def _check_attributes(op: BlockOp, where: str) -> None:
@@ -212,7 +226,9 @@ def _check_dims(program: BlockProgram, op: BlockOp, where: str) -> None:
         _arity(op, operator.arity, where)
         expected = set().union(*args)
         if operator.integers:
-            _check_lengths(program, op, where)
+            _check_integer_operand(program, op, where)
+        if operator.masks and operator.integers:
+            _check_counted(program, op, where)
         elif operator.masks:
             _check_positions(op, args[0], where)
         elif not operator.elementwise:
@@ -256,27 +272,33 @@ def _check_positions(op: BlockOp, labels: tuple[str, ...], where: str) -> None:
         )
 
 
-def _check_lengths(program: BlockProgram, op: BlockOp, where: str) -> None:
-    """Operands are scores and a load of lengths; rows are named where they count."""
+def _check_integer_operand(program: BlockProgram, op: BlockOp, where: str) -> None:
+    operator = lookup(op.kind)
+    for k in operator.integers:
+        source = program.ops[op.inputs[k]]
+        if source.kind != LOAD or "table" in source.attributes:
+            raise GraphError(
+                f"{where}: operand {k} (operation {op.inputs[k]}) must be a plain load of the "
+                f"{operator.counts}"
+            )
+
+
+def _check_counted(program: BlockProgram, op: BlockOp, where: str) -> None:
+    """Operands are a matrix and integers for its rows; rows are named where they count."""
     labels, lengths = (program.ops[j].dims for j in op.inputs)
-    source = program.ops[op.inputs[1]]
-    if source.kind != LOAD or "table" in source.attributes:
-        raise GraphError(
-            f"{where}: operand 1 (operation {op.inputs[1]}) must be a plain load of the lengths"
-        )
-    rows, columns, causal = (op.attributes[k] for k in ("rows", "columns", "causal"))
+    rows, columns = (op.attributes[k] for k in _MASKED)
     if columns not in labels or (rows is not None and rows not in labels) or rows == columns:
         raise GraphError(
             f"{where}: rows={rows!r} and columns={columns!r} must be two labels of its operand, "
             f"which has {', '.join(labels) or 'none'} (rows may be None)"
         )
-    if causal and rows is None:
+    if op.attributes.get("causal") and rows is None:
         raise GraphError(f"{where}: causal=True counts rows; name their label")
     alien = set(lengths) - (set(labels) - {rows, columns})
     if alien:
         raise GraphError(
-            f"{where}: the lengths have the label {', '.join(sorted(alien))}; there is one length "
-            "for all rows and columns of a sequence of the scores"
+            f"{where}: the {lookup(op.kind).counts} have the label {', '.join(sorted(alien))}; "
+            "there is one for all rows and columns that are counted"
         )
 
 
@@ -323,8 +345,13 @@ def _state(program: BlockProgram, op: BlockOp, states: list[ValueState], where: 
 def _check_grid_reduce(
     axis: Axis, pending: frozenset[str], inside: frozenset[str], where: str
 ) -> None:
-    """Blocks leave one result each, when all else has ended."""
-    others = sorted((pending | inside) - {axis.name})
+    """So many blocks as are known leave one result each, when all but the grid has ended."""
+    if axis.extent is None:
+        raise GraphError(
+            f"{where}: {axis.name} is open; the number of partial results must be known: give it "
+            "an extent, and the label a persistent axis"
+        )
+    others = sorted(n for n in (pending | inside) - {axis.name} if not n.endswith(AxisKind.GRID))
     if others:
         raise GraphError(
             f"{where}: {', '.join(others)} must have ended before blocks leave what they have for "
@@ -333,13 +360,22 @@ def _check_grid_reduce(
 
 
 def _check_combined(program: BlockProgram, op: BlockOp, state: ValueState, where: str) -> None:
-    """What was combined over the grid meets nothing of which every block has its own part."""
+    """What was combined over the grid meets nothing of which every block has its own part; what is
+    a partial result of several grid axes is combined over all of them, one after the other."""
     for name, _ in sorted(state.closed):
         axis = program.axis(name)
-        if axis.kind == AxisKind.GRID and (axis.dim in op.dims or name in state.pending):
+        if axis.kind != AxisKind.GRID:
+            continue
+        if axis.dim in op.dims or name in state.pending:
             raise GraphError(
                 f"{where}: uses what was combined over {name} together with the part of a block; "
-                "only the last block to arrive has the former"
+                "the former is there once, when all blocks have left their parts"
+            )
+        others = sorted(n for n in state.pending if n.endswith(AxisKind.GRID))
+        if others and op.kind != GRID_REDUCE:
+            raise GraphError(
+                f"{where}: what was combined over {name} is still a partial result over "
+                f"{', '.join(others)}; combine it over that next"
             )
 
 
@@ -438,19 +474,26 @@ def _gathered(mu: MuGraph, op: BlockOp, where: str) -> Shape:
 
 
 def _check_integers(mu: MuGraph, step: KernelStep) -> None:
-    """int32 tensors are lengths of a mask and tables, and these are int32."""
+    """Integers are operands of the operators that take them, or tables; these are int32."""
     where, ops = f"muGraph, kernel {step.name}", step.program.ops
     for i, op in enumerate(ops):
         if op.kind not in (LOAD, STORE):
             continue
         name, table = op.attributes["tensor"], op.attributes.get("table")
         uses = [(o, k) for o in ops for k, j in enumerate(o.inputs) if j == i]
-        counted = [o.kind in TABLE and k in TABLE[o.kind].integers for o, k in uses]
-        integers = mu.tensors[name].dtype == int32
-        if any(counted) and not integers:
-            raise GraphError(f"{where}: the lengths {name} are {mu.tensors[name].dtype}, not int32")
-        if integers and (op.kind == STORE or not all(counted)):
-            raise GraphError(f"{where}: {name} is int32, and only lengths and tables are")
+        takers = [TABLE[o.kind] for o, k in uses if o.kind in TABLE and k in TABLE[o.kind].integers]
+        dtype = mu.tensors[name].dtype
+        integers = dtype.integer
+        for taker in takers:
+            if dtype not in taker.integer_types:
+                allowed = " or ".join(d.name for d in taker.integer_types)
+                raise GraphError(
+                    f"{where}: {taker.name} takes {allowed}, and {name} is {dtype}"
+                )
+        if integers and (op.kind == STORE or len(takers) < len(uses)):
+            raise GraphError(
+                f"{where}: {name} is {dtype}, and only lengths, tables and labels are"
+            )
         if table is not None and (mu.tensors[table].dtype != int32 or integers):
             raise GraphError(f"{where}: the table {table} must be int32, the cache {name} must not")
 

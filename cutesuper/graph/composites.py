@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutesuper.errors import OperatorError, ShapeError
-from cutesuper.graph.dims import Shape, broadcast, extent, size
-from cutesuper.graph.indexing import LengthMask
+from cutesuper.graph.dims import Shape, Symbol, broadcast, extent, size
+from cutesuper.graph.indexing import LabelWeight, LengthMask, Pick
 from cutesuper.graph.operators import (
     LARGEST,
     Attributes,
+    Counts,
     Operator,
     normal_dim,
     operator,
     show_call,
+    torch_module,
 )
 
 if TYPE_CHECKING:
@@ -51,9 +53,11 @@ class RmsNorm(Operator):
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         import torch
 
-        x = args[0]
+        x, eps = args[0], attributes["eps"]
+        if len(args) == 2 and args[1].dtype != x.dtype:  # PyTorch warns, and computes this
+            return torch.nn.functional.rms_norm(x, x.shape[-1:], None, eps) * args[1]
         weight = args[1] if len(args) == 2 else None
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, attributes["eps"])
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps)
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
         x = args[0]
@@ -79,6 +83,71 @@ class RmsNorm(Operator):
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 4.0 * size(result)
+
+
+@operator
+class LayerNorm(Operator):
+    """(x - mean x) / sqrt(mean (x - mean x)^2 + eps) over the last dimension, times a weight and
+    plus a bias if there are (arXiv:1607.06450)."""
+
+    name = "layer_norm"
+    arity = -1  # x; x and weight; x, weight and bias
+    attributes: ClassVar[Attributes] = {"eps": 1e-5}
+    composite = True
+
+    def check_attributes(self, given: Attributes) -> Attributes:
+        full = super().check_attributes(given)
+        eps = full["eps"]
+        if not isinstance(eps, int | float) or not 0 <= eps <= LARGEST:
+            raise OperatorError(f"layer_norm(eps={eps!r}): must be a number of at least 0")
+        return {"eps": float(eps)}
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        call = show_call(self.name, shapes)
+        if len(shapes) not in (1, 2, 3):
+            raise ShapeError(f"{call}: takes x, x and a weight, or x, a weight and a bias")
+        if not shapes[0]:
+            raise ShapeError(f"{call}: x needs at least one dimension")
+        if any(s != shapes[0][-1:] for s in shapes[1:]):
+            raise ShapeError(f"{call}: weight and bias must have shape [{shapes[0][-1]}], the "
+                             "normalized dimension")
+        return shapes[0]
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        import torch
+
+        x, eps = args[0], attributes["eps"]
+        if any(a.dtype != x.dtype for a in args):  # PyTorch takes one type, or float32 beside x
+            y = torch.nn.functional.layer_norm(x, x.shape[-1:], None, None, eps) * args[1]
+            return y + args[2] if len(args) == 3 else y
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], *args[1:], eps=eps)
+
+    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
+        centred = g.sub(args[0], g.mean(args[0], -1))
+        variance = g.mean(g.square(centred), -1)
+        eps = attributes["eps"]
+        y = g.div(centred, g.sqrt(g.add(variance, eps) if eps else variance))
+        y = g.mul(y, args[1]) if len(args) > 1 else y
+        return g.add(y, args[2]) if len(args) > 2 else y
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        """With x^ = (x - mean) r, r = 1 / sqrt(var + eps): dx = r (w dy - mean(w dy) - x^ mean(x^ w
+        dy)), both means at once, because x^ has none. dw = dy x^, db = dy.
+        """
+        x = args[0]
+        centred = g.sub(x, g.named(g.mean(x, -1), "mean"))
+        variance = g.mean(g.square(centred), -1)
+        rstd = g.named(g.rsqrt(g.add(variance, attributes["eps"])), "rstd")
+        normal = g.mul(centred, rstd)
+        scaled = g.mul(dy, args[1]) if len(args) > 1 else dy
+        shared = g.mul(normal, g.mean(g.mul(normal, scaled), -1))
+        dx = g.mul(g.sub(g.sub(scaled, g.mean(scaled, -1)), shared), rstd)
+        return [dx, g.mul(dy, normal), g.full(dy, y)][: len(args)]
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return 7.0 * size(result)
 
 
 @operator
@@ -119,6 +188,146 @@ class Softmax(Operator):
 
 
 @operator
+class LogSumExp(Operator):
+    """log(sum exp x) along ``dim``, which stays with extent 1: max x + log(sum exp(x - max x))."""
+
+    name = "logsumexp"
+    arity = 1
+    attributes: ClassVar[Attributes] = {"dim": -1}
+    composite = True
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        dim = attributes["dim"] = normal_dim(self.name, shapes[0], attributes["dim"])
+        return (*shapes[0][:dim], 1, *shapes[0][dim + 1 :])
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].logsumexp(attributes["dim"], keepdim=True)
+
+    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
+        dim = attributes["dim"]
+        largest = g.max(args[0], dim)
+        return g.add(g.log(g.sum(g.exp(g.sub(args[0], largest)), dim)), largest)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        """dx = dy exp(x - y): y is at least the maximum, so nothing overflows."""
+        return [g.mul(dy, g.exp(g.sub(args[0], g.named(y, "lse"))))]
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return 4.0 * size(shapes[0])
+
+
+@operator
+class LogSoftmax(Operator):
+    """x - logsumexp x along ``dim``."""
+
+    name = "log_softmax"
+    arity = 1
+    attributes: ClassVar[Attributes] = {"dim": -1}
+    composite = True
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        attributes["dim"] = normal_dim(self.name, shapes[0], attributes["dim"])
+        return shapes[0]
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].log_softmax(attributes["dim"])
+
+    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
+        """The maximum is subtracted first: log-sum-exps of 10,000 are off by 0.0005."""
+        dim = attributes["dim"]
+        shifted = g.sub(args[0], g.max(args[0], dim))
+        return g.sub(shifted, g.log(g.sum(g.exp(shifted), dim)))
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        """dx = dy - exp(y) sum(dy), since d y_i / d x_j = 1[i = j] - exp(y_j)."""
+        dim = attributes["dim"] - len(y.shape)
+        return [g.sub(dy, g.mul(g.exp(y), g.sum(g.full(dy, y), dim)))]
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return 5.0 * size(result)
+
+
+@operator
+class CrossEntropy(Operator):
+    """logsumexp(x) - x[label] of each row: x[..., M, N], labels[..., M, 1] -> [..., M, 1].
+
+    Rows whose label is ``ignore_index`` are 0, rows whose label is no column otherwise are NaN
+    (`LabelWeight`).
+    """
+
+    name = "cross_entropy"
+    arity = 2
+    attributes: ClassVar[Attributes] = {"ignore_index": -100}
+    integers: ClassVar[tuple[int, ...]] = (1,)
+    integer_types = Pick.integer_types
+    counts = Counts.LABELS
+    composite = True
+
+    def check_attributes(self, given: Attributes) -> Attributes:
+        full = super().check_attributes(given)
+        LabelWeight().check_attributes({**full, "classes": 1})
+        return full
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        x, labels = shapes
+        if len(x) < 2 or labels != (*x[:-1], 1):
+            raise ShapeError(f"{show_call(self.name, shapes)}: takes [rows, classes], and one "
+                             "label for each row, [rows, 1]")
+        if isinstance(x[-1], Symbol):
+            raise ShapeError(f"{show_call(self.name, shapes)}: the number of classes has to be "
+                             "known before the call")
+        return labels
+
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+        return extent(shapes[0][-1]) - 1
+
+    def outside(self, shapes: list[Shape], attributes: Attributes) -> tuple[int, ...]:
+        return (attributes["ignore_index"], -1, extent(shapes[0][-1]))
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        x, labels = args
+        n = x.shape[-1]
+        weight = LabelWeight().numbers(labels.cpu().numpy(), {"classes": n, **attributes})
+        losses = -x.log_softmax(-1).gather(-1, labels.long().clamp(0, n - 1))
+        return losses * torch_module().from_numpy(weight).to(losses)
+
+    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
+        """The maximum is subtracted from both, see `LogSoftmax`."""
+        x, labels = args
+        shifted, total = self._row(g, x)
+        weight = g.label_weight(labels, extent(x.shape[-1]), **attributes)
+        return g.mul(weight, g.sub(g.log(total), g.sum(self._picked(g, shifted, labels), -1)))
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor | None]:
+        """dx = dy weight (exp(x - max x) / sum exp(x - max x) - 1[column = label])."""
+        x, labels = args
+        shifted, total = self._row(g, x)
+        g.named(g.tensor(shifted.node.inputs[1]), "max")
+        share = g.div(g.exp(shifted), g.named(total, "sum"))
+        label = self._picked(g, g.add(g.zeros(x), 1.0), labels)
+        weight = g.label_weight(labels, extent(x.shape[-1]), **attributes)
+        return [g.mul(g.mul(dy, weight), g.sub(share, label)), None]
+
+    def _row(self, g: KernelGraph, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The shifted row, and the sum of its exponentials."""
+        shifted = g.sub(x, g.max(x, -1))
+        return shifted, g.sum(g.exp(shifted), -1)
+
+    def _picked(self, g: KernelGraph, x: Tensor, labels: Tensor) -> Tensor:
+        """One column has no positions; whether the label is 0 is the weight's business."""
+        return x if x.shape[-1] == 1 else g.pick(x, labels)
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return 6.0 * size(shapes[0])
+
+
+@operator
 class ScaledDotProductAttention(Operator):
     """softmax(query key^T * scale) value (arXiv:1706.03762).
 
@@ -129,8 +338,10 @@ class ScaledDotProductAttention(Operator):
     name = "scaled_dot_product_attention"
     arity = -1  # query, key, value; or these and lengths
     integers: ClassVar[tuple[int, ...]] = (3,)
+    counts = Counts.LENGTHS
     attributes: ClassVar[Attributes] = {"is_causal": False, "scale": None}
     composite = True
+    one_type = True
 
     def check_attributes(self, given: Attributes) -> Attributes:
         full = super().check_attributes(given)
@@ -167,7 +378,7 @@ class ScaledDotProductAttention(Operator):
             LengthMask().shape([masked, shapes[3]], {"causal": attributes["is_causal"]})
         return (*lead, query[-2], value[-1])
 
-    def largest(self, shapes: list[Shape]) -> int:
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
         return extent(shapes[1][-2])
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:

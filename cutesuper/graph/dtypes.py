@@ -26,6 +26,11 @@ class DType:
     mantissa: int
 
     @property
+    def integer(self) -> bool:
+        """Whether elements are labels, lengths or entries of tables, and no numbers to compute."""
+        return self.name in INTEGERS
+
+    @property
     def torch(self) -> torch.dtype:
         """The PyTorch element type of the same name."""
         import torch
@@ -44,11 +49,13 @@ class DType:
 float16 = DType("float16", 2, 10)
 bfloat16 = DType("bfloat16", 2, 7)
 float32 = DType("float32", 4, 23)
-#: lengths and tables of pages, operands of the operators that take them; nothing is computed in it
 int32 = DType("int32", 4, 31)
+int64 = DType("int64", 8, 63)
 
 #: what tensors between kernels, and everything that is computed, may be
 ALL: dict[str, DType] = {d.name: d for d in (float16, bfloat16, float32)}
+#: operands of the operators that take lengths, tables or labels; nothing is computed in these
+INTEGERS: dict[str, DType] = {d.name: d for d in (int32, int64)}
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -56,12 +63,12 @@ def as_dtype(value: Any) -> DType:
     """Read an element type from a `DType`, a name (``"bf16"``, ``"float16"``) or a torch dtype.
 
     Raises:
-        DTypeError: for anything that is not fp16, bf16, fp32 or int32.
+        DTypeError: for anything that is not fp16, bf16, fp32, int32 or int64.
     """
     if isinstance(value, DType):
         return value
     name = str(value).removeprefix("torch.")
     name = _SHORT.get(name, name)
-    if name in ALL or name == int32.name:
-        return {**ALL, int32.name: int32}[name]
+    if name in ALL or name in INTEGERS:
+        return {**ALL, **INTEGERS}[name]
     raise DTypeError(f"dtype {value!r}: not supported; use one of {', '.join(ALL)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import ShapeError
-from cutesuper.graph.dtypes import int32
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import Attributes, lookup
 
@@ -48,26 +47,29 @@ def evaluate(graph: KernelGraph, inputs: list[torch.Tensor], dtype: Any = None) 
         inputs: one tensor for each input, on one device.
         dtype: compute in this torch dtype (``torch.float64`` is the reference that everything is
             compared with); None computes each operator in the dtype of its arguments, as PyTorch
-            would.
+            would; what it makes of arguments of different types is rounded to the graph's.
 
     Returns:
-        The outputs in ``dtype`` (None: in the graph's own element types).
+        The outputs in ``dtype`` (None: in the types in which they were computed).
 
     Raises:
         ShapeError: not one tensor for each input.
     """
     if len(inputs) != len(graph.inputs):
         raise ShapeError(f"the graph has {len(graph.inputs)} input(s), got {len(inputs)} tensor(s)")
-    empty = any(n.operator == "length_mask" for n in graph.nodes)
+    empty = any(lookup(n.operator).empties for n in graph.nodes)
     values: dict[int, Any] = {}
     feed = iter(inputs)
     for i, node in enumerate(graph.nodes):
         if node.operator == "input":
             value = next(feed)
-            values[i] = value if dtype is None or node.dtype == int32 else value.to(dtype)
+            values[i] = value if dtype is None or node.dtype.integer else value.to(dtype)
         else:
             args = [values[j] for j in node.inputs]
-            values[i] = reference(node.operator, args, dict(node.attributes), empty, empty)
+            value = reference(node.operator, args, dict(node.attributes), empty, empty)
+            types = {x.dtype for x in args if x.dim() and x.is_floating_point()}
+            mixed = dtype is None and len(types) > 1
+            values[i] = value.to(node.dtype.torch) if mixed else value
     return [values[i] for i in graph.outputs]
 
 

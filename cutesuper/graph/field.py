@@ -91,6 +91,13 @@ class FieldValue:
         q = None if self.q is None else np.where(gone, _U(0), self.q)
         return FieldValue(self.dims, np.where(gone, _P, self.p), q, True)
 
+    def replace(self, gone: NDArray[np.bool_], fill: float) -> FieldValue:
+        """The same value with -inf or 0 where ``gone``, which broadcasts to ``p``."""
+        if fill:
+            return self.hide(gone)
+        q = None if self.q is None else np.where(gone, _U(0), self.q)
+        return FieldValue(self.dims, np.where(gone, _U(0), self.p), q, self.masked)
+
     def without_q(self) -> FieldValue:
         """The same value where only the residues mod p are of use."""
         return self if self.q is None else FieldValue(self.dims, self.p, None, self.masked)

@@ -43,6 +43,24 @@ class Exp(_Unary):
 
 
 @operator
+class Log(_Unary):
+    """Natural logarithm. Opaque: a verified program has the same arguments, not e^log(x) = x."""
+
+    name = "log"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].log()
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.div(dy, args[0]),)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.log(args[0])
+
+
+@operator
 class Sqrt(_Unary):
     """Square root."""
 
@@ -157,7 +175,8 @@ class Relu(_Unary):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor | None]:
-        return (g.mul(dy, g.step(args[0])),)
+        """Where the result is positive: it may be kept in place of what it was made of."""
+        return (g.mul(dy, g.step(y)),)
 
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
         return m.maximum(args[0], 0.0)

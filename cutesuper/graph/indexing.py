@@ -1,12 +1,13 @@
-"""Operators with an int32 operand: lengths of sequences, tables of pages.
+"""Operators with an integer operand: lengths of sequences, tables of pages, labels of classes.
 
-They are what a cache of keys and values needs: every sequence of a batch has a length of its own,
-and its keys may lie in pages anywhere in memory (arXiv:2309.06180). See
-`cutesuper.graph.operators`.
+The first two are what a cache of keys and values needs: every sequence of a batch has a length of
+its own, and its keys may lie in pages anywhere in memory (arXiv:2309.06180). Labels say which
+logarithm of a probability a cross entropy is made of. See `cutesuper.graph.operators`.
 """
 
 from __future__ import annotations
 
+from math import nan
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -14,7 +15,15 @@ from numpy.typing import NDArray
 
 from cutesuper.errors import GraphError, OperatorError, ShapeError
 from cutesuper.graph.dims import Shape, Symbol, extent, show_shape
-from cutesuper.graph.operators import Attributes, Operator, opaque, operator, show_call
+from cutesuper.graph.dtypes import DType, int32, int64
+from cutesuper.graph.operators import (
+    Attributes,
+    Counts,
+    Operator,
+    opaque,
+    operator,
+    show_call,
+)
 
 if TYPE_CHECKING:
     from cutesuper.graph.derivation import Derivation
@@ -36,6 +45,7 @@ class LengthMask(Operator):
     attributes: ClassVar[Attributes] = {"causal": False}
     masks = True
     integers: ClassVar[tuple[int, ...]] = (1,)
+    counts = Counts.LENGTHS
 
     def check_attributes(self, given: Attributes) -> Attributes:
         full = super().check_attributes(given)
@@ -63,20 +73,14 @@ class LengthMask(Operator):
         return scores
 
     def visible(
-        self,
-        rows: NDArray[Any],
-        columns: NDArray[Any],
-        extents: tuple[int, int],
-        attributes: Attributes,
-        lengths: NDArray[Any] | None = None,
-    ) -> NDArray[np.bool_]:
-        assert lengths is not None
-        end = np.minimum(lengths, extents[1])
-        if attributes["causal"]:
-            end = end - (extents[0] - 1 - rows)
-        return np.less(columns, end)
+        self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,
+        integers: Any = None,
+    ) -> Any:
+        if attributes["causal"]:  # the last column that the last row would see in its place
+            columns = columns + (extents[0] - 1 - rows)
+        return (columns < integers) & (columns < extents[1])
 
-    def largest(self, shapes: list[Shape]) -> int:
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
         return extent(shapes[0][-1])
 
     def keep(self, shape: tuple[int, ...], lengths: Any, attributes: Attributes) -> Any:
@@ -121,6 +125,7 @@ class GatherPages(Operator):
     name = "gather_pages"
     arity = 2
     integers: ClassVar[tuple[int, ...]] = (1,)
+    counts = Counts.PAGES
     of_inputs = True
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
@@ -132,7 +137,7 @@ class GatherPages(Operator):
             raise ShapeError(f"{call}: a table is [sequences, pages of a sequence]")
         return (table[0], extent(table[1]) * extent(cache[1]), *cache[2:])
 
-    def largest(self, shapes: list[Shape]) -> int:
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
         return extent(shapes[0][0]) - 1
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
@@ -150,3 +155,127 @@ class GatherPages(Operator):
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 0.0
+
+
+#: element types of labels: PyTorch's are int64
+_LABELS: tuple[DType, ...] = (int64, int32)
+
+
+@operator
+class Pick(Operator):
+    """x[..., i, j] where j is the label of row i, 0 elsewhere: x[..., M, N], labels[..., M, 1].
+
+    A label that is no column leaves a row of zeros; `LabelWeight` tells such labels apart.
+    """
+
+    name = "pick"
+    arity = 2
+    masks = True
+    fill = 0.0
+    integers: ClassVar[tuple[int, ...]] = (1,)
+    integer_types = _LABELS
+    counts = Counts.LABELS
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        x, labels = shapes
+        if len(x) < 2 or labels != (*x[:-1], 1):
+            want = f"one for each row, {show_shape((*x[:-1], 1))}" if len(x) > 1 else (
+                "one for each row of [rows, columns]"
+            )
+            raise ShapeError(f"{show_call(self.name, shapes)}: labels must be {want}")
+        return x
+
+    def visible(
+        self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,
+        integers: Any = None,
+    ) -> Any:
+        return columns == integers
+
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+        return extent(shapes[0][-1]) - 1
+
+    def outside(self, shapes: list[Shape], attributes: Attributes) -> tuple[int, ...]:
+        columns = extent(shapes[0][-1])
+        return (-1, columns)
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        import torch
+
+        x, labels = args
+        columns = torch.arange(x.shape[-1], device=x.device)
+        return x.masked_fill(columns != labels, 0.0)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor | None]:
+        """dy at the label's column: times what is picked of ones."""
+        ones = g.add(g.zeros(args[0]), 1.0)
+        return [g.mul(dy, g.apply(self.name, ones, args[1])), None]
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """A function of x; which labels it meets is part of its name."""
+        return opaque(self.name, a, args, {**attributes, "labels": args[1]})
+
+
+@operator
+class LabelWeight(Operator):
+    """How much a row counts, from its label: 1 for 0..classes - 1, 0 for ``ignore_index``.
+
+    NaN for any other label: a loss that is multiplied with it shows that a label is wrong, where
+    an index out of range would read elsewhere or count as nothing. ``ignore_index`` may be one of
+    the classes, which then counts 0.
+    """
+
+    name = "label_weight"
+    arity = 1
+    attributes: ClassVar[Attributes] = {"classes": ..., "ignore_index": -100}
+    elementwise = True
+    integers: ClassVar[tuple[int, ...]] = (0,)
+    integer_types = _LABELS
+    counts = Counts.LABELS
+
+    def check_attributes(self, given: Attributes) -> Attributes:
+        full = super().check_attributes(given)
+        for name, value in full.items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise OperatorError(f"label_weight({name}={value!r}): must be an int")
+        if not 0 < full["classes"] < 1 << 31 or not -(1 << 31) <= full["ignore_index"] < 1 << 31:
+            raise OperatorError(
+                f"label_weight(classes={full['classes']}, ignore_index={full['ignore_index']}): "
+                "there is at least one class, and both fit into 32 bits"
+            )
+        return full
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        return shapes[0]
+
+    def numbers(self, integers: NDArray[np.int64], attributes: Attributes) -> NDArray[np.float64]:
+        known = (integers >= 0) & (integers < attributes["classes"])
+        counted = np.where(known, 1.0, np.nan)
+        return np.where(integers == attributes["ignore_index"], 0.0, counted)
+
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+        return attributes["classes"] - 1
+
+    def outside(self, shapes: list[Shape], attributes: Attributes) -> tuple[int, ...]:
+        classes = attributes["classes"]
+        return (attributes["ignore_index"], -1, classes, classes - 1)
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        import torch
+
+        found = self.numbers(args[0].cpu().numpy(), attributes)
+        return torch.from_numpy(found).to(args[0].device, torch.float32)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor | None]:
+        return [None]
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        return opaque(self.name, a, args, attributes)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        label, ignored = args[0], attributes["ignore_index"]
+        known = (label >= 0) & (label < attributes["classes"])
+        return m.where(label == ignored, 0.0, m.where(known, 1.0, nan))

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import DTypeError, GraphError, OperatorError, ShapeError
 from cutesuper.graph.dims import Dim, Shape, Symbol, show_shape
-from cutesuper.graph.dtypes import DType, as_dtype, float16, float32, int32
+from cutesuper.graph.dtypes import ALL, DType, as_dtype, float16, float32
+from cutesuper.graph.methods import NamedOperators
 from cutesuper.graph.operators import Attributes, Operator, lookup
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ VALUE_NAME = re.compile(r"t\d+")
 
 
 @dataclass(eq=False)
-class KernelGraph:
+class KernelGraph(NamedOperators):
     """A program as a DAG of tensor operators; build it with its methods.
 
     Every method takes tensors of this graph (numbers where an operand may be a scalar), checks
@@ -114,8 +115,9 @@ class KernelGraph:
 
         Args:
             dims: extents; the first one may be a `Symbol` (``cs.symbol("M")``).
-            dtype: fp16, bf16 or fp32; int32 for lengths and tables of pages (`length_mask`,
-                `gather_pages`).
+            dtype: fp16, bf16 or fp32, which may differ from input to input; int32 for lengths and
+                tables of pages (`length_mask`, `gather_pages`); int64 or int32 for labels (`pick`,
+                `label_weight`).
             name: for messages and drawings; default ``X``, ``W``, ... by position.
             constant: nobody writes this tensor while a kernel that reads it may be in flight, so a
                 kernel launched with ``dependent_launch=True`` may load it before its predecessor
@@ -173,9 +175,11 @@ class KernelGraph:
 
         Args:
             tensor: computed from inputs, and no output yet.
-            dtype: fp32 for a statistic of rows (last extent 1) of a 16-bit program, which a
-                backward pass reads: rounded to 16 bits, a maximum of 50 is off by 0.1, and what is
-                left of its exponentials by 10 %. None: the element type of the inputs.
+            dtype: fp16, bf16 or fp32, whatever the inputs are: everything is computed in fp32, and
+                this is how it is stored. None: the type of the inputs that it is computed from,
+                fp32 where they differ (see `result_dtype`). Statistics of rows for a backward pass
+                are best fp32: rounded to 16 bits, a maximum of 50 is off by 0.1, and what is left
+                of its exponentials by 10 %.
 
         Raises:
             GraphError: an input, or an output twice.
@@ -190,207 +194,6 @@ class KernelGraph:
             self._store_as(t, as_dtype(dtype))
         self.outputs.append(t.index)
         return t
-
-    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """``a[..., M, K] @ b[..., K, N]``."""
-        return self.apply("matmul", a, b)
-
-    def add(self, a: Operand, b: Operand) -> Tensor:
-        """``a + b`` with broadcasting."""
-        return self.apply("add", a, b)
-
-    def sub(self, a: Operand, b: Operand) -> Tensor:
-        """``a - b`` with broadcasting."""
-        return self.apply("sub", a, b)
-
-    def mul(self, a: Operand, b: Operand) -> Tensor:
-        """``a * b`` with broadcasting."""
-        return self.apply("mul", a, b)
-
-    def div(self, a: Operand, b: Operand) -> Tensor:
-        """``a / b`` with broadcasting."""
-        return self.apply("div", a, b)
-
-    def exp(self, a: Tensor) -> Tensor:
-        """e to the power of ``a``."""
-        return self.apply("exp", a)
-
-    def sqrt(self, a: Tensor) -> Tensor:
-        """Square root."""
-        return self.apply("sqrt", a)
-
-    def rsqrt(self, a: Tensor) -> Tensor:
-        """1 / square root."""
-        return self.apply("rsqrt", a)
-
-    def square(self, a: Tensor) -> Tensor:
-        """``a * a``."""
-        return self.apply("square", a)
-
-    def silu(self, a: Tensor) -> Tensor:
-        """``a * sigmoid(a)``."""
-        return self.apply("silu", a)
-
-    def gelu(self, a: Tensor) -> Tensor:
-        """``a Phi(a)`` with the error function."""
-        return self.apply("gelu", a)
-
-    def relu(self, a: Tensor) -> Tensor:
-        """``max(a, 0)``."""
-        return self.apply("relu", a)
-
-    def sigmoid(self, a: Tensor) -> Tensor:
-        """``1 / (1 + exp(-a))``."""
-        return self.apply("sigmoid", a)
-
-    def tanh(self, a: Tensor) -> Tensor:
-        """Hyperbolic tangent."""
-        return self.apply("tanh", a)
-
-    def erf(self, a: Tensor) -> Tensor:
-        """The error function."""
-        return self.apply("erf", a)
-
-    def step(self, a: Tensor) -> Tensor:
-        """1 where ``a > 0``, 0 elsewhere."""
-        return self.apply("step", a)
-
-    def clamp(self, a: Tensor, min: float, max: float) -> Tensor:  # noqa: A002 (PyTorch's names)
-        """``a`` limited to [min, max]."""
-        return self.apply("clamp", a, min=min, max=max)
-
-    def sum(self, a: Tensor, dim: int) -> Tensor:
-        """Sum over ``dim``, which stays with extent 1."""
-        return self.apply("sum", a, dim=dim)
-
-    def reduction(self, a: Tensor, dim: int) -> Tensor:
-        """Mirage's name for `sum`."""
-        return self.sum(a, dim)
-
-    def mean(self, a: Tensor, dim: int) -> Tensor:
-        """Mean over ``dim``, which stays with extent 1."""
-        return self.apply("mean", a, dim=dim)
-
-    def max(self, a: Tensor, dim: int) -> Tensor:
-        """Maximum over ``dim``, which stays with extent 1."""
-        return self.apply("max", a, dim=dim)
-
-    def softmax(self, a: Tensor, dim: int = -1) -> Tensor:
-        """``exp(a - max a) / sum exp(a - max a)`` along ``dim``."""
-        return self.apply("softmax", a, dim=dim)
-
-    def concat(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
-        """Tensors one after the other along ``dim``; their other extents are equal.
-
-        It has to vanish when the graph is expanded: what uses it works on its parts (see
-        `cutesuper.graph.pieces`). It cannot be an output.
-        """
-        if not isinstance(tensors, list | tuple):
-            raise OperatorError(f"concat({tensors!r}): takes a list of tensors, and dim")
-        return self.apply("concat", *tensors, dim=dim)
-
-    def slice(self, a: Tensor, dim: int, start: int, stop: int) -> Tensor:
-        """Elements ``start`` to ``stop`` (exclusive, negative from the end) along ``dim``.
-
-        Of something that is computed from parts, or put together from them; a piece of an input
-        is refused when the graph is expanded.
-        """
-        return self.apply("slice", a, dim=dim, start=start, stop=stop)
-
-    def causal_mask(self, scores: Tensor, alignment: str = "top_left") -> Tensor:
-        """``scores[..., i, j]`` where row i sees column j, -inf elsewhere.
-
-        Args:
-            scores: ``[..., M, N]``.
-            alignment: ``"top_left"``: j <= i, PyTorch's ``is_causal``. ``"bottom_right"``:
-                j <= i + N - M, the last row sees all columns; M must not exceed N.
-        """
-        return self.apply("causal_mask", scores, alignment=alignment)
-
-    def length_mask(self, scores: Tensor, lengths: Tensor, causal: bool = False) -> Tensor:
-        """``scores[b, ..., i, j]`` where ``j < lengths[b]``, -inf elsewhere.
-
-        Args:
-            scores: ``[B, ..., L, S]``.
-            lengths: an int32 input with the first dimensions of the scores, ``[B]``. More than S
-                is S; a row that sees nothing is 0 after a softmax.
-            causal: row i sees ``j < lengths[b] - (L - 1 - i)``: the last row sees its whole
-                sequence, as in decoding with a cache.
-        """
-        return self.apply("length_mask", scores, lengths, causal=causal)
-
-    def gather_pages(self, cache: Tensor, table: Tensor) -> Tensor:
-        """Sequences whose parts lie in pages: ``[B, n * P, ...]``.
-
-        Args:
-            cache: an input ``[pages, P, ...]``.
-            table: an int32 input ``[B, n]``: the pages of each sequence in order. What is in the
-                cache beyond a sequence's length is read and has no effect, so the table has to
-                name existing pages there as well.
-        """
-        return self.apply("gather_pages", cache, table)
-
-    def scaled_dot_product_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool = False,
-        scale: float | None = None,
-        lengths: Tensor | None = None,
-    ) -> Tensor:
-        """``softmax(query key^T * scale) value``, as in ``torch.nn.functional``.
-
-        Leading dimensions broadcast: G query heads for each head of keys and values are ``[B, H, G,
-        M, d]`` with keys ``[B, H, 1, S, d]``.
-
-        Args:
-            query: ``[..., M, d]``.
-            key: ``[..., S, d]``.
-            value: ``[..., S, e]``.
-            is_causal: row i sees keys 0..i; with ``lengths`` the last row sees the last key of its
-                sequence, and row i those up to M - 1 - i before it.
-            scale: None for ``1 / sqrt(d)``.
-            lengths: an int32 input ``[B]``, keys of each sequence, or None. Rows that see no key
-                are 0.
-        """
-        operands = (query, key, value) if lengths is None else (query, key, value, lengths)
-        return self.apply(
-            "scaled_dot_product_attention", *operands, is_causal=is_causal, scale=scale
-        )
-
-    def transpose(self, a: Tensor, dims: Sequence[int] | None = None) -> Tensor:
-        """Permute dimensions; without ``dims`` the last two change places."""
-        return self.apply("transpose", a, dims=dims)
-
-    def rms_norm(
-        self,
-        a: Tensor,
-        weight: Tensor | None = None,
-        normalized_shape: Sequence[int] | None = None,
-        eps: float = 1e-6,
-    ) -> Tensor:
-        """``a / sqrt(mean(a^2) + eps) * weight`` over the last dimension.
-
-        Args:
-            a: any rank.
-            weight: shape ``[n]`` where n is a's last extent, or None.
-            normalized_shape: ``(n,)`` if given; anything else is refused.
-            eps: added to the mean of squares; 0 is allowed.
-        """
-        a = self._operand("rms_norm", a)
-        if isinstance(weight, list | tuple):  # rms_norm(X, (n,)): PyTorch's second argument
-            weight, normalized_shape = None, weight
-        given = normalized_shape
-        if given is not None and (
-            not isinstance(given, list | tuple) or tuple(given) != a.shape[-1:]
-        ):
-            raise ShapeError(
-                f"rms_norm({a!r}, normalized_shape={given!r}): must be the last "
-                f"dimension, ({a.shape[-1] if a.shape else ''},)"
-            )
-        operands = (a,) if weight is None else (a, weight)
-        return self.apply("rms_norm", *operands, eps=eps)
 
     # ------------------------------------------------------------------------------- reading
 
@@ -410,22 +213,29 @@ class KernelGraph:
         return superoptimize(self, **options)
 
     def result_dtype(self, operator: str, args: Sequence[Tensor]) -> DType:
-        """The element type of an operator's result.
+        """The element type of an operator's result, unless an output says another one.
 
-        Statistics of rows (last extent 1) may be float32 beside 16-bit operands of element-wise
-        operators; everything is computed in float32 anyway. Raises DTypeError.
+        That of its operands; float32 where they differ, as in PyTorch. But float32 statistics of
+        rows (last extent 1) leave the type to the other operands: ``x * rstd`` has that of x.
+
+        Raises:
+            DTypeError: operands of different types of an operator that multiplies matrices or puts
+                tensors together.
         """
-        given = [t for t in args if t.node.operator != "constant" and t.dtype != int32]
-        dtypes = {t.dtype for t in given}
-        if len(dtypes) > 1 and lookup(operator).elementwise:
-            dtypes -= {float32 for t in given if t.shape[-1:] == (1,)}
-            dtypes |= {t.dtype for t in given if t.shape[-1:] != (1,)}
-        if len(dtypes) > 1:
+        given = [(t, self._own_dtype(t)) for t in args if t.node.operator != "constant"]
+        given = [(t, d) for t, d in given if not d.integer]
+        dtypes = {d for _, d in given}
+        if len(dtypes) > 1 and lookup(operator).one_type:
             raise DTypeError(
-                f"{operator}({', '.join(map(repr, args))}): element types differ; "
-                "use one type for all inputs (float32 is for statistics of rows, of last extent 1)"
+                f"{operator}({', '.join(map(repr, args))}): element types differ; products take "
+                "operands of one type, and tensors that are put together have one"
             )
-        return dtypes.pop() if dtypes else float16
+        if len(dtypes) > 1:
+            dtypes -= {float32 for t, _ in given if t.shape[-1:] == (1,)}
+            dtypes |= {d for t, d in given if t.shape[-1:] != (1,)}
+        if not dtypes:  # numbers only, or integers, of which each row has one
+            return float32 if lookup(operator).integers else float16
+        return dtypes.pop() if len(dtypes) == 1 else float32
 
     def needed(self, values: Iterable[int]) -> set[int]:
         """Indices of all nodes that these depend on, themselves among them."""
@@ -524,12 +334,18 @@ class KernelGraph:
         )
 
     def _store_as(self, t: Tensor, dtype: DType) -> None:
-        if dtype not in (t.dtype, float32) or (dtype != t.dtype and t.shape[-1:] != (1,)):
+        if dtype.integer:
             raise DTypeError(
-                f"mark_output({t!r}, {dtype}): only statistics of rows, whose last extent is 1, "
-                "may have another type than the inputs, float32; leave dtype out"
+                f"mark_output({t!r}, {dtype}): nothing is computed in integers; use one of "
+                f"{', '.join(ALL)}"
             )
         self.nodes[t.index] = replace(t.node, dtype=dtype)
+
+    def _own_dtype(self, t: Tensor) -> DType:
+        """The type of a value, however it is stored if it is an output."""
+        if t.index not in self.outputs:
+            return t.dtype
+        return self.result_dtype(t.node.operator, [self.tensor(i) for i in t.node.inputs])
 
     def _with_types_of(self, other: KernelGraph) -> KernelGraph:
         """This graph, whose outputs are stored as those of another one."""
@@ -555,22 +371,23 @@ class KernelGraph:
 
 
 def _check_kinds(op: Operator, args: list[Tensor]) -> None:
-    """int32 tensors where an operator takes them, and nowhere else; inputs where it needs them.
+    """Integers where an operator takes them, and nowhere else; inputs where it needs them.
 
     Raises:
         DTypeError, GraphError: naming the operand.
     """
     for k, t in enumerate(args):
-        if k in op.integers and t.dtype != int32:
+        if k in op.integers and t.dtype not in op.integer_types:
+            names = [d.name for d in op.integer_types]
             raise DTypeError(
-                f"{op.name}: operand {k}, {t!r}, must be an int32 input; use "
-                "new_input(dims=, dtype='int32')"
+                f"{op.name}: operand {k}, {t!r}, must be an {' or '.join(names)} input; use "
+                f"new_input(dims=, dtype={names[0]!r})"
             )
-        if k not in op.integers and t.dtype == int32:
+        if k not in op.integers and t.dtype.integer:
             raise DTypeError(
-                f"{op.name}: operand {k}, {t!r}, is int32, which only lengths (length_mask, "
-                "scaled_dot_product_attention) and tables (gather_pages) are; use float16, "
-                "bfloat16 or float32"
+                f"{op.name}: operand {k}, {t!r}, is {t.dtype}, which only lengths (length_mask, "
+                "scaled_dot_product_attention), tables (gather_pages) and labels (pick, "
+                "label_weight, cross_entropy) are; use float16, bfloat16 or float32"
             )
         if op.of_inputs and t.node.operator != "input":
             raise GraphError(

@@ -1,8 +1,9 @@
 """The operator table: one class per operator, with everything the system knows about it.
 
 A new operator is one class: here, in `cutesuper.graph.functions` (of one number),
-`cutesuper.graph.arranging` (transpose, concatenation, mask), `cutesuper.graph.indexing` (lengths,
-pages) or `cutesuper.graph.composites`. Its facets:
+`cutesuper.graph.reducing` (sums, maxima, products of matrices), `cutesuper.graph.arranging`
+(transpose, concatenation, mask), `cutesuper.graph.indexing` (lengths, pages, labels) or
+`cutesuper.graph.composites`. Its facets:
 
 * ``shape``      the shape rule (and the errors a user sees),
 * ``reference``  what PyTorch computes, in the element type of its arguments,
@@ -11,8 +12,12 @@ pages) or `cutesuper.graph.composites`. Its facets:
                  a function about which nothing is known but that equal arguments give equal values,
 * ``scalar``     element-wise operators only: the formula on one element, written over a namespace
                  of scalar functions ``m`` that the lowering (CuTe) or a test (Python) supplies,
-* ``visible``    masking operators only: which elements stay, from their positions,
-* ``largest``    operators with an int32 operand only: what it may hold,
+* ``visible``    masking operators only: which elements stay, from their positions, written so that
+                 arrays (the verifier, the references) and traced values (the lowering) will do,
+* ``at``         the same as ``scalar``, for masking operators: the formula on one element and its
+                 position; it follows from ``visible`` and `Operator.fill`,
+* ``numbers``    element-wise operators of integers only: the result as plain numbers,
+* ``largest``    operators with an integer operand only: what it may hold,
 * ``expand``     composite operators only: the same thing in primitive operators,
 * ``derivative`` cotangents of the operands from that of the result, in operators of the table,
 * ``flops``      floating-point operations, for the cost model.
@@ -21,6 +26,8 @@ pages) or `cutesuper.graph.composites`. Its facets:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
+from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
@@ -28,6 +35,7 @@ from numpy.typing import NDArray
 
 from cutesuper.errors import OperatorError, ShapeError
 from cutesuper.graph.dims import Dim, Shape, broadcast, show_shape, size
+from cutesuper.graph.dtypes import DType, int32
 
 if TYPE_CHECKING:
     from cutesuper.graph.derivation import Derivation
@@ -41,6 +49,14 @@ Attributes = dict[str, Any]
 LARGEST = 3.4028234663852886e38
 
 
+class Counts(StrEnum):
+    """What the integer operand of an operator holds."""
+
+    LENGTHS = "lengths"  # of sequences: how many columns are seen
+    PAGES = "pages"  # a table: which page of a cache
+    LABELS = "labels"  # of classes: one column
+
+
 class Operator:
     """Base of all operators; instances are stateless, there is one per name in `TABLE`."""
 
@@ -51,14 +67,23 @@ class Operator:
     elementwise: ClassVar[bool] = False
     #: "sum", "mean" or "max" for reductions over one dimension that stays with extent 1
     reduces: ClassVar[str | None] = None
-    #: keeps or drops (-inf) each element by its position along two dimensions; see `visible`
+    #: keeps each element or puts `fill` in its place, by its position along the last two
+    #: dimensions; see `visible` and `at`
     masks: ClassVar[bool] = False
+    #: of masking operators: -inf (what a softmax does not see) or 0
+    fill: ClassVar[float] = -inf
     composite: ClassVar[bool] = False
     #: puts tensors together or takes one apart; `cutesuper.graph.pieces` removes it
     cuts: ClassVar[bool] = False
-    #: positions of the operands that are int32; all others are numbers of one type
+    #: all operands have one element type: products, and what puts tensors together
+    one_type: ClassVar[bool] = False
+    #: positions of the operands that are integers; all others are numbers
     integers: ClassVar[tuple[int, ...]] = ()
-    #: takes inputs of the graph only, as the int32 operands of any operator are
+    #: what these may be
+    integer_types: ClassVar[tuple[DType, ...]] = (int32,)
+    #: what they hold
+    counts: ClassVar[Counts | None] = None
+    #: takes inputs of the graph only, as the integer operands of any operator are
     of_inputs: ClassVar[bool] = False
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
@@ -78,26 +103,62 @@ class Operator:
         raise NotImplementedError
 
     def visible(
-        self,
-        rows: NDArray[Any],
-        columns: NDArray[Any],
-        extents: tuple[int, int],
-        attributes: Attributes,
-        lengths: NDArray[Any] | None = None,
-    ) -> NDArray[np.bool_]:
+        self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,
+        integers: Any = None,
+    ) -> Any:
         """Which elements stay, for positions that broadcast (masking operators only).
 
+        Written with comparisons, ``&``, ``+`` and ``-`` only: all arguments are NumPy arrays where
+        a program is verified or run as a reference, and traced values in a kernel.
+
         Args:
-            rows: positions along the last dimension but one.
-            columns: positions along the last dimension.
-            extents: of these two dimensions.
+            rows: positions along the last dimension but one, in the whole tensor.
+            columns: positions along the last dimension, in the whole tensor.
+            extents: of these two dimensions, whole.
             attributes: of the operator.
-            lengths: its int32 operand, if it has one.
+            integers: its integer operand, if it has one.
         """
         raise NotImplementedError
 
-    def largest(self, shapes: list[Shape]) -> int:
-        """The largest number in the int32 operand that makes a difference."""
+    def at(
+        self, m: Any, args: list[Any], rows: Any, columns: Any, extents: tuple[Any, Any],
+        attributes: Attributes,
+    ) -> Any:
+        """One element of the result (masking operators only), from elements of the arguments and
+        the element's position; what `scalar` is for element-wise operators.
+
+        Args:
+            m: as for `scalar`, with ``where(condition, x, y)`` and ``position(integer)``, which
+                limits an integer to what positions are computed in (-1 where it does not fit).
+            args: elements or fragments; the integer operand as it is stored.
+            rows: position along the label ``rows`` of the block program's operation, in the whole
+                tensor, whatever axes split that label; anything where the label is None.
+            columns: the same along ``columns``: for a fragment along the columns the fragment of
+                their positions.
+            extents: of the dimensions with these labels, whole; used where rows count from the end.
+            attributes: of the operator (a block program's may be passed as they are).
+        """
+        integers = [m.position(i) for i in args[1:]]
+        return m.where(self.visible(rows, columns, extents, attributes, *integers), args[0],
+                       self.fill)
+
+    @property
+    def empties(self) -> bool:
+        """Whether it may hide rows as a whole: then their sums of exponentials are 0, and 0 / 0 is
+        0 (``docs/verification.md``, "Masks")."""
+        return self.masks and self.fill == -inf and bool(self.integers)
+
+    def numbers(self, integers: NDArray[np.int64], attributes: Attributes) -> NDArray[np.float64]:
+        """The result for some integers; NaN is a number here."""
+        raise NotImplementedError
+
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+        """The largest integer in the integer operand that makes a difference."""
+        raise NotImplementedError
+
+    def outside(self, shapes: list[Shape], attributes: Attributes) -> tuple[int, ...]:
+        """Labels only: integers with which the verifier tries what is no label, is ignored, or is
+        the last one. At most 5 for all operators of a program, of which there are enough trials."""
         raise NotImplementedError
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
@@ -328,105 +389,6 @@ class Div(_Binary):
         return m.div(args[0], args[1])
 
 
-# ------------------------------------------------------------------- reductions and contractions
-
-
-class _Reduction(Operator):
-    """Reduces ``dim``, which stays with extent 1."""
-
-    arity = 1
-    attributes: ClassVar[Attributes] = {"dim": ...}
-
-    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
-        dim = normal_dim(self.name, shapes[0], attributes["dim"])
-        attributes["dim"] = dim
-        return tuple(1 if i == dim else d for i, d in enumerate(shapes[0]))
-
-    def flops(self, shapes: list[Shape], result: Shape) -> float:
-        return float(size(shapes[0]))
-
-
-@operator
-class Sum(_Reduction):
-    name = "sum"
-    reduces = "sum"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].sum(attributes["dim"], keepdim=True)
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> Cotangents:
-        return (dy,)
-
-
-@operator
-class Mean(_Reduction):
-    """Sum divided by the extent of the whole dimension."""
-
-    name = "mean"
-    reduces = "mean"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].mean(attributes["dim"], keepdim=True)
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> Cotangents:
-        return (g.over_extent(dy, attributes["dim"] - len(y.shape), args[0]),)
-
-
-@operator
-class Max(_Reduction):
-    name = "max"
-    reduces = "max"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].amax(attributes["dim"], keepdim=True)
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> Cotangents:
-        """Elements that share the maximum share its cotangent evenly, as PyTorch's ``amax``."""
-        largest = g.sub(1.0, g.step(g.sub(y, args[0])))
-        return (g.mul(largest, g.div(dy, g.sum(largest, attributes["dim"]))),)
-
-
-@operator
-class Matmul(Operator):
-    """A[..., M, K] @ B[..., K, N]; leading dimensions broadcast."""
-
-    name = "matmul"
-    arity = 2
-
-    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
-        a, b = shapes
-        call = show_call(self.name, shapes)
-        if len(a) < 2 or len(b) < 2:
-            raise ShapeError(f"{call}: both operands need at least 2 dimensions; "
-                             "give a vector an extent of 1")
-        if a[-1] != b[-2]:
-            raise ShapeError(f"{call}: inner dimensions {a[-1]} and {b[-2]} differ; "
-                             "transpose one operand if it is stored the other way")
-        lead = broadcast(a[:-2], b[:-2])
-        if lead is None:
-            raise ShapeError(f"{call}: leading dimensions do not broadcast")
-        return (*lead, a[-2], b[-1])
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0] @ args[1]
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> Cotangents:
-        a, b = args
-        dy = g.full(dy, y)
-        return g.matmul(dy, g.transpose(b)), g.matmul(g.transpose(a), dy)
-
-    def flops(self, shapes: list[Shape], result: Shape) -> float:
-        return 2.0 * size(result) * size((shapes[0][-1],))
-
-
 def normal_dim(name: str, shape: Shape, dim: Any) -> int:
     """``dim`` counted from the front. Raises ShapeError when the shape has no such dimension."""
     if isinstance(dim, bool) or not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
@@ -440,5 +402,6 @@ from cutesuper.graph import arranging as arranging  # noqa: E402
 from cutesuper.graph import composites as composites  # noqa: E402
 from cutesuper.graph import functions as functions  # noqa: E402
 from cutesuper.graph import indexing as indexing  # noqa: E402
+from cutesuper.graph import reducing as reducing  # noqa: E402
 
 __all__ = ["TABLE", "Attributes", "Dim", "Operator", "lookup", "normal_dim", "operator"]

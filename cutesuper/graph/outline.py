@@ -85,8 +85,12 @@ def _phases(program: BlockProgram, axis: Axis | None, states: list[ValueState]) 
 
 
 def loop_titles(program: BlockProgram, section: Section) -> list[str]:
-    """``for K.loop in 16``, and ``for K.loop in 16, walk 2``, for each of the section's loops."""
-    titles = [f"for {a.name} in {program.parts(a)}" for a in section.loops]
+    """``for K.loop in 16``, and ``for K.loop in 16, walk 2``, for each of the section's loops;
+    ``in about 16`` where the axis is open."""
+    titles = [
+        f"for {a.name} in {'about ' if a.extent is None else ''}{program.parts(a)}"
+        for a in section.loops
+    ]
     if section.number > 1:
         titles[-1] += f", walk {section.number}"
     return titles

@@ -84,7 +84,7 @@ def _chips(program: BlockProgram) -> Html:
     words = {AxisKind.CLUSTER: "clusters of {}", AxisKind.PERSISTENT: "{} tiles in turn",
              AxisKind.LOOP: "{} iterations"}  # fmt: skip
     chips += [
-        f"{words[a.kind].format(program.parts(a))} ({a.name})"
+        f"{'about ' * (a.extent is None)}{words[a.kind].format(program.parts(a))} ({a.name})"
         for a in program.axes
         if a.kind in words and program.parts(a) > 1
     ]

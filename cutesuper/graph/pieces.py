@@ -185,7 +185,7 @@ def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[
             f"{node.operator} {_show(node)}: it is needed in pieces, {_show_box(node, box)}, and a "
             "kernel reads inputs whole; pass the parts as separate inputs"
         )
-    if operator.integers:
+    if operator.integers and not operator.elementwise:
         return [[_first(graph, node, k, box) for k in range(len(node.inputs))]]
     return [[_use(graph, node, k, box) for k in range(len(node.inputs))]]
 

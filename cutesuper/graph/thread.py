@@ -87,6 +87,11 @@ def fuse(
                 f"{where}: {op.kind} (operation {i}) depends on positions, which this kernel does "
                 "not know; add an input of 0 and -inf in its place"
             )
+        if op.kind in TABLE and TABLE[op.kind].integers:
+            raise LoweringError(
+                f"{where}: {op.kind} (operation {i}) takes integers, which this kernel does not "
+                "read; add an input of float32 in its place"
+            )
         if op.kind not in TABLE or not TABLE[op.kind].elementwise:
             raise LoweringError(
                 f"{where}: {op.kind} (operation {i}) stands where only element-wise operators can "

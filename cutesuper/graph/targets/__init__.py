@@ -6,7 +6,7 @@ A new architecture is a file here and building blocks under ``device/``.
 from __future__ import annotations
 
 from cutesuper.errors import DeviceError
-from cutesuper.graph.targets.base import ChainedRates, Rates, Target
+from cutesuper.graph.targets.base import ChainedRates, Rates, RowRates, Target
 from cutesuper.graph.targets.blackwell import B200
 from cutesuper.graph.targets.hopper import H100, H200
 
@@ -20,4 +20,14 @@ def find_target(name: str) -> Target:
     raise DeviceError(f"target {name!r}: unknown; use one of {', '.join(TARGETS)}")
 
 
-__all__ = ["B200", "H100", "H200", "TARGETS", "ChainedRates", "Rates", "Target", "find_target"]
+__all__ = [
+    "B200",
+    "H100",
+    "H200",
+    "TARGETS",
+    "ChainedRates",
+    "Rates",
+    "RowRates",
+    "Target",
+    "find_target",
+]

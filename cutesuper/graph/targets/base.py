@@ -41,6 +41,28 @@ class ChainedRates:
 
 
 @dataclass(frozen=True)
+class RowRates:
+    """Constants of the cost model of rows that are visited in turn, or lie in a cluster
+    (`search.row_cost`), microseconds.
+
+    Attributes:
+        start_us: the first tile of rows, while nothing else runs.
+        visit_us: what hides behind nothing in a visit: the exchanges of a reduction.
+        deep: what memory takes longer with more than two stages of 32 KB in flight.
+        finish_us: combining over the grid: a barrier, and the partial results.
+        cluster_us: an exchange of the blocks of a cluster.
+        block_us: first loads and last stores of a block of a cluster that has one row.
+    """
+
+    start_us: float
+    visit_us: float
+    deep: float
+    finish_us: float
+    cluster_us: float
+    block_us: float
+
+
+@dataclass(frozen=True)
 class Rates:
     """Constants of the cost model that are fitted to measurements; times in microseconds.
 
@@ -110,6 +132,7 @@ class Target:
             microseconds.
         rates: the fitted constants of the cost model.
         chained: those of two chained products.
+        rows: those of rows that are visited, or lie in a cluster.
     """
 
     name: str
@@ -124,6 +147,7 @@ class Target:
     launch_us: float
     rates: Rates
     chained: ChainedRates
+    rows: RowRates
 
     def refuses_products(self) -> str | None:
         """Why matrix products cannot be lowered for this GPU; None where they can."""

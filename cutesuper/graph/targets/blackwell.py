@@ -9,7 +9,7 @@ from cutesuper.graph.targets import hopper
 from cutesuper.graph.targets.base import Target
 
 #: Hopper's, until somebody measures
-RATES, CHAINED = hopper.RATES, hopper.CHAINED
+RATES, CHAINED, ROWS = hopper.RATES, hopper.CHAINED, hopper.ROWS
 
 #: B200: datasheet figures.
 B200 = Target(
@@ -18,11 +18,12 @@ B200 = Target(
     sms=148,
     shared_bytes=232448,
     registers=65536,
-    clusters={1: 148, 2: 74, 4: 32, 8: 16},
+    clusters={1: 148, 2: 74, 4: 32, 8: 16, 16: 8},
     bandwidth=7.0e12,
     l2_bandwidth=1.25e13,
     tensor_flops=1.8e15,
     launch_us=1.5,
     rates=RATES,
     chained=CHAINED,
+    rows=ROWS,
 )

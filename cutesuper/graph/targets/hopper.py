@@ -7,7 +7,7 @@ only, the model orders the other 12 nearly as well: the best is among its first 
 
 from __future__ import annotations
 
-from cutesuper.graph.targets.base import ChainedRates, Rates, Target
+from cutesuper.graph.targets.base import ChainedRates, Rates, RowRates, Target
 
 #: Of softmax(Q K) V as it is lowered, cold L2, fitted together; each comment says what shows it.
 #: Decoding: sequences x keys, 8 heads of K and V with 4 rows each and 128 columns; "256 rows" are
@@ -43,6 +43,27 @@ CHAINED = ChainedRates(
     grid_us=1.25,
     # the same in G16, of which the last one reads 16 x 512 results: 9.85; and the prototype above
     grid_moved_us=0.1,
+)
+
+#: Of the backward pass of RMSNorm as a prototype of one launch, rows x elements in bf16, cold L2,
+#: plain launches.
+ROWS = RowRates(
+    # 1024 x 4096: 9.65 without the sum over the rows, 5.8 of them the memory and 1.5 the launch;
+    # 4096 x 1024: 8.72
+    start_us=1.3,
+    # a block of 4096 x 8192 visits 32 rows and takes 53.7, 46.3 of them the memory; 32768 x 4096
+    # visits 125 times: 192.5, 185 of them the memory
+    visit_us=0.03,
+    # 4096 x 4096: 28.6 with two stages of 32 KB, 31.1 with four; 4096 x 16384 with 128 KB in flight
+    # and no cluster: 108 to 121, in a cluster of 2 101.6
+    deep=1.08,
+    # 4096 x 4096: 31.2 with the sum over the rows, 29.6 without; 4096 x 1024: 12.4 and 10.1, where
+    # there is a quarter of the partial results; 0.4 less if they leave before the last rows do
+    finish_us=1.5,
+    # 4096 x 16384 in clusters of 2, 62 visits: 101.6, 92.6 of them the memory
+    cluster_us=0.04,
+    # estimate: a block waits for its first loads and for its last stores, one after the other
+    block_us=2.0,
 )
 
 RATES = Rates(
@@ -97,21 +118,22 @@ RATES = Rates(
 
 #: H200: streaming reads reach 4.35 TB/s (67.2 MB in 17.2 us, 1.8 of them fixed); L2 fitted (4096^3
 #: reads 1.6 GB in 207 us, while the tensor cores are as busy); 66 / 30 / 15 clusters of 2 / 4 / 8
-#: fit at one block per SM (occupancy query); 788 TFLOP/s bf16; a further small kernel takes 1.4 to
-#: 1.6 us.
+#: fit at one block per SM (occupancy query; of 16 as many as these counts leave room for); 788
+#: TFLOP/s bf16; a further small kernel takes 1.4 to 1.6 us.
 H200 = Target(
     name="h200",
     arch="sm_90a",
     sms=132,
     shared_bytes=232448,
     registers=65536,
-    clusters={1: 132, 2: 66, 4: 30, 8: 15},
+    clusters={1: 132, 2: 66, 4: 30, 8: 15, 16: 7},
     bandwidth=4.35e12,
     l2_bandwidth=8.8e12,
     tensor_flops=7.5e14,
     launch_us=1.5,
     rates=RATES,
     chained=CHAINED,
+    rows=ROWS,
 )
 
 #: H100 SXM: the same chip with 3.35 TB/s of memory (datasheet; about 90% of it is reachable).
@@ -121,11 +143,12 @@ H100 = Target(
     sms=132,
     shared_bytes=232448,
     registers=65536,
-    clusters={1: 132, 2: 66, 4: 30, 8: 15},
+    clusters={1: 132, 2: 66, 4: 30, 8: 15, 16: 7},
     bandwidth=3.0e12,
     l2_bandwidth=8.8e12,
     tensor_flops=7.5e14,
     launch_us=1.5,
     rates=RATES,
     chained=CHAINED,
+    rows=ROWS,
 )
