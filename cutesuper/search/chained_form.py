@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from cutesuper.errors import SearchError
 from cutesuper.graph.block import CLUSTER_REDUCE, GRID_REDUCE, AxisKind, BlockProgram
 from cutesuper.graph.dims import Symbol
-from cutesuper.graph.dtypes import int32
 from cutesuper.graph.operators import lookup
 from cutesuper.search.labels import LabelledOp, LabelledProgram, Region
-from cutesuper.search.products import after_products, labels_of, shown
+from cutesuper.search.products import after_products, check_one_type, labels_of, shown
 from cutesuper.search.splits import Operand, Split, State
 
 #: 16-byte copies of 16-bit elements
@@ -64,7 +63,7 @@ class ChainedForm:
         }
         grid, cluster, loop = (AxisKind.GRID,), (AxisKind.CLUSTER,), (AxisKind.LOOP,)
         for own in (loop, cluster + loop, grid + loop, grid + cluster + loop):
-            joined = self.keys if AxisKind.GRID in own else None
+            joined = (self.keys,) if AxisKind.GRID in own else ()
             yield Split(tuple((kinds | {self.keys: own}).items()), joined=joined)
 
     # ------------------------------------------------------------------------ rules of saturation
@@ -156,8 +155,8 @@ def chained_form(
     for _, mapping in program.outputs:
         if labels_of(mapping)[-1:] != [form.columns]:
             raise SearchError(f"chained products store their columns {form.columns} last")
-    for op in program.of_kind("load"):
-        _check_load(region, program, op, form)
+    loads = [op for op in program.of_kind("load") if _multiplied(region, program, op, form)]
+    check_one_type(region, loads)
     return form
 
 
@@ -213,10 +212,10 @@ def _check_reductions(program: LabelledProgram, form: ChainedForm, last: int) ->
         raise SearchError("chained products: an output that does not depend on the second one")
 
 
-def _check_load(
+def _multiplied(
     region: Region, program: LabelledProgram, op: LabelledOp, form: ChainedForm
-) -> None:
-    """Q, K and V, vectors along the inner label, and lengths. Raises SearchError."""
+) -> bool:
+    """Q, K and V, and vectors along the inner label, but not lengths. Raises SearchError."""
     own = labels_of(op.attributes["map"])
     matrix = [d for d in own if d not in form.batch]
     kinds = {"rows" if d in form.rows else d for d in matrix}
@@ -228,8 +227,8 @@ def _check_load(
     last = staged.get(frozenset(kinds), (form.inner,) if own == [form.inner] else None)
     dtype = region.input_dtypes[op.attributes["tensor"]]
     if last is None:
-        if dtype == int32:
-            return
+        if dtype.integer:
+            return False
         raise SearchError(
             f"chained products: a tensor along {shown(own) or 'nothing'} is read; beside their "
             f"three matrices there may be vectors along {form.inner} and lengths"
@@ -244,4 +243,5 @@ def _check_load(
             f"chained products: a tensor is stored along {own[-1]} ({extent} elements); its last "
             f"dimension must be {shown(last)}, a multiple of {ALIGN}"
         )
+    return True
 

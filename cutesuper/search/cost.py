@@ -1,8 +1,9 @@
 """What a kernel costs, in microseconds; the constants and their origin are in `graph.targets`.
 
 Two models. `price` is additive and knows no sizes: it orders programs while they are extracted.
-`matmul_cost` and `row_cost` know everything and order sized programs. The aim is the right order,
-not the right number: on one H200 the candidates of 24 cases come out within 5% in the mean.
+`matmul_cost`, and what is in `row_cost`, know everything and order sized programs. The aim is the
+right order, not the right number: on one H200 the candidates of 24 cases come out within 5% in the
+mean.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from cutesuper.graph.block import (
 )
 from cutesuper.graph.dims import ceil_div, extent
 from cutesuper.graph.hidden import hidden_width
-from cutesuper.graph.rows import row_label
 from cutesuper.graph.sharing import rows_shared_by
 from cutesuper.graph.target import Target
 from cutesuper.graph.vectors import MAX_VECTORS
@@ -45,8 +45,6 @@ MOST_VECTOR_ROWS = 64
 #: rows that the instruction for vectors (`graph.vectors`) counts as: 8, but it reads the column
 #: operand (2 KB at 128 bytes per cycle) as long as an instruction of 32 rows computes
 VECTOR_ROWS = 32
-#: elements that a block of an element-wise kernel takes
-ROW_ELEMENTS = 2048
 
 
 @dataclass(frozen=True)
@@ -317,7 +315,7 @@ def _end(program: BlockProgram, form: MatmulForm, target: Target) -> tuple[float
     per_store = r.store_us if cluster == 1 else r.cluster_store_us
     ends = [op for op in program.ops if form.contracted not in op.dims]
     count = sum(
-        _count(program, op, target) for op in ends if form.column in op.dims and _computes(op)
+        instructions(program, op, target) for op in ends if form.column in op.dims and computes(op)
     )
     vectors = sum(
         op.kind == LOAD and form.row in op.dims and form.column not in op.dims for op in ends
@@ -339,58 +337,12 @@ def _after_us(program: BlockProgram, form: MatmulForm, target: Target) -> float:
     return after
 
 
-# --------------------------------------------------------------------------------------- rows
-
-
-def row_cost(program: BlockProgram, target: Target, itemsizes: dict[str, int]) -> Cost:
-    """A kernel of resident rows; the tile does not matter, the schedule chooses its own."""
-    r, label = target.rates, _along_rows(program)
-    length = extent(program.dims[label]) if label else 1
-    rows = prod(extent(n) for d, n in program.dims.items() if d != label)
-
-    def elements(op: BlockOp) -> int:
-        return rows * (length if label in op.dims else 1)
-
-    reductions = [op for op in program.ops if "over" in op.attributes]
-    sms = min(target.sms, rows if reductions else ceil_div(rows * length, ROW_ELEMENTS))
-    moved = bytes_moved(program, itemsizes)
-    taken = sum(
-        elements(op) * itemsizes[op.attributes["tensor"]]
-        for op in program.ops if op.kind in (LOAD, STORE)
-    )  # fmt: skip
-    count = sum(
-        elements(program.ops[op.inputs[0]] if op in reductions else op)
-        * _count(program, op, target)
-        for op in program.ops if _computes(op)
-    )  # fmt: skip
-    parts = {
-        "memory": moved / target.bandwidth * 1e6,
-        "ingest": moved / (sms * r.sm_bytes_per_us),
-        "l2": taken / target.l2_bandwidth * 1e6,
-        "lanes": count / (sms * r.lanes_per_us),
-    }
-    busy = overlapped(r.overlap, *parts.values())
-    ramp = r.reduction_us * len(reductions)
-    return Cost(
-        target.launch_us + busy + ramp, parts | {"launch": target.launch_us, "ramp": ramp}
-    )
-
-
-def _along_rows(program: BlockProgram) -> str | None:
-    """The label along the rows, as the schedule finds it."""
-
-    def maps(ops: tuple[BlockOp, ...]) -> list[list[str]]:
-        return [[d for d in op.attributes["map"] if d in program.dims] for op in ops]
-
-    reduced = sorted({op.attributes["over"] for op in program.ops if "over" in op.attributes})
-    return row_label(program.dims, reduced, maps(program.stores()), maps(program.loads()))
-
-
-def _computes(op: BlockOp) -> bool:
+def computes(op: BlockOp) -> bool:
+    """Whether an operation does arithmetic."""
     return op.kind not in (LOAD, STORE, "matmul", "constant", *ENDING)
 
 
-def _count(program: BlockProgram, op: BlockOp, target: Target) -> float:
+def instructions(program: BlockProgram, op: BlockOp, target: Target) -> float:
     """Instructions per element; where a value of the row divides, its reciprocal multiplies."""
     if op.kind == "div" and len(program.ops[op.inputs[1]].dims) < len(op.dims):
         return 1.0

@@ -286,12 +286,15 @@ class _Builder:
         return tuple(Axis(d, AxisKind.GRID, 1) for d in self.dims if d in used)
 
     def program(self, axes: tuple[Axis, ...]) -> BlockProgram:
-        """A grid axis over a symbolic label has no extent, and its tile is 1."""
+        """One axis of a symbolic label has no extent, the persistent one or else that of the grid,
+        and its tile is 1."""
         used = {d for op in self.ops for d in op.dims}
         dims = {d: n for d, n in self.dims.items() if d in used}
+        visited = {a.dim for a in axes if a.kind == AxisKind.PERSISTENT}
         opened = tuple(
             replace(a, extent=None)
-            if a.kind == AxisKind.GRID and isinstance(dims[a.dim], Symbol)
+            if isinstance(dims[a.dim], Symbol)
+            and a.kind == (AxisKind.PERSISTENT if a.dim in visited else AxisKind.GRID)
             else a
             for a in axes
             if a.dim in dims

@@ -5,6 +5,7 @@
   the columns.
 * `ChainedForm` (`chained_form`): two products in one loop over what lies between them.
 * `RowForm`: no products; whole rows are resident, in whatever order tensors are stored.
+* `PersistentForm` (`persistent_form`): no products; sums over rows, which blocks visit in turn.
 * `BlockForm`: everything that a block program can express, whether or not a skeleton runs it.
 
 `find_form` gives the skeleton of a region before it is searched; a region that none can run is
@@ -23,14 +24,21 @@ from cutesuper.graph.block import CLUSTER_REDUCE, AxisKind, BlockProgram
 from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.dims import extent as dim_extent
 from cutesuper.graph.hidden import MAX_HIDDEN
-from cutesuper.graph.operators import lookup
+from cutesuper.graph.operators import Counts, lookup
 from cutesuper.graph.rows import MAX_ROW, row_label
 from cutesuper.graph.shift import find_shift
 from cutesuper.graph.vectors import MAX_VECTORS, vector_products
 from cutesuper.search.chained_form import ALIGN, ChainedForm, chained_form
 from cutesuper.search.labels import LabelledOp, LabelledProgram, Region
+from cutesuper.search.persistent_form import (
+    PersistentForm,
+    along_rows,
+    check_cluster_row,
+    persistent_form,
+)
 from cutesuper.search.products import (
     after_products,
+    check_one_type,
     is_product,
     labels_of,
     matrix_products,
@@ -40,6 +48,11 @@ from cutesuper.search.splits import AnyRules, Operand, Split, State, splits
 
 #: columns that are reduced: so many blocks of a cluster hold so many each
 MAX_REDUCED = 8 * 256
+#: elements of a column that a block sums by itself, in whatever order tensors are stored: 32 lanes
+#: of 32 elements; more are left to blocks that visit rows in turn
+MAX_COLUMN = 32 * 32
+#: elements of all tensors of a row that the registers of a block hold, beside 32 of each thread
+MAX_RESIDENT = 65536 - 32 * 512
 
 
 @dataclass(frozen=True)
@@ -172,27 +185,30 @@ class MatmulForm:
 
 @dataclass(frozen=True)
 class RowForm:
-    """Rows resident in one block.
+    """Rows resident in one block, or in a cluster.
 
     Attributes:
         row: the label along them, whole (if reduced) or tiled (if nothing is reduced); see
             `graph.rows.row_label`.
         reduced: whether anything is reduced over it.
+        clustered: whether a row is longer than what one block holds: a cluster shares it.
     """
 
     row: str
     reduced: bool
+    clustered: bool = False
     vectors = False
 
     def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
-        """One: the reduced label whole, all others grid."""
+        """One: the reduced label whole, or divided by a cluster; all others grid."""
+        along = (AxisKind.CLUSTER,) if self.clustered else ()
         whole = self.row if self.reduced else None
-        kinds = ((d, () if d == whole else (AxisKind.GRID,)) for d in program.dims)
+        kinds = ((d, along if d == whole else (AxisKind.GRID,)) for d in program.dims)
         return (Split(tuple(kinds)),)
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
-        """Everything element-wise."""
-        return True
+        """Everything element-wise on what is complete."""
+        return not state.pending
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
         """Along the row."""
@@ -228,7 +244,7 @@ class BlockForm(AnyRules):
         )
 
 
-Form = MatmulForm | ChainedForm | RowForm | BlockForm
+Form = MatmulForm | ChainedForm | RowForm | PersistentForm | BlockForm
 
 
 def find_form(region: Region, program: LabelledProgram) -> Form:
@@ -239,12 +255,15 @@ def find_form(region: Region, program: LabelledProgram) -> Form:
     """
     _check_symbols(program)
     products = matrix_products(program)
+    labels = [op.kind for op in region.ops if lookup(op.kind).counts == Counts.LABELS]
+    if labels and products:
+        raise SearchError(f"{labels[0]} reads labels, which kernels with products do not")
     reason = needs_positions(region)
     chained = len(products) > 1 and not after_products(program).isdisjoint(products[-1].inputs)
     if reason is not None and not chained:
         raise SearchError(reason)
     if not products:
-        return _row_form(program)
+        return _row_form(region, program)
     if reason is not None:
         return chained_form(region, program, products)
     try:
@@ -259,7 +278,8 @@ def find_form(region: Region, program: LabelledProgram) -> Form:
 def needs_positions(region: Region) -> str | None:
     """Why neither products nor rows run a region: masks, and pages; None where they may."""
     for op in region.ops:
-        if lookup(op.kind).masks:
+        operator = lookup(op.kind)
+        if operator.masks and operator.counts != Counts.LABELS:  # rows know the column of a label
             return f"{op.kind} depends on positions, which only the loop of attention knows"
     for i, page in region.pages:
         return (
@@ -312,8 +332,7 @@ def _matmul_form(
         )
     form = MatmulForm(row, column, contracted, batch, hidden, reduced, vectors)
     _check_extents(program, form)
-    for op in program.of_kind("load"):
-        _check_load(region, op, form)
+    check_one_type(region, [op for op in program.of_kind("load") if _staged(region, op, form)])
     return form
 
 
@@ -409,7 +428,8 @@ def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
         )
 
 
-def _check_load(region: Region, op: LabelledOp, form: MatmulForm) -> None:
+def _staged(region: Region, op: LabelledOp, form: MatmulForm) -> bool:
+    """Whether a load goes through shared memory, for products. Raises SearchError."""
     mapping = labels_of(op.attributes["map"])
     tensor = op.attributes["tensor"]
     operands = {form.contracted, *form.hidden} & set(mapping)
@@ -430,23 +450,50 @@ def _check_load(region: Region, op: LabelledOp, form: MatmulForm) -> None:
             f"matmul: a tensor is read with its rows along memory ({', '.join(mapping)}); only a "
             "plain second operand may be stored either way"
         )
+    return bool(staged)
 
 
 # ------------------------------------------------------------------------------------------- rows
 
 
-def _row_form(program: LabelledProgram) -> RowForm:
+def _row_form(region: Region, program: LabelledProgram) -> RowForm | PersistentForm:
+    """Sums over many rows, a symbolic number of them, or of what takes positions along the rows are
+    left to blocks that visit them."""
     reduced = program.reduced
-    if len(reduced) > 1:
-        raise SearchError(f"one kernel reduces over one dimension, this needs {shown(reduced)}")
+    counted = {op.attributes["columns"] for op in program.ops if "columns" in op.attributes}
+    summed = [program.dims[d] for d in reduced if d != along_rows(program)]
+    symbolic = any(isinstance(n, Symbol) for n in summed)
+    beside = bool(reduced) and not counted <= set(reduced)
+    must = len(reduced) > 1 or symbolic or beside
+    if must or any(dim_extent(n) > MAX_COLUMN for n in summed):
+        try:
+            return persistent_form(region, program)
+        except SearchError:
+            if must:
+                raise
     stored = [labels_of(m) for _, m in program.outputs]
     loaded = [labels_of(op.attributes["map"]) for op in program.of_kind("load")]
     row = row_label(program.dims, reduced, stored, loaded)
     if row is None:
         raise SearchError("all tensors have one element; no kernel is made for that")
-    extent = program.dims[row]
-    if isinstance(extent, Symbol):
-        raise SearchError(f"rows run along {row}, which has the symbolic extent {extent}")
-    if reduced and extent > MAX_ROW:
-        raise SearchError(f"a reduction over {extent} elements; at most {MAX_ROW} are resident")
-    return RowForm(row, bool(reduced))
+    if isinstance(program.dims[row], Symbol):
+        raise SearchError(f"rows run along {row}, which has the symbolic extent {row}")
+    if not counted <= {row}:
+        raise SearchError(f"positions along {shown(sorted(counted))}, and rows run along {row}")
+    clustered = bool(reduced) and _exceeds_a_block(program, row)
+    if (clustered or counted) and len(program.dims) == 1:
+        why = "long" if clustered else "with positions"
+        raise SearchError(
+            f"one row of {program.dims[row]} elements, {why}: "
+            "the row loop walks along a label of the rows; make their number a cutesuper.symbol()"
+        )
+    if clustered:
+        check_cluster_row(program, row)
+    return RowForm(row, bool(reduced), clustered)
+
+
+def _exceeds_a_block(program: LabelledProgram, row: str) -> bool:
+    """Whether a block cannot hold one row of everything that has rows."""
+    whole = dim_extent(program.dims[row])
+    tensors = sum(row in op.labels and len(op.labels) > 1 for op in program.of_kind("load"))
+    return whole > MAX_ROW or tensors * whole > MAX_RESIDENT

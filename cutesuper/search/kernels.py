@@ -333,6 +333,13 @@ class Segments:
                         continue
                     yield self.segment(order, start, end), length, {start, end} <= waists
 
+    def whole(self) -> Segment | None:
+        """All operators, where they are not too many for one kernel."""
+        (order, *_) = self.orders
+        if not 0 < len(order) <= MAX_SEGMENT or self.mixed(order, 0, len(order)):
+            return None
+        return self.segment(order, 0, len(order))
+
     def mixed(self, order: tuple[int, ...], start: int, end: int) -> bool:
         """Whether a segment has parts of outputs that are computed apart."""
         if self.flat.groups is None:

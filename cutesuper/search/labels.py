@@ -77,7 +77,7 @@ class LabelledOp:
         inputs: indices of earlier operations.
         labels: labels of the value.
         attributes: element-wise: the operator's; ``load``: ``tensor`` (index) and ``map``;
-            ``causal_mask``, ``length_mask``: the operator's, and the labels of its ``rows`` and
+            ``causal_mask`` and other masks: the operator's, and the labels of its ``rows`` and
             ``columns`` (see `graph.block`).
         over: the label that ``matmul``, ``sum``, ``mean`` and ``max`` reduce.
     """
@@ -272,7 +272,7 @@ class _Unification:
                 else:
                     self.dead.append(b)
         else:
-            if lookup(op.kind).integers:  # lengths have the first dimensions of the scores
+            if lookup(op.kind).masks and len(operands) > 1:  # integers have the first dimensions
                 operands[1] += result[len(operands[1]) :]
             for slots in operands:
                 self._align(slots, result)
@@ -326,7 +326,7 @@ class _Unification:
             attributes = {}
             if over is None:  # of an extent of 1: the operand itself
                 return args[0]
-        elif kind == "length_mask":
+        elif lookup(kind).masks and lookup(kind).integers:
             attributes |= self._counted(i, op)
         elif lookup(kind).masks:
             slots = [(len(self.region.inputs) + i, len(op.shape) - k) for k in (2, 1)]
@@ -345,16 +345,18 @@ class _Unification:
         return len(ops) - 1
 
     def _counted(self, i: int, op: RegionOp) -> Attributes:
-        """Attributes of a length mask. Raises SearchError."""
+        """Attributes of a mask with lengths or labels. Raises SearchError."""
         rank, value = len(op.shape), len(self.region.inputs) + i
         rows, columns = (self.names.get(self._find((value, rank - k))) for k in (2, 1))
         if columns is None:
             raise SearchError(
-                "length_mask of one column: there is no label to count along; leave the mask out, "
-                "or pad the keys to two"
+                f"{op.kind} of one column: there is no label to count along; leave it out, or pad "
+                "the columns to two"
             )
-        causal = dict(op.attributes)["causal"] and op.shape[-2] != 1
-        return {"columns": columns, "rows": rows if causal else None, "causal": causal}
+        own = dict(op.attributes)
+        causal = bool(own.get("causal")) and op.shape[-2] != 1
+        own |= {"causal": causal} if "causal" in own else {}
+        return {**own, "columns": columns, "rows": rows if causal else None}
 
     # ------------------------------------------------------------------------------------- names
 
@@ -396,11 +398,14 @@ class _Unification:
                 a, b = self._slots((i, 0)), self._slots((i, 1))
                 yield from ((a[-1], "K"), (a[-2], "M"), (b[-1], "N"))
                 yield from ((s, "B") for s in a[:-2] + b[:-2])
-        for i, op in enumerate(self.region.ops):
-            if lookup(op.kind).reduces and op.operands:
-                slots = self._slots((i, 0))
-                yield slots[dict(op.attributes)["dim"]], "K"
-                yield from zip(reversed(slots), ("N", "M", "B"), strict=False)
+        for last in (True, False):  # reductions along rows first, whichever the graph has first
+            for i, op in enumerate(self.region.ops):
+                if lookup(op.kind).reduces and op.operands:
+                    slots = self._slots((i, 0))
+                    dim = dict(op.attributes)["dim"]
+                    if last == (dim == len(slots) - 1):
+                        yield slots[dim], "K"
+                        yield from zip(reversed(slots), ("N", "M", "B"), strict=False)
         for view in self.region.outputs:
             slots = [(view.value, d) for d in view.order]
             yield from zip(reversed(slots), ("N", "M", "B", "D"), strict=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cutesuper.search.labels import LabelledOp, LabelledProgram, LabelMap
+from cutesuper.errors import SearchError
+from cutesuper.search.labels import LabelledOp, LabelledProgram, LabelMap, Region
 
 
 def is_product(program: LabelledProgram, op: LabelledOp) -> bool:
@@ -27,6 +28,13 @@ def after_products(program: LabelledProgram) -> set[int]:
         if is_product(program, op) or not after.isdisjoint(op.inputs):
             after.add(i)
     return after
+
+
+def check_one_type(region: Region, loads: Iterable[LabelledOp]) -> None:
+    """What a kernel stages for its products has one element type. Raises SearchError."""
+    found = {region.input_dtypes[op.attributes["tensor"]].name for op in loads}
+    if len(found) > 1:
+        raise SearchError(f"products of {' and of '.join(sorted(found))} in one kernel")
 
 
 def labels_of(mapping: LabelMap) -> list[str]:

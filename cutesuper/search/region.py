@@ -29,6 +29,7 @@ from cutesuper.search.extract import Partial, Structure, extract, structure
 from cutesuper.search.forms import BlockForm, Form, MatmulForm, RowForm, find_form
 from cutesuper.search.hoist import hoisted, settled
 from cutesuper.search.labels import LabelledProgram, Region, label
+from cutesuper.search.persistent_form import PersistentForm
 from cutesuper.search.saturate import TooLarge, saturate
 from cutesuper.search.sizing import Sized, sized
 from cutesuper.search.space import Sealing, Space
@@ -251,7 +252,7 @@ class _RegionSearch:
     # ----------------------------------------------------------------------- what skeletons run
 
     def _skeleton(
-        self, form: MatmulForm | ChainedForm | RowForm, space: Space
+        self, form: MatmulForm | ChainedForm | RowForm | PersistentForm, space: Space
     ) -> Iterator[Way]:
         """Sized programs of all splits of a form that the lowering has."""
         for split in form.splits(space.program):

@@ -91,7 +91,7 @@ class Table:
         self._index: dict[Class, int] = {}
         self._usable: list[bool] = []  # whether element-wise operators may take a class
         self._partial: list[bool] = []  # whether it is a maximum over some parts of a label only
-        self._lengths: dict[int, int] = {}  # loads of lengths, which only masks take: their classes
+        self._integers: dict[int, int] = {}  # classes of loads of integers, of which few are made
         self._by_form: dict[int, list[int]] = {}
         self._joins: dict[tuple[State, State], State | None] = {}
         self._field = FieldAlgebra(seed)
@@ -116,20 +116,20 @@ class Table:
                 if key not in self._index:  # a number that occurs twice is one class
                     self._enter(key, values[i], Derivation(op.kind, (), None, (("op", i),)))
                 if i in self.space.counted:
-                    self._lengths[i] = self._index[key]
+                    self._integers[i] = self._index[key]
                     self._by_form.pop(key.form)
         wanted = zip(program.outputs, self.space.goals, strict=True)
         return [(form, labels, values[i].key()) for (i, _), (form, labels) in wanted]
 
     def _encloses(self, axis: Axis) -> bool:
         """Whether values live inside an axis until something closes it."""
-        return axis.kind in _ITERATED or axis.name == self.split.divided_axis
+        return axis.kind in _ITERATED or axis.name in self.split.divided_axes
 
     def _source_value(self, i: int, op: LabelledOp, args: list[FieldValue]) -> FieldValue:
         if op.kind == "load":
             parts = [p for label in sorted(op.labels) for p in self.split.parts(label)]
-            if i in self.space.counted:  # some columns are seen, and some are not
-                last = _PART ** len(self.split.parts(self.space.counted[i]))
+            if label := self.space.counted.get(i):  # some columns are seen, and some are not
+                last = _PART ** len(self.split.parts(label))
                 ends = self._rng.integers(1, last, [_PART] * len(parts), dtype=np.uint64)
                 return FieldValue(tuple(parts), ends)
             return uniform(self._rng, parts, [_PART] * len(parts))
@@ -157,8 +157,8 @@ class Table:
         """Combine until nothing new is useful. Raises TooLarge past the limit."""
         done = 0
         while done < len(self.classes):
-            if done not in self._lengths.values():
-                self._unary(done)
+            self._unary(done)
+            if done not in self._integers.values():
                 self._partners(done)
             done += 1
             if len(self.classes) > self.limit or self.tried > _TRIED * self.limit:
@@ -219,11 +219,16 @@ class Table:
 
     def _unary(self, i: int) -> None:
         c, space = self.classes[i], self.space
+        if i in self._integers.values():
+            for kind, attributes, load in space.of_integers:
+                if self._integers[load] == i:
+                    self._one(i, kind, attributes)
+            return
         if self._usable[i] and not self._partial[i]:
             for kind, attributes in space.unary:
                 self._one(i, kind, attributes)
-            for kind, attributes, lengths in space.length_masks:
-                self._one(i, kind, attributes, self._lengths[lengths])
+            for kind, attributes, load in space.counting:
+                self._one(i, kind, attributes, self._integers[load])
         for kind, label in space.reductions:
             if label in c.labels and self.rules.reduces(c.labels, label, c.state):
                 self._tile_reduction(i, kind, label)
@@ -231,11 +236,12 @@ class Table:
             self._axis_reduction(i, self.axes[name])
 
     def _one(
-        self, i: int, kind: str, attributes: tuple[tuple[str, Any], ...], lengths: int | None = None
+        self, i: int, kind: str, attributes: tuple[tuple[str, Any], ...],
+        integers: int | None = None,
     ) -> None:
-        """An operator on class i; a mask may take the class of its lengths besides."""
+        """An operator on class i; a mask may take the class of its lengths or labels besides."""
         operator, given = lookup(kind), dict(attributes)
-        inputs = (i,) if lengths is None else (i, lengths)
+        inputs = (i,) if integers is None else (i, integers)
         classes = [self.classes[j] for j in inputs]
         state = self._joined(classes[0].state, classes[-1].state)
         needed = frozenset[str]().union(*(c.labels for c in classes[1:]))
@@ -280,11 +286,14 @@ class Table:
     def _ends(self, c: Class, axis: Axis) -> bool:
         """Whether an axis may be closed now: the loop is innermost, the grid outermost."""
         left = [self.axes[n] for n in c.state.inside if n != axis.name]
-        if axis.kind == AxisKind.GRID:
-            alone = len(c.state.pending) == 1 and all(a.dim in c.labels for a in left)
-            alone = alone and not (left and self.split.joined)
-            return alone and axis.name == self.split.divided_axis
-        return all(a.kind != AxisKind.LOOP for a in left)
+        if axis.kind != AxisKind.GRID:
+            return all(a.kind != AxisKind.LOOP for a in left)
+        waiting = [n for n in self.split.divided_axes if n in c.state.pending]
+        if axis.name not in waiting[:1] or len(waiting) < len(c.state.pending):
+            return False  # another axis of the grid is combined before, or something else ends
+        if not self.split.joined:
+            return all(a.dim in c.labels for a in left)
+        return all(a.kind == axis.kind and (a.name in waiting or a.dim in c.labels) for a in left)
 
     def _shifts(self, form: int, label: str) -> list[int]:
         """Maxima over some parts of a label that occur inside a form."""
@@ -341,22 +350,23 @@ class Table:
     def _masked_value(
         self, operator: Operator, args: list[FieldValue], attributes: dict[str, Any]
     ) -> FieldValue:
-        """-inf where a masking operator hides an element, at the positions of class keys."""
+        """What a masking operator makes of a value, at the positions of class keys."""
         sides = [attributes[side] for side in ("rows", "columns")]
         names = [() if side is None else self.split.parts(side) for side in sides]
         extents = [_PART ** len(n) for n in names]
         own = {k: v for k, v in attributes.items() if k not in ("rows", "columns")}
-        outer, lengths = (), None
+        outer, integers = (), None
         if operator.integers:
-            outer, lengths = args[1].dims, args[1].p.astype(np.int64)[..., None, None]
-            self._field.empty_rows = True
+            outer, integers = args[1].dims, args[1].p.astype(np.int64)[..., None, None]
+        self._field.empty_rows |= operator.empties
         keep = operator.visible(
             np.arange(extents[0])[:, None], np.arange(extents[1])[None, :],
-            (extents[0], extents[1]), own, lengths,
+            (extents[0], extents[1]), own, integers,
         )
         keep = np.broadcast_to(keep, [*[_PART] * len(outer), *extents])
         parts = (*outer, *names[0], *names[1])
-        return args[0].hide(align(~keep.reshape([_PART] * len(parts)), parts, args[0].dims))
+        gone = align(~keep.reshape([_PART] * len(parts)), parts, args[0].dims)
+        return args[0].replace(gone, operator.fill)
 
     def _rescaled_value(self, x: int, t: int, top: int, axis: Axis) -> FieldValue:
         a = self._field

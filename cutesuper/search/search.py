@@ -37,6 +37,7 @@ from cutesuper.search.forms import needs_positions
 from cutesuper.search.kernels import Cut, Flat, Groups, Segment, Segments, cuts
 from cutesuper.search.labels import Region, label
 from cutesuper.search.products import matrix_products
+from cutesuper.search.reductions import rows_meet
 from cutesuper.search.region import (
     OUT_OF_TIME,
     Counts,
@@ -273,7 +274,7 @@ class _Search:
 
     def _gather(self, segments: Segments) -> None:
         """Search every region of a graph, short ones first, until the budget is used up."""
-        if self._interrupt is not None:
+        if self._interrupt is not None or self._is_one_kernel(segments):
             return
         wanted: dict[Region, SearchOptions] = {}
         for segment, length, at_waists in segments.all():
@@ -283,7 +284,21 @@ class _Search:
                 simple = needs_positions(segment.region) is None
                 options = replace(self.options, lowered=True) if simple else self.options
                 wanted.setdefault(segment.region, options)
-        todo = {r: o for r, o in wanted.items() if (r, o.lowered) not in self._found}
+        self._look_at({r: o for r, o in wanted.items() if (r, o.lowered) not in self._found})
+
+    def _is_one_kernel(self, segments: Segments) -> bool:
+        """Whether all of a graph is one kernel of rows, which no sequence of kernels is faster
+        than: its parts are not searched. The backward pass of a LayerNorm has 135, which took two
+        minutes."""
+        whole = segments.whole()
+        if not self.options.lowered or whole is None or not rows_meet(whole.region):
+            return False
+        self._look_at({whole.region: self.options})
+        found = self._found.get((whole.region, True))
+        return found is not None and found.error is None
+
+    def _look_at(self, todo: dict[Region, SearchOptions]) -> None:
+        """Search regions."""
         self._parts = (0, len(todo))
         try:
             for region, found in self._search_all(todo):

@@ -24,12 +24,14 @@ from cutesuper.search.cost import (
     fixed_bytes,
     matmul_cost,
     padded,
-    row_cost,
     stage_bytes,
     tile_bytes,
     vector_accumulators,
 )
 from cutesuper.search.forms import MatmulForm, RowForm
+from cutesuper.search.persistent_form import PersistentForm
+from cutesuper.search.row_cost import row_cost
+from cutesuper.search.row_sizes import cluster_sizes, persistent_sizes
 
 SMALL_ROWS = (8, 16, 32, 64)
 #: of equal costs the first one wins: 4096x4096x4096 takes 209.0 us with 128x256 tiles and 218.2
@@ -64,7 +66,7 @@ class Sized:
 
 def sized(
     structure: BlockProgram,
-    form: MatmulForm | ChainedForm | RowForm,
+    form: MatmulForm | ChainedForm | RowForm | PersistentForm,
     target: Target,
     itemsizes: dict[str, int],
     keep: int,
@@ -87,6 +89,11 @@ def sized(
     elif isinstance(form, ChainedForm):
         model = ChainedModel(structure, form, target, itemsizes, dependent_launch)
         found = (Sized(*s) for s in chained_sizes(structure, form, model, pruned))
+    elif isinstance(form, PersistentForm):
+        sizes = persistent_sizes(structure, form, target, itemsizes, pruned)
+        found = (Sized(*s) for s in sizes)
+    elif form.clustered:
+        found = (Sized(*s) for s in cluster_sizes(structure, form.row, target, itemsizes, pruned))
     else:
         found = _row_sizes(structure, form, target, itemsizes, pruned)
     return sorted(found, key=lambda s: s.cost.total)[:keep]

@@ -54,18 +54,22 @@ class Space:
         self.goals = [(values[i], program.ops[i].labels) for i, _ in program.outputs]
         parts = {label: all_parts(label) for label in program.reduced}
         self.goal = Goal(self.table, (form for form, _ in self.goals), parts)
-        #: masks with lengths: operator, attributes, and the load of the lengths
-        self.length_masks = list(
-            dict.fromkeys(
-                (op.kind, _items(op), op.inputs[1]) for op in program.ops if _counts(op)
-            )
-        )
-        #: for the load of lengths the label that they count along
-        self.counted = {i: str(dict(items)["columns"]) for _, items, i in self.length_masks}
+        #: operators with an integer operand: operator, attributes, and the load of the integers
+        integers = [
+            (op.kind, _items(op), op.inputs[k])
+            for op in program.ops
+            for k in _integers(op)
+        ]
+        #: those that take another operand besides
+        self.counting = [c for c in dict.fromkeys(integers) if TABLE[c[0]].masks]
+        self.of_integers = [c for c in dict.fromkeys(integers) if not TABLE[c[0]].masks]
+        #: for the load of lengths or labels the label that they count along, if any
+        self.counted = dict.fromkeys([i for _, _, i in integers], "")
+        self.counted |= {i: str(dict(items)["columns"]) for _, items, i in self.counting}
         operators = {
             (op.kind, _items(op), len(op.inputs))
             for op in program.ops
-            if op.kind not in ("load", "constant") and op.over is None and not _counts(op)
+            if op.kind not in ("load", "constant") and op.over is None and not _integers(op)
         }
         self.unary = sorted((k, a) for k, a, n in operators if n == 1)
         self.binary = sorted({k for k, _, n in operators if n == 2} | {"mul"})
@@ -78,7 +82,7 @@ class Space:
         self.outer = {
             frozenset(program.ops[i].labels for i in op.inputs)
             for op in program.ops
-            if len(op.inputs) == 2 and op.over is None and not _counts(op)
+            if len(op.inputs) == 2 and op.over is None and not _integers(op)
         }
 
     def pairing(self, x: int, y: int) -> Pairing:
@@ -151,6 +155,6 @@ def _items(op: LabelledOp) -> tuple[tuple[str, Any], ...]:
     return tuple(sorted(op.attributes.items()))
 
 
-def _counts(op: LabelledOp) -> bool:
-    """Whether an operator takes lengths besides its operand."""
-    return op.kind in TABLE and bool(TABLE[op.kind].integers)
+def _integers(op: LabelledOp) -> tuple[int, ...]:
+    """Which operands are integers."""
+    return TABLE[op.kind].integers if op.kind in TABLE else ()

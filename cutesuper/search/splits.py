@@ -27,15 +27,15 @@ class Split:
         kinds: for every label.
         parted: the label that is reduced and divided by the grid: blocks store partial results,
             which a second kernel combines.
-        joined: the label that is reduced and divided by the grid, where the blocks combine their
-            results themselves (``grid_reduce``).
+        joined: the labels that are reduced and divided by the grid, where the blocks combine their
+            results themselves (``grid_reduce``), in the order in which they are combined.
         passes: how often a block may walk its loop. LayerNorm and a product take three: the
             mean, the variance, the product.
     """
 
     kinds: tuple[tuple[str, tuple[AxisKind, ...]], ...]
     parted: str | None = None
-    joined: str | None = None
+    joined: tuple[str, ...] = ()
     passes: int = 1
 
     @property
@@ -44,10 +44,10 @@ class Split:
         return None if self.parted is None else f"{self.parted}.{AxisKind.GRID}"
 
     @property
-    def divided_axis(self) -> str | None:
-        """Name of the grid axis that divides a reduced label, whoever combines its parts."""
-        label = self.parted or self.joined
-        return None if label is None else f"{label}.{AxisKind.GRID}"
+    def divided_axes(self) -> tuple[str, ...]:
+        """Names of the grid axes that divide reduced labels, whoever combines their parts."""
+        labels = self.joined if self.parted is None else (self.parted,)
+        return tuple(f"{label}.{AxisKind.GRID}" for label in labels)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -79,7 +79,7 @@ class State(NamedTuple):
     """What a value depends on besides its labels; see `graph.check.ValueState`.
 
     Here a grid axis that divides a reduced label counts as an axis inside which values live until
-    its parts are combined, by a second kernel or by the last block (`Split.divided_axis`).
+    its parts are combined, by a second kernel or in the same launch (`Split.divided_axes`).
     """
 
     inside: frozenset[str]

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from cutesuper.graph.block import MuGraph
-from cutesuper.graph.dtypes import int32
 from cutesuper.graph.field import P, Q
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import Attributes, lookup
+from cutesuper.graph.operators import Attributes, Operator, lookup
 from cutesuper.verify.extents import Sizes
 from cutesuper.verify.integers import Integers
 from cutesuper.verify.source import evaluate_graph, names_of
@@ -178,10 +177,14 @@ class DegreeAlgebra:
         """Leaving elements out raises no degree."""
         return x
 
-    def mask(self, x: Degree, names: Any, keep: Any, empty: bool) -> Degree:
-        """What is -inf is so whatever the inputs are."""
-        self.empty_rows |= empty
+    def mask(self, x: Degree, names: Any, keep: Any, operator: Operator) -> Degree:
+        """What is -inf or 0 is so whatever the inputs are."""
+        self.empty_rows |= operator.empties
         return x
+
+    def literal(self, names: tuple[str, ...], numbers: Any) -> Degree:
+        """Degree zero, and no draw of the inputs changes it."""
+        return Degree(dict(zip(names, numbers.shape, strict=True)))
 
     def gather(self, x: Degree, table: Any, shape: tuple[int, ...]) -> Degree:
         """Pages of an input: the degree is that of the cache everywhere."""
@@ -283,8 +286,9 @@ def error_bound(
     if source.empty_rows or found.empty_rows:
         weight += zeros  # an accidental 0 / 0 is not drawn again
     bound = _bound(weight, 2 * zeros, Q) if arguments else _bound(weight, zeros, P)
-    if any(graph.nodes[i].dtype == int32 for i in graph.inputs):
-        bound = replace(bound, conditions=f"{bound.conditions} and at drawn lengths and tables")
+    if any(graph.nodes[i].dtype.integer for i in graph.inputs):
+        where = f"{bound.conditions} and at drawn lengths, tables and labels"
+        bound = replace(bound, conditions=where)
     return bound
 
 
@@ -314,10 +318,10 @@ def _accidents(source: list[Degree], both: list[Degree]) -> int:
 
 
 def _inputs(graph: KernelGraph, sizes: Sizes) -> list[Degree | Integers]:
-    """Inputs of degree 1. What lengths and tables hold does not matter for degrees."""
+    """Inputs of degree 1. What integers hold does not matter for degrees."""
     return [
         Integers((), np.zeros(shape, np.int64))
-        if graph.nodes[i].dtype == int32
+        if graph.nodes[i].dtype.integer
         else Degree(_sizes(shape), 1)
         for i, shape in zip(graph.inputs, sizes.inputs, strict=True)
     ]

@@ -18,7 +18,7 @@ from cutesuper.graph.field import (
     align,
     uniform_residues,
 )
-from cutesuper.graph.operators import Attributes, lookup
+from cutesuper.graph.operators import Attributes, Operator, lookup
 from cutesuper.verify.source import names_of
 from cutesuper.verify.tiles import Mapped, Window
 
@@ -66,14 +66,21 @@ class FieldDomain(FieldAlgebra):
         return FieldValue(x.dims, x.p * keep, q, x.masked)
 
     def mask(
-        self, x: FieldValue, names: tuple[str, ...], keep: NDArray[np.bool_], empty: bool
+        self, x: FieldValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator
     ) -> FieldValue:
-        """-inf where ``keep``, whose dimensions are ``names``, does not hold.
+        """What a masking operator makes of x: it keeps elements where ``keep``, whose dimensions
+        are ``names``, holds. If it may hide rows as a whole, 0 / 0 is 0 from now on."""
+        self.empty_rows |= operator.empties
+        return x.replace(align(~keep, names, x.dims), operator.fill)
 
-        ``empty``: rows may be hidden as a whole, so from now on 0 / 0 is 0.
-        """
-        self.empty_rows |= empty
-        return x.hide(align(~keep, names, x.dims))
+    def literal(self, names: tuple[str, ...], numbers: NDArray[np.float64]) -> FieldValue:
+        """Plain numbers; NaN is a residue like any other, the same one everywhere."""
+        value = FieldValue(names, np.zeros(numbers.shape, np.uint64))
+        for number in np.unique(numbers):
+            nan = np.isnan(number)
+            one = self.opaque("nan", self.constant(0.0)) if nan else self.constant(float(number))
+            value.p[np.isnan(numbers) if nan else numbers == number] = one.p
+        return value
 
     def larger(self, x: FieldValue, y: FieldValue) -> FieldValue:
         """`max` of two values of the same dimensions."""

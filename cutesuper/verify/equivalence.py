@@ -20,14 +20,13 @@ from cutesuper.errors import CutesuperError, GraphError
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.check import check_mugraph
 from cutesuper.graph.dims import show_shape
-from cutesuper.graph.dtypes import int32
 from cutesuper.graph.field import DivisionByZero, FieldValue, Unbounded, align
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.verify.bound import Bound, affine_inputs, error_bound
 from cutesuper.verify.domain import FieldDomain, draw
 from cutesuper.verify.exponents import arguments_match, jointly_uniform
 from cutesuper.verify.extents import SizeChooser, Sizes, real_sizes, resized_graph
-from cutesuper.verify.integers import Integers, draw_integers
+from cutesuper.verify.integers import Integers, draw_integers, has_labels
 from cutesuper.verify.source import evaluate_graph, names_of
 from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun
 
@@ -35,6 +34,8 @@ from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun
 DRAWS = 6
 #: a maximum shows an element that was left out only where that element is the largest
 MAX_TRIALS = 16
+#: labels are tried with as many integers that are none: two rows have one of them in each trial
+LABEL_TRIALS = 6
 #: results of the kernel graph that are kept, by extents and trial
 KEPT = 256
 
@@ -132,6 +133,8 @@ class Verifier:
         self.seed, self.trials = seed, max(1, trials)
         self._choose = SizeChooser(self.graph)
         kinds = {n.operator for n in self.graph.nodes}
+        if has_labels(self.graph):
+            self.trials = max(self.trials, LABEL_TRIALS)
         self._has_max, self._has_exp = "max" in kinds, "exp" in kinds
         self._known: OrderedDict[Any, _Trial] = OrderedDict()
         self._graphs: dict[Any, KernelGraph] = {}
@@ -160,7 +163,7 @@ class Verifier:
         exact, ragged = self._choose.small(mu, False), self._choose.small(mu, True)
         kinds = {op.kind for s in mu.steps for op in s.program.ops}
         maxima = self._has_max or "max" in kinds
-        integers = any(n.dtype == int32 for n in self.graph.nodes)
+        integers = any(n.dtype.integer for n in self.graph.nodes)
         with_q = self._has_exp or "exp" in kinds
         mode: Mode = "shift" if maxima else "order"
         found = self._compare(mu, exact, 0, mode, with_q)
@@ -238,7 +241,7 @@ class Verifier:
         graph = self._graphs[sizes.inputs]
         inputs = tuple(
             draw_integers(graph, i, s, [*seeds, k])
-            if graph.nodes[i].dtype == int32
+            if graph.nodes[i].dtype.integer
             else draw(s, [*seeds, k], with_q)
             for k, (i, s) in enumerate(zip(graph.inputs, sizes.inputs, strict=True))
         )

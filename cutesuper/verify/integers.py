@@ -1,8 +1,8 @@
-"""int32 tensors in the verifier: lengths and tables of pages.
+"""Integers in the verifier: lengths, tables of pages, labels.
 
-They are no field elements: positions are compared with lengths, and tables say where elements lie,
-whatever the algebra is. So they are plain numbers here, drawn anew in every trial, and an algebra
-only sees what they decide: which elements are hidden, and which pages are read.
+They are no field elements: positions are compared with lengths and labels, and tables say where
+elements lie, whatever the algebra is. So they are plain numbers here, drawn anew in every trial,
+and an algebra only sees what they decide: which elements stay, and which pages are read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import lookup
+from cutesuper.graph.operators import Counts, lookup
 
 #: lengths are tried up to this far past the last column
 _BEYOND = 2
@@ -36,6 +36,11 @@ class Integers:
     data: NDArray[np.int64]
 
 
+def has_labels(graph: KernelGraph) -> bool:
+    """Whether some operator reads labels."""
+    return any(lookup(n.operator).counts == Counts.LABELS for n in graph.nodes)
+
+
 def without_q(a: Any, x: Any) -> Any:
     """A value where only residues mod p are of use; numbers as they are."""
     return x if isinstance(x, Integers) else a.without_q(x)
@@ -44,13 +49,16 @@ def without_q(a: Any, x: Any) -> Any:
 def draw_integers(
     graph: KernelGraph, index: int, shape: tuple[int, ...], seed: Sequence[int]
 ) -> Integers:
-    """An int32 input for one trial.
+    """An integer input for one trial.
 
     Lengths: of three sequences in a row two end inside of the scores, at different places where
     there are enough, and one is empty, whole, or longer than the scores. Which ones these are
     changes from trial to trial, so that every sequence ends inside in two trials of three.
 
     Tables: no page occurs twice where there are enough, so that nothing is right by chance.
+
+    Labels: every other row has a column, different ones where there are enough; the others have
+    what is no label, is ignored, or is the last class, one after the other from trial to trial.
 
     Args:
         graph: the kernel graph at small (or real) extents.
@@ -59,9 +67,11 @@ def draw_integers(
         seed: the trial comes second.
     """
     rng = np.random.default_rng([*seed, 3])
-    count, (table, top) = prod(shape), _kind(graph, index)
-    if table:
+    count, (kind, top, outside) = prod(shape), _kind(graph, index)
+    if kind == Counts.PAGES:
         found = _shuffled(rng, np.arange(top + 1), count)
+    elif kind == Counts.LABELS:
+        found = _labels(rng, top, np.array(outside), count, seed[1])
     else:
         found = _lengths(rng, top, count, seed[1])
     return Integers((), found.reshape(shape))
@@ -70,7 +80,8 @@ def draw_integers(
 def typical_integers(
     graph: KernelGraph, index: int, shape: tuple[int, ...], seed: int
 ) -> NDArray[np.int64]:
-    """An int32 input to measure with: lengths from half of the columns up to all of them.
+    """An integer input to measure with: lengths from half of the columns up to all of them, labels
+    that are classes.
 
     Args:
         graph: the kernel graph.
@@ -79,28 +90,41 @@ def typical_integers(
         seed: equal seeds give equal numbers.
     """
     rng = np.random.default_rng([seed, index])
-    count, (table, top) = prod(shape), _kind(graph, index)
-    found = _shuffled(rng, np.arange(0 if table else (top + 1) // 2, top + 1), count)
-    return found.reshape(shape)
+    count, (kind, top, _) = prod(shape), _kind(graph, index)
+    least = (top + 1) // 2 if kind == Counts.LENGTHS else 0
+    return _shuffled(rng, np.arange(least, top + 1), count).reshape(shape)
 
 
-def _kind(graph: KernelGraph, index: int) -> tuple[bool, int]:
-    """Whether an int32 input is a table, and the largest number in it that makes a difference."""
-    found = [
-        (n.operator == "gather_pages", lookup(n.operator).largest(shapes))
+def _kind(graph: KernelGraph, index: int) -> tuple[Counts, int, tuple[int, ...]]:
+    """What an integer input holds, the largest number in it that makes a difference, and of labels
+    what is none. An input in several roles is a table if it is one, so that pages exist."""
+    uses = [
+        (n, lookup(n.operator), [graph.nodes[j].shape for j in n.inputs])
         for n in graph.nodes
         for k in lookup(n.operator).integers
         if n.inputs[k : k + 1] == (index,)
-        for shapes in [[graph.nodes[j].shape for j in n.inputs]]
     ]
-    tables = [top for table, top in found if table]
-    return bool(tables), min(tables or [top for _, top in found] or [0])
+    kinds = {op.counts for _, op, _ in uses}
+    kind = next((c for c in (Counts.PAGES, Counts.LABELS) if c in kinds), Counts.LENGTHS)
+    uses = [u for u in uses if u[1].counts == kind]
+    top = min((op.largest(s, n.attributes) for n, op, s in uses), default=0)
+    if kind != Counts.LABELS:
+        return kind, top, ()
+    return kind, top, tuple({k: 0 for n, op, s in uses for k in op.outside(s, n.attributes)})
 
 
 def _lengths(rng: np.random.Generator, top: int, count: int, trial: int) -> NDArray[np.int64]:
     inside = _shuffled(rng, np.arange(1, max(2, top)), count)
     edges = _shuffled(rng, np.array([0, *range(top, top + _BEYOND + 1)]), count)
     return np.where((np.arange(count) + trial) % 3 == 2, edges, inside)
+
+
+def _labels(
+    rng: np.random.Generator, top: int, outside: NDArray[np.int64], count: int, trial: int
+) -> NDArray[np.int64]:
+    inside, place = _shuffled(rng, np.arange(top + 1), count), np.arange(count)
+    edges = outside[(trial * -(-count // 2) + place // 2) % len(outside)]
+    return np.where((place + trial) % 2 == 1, edges, inside)
 
 
 def _shuffled(rng: np.random.Generator, values: NDArray[np.int64], count: int) -> NDArray[np.int64]:

@@ -22,10 +22,10 @@ from cutesuper.errors import ShapeError
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.check import check_mugraph
 from cutesuper.graph.dims import extent, show_shape
-from cutesuper.graph.dtypes import as_dtype, int32
+from cutesuper.graph.dtypes import as_dtype
 from cutesuper.graph.evaluate import evaluate, reference
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import Attributes
+from cutesuper.graph.operators import Attributes, Operator
 from cutesuper.verify.equivalence import check_interface, evaluate_mugraph
 from cutesuper.verify.extents import real_sizes
 from cutesuper.verify.integers import Integers, draw_integers
@@ -103,11 +103,15 @@ class TorchDomain:
         return self._where(x, valid, 0.0)
 
     def mask(
-        self, x: TorchValue, names: tuple[str, ...], keep: NDArray[np.bool_], empty: bool
+        self, x: TorchValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator
     ) -> TorchValue:
-        """-inf where ``keep``, whose dimensions are ``names``, does not hold."""
-        self.empty_rows |= empty
-        return self._where(x, (names, keep), -torch.inf)
+        """What a masking operator makes of x, where ``keep`` has the dimensions ``names``."""
+        self.empty_rows |= operator.empties
+        return self._where(x, (names, keep), operator.fill)
+
+    def literal(self, names: tuple[str, ...], numbers: NDArray[np.float64]) -> TorchValue:
+        """Plain numbers."""
+        return TorchValue(names, torch.from_numpy(numbers).to(self.dtype))
 
     def without_q(self, x: TorchValue) -> TorchValue:
         """There is only one kind of number here."""
@@ -195,7 +199,7 @@ def execute(
             raise ShapeError(
                 f"execute: input {name} has shape {list(x.shape)}, expected {list(shape)}"
             )
-        tensors[name] = _numbers(x, mu.tensors[name].dtype == int32, dtype)
+        tensors[name] = _numbers(x, mu.tensors[name].dtype.integer, dtype)
     found = evaluate_mugraph(TorchDomain(dtype), mu, real_sizes(mu), tensors, CHUNK_ELEMENTS)
     return [found[name].data for name in mu.outputs]
 
@@ -302,8 +306,8 @@ def _compare_at(
     generator = torch.Generator().manual_seed(seed)
     shapes = {i: tuple(map(extent, graph.nodes[i].shape)) for i in graph.inputs}
     inputs = [
-        torch.from_numpy(draw_integers(graph, i, shape, [seed, 0, i]).data).to(torch.int32)
-        if graph.nodes[i].dtype == int32
+        _drawn(graph, i, shape, seed)
+        if graph.nodes[i].dtype.integer
         else magnitude * torch.randn(shape, generator=generator, dtype=torch.float64)
         for i, shape in shapes.items()
     ]
@@ -321,6 +325,11 @@ def _compare_at(
         rule = f"output {name}, inputs of magnitude {magnitude:g}, rtol {rtol:g}"
         reports.append(_judge(error, relative, rtol * top, rtol, rule))
     return min(reports, key=lambda r: (r.ok, -r.relative))
+
+
+def _drawn(graph: KernelGraph, i: int, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    numbers = draw_integers(graph, i, shape, [seed, 0, i]).data
+    return torch.from_numpy(numbers).to(graph.nodes[i].dtype.torch)
 
 
 def _errors(x: torch.Tensor, want: torch.Tensor, finite: torch.Tensor) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cutesuper.errors import VerificationError
 from cutesuper.graph.kernel import KernelGraph
@@ -46,7 +47,7 @@ def evaluate_graph(graph: KernelGraph, a: Any, inputs: list[Any]) -> list[Any]:
     Args:
         graph: primitive operators on concrete extents.
         a: the algebra, with what `cutesuper.verify.domain.FieldDomain` adds to a field.
-        inputs: values whose dimensions are named as in `names_of`; `Integers` where int32.
+        inputs: values whose dimensions are named as in `names_of`; `Integers` for integers.
 
     Raises:
         VerificationError: an operator that has no meaning here.
@@ -76,6 +77,9 @@ def _apply(graph: KernelGraph, i: int, a: Any, args: list[Any]) -> Any:
     node = graph.nodes[i]
     operator = lookup(node.operator)
     shapes = [graph.nodes[j].shape for j in node.inputs]
+    if operator.elementwise and operator.integers:
+        numbers = operator.numbers(args[0].data, node.attributes)
+        return a.literal(names_of(numbers.shape), _squeezed(numbers))
     if operator.elementwise:
         return a.elementwise(node.operator, args, dict(node.attributes))
     if operator.masks:
@@ -112,18 +116,18 @@ def _reduce(a: Any, how: str, x: Any, shape: tuple[Any, ...], dim: int) -> Any:
 def _mask(
     a: Any, operator: Operator, args: list[Any], shape: tuple[Any, ...], attributes: Attributes
 ) -> Any:
-    rank = len(shape)
-    lengths = args[1].data if operator.integers else None
-    outer = 0 if lengths is None else lengths.ndim
-    if lengths is not None:
-        lengths = lengths[..., None, None]
+    integers = None
+    if operator.integers:  # their dimensions are the first ones
+        integers = args[1].data
+        integers = integers.reshape(*integers.shape, *(1 for _ in shape[integers.ndim :]))
     rows, columns = np.arange(shape[-2])[:, None], np.arange(shape[-1])
-    keep = operator.visible(rows, columns, (shape[-2], shape[-1]), attributes, lengths)
-    names = [str(rank - 1 - d) for d in (*range(outer), rank - 2, rank - 1)]
-    kept = [k for k, name in enumerate(names) if shape[rank - 1 - int(name)] != 1]
-    whole = np.broadcast_to(keep, [shape[rank - 1 - int(name)] for name in names])
-    squeezed = tuple(slice(None) if k in kept else 0 for k in range(len(names)))
-    return a.mask(args[0], tuple(names[k] for k in kept), whole[squeezed], bool(operator.integers))
+    keep = operator.visible(rows, columns, (shape[-2], shape[-1]), attributes, integers)
+    return a.mask(args[0], names_of(keep.shape), _squeezed(keep), operator)
+
+
+def _squeezed(x: NDArray[Any]) -> NDArray[Any]:
+    """Without dimensions of extent 1, which have no name."""
+    return x.reshape([n for n in x.shape if n != 1])
 
 
 def _matmul(a: Any, args: list[Any]) -> Any:

@@ -117,7 +117,7 @@ class BlockRun:
     Args:
         a: the algebra, with what `cutesuper.verify.domain.FieldDomain` adds to a field.
         program: concrete extents.
-        tensors: what can be loaded, by name; `Integers` where int32.
+        tensors: what can be loaded, by name; `Integers` for integers.
         wanted: names of stored tensors whose residues mod q a later kernel consumes.
         chunk_elements: None holds all tiles at once; else the size to which values are cut.
     """
@@ -207,8 +207,12 @@ class BlockRun:
             return self._reduce(op, args)
         if "over" in op.attributes:
             return self._over(op, args, window)
-        if TABLE[op.kind].masks:
-            return self._mask(op, TABLE[op.kind], args, window)
+        operator = TABLE[op.kind]
+        if operator.masks:
+            return self._mask(op, operator, args, window)
+        if operator.integers:
+            [x] = args
+            return self.a.literal(x.dims, operator.numbers(x.data, op.attributes))
         return self.a.elementwise(op.kind, args, dict(op.attributes))
 
     def _load(self, op: BlockOp, window: Window) -> Any:
@@ -238,17 +242,16 @@ class BlockRun:
             _cut_window(m.parts, np.arange(prod(m.extents)).reshape(m.extents), window)
             for m in (first, second)
         )
-        lengths = args[1] if operator.integers else Integers((), np.zeros((), np.int64))
+        given = args[1] if operator.integers else Integers((), np.zeros((), np.int64))
         inner = rows.ndim + columns.ndim
-        ends = lengths.data.reshape(*lengths.data.shape, *(1 for _ in range(inner)))
+        integers = given.data.reshape(*given.data.shape, *(1 for _ in range(inner)))
         rows = rows.reshape(*rows.shape, *(1 for _ in columns.shape))
         extents = (first.extent, second.extent)
-        keep = operator.visible(rows, columns, extents, op.attributes, ends)
+        keep = operator.visible(rows, columns, extents, op.attributes, integers)
         # a tile that is all padding has no maximum, and nothing to subtract one from
-        shape = np.broadcast_shapes(ends.shape, rows.shape, columns.shape)
+        shape = np.broadcast_shapes(integers.shape, rows.shape, columns.shape)
         keep = np.broadcast_to(keep & (columns < second.extent), shape)
-        names = lengths.dims + first.parts + second.parts
-        return self.a.mask(args[0], names, keep, bool(operator.integers))
+        return self.a.mask(args[0], given.dims + first.parts + second.parts, keep, operator)
 
     def _reduce(self, op: BlockOp, args: list[Any]) -> Any:
         axis, x = op.attributes["axis"], args[0]
@@ -344,7 +347,7 @@ class BlockRun:
 
 
 def _integer_tiles(x: Integers, mapped: list[Mapped], window: Window) -> Integers:
-    """Tiles of lengths, 0 past their end."""
+    """Tiles of integers, 0 past their end."""
     names = tuple(p for m in mapped for p in m.parts)
     data = x.data.reshape([m.extent for m in mapped])
     beyond = [(0, prod(m.extents) - m.extent) for m in mapped]
