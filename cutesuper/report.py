@@ -11,9 +11,11 @@ from cutesuper.graph.page import Facts, mugraph_page
 from cutesuper.graph.target import Target
 from cutesuper.graph.thread import ThreadExpression
 from cutesuper.report_attention import attention_lines
+from cutesuper.report_rows import row_loop_lines
 from cutesuper.schedule.matmul import COLUMN_BLOCK, MatmulPlan, grid_shape
 from cutesuper.schedule.plan import View
 from cutesuper.schedule.planner import KernelPlan
+from cutesuper.schedule.row_loop import RowLoopPlan
 from cutesuper.schedule.rows import RowPlan
 from cutesuper.schedule.tails import Tail
 from cutesuper.schedule.tiles import STORE_COLUMNS, STORE_ROWS
@@ -118,6 +120,8 @@ def plan_text(name: str, plan: KernelPlan) -> str:
         lines = _matmul_lines(plan)
     elif isinstance(plan, RowPlan):
         lines = _row_lines(plan)
+    elif isinstance(plan, RowLoopPlan):
+        lines = row_loop_lines(plan)
     else:
         lines = attention_lines(plan)
     return f"kernel {name}\n" + "\n".join(f"  {line}" for line in lines)

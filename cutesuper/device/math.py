@@ -8,8 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import select_
+
+#: the largest Int32
+MAX_POSITION = (1 << 31) - 1
 
 
 class DeviceMath:
@@ -25,6 +28,10 @@ class DeviceMath:
     def exp(self, x: Any) -> Any:
         """e^x."""
         return cute.math.exp(x, fastmath=self.fast)
+
+    def log(self, x: Any) -> Any:
+        """Natural logarithm."""
+        return cute.math.log(x, fastmath=self.fast)
 
     def sqrt(self, x: Any) -> Any:
         """Square root."""
@@ -51,6 +58,23 @@ class DeviceMath:
         if isinstance(x, cute.TensorSSA):
             return cute.where(x > 0.0, cute.full_like(x, 1.0), cute.full_like(x, 0.0))
         return Float32(Float32(x) > 0.0)
+
+    def where(self, condition: Any, x: Any, y: Any) -> Any:
+        """x where the condition holds, else y: fragments or scalars."""
+        if not isinstance(condition, cute.TensorSSA):
+            return choose(condition, x, y)
+        values = [
+            v if isinstance(v, cute.TensorSSA) else cute.full(condition.shape, v, Float32)
+            for v in (x, y)
+        ]
+        return cute.where(condition, *values)
+
+    def position(self, n: Any) -> Any:
+        """A label as Int32, in which positions are; -1, which is none, where it does not fit."""
+        if n.dtype is Int32:
+            return n
+        fits = (n >= 0) & (n <= MAX_POSITION)
+        return Int32(select_(fits, Int32(n), Int32(-1)))
 
     def div(self, x: Any, y: Any) -> Any:
         """x / y."""

@@ -107,7 +107,7 @@ class Consumer:
         a, b, v, scores, weights, words, result = fragments
         stage, phase = Int32(0) + lead, Int32(0)
         before, before_phase = Int32(0) + lead, Int32(0)
-        if cutlass.const_expr(self.turns):  # noqa: SIM102
+        if cutlass.const_expr(self.turns):
             if group == 1:
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
         if steps > 0:
@@ -152,7 +152,7 @@ class Consumer:
             # and the compiler serialises all products
             self.k.scores.pack(scores, words)
             before, before_phase = stage, phase
-        if cutlass.const_expr(self.turns):  # noqa: SIM102
+        if cutlass.const_expr(self.turns):
             if group == 0:
                 cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=256)
         if steps > 0:

@@ -170,7 +170,7 @@ class KeyValues:
     def clean(self, smem, thread, group, stage, keys, rows):
         """Set values behind the last key to 0: memory that nobody has written may hold NaN, and
         0 times NaN is NaN."""
-        if cutlass.const_expr(self.clears):  # noqa: SIM102
+        if cutlass.const_expr(self.clears):
             if keys + self.k.key_tile > rows["end"]:
                 if thread < self.k.key_tile and keys + thread >= rows["end"]:
                     self.clear(smem, stage, thread)

@@ -80,11 +80,11 @@ class Scores:
         if cutlass.const_expr(self.shifted and not self.plan.scores.trivial):
             self.apply(self.plan.scores, scores, rows, values, self.plan.product)
         boundary = Int32(0)
-        if cutlass.const_expr(self.plan.ragged):  # noqa: SIM102
+        if cutlass.const_expr(self.plan.ragged):
             if keys + self.k.key_tile > rows["least"]:
                 boundary = Int32(1)
         if cutlass.const_expr(self.shifted):
-            if cutlass.const_expr(self.plan.ragged):  # noqa: SIM102
+            if cutlass.const_expr(self.plan.ragged):
                 if boundary != 0:
                     self.hide(scores, rows, keys + first, -float("inf"))
             self.shift(scores, state, rows)
@@ -152,7 +152,7 @@ class Scores:
                 state[2 * r + 1] += (p[0] + p[1]) + (p[2] + p[3])
         if cutlass.const_expr(not self.plan.result.source.trivial):
             self.apply(self.plan.result.source, scores, rows, values, leaf)
-        if cutlass.const_expr(boundary is not None and self.plan.ragged):  # noqa: SIM102
+        if cutlass.const_expr(boundary is not None and self.plan.ragged):
             if boundary != 0:
                 self.hide(scores, rows, first, 0.0)
 

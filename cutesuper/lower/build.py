@@ -7,6 +7,7 @@ from typing import Any
 from cutesuper.schedule.attention import AttentionPlan
 from cutesuper.schedule.matmul import MatmulPlan
 from cutesuper.schedule.planner import KernelPlan
+from cutesuper.schedule.row_loop import RowLoopPlan
 
 
 def build(plan: KernelPlan) -> tuple[Any, tuple[Any, ...]]:
@@ -26,6 +27,10 @@ def build(plan: KernelPlan) -> tuple[Any, tuple[Any, ...]]:
         from cutesuper.lower.attention import AttentionKernel
 
         return AttentionKernel(plan), arguments
+    if isinstance(plan, RowLoopPlan):
+        from cutesuper.lower.row_loop import RowLoopKernel
+
+        return RowLoopKernel(plan), arguments
     from cutesuper.lower.rows import RowKernel
 
     return RowKernel(plan), arguments

@@ -19,6 +19,7 @@ ELEMENT = {
     "bfloat16": cutlass.BFloat16,
     "float32": cutlass.Float32,
     "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
 }
 
 

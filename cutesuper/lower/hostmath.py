@@ -9,6 +9,7 @@ class HostMath:
     """Plain Python; raises ArithmeticError or ValueError where the device gives inf or NaN."""
 
     exp = staticmethod(math.exp)
+    log = staticmethod(math.log)
     sqrt = staticmethod(math.sqrt)
     tanh = staticmethod(math.tanh)
     erf = staticmethod(math.erf)
@@ -29,6 +30,16 @@ class HostMath:
     def step(x: float) -> float:
         """1 where x > 0, else 0."""
         return float(x > 0)
+
+    @staticmethod
+    def where(condition: bool, x: float, y: float) -> float:
+        """x if the condition holds, else y."""
+        return x if condition else y
+
+    @staticmethod
+    def position(n: int) -> int:
+        """An integer as a position."""
+        return n
 
     @staticmethod
     def div(x: float, y: float) -> float:

@@ -215,7 +215,7 @@ class MatmulKernel:
         where = (tile_m, tile_n, rank, batch)
 
         pieces = self.row_side.shift.fragments()
-        if cutlass.const_expr(len(pieces) > 0 and not self.dependent):  # noqa: SIM102
+        if cutlass.const_expr(len(pieces) > 0 and not self.dependent):
             if warp >= self.consumers and warp < self.producer:
                 self.row_side.shift.load(pieces, tensors, tidx - 32 * self.consumers, where)
         if warp == self.producer:

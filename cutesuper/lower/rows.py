@@ -72,7 +72,10 @@ class RowKernel:
         first = by * plan.width + lane * self.vector
         valid = row < self.row_count(tensors)
 
-        load = partial(self.load, tensors=tensors, row=row, first=first, valid=valid)
+        ahead = self.read_ahead(tensors, row, first, valid)
+        # rows past the end read the last one
+        inside = cutlass.min(row, self.row_count(tensors) - 1)
+        load = partial(self.load, tensors=tensors, row=inside, first=first, ahead=ahead)
         values = self.evaluate(load, slots, tidx, lane, group, first)
         for i, view in plan.stores.items():
             value = values[plan.program.ops[i].inputs[0]]
@@ -89,7 +92,7 @@ class RowKernel:
             op = plan.program.ops[i]
             args = [values[j] for j in op.inputs]
             if op.kind == LOAD:
-                values[i] = load(plan.loads[i])
+                values[i] = load(i)
             elif i in plan.reductions:
                 n = plan.reductions.index(i)
                 values[i] = self.reduce(op.kind, args[0], n, slots, tidx, lane, group, first)
@@ -116,33 +119,60 @@ class RowKernel:
         shape = tuple(self.extents.of(d, tensors) for d in labels)
         return cute.make_layout(shape, stride=tuple(view.stride(d) for d in labels))(row)
 
+    def read_ahead(self, tensors, row, first, valid):
+        """Everything that is loaded before anything is computed, as it is stored.
+
+        One branch for all: with one for each, the compiler waits for a load before it asks for the
+        next (7.2 us at 1024x4096 forward, 5.2 with one); without any it asks for weights late.
+        """
+        plan, found = self.plan, {}
+        for i in plan.order:
+            if plan.program.ops[i].kind != LOAD:
+                break
+            found[i] = self.registers(plan.loads[i])
+            found[i].fill(0)
+        self.read_all(found, tensors, row, first, valid)
+        return found
+
     @cute.jit
-    def load(self, view: cutlass.Constexpr, tensors, row, first, valid):
-        """A row's elements of this thread as an fp32 fragment, or a scalar of the row."""
+    def read_all(self, found, tensors, row, first, valid):
+        """All of these loads, for rows that exist."""
+        if valid:
+            for i in cutlass.range_constexpr(len(self.plan.program.ops)):
+                if cutlass.const_expr(i in found):
+                    self.read_row(self.plan.loads[i], tensors, row, first, found[i])
+
+    def registers(self, view: View) -> cute.Tensor:
+        """What a thread has of a row of a tensor, in its own type."""
         dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
-        source = tensors[view.argument].iterator
-        if cutlass.const_expr(self.plan.column not in view.labels):
-            scalar = cute.make_rmem_tensor(cute.make_layout(1), dtype)
-            scalar.fill(0.0)
-            if valid:
-                place = source + self.offset(view, tensors, row)
-                scalar[0] = cute.make_tensor(place, cute.make_layout(1))[0]
-            result = scalar[0].to(Float32)
+        shape = (self.vector, self.chunks) if self.plan.column in view.labels else (1, 1)
+        return cute.make_rmem_tensor(cute.make_layout(shape), dtype)
+
+    def read_row(self, view: View, tensors: list[cute.Tensor], row: Any, first: Any,
+                 registers: cute.Tensor) -> None:
+        """Read it; what lies past the end of the row is not used, and read from its last access."""
+        base = tensors[view.argument].iterator + self.offset(view, tensors, row)
+        if self.plan.column not in view.labels:
+            registers[0] = self.element(base, 0)[0]
+            return
+        for c in range(self.chunks):
+            at = first + c * (self.lanes * self.vector)
+            if self.ragged:
+                at = cutlass.min(at, self.length - self.vector)
+            self.read(view, base, at, registers[None, c])
+
+    def load(self, i: int, tensors: list[cute.Tensor], row: Any, first: Any,
+             ahead: dict[int, cute.Tensor]) -> Any:
+        """A row's elements of this thread as an fp32 fragment, or a scalar of the row."""
+        view = self.plan.loads[i]
+        if i in ahead:
+            registers = ahead[i]
         else:
-            registers = cute.make_rmem_tensor(cute.make_layout((self.vector, self.chunks)), dtype)
-            if cutlass.const_expr(self.ragged):
-                registers.fill(0.0)
-            if valid:
-                base = source + self.offset(view, tensors, row)
-                for c in cutlass.range_constexpr(self.chunks):
-                    at = first + c * (self.lanes * self.vector)
-                    if cutlass.const_expr(self.ragged):
-                        if at < self.length:
-                            self.read(view, base, at, registers[None, c])
-                    else:
-                        self.read(view, base, at, registers[None, c])
-            result = registers.load().to(Float32)
-        return result
+            registers = self.registers(view)
+            self.read_row(view, tensors, row, first, registers)
+        if self.plan.column not in view.labels:
+            return registers[0].to(Float32) if registers.element_type.is_float else registers[0]
+        return registers.load().to(Float32)
 
     def read(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
         """``vector`` elements of a row: one access if they are neighbours, else one for each."""

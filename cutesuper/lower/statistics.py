@@ -105,7 +105,7 @@ class RowSide:
         k, plan = self.k, self.k.plan
         if cutlass.const_expr(plan.prologue is not None):
             fresh = True
-        if cutlass.const_expr(self.split and len(plan.statistics) > 0):  # noqa: SIM102
+        if cutlass.const_expr(self.split and len(plan.statistics) > 0):
             if thread < 32 and fresh:
                 expect_bytes(smem["reduced"], 4 * k.m * len(plan.statistics))
         first = Int32(0)

@@ -49,7 +49,7 @@ class CompiledStep:
     @property
     def stages(self) -> int:
         """Slots of the shared-memory ring; 1 where operands go straight to registers."""
-        return 1 if isinstance(self.plan, RowPlan) else self.plan.schedule.stages
+        return 1 if isinstance(self.plan, RowPlan) else max(1, self.plan.schedule.stages)
 
     @property
     def resources(self) -> Resources:

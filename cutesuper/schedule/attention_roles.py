@@ -239,6 +239,8 @@ class AttentionRoles:
     def _mask(self, op: BlockOp) -> Mask:
         """Where a mask stands in its limit."""
         a = op.attributes
+        if TABLE[op.kind].fill == 0:
+            raise self._refuse(f"{op.kind} makes zeros of scores, and masks hide them")
         if a["columns"] != self.keys:
             raise self._refuse(f"{op.kind} hides {a['columns']}, the loop runs over {self.keys}")
         lengths = None

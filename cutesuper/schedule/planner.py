@@ -11,10 +11,19 @@ from cutesuper.schedule.attention_planner import plan_attention
 from cutesuper.schedule.attention_roles import is_chained
 from cutesuper.schedule.matmul import MatmulPlan
 from cutesuper.schedule.matmul_planner import plan_matmul
+from cutesuper.schedule.row_loop import RowLoopPlan
+from cutesuper.schedule.row_loop_planner import plan_row_loop
+from cutesuper.schedule.row_loop_roles import walks
 from cutesuper.schedule.rows import RowPlan, plan_rows
-from cutesuper.schedule.schedule import AttentionSchedule, MatmulSchedule, RowSchedule, Schedule
+from cutesuper.schedule.schedule import (
+    AttentionSchedule,
+    MatmulSchedule,
+    RowLoopSchedule,
+    RowSchedule,
+    Schedule,
+)
 
-KernelPlan = MatmulPlan | RowPlan | AttentionPlan
+KernelPlan = MatmulPlan | RowPlan | RowLoopPlan | AttentionPlan
 
 
 def make_plan(
@@ -50,6 +59,8 @@ def make_plan(
         if schedule is not None and not isinstance(schedule, MatmulSchedule):
             raise ScheduleError(f"kernel {step.name}: a matmul loop needs a MatmulSchedule")
         return plan_matmul(step, tensors, target, schedule, dependent_launch)
+    if isinstance(schedule, RowLoopSchedule) or (schedule is None and walks(step)):
+        return plan_row_loop(step, tensors, target, schedule, dependent_launch)
     if schedule is not None and not isinstance(schedule, RowSchedule):
         raise ScheduleError(f"kernel {step.name}: a row kernel needs a RowSchedule")
     return plan_rows(step, tensors, target, schedule, dependent_launch)

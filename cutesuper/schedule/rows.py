@@ -117,7 +117,7 @@ def plan_rows(
     rows = _row_order(program, [*loads.values(), *stores.values()], column)
     program = _retile(program, rows, column, schedule, bool(reductions))
     order = _order(program, reductions, schedule)
-    inverted = _inverted(program, column, arguments)
+    inverted = inverted_divisors(program, column, arguments)
     return RowPlan(
         program, arguments, column, rows, loads, stores, reductions, order, inverted, schedule
     )
@@ -213,16 +213,17 @@ def _order(
     return tuple(found)
 
 
-def _inverted(
+def inverted_divisors(
     program: BlockProgram, column: str, arguments: tuple[Argument, ...]
 ) -> tuple[int, ...]:
     """Row scalars that divide whole rows: one reciprocal in place of a division for each element.
 
     before: ``div(x[M, N], s[M])``; after: ``mul(x, 1 / s)``, s as a reciprocal root if it is a
     root. The softmax of rows of 4096 has 37 special-function instructions instead of 66, the
-    RMS norm 1 instead of 35. Not for fp32 results: the product is rounded twice.
+    RMS norm 1 instead of 35. Not for rows of fp32 results: the product is rounded twice.
     """
-    if any(a.written and as_dtype(a.dtype).itemsize > 2 for a in arguments):
+    wide = {a.name for a in arguments if a.written and as_dtype(a.dtype).itemsize > 2}
+    if any(column in op.dims and op.attributes["tensor"] in wide for op in program.stores()):
         return ()
     found: dict[int, None] = {}
     for op in program.ops:
@@ -269,7 +270,7 @@ def _default_schedule(
     contiguous = [v for v in views if v.stride(column) == 1]
     total = prod(extent(d) for label, d in program.dims.items() if label != column)
     if reduces and not contiguous and length <= MAX_STRIDED:
-        lanes = min(32, _power_of_two(ceil_div(length, 32)))
+        lanes = min(32, power_of_two(ceil_div(length, 32)))
         chunks = ceil_div(length, lanes)
         # 1024 threads have 64 registers each: with more than 32 elements they spilled 88 bytes
         rows = 32 if chunks <= 32 else 16
@@ -278,15 +279,17 @@ def _default_schedule(
     if not reduces and _strided(views, column):
         # a transposition: a warp reads a piece of 32 neighbouring rows, and each thread writes 16
         # bytes of its own
-        lanes = min(8, _power_of_two(ceil_div(length, vector)))
+        lanes = min(8, power_of_two(ceil_div(length, vector)))
         chunks = min(2, ceil_div(length, lanes * vector))
         return RowSchedule(lanes, vector, chunks, 32, True, dependent_launch)
-    # four 16-byte accesses in flight per thread and tensor; fewer threads hold longer rows
-    per_thread = 4 if reduces else 2
+    # four 16-byte accesses in flight per thread and tensor; fewer threads hold longer rows. Twice
+    # as many in long ones: 4096x16384 takes 71.7 us with 256 threads and 8 accesses, 93.8 with 512
+    # and 4; 4096x8192 36.3 and 35.5
+    per_thread = (4 if length <= MAX_ROW // 4 else 8) if reduces else 2
     # the longest rows take 512 threads of 128 registers, which leaves more of them for addresses:
     # LayerNorm of 32768 elements spilled 62 registers with 1024 threads of 64, with 512 it spills 6
     most = MAX_THREADS if length <= MAX_ROW // 2 else MAX_THREADS // 2
-    lanes = min(most, _power_of_two(ceil_div(length, vector * per_thread)))
+    lanes = min(most, power_of_two(ceil_div(length, vector * per_thread)))
     lanes = lanes if reduces else min(lanes, 256)
     chunks = ceil_div(length, lanes * vector)
     chunks = chunks if reduces else min(per_thread, chunks)
@@ -297,7 +300,7 @@ def _default_schedule(
     return RowSchedule(lanes, vector, chunks, rows, False, dependent_launch)
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
     """The least power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
@@ -307,7 +310,7 @@ def _vector(
 ) -> int:
     """Elements per access: 16 bytes of the widest type, as far as row lengths allow. Tensors that
     are strided along the row are read element by element, whatever this says."""
-    widest = max(as_dtype(arguments[v.argument].dtype).itemsize for v in views)
+    widest = max(as_dtype(arguments[v.argument].dtype).itemsize for v in contiguous or views)
     vector = gcd(16 // widest, length)
     for v in contiguous:
         for s in v.strides:

@@ -69,6 +69,41 @@ class RowSchedule:
 
 
 @dataclass(frozen=True)
+class RowLoopSchedule:
+    """Knobs of a kernel that walks over rows.
+
+    Attributes:
+        lanes: threads of a block that share one row, a power of two.
+        vector: elements per memory access of a thread.
+        chunks: accesses per thread and row.
+        groups: groups of ``lanes`` threads: rows side by side.
+        depth: neighbouring rows that a group takes at a time; a tile has ``groups * depth``.
+        stages: tiles of the ring in shared memory; 0 reads tiles straight into registers.
+        kept: a tile is kept in registers while it is computed; otherwise it is read from the ring
+            again after every reduction.
+        blocks: blocks (or clusters) that walk over the rows, where the program leaves it open; 0:
+            one for each tile.
+        resident: blocks that share an SM: where a tile waits for several exchanges, one computes
+            while the other one waits.
+        sliced: sums over rows are computed a second time, each block some columns of all rows:
+            blocks do not meet. For few rows.
+        dependent_launch: launch before the predecessor in the stream has ended.
+    """
+
+    lanes: int
+    vector: int
+    chunks: int
+    groups: int
+    depth: int = 1
+    stages: int = 2
+    kept: bool = True
+    blocks: int = 132
+    resident: int = 1
+    sliced: bool = False
+    dependent_launch: bool = False
+
+
+@dataclass(frozen=True)
 class AttentionSchedule:
     """Knobs of an attention-loop kernel.
 
@@ -93,10 +128,11 @@ class AttentionSchedule:
     dependent_launch: bool = False
 
 
-Schedule = MatmulSchedule | RowSchedule | AttentionSchedule
+Schedule = MatmulSchedule | RowSchedule | RowLoopSchedule | AttentionSchedule
 _KINDS: dict[str, type[Schedule]] = {
     "matmul": MatmulSchedule,
     "rows": RowSchedule,
+    "row loop": RowLoopSchedule,
     "attention": AttentionSchedule,
 }
 

@@ -18,8 +18,15 @@ from cutesuper.graph.target import Target
 from cutesuper.schedule.attention import AttentionPlan
 from cutesuper.schedule.matmul import MatmulPlan
 from cutesuper.schedule.planner import KernelPlan, make_plan
+from cutesuper.schedule.row_loop import RowLoopPlan
 from cutesuper.schedule.rows import RowPlan
-from cutesuper.schedule.schedule import AttentionSchedule, MatmulSchedule, RowSchedule, Schedule
+from cutesuper.schedule.schedule import (
+    AttentionSchedule,
+    MatmulSchedule,
+    RowLoopSchedule,
+    RowSchedule,
+    Schedule,
+)
 
 Values = Callable[[Any], Iterable[int]]
 KNOBS: dict[type[Schedule], dict[str, Values]] = {
@@ -36,6 +43,16 @@ KNOBS: dict[type[Schedule], dict[str, Values]] = {
         "rows": lambda s: (s.rows * 2, s.rows // 2),
         "vector": lambda s: (s.vector // 2,),
         "chunks": lambda s: (s.chunks // 2,),
+    },
+    RowLoopSchedule: {
+        "lanes": lambda s: (s.lanes * 2, s.lanes // 2),
+        "vector": lambda s: (),
+        "chunks": lambda s: (),
+        "groups": lambda s: (s.groups * 2, s.groups // 2),
+        "depth": lambda s: (s.depth * 2, s.depth // 2),
+        "stages": lambda s: (s.stages + 1, s.stages - 1) if s.stages else (),
+        "blocks": lambda s: (s.blocks * 2, s.blocks // 2),
+        "resident": lambda s: (3 - s.resident,),
     },
     AttentionSchedule: {
         "stages": lambda s: (s.stages - s.key_groups, s.stages + s.key_groups),
@@ -125,9 +142,29 @@ def _settled(old: Schedule, new: Schedule, knob: str) -> Schedule:
         return replace(new, head=min(new.head, new.stages)) if knob == "stages" else new
     if isinstance(new, AttentionSchedule):
         return _settled_attention(new, knob)
+    if isinstance(new, RowLoopSchedule) and isinstance(old, RowLoopSchedule):
+        return _settled_row_loop(old, new, knob)
     if isinstance(old, RowSchedule) and knob in ("lanes", "vector") and new.lanes and new.vector:
         width = old.lanes * old.vector * old.chunks
         return replace(new, chunks=ceil_div(width, new.lanes * new.vector))
+    return new
+
+
+def _settled_row_loop(
+    old: RowLoopSchedule, new: RowLoopSchedule, knob: str
+) -> RowLoopSchedule:
+    """Lanes cover as much of a row, and a tile keeps its threads and rows: with more lanes, or
+    fewer threads, a group takes more of them. Slices are read without a ring; what meets has one.
+    """
+    if knob == "lanes" and new.lanes:
+        groups = max(1, old.lanes * old.groups // new.lanes)
+        width, rows = old.lanes * old.vector * old.chunks, old.groups * old.depth
+        chunks = ceil_div(width, new.lanes * new.vector)
+        return replace(new, chunks=chunks, groups=groups, depth=max(1, rows // groups))
+    if knob == "groups" and new.groups:
+        return replace(new, depth=max(1, old.groups * old.depth // new.groups))
+    if knob == "sliced":
+        return replace(new, stages=0 if new.sliced else 2, kept=True)
     return new
 
 
@@ -157,6 +194,8 @@ def check_schedule(schedule: Schedule, default: KernelPlan, name: str) -> None:
         why = _matmul_mistake(schedule)
     elif isinstance(default, RowPlan) and isinstance(schedule, RowSchedule):
         why = _row_mistake(schedule, default.schedule)
+    elif isinstance(default, RowLoopPlan) and isinstance(schedule, RowLoopSchedule):
+        why = _row_loop_mistake(schedule, default)
     elif isinstance(default, AttentionPlan) and isinstance(schedule, AttentionSchedule):
         why = ""  # `make_plan` takes no knob as it is
     else:
@@ -184,4 +223,11 @@ def _row_mistake(s: RowSchedule, default: RowSchedule) -> str:
         return f"the tensors are not aligned for accesses of {s.vector} elements"
     if s.interleaved and (s.lanes, s.vector) != (default.lanes, default.vector):
         return "interleaved rows keep their lanes and vectors"
+    return ""
+
+
+def _row_loop_mistake(s: RowLoopSchedule, default: RowLoopPlan) -> str:
+    fixed = default.sums and not s.sliced and not default.schedule.sliced
+    if fixed and s.blocks != default.schedule.blocks:
+        return f"the program says that {default.schedule.blocks} blocks walk over the rows"
     return ""

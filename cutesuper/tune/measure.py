@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection
 import torch
 
 from cutesuper.graph.dims import extent
-from cutesuper.graph.dtypes import int32
 from cutesuper.graph.evaluate import evaluate
 from cutesuper.graph.kernel import KernelGraph, Node
 from cutesuper.runtime.calling import Launches
@@ -254,9 +253,9 @@ def make_sets(graph: KernelGraph, device: Device, seed: int) -> tuple[Sets, Sets
     def draw(index: int, number: int) -> torch.Tensor:
         node = graph.nodes[index]
         shape = tuple(extent(d) for d in node.shape)
-        if node.dtype == int32:
+        if node.dtype.integer:
             numbers = typical_integers(graph, index, shape, seed + number)
-            return torch.from_numpy(numbers).to(device.device, torch.int32)
+            return torch.from_numpy(numbers).to(device.device, node.dtype.torch)
         t = torch.randn(shape, generator=generator, device=device.device)
         return (t * scales.get(index, 1.0)).to(node.dtype.torch)
 

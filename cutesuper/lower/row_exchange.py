@@ -1,0 +1,151 @@
+"""How reductions along a row travel: shuffles, then slots of all warps and blocks that share it.
+
+Every warp writes (or, in a cluster, sends to every block) one value for each reduction and row, and
+everybody adds up all of them in the same order. There are two sets of slots, for even and odd
+tiles, so one barrier a level does: who writes a set again has passed the barrier in between.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cutesuper.device.math import nan_max
+from cutesuper.device.memory import float_bits, push
+
+if TYPE_CHECKING:
+    from cutesuper.lower.row_loop import RowLoopKernel
+
+
+class Exchange:
+    """Completes the reductions of a level."""
+
+    def __init__(self, kernel: RowLoopKernel) -> None:
+        self.k = kernel
+        plan = self.plan = kernel.plan
+        self.warps = plan.warps_per_row
+        self.senders = self.warps * plan.cluster
+        counts = [len(level.reductions) for level in plan.levels]
+        #: slots before those of each level, in values of rows
+        self.before = [sum(counts[:n]) for n in range(len(counts))]
+        self.each = sum(counts) * plan.tile_rows * self.senders
+
+    @cute.jit
+    def start_barriers(self, smem, tidx):
+        """One barrier for each level and set of slots, which counts what a cluster sends."""
+        if cutlass.const_expr(self.plan.cluster > 1):
+            if tidx == 0:
+                for n in cutlass.range_constexpr(2 * len(self.plan.levels)):
+                    cute.arch.mbarrier_init(smem["reduced"] + n, 1)
+                cute.arch.mbarrier_init_fence()
+
+    @cute.jit
+    def arm(self, it, smem, place):
+        """Expect this tile's values from the cluster."""
+        if cutlass.const_expr(self.plan.cluster > 1):
+            if place["thread"] == 0:
+                for n in cutlass.range_constexpr(len(self.plan.levels)):
+                    count = len(self.plan.levels[n].reductions)
+                    if cutlass.const_expr(count > 0):
+                        size = 4 * count * self.plan.tile_rows * self.senders
+                        barrier = smem["reduced"] + (2 * n + it % 2)
+                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+
+    def meet(self, n: int, it: Any, partial: dict[tuple[int, int], Any], smem: dict[str, Any],
+             place: dict[str, Any]) -> dict[tuple[int, int], Any]:
+        """Hand over what this warp has of every reduction of level n and row; when it returns,
+        everybody in the block has, and has read its tile."""
+        plan, k = self.plan, self.k
+        reduced = {key: self.warp(k.kind(key[0]), x) for key, x in partial.items()}
+        if self.senders > 1:
+            for (i, r), x in reduced.items():
+                base = self.slot(n, i, r, it, smem, place)
+                warp = (place["lane"] // 32) % self.warps
+                if plan.cluster > 1:
+                    self.send(base + place["rank"] * self.warps + warp, x, n, it, smem, place)
+                else:
+                    self.put(base + warp, x, place)
+        if (n == 0 and k.tiles.stages) or (self.senders > 1 and plan.cluster == 1):
+            cute.arch.sync_threads()
+        return reduced
+
+    def gather(self, n: int, it: Any, reduced: dict[tuple[int, int], Any], smem: dict[str, Any],
+               place: dict[str, Any]) -> dict[tuple[int, int], Any]:
+        """Complete values of all reductions of level n, for every row of this thread."""
+        if self.senders == 1:
+            return reduced
+        if self.plan.cluster > 1:
+            cute.arch.mbarrier_wait(smem["reduced"] + (2 * n + it % 2), (it // 2) % 2)
+        return {
+            (i, r): self.add(self.k.kind(i), self.slot(n, i, r, it, smem, place))
+            for i, r in reduced
+        }
+
+    def warp(self, kind: str, x: Any) -> Any:
+        """Combine over the lanes of a warp that share a row."""
+        distance = min(self.k.lanes, 32) // 2
+        while distance:
+            x = combine(kind, x, cute.arch.shuffle_sync_bfly(x, distance))
+            distance //= 2
+        return x
+
+    def slot(self, n: int, i: int, r: int, it: Any, smem: dict[str, Any],
+             place: dict[str, Any]) -> cute.Pointer:
+        """Where the values of a reduction and row are."""
+        index = self.before[n] + self.plan.levels[n].reductions.index(i)
+        local = place["group"] * self.plan.schedule.depth + r
+        at = (index * self.plan.tile_rows + local) * self.senders
+        return smem["slots"] + ((it % 2) * self.each + at)
+
+    @cute.jit
+    def put(self, slot, value, place):
+        """A warp's value."""
+        if place["lane"] % 32 == 0:
+            cute.make_tensor(slot, cute.make_layout(1))[0] = value
+
+    @cute.jit
+    def send(self, slot, value, n: cutlass.Constexpr, it, smem, place):
+        """A warp's value, to all blocks of the cluster: each lane has a receiver."""
+        peer = place["thread"] % 32
+        sends = peer < self.plan.cluster
+        if cutlass.const_expr(self.k.lanes < 32):
+            # a warp has several rows; the first lanes of each send its value
+            peer = place["lane"]
+            sends = peer < self.plan.cluster
+        if sends:
+            push(slot, (float_bits(value),), smem["reduced"] + (2 * n + it % 2), peer)
+
+    def add(self, kind: str, slot: cute.Pointer) -> Any:
+        """Combine the values of all senders, in their order."""
+        wide = next(n for n in (4, 2, 1) if self.senders % n == 0)
+        registers = cute.make_rmem_tensor(cute.make_layout(self.senders), Float32)
+        for s in range(0, self.senders, wide):
+            source = cute.make_tensor((slot + s).align(4 * wide), cute.make_layout(wide))
+            cute.autovec_copy(source, cute.make_tensor(registers.iterator + s,
+                                                       cute.make_layout(wide)))
+        return tree(kind, [registers[s] for s in range(self.senders)])
+
+
+def combine(kind: str, a: Any, b: Any) -> Any:
+    """a + b or max(a, b)."""
+    return nan_max(a, b) if kind == "max" else a + b
+
+
+def tree(kind: str, values: list[Any]) -> Any:
+    """Combine values pairwise."""
+    while len(values) > 1:
+        pairs = [combine(kind, a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + ([values[-1]] if len(values) % 2 else [])
+    return values[0]
+
+
+def total(kind: str, fragment: Any) -> Any:
+    """Combine all elements of a fragment."""
+    count = cute.size(fragment.shape)
+    return tree(kind, [fragment[n] for n in range(count)])
+
+
+__all__ = ["Exchange", "combine", "total", "tree"]

@@ -1,0 +1,346 @@
+"""Skeleton 1b, the row loop: blocks that walk over rows, and what they sum over all of them.
+
+A tile is some whole rows, or the part of them that one block of a cluster has. Tiles come through a
+ring of bulk loads, every thread has the same columns of all its rows, and what is reduced along a
+row travels by shuffles, shared memory and the cluster. Sums *over* rows (the gradient of a weight)
+stay in registers, in fp32, until the last tile. Then every block leaves its own in device memory,
+all blocks meet, and each one adds up some columns, in the order of the blocks.
+
+    before: x, dy [M, N], w [N], rstd [M, 1];  after one launch: dx [M, N], dw [N]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from cutesuper.graph.block import AxisKind, BlockProgram
+from cutesuper.graph.dims import Symbol, ceil_div, extent
+from cutesuper.graph.dtypes import as_dtype
+from cutesuper.schedule.plan import Argument, Scratch, View, content_key
+from cutesuper.schedule.rows import power_of_two
+from cutesuper.schedule.schedule import RowLoopSchedule
+
+#: bytes of a bulk load and of its addresses are multiples of it
+BULK = 16
+#: bytes that the stages of the ring are aligned to: a line of all banks of shared memory
+LINE = 128
+#: columns that a block adds up at a time, at least: a sector of L2 in fp32
+SLICE = 8
+#: rows that a thread reads at a time where each block has a slice of all rows
+MAX_SLICE_ROWS = 4
+
+
+@dataclass(frozen=True)
+class Level:
+    """What can be computed once the reductions of the levels before are known.
+
+    Attributes:
+        reductions: operations that reduce along the row.
+        sums: indices of `RowLoopPlan.sums` whose source is known here.
+        stores: store operations.
+    """
+
+    reductions: tuple[int, ...]
+    sums: tuple[int, ...]
+    stores: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RowSum:
+    """A value summed (or maximised) over rows.
+
+    Attributes:
+        source: the operation whose value, ``[rows, column]`` or ``[rows]``, is combined.
+        op: ``sum`` or ``max``.
+        means: labels by whose extents it is divided in the end.
+        final: the operation that has the result.
+    """
+
+    source: int
+    op: str
+    means: tuple[str, ...]
+    final: int
+
+
+@dataclass(frozen=True)
+class RowLoopPlan:
+    """A row loop, decided.
+
+    Attributes:
+        program: the block program, tiled as the kernel runs it.
+        arguments: tensor arguments in order, inputs first.
+        column: the label along the rows.
+        rows: the labels that a block walks over, as one index, the last varying fastest.
+        outer: labels of which a block has one element.
+        loads: by operation.
+        stores: by operation.
+        complete: for a reduction along the row the operation that has it whole (itself without a
+            cluster).
+        levels: the tile, from one exchange to the next.
+        sums: what is combined over rows.
+        inverted: values of rows whose reciprocal is computed once; see `schedule.rows`.
+        schedule: the knobs.
+    """
+
+    program: BlockProgram
+    arguments: tuple[Argument, ...]
+    column: str
+    rows: tuple[str, ...]
+    outer: tuple[str, ...]
+    loads: dict[int, View]
+    stores: dict[int, View]
+    complete: dict[int, int]
+    levels: tuple[Level, ...]
+    sums: tuple[RowSum, ...]
+    inverted: tuple[int, ...]
+    schedule: RowLoopSchedule
+
+    # ------------------------------------------------------------------------------ kinds of loads
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """Loads with the column and a label of the rows: a tile of each at a time."""
+        return tuple(i for i, v in self.loads.items() if self.column in v.labels and self.varies(v))
+
+    @property
+    def vectors(self) -> tuple[int, ...]:
+        """Loads with the column that are the same for all rows of a block."""
+        return tuple(
+            i for i, v in self.loads.items() if self.column in v.labels and not self.varies(v)
+        )
+
+    @property
+    def scalars(self) -> tuple[int, ...]:
+        """Loads with one element for each row."""
+        return tuple(
+            i for i, v in self.loads.items() if self.column not in v.labels and self.varies(v)
+        )
+
+    def varies(self, view: View) -> bool:
+        """Whether a tensor differs from row to row."""
+        return any(d in view.labels for d in self.rows)
+
+    def itemsize(self, view: View) -> int:
+        """Bytes of an element."""
+        return as_dtype(self.arguments[view.argument].dtype).itemsize
+
+    def row_stride(self, view: View) -> int | None:
+        """Elements between neighbouring rows; None where that differs from row to row."""
+        stride = view.stride(self.rows[-1])
+        expected = stride
+        for label in reversed(self.rows):
+            if view.stride(label) != expected:
+                return None
+            # of the outermost label, which may be symbolic, nobody asks for more
+            expected *= extent(self.program.dims[label])
+        return stride
+
+    # -------------------------------------------------------------------------------------- extents
+
+    @property
+    def length(self) -> int:
+        """Elements of a row."""
+        return extent(self.program.dims[self.column])
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster: each has a part of the row."""
+        return self.program.parts_along(self.column, AxisKind.CLUSTER)
+
+    @property
+    def column_parts(self) -> int:
+        """Parts of the row over the grid, which do not meet."""
+        return self.program.parts_along(self.column, AxisKind.GRID)
+
+    @property
+    def parts(self) -> int:
+        """Parts of a row altogether."""
+        return self.cluster * self.column_parts
+
+    @property
+    def width(self) -> int:
+        """Elements of a row that a block has."""
+        return self.program.tile[self.column]
+
+    @property
+    def covered(self) -> int:
+        """Elements of a row that the threads of a block cover, padding included."""
+        return self.schedule.lanes * self.schedule.vector * self.schedule.chunks
+
+    @property
+    def ragged(self) -> bool:
+        """Whether threads reach past the end of a part."""
+        return self.covered * self.parts != self.length
+
+    @property
+    def piece(self) -> int:
+        """Accesses of a row that a thread computes at a time: all that it keeps, or some 16
+        elements."""
+        s = self.schedule
+        if s.kept:
+            return s.chunks
+        return next(n for n in range(max(1, 16 // s.vector), 0, -1) if s.chunks % n == 0)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.schedule.lanes * self.schedule.groups
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
+        return self.schedule.groups * self.schedule.depth
+
+    @property
+    def walkers(self) -> int | None:
+        """Blocks (or clusters) that share the rows of one element of the outer labels, where that
+        is fixed: partial sums have a place for each."""
+        if not self.sums:
+            return None
+        if self.schedule.sliced:
+            return self.schedule.blocks
+        return prod(self.program.parts_along(d, AxisKind.GRID) for d in self.rows)
+
+    @property
+    def warps_per_row(self) -> int:
+        """Warps of a block that share a row."""
+        return ceil_div(self.schedule.lanes, 32)
+
+    # ------------------------------------------------------------------------------------- sums
+
+    @property
+    def meets(self) -> bool:
+        """Whether blocks of the grid meet."""
+        return bool(self.sums) and not self.schedule.sliced
+
+    def has_columns(self, s: RowSum) -> bool:
+        """Whether a sum is of whole rows, not of one value of each."""
+        return self.column in self.program.ops[s.source].dims
+
+    @property
+    def kept_outer(self) -> tuple[str, ...]:
+        """Outer labels that the sums still have."""
+        return tuple(d for d in self.outer if any(d in self._final_dims(s) for s in self.sums))
+
+    def _final_dims(self, s: RowSum) -> tuple[str, ...]:
+        return self.program.ops[s.final].dims
+
+    @property
+    def units(self) -> int:
+        """Results of each sum: one for every element of the outer labels that it keeps."""
+        return prod(extent(self.program.dims[d]) for d in self.kept_outer)
+
+    @property
+    def partials(self) -> int:
+        """Partial results of each of them: one for every block that has some of its rows."""
+        others = (d for d in self.outer if d not in self.kept_outer)
+        return (self.walkers or 1) * prod(extent(self.program.dims[d]) for d in others)
+
+    @property
+    def pitch(self) -> int:
+        """Elements of a partial result: whole rows, with padding."""
+        return self.parts * self.covered
+
+    @property
+    def grid_blocks(self) -> int:
+        """Blocks of the grid, where sums fix it."""
+        outer = prod(extent(self.program.dims[d]) for d in self.outer)
+        return (self.walkers or 1) * outer * self.parts
+
+    @property
+    def slice_columns(self) -> int:
+        """Columns that a block adds up at a time."""
+        each = ceil_div(self.length * self.units, self.grid_blocks)
+        return min(SLICE * ceil_div(each, SLICE), SLICE * ceil_div(self.length, SLICE))
+
+    @property
+    def slice_rows(self) -> int:
+        """Rows that a thread reads at a time where each block has a slice of all rows."""
+        across = power_of_two(ceil_div(self.slice_columns, self.schedule.vector))
+        dims = [self.program.dims[d] for d in self.rows]
+        if any(isinstance(d, Symbol) for d in dims):
+            return MAX_SLICE_ROWS  # code does not depend on a hint
+        down = max(1, self.threads // across)
+        return min(MAX_SLICE_ROWS, ceil_div(prod(extent(d) for d in dims), down))
+
+    @property
+    def summed_loads(self) -> frozenset[int]:
+        """Loads that sums over rows need."""
+        found: set[int] = set()
+        work = [s.source for s in self.sums]
+        while work:
+            i = work.pop()
+            if i not in found:
+                found.add(i)
+                work += self.program.ops[i].inputs
+        return frozenset(i for i in found if i in self.loads)
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """Partial sums, and two counters: blocks that have come, and that have gone on."""
+        if not self.meets:
+            return ()
+        count = self.units * self.partials * len(self.sums) * self.pitch
+        return Scratch((count,), "float32", False), Scratch((2,), "int32", True)
+
+    # ------------------------------------------------------------------------------ shared memory
+
+    @property
+    def row_bytes(self) -> dict[int, int]:
+        """Bytes of a row of each streamed load in a stage."""
+        return {i: self.width * self.itemsize(self.loads[i]) for i in self.streamed}
+
+    @property
+    def scalar_bytes(self) -> dict[int, int]:
+        """Bytes of a tile of each load of values of rows in a stage."""
+        sizes = {i: self.tile_rows * self.itemsize(self.loads[i]) for i in self.scalars}
+        return {i: BULK * ceil_div(n, BULK) for i, n in sizes.items()}
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage."""
+        rows = self.tile_rows * sum(self.row_bytes.values())
+        return LINE * ceil_div(rows + sum(self.scalar_bytes.values()), LINE)
+
+    @property
+    def overhang(self) -> int:
+        """Bytes that threads read past the last row of the ring: where rows are shorter than what
+        they cover."""
+        sizes = [self.itemsize(self.loads[i]) for i in self.streamed]
+        return BULK * ceil_div((self.covered - self.width) * max(sizes, default=0), BULK)
+
+    @property
+    def slots(self) -> int:
+        """fp32 values through which a tile's reductions travel, twice: tiles take turns."""
+        count = sum(len(level.reductions) for level in self.levels)
+        return 2 * count * self.tile_rows * self.cluster * self.warps_per_row
+
+    @property
+    def finish_bytes(self) -> int:
+        """Shared memory of the end, where the ring was: the sums of all groups, then those of a
+        slice."""
+        if not self.sums:
+            return 0
+        groups = self.schedule.groups * self.covered if self.schedule.groups > 1 else 0
+        totals = len(self.sums) * self.slice_columns
+        if self.schedule.sliced:
+            return 4 * totals * (1 + ceil_div(self.threads, 32))
+        return 4 * max(groups, totals + 4 * self.threads)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring, or of what takes its place at the end."""
+        ring = self.schedule.stages * self.stage_bytes
+        return max(BULK, ring + self.overhang if ring else 0, self.finish_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the ring, slots, barriers, and what aligns them."""
+        barriers = max(1, self.schedule.stages) + 2 * len(self.levels)
+        return self.ring_bytes + 4 * max(4, self.slots) + 8 * barriers + BULK
+
+    @property
+    def key(self) -> str:
+        """Canonical text of everything that decides the generated code."""
+        return content_key(self.program, self.arguments, self.schedule)
