@@ -9,7 +9,7 @@ from cutesuper import errors
 from cutesuper.given import compile_mugraph
 from cutesuper.graph.autodiff import Split, grad, split
 from cutesuper.graph.block import MuGraph
-from cutesuper.graph.dtypes import DType, bfloat16, float16, float32, int32
+from cutesuper.graph.dtypes import DType, bfloat16, float16, float32, int32, int64
 from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
 from cutesuper.graph.serial import dumps, loads
 from cutesuper.graph.target import B200, H100, H200, Target
@@ -21,7 +21,7 @@ from cutesuper.tune.tuner import tune
 from cutesuper.verify.equivalence import Verification, verify
 
 if TYPE_CHECKING:
-    from cutesuper import ops
+    from cutesuper import nn, ops
 
 __version__ = "0.1.0"
 
@@ -45,11 +45,13 @@ __all__ = [
     "float32",
     "grad",
     "int32",
+    "int64",
     "load",
     "load_mirage",
     "loads",
     "mugraphs",
     "new_kernel_graph",
+    "nn",
     "ops",
     "split",
     "superoptimize",
@@ -60,7 +62,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`cutesuper.ops`, at the first use: it imports torch, which nothing else here needs."""
-    if name == "ops":
-        return importlib.import_module("cutesuper.ops")
+    """`cutesuper.ops` and `cutesuper.nn`, at the first use: they import torch, which nothing else
+    here needs."""
+    if name in ("nn", "ops"):
+        return importlib.import_module(f"cutesuper.{name}")
     raise AttributeError(f"module 'cutesuper' has no attribute {name!r}")

@@ -1,0 +1,309 @@
+"""What an operator on rows is: its operands, its results, its kernel graph; and its kinds.
+
+A *kind* is all that decides the kernels of a call but how many rows there are and the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+
+from cutesuper.errors import (
+    DeviceError,
+    DTypeError,
+    FormatError,
+    LayoutError,
+    OperatorError,
+    ShapeError,
+)
+from cutesuper.graph.dims import Dim, Symbol
+from cutesuper.graph.dtypes import ALL, as_dtype
+from cutesuper.graph.kernel import KernelGraph, Tensor
+
+Maybe = torch.Tensor | None
+Option = float | int | bool | str
+
+#: of labels
+INTEGERS = (torch.int64, torch.int32)
+_FLOATS = tuple(d.torch for d in ALL.values())
+_SCHEMA = {float: "float", int: "int", bool: "bool", str: "str"}
+
+
+class Role(Enum):
+    """How a tensor of a call relates to the rows ``[..., N]`` of its first operand."""
+
+    #: ``[..., N]``, one element for each; all rows of a call have one shape
+    ROWS = "rows"
+    #: ``[N]``, or ``[H, N]`` for rows ``[..., H, N]``: the same for all rows
+    ROW = "row"
+    #: ``[...]``, one for each row
+    VALUE = "value"
+    #: ``[]``, one for all rows
+    WHOLE = "whole"
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether its shape says how many rows there are."""
+        return self in (Role.ROWS, Role.VALUE)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor argument.
+
+    Attributes:
+        name: of the argument, and of the graph's input.
+        role: ROWS, ROW or VALUE; the first operand is ROWS.
+        optional: may be None.
+        labels: int64 or int32, without a gradient; else of a floating-point type.
+    """
+
+    name: str
+    role: Role
+    optional: bool = False
+    labels: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """A result.
+
+    Attributes:
+        name: for the documentation of the registered operator.
+        role: ROWS, VALUE or WHOLE.
+        like: name of the operand whose element type it has, or of an element type.
+        often_unused: there is a backward pass without its cotangent; otherwise a result that the
+            loss does not depend on costs a tensor of zeros.
+    """
+
+    name: str
+    role: Role = Role.ROWS
+    like: str = "x"
+    often_unused: bool = False
+
+
+@dataclass(frozen=True)
+class Built:
+    """The values of a kernel graph that matter.
+
+    Attributes:
+        outputs: the results, in order.
+        saved: what the backward pass is given besides operands; results may be among it. Values
+            inside of operators by name, as for `cutesuper.split`.
+    """
+
+    outputs: tuple[Tensor, ...]
+    saved: tuple[Tensor | str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Definition:
+    """An operator on rows.
+
+    Attributes:
+        name: of the operator in ``torch.ops.cutesuper``.
+        operands: tensors that a call takes, in order.
+        options: name and type of the numbers and texts that it takes besides.
+        outputs: what it returns.
+        build: ``build(graph, *inputs, *options)`` adds the operator to a graph; inputs are
+            ``[M, N]`` (``[M, H, N]`` with a ROW operand of that rank), ``[N]`` (``[H, N]``) and
+            ``[M, 1]``, None where an operand is.
+    """
+
+    name: str
+    operands: tuple[Operand, ...]
+    options: tuple[tuple[str, type], ...]
+    outputs: tuple[Output, ...]
+    build: Callable[..., Built]
+
+    @property
+    def schema(self) -> str:
+        """Arguments of the registered operator."""
+        tensors = [f"Tensor{'?' * o.optional} {o.name}" for o in self.operands]
+        return ", ".join((*tensors, *(f"{_SCHEMA[kind]} {name}" for name, kind in self.options)))
+
+
+# ------------------------------------------------------------------------------------------- kinds
+
+
+@dataclass(frozen=True)
+class Input:
+    """An operand of a kind.
+
+    Attributes:
+        rows: whether its first extent is the number of rows.
+        inner: the other extents.
+        dtype: name of its element type.
+    """
+
+    rows: bool
+    inner: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Kind:
+    """All that decides the kernels of a call but the number of rows and the GPU.
+
+    Attributes:
+        operator: name of the `Definition`.
+        inputs: one for each operand, None where it is.
+        options: values, in order.
+    """
+
+    operator: str
+    inputs: tuple[Input | None, ...]
+    options: tuple[Option, ...]
+
+    def to_text(self) -> str:
+        """As JSON, which `of_text` reads."""
+        inputs = [i and [i.rows, list(i.inner), i.dtype] for i in self.inputs]
+        return json.dumps([self.operator, inputs, list(self.options)])
+
+    @staticmethod
+    def of_text(text: str) -> Kind:
+        """Read what `to_text` wrote. Raises FormatError."""
+        try:
+            operator, inputs, options = json.loads(text)
+            made = tuple(i and Input(i[0], tuple(i[1]), i[2]) for i in inputs)
+            return Kind(operator, made, tuple(options))
+        except (ValueError, TypeError, IndexError) as error:
+            raise FormatError(
+                f"kind {text!r}: is not what an operator of cutesuper writes ({error}); leave it "
+                "as the forward operator has it"
+            ) from None
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """Extents of a row of the first operand: ``(N,)`` or ``(H, N)``."""
+        first = self.inputs[0]
+        return first.inner if first else ()
+
+    def graph(self, definition: Definition, rows: Symbol) -> tuple[KernelGraph, Built]:
+        """The kernel graph, for so many rows."""
+        g = KernelGraph()
+        tensors = [
+            i and g.new_input(_shape(i, rows), i.dtype, name=o.name)
+            for o, i in zip(definition.operands, self.inputs, strict=True)
+        ]
+        built = definition.build(g, *tensors, *self.options)
+        types = {t.name: t.dtype for t in tensors if t is not None}
+        for t, o in zip(built.outputs, definition.outputs, strict=True):
+            g.mark_output(t, types.get(o.like, o.like))
+        return g, built
+
+
+def _shape(given: Input, rows: Symbol) -> tuple[Dim, ...]:
+    return (rows, *given.inner) if given.rows else given.inner
+
+
+def kind_of(
+    definition: Definition, tensors: Sequence[Maybe], options: tuple[Option, ...]
+) -> Kind:
+    """The kind of a call, whose arguments are checked.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, LayoutError: naming the argument.
+    """
+    call = describe(definition, tensors)
+    _check_tensors(definition, tensors, call)
+    x = first_of(tensors)
+    ranks = [t.dim() for o, t in zip(definition.operands, tensors, strict=True)
+             if o.role is Role.ROW and t is not None]  # fmt: skip
+    width = max(ranks, default=1)
+    inputs = tuple(
+        t if t is None else _input(o, t, x, width, call)
+        for o, t in zip(definition.operands, tensors, strict=True)
+    )
+    return Kind(definition.name, inputs, options)
+
+
+def first_of(tensors: Sequence[Maybe]) -> torch.Tensor:
+    """The first operand, which is never optional."""
+    x = tensors[0]
+    if x is None:
+        raise AssertionError("a definition whose first operand is optional")
+    return x
+
+
+def describe(definition: Definition, tensors: Sequence[Any]) -> str:
+    """For messages: ``rms_norm(x[8, 4096], weight[4096])``."""
+    parts = [
+        f"{o.name}{list(t.shape)}" if isinstance(t, torch.Tensor) else f"{o.name}={t!r}"
+        for o, t in zip(definition.operands, tensors, strict=True)
+        if t is not None
+    ]
+    return f"{definition.name}({', '.join(parts)})"
+
+
+def number(call: str, name: str, value: Any) -> float:
+    """An option as a float. Raises OperatorError where it is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise OperatorError(f"{call}({name}={value!r}): must be a number") from None
+
+
+def _check_tensors(definition: Definition, tensors: Sequence[Any], call: str) -> None:
+    for o, t in zip(definition.operands, tensors, strict=True):
+        if t is None and o.optional:
+            continue
+        if not isinstance(t, torch.Tensor):
+            raise DTypeError(f"{call}: {o.name} is a {type(t).__name__}, must be a torch tensor")
+        if t.layout is not torch.strided:
+            raise LayoutError(f"{call}: {o.name} has the layout {t.layout}; use .to_dense()")
+        allowed = INTEGERS if o.labels else _FLOATS
+        if t.dtype not in allowed:
+            raise DTypeError(f"{call}: {o.name} is {t.dtype}; convert it to one of "
+                             f"{', '.join(map(str, allowed))}")
+        if t.device != tensors[0].device:
+            raise DeviceError(f"{call}: {o.name} is on {t.device}, {definition.operands[0].name} "
+                              f"on {tensors[0].device}; move all to one device")
+
+
+def _input(o: Operand, t: torch.Tensor, x: torch.Tensor, width: int, call: str) -> Input:
+    dtype = as_dtype(t.dtype).name
+    shape = tuple(x.shape)
+    first = call[call.index("(") + 1 : call.index("[")]
+    if len(shape) < width or 0 in shape[len(shape) - width :]:
+        rows = "[..., N]" if width == 1 else "[..., H, N]"
+        raise ShapeError(f"{call}: {first} must be {rows}, with at least one element in a row; "
+                         "use .unsqueeze() or .unflatten()")
+    # kernels are made for a number, also where torch.compile has a symbol for it
+    inner = tuple(int(n) for n in shape[len(shape) - width :])
+    if o.role is Role.ROW:
+        wanted = inner[width - t.dim() :]
+        if t.dim() not in (1, 2) or tuple(t.shape) != wanted:
+            raise ShapeError(
+                f"{call}: {o.name} has shape {list(t.shape)}, must be {list(shape[-1:])}, one "
+                f"element for each of a row of {first}, or {list(shape[-2:])} for rows of heads"
+            )
+        return Input(False, wanted, dtype)
+    wanted = shape if o.role is Role.ROWS else shape[:-1]
+    if tuple(t.shape) != wanted:
+        raise ShapeError(f"{call}: {o.name} has shape {list(t.shape)}, must be {list(wanted)}, as "
+                         f"{first}{list(shape)} has; nothing is broadcast, use .expand()")
+    return Input(True, inner if o.role is Role.ROWS else (*inner[:-1], 1), dtype)
+
+
+__all__ = [
+    "INTEGERS",
+    "Built",
+    "Definition",
+    "Input",
+    "Kind",
+    "Maybe",
+    "Operand",
+    "Option",
+    "Output",
+    "Role",
+    "describe",
+    "first_of",
+    "kind_of",
+    "number",
+]

@@ -1,0 +1,268 @@
+"""The programs of a kind of calls, and the kernels that are kept for them.
+
+The forward pass comes in two forms, with and without what the backward pass needs. The backward
+pass comes in one for each set of gradients that is asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import torch
+
+from cutesuper.errors import DeviceError
+from cutesuper.graph.autodiff import Split, split
+from cutesuper.graph.dims import Symbol
+from cutesuper.graph.evaluate import run_reference
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ops.definition import Definition, Kind, Role
+from cutesuper.runtime.calling import Launches
+
+#: Kernels are shared by all numbers of rows up to the first number, for which they are optimized
+#: with the second one. Up to 512 rows there are few tiles for each of 132 multiprocessors, and sums
+#: over all rows are finished in another way; beyond 4096 only the work for each row counts.
+SIZE_CLASSES = ((512, 128), (4096, 2048), (2**31, 16384))
+
+#: forms whose kernels are kept; the oldest goes first
+KEPT_PROGRAMS = 1024
+
+#: takes inputs and outputs of a graph and the number of rows, and computes the outputs
+Runner = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
+
+
+def rows_class(rows: int) -> int:
+    """The number of rows for which the kernels of a call are optimized."""
+    return next(hint for most, hint in SIZE_CLASSES if rows <= most)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an input of the backward pass comes from.
+
+    Attributes:
+        side: an operand, an output of the forward pass (a result, or what it saves besides), or the
+            cotangent of a result.
+        place: which.
+    """
+
+    side: Literal["operand", "output", "cotangent"]
+    place: int
+
+    def role(self, definition: Definition) -> Role | None:
+        """None for what is saved besides operands and results."""
+        if self.side == "operand":
+            return definition.operands[self.place].role
+        there = self.place < len(definition.outputs)
+        return definition.outputs[self.place].role if there else None
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward pass.
+
+    Attributes:
+        graph: None where every gradient is a cotangent.
+        inputs: sources of the graph's inputs.
+        gradients: for each operand the output of ``graph``, or the cotangent that is its gradient;
+            None where it has none, or none was asked for.
+    """
+
+    graph: KernelGraph | None
+    inputs: tuple[Source, ...]
+    gradients: tuple[int | Source | None, ...]
+
+
+class Programs:
+    """The graphs of a kind.
+
+    Attributes:
+        definition: the operator.
+        kind: of its calls.
+        plain: the forward pass.
+        differentiable: whether each operand can have a gradient.
+    """
+
+    def __init__(self, definition: Definition, kind: Kind, hint: int) -> None:
+        self.definition = definition
+        self.kind = kind
+        self.plain, self._built = kind.graph(definition, Symbol("M", hint))
+        self.differentiable = tuple(
+            i is not None and not o.labels
+            for o, i in zip(definition.operands, kind.inputs, strict=True)
+        )
+
+    @cached_property
+    def _split(self) -> Split:
+        return self._split_for(self.plain.outputs)
+
+    def _split_for(self, outputs: Sequence[int]) -> Split:
+        wrt = [o.name for o, d in zip(self.definition.operands, self.differentiable, strict=True)
+               if d]  # fmt: skip
+        ends = [self.plain.tensor(i) for i in outputs]
+        return split(self.plain, wrt, save=list(self._built.saved), outputs=ends)
+
+    @property
+    def saving(self) -> KernelGraph:
+        """The forward pass that has what is saved as further outputs."""
+        return self._split.forward
+
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        """Everything besides cotangents that some backward pass needs."""
+        return tuple(s for s in self._sources(self._split) if s.side != "cotangent")
+
+    def _sources(self, halves: Split) -> list[Source]:
+        operands = {o.name: n for n, o in enumerate(self.definition.operands)}
+        cotangents = self._cotangents()
+        found: list[Source] = []
+        for i in halves.backward.inputs:
+            name = halves.backward.nodes[i].name
+            if name in operands:
+                found.append(Source("operand", operands[name]))
+            elif name in halves.saved:
+                found.append(Source("output", halves.saved[name]))
+            else:
+                found.append(cotangents[name])
+        return found
+
+    def _cotangents(self) -> dict[str, Source]:
+        """By the names that `cutesuper.split` gives them."""
+        nodes = self.plain.nodes
+        return {
+            f"d{nodes[i].name}": Source("cotangent", n) for n, i in enumerate(self.plain.outputs)
+        }
+
+    def backward(self, needs: tuple[bool, ...], given: tuple[bool, ...]) -> Backward:
+        """The backward pass for some gradients, from the cotangents that there are.
+
+        Args:
+            needs: for each operand, whether its gradient is asked for.
+            given: for each result, whether it has a cotangent; where kernels without one are made
+                (`Output.often_unused`).
+        """
+        ends = [i for i, g in zip(self.plain.outputs, given, strict=True) if g]
+        halves = self._split if all(given) else self._split_for(ends)
+        sources = self._sources(halves)
+        places = [halves.gradients[o.name] if n else None
+                  for o, n in zip(self.definition.operands, needs, strict=True)]  # fmt: skip
+        outputs = list(dict.fromkeys(p for p in places if isinstance(p, int)))
+        cotangents = self._cotangents()
+        gradients: list[int | Source | None] = []
+        for p in places:
+            p = cotangents[p] if isinstance(p, str) else p
+            gradients.append(outputs.index(p) if isinstance(p, int) else p)
+        if not outputs:
+            return Backward(None, (), tuple(gradients))
+        graph, kept = only(halves.backward, outputs)
+        return Backward(graph, tuple(sources[n] for n in kept), tuple(gradients))
+
+
+def only(graph: KernelGraph, outputs: Sequence[int]) -> tuple[KernelGraph, list[int]]:
+    """Some outputs of a graph, and which of its inputs they need.
+
+    Args:
+        graph: any.
+        outputs: places of outputs, in the order that they are to have.
+    """
+    needed = graph.needed(graph.outputs[n] for n in outputs)
+    new: dict[int, int] = {}
+    result = KernelGraph()
+    for i in sorted(needed):
+        node = graph.nodes[i]
+        new[i] = len(result.nodes)
+        result.nodes.append(replace(node, inputs=tuple(new[j] for j in node.inputs)))
+    result.outputs = [new[graph.outputs[n]] for n in outputs]
+    return result, [n for n, i in enumerate(graph.inputs) if i in needed]
+
+
+@lru_cache(maxsize=KEPT_PROGRAMS)
+def programs_of(definition: Definition, kind: Kind, hint: int) -> Programs:
+    """The graphs of a kind, optimized for so many rows."""
+    return Programs(definition, kind, hint)
+
+
+# ----------------------------------------------------------------------------------------- kernels
+
+#: by definition of the program, its hint and the name of the GPU
+_kernels: dict[tuple[object, ...], Launches] = {}
+_lock = threading.Lock()
+
+
+def runner_of(key: tuple[object, ...], graph: KernelGraph, device: torch.device) -> Runner:
+    """What runs a graph: kernels on a GPU, the reference executor elsewhere.
+
+    Args:
+        key: names the graph.
+        graph: with one symbol at most, the number of rows.
+        device: of the call.
+
+    Raises:
+        DeviceError: kernels have to be made while a CUDA graph is captured.
+        CutesuperError: from `cutesuper.superoptimize`.
+    """
+    if device.type != "cuda":
+        return reference_of(graph)
+    full = (*key, torch.cuda.get_device_name(device))
+    with _lock:
+        if full not in _kernels:
+            _kernels[full] = _made(str(key[0]), graph, device)
+            if len(_kernels) > KEPT_PROGRAMS:
+                del _kernels[next(iter(_kernels))]
+        return _launcher(_kernels[full], device)
+
+
+def reference_of(graph: KernelGraph) -> Runner:
+    """The reference executor for a graph, in the operators that kernels compute."""
+    graph = graph.expanded()
+
+    def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rows: int) -> None:
+        del rows
+        for out, result in zip(outputs, run_reference(graph, inputs), strict=True):
+            out.copy_(result)
+
+    return run
+
+
+def _launcher(launches: Launches, device: torch.device) -> Runner:
+    launch, current = launches.launch, torch.cuda.current_device
+
+    def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rows: int) -> None:
+        if device.index != current():
+            with torch.cuda.device(device):
+                return run(inputs, outputs, rows)
+        values = inputs + outputs
+        for shape, dtype in launches.intermediates:
+            known = [rows if isinstance(d, Symbol) else d for d in shape]
+            values.append(torch.empty(known, dtype=dtype, device=device))
+        return launch(values)
+
+    return run
+
+
+def _made(name: str, graph: KernelGraph, device: torch.device) -> Launches:
+    from cutesuper.optimize import best_variant
+
+    if torch.cuda.is_current_stream_capturing():
+        raise DeviceError(
+            f"{name}: its first call with arguments of this kind falls into the capture of a CUDA "
+            "graph, where kernels cannot be loaded; call it once before"
+        )
+    with torch.cuda.device(device):
+        return best_variant(graph).launches
+
+
+__all__ = [
+    "Backward",
+    "Programs",
+    "Runner",
+    "Source",
+    "only",
+    "programs_of",
+    "reference_of",
+    "rows_class",
+    "runner_of",
+]
