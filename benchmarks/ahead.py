@@ -1,8 +1,8 @@
 """Programs of many cases, searched and compiled side by side before anything is timed.
 
 A process takes 5 s to start the compiler, a search up to some seconds, and a case after the other
-would do all of it on one core while the GPU waits. What fails here is tried again in its turn,
-where the error becomes that of its case.
+would do all of it on one core while the GPU waits. What cannot be found or compiled has that error
+in its case; where a process came to an end, the case tries again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 import cutesuper as cs
@@ -17,6 +18,7 @@ from benchmarks.peers import Implementation, ours, superoptimized
 from benchmarks.problem import Problem
 from benchmarks.sweep import Item
 from benchmarks.workload import Shape
+from cutesuper.errors import CutesuperError
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.optimize import Choice, Options, compile_plans, compiled, current_target, find
 from cutesuper.runtime.cache import KernelCache
@@ -56,35 +58,48 @@ class Ahead:
     def __init__(self, executor: Callable[[int], Executor] = _processes) -> None:
         self._executor = executor
         self._found: dict[Key, tuple[KernelGraph, Options, Found]] = {}
+        self._errors: dict[Key, CutesuperError] = {}
 
-    def implementations(self) -> tuple[Implementation, ...]:
-        """cutesuper with both ways of launching, on these programs."""
-        return ours(self._kernel)
+    def kernel(self, problem: Problem, dependent: bool) -> Kernel:
+        """The program of a problem; found now if it was not prepared.
 
-    def prepare(self, items: Sequence[Item], names: Sequence[str]) -> None:
-        """Find and compile the programs of the cases for those of ``names`` that are ours."""
-        target = current_target()
-        launches = [i.dependent for i in self.implementations() if i.name in names]
-        wanted: dict[Key, tuple[KernelGraph, Options]] = {
-            (item.workload.name, item.shape, item.dtype, dependent): (
-                item.workload.graph(cs, item.shape, item.dtype),
-                Options(target, dependent_launch=dependent),
-            )
-            for item in items
-            for dependent in launches
-        }
-        if not wanted:
-            return
-        with self._executor(len(wanted)) as executor:
-            futures = {key: executor.submit(find_and_compile, *w) for key, w in wanted.items()}
-            for key, future in futures.items():
-                if future.exception() is None:
-                    self._found[key] = (*wanted[key], future.result())
-
-    def _kernel(self, problem: Problem, dependent: bool) -> Kernel:
+        Raises:
+            CutesuperError: from `cutesuper.superoptimize`.
+        """
         key = (problem.workload.name, problem.shape, problem.dtype_name, dependent)
+        if key in self._errors:
+            raise self._errors[key]
         if key not in self._found:
             return superoptimized(problem, dependent)
         graph, options, found = self._found[key]
         make = partial(compiled, graph, options, KernelCache(), *found)
         return Kernel(graph, options.target, lambda hints: make())
+
+    def implementations(self) -> tuple[Implementation, ...]:
+        """cutesuper with both ways of launching, on these programs."""
+        return ours(self.kernel)
+
+    def prepare(self, items: Sequence[Item], names: Sequence[str]) -> None:
+        """Find and compile the programs of the cases for those of ``names`` that are ours."""
+        target = current_target()
+        mine = [i for i in self.implementations() if i.name in names]
+        wanted: dict[Key, tuple[KernelGraph, Options]] = {}
+        for item in items:
+            launches = [i.dependent for i in mine if i.name not in item.absent]
+            if not launches:
+                continue
+            with suppress(CutesuperError, ValueError):
+                graph = item.workload.graph(cs, item.shape, item.dtype)
+                for dependent in launches:
+                    key = (item.workload.name, item.shape, item.dtype, dependent)
+                    wanted[key] = graph, Options(target, dependent_launch=dependent)
+        if not wanted:
+            return
+        with self._executor(len(wanted)) as executor:
+            futures = {key: executor.submit(find_and_compile, *w) for key, w in wanted.items()}
+            for key, future in futures.items():
+                error = future.exception()
+                if error is None:
+                    self._found[key] = (*wanted[key], future.result())
+                elif isinstance(error, CutesuperError):
+                    self._errors[key] = error

@@ -28,8 +28,9 @@ from cutesuper.graph.block import LOAD, STORE, BlockProgram, KernelStep, MuGraph
 from cutesuper.graph.target import H200, Target
 from cutesuper.schedule.matmul import MatmulPlan
 from cutesuper.schedule.planner import make_plan
-from cutesuper.search.cost import matmul_cost, row_cost
+from cutesuper.search.cost import matmul_cost
 from cutesuper.search.forms import MatmulForm
+from cutesuper.search.row_cost import row_cost
 from cutesuper.search.search import SearchOptions, search, show
 
 #: what is fitted; the others have measurements of their own

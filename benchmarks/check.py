@@ -39,6 +39,7 @@ class Expected:
     dims: tuple[int, ...]
     dtype: torch.dtype
     rows: torch.Tensor | None = None
+    wider: bool = False  # float32 is as good
 
     def select(self, value: torch.Tensor) -> torch.Tensor:
         """The part of an output that the reference covers."""
@@ -50,12 +51,14 @@ class Verdict:
     """Result of a check: ``reason`` is empty when it passed.
 
     ``relative_error`` is the worst over the outputs; ``torch_relative_error`` is PyTorch's.
+    ``errors`` are the relative errors of the outputs, one by one.
     """
 
     passed: bool
     relative_error: float
     torch_relative_error: float
     reason: str = ""
+    errors: tuple[float, ...] = ()
 
 
 def ulp(scale: float, dtype: torch.dtype) -> float:
@@ -98,6 +101,7 @@ def check_outputs(values: Sequence[torch.Tensor], expected: Sequence[Expected]) 
         relative_error=_worst(errors),
         torch_relative_error=_worst([w.torch_error.relative for w in expected]),
         reason="; ".join(reasons),
+        errors=tuple(errors),
     )
 
 
@@ -109,7 +113,7 @@ def _check_one(value: torch.Tensor, wanted: Expected) -> tuple[Error, str]:
     nothing = Error(math.nan, math.nan, math.nan)
     if tuple(value.shape) != wanted.dims:
         return nothing, f"shape {list(value.shape)}, expected {list(wanted.dims)}"
-    if value.dtype != wanted.dtype:
+    if value.dtype != wanted.dtype and not (wanted.wider and value.dtype == torch.float32):
         return nothing, f"dtype {value.dtype}, expected {wanted.dtype}"
     bad = value.numel() - int(torch.isfinite(value).sum())
     if bad:
@@ -134,6 +138,7 @@ def worst_of(verdicts: Sequence[Verdict]) -> Verdict:
         relative_error=_worst([v.relative_error for v in verdicts]),
         torch_relative_error=_worst([v.torch_relative_error for v in verdicts]),
         reason=next((v.reason for v in verdicts if v.reason), ""),
+        errors=tuple(map(_worst, zip(*(v.errors for v in verdicts), strict=False))),
     )
 
 

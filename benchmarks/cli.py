@@ -34,6 +34,7 @@ COMMANDS = {
     "chain": "benchmarks.chain",
     "attention": "benchmarks.attention",
     "prefill": "benchmarks.prefill",
+    "training": "benchmarks.training",
     "calibrate": "benchmarks.calibrate",
     "rank": "benchmarks.rank",
     "search": "benchmarks.search.table",

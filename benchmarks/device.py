@@ -236,6 +236,7 @@ def environment(backend: Backend) -> dict[str, Any]:
         "cutlass_dsl": _version("nvidia-cutlass-dsl"),
         "tvm_ffi": _version("apache-tvm-ffi"),
         "quack": _version("quack-kernels"),
+        "liger": _version("liger-kernel"),
         "flash_attn_4": _version("flash-attn-4"),
         "cutesuper": _version("cutesuper"),
         **commit(),

@@ -74,10 +74,12 @@ def _verdict(verdict: Verdict | None) -> dict[str, Any] | None:
     if verdict is None:
         return None
     data = asdict(verdict)
-    # JSON has neither NaN nor infinity
-    return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in data.items()
-    }
+    return {k: _finite(v) for k, v in data.items()} | {"errors": [*map(_finite, verdict.errors)]}
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither NaN nor infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def describe_error(error: BaseException) -> str:

@@ -22,7 +22,7 @@ import torch
 from benchmarks.check import Verdict, check_outputs, poison, worst_of
 from benchmarks.device import Backend, CudaBackend, environment
 from benchmarks.entry import Entry, best_floor, describe_entry, describe_error
-from benchmarks.peers import FLOORS, Implementation, choose
+from benchmarks.peers import FLOORS, Implementation, Launcher, choose
 from benchmarks.problem import Problem, make_problem, plan_sets, slab_bytes
 from benchmarks.spread import summarize
 from benchmarks.workload import DTYPES, Outputs, Shape, Workload, shape_label
@@ -260,10 +260,13 @@ class Case:
             entry.before = self._check(entry, problem, launcher.launch)
             if not entry.before.passed:
                 return entry.fail("wrong", f"before timing: {entry.before.reason}")
-        count = problem.plan.count
-        entry.recording = self.backend.record(launcher.launch, count, problem.checked)
+        self._record(entry, problem, launcher)
         entry.status = "ok"
         return None
+
+    def _record(self, entry: Entry, problem: Problem, launcher: Launcher) -> None:
+        count = problem.plan.count
+        entry.recording = self.backend.record(launcher.launch, count, problem.checked)
 
     def _check(self, entry: Entry, problem: Problem, launch: Callable[[int], Outputs]) -> Verdict:
         """Check fresh launches on the chosen sets; the memory they may get is poisoned first."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, prod
 
 import torch
 
 from benchmarks.check import Expected, measure_error
-from benchmarks.workload import Outputs, Shape, TensorSpec, Workload
+from benchmarks.workload import Computation, Outputs, Shape, TensorSpec, Workload
 
 TARGET_BYTES = 512 * 10**6
 ALIGNMENT = 256  # bytes; what allocators give, and more than any kernel asks for
+#: of a tensor, that are computed in float64 at a time
+PIECE_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
@@ -85,23 +87,44 @@ class Problem:
 
     def _reference(self, name: str, index: int) -> list[Expected]:
         computation = self.workload.computations[name]
-        specs = self.workload.inputs(self.shape)
-        inputs = [
-            (t[self._rows] if spec.rows and self._rows is not None else t).to(
-                spec.element(torch.float64)
-            )
-            for spec, t in zip(specs, self.inputs[index], strict=True)
-        ]
-        references = computation.reference(*inputs)
-        del inputs
+        references = list(computation.reference(*self._exact(index, self._rows)))
+        outputs = self.workload.outputs_of(name, self.shape)
+        if self._rows is not None and any(spec.summed for spec in outputs):
+            sums = self._summed(computation, index)
+            references = [
+                s if spec.summed else r
+                for spec, r, s in zip(outputs, references, sums, strict=True)
+            ]
         peers = computation.eager(*self.inputs[index])
         expected = []
-        outputs = self.workload.outputs_of(name, self.shape)
         for spec, reference, peer in zip(outputs, references, peers, strict=True):
             rows = self._rows if spec.rows else None
             error = measure_error(peer if rows is None else peer[rows], reference)
-            expected.append(Expected(reference, error, spec.dims, peer.dtype, rows))
+            expected.append(Expected(reference, error, spec.dims, peer.dtype, rows, spec.wider))
         return expected
+
+    def _exact(self, index: int, rows: torch.Tensor | slice | None) -> list[torch.Tensor]:
+        """The inputs of a set in float64, of those with rows only these."""
+        specs = self.workload.inputs(self.shape)
+        picked = (
+            t[rows] if spec.rows and rows is not None else t
+            for spec, t in zip(specs, self.inputs[index], strict=True)
+        )
+        return [t.double() if t.is_floating_point() else t for t in picked]
+
+    def _summed(self, computation: Computation, index: int) -> list[torch.Tensor]:
+        """The outputs added up over pieces of the rows; those with rows mean nothing."""
+        specs = self.workload.inputs(self.shape)
+        total = next(spec.dims[0] for spec in specs if spec.rows)
+        row = max(prod(spec.dims[1:]) for spec in specs if spec.rows)
+        step = max(1, PIECE_ELEMENTS // row)
+        sums: list[torch.Tensor] = []
+        for begin in range(0, total, step):
+            part = computation.reference(*self._exact(index, slice(begin, begin + step)))
+            outputs = self.workload.outputs(self.shape)
+            kept = [p if spec.summed else p[:0] for spec, p in zip(outputs, part, strict=True)]
+            sums = [a + b for a, b in zip(sums, kept, strict=True)] if sums else kept
+        return sums
 
 
 def make_problem(
@@ -125,7 +148,9 @@ def make_problem(
         slab = torch.empty(slab_bytes(specs, dtype), dtype=torch.uint8, device=device)
         tensors = _carve(slab, specs, dtype)
         for spec, tensor in zip(specs[:many], tensors, strict=False):
-            if spec.values is None:
+            if spec.fill is not None:
+                tensor.copy_(spec.fill(generator, spec.dims))
+            elif spec.values is None:
                 tensor.normal_(spec.mean, spec.std, generator=generator)
             else:
                 tensor.copy_(torch.tensor(spec.values, dtype=torch.int32).view(spec.dims))

@@ -9,7 +9,8 @@ Everything here reads the dictionary that a benchmark returns (or its JSON) and 
 Several files of the same sweep make one table; of a case in more than one, the last counts.
 A document's tables stand between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``, NAME being
 the ``name`` of the results: the workload (followed by ``-bfloat16`` where that is the dtype), or
-the command where that is not the comparison with peers (`KINDS`).
+the command where that is not the comparison with peers (`KINDS`). Where there is a longer version
+too, it stands in the document that has NAME-details.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import attention_report, rank_report, sweep_report, tables
+from benchmarks import attention_report, rank_report, sweep_report, tables, training_report
 from benchmarks.search import report as search_report
 from benchmarks.tables import (
     LABELS,
@@ -199,6 +200,7 @@ class Kind:
         fields: what a results file must have.
         show: prints them.
         markdown: the table for a document.
+        details: a longer version of it, which other documents have.
         merges: whether several results make one table; their cases have a ``key`` then.
     """
 
@@ -206,6 +208,7 @@ class Kind:
     show: Callable[[dict[str, Any]], None]
     markdown: Callable[[dict[str, Any]], str]
     merges: bool = False
+    details: Callable[[dict[str, Any]], str] | None = None
 
 
 _COMMON = frozenset({"name", "title", "environment", "cases"})
@@ -222,6 +225,10 @@ KINDS: dict[str, Kind] = {
     ),
     "prefill": Kind(
         _COMMON | {"dtype"}, print_results, attention_report.prefill_markdown, merges=True
+    ),
+    "training": Kind(
+        _COMMON | {"dtype", "mix_order_reduction"}, print_results, training_report.summary_markdown,
+        merges=True, details=training_report.details_markdown,
     ),
     "chain": Kind(_COMMON | {"dtype", "layers"}, print_results, sweep_report.chain_markdown),
     "rank": Kind(_COMMON | {"dtype", "top"}, rank_report.print_results, rank_report.markdown),
@@ -263,12 +270,18 @@ def rewrite_readme(text: str, results: dict[str, Any]) -> str:
     Raises:
         ValueError: the markers are missing, or not exactly one pair.
     """
-    name = results["name"]
+    name, kind = results["name"], _kind(results)
+    if kind.details is not None and f"<!-- bench:{name}-details -->" in text:
+        return _replaced(text, f"{name}-details", kind.details(results))
+    return _replaced(text, name, kind.markdown(results))
+
+
+def _replaced(text: str, name: str, table: str) -> str:
     begin, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"expected exactly one {begin} followed by one {end}")
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    return pattern.sub(lambda _: f"{begin}\n{_kind(results).markdown(results)}\n{end}", text)
+    return pattern.sub(lambda _: f"{begin}\n{table}\n{end}", text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -39,6 +39,7 @@ class Item:
         labels: more fields of its results, for the table.
         dtype: element type.
         absent: implementations that do not take part in this case.
+        case: measures it.
     """
 
     key: str
@@ -47,6 +48,7 @@ class Item:
     labels: dict[str, Any] = field(default_factory=dict)
     dtype: str = DTYPE
     absent: frozenset[str] = frozenset()
+    case: type[Case] = Case
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Sweep:
         items: in the order of the table.
         implementations: who takes part, floors included.
         prepare: called with the cases that will be measured before the first of them is.
+        notes: more fields of the results.
     """
 
     kind: str
@@ -66,6 +69,7 @@ class Sweep:
     items: tuple[Item, ...]
     implementations: tuple[Implementation, ...]
     prepare: Callable[[Sequence[Item]], None] | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
 
     def present(self, item: Item) -> tuple[Implementation, ...]:
         """Who takes part in a case."""
@@ -96,6 +100,7 @@ def run(
         "settings": asdict(settings),
         "environment": environment(backend),
         "cases": [],
+        **sweep.notes,
     }
     known = _earlier_cases(earlier, results)
     missing = [
@@ -110,7 +115,7 @@ def run(
         with monitor.step("preparation"):
             sweep.prepare(missing)
     for item in missing:
-        case = Case(
+        case = item.case(
             item.workload, item.shape, item.dtype, sweep.present(item), settings, backend, monitor
         )
         case.data |= {"key": item.key, "title": item.workload.title, "dtype": item.dtype}

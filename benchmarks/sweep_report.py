@@ -23,6 +23,9 @@ METHOD = (
     "Speedup: fastest correct PyTorch column over each cutesuper column."
 )
 
+#: characters of an error that are told as they are
+LONG_REASON = 200
+
 
 def inference_markdown(results: dict[str, Any]) -> str:
     """One line for each workload and shape."""
@@ -137,16 +140,20 @@ def outcome(results: dict[str, Any], others: str = "PyTorch") -> list[str]:
 
 
 def _failures(results: dict[str, Any]) -> list[str]:
-    lines = []
+    """A line for each implementation and reason, with the cases it happened in."""
+    lines = [f"* {_case_name(c)}: {c['error']}" for c in results["cases"] if c["error"]]
+    found: dict[str, list[str]] = {}
     for case in results["cases"]:
-        if case["error"]:
-            lines.append(f"* {_case_name(case)}: {case['error']}")
         for entry in case["implementations"]:
             if entry["status"] != "ok" and entry["kind"] != "floor":
                 reason = entry["error"] or "not reached"
-                lines.append(
-                    f"* {_case_name(case)}, {entry['name']}: {entry['status']}: {reason}"
-                )
+                if len(reason) > LONG_REASON:  # after the first sentence there is advice
+                    reason = reason.split(". ")[0]
+                text = f"{entry['name']}: {entry['status']}: {reason}"
+                found.setdefault(text, []).append(_case_name(case))
+    for text, names in found.items():
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        lines.append(f"* {'; '.join(names[:2])}{more}, {text}")
     return ["\n".join(["Failures:", "", *lines])] if lines else []
 
 

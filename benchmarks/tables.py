@@ -18,6 +18,8 @@ LABELS = {
     "sdpa-cudnn": "SDPA, cuDNN",
     "sdpa-efficient": "SDPA, memory-efficient",
     "fa4": "FlashAttention-4",
+    "liger": "Liger",
+    "quack": "quack",
 }
 
 

@@ -35,6 +35,13 @@ class TensorSpec:
     are independent, so that a subset of them can be checked. ``values`` are given in place of drawn
     ones, row by row, and make the tensor int32 (lengths, tables). ``moved`` is the part of it that
     has to be read or written.
+
+    Attributes:
+        dtype: where it is not that of the workload.
+        fill: makes the values instead; ``fill(generator, dims)`` returns them.
+        summed: an output that is a sum over the rows (the gradient of a weight): its reference is
+            added up from all rows, whereas of outputs with ``rows`` only some are computed.
+        wider: an output that may as well be float32.
     """
 
     name: str
@@ -45,10 +52,14 @@ class TensorSpec:
     rows: bool = False
     values: tuple[int, ...] | None = None
     moved: float = 1.0
+    dtype: torch.dtype | None = None
+    fill: Callable[[torch.Generator, Shape], torch.Tensor] | None = None
+    summed: bool = False
+    wider: bool = False
 
     def element(self, dtype: torch.dtype) -> torch.dtype:
         """Its element type in a workload of ``dtype``."""
-        return dtype if self.values is None else torch.int32
+        return self.dtype or (dtype if self.values is None else torch.int32)
 
     def size(self, dtype: torch.dtype) -> int:
         """Bytes of the tensor."""

@@ -1,0 +1,169 @@
+"""PyTorch's own passes, eager and compiled, in a form that a CUDA graph can hold.
+
+Autograd runs a backward pass on the stream of its forward pass, and that cannot be captured
+afterwards. `Tape` calls the same functions in the same order on the current stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch
+
+from benchmarks.peers import Implementation, Launcher
+from benchmarks.problem import Problem
+from benchmarks.training_operators import Operator
+from benchmarks.workload import Outputs
+from benchmarks.workloads_training import Step, TrainingWorkload, trainable
+
+Function = Callable[..., torch.Tensor]
+
+
+def training_of(problem: Problem) -> TrainingWorkload:
+    """The problem's workload. Raises ValueError where it is no pass of an operator."""
+    if not isinstance(problem.workload, TrainingWorkload):
+        raise ValueError(f"{problem.workload.name}: no pass of an operator")
+    return problem.workload
+
+
+class Tape:
+    """What autograd would call for the gradients of ``y`` with respect to leaves."""
+
+    def __init__(self, y: torch.Tensor, leaves: Outputs) -> None:
+        if y.grad_fn is None:
+            raise ValueError("no operand has a gradient")
+        self._root, self._entry, self._leaves = y.grad_fn, y.output_nr, leaves
+        self._order: list[Any] = []
+        self._visit(self._root, set())
+        self._counts = self._inputs()
+
+    def _inputs(self) -> dict[Any, int]:
+        """How many cotangents each function takes."""
+        found = dict.fromkeys(self._order, 1)
+        found[self._root] = self._entry + 1
+        for node in self._order:
+            for following, place in node.next_functions:
+                if following is not None:
+                    found[following] = max(found[following], place + 1)
+        return {node: len(_metadata(node) or ()) or least for node, least in found.items()}
+
+    def _visit(self, node: Any, seen: set[Any]) -> None:
+        seen.add(node)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                self._visit(following, seen)
+        self._order.insert(0, node)
+
+    def __call__(self, cotangent: torch.Tensor) -> Outputs:
+        """The gradients of the leaves."""
+        given = {node: [None] * count for node, count in self._counts.items()}
+        given[self._root][self._entry] = cotangent
+        found: dict[int, torch.Tensor] = {}
+        for node in self._order:
+            arguments = given.pop(node)
+            if hasattr(node, "variable"):
+                found[id(node.variable)] = arguments[0]
+                continue
+            results = node.apply(*arguments) if hasattr(node, "apply") else node(*arguments)
+            several = results if isinstance(results, tuple) else (results,)
+            for (following, place), value in zip(node.next_functions, several, strict=True):
+                if following is not None and value is not None:
+                    wanted = _metadata(following)
+                    if wanted is not None:
+                        # as the engine does after every function: of what was broadcast, the sum
+                        value = value.sum_to_size(wanted[place].shape).to(wanted[place].dtype)
+                    waiting = given[following]
+                    known = waiting[place]
+                    waiting[place] = value if known is None else known + value
+        return tuple(found[id(leaf)] for leaf in self._leaves)
+
+
+def _metadata(node: Any) -> Any:
+    """What a function says of its results; None for one written in Python, before PyTorch 2.12."""
+    try:
+        return node._input_metadata
+    except RuntimeError:
+        return None
+
+
+def _passes(problem: Problem, function: Function) -> Launcher:
+    workload = training_of(problem)
+    operator = workload.operator
+    sets = [trainable(operator, workload.operands(inputs)) for inputs in problem.inputs]
+    if workload.host:
+        return autograd_launcher(problem, function)
+    if workload.step is Step.FORWARD:
+
+        def forward(i: int) -> Outputs:
+            with torch.enable_grad():
+                return (function(*sets[i][0]).detach(),)
+
+        return Launcher(forward)
+    with torch.enable_grad():
+        results = [function(*leaves) for leaves, _ in sets]
+    tapes = [Tape(y, wrt) for y, (_, wrt) in zip(results, sets, strict=True)]
+    cotangents = [inputs[-1].to(y.dtype) for y, inputs in zip(results, problem.inputs, strict=True)]
+    del results
+
+    def backward(i: int) -> Outputs:
+        with torch.no_grad():
+            return tapes[i](cotangents[i])
+
+    return Launcher(backward)
+
+
+def autograd_launcher(problem: Problem, function: Function) -> Launcher:
+    """A pass as a training loop runs it: a call that keeps what its gradients need, or the engine
+    of autograd. The graph stays, so that a pass can run again."""
+    workload = training_of(problem)
+    operator: Operator = workload.operator
+    sets = [trainable(operator, workload.operands(inputs)) for inputs in problem.inputs]
+    if workload.step is Step.FORWARD:
+
+        def forward(i: int) -> Outputs:
+            with torch.enable_grad():
+                return (function(*sets[i][0]),)
+
+        return Launcher(forward)
+    with torch.enable_grad():
+        results = [function(*leaves) for leaves, _ in sets]
+    cotangents = [inputs[-1].to(y.dtype) for y, inputs in zip(results, problem.inputs, strict=True)]
+
+    def backward(i: int) -> Outputs:
+        return torch.autograd.grad(results[i], sets[i][1], cotangents[i], retain_graph=True)
+
+    return Launcher(backward)
+
+
+def _eager(problem: Problem) -> Launcher:
+    return _passes(problem, training_of(problem).operator.torch)
+
+
+def _compiled(problem: Problem) -> Launcher:
+    """With the default options; a backward pass may not reuse the memory of what was kept, since
+    it runs more than once."""
+    function = training_of(problem).operator.torch
+    with functorch.patch(donated_buffer=False):
+        launcher = _passes(problem, torch.compile(function, dynamic=False, fullgraph=True))
+        launcher.launch(0)
+    return launcher
+
+
+def _element_wise(problem: Problem) -> Launcher:
+    """The kernel of PyTorch that moves what the pass has to move."""
+    elements = problem.inputs[0][0].numel()
+    large = [[t for t in inputs if t.numel() == elements] for inputs in problem.inputs]
+    if training_of(problem).traffic == "add":
+        return Launcher(lambda i: (torch.add(large[i][0], large[i][1]),))
+    return Launcher(lambda i: (torch.neg(large[i][0]),))
+
+
+#: reads and writes, in a kernel of PyTorch; where there is one
+COPY = Implementation("floor-copy", "floor", _element_wise)
+
+TORCH: tuple[Implementation, ...] = (
+    Implementation("eager", "peer", _eager),
+    Implementation("compile", "peer", _compiled),
+)
