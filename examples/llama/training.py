@@ -1,0 +1,163 @@
+"""The training loop of the examples: what is trained, in which way, and what came of it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from llama.model import OURS, TORCH, Llama, Operators, Shape
+from llama.text import make_text
+
+#: steps that are not timed: the first ones compile, fill caches and allocate
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is run: its operators, and whether torch.compile gets it."""
+
+    operators: Operators
+    compiled: bool = False
+
+
+WAYS = {
+    "eager": Way(TORCH),
+    "compile": Way(TORCH, compiled=True),
+    "ours": Way(OURS),
+    "ours+compile": Way(OURS, compiled=True),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained. The seed makes the first weights and the text; `batch` counts sequences."""
+
+    shape: Shape
+    batch: int
+    steps: int
+    device: torch.device
+    dtype: torch.dtype
+    seed: int = 0
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the steps behind the warm-up of the rate."""
+        return 0.02 / self.shape.width**0.5
+
+    def text(self) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of all steps: [steps, batch, context] each, on the CPU."""
+        shape = self.shape
+        both = make_text(shape.vocabulary, self.steps * self.batch, shape.context, self.seed)
+        tokens, targets = (t.view(self.steps, self.batch, shape.context) for t in both)
+        return tokens, targets
+
+    def model(self, way: str) -> Llama:
+        """The same first weights for every way."""
+        torch.manual_seed(self.seed)
+        return Llama(self.shape, WAYS[way].operators, self.dtype).to(self.device)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one way: a loss per step, and the median time of a step behind the warm-up."""
+
+    way: str
+    losses: list[float]
+    first_step_s: float
+    step_ms: float
+    peak_gib: float | None
+
+
+def train(
+    plan: Plan,
+    way: str,
+    wrap: Callable[[Llama], nn.Module] = lambda model: model,
+    rank: int = 0,
+    world: int = 1,
+) -> Result:
+    """Train one model from the first weights on.
+
+    `wrap` makes a model that runs on `world` devices of it; this process then trains on its part
+    of every batch, and `batch` is a multiple of `world`. Losses are those of this process.
+    """
+    _forget(plan.device)
+    model = wrap(plan.model(way))
+    step = _step(plan, torch.compile(model) if WAYS[way].compiled else model)
+    part = plan.batch // world
+    tokens, targets = (
+        t[:, rank * part : (rank + 1) * part].contiguous().to(plan.device) for t in plan.text()
+    )
+    start, first = time.perf_counter(), 0.0
+    losses, clock = [], Clock(plan.device)
+    for k in range(plan.steps):
+        clock.tick()
+        losses.append(step(k, tokens[k], targets[k]))
+        if k == 0:
+            losses[0].item()
+            first = time.perf_counter() - start
+    clock.tick()
+    cuda = plan.device.type == "cuda"
+    return Result(
+        way=way,
+        losses=torch.stack(losses).tolist(),
+        first_step_s=first,
+        step_ms=median(clock.intervals_ms()[WARM_UP:]),
+        peak_gib=torch.cuda.max_memory_allocated(plan.device) / 2**30 if cuda else None,
+    )
+
+
+def _step(plan: Plan, model: nn.Module) -> Callable[[int, Tensor, Tensor], Tensor]:
+    """A function that makes one step and returns the loss before it, without waiting for it."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.95), fused=plan.device.type == "cuda"
+    )
+
+    def step(k: int, tokens: Tensor, targets: Tensor) -> Tensor:
+        for group in optimizer.param_groups:
+            group["lr"] = plan.learning_rate * min(1.0, (k + 1) / 10)
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+class Clock:
+    """Time between ticks: on the device where it is a GPU, so that nobody has to wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self.ticks: list[float | torch.cuda.Event] = []
+
+    def tick(self) -> None:
+        """Remember now, or when the device gets here."""
+        if self.cuda:
+            self.ticks.append(torch.cuda.Event(enable_timing=True))
+            self.ticks[-1].record()
+        else:
+            self.ticks.append(time.perf_counter())
+
+    def intervals_ms(self) -> list[float]:
+        """Milliseconds between neighbouring ticks; waits for the device."""
+        pairs = list(zip(self.ticks, self.ticks[1:], strict=False))
+        if not self.cuda:
+            return [(b - a) * 1e3 for a, b in pairs]
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) for a, b in pairs]
+
+
+def _forget(device: torch.device) -> None:
+    """Leave nothing of the run before: neither its memory nor what was compiled for it."""
+    gc.collect()
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
