@@ -16,6 +16,7 @@ from cutesuper.graph.block import (
 from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.dtypes import bfloat16, float16
 from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
+from tests import row_programs
 
 GRID, CLUSTER = AxisKind.GRID, AxisKind.CLUSTER
 PERSISTENT, LOOP = AxisKind.PERSISTENT, AxisKind.LOOP
@@ -221,6 +222,11 @@ def joined_norms() -> MuGraph:
     return _mugraph({"X": (4, 65536), "Y": (4, 1)}, ("X",), ("Y",), step)
 
 
+def persistent_rows() -> MuGraph:
+    """RMSNorm backward in one launch: rows in clusters, as many visits as the call has rows for."""
+    return row_programs.CASES["rms backward, long rows, symbolic"]()[1]
+
+
 ALL = {
     "norm_linear": norm_linear,
     "norm_backward": norm_backward,
@@ -228,6 +234,7 @@ ALL = {
     "symbolic_rows": symbolic_rows,
     "online_softmax": online_softmax,
     "joined_norms": joined_norms,
+    "persistent_rows": persistent_rows,
 }
 
 

@@ -27,13 +27,26 @@ import torch
 
 import cutesuper
 from benchmarks.workloads_attention import serving
+from cutesuper.graph.dims import Symbol
 from cutesuper.graph.evaluate import evaluate
 from cutesuper.optimize import superoptimize
 from cutesuper.runtime.compile import compile_kernel
+from cutesuper.schedule.schedule import RowLoopSchedule
 from tests import zoo
 from tests.attention import Attention, serving_inputs
 from tests.chains import Chain
 from tests.plans import Linear, request_of
+from tests.row_programs import (
+    Case,
+    layer_norm_backward,
+    per_head_backward,
+    rms_backward,
+    rms_forward,
+    row_kernel,
+    scaled_heads,
+    softmax_forward,
+    squared_error,
+)
 from tests.zoo import judge
 
 K, N = 256, 192
@@ -99,6 +112,22 @@ def attending(attention: Attention, dependent: bool = False) -> Callable[[int], 
     return case
 
 
+def walking(
+    case: Case, schedule: RowLoopSchedule | None = None, dependent: bool = False, rows: int = 0
+) -> Callable[[int], bool]:
+    """A row loop planned by hand, launched twice: what the first leaves, the second finds."""
+
+    def run_case(seed: int) -> bool:
+        kernel = row_kernel(case, dependent, schedule)
+        inputs = zoo.draw(kernel.graph, seed, "cuda", {"M": rows} if rows else None)
+        first, second = (kernel(inputs) for _ in range(2))
+        torch.cuda.synchronize()
+        same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        return same and all(judge(kernel.graph, inputs, first))
+
+    return run_case
+
+
 def served(page: int) -> Callable[[int], bool]:
     """Sequences of mixed lengths, one of them empty, side by side or in pages."""
 
@@ -148,6 +177,25 @@ CASES: dict[str, Callable[[int], bool]] = {
     "attention, norms": attending(Attention(rows=20, keys=200, norm="QV", cluster=2)),
     "attention, lengths": served(0),
     "attention, pages": served(16),
+    "rows, ring": walking(rms_backward(600, 512, 16, 4)),
+    "rows, ring, dependent": walking(layer_norm_backward(600, 512, 16, 4), dependent=True),
+    "rows, tails of the ring": walking(rms_backward(599, 520, 16, 4)),
+    "rows, four stages": walking(
+        rms_backward(99, 1024, 16, 4), RowLoopSchedule(64, 8, 2, 2, stages=4, blocks=16)
+    ),
+    "rows, read again": walking(
+        rms_backward(99, 1024, 16, 4), RowLoopSchedule(32, 8, 4, 2, kept=False, blocks=16)
+    ),
+    "rows, straight": walking(rms_backward(599, 333, 16, 4)),
+    "rows, slices": walking(rms_backward(40, 1000, 20, 2)),
+    "rows, slices of heads": walking(scaled_heads(40, 4, 72, 8, 4)),
+    "rows, heads": walking(per_head_backward(600, 4, 64, 8, 16)),
+    "rows, cluster": walking(layer_norm_backward(100, 4096, 8, 1, cluster=2)),
+    "rows, parts of several sizes": walking(rms_backward(33, 4104, 4, 1, cluster=4)),
+    "rows, loss": walking(squared_error(100, 520, 16, 4)),
+    "rows, symbolic": walking(rms_backward(Symbol("M", 4096), 512, 16, 4), rows=37),
+    "rows, forward in a cluster": walking(softmax_forward(20, 8200, 4)),
+    "rows, forward, symbolic": walking(rms_forward(Symbol("M", 64), 8192, 2), rows=5),
     "attention, many rows": attending(Attention(rows=200, row_tile=128, keys=200)),
 }
 

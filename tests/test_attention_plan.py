@@ -614,7 +614,7 @@ def test_schedules_as_json() -> None:
     ):
         with pytest.raises(FormatError, match=message):
             read_schedule(data | changes)
-    with pytest.raises(FormatError, match="'kind' must be one of matmul, rows, attention"):
+    with pytest.raises(FormatError, match="'kind' must be one of matmul, rows, row loop"):
         read_schedule({**data, "kind": "attentive"})
 
 

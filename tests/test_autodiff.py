@@ -127,6 +127,18 @@ CASES: dict[str, tuple[Build, tuple[tuple[Any, ...], ...]]] = {
     "softmax": (lambda g, x: g.softmax(x), ((3, 4),)),
     "softmax, rows": (lambda g, x, y: g.softmax(x, 0) * y, ((3, 4), (2, 3, 4))),
     "rms_norm": (lambda g, x: g.rms_norm(x), ((3, 4),)),
+    "layer_norm": (lambda g, x: g.layer_norm(x), ((3, 4),)),
+    "layer_norm, weight": (lambda g, x, y: g.layer_norm(x, y, eps=0.1), ((2, 3, 4), (4,))),
+    "layer_norm, bias": (lambda g, x, y: g.layer_norm(x, bias=y), ((3, 4), (4,))),
+    "layer_norm, both": (lambda g, x, y, z: g.layer_norm(x, y, z), ((2, 3, 4), (4,), (4,))),
+    "layer_norm, summed": (
+        lambda g, x, y, z: g.sum(g.sum(g.layer_norm(x, y, z, eps=0), 0), 1), ((3, 4), (4,), (4,))
+    ),
+    "log_softmax": (lambda g, x: g.log_softmax(x), ((3, 4),)),
+    "log_softmax, rows": (lambda g, x, y: g.log_softmax(x, 0) * y, ((3, 4), (2, 3, 4))),
+    "log_softmax, summed": (lambda g, x: g.sum(g.log_softmax(x), 1), ((3, 4),)),
+    "logsumexp": (lambda g, x: g.logsumexp(x), ((3, 4),)),
+    "logsumexp, rows": (lambda g, x, y: g.logsumexp(x, 1) * y, ((2, 3, 4), (2, 3, 4))),
     "rms_norm, weight": (lambda g, x, y: g.rms_norm(x, y, eps=0.1), ((2, 3, 4), (4,))),
     "rms_norm, no eps": (lambda g, x, y: g.rms_norm(x, y, eps=0), ((3, 4), (4,))),
     "causal_mask": (lambda g, x: g.exp(g.causal_mask(x)), ((3, 4),)),
@@ -164,8 +176,9 @@ CASES: dict[str, tuple[Build, tuple[tuple[Any, ...], ...]]] = {
         ((3, 2), (3, 2), (3, 2)),
     ),
 }  # fmt: skip
-for _name in ("exp", "sqrt", "rsqrt", "square", "silu", "gelu", "sigmoid", "tanh", "erf"):
-    CASES[_name] = (lambda g, x, n=_name: g.apply(n, x * 2 - 1.7 * (n[-4:] != "sqrt")), ((3, 4),))
+for _name in ("exp", "log", "sqrt", "rsqrt", "square", "silu", "gelu", "sigmoid", "tanh", "erf"):
+    _shift = 0.0 if _name in ("log", "sqrt", "rsqrt") else 1.7
+    CASES[_name] = (lambda g, x, n=_name, s=_shift: g.apply(n, x * 2 - s), ((3, 4),))
 CASES["relu"] = (lambda g, x: g.relu(x - 1), ((5, 6),))
 CASES["step"] = (lambda g, x: g.step(x - 1) * x, ((5, 6),))
 
@@ -187,6 +200,7 @@ def test_derivative_is_pytorchs(name: str) -> None:
 def test_every_operator_has_a_derivative() -> None:
     tested = {n.split(",")[0] for n in CASES} | {"scaled_dot_product_attention"}
     tested |= {"length_mask", "gather_pages"}  # in tests/test_lengths.py
+    tested |= {"pick", "label_weight", "cross_entropy"}  # in tests/test_labels.py
     for name, op in TABLE.items():
         if name not in ("input", "constant"):
             assert type(op).derivative is not Operator.derivative, name
@@ -199,6 +213,7 @@ def test_second_derivatives() -> None:
         check(cs.grad(g))
     check(cs.grad(graph(lambda g, x, y: g.rms_norm(x, y), (3, 4), (4,))))
     check(cs.grad(graph(lambda g, x: g.softmax(x), (3, 4))))
+    check(cs.grad(graph(lambda g, x: g.log_softmax(x), (3, 4))))
 
 
 # ------------------------------------------------------------------------- where it is not smooth
@@ -551,6 +566,55 @@ def test_gradients_have_the_type_of_their_inputs_and_statistics_are_float32() ->
     assert types == {"x": "bfloat16", "w": "bfloat16", "rstd": "float32", "dt2": "bfloat16"}
     assert {str(s.backward.nodes[i].dtype) for i in s.backward.outputs} == {"bfloat16"}
     assert found(s.forward)
+
+
+def mixed(build: Build, *types: str) -> KernelGraph:
+    """x, y [8, 64] and w [64] of these types; outputs as `build` marks them."""
+    g = new_kernel_graph()
+    shapes = ((8, 64), (8, 64), (64,))
+    build(g, *(g.new_input(s, d, n) for s, d, n in zip(shapes, types, "xyw", strict=True)))
+    return g
+
+
+def of_inputs(g: KernelGraph) -> dict[str, str]:
+    return {n.name: n.dtype.name for n in g.nodes if n.operator == "input"}
+
+
+def of_outputs(g: KernelGraph) -> list[str]:
+    return [g.nodes[i].dtype.name for i in g.outputs]
+
+
+def test_inputs_of_different_types_have_gradients_of_their_own() -> None:
+    """RMSNorm of a sum: x bf16, the residual stream and the weight fp32."""
+
+    def build(g: KernelGraph, x: Tensor, y: Tensor, w: Tensor) -> None:
+        g.mark_output(g.rms_norm(x + y, w), "bf16")
+
+    g = mixed(build, "bf16", "fp32", "fp32")
+    s = cs.split(g)
+    assert of_outputs(s.forward) == ["bfloat16", "float32"]
+    assert of_inputs(s.backward) == {
+        "x": "bfloat16", "y": "float32", "w": "float32", "rstd": "float32", "dt4": "bfloat16"
+    }
+    order = sorted(s.gradients, key=lambda n: s.gradients[n])
+    assert dict(zip(order, of_outputs(s.backward), strict=True)) == {
+        "x": "bfloat16", "y": "float32", "w": "float32"
+    }
+    assert len(set(s.gradients.values())) == 3  # the gradients of x and y are one value, twice
+    check(g)
+    for graph in (s.forward, s.backward):
+        kernel = cs.superoptimize(graph, target="h200")
+        types = [kernel.mugraph.tensors[n].dtype.name for n in kernel.mugraph.outputs]
+        assert types == of_outputs(graph)
+
+
+def test_a_cotangent_that_is_a_gradient_of_another_type_is_converted() -> None:
+    g = mixed(lambda g, x, y, w: g.mark_output(x + y + w), "bf16", "fp32", "fp16")
+    s = cs.split(g)
+    assert s.gradients["y"] == "dt4"
+    assert {of_outputs(s.backward)[int(s.gradients[n])] for n in "xw"} == {"bfloat16", "float16"}
+    backward = cs.grad(g, wrt=["x", "w"])
+    assert of_outputs(backward) == ["bfloat16", "float16"]
 
 
 def test_a_statistic_that_a_product_reads_keeps_the_type_of_the_product() -> None:

@@ -188,7 +188,7 @@ def test_what_cannot_be_searched_planned_or_compiled_says_why(monkeypatch):
     monkeypatch.setattr(candidates, "make_plan", refuse)
     monkeypatch.setattr(candidates, "compile_many", compile_none)
     good, bad = candidates.prepare(
-        [(RANKED["softmax"], (8, 64)), (RANKED["linear_bias_relu"], (4, 63, 33))],
+        [(RANKED["rmsnorm_linear"], (8, 64, 64)), (RANKED["linear_bias_relu"], (4, 63, 33))],
         "float16", 2, H200,
     )  # fmt: skip
     assert bad.error.startswith("search: SearchError: ")

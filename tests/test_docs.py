@@ -61,3 +61,44 @@ def test_attention_of_the_page_on_operators() -> None:
     names |= dict.fromkeys(("wq", "wk"), torch.ones(16))
     exec(section("docs/ops.md", "k_pages"), names)
     assert names["y"].shape == (2, 2, 3, 16)
+
+
+def test_training_of_the_readme() -> None:
+    torch = pytest.importorskip("torch")
+    import cutesuper as cs
+
+    x, r = torch.randn(2, 3, 5, 4096, dtype=torch.bfloat16).unbind()
+    names: dict[str, Any] = {
+        "torch": torch, "cs": cs, "device": "cpu", "x": x, "r": r,
+        "logits": torch.randn(3, 5, 7, requires_grad=True), "target": torch.randint(7, (3, 5)),
+    }  # fmt: skip
+    exec(section("README.md", "residual=r"), names)
+    assert torch.equal(names["total"], x + r) and names["logits"].grad.shape == (3, 5, 7)
+
+
+@pytest.mark.parametrize("what", ["weight_offset", "log_softmax", "swiglu(gate, up) "])
+def test_operators_with_gradients_of_the_page_on_operators(what: str) -> None:
+    torch = pytest.importorskip("torch")
+    import cutesuper as cs
+
+    names: dict[str, Any] = dict.fromkeys(
+        ("x", "r", "h", "p", "gate", "up", "logits", "y", "p"), torch.randn(6, 8)
+    )
+    names |= dict.fromkeys(("weight", "bias", "alpha"), torch.randn(8))
+    names |= {"q": torch.randn(6, 2, 8), "weights": torch.randn(2, 8), "cs": cs}
+    names |= {"target": torch.randint(8, (6,)), "losses": torch.ones(6)}
+    exec(section("docs/ops.md", what), names)
+    assert names["y"].shape == (6, 8) and names["p"].shape == (6, 8)
+    assert names["losses"].shape == (6,)
+
+
+def test_a_new_operator_of_the_page_on_operators() -> None:
+    torch = pytest.importorskip("torch")
+    import cutesuper as cs
+    from cutesuper.ops import definition
+    from cutesuper.ops.rowwise import RowOperator
+
+    names: dict[str, Any] = {**vars(definition), "RowOperator": RowOperator}
+    exec(section("docs/ops.md", "operator = RowOperator").replace('"swiglu"', '"another"'), names)
+    gate, up = torch.randn(2, 3, 8).unbind()
+    assert torch.equal(names["operator"]((gate, up), ()), cs.ops.swiglu(gate, up))

@@ -22,7 +22,7 @@ from cutesuper.graph.serial import dumps, loads
 
 M = Symbol("M", 32)
 
-UNARY = ("exp", "sqrt", "rsqrt", "square", "silu", "gelu", "relu", "sigmoid", "tanh", "erf",
+UNARY = ("exp", "log", "sqrt", "rsqrt", "square", "silu", "gelu", "relu", "sigmoid", "tanh", "erf",
          "step")
 BINARY = ("add", "sub", "mul", "div")
 
@@ -127,6 +127,41 @@ def test_statistics_of_rows_may_be_float32() -> None:
     assert (total * x).dtype == bfloat16
     for other in (g.expanded(), g.apart([[0], [1]]), loads(dumps(g))):
         assert [other.nodes[i].dtype for i in other.outputs] == [bfloat16, float32]
+
+
+def test_inputs_of_different_types() -> None:
+    """What is computed from several types is float32, as in PyTorch; outputs say what they are."""
+    g, [x] = inputs((4, 6), dtype="bf16")
+    w, r = g.new_input((6,), "fp32", name="w"), g.new_input((4, 6), "fp16", name="r")
+    assert (x * w).dtype == (x + r).dtype == g.rms_norm(x, w).dtype == float32
+    assert (x * 2).dtype == bfloat16
+    h = g.mark_output(x + r, "bf16")
+    y = g.mark_output(g.rms_norm(h, w), "fp16")
+    z = g.mark_output(g.exp(h) * 2)
+    assert [t.dtype for t in (h, y, z)] == [bfloat16, float16, float32]
+    for other in (g.expanded(), g.apart([[0], [1, 2]]), loads(dumps(g))):
+        assert [other.nodes[i].dtype for i in other.outputs] == [bfloat16, float16, float32]
+    assert loads(dumps(g)).nodes == g.nodes
+    a, b = torch.randn(4, 6).bfloat16(), torch.randn(4, 6).half()
+    outputs = run_reference(g, [a, torch.ones(6), b])
+    assert [t.dtype for t in outputs] == [torch.bfloat16, torch.float16, torch.float32]
+
+
+def test_the_stored_type_of_an_output_is_not_that_of_what_is_made_of_it() -> None:
+    g, [x, w] = inputs((4, 6), (6, 8))
+    s = g.mark_output(x * 2, "fp32")
+    assert (s @ w).dtype == float16
+    assert (s + x).dtype == float16
+
+
+def test_eager_evaluation_of_different_types_rounds_to_the_graphs() -> None:
+    """x times a float32 statistic is float32 in PyTorch, and of x's type in a graph."""
+    g, [x, w] = inputs((4, 6), (6, 8))
+    r = g.new_input((4, 1), "fp32")
+    g.mark_output((x * r) @ w)
+    half = torch.ones(4, 6).half()
+    [y] = evaluate(g, [half, half.new_ones(6, 8), torch.ones(4, 1)])
+    assert y.dtype == torch.float16
 
 
 def test_names() -> None:
@@ -241,7 +276,7 @@ ERRORS: list[tuple[Build, type[CutesuperError], str]] = [
     (
         lambda g, x, w: g.apply("sofmax", x),
         OperatorError,
-        "operator 'sofmax': does not exist; did you mean softmax or max?",
+        "operator 'sofmax': does not exist; did you mean softmax or log_softmax or max?",
     ),
     (lambda g, x, w: g.apply("fizzle", x), OperatorError, "does not exist; known: add, causal"),
     (lambda g, x, w: g.apply("input"), OperatorError, "apply('input'): use new_input(dims=, dtype"),
@@ -272,29 +307,24 @@ ERRORS: list[tuple[Build, type[CutesuperError], str]] = [
         "add: X[4, 6] float16 belongs to another graph",
     ),
     (
-        lambda g, x, w: g.add(x, g.new_input((6,), "fp32", name="b")),
-        DTypeError,
-        "add(X[4, 6] float16, b[6] float32): element types differ; use one type for all inputs",
-    ),
-    (
         lambda g, x, w: g.matmul(x, g.new_input((6, 1), "fp32", name="b")),
         DTypeError,
-        "matmul(X[4, 6] float16, b[6, 1] float32): element types differ; use one type",
+        "matmul(X[4, 6] float16, b[6, 1] float32): element types differ; products take operands",
     ),
     (
-        lambda g, x, w: g.add(g.new_input((4, 1)), g.new_input((4, 6), "fp32")),
+        lambda g, x, w: g.concat([x, g.new_input((4, 2), "bf16", name="b")], 1),
         DTypeError,
-        "add(A[4, 1] float16, B[4, 6] float32): element types differ; use one type for all",
+        "concat(X[4, 6] float16, b[4, 2] bfloat16): element types differ; products take operands",
     ),
     (
-        lambda g, x, w: g.mark_output(g.exp(x), "fp32"),
+        lambda g, x, w: g.scaled_dot_product_attention(x, x, g.new_input((4, 2), "bf16")),
         DTypeError,
-        "mark_output(t2[4, 6] float16, float32): only statistics of rows, whose last extent is 1",
+        "scaled_dot_product_attention(X[4, 6] float16, X[4, 6] float16, A[4, 2] bfloat16): element",
     ),
     (
-        lambda g, x, w: g.mark_output(g.sum(x, 1), "bf16"),
+        lambda g, x, w: g.mark_output(g.exp(x), "int32"),
         DTypeError,
-        "mark_output(t2[4, 1] float16, bfloat16): only statistics of rows, whose last extent is 1",
+        "mark_output(t2[4, 6] float16, int32): nothing is computed in integers; use one of float16",
     ),
     (
         lambda g, x, w: g.new_input((4,), dtype="int8"),
@@ -441,6 +471,9 @@ def reference_cases() -> dict[str, tuple[Callable[..., Any], Callable[..., torch
         "mean": (lambda g, a, b: g.mean(a, 0), lambda a, b: a.mean(0, keepdim=True)),
         "max": (lambda g, a, b: g.max(a, 1), lambda a, b: a.max(1, keepdim=True).values),
         "softmax": (lambda g, a, b: g.softmax(a), lambda a, b: a.softmax(-1)),
+        "log_softmax": (lambda g, a, b: g.log_softmax(a, 0), lambda a, b: a.log_softmax(0)),
+        "logsumexp": (lambda g, a, b: g.logsumexp(a), lambda a, b: a.logsumexp(1, keepdim=True)),
+        "layer_norm": (lambda g, a, b: g.layer_norm(a), lambda a, b: f.layer_norm(a, (6,))),
         "clamp": (lambda g, a, b: g.clamp(a, 0.5, 1), lambda a, b: a.clamp(0.5, 1)),
         "rms_norm": (lambda g, a, b: g.rms_norm(a), lambda a, b: f.rms_norm(a, (6,), eps=1e-6)),
         "scalar": (lambda g, a, b: 1 / (2 * a + 3) - 0.5, lambda a, b: 1 / (2 * a + 3) - 0.5),
@@ -449,7 +482,7 @@ def reference_cases() -> dict[str, tuple[Callable[..., Any], Callable[..., torch
         "square": (lambda g, a, b: g.square(a), lambda a, b: a * a),
         "step": (lambda g, a, b: g.step(a - b), lambda a, b: (a > b).double()),
     }
-    for name in ("exp", "sqrt", "rsqrt", "relu", "sigmoid", "tanh", "erf"):
+    for name in ("exp", "log", "sqrt", "rsqrt", "relu", "sigmoid", "tanh", "erf"):
         cases[name] = (
             lambda g, a, b, n=name: g.apply(n, a), lambda a, b, n=name: getattr(torch, n)(a)
         )  # fmt: skip
@@ -484,7 +517,7 @@ def test_scalar_formulas_are_the_references() -> None:
         rsqrt = staticmethod(lambda a: a**-0.5)
         step = staticmethod(lambda a: float(a > 0))
         maximum, minimum = max, min
-        exp, sqrt, tanh, erf = math.exp, math.sqrt, math.tanh, math.erf
+        exp, log, sqrt, tanh, erf = math.exp, math.log, math.sqrt, math.tanh, math.erf
 
     for name in (*UNARY, *BINARY, "clamp"):
         op = TABLE[name]

@@ -114,7 +114,7 @@ ERRORS: dict[str, tuple[Any, type[CutesuperError], str]] = {
     ),
     "output type": (
         lambda g, x, n: g.mark_output(g.sum(x, 2), "int32"), DTypeError,
-        "only statistics of rows",
+        "nothing is computed in integers",
     ),
 }
 
@@ -370,7 +370,7 @@ def test_the_bound_holds_where_the_scores_are_uniform() -> None:
     g = attention(G=1, L=2, causal=True)
     result = verify(g, kernel(g, {"B.grid": 4, "S.loop": 3}, causal=True, online=True))
     assert result and result.bound_log2 is not None and -30 < result.bound_log2 < -18
-    assert result.conditions.endswith("at these extents and at drawn lengths and tables")
+    assert result.conditions.endswith("at these extents and at drawn lengths, tables and labels")
 
 
 @pytest.mark.parametrize(("page", "pages"), [(1, 24), (24, 1), (4, 6), (3, 8)])
@@ -523,15 +523,20 @@ MASK_ERRORS: dict[str, tuple[Any, str]] = {
     ),
     "of rows": (
         lambda mu: edited(mu, "length_mask", inputs=(5, 0)),
-        "the lengths have the label D, L; there is one length for all rows and columns",
+        "the lengths have the label D, L; there is one for all rows and columns that are counted",
     ),
     "of a float": (
-        lambda mu: with_type(mu, "lengths", float16), "the lengths lengths are float16, not int32"
+        lambda mu: with_type(mu, "lengths", float16),
+        "length_mask takes int32, and lengths is float16",
     ),
     "numbers": (
-        lambda mu: with_type(mu, "Q", int32), "Q is int32, and only lengths and tables are"
+        lambda mu: with_type(mu, "Q", int32),
+        "Q is int32, and only lengths, tables and labels are",
     ),
-    "stored": (lambda mu: with_type(mu, "Z", int32), "Z is int32, and only lengths and tables are"),
+    "stored": (
+        lambda mu: with_type(mu, "Z", int32),
+        "Z is int32, and only lengths, tables and labels are",
+    ),
     "table": (
         lambda mu: with_type(mu, "table", float16),
         "the table table must be int32, the cache K must not",

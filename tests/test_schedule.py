@@ -14,7 +14,8 @@ from cutesuper.graph.rows import MAX_PER_THREAD, MAX_ROW
 from cutesuper.graph.target import B200, H200
 from cutesuper.schedule.matmul import MatmulPlan, grid_shape
 from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.rows import RowPlan
+from cutesuper.schedule.row_loop import RowLoopPlan
+from cutesuper.schedule.rows import RowPlan, plan_rows
 from cutesuper.schedule.schedule import MatmulSchedule, RowSchedule, read_schedule, schedule_dict
 from tests.mugraphs import Block
 from tests.plans import Linear, rows_block, rows_plan, specs
@@ -380,7 +381,8 @@ ROW_SIZES = [1, 2, 7, 8, 24, 31, 33, 100, 333, 1000, 1024, 1025, 4096, 5000, 163
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("norm", [False, True])
 def test_row_schedules_cover_rows_of_any_length(n: int, dtype: str, norm: bool) -> None:
-    p = rows_plan(100, n, "exp", norm=norm, dtype=dtype)
+    step = rows_block(100, n, "exp", norm=norm).step("rows")  # a row loop runs the longest as well
+    p = plan_rows(step, specs({"X": (100, n), "Z": (100, n)}, dtype), H200)
     s, itemsize = p.schedule, 4 if dtype == "float32" else 2
     assert s.lanes & (s.lanes - 1) == 0 and 1 <= s.lanes * s.rows <= 1024
     assert s.lanes * s.rows % 32 == 0
@@ -394,6 +396,19 @@ def test_row_schedules_cover_rows_of_any_length(n: int, dtype: str, norm: bool) 
     else:
         assert s.lanes <= 256 and s.chunks <= 2  # more blocks instead
     assert p.shared_bytes == (4 * s.rows * p.warps_per_row if norm and s.lanes > 32 else 0)
+
+
+def test_the_longest_rows() -> None:
+    """Of those that are reduced; a row loop reads them as well, and longer ones."""
+    step, shape = rows_block(2, MAX_ROW + 1, norm=True).step("rows"), (2, MAX_ROW + 1)
+    tensors = specs({"X": shape, "Z": shape})
+    with pytest.raises(LoweringError, match=r"rows: rows of 32769 elements are longer than the"):
+        plan_rows(step, tensors, H200)
+    with pytest.raises(LoweringError, match=r"32769 elements .* divide them over a cluster"):
+        make_plan(step, tensors, H200)
+    step, shape = rows_block(2, 2 * MAX_ROW, norm=True).step("rows"), (2, 2 * MAX_ROW)
+    plan = make_plan(step, specs({"X": shape, "Z": shape}), H200)
+    assert isinstance(plan, RowLoopPlan) and not plan.schedule.kept
 
 
 @pytest.mark.parametrize("n", [1, 100, 1000, 1025, 2048])
@@ -472,12 +487,6 @@ def loop_in_rows() -> Block:
     return b
 
 
-def cluster_in_rows() -> Block:
-    b = Block({"M": 8, "N": 64}, {"M.grid": 8, "N.cluster": 2}, {"M": 1, "N": 32})
-    b.store("Z", b.op("exp", b.load("X", "M", "N")), "M", "N")
-    return b
-
-
 def two_reductions() -> Block:
     b = Block({"M": 8, "N": 64}, {}, {"M": 8, "N": 64})
     x = b.load("X", "M", "N")
@@ -502,11 +511,9 @@ def symbol_inside() -> Block:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (loop_in_rows, "accumulate (operation 2) has no place in a row kernel"),
-        (cluster_in_rows, "a row kernel has grid axes only, not cluster"),
+        (loop_in_rows, "N.loop: in a row loop a block has its part of a row whole"),
         (two_reductions, "one label must be the one reduced"),
         (symbolic_column, "the rows' own dimension M must have a fixed extent"),
-        (lambda: rows_block(2, 32769, norm=True), "rows of 32769 elements are longer than the"),
         (symbol_inside, "X has a symbolic extent that is not its first dimension"),
     ],
 )

@@ -273,7 +273,7 @@ def _transposed_and_reduced(g: Graph, x: Tensor) -> Tensor:
 ANY_ORDER: dict[str, tuple[Callable[[Graph, Tensor], Tensor], tuple[Dim, ...], str]] = {
     "sum of columns": (lambda g, x: g.sum(x, 0), (50, 64), "K"),
     "softmax of columns": (lambda g, x: g.softmax(x, 0), (50, 64), "K"),
-    "long columns": (lambda g, x: g.mean(x, 0), (32768, 8), "K"),
+    "long columns": (lambda g, x: g.softmax(x, 0), (32768, 8), "K"),
     "middle": (lambda g, x: g.div(x, g.sum(x, 1)), (4, 50, 64), "K"),
     "symbolic batch": (lambda g, x: g.softmax(x, 1), (symbol("B"), 50, 64), "K"),
     "mixed": (lambda g, x: x + g.transpose(g.new_input((32, 64), name="Y")), (64, 32), "N"),
@@ -432,10 +432,10 @@ def _fp32() -> Graph:
 REFUSED: dict[str, tuple[Callable[[], Graph], str]] = {
     "fp32": (_fp32, "float32"),
     "odd": (lambda: linear(16, 100, 64, lambda g, t: t), "multiple of 8"),
-    "long": (lambda: rows(4, 32769, lambda g, x: g.softmax(x)), r"dim=1\): .*at most 32768 are re"),
-    "long columns": (lambda: rows(32769, 4, lambda g, x: g.sum(x, 0)), "at most 32768"),
+    "long": (lambda: rows(4, 262145, lambda g, x: g.softmax(x)), r"dim=1\): .*cluster holds 26214"),
+    "long columns": (lambda: rows(32769, 4, lambda g, x: g.softmax(x, 0)), "its rows along memory"),
     "one element": (lambda: rows(1, 1, lambda g, x: g.relu(x)), "all tensors have one element"),
-    "symbolic columns": (lambda: rows(symbol("M"), 64, lambda g, x: g.sum(x, 0)), "extent M"),
+    "symbolic columns": (lambda: rows(symbol("M"), 64, lambda g, x: g.max(x, 0)), "the rows K"),
     "symbol inside": (lambda: rows(symbol("M"), 64, lambda g, x: g.transpose(x)), "its first dim"),
 }
 
@@ -565,10 +565,10 @@ def graphs(draw: st.DrawFn) -> Graph:
         pool.append(t)
     last = next((t for t in reversed(pool) if t.node.operator != "input"), None)
     g.mark_output(last if last is not None else g.relu(pool[0]))
-    return _without_unused(g)
+    return without_unused(g)
 
 
-def _without_unused(g: Graph) -> Graph:
+def without_unused(g: Graph) -> Graph:
     """The graph without the inputs that no output depends on."""
     needed = set(g.outputs)
     for i in reversed(range(len(g.nodes))):

@@ -31,7 +31,7 @@ from cutesuper.verify.extents import resized_graph
 from cutesuper.verify.numeric import compare
 from tests.brute_force import EXTENT, Forward
 from tests.rewrites import AXIOMS, PROGRAMS, program, results
-from tests.test_search import _without_unused
+from tests.test_search import without_unused
 
 # ------------------------------------------------------------------------------------ brute force
 
@@ -214,7 +214,7 @@ def graphs(draw: st.DrawFn) -> KernelGraph:
         if made is not None:
             pool.append(last := made)
     g.mark_output(last if last is not pool[0] else g.tanh(last))
-    return _without_unused(g)
+    return without_unused(g)
 
 
 def _operator(

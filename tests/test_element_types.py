@@ -1,0 +1,59 @@
+"""Programs of several element types through the search: who may be in one kernel."""
+
+from __future__ import annotations
+
+import pytest
+
+from cutesuper.errors import SearchError
+from cutesuper.graph.block import MuGraph
+from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.graph.target import H200
+from cutesuper.search.search import SearchOptions, search
+from cutesuper.verify.equivalence import verify
+
+
+def searched(graph: KernelGraph) -> MuGraph:
+    """The best program; it is right, and its tensors have the types of the graph."""
+    mu = search(graph, H200, options=SearchOptions(lowered=True)).candidates[0].mugraph
+    assert verify(graph, mu)
+    for name, i in zip(mu.outputs, graph.outputs, strict=True):
+        assert mu.tensors[name].dtype == graph.nodes[i].dtype
+    return mu
+
+
+def linear(g: KernelGraph, dtype: str) -> Tensor:
+    return g.new_input((16, 256), dtype) @ g.new_input((256, 512), dtype)
+
+
+def test_a_bias_and_a_result_of_another_type() -> None:
+    g = new_kernel_graph()
+    g.mark_output(g.relu(linear(g, "bf16") + g.new_input((512,), "fp32")), "fp16")
+    assert len(searched(g).steps) == 1
+
+
+def test_products_of_two_types_are_two_kernels() -> None:
+    g = new_kernel_graph()
+    g.mark_output(linear(g, "bf16") + linear(g, "fp16"), "bf16")
+    assert len(searched(g).steps) == 2
+
+
+def test_a_statistic_of_another_type_beside_a_product_is_another_kernel() -> None:
+    g = new_kernel_graph()
+    z = g.new_input((16, 256), "fp16")
+    g.mark_output(linear(g, "bf16") * g.sum(z, 1), "bf16")
+    assert len(searched(g).steps) == 2
+
+
+def test_rows_of_all_types_are_one_kernel() -> None:
+    g = new_kernel_graph()
+    x, r, w = g.new_input((8, 64), "bf16"), g.new_input((8, 64), "fp16"), g.new_input((64,), "fp32")
+    h = g.mark_output(x + r, "bf16")
+    g.mark_output(g.rms_norm(h, w), "fp16")
+    assert len(searched(g).steps) == 1
+
+
+def test_products_of_float32_are_refused_by_name() -> None:
+    g = new_kernel_graph()
+    g.mark_output(linear(g, "fp32"))
+    with pytest.raises(SearchError, match="matmul in float32: the tensor cores take float16 and"):
+        searched(g)

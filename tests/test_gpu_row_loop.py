@@ -1,0 +1,299 @@
+"""Row loops on a GPU: every way to load, reduce and sum, odd extents, many launches.
+
+Programs by hand fix the grid, the cluster and the visits (`tests.row_programs`). Outputs and the
+memory of partial results are full of NaN before every launch. Kernels are few (some 70) because
+each takes seconds to compile.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from cutesuper.graph.dims import Symbol
+from cutesuper.graph.dtypes import bfloat16, float16, float32
+from cutesuper.runtime.kernel import Kernel
+from cutesuper.runtime.scratch import ScratchMemory
+from cutesuper.schedule.row_loop import RowLoopPlan
+from cutesuper.schedule.schedule import RowLoopSchedule
+from tests import zoo
+from tests.row_programs import (
+    Case,
+    batched_sum,
+    causal_softmax,
+    column_sum,
+    layer_norm_backward,
+    maximum_and_sum,
+    per_head_backward,
+    rms_backward,
+    rms_forward,
+    row_kernel,
+    scaled_heads,
+    softmax_forward,
+    squared_error,
+)
+from tests.test_gpu import check, poisoned, run
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def poisoned_partials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial results are NaN before a launch: what is read was written by this launch."""
+    allot = ScratchMemory.allot
+
+    def poison(self: ScratchMemory, values: Any) -> list[Any]:
+        found = allot(self, values)
+        for t in found:
+            if t.is_floating_point():
+                t.fill_(torch.nan)
+        return found
+
+    monkeypatch.setattr(ScratchMemory, "allot", poison)
+
+
+def plan_of(kernel: Kernel) -> RowLoopPlan:
+    plan = kernel.kernels[0].plan
+    assert isinstance(plan, RowLoopPlan)
+    return plan
+
+
+def counters_are_zero(kernel: Kernel) -> None:
+    """As the next launch has to find them, whatever the stream."""
+    kept = kernel._main._memory._kept.values()
+    assert len(kept) > 0 or not plan_of(kernel).meets
+    assert all(not t.any() for tensors in kept for t in tensors)
+
+
+def same_bits(kernel: Kernel, inputs: list[torch.Tensor], times: int = 3) -> None:
+    """Checked against float64 once, and the same in every later launch."""
+    first = check(kernel, inputs)
+    for _ in range(times):
+        again = run(kernel, inputs)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    counters_are_zero(kernel)
+
+
+# -------------------------------------------------------------------------------------- any program
+
+FIXED: dict[str, Callable[[], Case]] = {
+    "rms backward": lambda: rms_backward(4096, 4096, 128, 2),
+    "rms backward, few rows": lambda: rms_backward(128, 4096, 64, 2),
+    "rms backward, 512 rows": lambda: rms_backward(512, 4096, 128, 2, dtype=float16),
+    "rms backward, one block": lambda: rms_backward(3, 256, 1, 4),
+    "rms backward, float16": lambda: rms_backward(1001, 1000, 132, 4, dtype=float16),
+    "rms backward, float32": lambda: rms_backward(1000, 1024, 125, 4, dtype=float32),
+    "rms backward, long rows": lambda: rms_backward(300, 16384, 66, 1, cluster=2),
+    "rms backward, parts of several sizes": lambda: rms_backward(140, 16392, 30, 1, cluster=4),
+    "rms backward, 16 blocks a row": lambda: rms_backward(100, 65536, 7, 1, cluster=16),
+    "rms backward, parts without columns": lambda: rms_backward(600, 72, 8, 4, cluster=8),
+    "rms backward, short rows in a cluster": lambda: rms_backward(600, 64, 8, 4, cluster=8),
+    "rms backward, odd rows": lambda: rms_backward(1001, 1001, 132, 4),
+    "rms backward, few odd rows": lambda: rms_backward(37, 1001, 37, 1),
+    "rms backward, 2 elements": lambda: rms_backward(999, 2, 100, 4),
+    "rms backward, 12 elements": lambda: rms_backward(70000, 12, 132, 4, dtype=float32),
+    "rms backward, 2056 elements": lambda: rms_backward(777, 2056, 132, 2),
+    "rms backward, read again": lambda: rms_backward(600, 28672, 132, 1),
+    "layer norm backward": lambda: layer_norm_backward(1000, 4096, 128, 2),
+    "layer norm backward, long rows": lambda: layer_norm_backward(512, 16384, 66, 1, cluster=2),
+    "layer norm backward, float32": lambda: layer_norm_backward(99, 777, 33, 1, dtype=float32),
+    "heads": lambda: per_head_backward(4096, 8, 128, 16, 32),
+    "heads, few rows": lambda: per_head_backward(100, 4, 64, 33, 1),
+    "scaled heads": lambda: scaled_heads(128, 8, 72, 8, 8),
+    "scaled heads, many rows": lambda: scaled_heads(2000, 8, 72, 16, 8),
+    "batched": lambda: batched_sum(512, 8, 1024, 16, 8),
+    "column sum": lambda: column_sum(4096, 4096, 132, 4, dtype=float16),
+    "column sum, wide": lambda: column_sum(256, 65536, 16, 2, columns=8192),
+    "maximum and sum": lambda: maximum_and_sum(1000, 1001, 125, 4),
+    "maximum and sum, few rows": lambda: maximum_and_sum(100, 512, 25, 4, dtype=float32),
+    "squared error": lambda: squared_error(4096, 4096, 128, 2),
+    "squared error, odd rows": lambda: squared_error(333, 1001, 37, 3, dtype=float32),
+    "causal softmax": lambda: causal_softmax(300, 1000),
+    "softmax, long rows": lambda: softmax_forward(64, 131072, 8),
+    "softmax, odd rows": lambda: softmax_forward(64, 100001, 8),
+    "rms forward, long rows": lambda: rms_forward(20, 262144, 16),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_programs(name: str) -> None:
+    kernel = row_kernel(FIXED[name]())
+    for seed in range(2):
+        same_bits(kernel, zoo.draw(kernel.graph, seed, "cuda"))
+
+
+M = Symbol("M", 4096)
+FEW = Symbol("M", 128)
+#: no rows to fill a tile, one more than blocks, tails of tiles
+EXTENTS = (1, 2, 3, 5, 7, 31, 132, 133, 1000, 4097)
+SYMBOLIC: dict[str, tuple[Callable[[], Case], tuple[int, ...]]] = {
+    "rms backward": (lambda: rms_backward(M, 1024, 132, 4), (*EXTENTS, 70000)),
+    "rms backward, few rows": (lambda: rms_backward(FEW, 2048, 64, 2), EXTENTS),
+    "rms backward, cluster": (
+        lambda: rms_backward(M, 8192, 66, 1, cluster=2, dtype=float32), EXTENTS,
+    ),
+    "layer norm backward": (lambda: layer_norm_backward(M, 1024, 132, 8), (*EXTENTS, 70000)),
+    "heads": (lambda: per_head_backward(M, 8, 128, 16, 32), EXTENTS),
+    "batched": (lambda: batched_sum(M, 8, 512, 16, 8, dtype=float16), EXTENTS),
+    "column sum": (lambda: column_sum(M, 1000, 132, 4), (*EXTENTS, 70000)),
+    "squared error": (lambda: squared_error(M, 1024, 132, 4), (*EXTENTS, 70000)),
+    "squared error, cluster": (lambda: squared_error(M, 16384, 66, 1, cluster=2), EXTENTS[:-1]),
+    "softmax": (lambda: softmax_forward(M, 16392, 2, dtype=float16), EXTENTS[:-1]),
+    "rms forward": (lambda: rms_forward(M, 65536, 4), EXTENTS[:-2]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_any_number_of_rows(name: str) -> None:
+    make, extents = SYMBOLIC[name]
+    kernel = row_kernel(make())
+    for seed, m in enumerate(extents):
+        same_bits(kernel, zoo.draw(kernel.graph, seed, "cuda", {"M": m}), times=1)
+
+
+def random_case(i: int) -> Case:
+    """1 to 3000 rows of 1 to 5000 elements in programs of all kinds."""
+    rng = random.Random(i)
+    m, n = rng.randint(2, 3000), rng.randint(2, 5000)
+    n = n if i % 2 else -(-n // 8) * 8
+    dtype = (bfloat16, float16, float32)[i % 3]
+    rows, cluster = rng.choice((1, 2, 4)), rng.choice((1, 1, 2, 4))
+    grid = rng.randint(1, {1: 132, 2: 66, 4: 30}[cluster])
+    make = (rms_backward, layer_norm_backward, squared_error)[i // 2 % 3]
+    return make(m, n, grid, rows, cluster, dtype)
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_random_extents(number: int) -> None:
+    kernel = row_kernel(random_case(number))
+    same_bits(kernel, zoo.draw(kernel.graph, number, "cuda"), times=1)
+
+
+#: schedules that nobody chooses by himself: (rows, elements, schedule)
+SCHEDULES: dict[str, RowLoopSchedule] = {
+    "one stage": RowLoopSchedule(128, 8, 1, 2, stages=1, blocks=125),
+    "four stages": RowLoopSchedule(64, 8, 2, 4, stages=4, blocks=125),
+    "a thread has four rows": RowLoopSchedule(128, 8, 1, 1, depth=4, blocks=125),
+    "a warp has four rows": RowLoopSchedule(8, 8, 16, 4, stages=2, kept=False, blocks=125),
+    "not kept": RowLoopSchedule(32, 8, 4, 4, kept=False, blocks=125),
+    "straight": RowLoopSchedule(64, 4, 4, 4, stages=0, blocks=125),
+    "sliced": RowLoopSchedule(128, 8, 1, 2, depth=2, stages=0, blocks=125, sliced=True),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules(name: str) -> None:
+    kernel = row_kernel(rms_backward(1001, 1024, 125, 2), schedule=SCHEDULES[name])
+    same_bits(kernel, zoo.draw(kernel.graph, 1, "cuda"))
+
+
+# --------------------------------------------------------------------------------- many launches
+
+#: sums of which blocks meet, alone and in clusters
+MEETING: dict[str, Callable[[], Case]] = {
+    "blocks": lambda: rms_backward(1001, 1024, 132, 4),
+    "clusters": lambda: rms_backward(150, 8192, 66, 1, cluster=2),
+}
+LAUNCHES = [(name, dependent) for name in MEETING for dependent in (False, True)]
+launched = pytest.mark.parametrize(
+    ("name", "dependent"), LAUNCHES, ids=[f"{n}{', dependent' * d}" for n, d in LAUNCHES]
+)
+
+
+@cache
+def meeting(name: str, dependent: bool) -> Kernel:
+    """One kernel object for all tests that use it."""
+    kernel = row_kernel(MEETING[name](), dependent)
+    assert plan_of(kernel).meets
+    return kernel
+
+
+def same(found: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@launched
+def test_many_launches_in_flight(name: str, dependent: bool) -> None:
+    kernel = meeting(name, dependent)
+    sets = [zoo.draw(kernel.graph, seed, "cuda") for seed in range(4)]
+    want = [check(kernel, inputs) for inputs in sets]
+    outputs = [poisoned(kernel, sets[i % 4]) for i in range(60)]
+    for i, out in enumerate(outputs):
+        kernel(sets[i % 4], out=out)
+    torch.cuda.synchronize()
+    assert all(same(out, want[i % 4]) for i, out in enumerate(outputs))
+    counters_are_zero(kernel)
+
+
+@launched
+def test_two_streams_at_once(name: str, dependent: bool) -> None:
+    """All blocks of a launch run at once, or none: nobody waits for blocks of the other stream."""
+    kernel = meeting(name, dependent)
+    sets = [zoo.draw(kernel.graph, seed, "cuda") for seed in (5, 6)]
+    want = [check(kernel, inputs) for inputs in sets]
+    streams = [torch.cuda.Stream() for _ in sets]
+    outputs = [[poisoned(kernel, inputs) for _ in range(60)] for inputs in sets]
+    torch.cuda.synchronize()
+    for n in range(60):
+        for stream, inputs, mine in zip(streams, sets, outputs, strict=True):
+            with torch.cuda.stream(stream):
+                kernel(inputs, out=mine[n])
+    torch.cuda.synchronize()
+    for right, mine in zip(want, outputs, strict=True):
+        assert all(same(out, right) for out in mine)
+    counters_are_zero(kernel)
+
+
+@launched
+def test_capture_and_replay(name: str, dependent: bool) -> None:
+    """Twice in a graph, with ordinary calls between the replays."""
+    kernel = meeting(name, dependent)
+    inputs = zoo.draw(kernel.graph, 7, "cuda")
+    outputs = [poisoned(kernel, inputs) for _ in range(2)]
+    kernel(inputs, out=outputs[0])  # loads the kernel
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out in outputs:
+            kernel(inputs, out=out)
+    for seed in (8, 9, 10):
+        for mine, fresh in zip(inputs, zoo.draw(kernel.graph, seed, "cuda"), strict=True):
+            mine.copy_(fresh)
+        for t in (*outputs[0], *outputs[1]):
+            t.fill_(torch.nan)
+        graph.replay()
+        between = run(kernel, inputs)
+        assert all(zoo.judge(kernel.graph, inputs, between))
+        assert all(same(out, between) for out in outputs)
+
+
+#: what a dependent launch may not read early, in every kernel of row loops
+DEPENDENT: dict[str, Callable[[], Case]] = {
+    **MEETING,
+    "few rows": lambda: rms_backward(128, 2048, 64, 2),
+    "forward": lambda: rms_forward(40, 65536, 4),
+}
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_a_dependent_launch_waits_for_its_inputs(name: str) -> None:
+    """Which come from a slow kernel of PyTorch, launched just before."""
+    kernel = row_kernel(DEPENDENT[name](), dependent=True)
+    inputs = zoo.draw(kernel.graph, 11, "cuda")
+    want = check(kernel, inputs)
+    late = [torch.empty_like(t) for t in inputs]
+    for _ in range(5):
+        for t in late:
+            t.fill_(torch.nan)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(5_000_000)
+        for mine, given in zip(late, inputs, strict=True):
+            torch.add(given, 0.0, out=mine)
+        assert same(run(kernel, late), want)

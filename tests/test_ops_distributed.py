@@ -1,0 +1,116 @@
+"""Operators with gradients in DDP and FSDP2: two processes on the CPU, against one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cutesuper as cs
+
+torch = pytest.importorskip("torch")
+
+RANKS = 2
+KINDS = ("ddp", "fsdp", "fsdp mixed", "ddp checkpointed")
+
+
+class Block(torch.nn.Module):
+    """Norm, linear layer, residual; parameters of odd sizes, so that shards are uneven."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.first = cs.nn.RMSNorm(n, eps=1e-5)
+        self.up = torch.nn.Linear(n, n)
+        self.second = cs.nn.LayerNorm(n)
+        self.last = cs.nn.RMSNorm(n, eps=1e-5, weight_offset=1.0)
+
+    def forward(self, x: Any) -> Any:
+        y, total = self.last(self.up(self.first(x)), residual=self.second(x))
+        return y + total
+
+
+class Checkpointed(torch.nn.Module):
+    """A module whose forward pass is computed again."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(self.module, x, use_reentrant=False)
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    blocks = torch.nn.Sequential(*(Block(13) for _ in range(2)))
+    for p in blocks.parameters():
+        torch.nn.init.normal_(p)
+    return blocks
+
+
+def data() -> Any:
+    return torch.randn(RANKS * 6, 5, 13, generator=torch.Generator().manual_seed(1))
+
+
+def wrapped(kind: str, module: Any) -> Any:
+    if kind == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(module)
+    if kind == "ddp checkpointed":
+        blocks = torch.nn.Sequential(*(Checkpointed(b) for b in module))
+        return torch.nn.parallel.DistributedDataParallel(blocks)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if "mixed" in kind:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in module:
+        fully_shard(block, mp_policy=policy)
+    return fully_shard(module, mp_policy=policy)
+
+
+def work(rank: int, port: int, kind: str, folder: str) -> None:
+    """One process: two steps of training; rank 0 writes the gradients of the last."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
+    mine = wrapped(kind, model())
+    optimizer = torch.optim.SGD(mine.parameters(), lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        mine(data().chunk(RANKS)[rank]).float().square().mean().backward()
+        optimizer.step()
+    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+             for p in mine.parameters()]  # fmt: skip
+    if rank == 0:
+        torch.save(grads, Path(folder) / "grads.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def alone() -> list[Any]:
+    """The gradients of one process."""
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        module(data()).square().mean().backward()
+        optimizer.step()
+    return [p.grad for p in module.parameters()]
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_give_the_gradients_of_one(kind: str, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(work, (port, kind, str(tmp_path)), nprocs=RANKS)
+    found = torch.load(tmp_path / "grads.pt")
+    for a, b in zip(found, alone(), strict=True):
+        if "mixed" in kind:  # products in bfloat16
+            assert torch.linalg.vector_norm(a - b) < 0.05 * torch.linalg.vector_norm(b)
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
