@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from cutesuper import errors
+from cutesuper.entry import superoptimize
 from cutesuper.given import compile_mugraph
 from cutesuper.graph.autodiff import Split, grad, split
 from cutesuper.graph.block import MuGraph
@@ -14,7 +15,7 @@ from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
 from cutesuper.graph.serial import dumps, loads
 from cutesuper.graph.target import B200, H100, H200, Target
 from cutesuper.mirage.load import load_mirage
-from cutesuper.optimize import mugraphs, superoptimize
+from cutesuper.optimize import mugraphs
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.program import load
 from cutesuper.tune.tuner import tune
@@ -22,6 +23,7 @@ from cutesuper.verify.equivalence import Verification, verify
 
 if TYPE_CHECKING:
     from cutesuper import nn, ops
+    from cutesuper.frontend.trace import TracedProgram
 
 __version__ = "0.1.0"
 
@@ -36,6 +38,7 @@ __all__ = [
     "Split",
     "Target",
     "Tensor",
+    "TracedProgram",
     "Verification",
     "bfloat16",
     "compile_mugraph",
@@ -61,9 +64,14 @@ __all__ = [
 ]
 
 
+#: public names in modules that import torch
+_LATE = {"TracedProgram": "cutesuper.frontend.trace"}
+
+
 def __getattr__(name: str) -> Any:
-    """`cutesuper.ops` and `cutesuper.nn`, at the first use: they import torch, which nothing else
-    here needs."""
+    """What imports torch, which nothing else here needs, at its first use."""
     if name in ("nn", "ops"):
         return importlib.import_module(f"cutesuper.{name}")
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name]), name)
     raise AttributeError(f"module 'cutesuper' has no attribute {name!r}")

@@ -61,6 +61,10 @@ class LoweringError(CutesuperError, NotImplementedError):
     """A program that the lowering cannot express yet."""
 
 
+class TraceError(CutesuperError, RuntimeError):
+    """A function of PyTorch of which some part is no kernel graph."""
+
+
 class CompileError(CutesuperError, RuntimeError):
     """The compiler refused a kernel, or a tool it needs is missing."""
 

@@ -1,0 +1,229 @@
+"""Dimensions of traced tensors as products of factors, found by unification.
+
+A tensor of PyTorch is viewed in many shapes; a kernel graph has no reshapes. So a dimension here is
+a list of *factors*, from the slowest: ``view([B, S, K] -> [B * S, K])`` makes a dimension of two
+factors, ``view([M, H * D] -> [M, H, D])`` divides a factor in two, wherever it occurs. Nothing is
+computed by a view. Factors that always stand side by side are one dimension of the kernel graph in
+the end (`merged`).
+
+An extent of 1 has no factors. Extents may be symbolic (`torch.SymInt`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+Extent = Any  # int or torch.SymInt
+
+
+class Mismatch(Exception):
+    """Dimensions that cannot be the same, or a view that does not follow factors."""
+
+
+@dataclass(eq=False)
+class Factor:
+    """A part of a dimension.
+
+    Attributes:
+        extent: of it.
+        same: another factor that this one was found to be, or None.
+        parts: factors that it was divided into; empty if it was not.
+    """
+
+    extent: Extent
+    same: Factor | None = None
+    parts: tuple[Factor, ...] = ()
+
+
+#: the factors of a dimension, from the slowest
+Dims = tuple[Factor, ...]
+
+
+def equal(a: Extent, b: Extent) -> bool:
+    """Whether two extents are known to be equal, without a guard on them."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(a == b))
+
+
+def divides(a: Extent, b: Extent) -> bool:
+    """Whether ``b`` is known to be a multiple of ``a``, without a guard on them."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a > 0 and b % a == 0
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(b % a == 0))
+
+
+def dims_of(extent: Extent) -> Dims:
+    """A dimension of which nothing else is known."""
+    return () if equal(extent, 1) else (Factor(extent),)
+
+
+def root(factor: Factor) -> Factor:
+    """What a factor was found to be."""
+    while factor.same is not None:
+        factor = factor.same
+    return factor
+
+
+def leaves(dims: Iterable[Factor]) -> Dims:
+    """The factors of a dimension as they are now, divided as far as anybody divided them."""
+    found: list[Factor] = []
+    for f in dims:
+        f = root(f)
+        found += leaves(f.parts) if f.parts else [f]
+    return tuple(found)
+
+
+def extent_of(dims: Iterable[Factor]) -> Extent:
+    """The product of the factors."""
+    return prod((f.extent for f in leaves(dims)), start=1)
+
+
+def unify(a: Dims, b: Dims) -> None:
+    """Two dimensions are the same.
+
+    before: ``(B, S)`` and ``(M)``; after: M is divided into B and S.
+
+    Raises:
+        Mismatch: their factors do not fit into each other.
+    """
+    while True:
+        one, other = leaves(a), leaves(b)
+        if one == other:
+            return
+        pairs = [(x, y) for x, y in zip(one, other, strict=False) if x is not y]
+        if not pairs:
+            raise Mismatch(f"extents {_show(one)} and {_show(other)} differ")
+        x, y = pairs[0]
+        if equal(x.extent, y.extent):
+            x.same = y
+        elif divides(x.extent, y.extent):
+            _divide(y, x.extent)
+        elif divides(y.extent, x.extent):
+            _divide(x, y.extent)
+        else:
+            raise Mismatch(f"extents {_show(one)} and {_show(other)} do not divide each other")
+
+
+def _divide(f: Factor, first: Extent) -> None:
+    f.parts = (Factor(first), Factor(f.extent // first))
+
+
+def regroup(dims: Sequence[Dims], extents: Sequence[Extent]) -> tuple[Dims, ...]:
+    """The dimensions of a view with these extents.
+
+    Raises:
+        Mismatch: it cuts through a factor that does not divide.
+    """
+    rest = list(leaves(f for d in dims for f in d))
+    result: list[Dims] = []
+    for wanted in extents:
+        taken: list[Factor] = []
+        while not equal(wanted, 1):
+            if not rest:
+                raise Mismatch(f"a view as {list(extents)} has more elements")
+            f = rest.pop(0)
+            if divides(f.extent, wanted):
+                wanted = wanted // f.extent
+                taken.append(f)
+            elif divides(wanted, f.extent):
+                _divide(f, wanted)
+                taken.append(f.parts[0])
+                rest.insert(0, f.parts[1])
+                wanted = 1
+            else:
+                raise Mismatch(f"a view as {list(extents)} cuts through an extent of {f.extent}")
+        result.append(tuple(taken))
+    if rest:
+        raise Mismatch(f"a view as {list(extents)} has fewer elements")
+    return tuple(result)
+
+
+# ------------------------------------------------------------------------------------------ groups
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Factors that stand side by side wherever they occur: a dimension of the kernel graph.
+
+    Attributes:
+        factors: from the slowest.
+        extent: the product.
+    """
+
+    factors: Dims
+    extent: Extent
+
+
+@dataclass
+class Grouping:
+    """Which factors are one dimension.
+
+    Attributes:
+        sequences: of factors, as they follow each other in every tensor and in its memory, and
+            dimensions of which an operator needs all of, by themselves.
+    """
+
+    sequences: list[Dims] = field(default_factory=list)
+
+    def add(self, factors: Iterable[Factor]) -> None:
+        """Factors that follow each other somewhere."""
+        self.sequences.append(tuple(factors))
+
+    def groups(self) -> dict[Factor, Group]:
+        """The group of every factor."""
+        after: dict[Factor, Factor | None] = {}
+        before: dict[Factor, Factor | None] = {}
+        for sequence in self.sequences:
+            now = leaves(sequence)
+            for i, f in enumerate(now):
+                _agree(after, f, now[i + 1] if i + 1 < len(now) else None)
+                _agree(before, f, now[i - 1] if i else None)
+        result: dict[Factor, Group] = {}
+        for f in after:
+            if before[f] is None or after[_known(before[f])] is not f:
+                chain = [f]
+                while (g := after[chain[-1]]) is not None and before[g] is chain[-1]:
+                    chain.append(g)
+                group = Group(tuple(chain), extent_of(chain))
+                result |= dict.fromkeys(chain, group)
+        return result
+
+
+def _agree(known: dict[Factor, Factor | None], f: Factor, other: Factor | None) -> None:
+    known[f] = other if known.setdefault(f, other) is other else None
+
+
+def _known(f: Factor | None) -> Factor:
+    if f is None:
+        raise AssertionError("a factor that follows nothing")
+    return f
+
+
+def _show(dims: Dims) -> str:
+    return " x ".join(str(f.extent) for f in dims) or "1"
+
+
+__all__ = [
+    "Dims",
+    "Extent",
+    "Factor",
+    "Group",
+    "Grouping",
+    "Mismatch",
+    "dims_of",
+    "divides",
+    "equal",
+    "extent_of",
+    "leaves",
+    "regroup",
+    "root",
+    "unify",
+]

@@ -1,0 +1,183 @@
+"""Which nodes of a traced program become regions.
+
+Regions grow along the program: a node joins the regions that it reads from if what comes out still
+has a kernel graph and nothing outside stands between. What the views of a program divide (heads of
+a projection, say) ends a region by itself, because it has no kernel graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from cutesuper.frontend.region import Region, convert
+from cutesuper.frontend.table import entry_of, is_free
+from cutesuper.frontend.values import Unsupported
+
+#: nodes and products of a region: a search of more takes longer than 10 s and finds no more
+MOST_NODES, MOST_PRODUCTS = 48, 8
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A traced program in parts.
+
+    Attributes:
+        regions: in order.
+        refused: why a node that computes is in no region.
+    """
+
+    regions: tuple[Region, ...]
+    refused: dict[fx.Node, str]
+
+
+def partition(graph: fx.Graph, *, constants: Collection[fx.Node] = ()) -> Partition:
+    """Cut a traced program into regions.
+
+    Args:
+        graph: of ``torch.ops``, without mutation but where it is said; fake tensors in
+            ``node.meta["val"]``.
+        constants: nodes that nobody writes while kernels run (parameters).
+    """
+    return _Growing(graph, frozenset(constants)).run()
+
+
+def halves(region: Region, constants: Collection[fx.Node] = ()) -> tuple[Region, Region] | None:
+    """A region in two, cut where the least is carried over; None if it has no such place.
+
+    Args:
+        region: of `partition`.
+        constants: as for `partition`.
+    """
+    found: list[tuple[int, int, Region, Region]] = []
+    for i in range(1, len(region.nodes)):
+        try:
+            first = convert(region.nodes[:i], constants)
+            second = convert(region.nodes[i:], constants)
+        except Unsupported:
+            continue
+        balance = abs(_work(first) - _work(second))
+        carried = len(first.outputs) + len(second.inputs)
+        found.append((balance, carried, first, second))
+    if not found:
+        return None
+    _, _, first, second = min(found, key=lambda f: f[:2])
+    return first, second
+
+
+def _work(region: Region) -> int:
+    return 100 * region.products + len(region.nodes)
+
+
+@dataclass
+class _Growing:
+    """The regions while they grow."""
+
+    graph: fx.Graph
+    constants: frozenset[fx.Node]
+    regions: list[Region] = field(default_factory=list)
+    refused: dict[fx.Node, str] = field(default_factory=dict)
+    _region: dict[fx.Node, int] = field(default_factory=dict)
+    _place: dict[fx.Node, int] = field(default_factory=dict)
+    _epoch: dict[fx.Node, int] = field(default_factory=dict)
+
+    def run(self) -> Partition:
+        epoch = 0
+        for i, node in enumerate(self.graph.nodes):
+            epoch += _writes(node)
+            self._place[node], self._epoch[node] = i, epoch
+        for node in self.graph.nodes:
+            if node.op == "call_function" and _computes(node):
+                self._add(node)
+        # a region that grew in pieces is there under several numbers
+        alive = {id(r): r for n, r in enumerate(self.regions) if self._region[r.nodes[0]] == n}
+        return Partition(tuple(alive.values()), self.refused)
+
+    def _add(self, node: fx.Node) -> None:
+        if entry_of(node) is None:
+            self.refused[node] = f"{node.target} is not an operator of kernel graphs"
+            return
+        near = sorted({self._region[p] for p in _producers(node) if p in self._region})
+        choices = [near] + ([[n] for n in reversed(near)] if len(near) > 1 else [])
+        for chosen in choices:
+            region = self._joined(node, chosen) if chosen else None
+            if region is not None:
+                self._keep(region)
+                return
+        try:
+            region = convert([node], self.constants)
+        except Unsupported as error:
+            self.refused[error.node if error.node in self._place else node] = error.reason
+            self.refused.setdefault(node, error.reason)
+            return
+        self._keep(region)
+
+    def _joined(self, node: fx.Node, chosen: Sequence[int]) -> Region | None:
+        nodes = {node, *(n for c in chosen for n in self.regions[c].nodes)}
+        together = sorted(nodes, key=self._place.__getitem__)
+        if len(together) > MOST_NODES or len({self._epoch[n] for n in together}) > 1:
+            return None
+        if self._leaves(set(together)):
+            return None
+        try:
+            region = convert(together, self.constants)
+        except Unsupported:
+            return None
+        return region if region.products <= MOST_PRODUCTS else None
+
+    def _keep(self, region: Region) -> None:
+        self.regions.append(region)
+        for n in region.nodes:
+            self._region[n] = len(self.regions) - 1
+
+    def _leaves(self, inside: set[fx.Node]) -> bool:
+        """Whether a path leaves the nodes, passes something that computes, and comes back."""
+        last = max(self._place[n] for n in inside)
+        todo = [(u, False) for n in inside for u in n.users if u not in inside]
+        seen = set(todo)
+        while todo:
+            node, outside = todo.pop()
+            if self._place.get(node, last + 1) > last:
+                continue
+            outside = outside or not is_free(node)
+            for u in node.users:
+                if u in inside and outside:
+                    return True
+                if u not in inside and (u, outside) not in seen:
+                    seen.add((u, outside))
+                    todo.append((u, outside))
+        return False
+
+
+def _computes(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    several = isinstance(val, tuple | list) and any(isinstance(v, torch.Tensor) for v in val)
+    return (isinstance(val, torch.Tensor) or several) and not is_free(node)
+
+
+def _producers(node: fx.Node) -> set[fx.Node]:
+    """The nodes that a node reads, through views."""
+    found: set[fx.Node] = set()
+    todo = list(node.all_input_nodes)
+    while todo:
+        n = todo.pop()
+        if is_free(n):
+            todo += n.all_input_nodes
+        else:
+            found.add(n)
+    return found
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node changes a tensor, or does anything else that must keep its place."""
+    if node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        # attention draws random numbers, says its entry, but only where it drops weights
+        return bool(schema and schema.is_mutable) or (node.is_impure() and entry_of(node) is None)
+    return node.op in ("call_module", "call_method")
+
+
+__all__ = ["Partition", "halves", "partition"]

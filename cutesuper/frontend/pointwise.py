@@ -1,0 +1,347 @@
+"""Element-wise operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf, log, sqrt
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.frontend.factors import Mismatch
+from cutesuper.frontend.table import Arguments, Entry, enter, enter_all, number
+from cutesuper.frontend.values import (
+    FLOATS,
+    Builder,
+    Built,
+    Shapes,
+    Slots,
+    Unsupported,
+    Value,
+    fake,
+)
+from cutesuper.graph.kernel import KernelGraph, Operand, Tensor
+
+Formula = Callable[..., Operand]
+
+
+def shape_of(s: Shapes, node: fx.Node, operands: Sequence[Any]) -> Value:
+    """The dimensions of an element-wise result of tensors and numbers."""
+    return s.broadcast(node, [s.of(o) for o in operands if isinstance(o, fx.Node)])
+
+
+def aligned(b: Builder, node: fx.Node, operands: Sequence[Any]) -> tuple[list[Operand], Slots]:
+    """Operands as the kernel graph broadcasts them, and the slots of the result.
+
+    Numbers stay numbers. What was reduced before has its dimensions in one way only, so the others
+    follow it.
+    """
+    tensors = [o for o in operands if isinstance(o, fx.Node)]
+    natural = b.natural(b.value(node))
+    computed = [b.of(t).slots for t in tensors if isinstance(b.of(t).tensor, Tensor)]
+    for slots in (natural, *computed):
+        if _has_all(slots, natural) and all(b.fits(t, slots) for t in tensors):
+            break
+    else:
+        slots = natural
+    found = [o if not isinstance(o, fx.Node) else _operand(b, node, o, slots) for o in operands]
+    if not any(isinstance(o, Tensor) for o in found):
+        raise Unsupported(node, "computes with numbers only")
+    return [o if isinstance(o, Tensor) else number(node, o) for o in found], slots
+
+
+def _operand(b: Builder, node: fx.Node, operand: fx.Node, slots: Slots) -> Operand:
+    own = b.of(operand)
+    return own.tensor if isinstance(own.tensor, float) else b.tensor(node, operand, slots)
+
+
+def _has_all(slots: Slots, natural: Slots) -> bool:
+    return {s for s in natural if s} <= set(slots)
+
+
+@dataclass(frozen=True)
+class Pointwise(Entry):
+    """A formula on numbers and elements.
+
+    Attributes:
+        operands: names of its arguments that are tensors or numbers.
+        formula: ``formula(graph, *operands, **options)``.
+        options: names of arguments that are numbers and texts, given by name.
+        condition: its result says where something holds.
+    """
+
+    operands: tuple[str, ...]
+    formula: Formula
+    options: tuple[str, ...] = ()
+    condition: bool = False
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        dtype = fake(node).dtype
+        if dtype not in FLOATS and not (self.condition and dtype is torch.bool):
+            raise Unsupported(node, f"computes {dtype}")
+        if a.get("rounding_mode") is not None:
+            raise Unsupported(node, "rounds to integers")
+        return shape_of(s, node, [a[o] for o in self.operands])
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        given = [a[o] for o in self.operands]
+        if not self.condition:
+            _refuse_conditions(b, node, given)
+        operands, slots = aligned(b, node, given)
+        y = self.formula(b.g, *operands, **{o: a[o] for o in self.options if o in a})
+        if not isinstance(y, Tensor):
+            raise Unsupported(node, "computes with numbers only")
+        slots = ((None,) * (len(y.shape) - len(slots)) + slots)[len(slots) - len(y.shape) :]
+        return Built(y, slots, None, self.condition)
+
+
+def _refuse_conditions(b: Builder, node: fx.Node, operands: Sequence[Any]) -> None:
+    for o in operands:
+        if isinstance(o, fx.Node) and b.of(o).condition:
+            raise Unsupported(node, "computes with a condition; use torch.where")
+
+
+@enter("aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar")
+class Where(Entry):
+    """One of two values; 0 must be one of them, since what is not chosen is multiplied by 0."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        if not isinstance(a["condition"], fx.Node) or fake(node).dtype not in FLOATS:
+            raise Unsupported(node, f"computes {fake(node).dtype}")
+        return shape_of(s, node, [a["condition"], a["self"], a["other"]])
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        if not b.of(a["condition"]).condition:
+            raise Unsupported(node, "chooses by a tensor that is not computed here")
+        yes, no = (_constant(b, a[k]) for k in ("self", "other"))
+        if yes != 0.0 and no != 0.0:
+            raise Unsupported(node, "chooses between values of which none is 0")
+        [c, x], slots = aligned(b, node, [a["condition"], a["other" if yes == 0.0 else "self"]])
+        y = b.g.mul(x, b.g.sub(1.0, c) if yes == 0.0 else c)
+        return Built(y, slots)
+
+
+def _constant(b: Builder, operand: Any) -> float | None:
+    if isinstance(operand, fx.Node):
+        value = b.of(operand).tensor
+        return value if isinstance(value, float) else None
+    return float(operand)
+
+
+# ---------------------------------------------------------------------------------------- formulas
+
+
+def _add(g: KernelGraph, x: Operand, y: Operand, alpha: float = 1) -> Operand:
+    return g.add(x, y if alpha == 1 else g.mul(y, alpha))
+
+
+def _sub(g: KernelGraph, x: Operand, y: Operand, alpha: float = 1) -> Operand:
+    return g.sub(x, y if alpha == 1 else g.mul(y, alpha))
+
+
+def _div(g: KernelGraph, x: Operand, y: Operand) -> Operand:
+    """x / (1 + exp(-x)) is silu and 1 / (1 + exp(-x)) sigmoid: one function, not four."""
+    argument = _sigmoid_argument(y)
+    if argument is not None and x == 1.0:
+        return g.sigmoid(argument)
+    if argument is not None and isinstance(x, Tensor) and x.index == argument.index:
+        return g.silu(argument)
+    if argument is not None:
+        return g.mul(x, g.sigmoid(argument))
+    return g.div(x, y)
+
+
+def _sigmoid_argument(y: Operand) -> Tensor | None:
+    """z where y is 1 + exp(-z)."""
+    terms = _operands(y, "add")
+    if len(terms) != 2 or not any(_number(t) == 1.0 for t in terms):
+        return None
+    e = next((t for t in terms if t.node.operator == "exp"), None)
+    factors = _operands(_operands(e, "exp")[0], "mul") if e is not None else []
+    if len(factors) != 2 or not any(_number(f) == -1.0 for f in factors):
+        return None
+    return next((f for f in factors if _number(f) != -1.0), None)
+
+
+def _operands(t: Operand | None, operator: str) -> list[Tensor]:
+    if not isinstance(t, Tensor) or t.node.operator != operator:
+        return []
+    return [t.graph.tensor(i) for i in t.node.inputs]
+
+
+def _number(t: Tensor) -> float | None:
+    return t.node.attributes["value"] if t.node.operator == "constant" else None
+
+
+def _pow(g: KernelGraph, x: Operand, exponent: Operand) -> Operand:
+    if not isinstance(x, Tensor) or isinstance(exponent, Tensor):
+        return _power_of_number(g, x, exponent)
+    known = {
+        1.0: lambda: g.mul(x, 1.0), 2.0: lambda: g.square(x),
+        3.0: lambda: g.mul(g.square(x), x), 4.0: lambda: g.square(g.square(x)),
+        0.5: lambda: g.sqrt(x), -0.5: lambda: g.rsqrt(x), -1.0: lambda: g.div(1.0, x),
+        -2.0: lambda: g.div(1.0, g.square(x)), 1.5: lambda: g.mul(x, g.sqrt(x)),
+    }  # fmt: skip
+    if exponent not in known:
+        raise Mismatch(f"has the exponent {exponent}; write it with log and exp")
+    return known[exponent]()
+
+
+def _power_of_number(g: KernelGraph, x: Operand, exponent: Operand) -> Operand:
+    if isinstance(x, Tensor) or not isinstance(exponent, Tensor) or x <= 0:
+        raise Mismatch("has a tensor for an exponent; write it with log and exp")
+    return g.exp(g.mul(exponent, log(x)))
+
+
+def _clamp(
+    g: KernelGraph, x: Tensor, min: float | None = None, max: float | None = None  # noqa: A002
+) -> Operand:
+    low = -inf if min is None else float(min)
+    high = inf if max is None else float(max)
+    return g.clamp(x, low, high)
+
+
+def _maximum(g: KernelGraph, x: Operand, y: Operand) -> Operand:
+    return _limited(g, x, y, lambda t, n: g.clamp(t, n, inf))
+
+
+def _minimum(g: KernelGraph, x: Operand, y: Operand) -> Operand:
+    return _limited(g, x, y, lambda t, n: g.clamp(t, -inf, n))
+
+
+def _limited(
+    g: KernelGraph, x: Operand, y: Operand, formula: Callable[[Tensor, float], Tensor]
+) -> Operand:
+    if isinstance(x, Tensor) and not isinstance(y, Tensor):
+        return formula(x, float(y))
+    if isinstance(y, Tensor) and not isinstance(x, Tensor):
+        return formula(y, float(x))
+    raise Mismatch("compares two tensors; only a limit that is a number is supported")
+
+
+def _gelu(g: KernelGraph, x: Tensor, approximate: str = "none") -> Operand:
+    """With "tanh": 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), arXiv 1606.08415."""
+    if approximate == "none":
+        return g.gelu(x)
+    inner = g.mul(g.add(x, g.mul(g.mul(g.square(x), x), 0.044715)), sqrt(2 / 3.141592653589793))
+    return g.mul(g.mul(x, 0.5), g.add(g.tanh(inner), 1.0))
+
+
+def _absolute(g: KernelGraph, x: Tensor) -> Tensor:
+    return g.add(g.relu(x), g.relu(g.mul(x, -1.0)))
+
+
+def _softplus(
+    g: KernelGraph, x: Tensor, beta: float = 1, threshold: float = 20
+) -> Operand:
+    """max(b x, 0) + log(1 + exp(-|b x|)), over b: nothing overflows. Above the threshold PyTorch
+    returns x, which is this value rounded."""
+    scaled = x if beta == 1 else g.mul(x, float(beta))
+    tail = g.log(g.add(g.exp(g.mul(_absolute(g, scaled), -1.0)), 1.0))
+    y = g.add(g.relu(scaled), tail)
+    return y if beta == 1 else g.div(y, float(beta))
+
+
+def _leaky_relu(g: KernelGraph, x: Tensor, negative_slope: float = 0.01) -> Operand:
+    return g.sub(g.relu(x), g.mul(g.relu(g.mul(x, -1.0)), float(negative_slope)))
+
+
+def _hardsigmoid(g: KernelGraph, x: Tensor) -> Operand:
+    return g.div(g.clamp(g.add(x, 3.0), 0.0, 6.0), 6.0)
+
+
+def _addcmul(g: KernelGraph, x: Operand, y: Operand, z: Operand, value: float = 1) -> Operand:
+    product = g.mul(y, z)
+    return g.add(x, product if value == 1 else g.mul(product, float(value)))
+
+
+def _addcdiv(g: KernelGraph, x: Operand, y: Operand, z: Operand, value: float = 1) -> Operand:
+    quotient = g.div(y, z)
+    return g.add(x, quotient if value == 1 else g.mul(quotient, float(value)))
+
+
+def _lerp(g: KernelGraph, x: Operand, y: Operand, weight: Operand) -> Operand:
+    return g.add(x, g.mul(g.sub(y, x), weight))
+
+
+_X, _XY = ("self",), ("self", "other")
+
+
+def _unary(formula: Formula, *options: str) -> Pointwise:
+    return Pointwise(_X, formula, options)
+
+
+def _binary(formula: Formula, *options: str) -> Pointwise:
+    return Pointwise(_XY, formula, options)
+
+
+def _condition(formula: Formula) -> Pointwise:
+    return Pointwise(_XY, formula, (), True)
+
+
+def _greater(g: KernelGraph, x: Operand, y: Operand) -> Tensor:
+    return g.step(x if isinstance(x, Tensor) and y == 0.0 else g.sub(x, y))
+
+
+_GREATER = _condition(_greater)
+_LESS = _condition(lambda g, x, y: _greater(g, y, x))
+_AT_MOST = _condition(lambda g, x, y: g.sub(1.0, _greater(g, x, y)))
+_AT_LEAST = _condition(lambda g, x, y: g.sub(1.0, _greater(g, y, x)))
+
+
+def _both(name: str, entry: Entry) -> dict[str, Entry]:
+    return {f"aten.{name}.Tensor": entry, f"aten.{name}.Scalar": entry}
+
+
+enter_all({
+    **_both("add", _binary(_add, "alpha")),
+    **_both("sub", _binary(_sub, "alpha")),
+    **_both("rsub", _binary(lambda g, x, y, alpha=1: _sub(g, y, x, alpha), "alpha")),
+    **_both("mul", _binary(lambda g, x, y: g.mul(x, y))),
+    **_both("div", _binary(_div)),
+    "aten.div.Tensor_mode": _binary(_div),
+    "aten.true_divide.Tensor": _binary(_div),
+    "aten.reciprocal.default": _unary(lambda g, x: _div(g, 1.0, x)),
+    "aten.neg.default": _unary(lambda g, x: g.mul(x, -1.0)),
+    "aten.exp.default": _unary(lambda g, x: g.exp(x)),
+    "aten.exp2.default": _unary(lambda g, x: g.exp(g.mul(x, log(2.0)))),
+    "aten.log.default": _unary(lambda g, x: g.log(x)),
+    "aten.log2.default": _unary(lambda g, x: g.mul(g.log(x), 1 / log(2.0))),
+    "aten.sqrt.default": _unary(lambda g, x: g.sqrt(x)),
+    "aten.rsqrt.default": _unary(lambda g, x: g.rsqrt(x)),
+    "aten.square.default": _unary(lambda g, x: g.square(x)),
+    "aten.abs.default": _unary(_absolute),
+    "aten.erf.default": _unary(lambda g, x: g.erf(x)),
+    "aten.tanh.default": _unary(lambda g, x: g.tanh(x)),
+    "aten.sigmoid.default": _unary(lambda g, x: g.sigmoid(x)),
+    "aten.silu.default": _unary(lambda g, x: g.silu(x)),
+    "aten.relu.default": _unary(lambda g, x: g.relu(x)),
+    "aten.relu6.default": _unary(lambda g, x: g.clamp(x, 0.0, 6.0)),
+    "aten.gelu.default": _unary(_gelu, "approximate"),
+    "aten.softplus.default": _unary(_softplus, "beta", "threshold"),
+    "aten.log_sigmoid.default": _unary(
+        lambda g, x: g.mul(_softplus(g, g.mul(x, -1.0)), -1.0)),
+    "aten.mish.default": _unary(lambda g, x: g.mul(x, g.tanh(_softplus(g, x)))),
+    "aten.leaky_relu.default": _unary(_leaky_relu, "negative_slope"),
+    "aten.hardsigmoid.default": _unary(_hardsigmoid),
+    "aten.hardswish.default": _unary(lambda g, x: g.mul(x, _hardsigmoid(g, x))),
+    "aten.hardtanh.default": Pointwise(
+        _X, lambda g, x, min_val=-1.0, max_val=1.0: g.clamp(x, min_val, max_val),
+        ("min_val", "max_val")),
+    "aten.clamp.default": _unary(_clamp, "min", "max"),
+    "aten.clamp_min.default": _unary(_clamp, "min"),
+    "aten.clamp_max.default": _unary(_clamp, "max"),
+    "aten.maximum.default": _binary(_maximum),
+    "aten.minimum.default": _binary(_minimum),
+    "aten.pow.Tensor_Scalar": Pointwise(("self", "exponent"), _pow),
+    "aten.pow.Tensor_Tensor": Pointwise(("self", "exponent"), _pow),
+    "aten.pow.Scalar": Pointwise(("self", "exponent"), _pow),
+    "aten.addcmul.default": Pointwise(("self", "tensor1", "tensor2"), _addcmul, ("value",)),
+    "aten.addcdiv.default": Pointwise(("self", "tensor1", "tensor2"), _addcdiv, ("value",)),
+    "aten.lerp.Scalar": Pointwise(("self", "end", "weight"), _lerp),
+    "aten.lerp.Tensor": Pointwise(("self", "end", "weight"), _lerp),
+    **_both("gt", _GREATER), **_both("lt", _LESS), **_both("le", _AT_MOST),
+    **_both("ge", _AT_LEAST),
+})  # fmt: skip

@@ -1,0 +1,201 @@
+"""Products of matrices, and attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.frontend.factors import Dims, divides, extent_of, leaves, regroup, unify
+from cutesuper.frontend.table import Arguments, Entry, enter, number
+from cutesuper.frontend.values import Builder, Built, Shapes, Slots, Unsupported, Value, fake
+from cutesuper.graph.kernel import Tensor
+
+_PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Product(Entry):
+    """``a[..., M, K] @ b[..., K, N]``, times a number, plus a number times a tensor."""
+
+    #: names of the two operands, and of what is added
+    left, right, added = "self", "mat2", ""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        if fake(node).dtype not in _PRODUCTS:
+            raise Unsupported(node, f"computes {fake(node).dtype}")
+        x, w = s.of(a[self.left]), self.matrix(s.of(a[self.right]))
+        if len(x.dims) < 2 or len(w.dims) < 2:
+            raise Unsupported(node, "multiplies a vector; use unsqueeze")
+        unify(x.dims[-1], w.dims[-2])
+        if not leaves(x.dims[-1]):
+            raise Unsupported(node, "is a product over an extent of 1; use a multiplication")
+        s.whole(x.dims[-1])
+        lead = s.broadcast(node, [_lead(x), _lead(w)])
+        result = Value((*lead.dims, x.dims[-2], w.dims[-1]), _absent(lead, x, w))
+        s.whole(result.dims[-1])
+        if self.added and isinstance(a.get(self.added), fx.Node):
+            return s.broadcast(node, [result, s.of(a[self.added])])
+        return result
+
+    def matrix(self, w: Value) -> Value:
+        """The second operand as ``[..., K, N]``."""
+        return w
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        x, w = b.value(a[self.left]), self.matrix(b.value(a[self.right]))
+        front = _front(b, b.value(node), x, w)
+        k, n = b.one(node, x.dims[-1]), b.one(node, w.dims[-1])
+        m = front[-1] if leaves(x.dims[-2]) else None
+        lead = front[:-1] if m else front
+        left = self._operand(b, node, a[self.left], (*lead, m, k))
+        right = self._operand(b, node, a[self.right], (*lead, k, n))
+        product = b.g.matmul(left, right)
+        slots = (*lead, m, n)[-len(product.shape) :]
+        y = Built(product, slots)
+        alpha = number(node, a.get("alpha", 1))
+        if alpha != 1.0:
+            y = Built(b.g.mul(product, alpha), slots)
+        return self._plus(b, node, a, y)
+
+    def _operand(self, b: Builder, node: fx.Node, operand: Any, slots: Slots) -> Tensor:
+        if not isinstance(b.of(operand).tensor, float):
+            return b.tensor(node, operand, slots, rank=2)
+        raise Unsupported(node, "multiplies a matrix of equal numbers")
+
+    def _plus(self, b: Builder, node: fx.Node, a: Arguments, y: Built) -> Built:
+        added = a.get(self.added) if self.added else None
+        if added is None:
+            return y
+        beta = number(node, a.get("beta", 1))
+        if beta == 0.0:
+            return y
+        t = b.of(added).tensor
+        t = t if isinstance(t, float) else b.tensor(node, added, y.slots)
+        return Built(b.g.add(y.tensor, t if beta == 1.0 else b.g.mul(t, beta)), y.slots)  # type: ignore[arg-type]
+
+
+@enter("aten.mm.default", "aten.bmm.default")
+class MM(Product):
+    """A product of two matrices, or of as many as there are."""
+
+
+@enter("aten.matmul.default")
+class Matmul(Product):
+    """The same, broadcasting."""
+
+    right = "other"
+
+
+@enter("aten.addmm.default")
+class AddMM(Product):
+    """Plus a matrix or a row."""
+
+    left, right, added = "mat1", "mat2", "self"
+
+
+@enter("aten.baddbmm.default")
+class AddBMM(Product):
+    """Plus as many."""
+
+    left, right, added = "batch1", "batch2", "self"
+
+
+@enter("aten.linear.default")
+class Linear(Product):
+    """``x W^T + b`` with W as ``[N, K]``."""
+
+    left, right, added = "input", "weight", "bias"
+
+    def matrix(self, w: Value) -> Value:
+        return Value((*w.dims[:-2], w.dims[-1], w.dims[-2]), w.absent)
+
+
+def _lead(x: Value) -> Value:
+    return Value(x.dims[:-2], x.absent)
+
+
+def _absent(*values: Value) -> Dims:
+    return tuple(dict.fromkeys(f for v in values for f in v.absent))
+
+
+def _front(b: Builder, y: Value, x: Value, w: Value) -> Slots:
+    """The slots in front of the last of the first operand; None where elements repeat."""
+    factors = [f for d in (*y.dims[:-2], x.dims[-2]) for f in leaves(d)]
+    there = {*b.groups(x.present()), *b.groups(w.present())}
+    return tuple(g if g in there else None for g in b.groups(tuple(factors)))
+
+
+# --------------------------------------------------------------------------------------- attention
+
+
+@enter(
+    "aten.scaled_dot_product_attention.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+)
+class Attention(Entry):
+    """``softmax(q k^T * scale) v``; query heads may share keys.
+
+    The operators that PyTorch chooses on a GPU have further results for the backward pass, which
+    kernels do not compute.
+    """
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        mask = a.get("attn_mask", a.get("attn_bias"))
+        if mask is not None:
+            raise Unsupported(node, "takes a mask tensor; use is_causal, or cs.ops.attention with "
+                                    "key_lengths")
+        if a.get("dropout_p", 0.0) != 0.0:
+            raise Unsupported(node, "drops weights")
+        q, k, v = (s.of(a[n]) for n in ("query", "key", "value"))
+        if not len(q.dims) == len(k.dims) == len(v.dims) >= 3:
+            raise Unsupported(node, "takes tensors of different ranks")
+        if a.get("is_causal") and not isinstance(fake(a["query"]).shape[-2], int):
+            raise Unsupported(node, "is causal, over a length that is known only at the call")
+        heads = self._share(node, q.dims[-3], k.dims[-3])
+        unify(k.dims[-3], v.dims[-3])
+        for d in range(-len(q.dims), -3):
+            unify(q.dims[d], k.dims[d])
+            unify(q.dims[d], v.dims[d])
+        unify(q.dims[-1], k.dims[-1])
+        unify(k.dims[-2], v.dims[-2])
+        for one in (*heads, q.dims[-1], q.dims[-2], k.dims[-2], v.dims[-1]):
+            s.whole(one)
+        absent = tuple(f for f in q.absent if f in _absent(k, v))
+        y = Value((*q.dims[:-1], v.dims[-1]), absent)
+        several = str(node.target) != "aten.scaled_dot_product_attention.default"
+        return (y, *(None for _ in range(8))) if several else y
+
+    def _share(self, node: fx.Node, query: Dims, key: Dims) -> tuple[Dims, Dims]:
+        """Heads of keys, and heads of the query for each."""
+        own, shared = extent_of(query), extent_of(key)
+        if not divides(shared, own):
+            raise Unsupported(node, f"has {own} query heads for {shared} heads of keys")
+        lead, group = regroup([query], [shared, own // shared])
+        unify(lead, key)
+        return lead, group
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        q, k, v = (b.value(a[n]) for n in ("query", "key", "value"))
+        front: list[Any] = []
+        for d in q.dims[:-2]:
+            front += b.groups(d)
+        rows, keys = b.one(node, q.dims[-2]), b.one(node, k.dims[-2])
+        inner, width = b.one(node, q.dims[-1]), b.one(node, v.dims[-1])
+        # b.tensor leaves out what keys and values do not have
+        query = b.tensor(node, a["query"], (*front, rows, inner), rank=2)
+        key = b.tensor(node, a["key"], (*front, keys, inner), rank=2)
+        value = b.tensor(node, a["value"], (*front, keys, width), rank=2)
+        scale = a.get("scale")
+        y = b.g.scaled_dot_product_attention(
+            query, key, value, is_causal=bool(a.get("is_causal", False)),
+            scale=None if scale is None else number(node, scale),
+        )
+        built = Built(y, (*front, rows, width)[-len(y.shape) :])
+        several = isinstance(b.shapes.values[node], tuple)
+        return (built, *(None for _ in range(8))) if several else built
+
+

@@ -1,0 +1,296 @@
+"""Reductions, softmax and norms: operators that work along dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.frontend.factors import Dims, unify
+from cutesuper.frontend.table import Arguments, Entry, enter, enter_all, integers, number
+from cutesuper.frontend.values import (
+    FLOATS,
+    Builder,
+    Built,
+    Shapes,
+    Slots,
+    Unsupported,
+    Value,
+    fake,
+)
+from cutesuper.graph.kernel import KernelGraph, Tensor
+
+#: what is computed for one dimension, which stays with an extent of 1
+Along = Callable[[KernelGraph, Tensor, int], Tensor]
+
+
+def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
+    """The dimensions that an operator reduces; all where it names none."""
+    given = a.get("dim")
+    if given is None or given == []:
+        return list(range(rank))
+    return sorted(d % rank for d in integers(node, given))
+
+
+def reduced_shape(x: Value, dims: Sequence[int], keep: bool) -> Value:
+    """The dimensions of a reduction's result."""
+    left = [() if d in dims else v for d, v in enumerate(x.dims) if keep or d not in dims]
+    gone = {f for d in dims for f in x.dims[d]}
+    return Value(tuple(left), tuple(f for f in x.absent if f not in gone))
+
+
+def along(
+    b: Builder, node: fx.Node, t: Tensor, slots: Slots, dims: Sequence[Dims], f: Along
+) -> Built:
+    """A value reduced along some dimensions, one group after the other."""
+    for d in dims:
+        for group in b.groups(d):
+            if group not in slots:
+                raise Unsupported(node, "reduces elements that repeat; sum before the expand")
+            place = slots.index(group)
+            t = f(b.g, t, place)
+            slots = (*slots[:place], None, *slots[place + 1 :])
+    return Built(t, slots)
+
+
+def whole_tensor(b: Builder, node: fx.Node, operand: Any) -> tuple[Tensor, Slots]:
+    """An operand with the slots that it has in PyTorch, or in which it was computed."""
+    own = b.of(operand)
+    slots = own.slots if isinstance(own.tensor, Tensor) else b.natural(b.value(operand))
+    return b.tensor(node, operand, slots), _of_rank(slots, b.tensor(node, operand, slots))
+
+
+def _of_rank(slots: Slots, t: Tensor) -> Slots:
+    missing = len(t.shape) - len(slots)
+    return (None,) * missing + slots if missing >= 0 else slots[-missing:]
+
+
+@dataclass(frozen=True)
+class Reduction(Entry):
+    """A reduction along some dimensions, or all.
+
+    Attributes:
+        formula: along one.
+    """
+
+    formula: Along
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        dtype = fake(node).dtype
+        if dtype not in FLOATS:
+            raise Unsupported(node, f"computes {dtype}")
+        x = s.of(a["self"])
+        dims = reduced_dims(node, a, len(x.dims))
+        for d in dims:
+            s.whole(x.dims[d])
+        return reduced_shape(x, dims, bool(a.get("keepdim", False)))
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        x = b.value(a["self"])
+        t, slots = whole_tensor(b, node, a["self"])
+        dims = [x.dims[d] for d in reduced_dims(node, a, len(x.dims))]
+        if not any(b.groups(d) for d in dims):
+            return Built(b.g.mul(t, 1.0), slots)
+        return along(b, node, t, slots, dims, self.formula)
+
+
+class _Squares(Reduction):
+    """The root of the sum of squares."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        if float(a.get("ord", a.get("p", 2)) or 2) != 2.0:
+            raise Unsupported(node, "is a norm of another order than 2")
+        return super().shape(s, node, a)
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        x = b.value(a["self"])
+        t, slots = whole_tensor(b, node, a["self"])
+        dims = [x.dims[d] for d in reduced_dims(node, a, len(x.dims))]
+        squares = along(b, node, b.g.square(t), slots, dims, _sum)
+        return Built(b.g.sqrt(squares.tensor), squares.slots)  # type: ignore[arg-type]
+
+
+@enter("aten.var.correction", "aten.var.dim", "aten.var.default", "aten.var_mean.correction",
+       "aten.var_mean.dim", "aten.std.correction", "aten.std.dim")
+class Variance(Entry):
+    """Mean of the squared distances from the mean."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        x = s.of(a["self"])
+        dims = reduced_dims(node, a, len(x.dims))
+        for d in dims:
+            s.whole(x.dims[d])
+        if not all(isinstance(fake(a["self"]).shape[d], int) for d in dims):
+            raise Unsupported(node, "is a variance over an extent that is known only at the call")
+        value = reduced_shape(x, dims, bool(a.get("keepdim", False)))
+        return (value, value) if "var_mean" in str(node.target) else value
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        x, g = b.value(a["self"]), b.g
+        t, slots = whole_tensor(b, node, a["self"])
+        places = reduced_dims(node, a, len(x.dims))
+        dims = [x.dims[d] for d in places]
+        mean = along(b, node, t, slots, dims, _mean)
+        squares = g.square(g.sub(t, mean.tensor))  # type: ignore[arg-type]
+        y = along(b, node, squares, slots, dims, _mean).tensor
+        n = prod(int(fake(a["self"]).shape[d]) for d in places)
+        correction = self._correction(node, a)
+        if n <= correction:
+            raise Unsupported(node, f"divides by {n} - {correction:g}")
+        if correction:
+            y = g.mul(y, n / (n - correction))  # type: ignore[arg-type]
+        if "std" in str(node.target):
+            y = g.sqrt(y)  # type: ignore[arg-type]
+        return (Built(y, mean.slots), mean) if "var_mean" in str(node.target) else (
+            Built(y, mean.slots))
+
+    def _correction(self, node: fx.Node, a: Arguments) -> float:
+        if "unbiased" in a:
+            return 1.0 if a["unbiased"] else 0.0
+        return 1.0 if a.get("correction") is None else number(node, a["correction"])
+
+
+class _AlongOne(Entry):
+    """An operator along one dimension whose result has it too."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        if fake(node).dtype not in FLOATS:
+            raise Unsupported(node, f"computes {fake(node).dtype}")
+        x = s.of(a["self"])
+        s.whole(x.dims[self._dim(node, a, len(x.dims))])
+        return Value(x.dims, x.absent)
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        x = b.value(a["self"])
+        t, slots = whole_tensor(b, node, a["self"])
+        group = b.one(node, x.dims[self._dim(node, a, len(x.dims))])
+        if group is None or group not in slots:
+            raise Unsupported(node, "works along a dimension of extent 1, or of repeated elements")
+        return Built(self.formula(b.g, t, slots.index(group)), slots)
+
+    def _dim(self, node: fx.Node, a: Arguments, rank: int) -> int:
+        return integers(node, a["dim"])[0] % rank
+
+    def formula(self, g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+        raise NotImplementedError
+
+
+@enter("aten.softmax.int", "aten._softmax.default", "aten.special_softmax.int")
+class Softmax(_AlongOne):
+    """exp(x - max x), divided by its sum."""
+
+    def formula(self, g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+        return g.softmax(t, dim)
+
+
+@enter("aten.log_softmax.int", "aten._log_softmax.default", "aten.special_log_softmax.int")
+class LogSoftmax(_AlongOne):
+    """The logarithm of softmax."""
+
+    def formula(self, g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+        return g.log_softmax(t, dim)
+
+
+# ------------------------------------------------------------------------------------------- norms
+
+
+class _Norm(Entry):
+    """Rows brought to one scale, multiplied with a weight, shifted by a bias."""
+
+    rounds: bool = False
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        x, n = s.of(a["input"]), len(a["normalized_shape"])
+        last = tuple(f for d in x.dims[len(x.dims) - n :] for f in d)
+        if not last:
+            raise Unsupported(node, "normalizes rows of one element")
+        s.whole(last)
+        for name in ("weight", "bias"):
+            if isinstance(a.get(name), fx.Node):
+                v = s.of(a[name])
+                unify(tuple(f for d in v.dims for f in d), last)
+                s.whole(last)
+        return x
+
+    def operands(self, b: Builder, node: fx.Node, a: Arguments) -> tuple[list[Any], Slots]:
+        """Input, weight and bias (None where there is none), rows along the last dimension."""
+        x, n = b.value(a["input"]), len(a["normalized_shape"])
+        group = b.one(node, tuple(f for d in x.dims[len(x.dims) - n :] for f in d))
+        own = b.of(a["input"])
+        slots = own.slots if isinstance(own.tensor, Tensor) else b.natural(x)
+        if group not in slots:
+            raise Unsupported(node, "normalizes elements that repeat")
+        slots = (*(s for s in slots if s is not group), group)
+        t = b.tensor(node, a["input"], slots)
+        others = [
+            b.tensor(node, a[k], (group,)) if isinstance(a.get(k), fx.Node) else None
+            for k in ("weight", "bias")
+        ]
+        return [t, *others], _of_rank(slots, t)
+
+
+@enter("aten.rms_norm.default")
+class RMSNorm(_Norm):
+    """x / sqrt(mean(x^2) + eps) * weight."""
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        [x, weight, _], slots = self.operands(b, node, a)
+        eps = a.get("eps")
+        eps = torch.finfo(fake(a["input"]).dtype).eps if eps is None else number(node, eps)
+        return Built(b.g.rms_norm(x, weight, eps=eps), slots)
+
+
+@enter("aten.layer_norm.default")
+class LayerNorm(_Norm):
+    """(x - mean) / sqrt(var + eps) * weight + bias."""
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        [x, weight, bias], slots = self.operands(b, node, a)
+        return Built(b.g.layer_norm(x, weight, bias, eps=number(node, a.get("eps", 1e-5))), slots)
+
+
+@enter("aten.native_layer_norm.default")
+class NativeLayerNorm(LayerNorm):
+    """With mean and 1 / sqrt(var + eps) of every row, which are results of their own."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        x, n = super().shape(s, node, a), len(a["normalized_shape"])
+        rows = reduced_shape(x, range(len(x.dims) - n, len(x.dims)), True)
+        return x, rows, rows
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        y = super().build(b, node, a)
+        [x, *_], slots = self.operands(b, node, a)
+        g, rows = b.g, (*slots[:-1], None)
+        mean = g.mean(x, -1)
+        variance = g.mean(g.square(g.sub(x, mean)), -1)
+        rstd = g.rsqrt(g.add(variance, number(node, a["eps"])))
+        return y, Built(mean, rows), Built(rstd, rows)
+
+
+def _sum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.sum(t, dim)
+
+
+def _mean(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.mean(t, dim)
+
+
+def _minimum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.mul(g.max(g.mul(t, -1.0), dim), -1.0)
+
+
+enter_all({
+    **dict.fromkeys(("aten.sum.dim_IntList", "aten.sum.default"), Reduction(_sum)),
+    **dict.fromkeys(("aten.mean.dim", "aten.mean.default"), Reduction(_mean)),
+    "aten.amax.default": Reduction(lambda g, t, d: g.max(t, d)),
+    "aten.amin.default": Reduction(_minimum),
+    "aten.logsumexp.default": Reduction(lambda g, t, d: g.logsumexp(t, d)),
+    "aten.linalg_vector_norm.default": _Squares(_sum),
+    "aten.norm.ScalarOpt_dim": _Squares(_sum),
+})  # fmt: skip
+

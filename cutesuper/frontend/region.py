@@ -1,0 +1,425 @@
+"""Regions: parts of a traced program that are kernel graphs.
+
+`convert` makes the kernel graph of some compute nodes. Views and casts between them are seen
+through, and those in front of them as well, so a region reads parameters as they are stored.
+What crosses its border is described by shapes: a kernel takes and returns contiguous tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.errors import CutesuperError
+from cutesuper.frontend.factors import Extent, Group, Mismatch, equal, extent_of, leaves
+from cutesuper.frontend.table import arguments_of, entry_of, is_free
+from cutesuper.frontend.values import (
+    FLOATS,
+    Builder,
+    Built,
+    Shapes,
+    Slots,
+    Unsupported,
+    Value,
+    explain,
+    fake,
+    memory_order,
+)
+from cutesuper.graph.dims import Symbol
+from cutesuper.graph.kernel import KernelGraph, Tensor
+from cutesuper.optimize import check_definition
+
+
+@dataclass(frozen=True)
+class Size:
+    """An extent that is read from an operand of the region at the call.
+
+    Attributes:
+        node: the operand.
+        dim: which of its extents.
+    """
+
+    node: fx.Node
+    dim: int
+
+
+#: an extent of a view: a number, -1 for what is left, or read from a tensor
+Length = int | Size
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An input of the kernel graph.
+
+    Attributes:
+        node: the tensor that it is made from.
+        dense: its dimensions from the slowest in memory; None where it has to be copied first.
+        shape: of the view that the kernel takes; -1 for an extent known at the call.
+    """
+
+    node: fx.Node
+    dense: tuple[int, ...] | None
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """An output of the kernel graph, for one node.
+
+    Attributes:
+        node: whose tensor it is.
+        place: which output.
+        shape: of a first view, with the dimensions that repeat as extents of 1.
+        expanded: these dimensions at full extent; None where none repeats.
+        order: the dimension of that view that each of the node's is.
+    """
+
+    node: fx.Node
+    place: int
+    shape: tuple[Length, ...]
+    expanded: tuple[Length, ...] | None
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Compute nodes of a traced program, and their kernel graph.
+
+    Attributes:
+        nodes: what is computed, in order.
+        graph: the definition, of contiguous tensors.
+        inputs: of the graph, in order.
+        outputs: the nodes that are used outside.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    graph: KernelGraph
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Result, ...]
+
+    @cached_property
+    def key(self) -> str:
+        """The graph as text; equal for equal layers of a model."""
+        from cutesuper.graph.serial import dumps
+
+        return dumps(self.graph)
+
+    @property
+    def products(self) -> int:
+        """How many products of matrices it has."""
+        kinds = [n.operator for n in self.graph.nodes]
+        return kinds.count("matmul") + 2 * kinds.count("scaled_dot_product_attention")
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it does more than element-wise work."""
+        from cutesuper.graph.operators import lookup
+
+        plain = ("input", "constant", "transpose")
+        return any(
+            not lookup(n.operator).elementwise and n.operator not in plain
+            for n in self.graph.nodes
+        )
+
+    @property
+    def place(self) -> str:
+        """Where it stands in the user's program: ``model.py:12-18``."""
+        return places(self.nodes)
+
+
+def convert(nodes: Sequence[fx.Node], constants: Collection[fx.Node] = ()) -> Region:
+    """The region of some compute nodes.
+
+    Args:
+        nodes: in the order of the graph; nothing between them is computed outside.
+        constants: nodes that nobody writes while kernels run.
+
+    Raises:
+        Unsupported: naming the node and the reason.
+    """
+    try:
+        return _converted(nodes, constants, through=True)
+    except Unsupported as error:
+        # with the shapes that views in front of the region give to what it reads
+        try:
+            return _converted(nodes, constants, through=False)
+        except Unsupported:
+            raise error from None
+
+
+def _converted(
+    nodes: Sequence[fx.Node], constants: Collection[fx.Node], through: bool
+) -> Region:
+    """The region; with ``through`` it sees through the views in front of it."""
+    inside = _Inside(frozenset(nodes), through)
+    shapes = Shapes()
+    order: list[fx.Node] = []
+    for n in nodes:
+        _visit(n, inside, shapes, order)
+    ends = _ends(nodes, inside, shapes, order)
+    b = Builder(shapes, frozenset(constants))
+    for n in order:
+        try:
+            b.set(n, _entry(n).build(b, n, arguments_of(n)))
+        except (Mismatch, CutesuperError, Unsupported) as error:
+            raise explain(n, error) from None
+    try:
+        outputs = _outputs(b, ends)
+        b.g.expanded()
+        check_definition("trace", b.g)
+    except (Mismatch, CutesuperError, Unsupported) as error:
+        raise explain(nodes[-1], error) from None
+    inputs = tuple(_input_view(b, node, slots) for node, slots in b.operands)
+    return Region(tuple(nodes), b.g, inputs, outputs)
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """What belongs to a region.
+
+    Attributes:
+        nodes: that compute.
+        through: views in front of these, of which the shape differs, do so too.
+    """
+
+    nodes: frozenset[fx.Node]
+    through: bool
+
+    def __contains__(self, node: object) -> bool:
+        return node in self.nodes
+
+    def sees_through(self, node: fx.Node) -> bool:
+        """Whether a node that computes nothing is part of the region."""
+        if not is_free(node):
+            return False
+        return self.through or not _entry(node).reshapes or self.depends(node)
+
+    def depends(self, node: fx.Node) -> bool:
+        """Whether a view is of something in the region."""
+        return any(
+            n in self.nodes or (is_free(n) and self.depends(n)) for n in node.all_input_nodes
+        )
+
+
+def _entry(node: fx.Node) -> Any:
+    entry = entry_of(node)
+    if entry is None:
+        raise Unsupported(node, f"{node.target} is not an operator of kernel graphs")
+    return entry
+
+
+def _visit(node: fx.Node, inside: _Inside, s: Shapes, order: list[fx.Node]) -> None:
+    """Give a node its dimensions, after its operands."""
+    if node in s.values:
+        return
+    if node not in inside and not inside.sees_through(node):
+        s.input(node)
+        return
+    known = len(order), set(s.values), len(s.inputs)
+    try:
+        for operand in node.all_input_nodes:
+            if not _is_number(operand):
+                _visit(operand, inside, s, order)
+        s.set(node, _entry(node).shape(s, node, arguments_of(node)))
+        order.append(node)
+    except (Mismatch, CutesuperError, Unsupported) as error:
+        if node in inside or inside.depends(node):
+            raise explain(node, error) from None
+        _forget(s, order, known)  # a view of something outside: taken as it comes
+        s.input(node)
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Symbolic integers are arguments of views; the shape of the result says what they are."""
+    return isinstance(node.meta.get("val"), torch.SymInt | int)
+
+
+def _forget(s: Shapes, order: list[fx.Node], known: tuple[int, set[fx.Node], int]) -> None:
+    del order[known[0] :]
+    for n in set(s.values) - known[1]:
+        del s.values[n]
+    del s.inputs[known[2] :]
+
+
+# ----------------------------------------------------------------------------------------- borders
+
+
+def _ends(
+    nodes: Sequence[fx.Node], inside: _Inside, s: Shapes, order: list[fx.Node]
+) -> list[fx.Node]:
+    """The nodes whose tensors leave the region: computed ones, or casts of them."""
+    found: dict[fx.Node, None] = {}
+    for n in nodes:
+        crossing = list(_crossing(n, inside))
+        casts = [path for path in crossing if path.meta["val"].dtype != fake_dtype(n)]
+        types = {c.meta["val"].dtype for c in crossing}
+        if casts and len(types) == 1:
+            for c in dict.fromkeys(casts):
+                _visit(c, inside, s, order)
+                found[c] = None
+        elif crossing:
+            found.update(dict.fromkeys(_items(n, crossing)))
+    if not found:
+        raise Unsupported(nodes[-1], "computes nothing that is used")
+    return list(found)
+
+
+def fake_dtype(node: fx.Node) -> Any:
+    """The element type of a node's tensor; None where it has several."""
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _items(node: fx.Node, crossing: Iterable[fx.Node]) -> list[fx.Node]:
+    """Of several results those that are used, otherwise the node."""
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return [node]
+    return [u for u in node.users if u.target.__name__ == "getitem"]  # type: ignore[union-attr]
+
+
+def _crossing(node: fx.Node, inside: _Inside) -> Iterator[fx.Node]:
+    """For every use outside the last cast on the way to it, or the node."""
+    for path, user in _uses(node, node, inside):
+        del user
+        yield path
+
+
+def _uses(
+    node: fx.Node, last: fx.Node, inside: _Inside
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    for user in node.users:
+        if user in inside:
+            continue
+        if is_free(user) and user.op == "call_function":
+            changes = fake_dtype(user) != fake_dtype(node) and fake_dtype(node) is not None
+            yield from _uses(user, user if changes else last, inside)
+        else:
+            yield last, user
+
+
+def _outputs(b: Builder, ends: Sequence[fx.Node]) -> tuple[Result, ...]:
+    places: dict[int, int] = {}
+    results: list[Result] = []
+    for node in ends:
+        for item in [node]:
+            t, view = _output(b, item, len(places))
+            if t.index in places:
+                same = b.g.nodes[t.index].dtype.torch == fake(item).dtype
+                if not same:
+                    raise Unsupported(item, "leaves in two element types")
+                view = Result(view.node, places[t.index], view.shape, view.expanded, view.order)
+            else:
+                b.g.mark_output(t, fake(item).dtype)
+                places[t.index] = len(places)
+            results.append(view)
+    return tuple(results)
+
+
+def _output(b: Builder, node: fx.Node, place: int) -> tuple[Tensor, Result]:
+    built, value, t = b.of(node), b.value(node), fake(node)
+    if not isinstance(built, Built) or not isinstance(built.tensor, Tensor) or built.condition:
+        raise Unsupported(node, "leaves the region, and no kernel computes it as a tensor")
+    if t.dtype not in FLOATS:
+        raise Unsupported(node, f"is {t.dtype}")
+    order = memory_order(t)
+    if order is None:
+        raise Unsupported(node, "has a result with gaps in memory")
+    absent = set(leaves(value.absent))
+    wanted = b.groups(tuple(
+        f for d in order for f in leaves(value.dims[d]) if f not in absent
+    ))
+    tensor = built.tensor
+    have = tuple(s for s in built.slots if s is not None)
+    if have != wanted:
+        tensor = b.tensor(node, node, (*(None,) * (len(built.slots) - len(wanted)), *wanted),
+                          rank=len(built.slots))
+    if tensor.node.operator in ("input", "constant"):
+        raise Unsupported(node, "is an input in another shape")
+    stored = [_lengths(b, value, d, absent) for d in order]
+    shape = tuple(first for first, _ in stored)
+    full = tuple(second for _, second in stored)
+    inverse = tuple(order.index(d) for d in range(len(order)))
+    return tensor, Result(node, place, _left(shape), None if full == shape else full, inverse)
+
+
+def _lengths(b: Builder, value: Value, d: int, absent: set[Any]) -> tuple[Length, Length]:
+    """The extent of a dimension of a view, without and with what repeats."""
+    own = leaves(value.dims[d])
+    there = [f for f in own if f not in absent]
+    if there and len(there) != len(own):
+        raise Mismatch("a dimension of which a part repeats")
+    full = _length(b, extent_of(own))
+    return (full if there or not own else 1), full
+
+
+def _length(b: Builder, extent: Extent) -> Length:
+    if isinstance(extent, int):
+        return extent
+    for node, _ in b.operands:
+        for d, n in enumerate(fake(node).shape):
+            if equal(n, extent):
+                return Size(node, d)
+    raise Mismatch(f"an extent of {extent}, which no input of the region has")
+
+
+def _left(shape: Sequence[Length]) -> tuple[Length, ...]:
+    """One symbolic extent is what is left."""
+    symbolic = [i for i, n in enumerate(shape) if isinstance(n, Size)]
+    if not symbolic:
+        return tuple(shape)
+    return tuple(-1 if i == symbolic[0] else n for i, n in enumerate(shape))
+
+
+def _input_view(b: Builder, node: fx.Node, slots: Slots) -> Operand:
+    t = fake(node)
+    order = memory_order(t)
+    shape = [_kernel_length(b, s) for s in slots]
+    return Operand(node, None if order is None else tuple(order), tuple(shape))
+
+
+def _kernel_length(b: Builder, slot: Group | None) -> int:
+    n = b.extent(slot)
+    return -1 if isinstance(n, Symbol) else n
+
+
+def places(nodes: Iterable[fx.Node]) -> str:
+    """``model.py:12-18``: the user's lines that some nodes were traced from."""
+    found: dict[str, list[int]] = {}
+    for n in nodes:
+        for file, line in source_lines(n)[-1:]:
+            found.setdefault(file, []).append(line)
+    parts = []
+    for file, lines in found.items():
+        first, last = min(lines), max(lines)
+        name = file.rsplit("/", 1)[-1]
+        parts.append(f"{name}:{first}" + (f"-{last}" if last > first else ""))
+    return ", ".join(parts)
+
+
+def source_lines(node: fx.Node) -> list[tuple[str, int]]:
+    """File and line of every frame that a node was traced from, outermost first; those inside of
+    PyTorch are left out."""
+    trace = node.meta.get("stack_trace") or ""
+    found: list[tuple[str, int]] = []
+    for row in trace.splitlines():
+        parts = row.strip().split('"')
+        if len(parts) == 3 and row.strip().startswith("File"):
+            number = parts[2].split("line ")[-1].split(",")[0]
+            if number.isdigit() and f"{'/'}torch{'/'}" not in parts[1]:
+                found.append((parts[1], int(number)))
+    return found
+
+
+__all__ = [
+    "Operand",
+    "Region",
+    "Result",
+    "Size",
+    "convert",
+    "places",
+    "source_lines",
+]

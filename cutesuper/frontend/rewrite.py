@@ -1,0 +1,144 @@
+"""A traced program in which a region is one call."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.frontend.region import Length, Operand, Region, Result, Size
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Call:
+    """What stands for a region.
+
+    Attributes:
+        region: its nodes are in the graph.
+        target: a function of the prefix and a list of tensors that returns a list, or the name of a
+            submodule.
+        prefix: further arguments.
+    """
+
+    region: Region
+    target: Any
+    prefix: tuple[Any, ...] = ()
+
+
+def rewrite(graph: fx.Graph, calls: Sequence[Call]) -> list[fx.Node]:
+    """Replace the nodes of regions by one call each.
+
+    before: ``h = rms_norm(x, w); y = linear(h, v)``; after: ``[y'] = target(*prefix, [x', w, v])``,
+    where x' and y' are views. Nodes that only the regions used are removed.
+
+    Args:
+        graph: that the regions are of.
+        calls: in the order of the graph.
+
+    Returns:
+        The nodes of the calls.
+    """
+    replaced: dict[fx.Node, fx.Node] = {}
+    return [_rewrite(graph, call, replaced) for call in calls]
+
+
+def _rewrite(graph: fx.Graph, call: Call, replaced: dict[fx.Node, fx.Node]) -> fx.Node:
+    region = call.region
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    last = max(region.nodes, key=place.__getitem__)
+    with graph.inserting_before(last.next):
+        inputs = [_operand(graph, o, replaced) for o in region.inputs]
+        kind = "call_module" if isinstance(call.target, str) else "call_function"
+        made = graph.create_node(kind, call.target, (*call.prefix, inputs))
+        parts = [
+            graph.call_function(operator.getitem, (made, i))
+            for i in range(len(region.graph.outputs))
+        ]
+        results = [_result(graph, parts[r.place], r, replaced) for r in region.outputs]
+    _move_users(graph, region, results[-1], place)
+    for r, new in zip(region.outputs, results, strict=True):
+        new.meta = dict(r.node.meta)
+        r.node.replace_all_uses_with(new)
+        replaced[r.node] = new
+    _remove_unused(graph, region)
+    return made
+
+
+def _operand(graph: fx.Graph, o: Operand, replaced: dict[fx.Node, fx.Node]) -> fx.Node:
+    node = replaced.get(o.node, o.node)
+    shape = list(node.meta["val"].shape)
+    if o.dense is None:
+        node = graph.call_function(_aten.clone.default, (node,),
+                                   {"memory_format": torch.contiguous_format})
+    elif list(o.dense) != list(range(len(shape))):
+        node = graph.call_function(_aten.permute.default, (node, list(o.dense)))
+        shape = [shape[d] for d in o.dense]
+    if all(type(n) is int for n in shape) and list(o.shape) == shape:
+        return node
+    return graph.call_function(_aten.view.default, (node, list(o.shape)))
+
+
+def _result(
+    graph: fx.Graph, part: fx.Node, r: Result, replaced: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    shape = _lengths(graph, r.shape, replaced)
+    node = graph.call_function(_aten.view.default, (part, shape))
+    if r.expanded is not None:
+        full = _lengths(graph, r.expanded, replaced)
+        node = graph.call_function(_aten.expand.default, (node, full))
+        node = graph.call_function(_aten.clone.default, (node,),
+                                   {"memory_format": torch.contiguous_format})
+    if list(r.order) != list(range(len(r.order))):
+        node = graph.call_function(_aten.permute.default, (node, list(r.order)))
+    return node
+
+
+def _lengths(
+    graph: fx.Graph, shape: Sequence[Length], replaced: dict[fx.Node, fx.Node]
+) -> list[Any]:
+    return [
+        graph.call_function(_aten.sym_size.int, (replaced.get(n.node, n.node), n.dim))
+        if isinstance(n, Size) else n
+        for n in shape
+    ]
+
+
+def _move_users(
+    graph: fx.Graph, region: Region, after: fx.Node, place: dict[fx.Node, int]
+) -> None:
+    """What reads the region's results, and stands before its call, comes after it."""
+    end = place[max(region.nodes, key=place.__getitem__)]
+    late = set(region.nodes)
+    inside = set(region.nodes)
+    for node in list(graph.nodes):
+        if place.get(node, end + 1) > end:
+            continue
+        if node not in inside and late.intersection(node.all_input_nodes):
+            late.add(node)
+            # a view of a result that the region reads itself is removed with it
+            after.append(node)
+            after = node
+
+
+def _remove_unused(graph: fx.Graph, region: Region) -> None:
+    todo = [*(r.node for r in region.outputs), *reversed(region.nodes)]
+    seen: set[fx.Node] = set()
+    inside = set(region.nodes)
+    while todo:
+        node = todo.pop(0)
+        if node in seen or node.users or node.op in ("placeholder", "output"):
+            continue
+        if node.op != "call_function" or (node.is_impure() and node not in inside):
+            continue
+        seen.add(node)
+        todo += node.all_input_nodes
+        graph.erase_node(node)
+
+
+__all__ = ["Call", "rewrite"]

@@ -1,0 +1,141 @@
+"""What is known of the operators of PyTorch: one entry for each that a kernel graph can express.
+
+An entry says what dimensions its result has (`Entry.shape`, see `cutesuper.frontend.values`) and
+what it is in the kernel graph (`Entry.build`). Both see the program after tracing, where an
+operator is one overload of ``torch.ops``: composite ones (``aten.linear``, ``aten.rms_norm``) as
+``torch.export`` leaves them, and the primitive ones that Inductor makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import fx
+
+from cutesuper.frontend.values import FLOATS, Builder, Shapes, Unsupported
+
+Arguments = dict[str, Any]
+
+
+class Entry:
+    """An operator.
+
+    Attributes:
+        free: it computes nothing (a view, a cast): whoever needs it sees through it.
+        reshapes: it may divide or join dimensions.
+    """
+
+    free: ClassVar[bool] = False
+    reshapes: ClassVar[bool] = False
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        """Its `Value`, or a tuple of them. Raises Unsupported, Mismatch."""
+        raise NotImplementedError
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        """What it is in the kernel graph (`Built`, or a tuple). Raises Unsupported, Mismatch and
+        errors of the graph."""
+        raise NotImplementedError
+
+
+_TABLE: dict[str, Entry] = {}
+
+#: the modules that enter operators
+_MODULES = ("pointwise", "products", "reducing", "views")
+
+
+_Class = TypeVar("_Class", bound=Entry)
+
+
+def enter(*names: str) -> Callable[[type[_Class]], type[_Class]]:
+    """Class decorator: an instance is the entry of these operators (``aten.add.Tensor``)."""
+
+    def add(cls: type[_Class]) -> type[_Class]:
+        _TABLE.update(dict.fromkeys(names, cls()))
+        return cls
+
+    return add
+
+
+def enter_all(entries: dict[str, Entry]) -> None:
+    """Entries that differ in what they were made with."""
+    _TABLE.update(entries)
+
+
+@cache
+def _load() -> None:
+    for name in _MODULES:
+        import_module(f"cutesuper.frontend.{name}")
+
+
+def entry_of(node: fx.Node) -> Entry | None:
+    """The entry of a node's operator, or None."""
+    _load()
+    if node.op != "call_function":
+        return None
+    name = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else (
+        getattr(node.target, "__name__", "")
+    )
+    return _TABLE.get(name)
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether a node is a view, or a cast between floating-point types."""
+    entry = entry_of(node)
+    if entry is None or not entry.free:
+        return False
+    val = node.meta.get("val")
+    return not isinstance(val, torch.Tensor) or val.dtype in FLOATS
+
+
+def arguments_of(node: fx.Node) -> Arguments:
+    """The arguments of a node by name, defaults filled in."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return dict(enumerate_names(node))
+    found: Arguments = {}
+    for i, argument in enumerate(node.target._schema.arguments):
+        if i < len(node.args) and not argument.kwarg_only:
+            found[argument.name] = node.args[i]
+        elif argument.name in node.kwargs:
+            found[argument.name] = node.kwargs[argument.name]
+        elif argument.has_default_value():
+            found[argument.name] = argument.default_value
+    return found
+
+
+def enumerate_names(node: fx.Node) -> list[tuple[str, Any]]:
+    """Arguments of a function of Python (``operator.getitem``): ``a0``, ``a1``, ..."""
+    return [(f"a{i}", a) for i, a in enumerate(node.args)]
+
+
+def number(node: fx.Node, value: Any) -> float:
+    """A number of the program. Raises Unsupported for one that is known only at the call."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Unsupported(node, f"takes {value!r}, which is no number that is known when it is "
+                                "traced")
+    return float(value)
+
+
+def integers(node: fx.Node, values: Any) -> list[int]:
+    """A list of integers, one of which may stand for itself. Raises Unsupported."""
+    values = [values] if isinstance(values, int) else values
+    if not isinstance(values, list | tuple) or not all(type(v) is int for v in values):
+        raise Unsupported(node, f"takes {values!r}, which is not known when it is traced")
+    return list(values)
+
+
+__all__ = [
+    "Arguments",
+    "Entry",
+    "arguments_of",
+    "enter",
+    "enter_all",
+    "entry_of",
+    "integers",
+    "is_free",
+    "number",
+]

@@ -1,0 +1,285 @@
+"""`cutesuper.superoptimize` of a function or a module of PyTorch."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from cutesuper.errors import CutesuperError, TraceError
+from cutesuper.frontend.partition import partition
+from cutesuper.frontend.region import Region, source_lines
+from cutesuper.frontend.rewrite import Call, rewrite
+from cutesuper.frontend.table import is_free
+from cutesuper.ops.steps import usable
+from cutesuper.optimize import superoptimize as optimize_graph
+from cutesuper.runtime.kernel import Kernel
+
+#: nodes of a traced program that only check what it was traced with
+_CHECKS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
+           "aten._assert_async", "aten.sym_size")  # fmt: skip
+
+
+class _Call(nn.Module):
+    """A region's kernel in the place of its nodes."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self.kernel([usable(t) for t in tensors])
+
+
+@dataclass(frozen=True)
+class TracedRegion:
+    """A part of a traced program, and what runs it.
+
+    Attributes:
+        place: the user's lines: ``model.py:12-18``.
+        kernel: the superoptimized program; ``kernel.graph`` is the definition.
+    """
+
+    place: str
+    kernel: Kernel
+
+
+class TracedProgram:
+    """A function or a module of PyTorch whose operators run as superoptimized kernels.
+
+    It is called like the original, with tensors of the shapes that it was traced with (extents that
+    were declared dynamic may differ). Parameters are read at every call, where they are. There are
+    no gradients: inputs and parameters that require one are refused while gradients are recorded.
+
+    Attributes:
+        regions: its parts, each a kernel graph of its own; views stand between them.
+        graph_module: the program as it runs.
+    """
+
+    def __init__(self, module: fx.GraphModule, regions: Sequence[TracedRegion], name: str) -> None:
+        self.graph_module = module
+        self.regions = tuple(regions)
+        self._name = name
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel, where there is one region.
+
+        Raises:
+            TraceError: there are several, see `regions`.
+        """
+        if len(self.regions) != 1:
+            raise TraceError(
+                f"{self._name}: it has {len(self.regions)} regions, so no one kernel; use "
+                ".regions[i].kernel"
+            )
+        return self.regions[0].kernel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it.
+
+        Raises:
+            ShapeError, DTypeError, LayoutError, DeviceError, GraphError: an argument that does not
+                fit.
+            TraceError: arguments of another structure than it was traced with.
+        """
+        try:
+            return self.graph_module(*args, **kwargs)
+        except CutesuperError:
+            raise
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            raise TraceError(
+                f"{self._name}: these arguments do not fit the ones it was traced with: {error}; "
+                "trace it again, or declare the extent in dynamic_shapes="
+            ) from error
+
+    def explain(self) -> str:
+        """Where each region stands, and how its program was found, verified and priced."""
+        parts = [f"{self._name}: {len(self.regions)} region(s)"]
+        for i, r in enumerate(self.regions):
+            parts.append(f"region {i} ({r.place or 'no source'})\n{r.kernel.explain()}")
+        return "\n\n".join(parts)
+
+    def __repr__(self) -> str:
+        return f"TracedProgram({self._name}: {len(self.regions)} region(s))"
+
+
+def superoptimize_callable(
+    fn: Callable[..., Any],
+    example_inputs: Sequence[Any],
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    **options: Any,
+) -> TracedProgram:
+    """Trace a function or a module and superoptimize what it computes.
+
+    Args:
+        fn: of tensors; traced by ``torch.export``.
+        example_inputs: its arguments.
+        example_kwargs: arguments by name.
+        dynamic_shapes: as for ``torch.export.export``.
+        options: of `cutesuper.superoptimize`.
+
+    Raises:
+        TraceError: something in it is no operator of kernel graphs; names the user's line.
+        SearchError, LoweringError, ScheduleError, CompileError: as for a kernel graph.
+    """
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    module = _exported(fn, name, example_inputs, example_kwargs, dynamic_shapes)
+    regions = regions_of(module, name)
+    traced: list[TracedRegion] = []
+    kernels: dict[str, Kernel] = {}
+    for i, region in enumerate(regions):
+        kernel = kernels.get(region.key)
+        if kernel is None:
+            kernel = kernels[region.key] = _kernel(name, region, options)
+        module.add_submodule(f"region_{i}", _Call(kernel))
+        traced.append(TracedRegion(region.place, kernel))
+    rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
+    module.graph.lint()
+    module.recompile()
+    return TracedProgram(module, traced, name)
+
+
+def _kernel(name: str, region: Region, options: dict[str, Any]) -> Kernel:
+    try:
+        return optimize_graph(region.graph, **options)
+    except CutesuperError as error:
+        error.add_note(f"in {name}, {region.place or 'no source'}:\n{region.graph!r}")
+        raise
+
+
+def _exported(
+    fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Any, dynamic_shapes: Any
+) -> fx.GraphModule:
+    module = fn if isinstance(fn, nn.Module) else _Function(fn)
+    if not isinstance(args, list | tuple):
+        args = (args,)
+    try:
+        program = torch.export.export(
+            module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
+        )
+    except Exception as error:
+        raise TraceError(
+            f"superoptimize({name}): torch.export cannot trace it: {error}"
+        ) from error
+    return program.module(check_guards=False) if _has_guards() else program.module()
+
+
+@functools.cache
+def _has_guards() -> bool:
+    import inspect
+
+    return "check_guards" in inspect.signature(torch.export.ExportedProgram.module).parameters
+
+
+class _Function(nn.Module):
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward = fn  # export reads the signature
+
+
+def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
+    """The regions of a traced program, of which nothing may be left over.
+
+    Args:
+        module: exported.
+        name: of the function, for messages.
+
+    Raises:
+        TraceError: naming the first operator that is in no region.
+    """
+    _fill_values(module)
+    graph = module.graph
+    _drop_checks(graph)
+    found = partition(graph, constants=[n for n in graph.nodes if n.op == "get_attr"])
+    inside = {n for r in found.regions for n in r.nodes}
+    for node in graph.nodes:
+        if node.op != "call_function" or node in inside or is_free(node):
+            continue
+        if isinstance(node.meta.get("val"), torch.SymInt | int):
+            continue
+        raise _refusal(name, node, found.refused.get(node, "computes no tensor of numbers"))
+    if not found.regions:
+        raise TraceError(f"superoptimize({name}): it computes nothing")
+    return found.regions
+
+
+def _fill_values(module: fx.GraphModule) -> None:
+    """Parameters have no fake tensor after export; themselves will do."""
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and "val" not in node.meta:
+            node.meta["val"] = functools.reduce(getattr, node.target.split("."), module)
+
+
+def _drop_checks(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        check = str(node.target).startswith(_CHECKS) or node.target == "_guards_fn"
+        if check and not node.users and node.op in ("call_function", "call_module"):
+            graph.erase_node(node)
+
+
+def _refusal(name: str, node: fx.Node, reason: str) -> TraceError:
+    lines = source_lines(node)
+    where = f", at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
+    return TraceError(
+        f"superoptimize({name}): {node.target}{where}: {reason}. Leave it outside of the function, "
+        'or use torch.compile(fn, backend="cutesuper"), which leaves it to Inductor'
+    )
+
+
+# ---------------------------------------------------------------------------------------- decorator
+
+
+class Lazy:
+    """A function that is traced at its first call with tensors of a kind.
+
+    A kind is the structure of the arguments with shapes, element types and devices of the tensors
+    and the values of everything else.
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._options = options
+        self._lock = threading.Lock()
+        self._programs: dict[Any, TracedProgram] = {}
+
+    def program(self, *args: Any, **kwargs: Any) -> TracedProgram:
+        """The traced program for these arguments; see `superoptimize_callable`."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        kind = (structure, *map(_facts, leaves))
+        with self._lock:
+            if kind not in self._programs:
+                self._programs[kind] = superoptimize_callable(
+                    self._fn, args, example_kwargs=kwargs, **self._options
+                )
+        return self._programs[kind]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, traced before or now."""
+        return self.program(*args, **kwargs)(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        raise TraceError(
+            f"superoptimize({self._fn.__qualname__}): it decorates a method; decorate a function, "
+            "or call cutesuper.superoptimize(module, example_inputs)"
+        )
+
+
+def _facts(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    return type(leaf), leaf
+
+
+__all__ = ["Lazy", "TracedProgram", "TracedRegion", "regions_of", "superoptimize_callable"]

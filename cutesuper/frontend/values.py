@@ -1,0 +1,384 @@
+"""Traced tensors on their way into a kernel graph: their dimensions first, then their values.
+
+A region is read twice. `Shapes` gives every tensor its dimensions, as factors that views divide and
+operators unify. When all is known, `Builder` makes the kernel graph: factors that always stand side
+by side are one dimension of it, views and casts are nothing.
+
+The *slots* of a value are the dimensions of its tensor in the kernel graph: a group, or None for an
+extent of 1 (what a reduction leaves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.errors import CutesuperError
+from cutesuper.frontend.factors import (
+    Dims,
+    Extent,
+    Factor,
+    Group,
+    Grouping,
+    Mismatch,
+    dims_of,
+    equal,
+    leaves,
+    unify,
+)
+from cutesuper.graph.dims import Dim, Symbol
+from cutesuper.graph.kernel import KernelGraph, Tensor
+
+#: what kernels read and write
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Unsupported(Exception):
+    """A node that cannot be part of a kernel graph.
+
+    Attributes:
+        node: which.
+        reason: why, in words of the user's program.
+    """
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(f"{node}: {reason}")
+        self.node = node
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Value:
+    """The dimensions of a traced tensor.
+
+    Attributes:
+        dims: the factors of each.
+        absent: factors along which all its elements are the same, so that its tensor in the kernel
+            graph has an extent of 1.
+    """
+
+    dims: tuple[Dims, ...]
+    absent: Dims = ()
+
+    def present(self) -> Dims:
+        """The factors that its tensor in the kernel graph has, in order."""
+        absent = set(leaves(self.absent))
+        return tuple(f for d in self.dims for f in leaves(d) if f not in absent)
+
+
+Slots = tuple[Group | None, ...]
+
+
+@dataclass(frozen=True)
+class Built:
+    """A value of the kernel graph.
+
+    Attributes:
+        tensor: its handle; a number for what is the same everywhere; None for an input, whose
+            shape is decided where it is used.
+        slots: of the tensor.
+        source: the input, where it is one.
+        condition: it is 1 where a condition holds and 0 elsewhere.
+    """
+
+    tensor: Tensor | float | None
+    slots: Slots = ()
+    source: fx.Node | None = None
+    condition: bool = False
+
+
+def fake(node: fx.Node) -> torch.Tensor:
+    """The shape, element type and strides of a node's tensor. Raises Unsupported."""
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor):
+        raise Unsupported(node, "is no tensor")
+    return val
+
+
+def memory_order(t: torch.Tensor) -> list[int] | None:
+    """The dimensions of a tensor from the slowest in memory; None where it has gaps or repeats."""
+    strides = t.stride()
+    real = [d for d in range(t.dim()) if not equal(t.shape[d], 1)]
+    try:
+        order = sorted(real, key=lambda d: -_hint(strides[d]))
+    except (TypeError, ValueError):
+        return None
+    expected: Extent = 1
+    for d in reversed(order):
+        if not equal(strides[d], expected):
+            return None
+        expected = expected * t.shape[d]
+    return [d for d in range(t.dim()) if d not in real] + order
+
+
+def _hint(extent: Extent) -> int:
+    if isinstance(extent, int):
+        return extent
+    hint = extent.node.hint
+    if hint is None:
+        raise ValueError("an extent without a hint")
+    return int(hint)
+
+
+# ------------------------------------------------------------------------------------------ shapes
+
+
+@dataclass
+class Shapes:
+    """The dimensions of the tensors of a region.
+
+    Attributes:
+        values: by node; a tuple for what has several results.
+        grouping: which factors stand side by side.
+        inputs: nodes that the region is given, in order of their first use.
+    """
+
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    grouping: Grouping = field(default_factory=Grouping)
+    inputs: list[fx.Node] = field(default_factory=list)
+
+    def of(self, node: Any) -> Value:
+        """The value of an operand. Raises Unsupported."""
+        value = self.values[node]
+        if not isinstance(value, Value):
+            raise Unsupported(node, "has several results")
+        return value
+
+    def input(self, node: fx.Node) -> None:
+        """A tensor from outside. Raises Unsupported for one that kernels do not read."""
+        t = fake(node)
+        if t.dtype not in FLOATS:
+            raise Unsupported(node, f"is {t.dtype}; kernels read float16, bfloat16 and float32")
+        if t.layout is not torch.strided or any(equal(n, 0) for n in t.shape):
+            raise Unsupported(node, "is empty, or not a strided tensor")
+        self.values[node] = value = Value(tuple(dims_of(n) for n in t.shape))
+        self.inputs.append(node)
+        order = memory_order(t) or range(t.dim())
+        self.grouping.add(f for d in order for f in value.dims[d])
+
+    def set(self, node: fx.Node, value: Any) -> None:
+        """What a node was found to be."""
+        self.values[node] = value
+
+    def whole(self, dims: Dims) -> None:
+        """An operator works along this dimension; its factors are not joined with others."""
+        self.grouping.add(dims)
+
+    def broadcast(self, node: fx.Node, values: Sequence[Value]) -> Value:
+        """The dimensions of an element-wise result. Raises Mismatch."""
+        rank = max(len(v.dims) for v in values)
+        result: list[Dims] = []
+        for d in range(-rank, 0):
+            given = [v.dims[d] for v in values if len(v.dims) >= -d and leaves(v.dims[d])]
+            for other in given[1:]:
+                unify(given[0], other)
+            result.append(given[0] if given else ())
+        there: set[Factor] = set()
+        for v in values:
+            there |= set(v.present())
+        absent = tuple(f for d in result for f in leaves(d) if f not in there)
+        return Value(tuple(result), absent)
+
+
+# ----------------------------------------------------------------------------------------- builder
+
+
+@dataclass
+class Builder:
+    """The kernel graph of a region, while it is made.
+
+    Attributes:
+        shapes: of all values.
+        constants: nodes that nobody writes while kernels run (parameters).
+        g: the kernel graph.
+        built: its values by node.
+        operands: nodes that the graph's inputs are made from, and the slots they are seen with, in
+            the order of the inputs.
+    """
+
+    shapes: Shapes
+    constants: frozenset[fx.Node]
+    g: KernelGraph = field(default_factory=KernelGraph)
+    built: dict[fx.Node, Any] = field(default_factory=dict)
+    operands: list[tuple[fx.Node, Slots]] = field(default_factory=list)
+    _groups: dict[Factor, Group] = field(default_factory=dict)
+    _symbols: dict[Group, Symbol] = field(default_factory=dict)
+    _inputs: dict[tuple[fx.Node, Slots], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for value in self.shapes.values.values():
+            for v in value if isinstance(value, tuple) else (value,):
+                if isinstance(v, Value):
+                    self.shapes.grouping.add(v.present())
+        self._groups = self.shapes.grouping.groups()
+
+    # ------------------------------------------------------------------------------------- groups
+
+    def groups(self, factors: Dims) -> tuple[Group, ...]:
+        """The groups that some factors are, in order. Raises Mismatch where one is cut."""
+        found: list[Group] = []
+        rest = list(leaves(factors))
+        while rest:
+            group = self._groups[rest[0]]
+            if tuple(rest[: len(group.factors)]) != group.factors:
+                raise Mismatch("a dimension that belongs to a larger one is taken alone")
+            found.append(group)
+            del rest[: len(group.factors)]
+        return tuple(found)
+
+    def one(self, node: fx.Node, dims: Dims) -> Group | None:
+        """The group of a dimension that has to be one; None for an extent of 1."""
+        found = self.groups(dims)
+        if len(found) > 1:
+            raise Unsupported(node, "works along a dimension that the rest of the region divides")
+        return found[0] if found else None
+
+    def extent(self, group: Group | None) -> Dim:
+        """The extent of a slot in the kernel graph."""
+        if group is None:
+            return 1
+        if isinstance(group.extent, int):
+            return group.extent
+        if group not in self._symbols:
+            symbol = Symbol(f"M{len(self._symbols) or ''}", max(1, _hint(group.extent)))
+            self._symbols[group] = symbol
+        return self._symbols[group]
+
+    def natural(self, value: Value) -> Slots:
+        """The slots of a value as its dimensions in PyTorch are."""
+        absent = set(leaves(value.absent))
+        slots: list[Group | None] = []
+        for d in value.dims:
+            own = [self._groups[f] for f in leaves(d) if f not in absent]
+            slots += list(dict.fromkeys(own)) or [None]
+        # a group over several dimensions of PyTorch is there once
+        return tuple(s for i, s in enumerate(slots) if s is None or i == 0 or s is not slots[i - 1])
+
+    # ------------------------------------------------------------------------------------- values
+
+    def value(self, node: Any) -> Value:
+        """The dimensions of an operand."""
+        return self.shapes.of(node)
+
+    def of(self, node: Any) -> Built:
+        """What an operand is in the kernel graph."""
+        if node not in self.built:
+            self.built[node] = Built(None, source=node)
+        built = self.built[node]
+        if not isinstance(built, Built):
+            raise Unsupported(node, "has several results")
+        return built
+
+    def tensor(self, node: fx.Node, operand: Any, slots: Slots, rank: int = 0) -> Tensor:
+        """An operand with these slots; extents of 1 in front are left out.
+
+        Args:
+            node: for whom, in messages.
+            operand: a node.
+            slots: those that it does not have are extents of 1.
+            rank: the least number of dimensions.
+
+        Raises:
+            Unsupported: it has its dimensions in another way, and nothing but a copy helps.
+        """
+        built = self.of(operand)
+        if isinstance(built.tensor, float):
+            raise Unsupported(node, "takes a number where a tensor has to be")
+        mine = set(self.groups(self.value(operand).present()))
+        wanted = _stripped(tuple(s if s in mine else None for s in slots), rank)
+        if mine - set(wanted):
+            raise Unsupported(node, "has operands whose dimensions do not correspond")
+        if built.source is not None:
+            return self._input(built.source, wanted)
+        t = built.tensor
+        if not isinstance(t, Tensor):
+            raise AssertionError("a value that is neither computed nor an input")
+        if _stripped(built.slots, rank) == wanted:
+            return t
+        order = _permutation(built.slots, wanted)
+        if order is None:
+            raise Unsupported(node, "has operands whose dimensions do not correspond")
+        return self.g.transpose(t, order)
+
+    def fits(self, operand: Any, slots: Slots) -> bool:
+        """Whether an operand can have these slots without being rearranged."""
+        built = self.of(operand)
+        if not isinstance(built.tensor, Tensor):
+            return True
+        mine = set(self.groups(self.value(operand).present()))
+        wanted = tuple(s if s in mine else None for s in slots)
+        return _stripped(wanted) == _stripped(built.slots)
+
+    def _input(self, node: fx.Node, slots: Slots) -> Tensor:
+        if (node, slots) not in self._inputs:
+            self._inputs[node, slots] = self._new_input(node, slots)
+        return self._inputs[node, slots]
+
+    def _new_input(self, node: fx.Node, slots: Slots) -> Tensor:
+        t, value = fake(node), self.value(node)
+        slots = slots or (None,)
+        dims = memory_order(t) or range(t.dim())
+        stored = self.groups(tuple(f for d in dims for f in leaves(value.dims[d])))
+        memory = _in_memory(slots, stored)
+        same = memory == slots
+        shape = tuple(self.extent(s) for s in memory)
+        x = self.g.new_input(shape, t.dtype, constant=node in self.constants)
+        self.operands.append((node, memory))
+        order = None if same else _permutation(memory, slots)
+        return x if order is None else self.g.transpose(x, order)
+
+    def set(self, node: fx.Node, built: Any) -> None:
+        """What a node became."""
+        self.built[node] = built
+
+
+def _in_memory(slots: Slots, stored: Slots) -> Slots:
+    """Slots in the order of memory; an extent of 1 stays behind the group that it follows."""
+    behind: dict[Group | None, int] = {}
+    last: Group | None = None
+    for s in slots:
+        if s is None:
+            behind[last] = behind.get(last, 0) + 1
+        else:
+            last = s
+    lead = next((i for i, s in enumerate(slots) if s is not None), len(slots))
+    found: list[Group | None] = [None] * lead
+    for g in stored:
+        found += [g, *(None,) * behind.get(g, 0)]
+    return tuple(found)
+
+
+def _stripped(slots: Slots, rank: int = 0) -> Slots:
+    first = next((i for i, s in enumerate(slots) if s is not None), len(slots))
+    return slots[max(0, min(first, len(slots) - rank)) :]
+
+
+def _permutation(have: Slots, want: Slots) -> list[int] | None:
+    """Which dimension of ``have`` each of ``want`` is (ones in front of ``want`` may be more);
+    None where they are not the same ones."""
+    missing = len(have) - len(want)
+    if missing < 0:
+        return None
+    want = ((None,) * missing) + want
+    rest = list(range(len(have)))
+    order: list[int] = []
+    for s in want:
+        found = next((i for i in rest if have[i] is s), None)
+        if found is None:
+            return None
+        rest.remove(found)
+        order.append(found)
+    return order
+
+
+def explain(node: fx.Node, error: Exception) -> Unsupported:
+    """A reason from what was raised while a node was read."""
+    if isinstance(error, Unsupported):
+        return error
+    if isinstance(error, Mismatch | CutesuperError):
+        return Unsupported(node, str(error))
+    raise error
