@@ -100,23 +100,39 @@ class _Growing:
         if entry_of(node) is None:
             self.refused[node] = f"{node.target} is not an operator of kernel graphs"
             return
-        near = sorted({self._region[p] for p in _producers(node) if p in self._region})
+        loose = self._loose(node)
+        sources = {p for n in loose for p in _producers(n)}
+        near = sorted({self._region[p] for p in sources if p in self._region})
         choices = [near] + ([[n] for n in reversed(near)] if len(near) > 1 else [])
+        if near:
+            choices.append([])
         for chosen in choices:
-            region = self._joined(node, chosen) if chosen else None
+            region = self._joined(loose, chosen)
             if region is not None:
                 self._keep(region)
                 return
-        try:
-            region = convert([node], self.constants)
-        except Unsupported as error:
-            self.refused[error.node if error.node in self._place else node] = error.reason
-            self.refused.setdefault(node, error.reason)
-            return
-        self._keep(region)
+        # alone it is no kernel graph; whatever reads it may make it part of one
+        self.refused.setdefault(node, self._reason(node))
 
-    def _joined(self, node: fx.Node, chosen: Sequence[int]) -> Region | None:
-        nodes = {node, *(n for c in chosen for n in self.regions[c].nodes)}
+    def _loose(self, node: fx.Node) -> list[fx.Node]:
+        """A node and those that it reads which are part of no region yet, and could be."""
+        found, todo = {node}, [node]
+        while todo:
+            for p in _producers(todo.pop()):
+                if p not in found and p in self.refused and entry_of(p) is not None:
+                    found.add(p)
+                    todo.append(p)
+        return list(found)
+
+    def _reason(self, node: fx.Node) -> str:
+        try:
+            convert([node], self.constants)
+        except Unsupported as error:
+            return error.reason
+        return "stands between parts of a region"
+
+    def _joined(self, loose: Sequence[fx.Node], chosen: Sequence[int]) -> Region | None:
+        nodes = {*loose, *(n for c in chosen for n in self.regions[c].nodes)}
         together = sorted(nodes, key=self._place.__getitem__)
         if len(together) > MOST_NODES or len({self._epoch[n] for n in together}) > 1:
             return None
@@ -132,6 +148,7 @@ class _Growing:
         self.regions.append(region)
         for n in region.nodes:
             self._region[n] = len(self.regions) - 1
+            self.refused.pop(n, None)
 
     def _leaves(self, inside: set[fx.Node]) -> bool:
         """Whether a path leaves the nodes, passes something that computes, and comes back."""

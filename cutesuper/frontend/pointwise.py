@@ -47,8 +47,6 @@ def aligned(b: Builder, node: fx.Node, operands: Sequence[Any]) -> tuple[list[Op
     else:
         slots = natural
     found = [o if not isinstance(o, fx.Node) else _operand(b, node, o, slots) for o in operands]
-    if not any(isinstance(o, Tensor) for o in found):
-        raise Unsupported(node, "computes with numbers only")
     return [o if isinstance(o, Tensor) else number(node, o) for o in found], slots
 
 
@@ -89,6 +87,9 @@ class Pointwise(Entry):
         given = [a[o] for o in self.operands]
         if not self.condition:
             _refuse_conditions(b, node, given)
+        numbers = [_constant(b, node, o) for o in given]
+        if None not in numbers:
+            return Built(_folded(node, a, dict(zip(self.operands, numbers, strict=True))))
         operands, slots = aligned(b, node, given)
         y = self.formula(b.g, *operands, **{o: a[o] for o in self.options if o in a})
         if not isinstance(y, Tensor):
@@ -115,7 +116,7 @@ class Where(Entry):
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
         if not b.of(a["condition"]).condition:
             raise Unsupported(node, "chooses by a tensor that is not computed here")
-        yes, no = (_constant(b, a[k]) for k in ("self", "other"))
+        yes, no = (_constant(b, node, a[k]) for k in ("self", "other"))
         if yes != 0.0 and no != 0.0:
             raise Unsupported(node, "chooses between values of which none is 0")
         [c, x], slots = aligned(b, node, [a["condition"], a["other" if yes == 0.0 else "self"]])
@@ -123,11 +124,22 @@ class Where(Entry):
         return Built(y, slots)
 
 
-def _constant(b: Builder, operand: Any) -> float | None:
+def _constant(b: Builder, node: fx.Node, operand: Any) -> float | None:
     if isinstance(operand, fx.Node):
         value = b.of(operand).tensor
         return value if isinstance(value, float) else None
-    return float(operand)
+    return number(node, operand)
+
+
+def _folded(node: fx.Node, a: Arguments, numbers: dict[str, float | None]) -> float:
+    """An operator of numbers only, computed by PyTorch."""
+    given = {**a, **{k: torch.tensor(v, dtype=torch.float64) for k, v in numbers.items()}}
+    positional = [s.name for s in node.target._schema.arguments if not s.kwarg_only]  # type: ignore[union-attr]
+    values = [given[k] if isinstance(a[k], fx.Node) else a[k] for k in positional if k in given]
+    named = {k: v for k, v in given.items() if k not in positional}
+    if not any(isinstance(v, torch.Tensor) for v in values):
+        raise Unsupported(node, "computes with numbers only")
+    return float(node.target(*values, **named))  # type: ignore[operator]
 
 
 # ---------------------------------------------------------------------------------------- formulas

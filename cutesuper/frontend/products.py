@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import fx
 from cutesuper.frontend.factors import Dims, divides, extent_of, leaves, regroup, unify
 from cutesuper.frontend.table import Arguments, Entry, enter, number
 from cutesuper.frontend.values import Builder, Built, Shapes, Slots, Unsupported, Value, fake
+from cutesuper.graph.dims import extent
 from cutesuper.graph.kernel import Tensor
 
 _PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
@@ -50,7 +52,7 @@ class Product(Entry):
         lead = front[:-1] if m else front
         left = self._operand(b, node, a[self.left], (*lead, m, k))
         right = self._operand(b, node, a[self.right], (*lead, k, n))
-        product = b.g.matmul(left, right)
+        product = _product(b, left, right)
         slots = (*lead, m, n)[-len(product.shape) :]
         y = Built(product, slots)
         alpha = number(node, a.get("alpha", 1))
@@ -117,6 +119,20 @@ def _lead(x: Value) -> Value:
 
 def _absent(*values: Value) -> Dims:
     return tuple(dict.fromkeys(f for v in values for f in v.absent))
+
+
+def _product(b: Builder, left: Tensor, right: Tensor) -> Tensor:
+    """before: ``[x | y] W``; after: ``x W' + y W''``, with the rows of W for each."""
+    last, place = len(left.shape) - 1, len(right.shape) - 2
+    if left.node.operator != "concat" or left.node.attributes["dim"] != last:
+        return b.g.matmul(left, right)
+    terms: list[Tensor] = []
+    start = 0
+    for part in (b.g.tensor(i) for i in left.node.inputs):
+        stop = start + extent(part.shape[last])
+        terms.append(b.g.matmul(part, b.part(right, place, start, stop)))
+        start = stop
+    return reduce(b.g.add, terms)
 
 
 def _front(b: Builder, y: Value, x: Value, w: Value) -> Slots:

@@ -8,7 +8,7 @@ What crosses its border is described by shapes: a kernel takes and returns conti
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,8 +22,8 @@ from cutesuper.frontend.values import (
     FLOATS,
     Builder,
     Built,
+    Given,
     Shapes,
-    Slots,
     Unsupported,
     Value,
     explain,
@@ -32,6 +32,7 @@ from cutesuper.frontend.values import (
 )
 from cutesuper.graph.dims import Symbol
 from cutesuper.graph.kernel import KernelGraph, Tensor
+from cutesuper.ops.programs import only
 from cutesuper.optimize import check_definition
 
 
@@ -59,11 +60,13 @@ class Operand:
     Attributes:
         node: the tensor that it is made from.
         dense: its dimensions from the slowest in memory; None where it has to be copied first.
+        part: the range of the slowest that it is of; None for all.
         shape: of the view that the kernel takes; -1 for an extent known at the call.
     """
 
     node: fx.Node
     dense: tuple[int, ...] | None
+    part: tuple[int, int] | None
     shape: tuple[int, ...]
 
 
@@ -170,12 +173,14 @@ def _converted(
             raise explain(n, error) from None
     try:
         outputs = _outputs(b, ends)
-        b.g.expanded()
-        check_definition("trace", b.g)
+        # parts of weights are inputs of their own, so the whole may be needed no more
+        graph, kept = only(b.g, range(len(b.g.outputs)))
+        graph.expanded()
+        check_definition("trace", graph)
     except (Mismatch, CutesuperError, Unsupported) as error:
         raise explain(nodes[-1], error) from None
-    inputs = tuple(_input_view(b, node, slots) for node, slots in b.operands)
-    return Region(tuple(nodes), b.g, inputs, outputs)
+    inputs = tuple(_input_view(b, b.operands[n]) for n in kept)
+    return Region(tuple(nodes), graph, inputs, outputs)
 
 
 @dataclass(frozen=True)
@@ -254,38 +259,32 @@ def _ends(
 ) -> list[fx.Node]:
     """The nodes whose tensors leave the region: computed ones, or casts of them."""
     found: dict[fx.Node, None] = {}
-    for n in nodes:
-        crossing = list(_crossing(n, inside))
-        casts = [path for path in crossing if path.meta["val"].dtype != fake_dtype(n)]
+    for n in (r for node in nodes for r in _roots(node)):
+        crossing = [last for last, _ in _uses(n, n, inside)]
         types = {c.meta["val"].dtype for c in crossing}
-        if casts and len(types) == 1:
-            for c in dict.fromkeys(casts):
-                _visit(c, inside, s, order)
-                found[c] = None
+        if len(types) == 1 and types != {n.meta["val"].dtype}:
+            for cast in dict.fromkeys(crossing):
+                _visit(cast, inside, s, order)
+                found[cast] = None
         elif crossing:
-            found.update(dict.fromkeys(_items(n, crossing)))
+            if n not in inside:
+                _visit(n, inside, s, order)
+            found[n] = None
     if not found:
         raise Unsupported(nodes[-1], "computes nothing that is used")
     return list(found)
 
 
+def _roots(node: fx.Node) -> list[fx.Node]:
+    """A node, or of several results those that are used."""
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return [node]
+    return [u for u in node.users if isinstance(u.meta.get("val"), torch.Tensor)]
+
+
 def fake_dtype(node: fx.Node) -> Any:
     """The element type of a node's tensor; None where it has several."""
     return getattr(node.meta.get("val"), "dtype", None)
-
-
-def _items(node: fx.Node, crossing: Iterable[fx.Node]) -> list[fx.Node]:
-    """Of several results those that are used, otherwise the node."""
-    if isinstance(node.meta.get("val"), torch.Tensor):
-        return [node]
-    return [u for u in node.users if u.target.__name__ == "getitem"]  # type: ignore[union-attr]
-
-
-def _crossing(node: fx.Node, inside: _Inside) -> Iterator[fx.Node]:
-    """For every use outside the last cast on the way to it, or the node."""
-    for path, user in _uses(node, node, inside):
-        del user
-        yield path
 
 
 def _uses(
@@ -295,7 +294,7 @@ def _uses(
         if user in inside:
             continue
         if is_free(user) and user.op == "call_function":
-            changes = fake_dtype(user) != fake_dtype(node) and fake_dtype(node) is not None
+            changes = None not in (a := fake_dtype(user), b := fake_dtype(node)) and a != b
             yield from _uses(user, user if changes else last, inside)
         else:
             yield last, user
@@ -305,17 +304,13 @@ def _outputs(b: Builder, ends: Sequence[fx.Node]) -> tuple[Result, ...]:
     places: dict[int, int] = {}
     results: list[Result] = []
     for node in ends:
-        for item in [node]:
-            t, view = _output(b, item, len(places))
-            if t.index in places:
-                same = b.g.nodes[t.index].dtype.torch == fake(item).dtype
-                if not same:
-                    raise Unsupported(item, "leaves in two element types")
-                view = Result(view.node, places[t.index], view.shape, view.expanded, view.order)
-            else:
-                b.g.mark_output(t, fake(item).dtype)
-                places[t.index] = len(places)
-            results.append(view)
+        t, view = _output(b, node, len(places))
+        if t.index not in places:
+            b.g.mark_output(t, fake(node).dtype)
+            places[t.index] = len(places)
+        elif b.g.nodes[t.index].dtype.torch != fake(node).dtype:
+            raise Unsupported(node, "leaves in two element types")
+        results.append(replace(view, place=places[t.index]))
     return tuple(results)
 
 
@@ -359,10 +354,10 @@ def _lengths(b: Builder, value: Value, d: int, absent: set[Any]) -> tuple[Length
 def _length(b: Builder, extent: Extent) -> Length:
     if isinstance(extent, int):
         return extent
-    for node, _ in b.operands:
-        for d, n in enumerate(fake(node).shape):
+    for given in b.operands:
+        for d, n in enumerate(fake(given.node).shape):
             if equal(n, extent):
-                return Size(node, d)
+                return Size(given.node, d)
     raise Mismatch(f"an extent of {extent}, which no input of the region has")
 
 
@@ -374,11 +369,13 @@ def _left(shape: Sequence[Length]) -> tuple[Length, ...]:
     return tuple(-1 if i == symbolic[0] else n for i, n in enumerate(shape))
 
 
-def _input_view(b: Builder, node: fx.Node, slots: Slots) -> Operand:
-    t = fake(node)
-    order = memory_order(t)
-    shape = [_kernel_length(b, s) for s in slots]
-    return Operand(node, None if order is None else tuple(order), tuple(shape))
+def _input_view(b: Builder, given: Given) -> Operand:
+    order = memory_order(fake(given.node))
+    shape = [_kernel_length(b, s) for s in given.slots]
+    if given.part is not None:
+        shape[0] = given.part[1] - given.part[0]
+    dense = None if order is None else tuple(order)
+    return Operand(given.node, dense, given.part, tuple(shape))
 
 
 def _kernel_length(b: Builder, slot: Group | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -175,15 +176,27 @@ def _exported(
 
 @functools.cache
 def _has_guards() -> bool:
-    import inspect
-
     return "check_guards" in inspect.signature(torch.export.ExportedProgram.module).parameters
 
 
 class _Function(nn.Module):
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
-        self.forward = fn  # export reads the signature
+        self._fn = fn
+        if _has_signature(fn):
+            self.forward = fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fn(*args, **kwargs)
+
+
+def _has_signature(fn: Callable[..., Any]) -> bool:
+    """Builtin functions of PyTorch have none that Python knows, and export reads it."""
+    try:
+        inspect.signature(fn)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:

@@ -11,7 +11,7 @@ extent of 1 (what a reduction leaves).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from cutesuper.frontend.factors import (
 )
 from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.kernel import KernelGraph, Tensor
+from cutesuper.graph.operators import lookup
 
 #: what kernels read and write
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -89,6 +90,21 @@ class Built:
     slots: Slots = ()
     source: fx.Node | None = None
     condition: bool = False
+
+
+@dataclass(frozen=True)
+class Given:
+    """An input of the kernel graph.
+
+    Attributes:
+        node: the tensor that it is made from.
+        slots: in the order of memory.
+        part: the range of the first of them that it is of; None for all.
+    """
+
+    node: fx.Node
+    slots: Slots
+    part: tuple[int, int] | None = None
 
 
 def fake(node: fx.Node) -> torch.Tensor:
@@ -196,18 +212,17 @@ class Builder:
         constants: nodes that nobody writes while kernels run (parameters).
         g: the kernel graph.
         built: its values by node.
-        operands: nodes that the graph's inputs are made from, and the slots they are seen with, in
-            the order of the inputs.
+        operands: what the graph's inputs are made from, in their order.
     """
 
     shapes: Shapes
     constants: frozenset[fx.Node]
     g: KernelGraph = field(default_factory=KernelGraph)
     built: dict[fx.Node, Any] = field(default_factory=dict)
-    operands: list[tuple[fx.Node, Slots]] = field(default_factory=list)
+    operands: list[Given] = field(default_factory=list)
     _groups: dict[Factor, Group] = field(default_factory=dict)
     _symbols: dict[Group, Symbol] = field(default_factory=dict)
-    _inputs: dict[tuple[fx.Node, Slots], Tensor] = field(default_factory=dict)
+    _inputs: dict[Any, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for value in self.shapes.values.values():
@@ -327,9 +342,45 @@ class Builder:
         same = memory == slots
         shape = tuple(self.extent(s) for s in memory)
         x = self.g.new_input(shape, t.dtype, constant=node in self.constants)
-        self.operands.append((node, memory))
+        self.operands.append(Given(node, memory))
         order = None if same else _permutation(memory, slots)
         return x if order is None else self.g.transpose(x, order)
+
+    def part(self, t: Tensor, place: int, start: int, stop: int) -> Tensor:
+        """A range of a value along one dimension.
+
+        before: columns of ``x W^T``; after: the product with these rows of W, read as they lie.
+        """
+        node = t.node
+        if node.operator == "input":
+            return self._part_of_input(t, place, start, stop)
+        args = [self.g.tensor(i) for i in node.inputs]
+        if node.operator == "transpose":
+            dims = node.attributes["dims"]
+            return self.g.transpose(self.part(args[0], dims[place], start, stop), dims)
+        if node.operator == "matmul" and place == len(t.shape) - 1:
+            last = len(args[1].shape) - 1
+            return self.g.matmul(args[0], self.part(args[1], last, start, stop))
+        if lookup(node.operator).elementwise:
+            cut = [self._part_of_operand(a, place - len(t.shape), start, stop) for a in args]
+            return self.g.apply(node.operator, *cut, **dict(node.attributes))
+        return self.g.slice(t, place, start, stop)
+
+    def _part_of_operand(self, t: Tensor, place: int, start: int, stop: int) -> Tensor:
+        there = len(t.shape) >= -place and t.shape[place] != 1
+        return self.part(t, len(t.shape) + place, start, stop) if there else t
+
+    def _part_of_input(self, t: Tensor, place: int, start: int, stop: int) -> Tensor:
+        given = self.operands[self.g.inputs.index(t.index)]
+        if place != 0 or given.part is not None or isinstance(t.shape[0], Symbol):
+            raise Mismatch("takes a part of a tensor that a kernel reads whole")
+        key = (t.index, start, stop)
+        if key not in self._inputs:
+            shape = (stop - start, *t.shape[1:])
+            x = self.g.new_input(shape, t.dtype, constant=t.node.constant)
+            self.operands.append(replace(given, part=(start, stop)))
+            self._inputs[key] = x
+        return self._inputs[key]
 
     def set(self, node: fx.Node, built: Any) -> None:
         """What a node became."""

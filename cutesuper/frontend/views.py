@@ -127,6 +127,19 @@ class Filled(Entry):
         return Built(number(node, given))
 
 
+@enter("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
+class Dropout(_Free):
+    """Nothing, outside of training."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        if a["train"] and a["p"]:
+            raise Unsupported(node, "drops elements at random; call .eval(), or leave it outside")
+        return s.of(a["input"])
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        return b.of(a["input"])
+
+
 @enter("getitem")
 class Item(Entry):
     """One of several results."""
@@ -189,7 +202,7 @@ class _Pieces(Entry):
         place = own.slots.index(group)
         parts = []
         for (start, stop), v in zip(self.ranges(node, a, extent), values, strict=True):
-            t = b.g.slice(own.tensor, place, start, stop)
+            t = b.part(own.tensor, place, start, stop)
             slots = (*own.slots[:place], b.one(node, v.dims[d]), *own.slots[place + 1 :])
             parts.append(Built(t, slots, None, own.condition))
         return self._result(parts)
