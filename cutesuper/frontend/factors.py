@@ -7,6 +7,10 @@ computed by a view. Factors that always stand side by side are one dimension of 
 the end (`merged`).
 
 An extent of 1 has no factors. Extents may be symbolic (`torch.SymInt`).
+
+Dimensions of one tensor may have the same factor (the rows and the columns of W in ``x + x W``), so
+a dimension is made of *parts*: a factor, and which dimension it came from. Views, permutations and
+element-wise operators pass parts on; what operators unify is factors.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 Extent = Any  # int or torch.SymInt
 
@@ -38,8 +42,20 @@ class Factor:
     parts: tuple[Factor, ...] = ()
 
 
-#: the factors of a dimension, from the slowest
-Dims = tuple[Factor, ...]
+class Part(NamedTuple):
+    """A factor of one dimension.
+
+    Attributes:
+        origin: the dimension that it came from, equal for no other.
+        factor: how long it is, shared with dimensions of other tensors.
+    """
+
+    origin: object
+    factor: Factor
+
+
+#: the parts of a dimension, from the slowest
+Dims = tuple[Part, ...]
 
 
 def equal(a: Extent, b: Extent) -> bool:
@@ -62,28 +78,28 @@ def divides(a: Extent, b: Extent) -> bool:
 
 def dims_of(extent: Extent) -> Dims:
     """A dimension of which nothing else is known."""
-    return () if equal(extent, 1) else (Factor(extent),)
+    return () if equal(extent, 1) else (Part(object(), Factor(extent)),)
 
 
-def root(factor: Factor) -> Factor:
-    """What a factor was found to be."""
+def leaves(dims: Iterable[Part]) -> Dims:
+    """The parts of a dimension as they are now, divided as far as anybody divided their factors."""
+    return tuple(Part(p.origin, f) for p in dims for f in _leaves(p.factor))
+
+
+def factors(dims: Iterable[Part]) -> tuple[Factor, ...]:
+    """The factors of a dimension, as far as they are divided now."""
+    return tuple(p.factor for p in leaves(dims))
+
+
+def _leaves(factor: Factor) -> list[Factor]:
     while factor.same is not None:
         factor = factor.same
-    return factor
+    return [leaf for f in factor.parts for leaf in _leaves(f)] if factor.parts else [factor]
 
 
-def leaves(dims: Iterable[Factor]) -> Dims:
-    """The factors of a dimension as they are now, divided as far as anybody divided them."""
-    found: list[Factor] = []
-    for f in dims:
-        f = root(f)
-        found += leaves(f.parts) if f.parts else [f]
-    return tuple(found)
-
-
-def extent_of(dims: Iterable[Factor]) -> Extent:
+def extent_of(dims: Iterable[Part]) -> Extent:
     """The product of the factors."""
-    return prod((f.extent for f in leaves(dims)), start=1)
+    return prod((f.extent for f in factors(dims)), start=1)
 
 
 def unify(a: Dims, b: Dims) -> None:
@@ -95,7 +111,7 @@ def unify(a: Dims, b: Dims) -> None:
         Mismatch: their factors do not fit into each other.
     """
     while True:
-        one, other = leaves(a), leaves(b)
+        one, other = factors(a), factors(b)
         if one == other:
             return
         pairs = [(x, y) for x, y in zip(one, other, strict=False) if x is not y]
@@ -122,21 +138,22 @@ def regroup(dims: Sequence[Dims], extents: Sequence[Extent]) -> tuple[Dims, ...]
     Raises:
         Mismatch: it cuts through a factor that does not divide.
     """
-    rest = list(leaves(f for d in dims for f in d))
+    rest = list(leaves(p for d in dims for p in d))
     result: list[Dims] = []
     for wanted in extents:
-        taken: list[Factor] = []
+        taken: list[Part] = []
         while not equal(wanted, 1):
             if not rest:
                 raise Mismatch(f"a view as {list(extents)} has more elements")
-            f = rest.pop(0)
+            origin, f = rest.pop(0)
             if divides(f.extent, wanted):
                 wanted = wanted // f.extent
-                taken.append(f)
+                taken.append(Part(origin, f))
             elif divides(wanted, f.extent):
                 _divide(f, wanted)
-                taken.append(f.parts[0])
-                rest.insert(0, f.parts[1])
+                taken.append(Part(origin, f.parts[0]))
+                # another of these parts may be divided now, too
+                rest = list(leaves((Part(origin, f.parts[1]), *rest)))
                 wanted = 1
             else:
                 raise Mismatch(f"a view as {list(extents)} cuts through an extent of {f.extent}")
@@ -158,7 +175,7 @@ class Group:
         extent: the product.
     """
 
-    factors: Dims
+    factors: tuple[Factor, ...]
     extent: Extent
 
 
@@ -173,16 +190,16 @@ class Grouping:
 
     sequences: list[Dims] = field(default_factory=list)
 
-    def add(self, factors: Iterable[Factor]) -> None:
-        """Factors that follow each other somewhere."""
-        self.sequences.append(tuple(factors))
+    def add(self, dims: Iterable[Part]) -> None:
+        """Parts that follow each other somewhere."""
+        self.sequences.append(tuple(dims))
 
     def groups(self) -> dict[Factor, Group]:
         """The group of every factor."""
         after: dict[Factor, Factor | None] = {}
         before: dict[Factor, Factor | None] = {}
         for sequence in self.sequences:
-            now = leaves(sequence)
+            now = factors(sequence)
             for i, f in enumerate(now):
                 _agree(after, f, now[i + 1] if i + 1 < len(now) else None)
                 _agree(before, f, now[i - 1] if i else None)
@@ -192,7 +209,7 @@ class Grouping:
                 chain = [f]
                 while (g := after[chain[-1]]) is not None and before[g] is chain[-1]:
                     chain.append(g)
-                group = Group(tuple(chain), extent_of(chain))
+                group = Group(tuple(chain), prod((c.extent for c in chain), start=1))
                 result |= dict.fromkeys(chain, group)
         return result
 
@@ -207,7 +224,7 @@ def _known(f: Factor | None) -> Factor:
     return f
 
 
-def _show(dims: Dims) -> str:
+def _show(dims: Sequence[Factor]) -> str:
     return " x ".join(str(f.extent) for f in dims) or "1"
 
 
@@ -218,12 +235,13 @@ __all__ = [
     "Group",
     "Grouping",
     "Mismatch",
+    "Part",
     "dims_of",
     "divides",
     "equal",
     "extent_of",
+    "factors",
     "leaves",
     "regroup",
-    "root",
     "unify",
 ]

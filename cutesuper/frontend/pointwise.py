@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cutesuper.frontend.factors import Mismatch
+from cutesuper.frontend.factors import Mismatch, Part
 from cutesuper.frontend.table import Arguments, Entry, enter, enter_all, number
 from cutesuper.frontend.values import (
     FLOATS,
@@ -20,7 +20,9 @@ from cutesuper.frontend.values import (
     Slots,
     Unsupported,
     Value,
+    correspondence,
     fake,
+    translated,
 )
 from cutesuper.graph.kernel import KernelGraph, Operand, Tensor
 
@@ -38,25 +40,37 @@ def aligned(b: Builder, node: fx.Node, operands: Sequence[Any]) -> tuple[list[Op
     Numbers stay numbers. What was reduced before has its dimensions in one way only, so the others
     follow it.
     """
-    tensors = [o for o in operands if isinstance(o, fx.Node)]
-    natural = b.natural(b.value(node))
-    computed = [b.of(t).slots for t in tensors if isinstance(b.of(t).tensor, Tensor)]
-    for slots in (natural, *computed):
-        if _has_all(slots, natural) and all(b.fits(t, slots) for t in tensors):
-            break
-    else:
-        slots = natural
-    found = [o if not isinstance(o, fx.Node) else _operand(b, node, o, slots) for o in operands]
-    return [o if isinstance(o, Tensor) else number(node, o) for o in found], slots
+    result = b.value(node)
+    parts = {
+        o: correspondence(result, b.value(o)) for o in operands if isinstance(o, fx.Node)
+    }
+    slots = _common(b, result, parts)
+    found = [
+        _operand(b, node, o, translated(slots, parts[o])) if isinstance(o, fx.Node) else
+        number(node, o)
+        for o in operands
+    ]
+    return found, slots
+
+
+def _common(b: Builder, result: Value, parts: dict[fx.Node, dict[Part, Part]]) -> Slots:
+    """The slots of a result that ask for the least rearrangement of what was computed."""
+    natural = b.natural(result)
+    choices = [natural]
+    for t, own in parts.items():
+        if isinstance(b.of(t).tensor, Tensor):
+            choices.append(translated(b.of(t).slots, {p: mine for mine, p in own.items()}))
+    for slots in choices:
+        if {s for s in natural if s} <= set(slots) and all(
+            b.fits(t, translated(slots, own)) for t, own in parts.items()
+        ):
+            return slots
+    return natural
 
 
 def _operand(b: Builder, node: fx.Node, operand: fx.Node, slots: Slots) -> Operand:
     own = b.of(operand)
     return own.tensor if isinstance(own.tensor, float) else b.tensor(node, operand, slots)
-
-
-def _has_all(slots: Slots, natural: Slots) -> bool:
-    return {s for s in natural if s} <= set(slots)
 
 
 @dataclass(frozen=True)

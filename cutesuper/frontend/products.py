@@ -8,9 +8,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from cutesuper.frontend.factors import Dims, divides, extent_of, leaves, regroup, unify
+from cutesuper.frontend.factors import Dims, Part, divides, extent_of, leaves, regroup, unify
 from cutesuper.frontend.table import Arguments, Entry, enter, number
-from cutesuper.frontend.values import Builder, Built, Shapes, Slots, Unsupported, Value, fake
+from cutesuper.frontend.values import (
+    Builder,
+    Built,
+    Shapes,
+    Slots,
+    Unsupported,
+    Value,
+    correspondence,
+    fake,
+    translated,
+)
 from cutesuper.graph.dims import extent
 from cutesuper.graph.kernel import Tensor
 
@@ -34,7 +44,13 @@ class Product(Entry):
             raise Unsupported(node, "is a product over an extent of 1; use a multiplication")
         s.whole(x.dims[-1])
         lead = s.broadcast(node, [_lead(x), _lead(w)])
-        result = Value((*lead.dims, x.dims[-2], w.dims[-1]), _absent(lead, x, w))
+        # columns are a dimension of their own: in x x^T they come from that of the rows
+        columns = tuple(Part(object(), p.factor) for p in leaves(w.dims[-1]))
+        gone = {*leaves(x.absent), *leaves(w.absent)}
+        sides = [*zip(columns, leaves(w.dims[-1]), strict=True)]
+        sides += [(p, p) for p in leaves(x.dims[-2])]
+        repeated = tuple(mine for mine, p in sides if p in gone)
+        result = Value((*lead.dims, x.dims[-2], columns), (*lead.absent, *repeated))
         s.whole(result.dims[-1])
         if self.added and isinstance(a.get(self.added), fx.Node):
             return s.broadcast(node, [result, s.of(a[self.added])])
@@ -46,19 +62,21 @@ class Product(Entry):
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
         x, w = b.value(a[self.left]), self.matrix(b.value(a[self.right]))
-        front = _front(b, b.value(node), x, w)
-        k, n = b.one(node, x.dims[-1]), b.one(node, w.dims[-1])
+        y = b.value(node)
+        mine = correspondence(Value(y.dims[:-1]), Value(x.dims[:-1]))
+        other = correspondence(Value(y.dims[:-2]), Value(w.dims[:-2]))
+        front = _front(b, Value((*y.dims[:-2], x.dims[-2]), y.absent))
         m = front[-1] if leaves(x.dims[-2]) else None
         lead = front[:-1] if m else front
-        left = self._operand(b, node, a[self.left], (*lead, m, k))
-        right = self._operand(b, node, a[self.right], (*lead, k, n))
+        k, n = b.one(node, w.dims[-2]), b.one(node, w.dims[-1])
+        inner = b.one(node, x.dims[-1])
+        left = self._operand(b, node, a[self.left], (*translated((*lead, m), mine), inner))
+        right = self._operand(b, node, a[self.right], (*translated(lead, other), k, n))
         product = _product(b, left, right)
-        slots = (*lead, m, n)[-len(product.shape) :]
-        y = Built(product, slots)
+        slots = (*lead, m, b.one(node, y.dims[-1]))[-len(product.shape) :]
         alpha = number(node, a.get("alpha", 1))
-        if alpha != 1.0:
-            y = Built(b.g.mul(product, alpha), slots)
-        return self._plus(b, node, a, y)
+        product = product if alpha == 1.0 else b.g.mul(product, alpha)
+        return self._plus(b, node, a, Built(product, slots))
 
     def _operand(self, b: Builder, node: fx.Node, operand: Any, slots: Slots) -> Tensor:
         if not isinstance(b.of(operand).tensor, float):
@@ -73,7 +91,9 @@ class Product(Entry):
         if beta == 0.0:
             return y
         t = b.of(added).tensor
-        t = t if isinstance(t, float) else b.tensor(node, added, y.slots)
+        if not isinstance(t, float):
+            parts = correspondence(b.value(node), b.value(added))
+            t = b.tensor(node, added, translated(y.slots, parts))
         return Built(b.g.add(y.tensor, t if beta == 1.0 else b.g.mul(t, beta)), y.slots)  # type: ignore[arg-type]
 
 
@@ -117,10 +137,6 @@ def _lead(x: Value) -> Value:
     return Value(x.dims[:-2], x.absent)
 
 
-def _absent(*values: Value) -> Dims:
-    return tuple(dict.fromkeys(f for v in values for f in v.absent))
-
-
 def _product(b: Builder, left: Tensor, right: Tensor) -> Tensor:
     """before: ``[x | y] W``; after: ``x W' + y W''``, with the rows of W for each."""
     last, place = len(left.shape) - 1, len(right.shape) - 2
@@ -135,11 +151,11 @@ def _product(b: Builder, left: Tensor, right: Tensor) -> Tensor:
     return reduce(b.g.add, terms)
 
 
-def _front(b: Builder, y: Value, x: Value, w: Value) -> Slots:
-    """The slots in front of the last of the first operand; None where elements repeat."""
-    factors = [f for d in (*y.dims[:-2], x.dims[-2]) for f in leaves(d)]
-    there = {*b.groups(x.present()), *b.groups(w.present())}
-    return tuple(g if g in there else None for g in b.groups(tuple(factors)))
+def _front(b: Builder, y: Value) -> Slots:
+    """The slots in front of the last; None where elements repeat."""
+    present = set(y.present())
+    slots = b.groups(tuple(p for d in y.dims for p in leaves(d)))
+    return tuple(s if present.issuperset(s) else None for s in slots)
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -180,8 +196,9 @@ class Attention(Entry):
         unify(k.dims[-2], v.dims[-2])
         for one in (*heads, q.dims[-1], q.dims[-2], k.dims[-2], v.dims[-1]):
             s.whole(one)
-        absent = tuple(f for f in q.absent if f in _absent(k, v))
-        y = Value((*q.dims[:-1], v.dims[-1]), absent)
+        if q.absent or any(p in leaves(v.absent) for p in leaves(v.dims[-1])):
+            raise Unsupported(node, "takes queries, or columns of values, that repeat")
+        y = Value((*q.dims[:-1], v.dims[-1]))
         several = str(node.target) != "aten.scaled_dot_product_attention.default"
         return (y, *(None for _ in range(8))) if several else y
 
@@ -196,15 +213,19 @@ class Attention(Entry):
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
         q, k, v = (b.value(a[n]) for n in ("query", "key", "value"))
-        front: list[Any] = []
-        for d in q.dims[:-2]:
-            front += b.groups(d)
+        front = b.groups(tuple(p for d in q.dims[:-2] for p in d))
         rows, keys = b.one(node, q.dims[-2]), b.one(node, k.dims[-2])
-        inner, width = b.one(node, q.dims[-1]), b.one(node, v.dims[-1])
-        # b.tensor leaves out what keys and values do not have
-        query = b.tensor(node, a["query"], (*front, rows, inner), rank=2)
-        key = b.tensor(node, a["key"], (*front, keys, inner), rank=2)
-        value = b.tensor(node, a["value"], (*front, keys, width), rank=2)
+        lead = [correspondence(Value(q.dims[:-3]), Value(v.dims[:-3])) for v in (k, v)]
+        for parts, t in zip(lead, (k, v), strict=True):
+            # neighbouring heads of the query share one of the keys
+            parts.update(zip(leaves(q.dims[-3]), leaves(t.dims[-3]), strict=False))
+        query = b.tensor(node, a["query"], (*front, rows, b.one(node, q.dims[-1])), rank=2)
+        key = b.tensor(
+            node, a["key"], (*translated(front, lead[0]), keys, b.one(node, k.dims[-1])), rank=2
+        )
+        width = b.one(node, v.dims[-1])
+        values = (*translated(front, lead[1]), b.one(node, v.dims[-2]), width)
+        value = b.tensor(node, a["value"], values, rank=2)
         scale = a.get("scale")
         y = b.g.scaled_dot_product_attention(
             query, key, value, is_causal=bool(a.get("is_causal", False)),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cutesuper.frontend.factors import Dims, unify
+from cutesuper.frontend.factors import Dims, leaves, unify
 from cutesuper.frontend.table import Arguments, Entry, enter, enter_all, integers, number
 from cutesuper.frontend.values import (
     FLOATS,
@@ -39,8 +39,8 @@ def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
 def reduced_shape(x: Value, dims: Sequence[int], keep: bool) -> Value:
     """The dimensions of a reduction's result."""
     left = [() if d in dims else v for d, v in enumerate(x.dims) if keep or d not in dims]
-    gone = {f for d in dims for f in x.dims[d]}
-    return Value(tuple(left), tuple(f for f in x.absent if f not in gone))
+    gone = {p for d in dims for p in leaves(x.dims[d])}
+    return Value(tuple(left), tuple(p for p in leaves(x.absent) if p not in gone))
 
 
 def along(
@@ -224,10 +224,11 @@ class _Norm(Entry):
         slots = own.slots if isinstance(own.tensor, Tensor) else b.natural(x)
         if group not in slots:
             raise Unsupported(node, "normalizes elements that repeat")
-        slots = (*(s for s in slots if s is not group), group)
+        slots = (*(s for s in slots if s != group), group)
         t = b.tensor(node, a["input"], slots)
         others = [
-            b.tensor(node, a[k], (group,)) if isinstance(a.get(k), fx.Node) else None
+            b.tensor(node, a[k], b.groups(b.value(a[k]).present()))
+            if isinstance(a.get(k), fx.Node) else None
             for k in ("weight", "bias")
         ]
         return [t, *others], _of_rank(slots, t)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from cutesuper.errors import CutesuperError
-from cutesuper.frontend.factors import Extent, Group, Mismatch, equal, extent_of, leaves
+from cutesuper.frontend.factors import Extent, Mismatch, equal, extent_of, leaves
 from cutesuper.frontend.table import arguments_of, entry_of, is_free
 from cutesuper.frontend.values import (
     FLOATS,
@@ -24,6 +24,7 @@ from cutesuper.frontend.values import (
     Built,
     Given,
     Shapes,
+    Slot,
     Unsupported,
     Value,
     explain,
@@ -325,7 +326,7 @@ def _output(b: Builder, node: fx.Node, place: int) -> tuple[Tensor, Result]:
         raise Unsupported(node, "has a result with gaps in memory")
     absent = set(leaves(value.absent))
     wanted = b.groups(tuple(
-        f for d in order for f in leaves(value.dims[d]) if f not in absent
+        p for d in order for p in leaves(value.dims[d]) if p not in absent
     ))
     tensor = built.tensor
     have = tuple(s for s in built.slots if s is not None)
@@ -344,7 +345,7 @@ def _output(b: Builder, node: fx.Node, place: int) -> tuple[Tensor, Result]:
 def _lengths(b: Builder, value: Value, d: int, absent: set[Any]) -> tuple[Length, Length]:
     """The extent of a dimension of a view, without and with what repeats."""
     own = leaves(value.dims[d])
-    there = [f for f in own if f not in absent]
+    there = [p for p in own if p not in absent]
     if there and len(there) != len(own):
         raise Mismatch("a dimension of which a part repeats")
     full = _length(b, extent_of(own))
@@ -378,7 +379,7 @@ def _input_view(b: Builder, given: Given) -> Operand:
     return Operand(given.node, dense, given.part, tuple(shape))
 
 
-def _kernel_length(b: Builder, slot: Group | None) -> int:
+def _kernel_length(b: Builder, slot: Slot) -> int:
     n = b.extent(slot)
     return -1 if isinstance(n, Symbol) else n
 

@@ -4,8 +4,8 @@ A region is read twice. `Shapes` gives every tensor its dimensions, as factors t
 operators unify. When all is known, `Builder` makes the kernel graph: factors that always stand side
 by side are one dimension of it, views and casts are nothing.
 
-The *slots* of a value are the dimensions of its tensor in the kernel graph: a group, or None for an
-extent of 1 (what a reduction leaves).
+The *slots* of a value are the dimensions of its tensor in the kernel graph: the parts of a group,
+or None for an extent of 1 (what a reduction leaves).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from cutesuper.frontend.factors import (
     Group,
     Grouping,
     Mismatch,
+    Part,
     dims_of,
     equal,
     leaves,
@@ -57,8 +58,8 @@ class Value:
     """The dimensions of a traced tensor.
 
     Attributes:
-        dims: the factors of each.
-        absent: factors along which all its elements are the same, so that its tensor in the kernel
+        dims: the parts of each.
+        absent: parts along which all its elements are the same, so that its tensor in the kernel
             graph has an extent of 1.
     """
 
@@ -66,12 +67,30 @@ class Value:
     absent: Dims = ()
 
     def present(self) -> Dims:
-        """The factors that its tensor in the kernel graph has, in order."""
+        """The parts that its tensor in the kernel graph has, in order."""
         absent = set(leaves(self.absent))
-        return tuple(f for d in self.dims for f in leaves(d) if f not in absent)
+        return tuple(p for d in self.dims for p in leaves(d) if p not in absent)
 
 
-Slots = tuple[Group | None, ...]
+#: a dimension of a tensor in the kernel graph
+Slot = Dims | None
+Slots = tuple[Slot, ...]
+
+
+def correspondence(result: Value, operand: Value) -> dict[Part, Part]:
+    """The part of an operand that each part of a result is, dimensions counted from the last."""
+    found: dict[Part, Part] = {}
+    for mine, other in zip(reversed(result.dims), reversed(operand.dims), strict=False):
+        if leaves(other):
+            found.update(zip(leaves(mine), leaves(other), strict=True))
+    return found
+
+
+def translated(slots: Slots, parts: dict[Part, Part]) -> Slots:
+    """Slots of one tensor as those of another; None for what it does not have."""
+    return tuple(
+        tuple(parts[p] for p in s) if s and all(p in parts for p in s) else None for s in slots
+    )
 
 
 @dataclass(frozen=True)
@@ -193,11 +212,12 @@ class Shapes:
             for other in given[1:]:
                 unify(given[0], other)
             result.append(given[0] if given else ())
-        there: set[Factor] = set()
+        whole = Value(tuple(result))
+        there: set[Part] = set()
         for v in values:
-            there |= set(v.present())
-        absent = tuple(f for d in result for f in leaves(d) if f not in there)
-        return Value(tuple(result), absent)
+            present = set(v.present())
+            there |= {mine for mine, p in correspondence(whole, v).items() if p in present}
+        return Value(whole.dims, tuple(p for p in whole.present() if p not in there))
 
 
 # ----------------------------------------------------------------------------------------- builder
@@ -225,37 +245,44 @@ class Builder:
     _inputs: dict[Any, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for value in self.shapes.values.values():
+        for node, value in self.shapes.values.items():
             for v in value if isinstance(value, tuple) else (value,):
                 if isinstance(v, Value):
-                    self.shapes.grouping.add(v.present())
+                    self._check(node, v.present())
         self._groups = self.shapes.grouping.groups()
+
+    def _check(self, node: fx.Node, present: Dims) -> None:
+        if len(set(present)) != len(present):
+            raise Unsupported(node, "has two dimensions that were one; nothing tells them apart")
+        self.shapes.grouping.add(present)
 
     # ------------------------------------------------------------------------------------- groups
 
-    def groups(self, factors: Dims) -> tuple[Group, ...]:
-        """The groups that some factors are, in order. Raises Mismatch where one is cut."""
-        found: list[Group] = []
-        rest = list(leaves(factors))
+    def groups(self, dims: Dims) -> tuple[Dims, ...]:
+        """Slots of some parts, in order. Raises Mismatch where a group is cut."""
+        found: list[Dims] = []
+        rest = list(leaves(dims))
         while rest:
-            group = self._groups[rest[0]]
-            if tuple(rest[: len(group.factors)]) != group.factors:
+            group = self._groups[rest[0].factor]
+            slot = tuple(rest[: len(group.factors)])
+            if tuple(p.factor for p in slot) != group.factors:
                 raise Mismatch("a dimension that belongs to a larger one is taken alone")
-            found.append(group)
-            del rest[: len(group.factors)]
+            found.append(slot)
+            del rest[: len(slot)]
         return tuple(found)
 
-    def one(self, node: fx.Node, dims: Dims) -> Group | None:
-        """The group of a dimension that has to be one; None for an extent of 1."""
+    def one(self, node: fx.Node, dims: Dims) -> Slot:
+        """The slot of a dimension that has to be one; None for an extent of 1."""
         found = self.groups(dims)
         if len(found) > 1:
             raise Unsupported(node, "works along a dimension that the rest of the region divides")
         return found[0] if found else None
 
-    def extent(self, group: Group | None) -> Dim:
+    def extent(self, slot: Slot) -> Dim:
         """The extent of a slot in the kernel graph."""
-        if group is None:
+        if slot is None:
             return 1
+        group = self._groups[slot[0].factor]
         if isinstance(group.extent, int):
             return group.extent
         if group not in self._symbols:
@@ -264,14 +291,12 @@ class Builder:
         return self._symbols[group]
 
     def natural(self, value: Value) -> Slots:
-        """The slots of a value as its dimensions in PyTorch are."""
-        absent = set(leaves(value.absent))
-        slots: list[Group | None] = []
-        for d in value.dims:
-            own = [self._groups[f] for f in leaves(d) if f not in absent]
-            slots += list(dict.fromkeys(own)) or [None]
-        # a group over several dimensions of PyTorch is there once
-        return tuple(s for i, s in enumerate(slots) if s is None or i == 0 or s is not slots[i - 1])
+        """The slots of a value as its dimensions in PyTorch are. Of extents of 1 only the last is
+        kept: it tells a column from a row."""
+        present = value.present()
+        slots = self.groups(present)
+        last = value.dims[-1:] and leaves(value.dims[-1])
+        return (*slots, None) if slots and not set(last or ()) & set(present) else slots
 
     # ------------------------------------------------------------------------------------- values
 
@@ -337,7 +362,7 @@ class Builder:
         t, value = fake(node), self.value(node)
         slots = slots or (None,)
         dims = memory_order(t) or range(t.dim())
-        stored = self.groups(tuple(f for d in dims for f in leaves(value.dims[d])))
+        stored = self.groups(tuple(p for d in dims for p in leaves(value.dims[d])))
         memory = _in_memory(slots, stored)
         same = memory == slots
         shape = tuple(self.extent(s) for s in memory)
@@ -387,17 +412,17 @@ class Builder:
         self.built[node] = built
 
 
-def _in_memory(slots: Slots, stored: Slots) -> Slots:
+def _in_memory(slots: Slots, stored: Sequence[Dims]) -> Slots:
     """Slots in the order of memory; an extent of 1 stays behind the group that it follows."""
-    behind: dict[Group | None, int] = {}
-    last: Group | None = None
+    behind: dict[Slot, int] = {}
+    last: Slot = None
     for s in slots:
         if s is None:
             behind[last] = behind.get(last, 0) + 1
         else:
             last = s
     lead = next((i for i, s in enumerate(slots) if s is not None), len(slots))
-    found: list[Group | None] = [None] * lead
+    found: list[Slot] = [None] * lead
     for g in stored:
         found += [g, *(None,) * behind.get(g, 0)]
     return tuple(found)
@@ -418,7 +443,7 @@ def _permutation(have: Slots, want: Slots) -> list[int] | None:
     rest = list(range(len(have)))
     order: list[int] = []
     for s in want:
-        found = next((i for i in rest if have[i] is s), None)
+        found = next((i for i in rest if have[i] == s), None)
         if found is None:
             return None
         rest.remove(found)

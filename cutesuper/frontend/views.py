@@ -8,7 +8,17 @@ from torch import fx
 
 from cutesuper.frontend.factors import dims_of, equal, leaves, regroup, unify
 from cutesuper.frontend.table import Arguments, Entry, enter, integers, number
-from cutesuper.frontend.values import FLOATS, Builder, Built, Shapes, Unsupported, Value, fake
+from cutesuper.frontend.values import (
+    FLOATS,
+    Builder,
+    Built,
+    Shapes,
+    Unsupported,
+    Value,
+    correspondence,
+    fake,
+    translated,
+)
 from cutesuper.graph.kernel import Tensor
 
 
@@ -266,10 +276,12 @@ class Cat(Entry):
         tensors, value = a["tensors"], b.value(node)
         d = a.get("dim", 0) % len(value.dims)
         slots = b.natural(value)
-        group = b.one(node, value.dims[d])
-        place = slots.index(group)
+        place = slots.index(b.one(node, value.dims[d]))
+        rest = Value((*value.dims[:d], (), *value.dims[d + 1 :]))
         parts = []
         for t in tensors:
-            own = b.one(node, b.value(t).dims[d])
-            parts.append(b.tensor(node, t, (*slots[:place], own, *slots[place + 1 :])))
+            own, dims = b.one(node, b.value(t).dims[d]), b.value(t).dims
+            others = Value((*dims[:d], (), *dims[d + 1 :]))
+            mine = translated(slots, correspondence(rest, others))
+            parts.append(b.tensor(node, t, (*mine[:place], own, *mine[place + 1 :])))
         return Built(b.g.concat(parts, place), slots)
