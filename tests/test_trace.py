@@ -2,13 +2,231 @@
 
 from __future__ import annotations
 
+import inspect
+import threading
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from tests.tracing import CORPUS, check, traced
+import cutesuper as cs
+from cutesuper.errors import GraphError, ShapeError, TraceError
+from cutesuper.frontend import trace
+from tests.tracing import CORPUS, Attention, Block, FusedMLP, GatedMLP, check, randn, traced
+
+X = randn(3, 5, 32)
 
 
 @pytest.mark.parametrize(("fn", "inputs"), [c[1:] for c in CORPUS], ids=[c[0] for c in CORPUS])
 def test_traced_is_eager(monkeypatch: pytest.MonkeyPatch, fn: Any, inputs: Any) -> None:
     check(traced(monkeypatch, fn, inputs), fn, inputs)
+
+
+def operators(program: cs.TracedProgram) -> list[list[str]]:
+    """What the regions are made of, leaving out inputs, numbers and transpositions."""
+    plain = ("input", "constant", "transpose")
+    return [
+        [n.operator for n in r.kernel.graph.nodes if n.operator not in plain]
+        for r in program.regions
+    ]
+
+
+# ----------------------------------------------------------------------------------------- regions
+
+
+def test_a_layer_is_three_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = traced(monkeypatch, Block(), (X,))
+    before, attention, after = operators(program)
+    assert before.count("matmul") == 3 and attention == ["scaled_dot_product_attention"]
+    assert after.count("matmul") == 4 and after.count("rms_norm") == 1
+
+
+def test_rows_are_one_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+    [region] = traced(monkeypatch, GatedMLP(), (X,)).regions
+    shapes = [region.kernel.graph.nodes[i].shape for i in region.kernel.graph.inputs]
+    assert shapes == [(15, 32), (48, 32), (48, 32), (32, 48)]
+
+
+def test_keys_of_shared_heads_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = traced(monkeypatch, Attention(), (X,))
+    place = operators(program).index(["scaled_dot_product_attention"])
+    graph = program.regions[place].kernel.graph
+    assert [graph.nodes[i].shape for i in graph.inputs] == [
+        (3, 5, 2, 2, 16), (3, 5, 2, 1, 16), (3, 5, 2, 1, 16)
+    ]  # fmt: skip
+
+
+def test_parts_of_a_projection_read_parts_of_its_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    [region] = traced(monkeypatch, FusedMLP(), (X,)).regions
+    graph = region.kernel.graph
+    assert [graph.nodes[i].shape for i in graph.inputs] == [(15, 32), (48, 32), (48, 32), (32, 48)]
+    assert "slice" not in [n.operator for n in graph.nodes]
+
+
+def test_parameters_are_constants_and_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    mlp = GatedMLP()
+    program = traced(monkeypatch, mlp, (X,))
+    graph = program.kernel.graph
+    assert [graph.nodes[i].constant for i in graph.inputs] == [False, True, True, True]
+    with torch.no_grad():
+        mlp.down.weight.mul_(2)
+    check(program, mlp, (X,))
+
+
+def test_an_equal_layer_is_optimized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = traced(monkeypatch, nn.Sequential(Block(), Block()), (X,))
+    kernels = [r.kernel for r in program.regions]
+    assert len(kernels) > len(set(map(id, kernels)))
+
+
+def test_a_cast_at_the_end_is_stored_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = traced(monkeypatch, lambda x: (x.float() * 2).bfloat16(), (X.half(),))
+    graph = program.kernel.graph
+    assert [str(graph.nodes[i].dtype) for i in (*graph.inputs, *graph.outputs)] == [
+        "float16", "bfloat16"
+    ]  # fmt: skip
+
+
+def test_where_a_region_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    [region] = traced(monkeypatch, GatedMLP(), (X,)).regions
+    lines, start = inspect.getsourcelines(GatedMLP.forward)
+    assert region.place == f"tracing.py:{start + len(lines) - 1}"
+
+
+# ----------------------------------------------------------------------------------- dynamic shapes
+
+
+def test_batch_and_length_stay_symbolic(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
+    shapes = {"x": {0: batch, 1: length}}
+    fn = GatedMLP()
+    program = traced(monkeypatch, fn, (X,), dynamic_shapes=shapes)
+    for shape in ((3, 5, 32), (1, 7, 32), (4, 1, 32), (1, 1, 32)):
+        check(program, fn, (randn(*shape),))
+    graph = program.kernel.graph
+    assert str(graph.nodes[graph.inputs[0]].shape[0]) == "M"
+
+
+def test_attention_of_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn = Attention()
+    shapes = {"x": {0: torch.export.Dim("batch")}}
+    program = traced(monkeypatch, fn, (X,), dynamic_shapes=shapes)
+    for batch in (3, 1, 8):
+        check(program, fn, (randn(batch, 5, 32),))
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+def test_what_is_not_supported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sorted_rows(x: Tensor) -> Tensor:
+        y = x * 2
+        return y.sort(-1).values
+
+    line = inspect.getsourcelines(sorted_rows)[1] + 2
+    with pytest.raises(TraceError, match=rf"aten.sort.default, at .*test_trace.py:{line}: .*not an "
+                                         r'operator of kernel graphs.*backend="cutesuper"'):
+        traced(monkeypatch, sorted_rows, (X,))
+
+
+@pytest.mark.parametrize(("fn", "text"), [
+    (lambda x: F.dropout(x, 0.5), "drops elements at random; call .eval"),
+    (lambda x: torch.where(x > 0, x, x * 2), "none is 0"),
+    (lambda x: torch.maximum(x, x * 2), "compares two tensors"),
+    (lambda x: x**5, "exponent 5.0; write it with log and exp"),
+    (lambda x: x.double() * 2, "float64"),
+    (lambda x: x.to(torch.int32) + 1, "int32"),
+    (lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=x @ x.mT), "mask tensor"),
+    (lambda x: torch.linalg.vector_norm(x, ord=1, dim=-1), "another order than 2"),
+    (lambda x: torch.cat([x * 2, x], -1), "put together"),
+    (lambda x: x.add_(1), "add_"),
+    (lambda x: x, "computes nothing"),
+], ids=lambda v: v if isinstance(v, str) else "")  # fmt: skip
+def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, fn: Any, text: str) -> None:
+    with pytest.raises(TraceError, match=text):
+        traced(monkeypatch, fn, (X,))
+
+
+def test_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TraceError, match=r"torch.export cannot trace it"):
+        traced(monkeypatch, lambda x: x * 2 if x.sum() > 0 else x, (X,))
+
+
+def test_other_shapes_than_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = traced(monkeypatch, GatedMLP(), (X,))
+    with pytest.raises((TraceError, ShapeError), match=r"dynamic_shapes|must be"):
+        program(randn(4, 5, 32))
+
+
+def test_neither_a_graph_nor_a_function() -> None:
+    with pytest.raises(GraphError, match=r"a kernel graph, .* or a function or module"):
+        cs.superoptimize("graph")  # type: ignore[call-overload]
+    g = cs.new_kernel_graph()
+    with pytest.raises(GraphError, match="leave out the examples"):
+        cs.superoptimize(g, (X,))  # type: ignore[call-overload]
+
+
+def test_the_kernel_of_several_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = traced(monkeypatch, Block(), (X,))
+    with pytest.raises(TraceError, match="3 regions, so no one kernel"):
+        _ = program.kernel
+
+
+# ---------------------------------------------------------------------------------------- real ones
+
+
+@pytest.fixture(scope="module")
+def norm_and_projection() -> Any:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 128, bias=False)).bfloat16()
+    inputs = (randn(2, 8, 64, dtype=torch.bfloat16),)
+    with torch.no_grad():
+        return cs.superoptimize(module, inputs, target="h200"), module, inputs
+
+
+def test_compiled_to_one_kernel(norm_and_projection: Any) -> None:
+    program, module, inputs = norm_and_projection
+    assert len(program.kernel.kernels) == 1 and "wgmma" in program.kernel.ptx
+    check(program, module, inputs)
+
+
+def test_explain_says_where_and_how(norm_and_projection: Any) -> None:
+    text = norm_and_projection[0].explain()
+    assert "Sequential: 1 region(s)" in text and "verified" in text
+
+
+def test_parameters_with_gradients_are_refused_while_they_are_recorded(
+    norm_and_projection: Any,
+) -> None:
+    program, _, inputs = norm_and_projection
+    with pytest.raises(GraphError, match="requires a gradient"):
+        program.kernel([inputs[0].view(16, 64), *program.graph_module.parameters()])
+
+
+def test_decorator_traces_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    real = trace.superoptimize_callable
+
+    def counting(*args: Any, **options: Any) -> Any:
+        made.append(args)
+        return real(*args, **options)
+
+    monkeypatch.setattr(trace, "superoptimize_callable", counting)
+
+    @cs.superoptimize(target="h200")
+    def scaled(x: Tensor, factor: float = 2.0) -> Tensor:
+        """Twice."""
+        return x * factor + 1
+
+    assert scaled.__doc__ == "Twice." and scaled.__name__ == "scaled"
+    x = randn(4, 64)
+    threads = [threading.Thread(target=scaled, args=(x,)) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert torch.equal(scaled(x), x * 2 + 1) and len(made) == 1
+    assert torch.equal(scaled(x, factor=3.0), x * 3 + 1) and len(made) == 2
+    assert torch.equal(scaled(x[:2].clone()), x[:2] * 2 + 1) and len(made) == 3

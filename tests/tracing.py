@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cutesuper.frontend import trace
+from cutesuper.frontend.partition import Partition, partition
+from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.trace import TracedProgram, superoptimize_callable
 from cutesuper.graph.evaluate import run_reference
 from cutesuper.graph.kernel import KernelGraph
@@ -312,3 +314,26 @@ CORPUS: list[Case] = [
      (X.bfloat16(),)),
     ("decoder layer of half", Block().bfloat16(), (X.bfloat16(),)),
 ]  # fmt: skip
+
+
+class _Part(nn.Module):
+    def __init__(self, run: Reference) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, tensors: list[Tensor]) -> list[Tensor]:
+        return self.run([t.contiguous() for t in tensors])
+
+
+def in_parts(fn: Any, inputs: Any) -> tuple[Callable[..., Any], Partition]:
+    """A program whose regions run as kernel graphs and the rest as it is, and the regions."""
+    with torch.no_grad():
+        module = trace._exported(fn, "fn", inputs, None, None)
+    trace._fill_values(module)
+    found = partition(module.graph, constants=[n for n in module.graph.nodes if n.op == "get_attr"])
+    for i, r in enumerate(found.regions):
+        module.add_submodule(f"part_{i}", _Part(Reference(r.graph)))
+    rewrite(module.graph, [Call(r, f"part_{i}") for i, r in enumerate(found.regions)])
+    module.graph.lint()
+    module.recompile()
+    return module, found

@@ -38,10 +38,10 @@ def partition(graph: fx.Graph, *, constants: Collection[fx.Node] = ()) -> Partit
     """Cut a traced program into regions.
 
     Args:
-        graph: of ``torch.ops``, without mutation but where it is said; fake tensors in
-            ``node.meta["val"]``.
+        graph: of ``torch.ops``; fake tensors in ``node.meta["val"]``. What nobody uses is removed.
         constants: nodes that nobody writes while kernels run (parameters).
     """
+    graph.eliminate_dead_code()
     return _Growing(graph, frozenset(constants)).run()
 
 
@@ -112,7 +112,7 @@ class _Growing:
                 self._keep(region)
                 return
         # alone it is no kernel graph; whatever reads it may make it part of one
-        self.refused.setdefault(node, self._reason(node))
+        self.refused.setdefault(node, self._reason(loose))
 
     def _loose(self, node: fx.Node) -> list[fx.Node]:
         """A node and those that it reads which are part of no region yet, and could be."""
@@ -124,9 +124,9 @@ class _Growing:
                     todo.append(p)
         return list(found)
 
-    def _reason(self, node: fx.Node) -> str:
+    def _reason(self, nodes: Sequence[fx.Node]) -> str:
         try:
-            convert([node], self.constants)
+            convert(sorted(nodes, key=self._place.__getitem__), self.constants)
         except Unsupported as error:
             return error.reason
         return "stands between parts of a region"

@@ -70,6 +70,8 @@ class Product(Entry):
         lead = front[:-1] if m else front
         k, n = b.one(node, w.dims[-2]), b.one(node, w.dims[-1])
         inner = b.one(node, x.dims[-1])
+        if not {*(inner or ())} <= {*x.present()} or not {*(k or ())} <= {*w.present()}:
+            raise Unsupported(node, "is a product over elements that repeat; sum before the expand")
         left = self._operand(b, node, a[self.left], (*translated((*lead, m), mine), inner))
         right = self._operand(b, node, a[self.right], (*translated(lead, other), k, n))
         product = _product(b, left, right)

@@ -25,12 +25,15 @@ class Entry:
     """An operator.
 
     Attributes:
-        free: it computes nothing (a view, a cast): whoever needs it sees through it.
         reshapes: it may divide or join dimensions.
     """
 
-    free: ClassVar[bool] = False
     reshapes: ClassVar[bool] = False
+
+    def free(self, a: Arguments) -> bool:
+        """Whether it computes nothing (a view, a cast): whoever needs it sees through it."""
+        del a
+        return False
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         """Its `Value`, or a tuple of them. Raises Unsupported, Mismatch."""
@@ -86,7 +89,7 @@ def entry_of(node: fx.Node) -> Entry | None:
 def is_free(node: fx.Node) -> bool:
     """Whether a node is a view, or a cast between floating-point types."""
     entry = entry_of(node)
-    if entry is None or not entry.free:
+    if entry is None or not entry.free(arguments_of(node)):
         return False
     val = node.meta.get("val")
     return not isinstance(val, torch.Tensor) or val.dtype in FLOATS

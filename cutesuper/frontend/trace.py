@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,14 +181,26 @@ def _has_guards() -> bool:
 
 
 class _Function(nn.Module):
+    """A function as a module, which is what export takes."""
+
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
         self._fn = fn
         if _has_signature(fn):
-            self.forward = fn
+            self.forward = _called_forward(fn)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._fn(*args, **kwargs)
+
+
+def _called_forward(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function under this name: export notes the lines of no other."""
+    if not isinstance(fn, types.FunctionType):
+        return fn
+    code = fn.__code__.replace(co_name="forward")
+    same = types.FunctionType(code, fn.__globals__, "forward", fn.__defaults__, fn.__closure__)
+    same.__kwdefaults__ = fn.__kwdefaults__
+    return functools.wraps(fn)(same)
 
 
 def _has_signature(fn: Callable[..., Any]) -> bool:
@@ -214,15 +227,27 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
     _drop_checks(graph)
     found = partition(graph, constants=[n for n in graph.nodes if n.op == "get_attr"])
     inside = {n for r in found.regions for n in r.nodes}
-    for node in graph.nodes:
-        if node.op != "call_function" or node in inside or is_free(node):
-            continue
-        if isinstance(node.meta.get("val"), torch.SymInt | int):
-            continue
-        raise _refusal(name, node, found.refused.get(node, "computes no tensor of numbers"))
+    left = [n for n in graph.nodes if _is_left(n) and n not in inside]
+    for node in left:
+        # of what belongs together the last says why; a condition alone is never a kernel graph
+        if not any(u in left for u in _readers(node)):
+            raise _refusal(name, node, found.refused.get(node, "computes no tensor of numbers"))
     if not found.regions:
         raise TraceError(f"superoptimize({name}): it computes nothing")
     return found.regions
+
+
+def _is_left(node: fx.Node) -> bool:
+    """Whether it is a mistake that a node is in no region."""
+    number = isinstance(node.meta.get("val"), torch.SymInt | int)
+    return node.op == "call_function" and not is_free(node) and not number
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        yield user
+        if user.op == "call_function" and is_free(user):
+            yield from _readers(user)
 
 
 def _fill_values(module: fx.GraphModule) -> None:

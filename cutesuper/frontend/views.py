@@ -23,7 +23,8 @@ from cutesuper.graph.kernel import Tensor
 
 
 class _Free(Entry):
-    free = True
+    def free(self, a: Arguments) -> bool:
+        return True
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
         return b.of(_operand(a))
@@ -119,10 +120,8 @@ class Expand(_Free):
     "aten.zeros.default", "aten.ones.default", "aten.zeros_like.default", "aten.ones_like.default",
     "aten.new_zeros.default", "aten.new_ones.default", "aten.new_full.default",
 )  # fmt: skip
-class Filled(Entry):
+class Filled(_Free):
     """One number everywhere."""
-
-    free = True
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         if fake(node).dtype not in FLOATS:
@@ -141,8 +140,11 @@ class Filled(Entry):
 class Dropout(_Free):
     """Nothing, outside of training."""
 
+    def free(self, a: Arguments) -> bool:
+        return not (a["train"] and a["p"])
+
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        if a["train"] and a["p"]:
+        if not self.free(a):
             raise Unsupported(node, "drops elements at random; call .eval(), or leave it outside")
         return s.of(a["input"])
 
@@ -151,10 +153,8 @@ class Dropout(_Free):
 
 
 @enter("getitem")
-class Item(Entry):
+class Item(_Free):
     """One of several results."""
-
-    free = True
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         values = s.values[a["a0"]]
@@ -169,10 +169,8 @@ class Item(Entry):
         return built
 
 
-class _Pieces(Entry):
+class _Pieces(_Free):
     """Parts of a dimension, each a range of it."""
-
-    free = True
 
     def ranges(self, node: fx.Node, a: Arguments, extent: int) -> list[tuple[int, int]]:
         raise NotImplementedError
