@@ -201,8 +201,8 @@ def test_parameters_with_gradients_are_refused_while_they_are_recorded(
     norm_and_projection: Any,
 ) -> None:
     program, _, inputs = norm_and_projection
-    with pytest.raises(GraphError, match="requires a gradient"):
-        program.kernel([inputs[0].view(16, 64), *program.graph_module.parameters()])
+    with pytest.raises(GraphError, match=r"requires a gradient.*no_grad.*torch.compile"):
+        program(*inputs)
 
 
 def test_decorator_traces_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,14 +61,14 @@ class Operand:
     Attributes:
         node: the tensor that it is made from.
         dense: its dimensions from the slowest in memory; None where it has to be copied first.
-        part: the range of the slowest that it is of; None for all.
-        shape: of the view that the kernel takes; -1 for an extent known at the call.
+        shape: of its view; -1 for an extent known at the call.
+        part: the range along the first extent of the view that the kernel takes; None for all.
     """
 
     node: fx.Node
     dense: tuple[int, ...] | None
-    part: tuple[int, int] | None
     shape: tuple[int, ...]
+    part: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -373,10 +373,7 @@ def _left(shape: Sequence[Length]) -> tuple[Length, ...]:
 def _input_view(b: Builder, given: Given) -> Operand:
     order = memory_order(fake(given.node))
     shape = [_kernel_length(b, s) for s in given.slots]
-    if given.part is not None:
-        shape[0] = given.part[1] - given.part[0]
-    dense = None if order is None else tuple(order)
-    return Operand(given.node, dense, given.part, tuple(shape))
+    return Operand(given.node, None if order is None else tuple(order), tuple(shape), given.part)
 
 
 def _kernel_length(b: Builder, slot: Slot) -> int:

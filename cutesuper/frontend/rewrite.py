@@ -79,12 +79,11 @@ def _operand(graph: fx.Graph, o: Operand, replaced: dict[fx.Node, fx.Node]) -> f
     elif list(o.dense) != list(range(len(shape))):
         node = graph.call_function(_aten.permute.default, (node, list(o.dense)))
         shape = [shape[d] for d in o.dense]
+    if not all(type(n) is int for n in shape) or list(o.shape) != shape:
+        node = graph.call_function(_aten.view.default, (node, list(o.shape)))
     if o.part is not None:
         node = graph.call_function(_aten.slice.Tensor, (node, 0, *o.part))
-        shape[0] = o.part[1] - o.part[0]
-    if all(type(n) is int for n in shape) and list(o.shape) == shape:
-        return node
-    return graph.call_function(_aten.view.default, (node, list(o.shape)))
+    return node
 
 
 def _result(

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from cutesuper.errors import CutesuperError, TraceError
+from cutesuper.errors import CutesuperError, GraphError, TraceError
 from cutesuper.frontend.partition import partition
 from cutesuper.frontend.region import Region, source_lines
 from cutesuper.frontend.rewrite import Call, rewrite
@@ -87,10 +87,12 @@ class TracedProgram:
         """Run it.
 
         Raises:
-            ShapeError, DTypeError, LayoutError, DeviceError, GraphError: an argument that does not
-                fit.
+            ShapeError, DTypeError, LayoutError, DeviceError: an argument that does not fit.
+            GraphError: a gradient would have to be recorded.
             TraceError: arguments of another structure than it was traced with.
         """
+        if torch.is_grad_enabled():
+            self._refuse_gradients((args, kwargs))
         try:
             return self.graph_module(*args, **kwargs)
         except CutesuperError:
@@ -100,6 +102,15 @@ class TracedProgram:
                 f"{self._name}: these arguments do not fit the ones it was traced with: {error}; "
                 "trace it again, or declare the extent in dynamic_shapes="
             ) from error
+
+    def _refuse_gradients(self, arguments: Any) -> None:
+        given = (t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor))
+        if any(t.requires_grad for t in (*given, *self.graph_module.parameters())):
+            raise GraphError(
+                f"{self._name}: an argument or a parameter requires a gradient, and a traced "
+                "program has none; call it under torch.no_grad(), or train with "
+                'torch.compile(fn, backend="cutesuper") or the operators of cutesuper.ops'
+            )
 
     def explain(self) -> str:
         """Where each region stands, and how its program was found, verified and priced."""

@@ -291,12 +291,14 @@ class Builder:
         return self._symbols[group]
 
     def natural(self, value: Value) -> Slots:
-        """The slots of a value as its dimensions in PyTorch are. Of extents of 1 only the last is
-        kept: it tells a column from a row."""
+        """The slots of a value as its dimensions in PyTorch are. Of extents of 1 the last is kept,
+        which tells a column from a row, and one in front of a row."""
         present = value.present()
         slots = self.groups(present)
         last = value.dims[-1:] and leaves(value.dims[-1])
-        return (*slots, None) if slots and not set(last or ()) & set(present) else slots
+        if slots and not set(last or ()) & set(present):
+            slots = (*slots, None)
+        return (None, *slots) if len(slots) < 2 <= len(value.dims) else slots
 
     # ------------------------------------------------------------------------------------- values
 
@@ -329,12 +331,14 @@ class Builder:
         if isinstance(built.tensor, float):
             raise Unsupported(node, "takes a number where a tensor has to be")
         mine = set(self.groups(self.value(operand).present()))
-        wanted = _stripped(tuple(s if s in mine else None for s in slots), rank)
-        if mine - set(wanted):
+        full = tuple(s if s in mine else None for s in slots)
+        if mine - set(full):
             raise Unsupported(node, "has operands whose dimensions do not correspond")
         if built.source is not None:
-            return self._input(built.source, wanted)
-        t = built.tensor
+            # one row is a matrix still
+            least = max(rank, min(2, len(self.value(operand).dims)))
+            return self._input(built.source, _stripped(full, least))
+        t, wanted = built.tensor, _stripped(full, rank)
         if not isinstance(t, Tensor):
             raise AssertionError("a value that is neither computed nor an input")
         if _stripped(built.slots, rank) == wanted:
