@@ -289,6 +289,7 @@ CORPUS: list[Case] = [
     ("per row twice", lambda x: (x.sum(-1) * 2).unsqueeze(-1) * x, (X,)),
     ("several results", lambda x, y: (x + y, x * y, (x + y).sum(-1)), (X, Y)),
     ("named results", lambda x: {"a": x * 2, "b": x + 1}, (X,)),
+    ("in place on a new value", lambda x: F.relu(x * 2, inplace=True).add_(1), (X,)),
     ("filled", lambda x: x + torch.full_like(x, 2.0) * torch.ones(32), (X,)),
     ("concatenated factors", lambda x, y, w: torch.cat([x, y], -1) @ w, (X, Y, randn(64, 24))),
     ("split and put together", lambda x, w: sum((x @ w.t()).split([8, 16, 8], -1)[::2]),

@@ -81,9 +81,9 @@ class Product(Entry):
         return self._plus(b, node, a, Built(product, slots))
 
     def _operand(self, b: Builder, node: fx.Node, operand: Any, slots: Slots) -> Tensor:
-        if not isinstance(b.of(operand).tensor, float):
-            return b.tensor(node, operand, slots, rank=2)
-        raise Unsupported(node, "multiplies a matrix of equal numbers")
+        if isinstance(b.of(operand).tensor, float):
+            raise Unsupported(node, "multiplies a matrix of equal numbers")
+        return multiplied(b, node, operand, slots)
 
     def _plus(self, b: Builder, node: fx.Node, a: Arguments, y: Built) -> Built:
         added = a.get(self.added) if self.added else None
@@ -137,6 +137,16 @@ class Linear(Product):
 
 def _lead(x: Value) -> Value:
     return Value(x.dims[:-2], x.absent)
+
+
+def multiplied(b: Builder, node: fx.Node, operand: Any, slots: Slots) -> Tensor:
+    """An operand of a product, in the element type that it has in PyTorch: tensor cores round what
+    they multiply."""
+    t = b.tensor(node, operand, slots, rank=2)
+    if t.dtype.torch != fake(operand).dtype:
+        raise Unsupported(node, f"multiplies {fake(operand).dtype} made of {t.dtype} in the same "
+                                "kernel")
+    return t
 
 
 def _product(b: Builder, left: Tensor, right: Tensor) -> Tensor:
@@ -221,13 +231,12 @@ class Attention(Entry):
         for parts, t in zip(lead, (k, v), strict=True):
             # neighbouring heads of the query share one of the keys
             parts.update(zip(leaves(q.dims[-3]), leaves(t.dims[-3]), strict=False))
-        query = b.tensor(node, a["query"], (*front, rows, b.one(node, q.dims[-1])), rank=2)
-        key = b.tensor(
-            node, a["key"], (*translated(front, lead[0]), keys, b.one(node, k.dims[-1])), rank=2
-        )
+        query = multiplied(b, node, a["query"], (*front, rows, b.one(node, q.dims[-1])))
+        inner = (keys, b.one(node, k.dims[-1]))
+        key = multiplied(b, node, a["key"], (*translated(front, lead[0]), *inner))
         width = b.one(node, v.dims[-1])
         values = (*translated(front, lead[1]), b.one(node, v.dims[-2]), width)
-        value = b.tensor(node, a["value"], values, rank=2)
+        value = multiplied(b, node, a["value"], values)
         scale = a.get("scale")
         y = b.g.scaled_dot_product_attention(
             query, key, value, is_causal=bool(a.get("is_causal", False)),

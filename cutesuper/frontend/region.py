@@ -149,7 +149,7 @@ def convert(nodes: Sequence[fx.Node], constants: Collection[fx.Node] = ()) -> Re
     try:
         return _converted(nodes, constants, through=True)
     except Unsupported as error:
-        # with the shapes that views in front of the region give to what it reads
+        # with the shapes and types that what stands in front of the region gives to its inputs
         try:
             return _converted(nodes, constants, through=False)
         except Unsupported:
@@ -190,7 +190,7 @@ class _Inside:
 
     Attributes:
         nodes: that compute.
-        through: views in front of these, of which the shape differs, do so too.
+        through: what changes shapes or types in front of these does so too.
     """
 
     nodes: frozenset[fx.Node]
@@ -203,7 +203,7 @@ class _Inside:
         """Whether a node that computes nothing is part of the region."""
         if not is_free(node):
             return False
-        return self.through or not _entry(node).reshapes or self.depends(node)
+        return self.through or not _entry(node).changes or self.depends(node)
 
     def depends(self, node: fx.Node) -> bool:
         """Whether a view is of something in the region."""

@@ -25,10 +25,11 @@ class Entry:
     """An operator.
 
     Attributes:
-        reshapes: it may divide or join dimensions.
+        changes: of what computes nothing, shapes or element types: where a region cannot see
+            through it, it reads the result.
     """
 
-    reshapes: ClassVar[bool] = False
+    changes: ClassVar[bool] = False
 
     def free(self, a: Arguments) -> bool:
         """Whether it computes nothing (a view, a cast): whoever needs it sees through it."""

@@ -183,7 +183,17 @@ def _exported(
         raise TraceError(
             f"superoptimize({name}): torch.export cannot trace it: {error}"
         ) from error
+    if any(_is_nested(node) for node in program.graph.nodes):
+        # mutation becomes new values, and what stands under autocast or no_grad comes inline
+        program = program.run_decompositions({})
     return program.module(check_guards=False) if _has_guards() else program.module()
+
+
+def _is_nested(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema and schema.is_mutable) or (
+        isinstance(node.target, torch._ops.HigherOrderOperator)
+    )
 
 
 @functools.cache
@@ -242,10 +252,17 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
     for node in left:
         # of what belongs together the last says why; a condition alone is never a kernel graph
         if not any(u in left for u in _readers(node)):
-            raise _refusal(name, node, found.refused.get(node, "computes no tensor of numbers"))
+            raise _refusal(name, node, found.refused.get(node) or _reason(node))
     if not found.regions:
         raise TraceError(f"superoptimize({name}): it computes nothing")
     return found.regions
+
+
+def _reason(node: fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    if schema and schema.is_mutable:
+        return "changes an argument, a parameter or a buffer"
+    return "computes no tensor of numbers"
 
 
 def _is_left(node: fx.Node) -> bool:

@@ -43,6 +43,8 @@ def _operand(a: Arguments) -> Any:
 class Same(_Free):
     """The same values; everything is computed in float32, whatever the type between operators."""
 
+    changes = True
+
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         before, after = fake(_operand(a)), fake(node)
         if before.dtype not in FLOATS or after.dtype not in FLOATS:
@@ -61,7 +63,7 @@ class Same(_Free):
 class View(_Free):
     """Another shape of the same elements in the same order."""
 
-    reshapes = True
+    changes = True
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         x = s.of(_operand(a))
