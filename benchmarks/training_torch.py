@@ -1,7 +1,9 @@
 """PyTorch's own passes, eager and compiled, in a form that a CUDA graph can hold.
 
 Autograd runs a backward pass on the stream of its forward pass, and that cannot be captured
-afterwards. `Tape` calls the same functions in the same order on the current stream.
+afterwards. `Tape` calls the same functions in the same order on the current stream. The functions
+of compiled programs cannot be called one by one (PyTorch 2.11 frees what they kept), so their
+forward passes run again on the stream that a recording will use, see `Again`.
 """
 
 from __future__ import annotations
@@ -80,6 +82,29 @@ class Tape:
         return tuple(found[id(leaf)] for leaf in self._leaves)
 
 
+class Again:
+    """The gradients of a function by autograd, on the current stream.
+
+    The forward passes of all sets of operands run at the first call on a stream; a recording calls
+    once before it captures.
+    """
+
+    def __init__(self, function: Function, sets: list[tuple[Outputs, Outputs]]) -> None:
+        self._function, self._sets = function, sets
+        self._stream: Any = None
+        self._results: list[torch.Tensor] = []
+
+    def __call__(self, i: int, cotangent: torch.Tensor) -> Outputs:
+        """The gradients for one set; the graph stays, so that it can be asked again."""
+        stream = torch.cuda.current_stream() if cotangent.is_cuda else None
+        if not self._results or stream != self._stream:
+            self._stream = stream
+            with torch.enable_grad():
+                self._results = [self._function(*leaves) for leaves, _ in self._sets]
+        y, wanted = self._results[i], self._sets[i][1]
+        return torch.autograd.grad(y, wanted, cotangent.to(y.dtype), retain_graph=True)
+
+
 def _metadata(node: Any) -> Any:
     """What a function says of its results; None for one written in Python, before PyTorch 2.12."""
     try:
@@ -144,9 +169,15 @@ def _eager(problem: Problem) -> Launcher:
 def _compiled(problem: Problem) -> Launcher:
     """With the default options; a backward pass may not reuse the memory of what was kept, since
     it runs more than once."""
-    function = training_of(problem).operator.torch
+    workload = training_of(problem)
+    function = torch.compile(workload.operator.torch, dynamic=False, fullgraph=True)
     with functorch.patch(donated_buffer=False):
-        launcher = _passes(problem, torch.compile(function, dynamic=False, fullgraph=True))
+        if workload.step is Step.FORWARD or workload.host:
+            launcher = _passes(problem, function)
+        else:
+            sets = [trainable(workload.operator, workload.operands(i)) for i in problem.inputs]
+            again = Again(function, sets)
+            launcher = Launcher(lambda i: again(i, problem.inputs[i][-1]))
         launcher.launch(0)
     return launcher
 

@@ -156,6 +156,19 @@ def test_a_tape_does_what_autograd_does(name):
             assert torch.equal(a, b)
 
 
+def test_a_compiled_backward_pass_runs_again_and_again(monkeypatch):
+    """On every stream anew: what autograd runs follows the stream of the forward pass."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager"))
+    torch.compiler.reset()
+    made = problem_of("layer_norm", Step.BACKWARD)
+    full = made.workload.computations["full"]
+    launcher = training_torch.TORCH[1].make(made)
+    for i in (0, 1, 0, 1):
+        for a, b in zip(launcher.launch(i), full.eager(*made.inputs[i]), strict=True):
+            assert torch.equal(a, b)
+
+
 def test_a_tape_refuses_what_has_no_gradient():
     x = torch.ones(3)
     with pytest.raises(ValueError, match="no operand has a gradient"):
