@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,16 +23,6 @@ EXTENTS = {
 #: norms in a model
 FAMILIES = {"Llama": 5, "Mistral": 5, "Qwen2": 5, "Qwen3": 9, "Gemma": 5}
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors are too small to be shared among threads, which wait for each other where tests run
-    side by side."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def new_model(family: str, **options: Any) -> Any:

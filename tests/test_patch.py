@@ -20,16 +20,7 @@ from transformers.masking_utils import create_causal_mask  # noqa: E402
 
 from cutesuper.patching import attention as decoding  # noqa: E402 (it imports transformers)
 from cutesuper.verify.numeric import acceptable  # noqa: E402
-from tests.patching import (  # noqa: E402, F401 (one_thread is used by itself)
-    FAMILIES,
-    TOKENS,
-    counted,
-    facts,
-    in_float64,
-    new_model,
-    one_thread,
-    paths,
-)
+from tests.patching import FAMILIES, TOKENS, counted, facts, in_float64, new_model, paths  # noqa: E402
 
 F = torch.nn.functional
 DTYPES = (torch.float32, torch.bfloat16)
@@ -152,6 +143,7 @@ def test_undo(llama: Any) -> None:
     patch = cs.patch(llama)
     assert {n: id(p) for n, p in llama.named_parameters()} == parameters
     assert list(llama.state_dict()) == names and cs.Patch.of(llama) is patch
+    assert repr(patch) == "Patch(13 modules of LlamaForCausalLM)"
     assert facts(llama) != before and not torch.equal(llama(TOKENS).logits, expected)
     patch.undo()
     assert facts(llama) == before and llama.config._attn_implementation == "sdpa"

@@ -17,13 +17,7 @@ import transformers  # noqa: E402
 from cutesuper.patching import attention as decoding  # noqa: E402 (it imports transformers)
 from cutesuper.patching import report  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
-from tests.patching import (  # noqa: E402, F401 (one_thread is used by itself)
-    TOKENS,
-    counted,
-    in_float64,
-    new_model,
-    one_thread,
-)
+from tests.patching import TOKENS, counted, in_float64, new_model  # noqa: E402
 
 F = torch.nn.functional
 

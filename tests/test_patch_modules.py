@@ -17,14 +17,7 @@ pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 
 from cutesuper.verify.numeric import acceptable  # noqa: E402
-from tests.patching import (  # noqa: E402, F401 (one_thread is used by itself)
-    TOKENS,
-    facts,
-    in_float64,
-    new_model,
-    one_thread,
-    paths,
-)
+from tests.patching import TOKENS, facts, in_float64, new_model, paths  # noqa: E402
 
 F = torch.nn.functional
 
@@ -108,6 +101,23 @@ def test_norms_that_are_something_else(kind: str, why: str) -> None:
         [entry] = patch.report().left
         assert entry.path == "b" and entry.was == "Norm" and why in entry.why
         assert paths(patch.report().replaced) == {"a"} and facts(model["b"]) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_norms_of_pytorch(dtype: Any) -> None:
+    norms = (nn.LayerNorm(48), nn.LayerNorm(48, bias=False), nn.RMSNorm(48), nn.RMSNorm(48, 1e-5))
+    model = nn.Sequential(*norms).to(dtype)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    x = 3 * torch.randn(5, 48).to(dtype) + 1
+    exact = [n(x.double()) for n in copy.deepcopy(model).double()]
+    theirs = [n(x) for n in model]
+    # an epsilon that is not given depends on the type
+    exact[2] = F.rms_norm(x.double(), (48,), norms[2].weight.double(), torch.finfo(dtype).eps)
+    with cs.patch(model) as patch:
+        assert len(patch.report().replaced) == 4
+        for n, a, b in zip(norms, exact, theirs, strict=True):
+            assert acceptable(n(x), a, b, dtype)
 
 
 @pytest.mark.parametrize(

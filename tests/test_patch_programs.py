@@ -17,12 +17,7 @@ from torch import nn  # noqa: E402
 
 from cutesuper.patching import fused  # noqa: E402 (it imports torch)
 from cutesuper.verify.numeric import acceptable  # noqa: E402
-from tests.patching import (  # noqa: E402, F401 (one_thread is used by itself)
-    TOKENS,
-    in_float64,
-    new_model,
-    one_thread,
-)
+from tests.patching import TOKENS, in_float64, new_model  # noqa: E402
 
 
 @pytest.fixture

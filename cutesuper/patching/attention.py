@@ -56,6 +56,8 @@ def register() -> None:
 
 
 _MASK = inspect.signature(sdpa_mask)
+if not {"q_length", "q_offset"} <= set(_MASK.parameters):
+    raise ImportError("masks are made from other arguments")
 
 
 def mask_of(*args: Any, **options: Any) -> Tensor | None:

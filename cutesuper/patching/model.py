@@ -19,7 +19,7 @@ from cutesuper.patching.report import Entry, Report, refused
 _PATCH = "_cutesuper_patch"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Patch:
     """What `patch` has replaced in a model; a context manager that undoes it.
 
@@ -73,6 +73,9 @@ class Patch:
             from cutesuper.patching.attention import register
 
             register()
+
+    def __repr__(self) -> str:
+        return f"Patch({len(self._modules)} modules of {type(self._model).__name__})"
 
     def __enter__(self) -> Patch:
         """The patch itself."""
@@ -172,7 +175,7 @@ def _attention_of(model: nn.Module) -> tuple[list[Entry], list[tuple[Any, str]]]
     try:
         from cutesuper.patching.attention import install
     except ImportError as error:
-        return [Entry("", "attention", why=f"transformers 5 or newer is needed: {error}")], []
+        return [Entry("", "attention", why=f"it takes a newer transformers: {error}")], []
     return install(model)
 
 

@@ -29,7 +29,8 @@ class Norm:
 
     Attributes:
         kind: of rows, with ``x / sqrt(mean(x^2) + eps)`` or ``(x - mean) / sqrt(var + eps)``.
-        eps: the name of the attribute that holds it: it may change.
+        eps: the name of the attribute that holds it: it may change. None there is that of the
+            element type of x, as in PyTorch.
         offset: what is added to the weight.
         weight, bias: names of the parameters.
     """
@@ -64,7 +65,7 @@ class ReplacedNorm(Replacement):
         usual = not options and len(args) == 1 and is_usual(args[0], weight)
         if not usual or args[0].shape[-1:] != weight.shape:
             return super().forward(*args, **options)  # type: ignore[misc]
-        eps = getattr(self, how.eps)
+        eps = _epsilon(self, how.eps, args[0])  # type: ignore[arg-type]
         if how.kind == "RMSNorm":
             return rms_norm(args[0], weight, eps=eps, weight_offset=how.offset)
         bias = None if how.bias is None else getattr(self, how.bias)
@@ -84,9 +85,14 @@ def _epsilons(module: nn.Module) -> Iterator[str]:
     """Attributes that could be epsilons, those that are called so first."""
     names = [
         n for n, v in vars(module).items()
-        if isinstance(v, float) and 0.0 < v < LARGEST_EPS and not n.startswith("__")
+        if (isinstance(v, float) and 0.0 < v < LARGEST_EPS) or (v is None and "eps" in n)
     ]  # fmt: skip
     return iter(sorted(names, key=lambda n: "eps" not in n))
+
+
+def _epsilon(module: nn.Module, name: str, x: Tensor) -> float:
+    found = getattr(module, name)
+    return torch.finfo(x.dtype).eps if found is None else found
 
 
 def find(module: nn.Module) -> Norm:
@@ -102,7 +108,7 @@ def find(module: nn.Module) -> Norm:
     found = run(twin, x)
     for how in _forms(module, names):
         bias = None if how.bias is None else parts[how.bias]
-        exact = how.exact(x, parts[how.weight], bias, getattr(module, how.eps))
+        exact = how.exact(x, parts[how.weight], bias, _epsilon(module, how.eps, x))
         if close_to(found, exact):
             return how
     raise Failed("it computes neither RMSNorm nor LayerNorm")
@@ -134,7 +140,7 @@ def install(module: nn.Module, how: Norm) -> list[nn.Module]:
     x = _rows(weight)
     theirs = run(twin, x)
     replace(twin, ReplacedNorm, how)
-    exact = how.exact(x, weight, bias, getattr(module, how.eps))
+    exact = how.exact(x, weight, bias, _epsilon(module, how.eps, x))
     within_rule(run(twin, x), exact, theirs)
     replace(module, ReplacedNorm, how)
     return [module]
