@@ -51,7 +51,7 @@ def test_logits(family: str, dtype: Any, models: dict[str, Any], calls: Any) -> 
     model = copy.deepcopy(models[family]).to(dtype)
 
     def logits(of: Any) -> tuple[Any, Any]:
-        """Of a prompt, and of two more TOKENS that are decoded with a cache of fixed length."""
+        """Of a prompt, and of two more tokens that are decoded with a cache of fixed length."""
         cache = transformers.StaticCache(of.config, max_cache_len=20)
         prompt = of(TOKENS[:, :10], past_key_values=cache).logits
         decoded = [of(TOKENS[:, n : n + 1], past_key_values=cache).logits for n in (10, 11)]
@@ -67,7 +67,7 @@ def test_logits(family: str, dtype: Any, models: dict[str, Any], calls: Any) -> 
     assert was.count("cs.ops.rms_norm") == FAMILIES[family]
     assert was.count("cs.ops.geglu" if family == "Gemma" else "cs.ops.swiglu") == 2
     assert "config" in paths(report.replaced) and not report.left
-    assert len(calls) == 4  # two layers, two TOKENS
+    assert len(calls) == 4  # two layers, two tokens
     for a, b, c in zip(ours, exact, theirs, strict=True):
         assert acceptable(a, b, c, dtype), acceptable(a, b, c, dtype).message
 
@@ -94,7 +94,7 @@ def test_generate(family: str, models: dict[str, Any], calls: Any) -> None:
     before, _ = generated()
     with cs.patch(model):
         after, counts = generated()
-    assert counts == [0, 10, 0, 0]  # two layers, five TOKENS; padding is a mask of its own
+    assert counts == [0, 10, 0, 0]  # two layers, five tokens; padding is a mask of its own
     for a, b in zip(before, after, strict=True):
         assert torch.equal(a, b) and a.shape[1] == 18
 

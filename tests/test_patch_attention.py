@@ -55,7 +55,7 @@ def test_sliding_windows(window: int, calls: Any) -> None:
     cs.patch(model)
     calls.clear()
     assert torch.equal(model.generate(TOKENS, attention_mask=TOKENS > 0, **options), expected)
-    assert len(calls) == {64: 6, 16: 3, 5: 0}[window]  # of seven TOKENS; the cache ends at 19
+    assert len(calls) == {64: 6, 16: 3, 5: 0}[window]  # of seven tokens; the cache ends at 19
 
 
 @torch.inference_mode()

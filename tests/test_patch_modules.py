@@ -208,12 +208,13 @@ def test_other_calls_run_the_original() -> None:
 
 
 def test_what_changes_after_patching(llama: Any) -> None:
-    """Epsilons, layers and weights are looked at when a module is called."""
+    """Epsilons, layers, activations and weights are looked at when a module is called."""
 
     def change(model: Any) -> Any:
         layer = model.model.layers[0]
         layer.input_layernorm.variance_epsilon = 0.1
         layer.mlp.gate_proj = nn.Sequential(layer.mlp.gate_proj, nn.Tanh())
+        model.model.layers[1].mlp.act_fn = nn.Sigmoid()
         with torch.no_grad():
             model.model.norm.weight.mul_(2.0)
             return model(TOKENS[:, :2]).logits

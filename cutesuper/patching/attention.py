@@ -167,7 +167,8 @@ def _attend(
     }  # fmt: skip
     if torch.compiler.is_compiling():
         return attention(query, key, value, **call)
-    kind = (query.shape, key.shape, key.stride(), value.stride(), query.dtype, query.device, scale)
+    kind = (query.shape, key.shape, key.stride(), value.stride(), query.dtype, query.device, scale,
+            keys is None)  # fmt: skip
     if kind in refused:
         return None
     try:

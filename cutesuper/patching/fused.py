@@ -54,7 +54,7 @@ def run(
         return None
     rows = x.shape[:-1].numel()
     few = x.dim() == 3 and x.shape[1] <= MOST_POSITIONS and 0 < rows <= MOST_ROWS
-    if not few or x.device.type not in DEVICES:
+    if not few or x.device.type not in DEVICES or not all(p.is_contiguous() for p in parameters):
         return None
     inputs = [x.reshape(rows, x.shape[-1]), *parameters]
     shapes = tuple(tuple(t.shape) for t in parameters)
@@ -92,7 +92,7 @@ def _make(kind: Any, function: Function, inputs: list[Tensor]) -> bool:
 def _found(function: Function, inputs: list[Tensor]) -> Function:
     """A program that computes the same in less time. Raises CutesuperError or Failed."""
     rows = torch.export.Dim("rows", max=MOST_ROWS)
-    # one row is a constant to torch.export; so are no other numbers of them
+    # torch.export takes one row for a constant
     dynamic = None if len(inputs[0]) == 1 else ({0: rows}, (None,) * (len(inputs) - 1))
     program = superoptimize(function.__call__, inputs, dynamic_shapes=dynamic)
     theirs = function(*inputs)

@@ -6,6 +6,7 @@ and what the activation is, is found out by calling a small copy.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,15 +80,29 @@ class GatedMLP:
         activation: of the gate.
         layers: names of the layers: gate, up, down, or the one that makes both and down.
         gate_first: of a layer that makes both, whether its first half is the gate.
+        others: children that are no layers, like the activation, which are not called.
     """
 
     activation: Activation
     layers: tuple[str, ...]
     gate_first: bool = True
+    others: tuple[nn.Module | None, ...] = ()
 
     def __str__(self) -> str:
         operator = "swiglu" if self.activation == "silu" else f"geglu, {self.activation}"
         return f"cs.ops.{operator}"
+
+    def rest(self, modules: dict[str, Any]) -> tuple[nn.Module | None, ...]:
+        """Children that are no layers."""
+        return tuple(m for n, m in modules.items() if n not in self.layers)
+
+    def may_skip(self, modules: dict[str, Any]) -> bool:
+        """Whether children that are no layers are those of before, and nobody watches them."""
+        rest = self.rest(modules)
+        return len(rest) == len(self.others) and all(
+            m is own and (m is None or not is_observed(m))
+            for m, own in zip(rest, self.others, strict=True)
+        )
 
     def whole(self, layers: list[Any]) -> tuple[WholeMLP, list[Tensor]]:
         """The MLP as a function, and its parameters."""
@@ -108,7 +123,7 @@ class ReplacedMLP(Replacement):
         how: GatedMLP = self.__dict__[HOW]
         modules: dict[str, nn.Module] = self.__dict__["_modules"]
         unusual = options or len(args) != 1 or not is_usual(args[0])
-        if unusual or any(is_observed(m) for n, m in modules.items() if n not in how.layers):
+        if unusual or not how.may_skip(modules):
             return super().forward(*args, **options)  # type: ignore[misc]
         layers = [modules[n] for n in how.layers]
         if all(type(m) is nn.Linear and not is_observed(m) for m in layers):
@@ -218,9 +233,9 @@ def install(module: nn.Module, how: GatedMLP) -> list[nn.Module]:
     x = drawn(ROWS, WIDTH, seed=1, like=like)
     theirs = run(twin, x)
     exact = how.exact(twin, x)
-    replace(twin, ReplacedMLP, how)
+    replace(twin, ReplacedMLP, dataclasses.replace(how, others=how.rest(twin._modules)))
     within_rule(run(twin, x), exact, theirs)
-    replace(module, ReplacedMLP, how)
+    replace(module, ReplacedMLP, dataclasses.replace(how, others=how.rest(module._modules)))
     return [module]
 
 
