@@ -24,6 +24,7 @@ from cutesuper.verify.equivalence import Verification, verify
 if TYPE_CHECKING:
     from cutesuper import nn, ops
     from cutesuper.frontend.trace import TracedProgram
+    from cutesuper.patching import Patch, patch
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "Kernel",
     "KernelGraph",
     "MuGraph",
+    "Patch",
     "Split",
     "Target",
     "Tensor",
@@ -56,6 +58,7 @@ __all__ = [
     "new_kernel_graph",
     "nn",
     "ops",
+    "patch",
     "split",
     "superoptimize",
     "symbol",
@@ -65,7 +68,11 @@ __all__ = [
 
 
 #: public names in modules that import torch
-_LATE = {"TracedProgram": "cutesuper.frontend.trace"}
+_LATE = {
+    "Patch": "cutesuper.patching",
+    "TracedProgram": "cutesuper.frontend.trace",
+    "patch": "cutesuper.patching",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -71,3 +71,7 @@ class CompileError(CutesuperError, RuntimeError):
 
 class CacheError(CutesuperError, RuntimeError):
     """The artifact cache cannot be used at all (a damaged entry is a miss, not an error)."""
+
+
+class PatchError(CutesuperError, RuntimeError):
+    """A model that cannot be patched, or a patch that cannot be undone."""

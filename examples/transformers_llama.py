@@ -1,12 +1,13 @@
-"""A model of the transformers library with its norms, its MLPs and its loss replaced by ours.
+"""A model of the transformers library, patched: norms, MLPs and the loss are ours.
 
     python examples/transformers_llama.py                  # needs: pip install transformers
     python examples/transformers_llama.py --model qwen3    # norms of heads
     python examples/transformers_llama.py --model gemma    # weights from 0 on, GeGLU
 
-The weights are random, nothing is downloaded. Logits, loss and the gradients of all parameters are
-compared with the same model in float64, ours and the model as it comes; then a forward and backward
-pass of both is timed. On a GPU models are bf16, without one fp32 and tiny.
+The weights are random, nothing is downloaded. `cs.patch` finds the norms and the MLPs. Logits, loss
+and the gradients of all parameters are compared with the same model in float64, ours and the model
+as it comes; then a forward and backward pass of both is timed. On a GPU models are bf16, without
+one fp32 and tiny.
 
 The exit status is 1 if an error of ours is more than twice that of the model as it comes, plus two
 units in the last place.
@@ -55,7 +56,7 @@ def main() -> int:
     tokens = torch.randint(exact.config.vocab_size, TOKENS[args.device], device=args.device)
     theirs = exact.to(dtype)
     ours = copy.deepcopy(theirs)
-    print(f"{args.model}, {dtype} on {args.device}: {replace_parts(ours)} replaced")
+    print(f"{args.model}, {dtype} on {args.device}\n{cs.patch(ours).report()}")
     fine = compare(theirs, ours, tokens)
     before = passes_ms(theirs, cross_entropy, tokens)
     after = passes_ms(ours, cs.ops.cross_entropy, tokens)
@@ -79,23 +80,6 @@ def new_model(name: str, device: str) -> Any:
     return model
 
 
-# ------------------------------------------------------------------------------------ replacements
-
-
-def replace_parts(model: nn.Module) -> str:
-    """Let norms and gated MLPs of a model compute with cutesuper; weights stay what they are."""
-    norms = mlps = 0
-    for parent in list(model.modules()):
-        for name, module in parent.named_children():
-            if is_norm(module):
-                setattr(parent, name, norm(module))
-                norms += 1
-            elif type(module).__name__.endswith("MLP"):
-                module.forward = partial(mlp, module)
-                mlps += 1
-    return f"{norms} norms, {mlps} MLPs, the loss"
-
-
 def is_norm(module: nn.Module) -> bool:
     """Models have classes of their own for RMSNorm, which differ in names."""
     return type(module).__name__.endswith("RMSNorm")
@@ -104,26 +88,6 @@ def is_norm(module: nn.Module) -> bool:
 def weight_offset(module: nn.Module) -> float:
     """What is added to the weight of a norm: Gemma keeps the difference from 1."""
     return 1.0 if type(module).__name__.startswith("Gemma") else 0.0
-
-
-def norm(module: Any) -> nn.Module:
-    """What stands in for a norm: it has the same parameter."""
-    new = cs.nn.RMSNorm(
-        module.weight.shape, epsilon(module), device="meta", weight_offset=weight_offset(module)
-    )
-    new.weight = module.weight
-    return new
-
-
-def mlp(module: Any, x: Tensor) -> Tensor:
-    """`forward` of a gated MLP."""
-    gate, up = module.gate_proj(x), module.up_proj(x)
-    activation = module.config.hidden_act
-    if activation == "silu":
-        return module.down_proj(cs.ops.swiglu(gate, up))
-    if activation == "gelu_pytorch_tanh":
-        return module.down_proj(cs.ops.geglu(gate, up, approximate="tanh"))
-    raise NotImplementedError(f"{type(module).__name__}: no operator for {activation}")
 
 
 # ----------------------------------------------------------------------------------------- compare

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import cutesuper as cs
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -133,7 +134,9 @@ def test_parts_of_a_model_replaced(
         if p.ndim == 2:
             nn.init.normal_(p, std=p.shape[1] ** -0.5)
     ours = copy.deepcopy(theirs)
-    assert example.replace_parts(ours) == f"{9 if head_norms else 5} norms, 2 MLPs, the loss"
+    replaced = [e.was for e in cs.patch(ours).report().replaced]
+    assert replaced.count(norm.__name__) == (9 if head_norms else 5)
+    assert replaced.count("GatedMLP") == 2
     tokens = torch.randint(500, (3, 40), device=device)
     assert example.compare(theirs, ours, tokens)
 
@@ -142,18 +145,23 @@ def test_a_wrong_part_is_noticed(example: Any) -> None:
     torch.manual_seed(2)
     theirs = Decoder(LlamaRMSNorm, "silu", 64, False)
     ours = copy.deepcopy(theirs)
-    example.replace_parts(ours)
-    ours.norm.eps = 1e-4
+    cs.patch(ours)
+    ours.norm.variance_epsilon = 1e-4
     assert not example.compare(theirs, ours, torch.randint(500, (2, 16)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma"])
-def test_models_of_the_library(model: str, device: str) -> None:
+def test_models_of_the_library(
+    model: str,
+    device: str,
+    example: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In this process: importing the library takes most of the time."""
     pytest.importorskip("transformers")
-    done = subprocess.run(
-        [sys.executable, "transformers_llama.py", "--device", device, "--model", model],
-        cwd=EXAMPLES, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert ": within the rule" in done.stdout and " 0 norms" not in done.stdout
+    monkeypatch.setattr(sys, "argv", [example.__file__, "--device", device, "--model", model])
+    assert example.main() == 0
+    printed = capsys.readouterr().out
+    assert ": within the rule" in printed and "RMSNorm -> cs.ops.rms_norm" in printed

@@ -1,0 +1,12 @@
+"""`cutesuper.patch`: models in the style of the transformers library compute with cutesuper.
+
+This package stands on top of everything else, like `cutesuper.ops`. It imports torch; transformers
+it imports only for models that come from it.
+"""
+
+from __future__ import annotations
+
+from cutesuper.patching.model import Patch, patch
+from cutesuper.patching.report import Entry, Report
+
+__all__ = ["Entry", "Patch", "Report", "patch"]

@@ -1,0 +1,99 @@
+"""Modules that change class: they compute otherwise, and stay the objects that they were.
+
+A replaced module keeps its parameters, buffers, hooks and children; only its class becomes a
+subclass that has another ``forward``, as in ``torch.nn.utils.parametrize``. The subclass has the
+name of the original, since models and wrapping policies look at names.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+#: the attribute of a replaced module that says how it is computed
+HOW = "_cutesuper_how"
+_MADE = "_cutesuper_made"
+
+
+class Replacement:
+    """Base of what comes in front of the original class: its ``forward`` is ours, and calls
+    ``super().forward`` for what it does not do."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Subclasses are made when they are needed, so pickle cannot find them by their name."""
+        make, args, *state = super().__reduce_ex__(protocol)
+        if make is copyreg.__newobj__ and is_own(self):  # type: ignore[attr-defined]
+            make, args = _new, (*type(self).__bases__, *args[1:])
+        return (make, args, *state)
+
+
+@cache
+def _subclass(replacement: type[Replacement], original: type[nn.Module]) -> type[nn.Module]:
+    names = {_MADE: True, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (replacement, original), names)
+
+
+def _new(replacement: type[Replacement], original: type[nn.Module], *args: Any) -> nn.Module:
+    kind = _subclass(replacement, original)
+    return kind.__new__(kind, *args)
+
+
+def is_own(module: Any) -> bool:
+    """Whether the class of a module is one that `replace` gave it, with nothing in front of it."""
+    return _MADE in type(module).__dict__
+
+
+def replace(module: nn.Module, replacement: type[Replacement], how: Any) -> None:
+    """Let a module compute as ``replacement`` does."""
+    module.__dict__[HOW] = how
+    module.__class__ = _subclass(replacement, type(module))
+
+
+def restore(module: nn.Module) -> None:
+    """What `replace` did, undone."""
+    _, module.__class__ = type(module).__bases__
+    del module.__dict__[HOW]
+
+
+def copied(module: nn.Module, **parts: Any) -> nn.Module:
+    """A module of the same class and attributes with other parameters or children, without hooks.
+
+    Parameters and buffers that are not named are shared with the original, children are copied.
+    """
+    twin = type(module).__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    own = dict(module._parameters)
+    twin.__dict__["_parameters"] = own | {k: v for k, v in parts.items() if k in own}
+    twin.__dict__["_modules"] = {
+        k: parts[k] if k in parts else (None if m is None else copied(m))
+        for k, m in module._modules.items()
+    }
+    for name in _HOOKS:
+        twin.__dict__[name] = type(module.__dict__[name])()
+    return twin
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks",
+    "_backward_pre_hooks",
+)  # fmt: skip
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Whether somebody wants to know of calls of a module, or has replaced its ``forward``."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or torch_module._has_any_global_hook()
+    )
+
+
+__all__ = ["HOW", "Replacement", "copied", "is_observed", "is_own", "replace", "restore"]

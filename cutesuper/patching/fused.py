@@ -1,0 +1,122 @@
+"""Programs of several operators that `cutesuper.superoptimize` finds for parts of a model.
+
+They run without gradients, for few positions on a GPU, where reading the weights is all that takes
+time. The first call of a kind searches, checks the program against the original on its own tensors,
+and times both; what is wrong or not faster is not asked for again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutesuper.entry import superoptimize
+from cutesuper.errors import CutesuperError
+from cutesuper.patching.conditions import MOST_POSITIONS, is_usual
+from cutesuper.patching.probing import Failed, within_rule
+from cutesuper.patching.report import refused
+from cutesuper.runtime.kernel import bucket_of
+
+#: devices on which programs are made
+DEVICES = ("cuda",)
+
+#: rows up to which kernels are faster than those for large matrices; more share their weights
+MOST_ROWS = 64
+
+#: calls that are timed together, and how often
+CALLS, ROUNDS = 10, 5
+
+#: of tensors ``[rows, ..]`` and parameters, hashable; returns as many tensors each time
+Function = Callable[..., tuple[Tensor, ...]]
+
+_programs: dict[Any, Function | None] = {}
+_lock = threading.Lock()
+
+
+def run(
+    function: Function, parameters: Sequence[Tensor], x: Any
+) -> tuple[Tensor, ...] | None:
+    """``function(x, *parameters)``, by a program; None where the original should run.
+
+    Args:
+        function: what to compute; equal ones share programs.
+        parameters: matrices and vectors.
+        x: ``[B, L, N]``.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_usual(x, *parameters):
+        return None
+    if torch.is_autocast_enabled(x.device.type):  # products are then of another type
+        return None
+    rows = x.shape[:-1].numel()
+    few = x.dim() == 3 and x.shape[1] <= MOST_POSITIONS and 0 < rows <= MOST_ROWS
+    if not few or x.device.type not in DEVICES or not all(p.is_contiguous() for p in parameters):
+        return None
+    inputs = [x.reshape(rows, x.shape[-1]), *parameters]
+    shapes = tuple(tuple(t.shape) for t in parameters)
+    kind = (function, rows if rows == 1 else bucket_of(rows), shapes, x.dtype, x.device)
+    if kind not in _programs and not _make(kind, function, inputs):
+        return None
+    program = _programs[kind]
+    if program is None:
+        return None
+    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in program(*inputs))
+
+
+def parameters_of(layers: Sequence[Any]) -> tuple[list[Tensor], tuple[bool, ...]]:
+    """Matrices of linear layers, each in front of its bias, and which layers have one."""
+    parameters = [p for m in layers for p in (m.weight, m.bias) if p is not None]
+    return parameters, tuple(m.bias is not None for m in layers)
+
+
+def _make(kind: Any, function: Function, inputs: list[Tensor]) -> bool:
+    """Find out what runs calls of a kind; False where this is no time to do it."""
+    device = inputs[0].device
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return False
+    with _lock:
+        if kind not in _programs:
+            try:
+                _programs[kind] = _found(function, inputs)
+            except (CutesuperError, Failed, torch.OutOfMemoryError) as error:
+                shapes = " ".join(str(list(t.shape)) for t in inputs)
+                refused[kind] = f"{function} of {shapes}: {str(error).splitlines()[0]}"
+                _programs[kind] = None
+    return True
+
+
+def _found(function: Function, inputs: list[Tensor]) -> Function:
+    """A program that computes the same in less time. Raises CutesuperError or Failed."""
+    rows = torch.export.Dim("rows", max=MOST_ROWS)
+    # torch.export takes one row for a constant
+    dynamic = None if len(inputs[0]) == 1 else ({0: rows}, (None,) * (len(inputs) - 1))
+    program = superoptimize(function.__call__, inputs, dynamic_shapes=dynamic)
+    theirs = function(*inputs)
+    exact = function(*[t.double() for t in inputs])
+    for a, b, c in zip(program(*inputs), exact, theirs, strict=True):
+        within_rule(a, b, c)
+    if inputs[0].device.type == "cuda":
+        ours_us, theirs_us = _microseconds(program, inputs), _microseconds(function, inputs)
+        if ours_us >= theirs_us:
+            raise Failed(f"{ours_us:.0f} us, the original {theirs_us:.0f} us")
+    return program
+
+
+def _microseconds(call: Function, inputs: list[Tensor]) -> float:
+    """Of one call after the other, as models make them: of the host or the GPU, what is longer."""
+    best = float("inf")
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize(inputs[0].device)
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call(*inputs)
+        torch.cuda.synchronize(inputs[0].device)
+        best = min(best, time.perf_counter() - start)
+    return best / CALLS * 1e6
+
+
+__all__ = ["Function", "parameters_of", "run"]

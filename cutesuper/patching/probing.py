@@ -1,0 +1,91 @@
+"""What a module computes, found out by calling copies of it on random numbers.
+
+Nothing of this is seen from outside: hooks do not run, random number generators are left as they
+were, and the module itself is not called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from cutesuper.errors import CutesuperError
+from cutesuper.verify.numeric import acceptable
+
+#: relative to the largest element of a row: float32 sums of 10,000 terms stay far below, the
+#: smallest mistakes (a variance over n - 1 elements) above for rows of up to 50,000
+TOLERANCE = 1e-5
+
+
+class Failed(Exception):
+    """A module is not what it might have been; the message says why."""
+
+
+def drawn(*shape: int, seed: int, like: Tensor | None = None) -> Tensor:
+    """Normal random numbers, always the same; of the type and on the device of a tensor."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    x = torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
+    return x if like is None else x.to(like.device, like.dtype)
+
+
+@contextmanager
+def unnoticed(device: torch.device) -> Iterator[None]:
+    """Without gradients and autocast, and with a state of random generators that is given back."""
+    devices = [device] if device.type == "cuda" else []
+    with (
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch.random.fork_rng(devices),
+    ):
+        yield
+
+
+def run(module: nn.Module, x: Tensor) -> Tensor:
+    """What a copy makes of a tensor, in training and otherwise.
+
+    Raises:
+        Failed: it is no tensor, or two different ones, or no result at all.
+    """
+    found: list[Tensor] = []
+    with unnoticed(x.device):
+        for training in (False, True):
+            try:
+                y = module.train(training).forward(x.clone())
+            except CutesuperError as error:
+                raise Failed(f"{type(error).__name__}: {error}") from error
+            except Exception as error:  # whatever the code of a model raises
+                raise Failed(f"it cannot be called with one tensor: {_short(error)}") from error
+            if not isinstance(y, Tensor):
+                raise Failed(f"it returns a {type(y).__name__}, no tensor")
+            found.append(y)
+    if found[0].shape != found[1].shape or not torch.equal(*found):
+        raise Failed("it computes something else in training, or something random")
+    return found[0]
+
+
+def _short(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def close_to(found: Tensor, exact: Tensor) -> bool:
+    """Whether float32 values are those of a definition in float64."""
+    if found.shape != exact.shape or found.dtype != torch.float32:
+        return False
+    error = (found.double() - exact).abs().amax(-1)
+    return bool((error <= TOLERANCE * exact.abs().amax(-1)).all())
+
+
+def within_rule(ours: Tensor, exact: Tensor, theirs: Tensor) -> None:
+    """Raise Failed unless our error against float64 is at most twice theirs plus 2 ulp."""
+    if ours.dtype != theirs.dtype:
+        raise Failed(f"cutesuper returns {ours.dtype}, the module {theirs.dtype}")
+    report = acceptable(ours, exact, theirs, theirs.dtype)
+    if not report:
+        raise Failed(f"cutesuper computes something else: {report.message}")
+
+
+__all__ = ["Failed", "close_to", "drawn", "run", "unnoticed", "within_rule"]

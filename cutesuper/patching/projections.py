@@ -1,0 +1,162 @@
+"""Projections of attention: linear layers of one tensor, computed together.
+
+The layers stay what they are to the model: it calls one after the other. The first call computes
+all products, by one program, and the others take theirs, if they are called with the same tensor,
+unchanged. Where they are not, each layer computes its own product.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cutesuper.patching import fused
+from cutesuper.patching.classes import HOW, Replacement, replace
+from cutesuper.patching.conditions import version
+from cutesuper.patching.probing import Failed
+
+
+@dataclass(frozen=True)
+class Products:
+    """Products of one tensor with several matrices, which stand in front of their biases.
+
+    Attributes:
+        biases: whether each layer has one.
+    """
+
+    biases: tuple[bool, ...]
+
+    def __call__(self, x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """One tensor for each layer."""
+        given = iter(parameters)
+        return tuple(F.linear(x, next(given), next(given) if b else None) for b in self.biases)
+
+    def __str__(self) -> str:
+        return f"{len(self.biases)} products of one tensor"
+
+
+@dataclass
+class _Waiting:
+    """Products that were computed before they are asked for.
+
+    Attributes:
+        thread: that computed them.
+        x: what they are of, and its version then.
+        made: by the place of the layer.
+    """
+
+    thread: int
+    x: Tensor
+    version: int
+    made: dict[int, Tensor]
+
+
+class Group:
+    """Layers that may be called with one tensor, one after the other."""
+
+    def __init__(self, layers: tuple[nn.Linear, ...]) -> None:
+        self._layers = layers
+        self._waiting: _Waiting | None = None
+        self._apart = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies begin without products."""
+        return {"_layers": self._layers, "_waiting": None, "_apart": self._apart}
+
+    def product(self, layer: nn.Module, x: Any) -> Tensor | None:
+        """What a layer makes of x; None where it should find out itself."""
+        place = next((n for n, own in enumerate(self._layers) if own is layer), None)
+        if place == 0:
+            return self._lead(x)
+        waiting = self._waiting
+        if waiting is None or place is None or waiting.thread != threading.get_ident():
+            return None
+        if waiting.x is not x or waiting.version != version(x):
+            return None
+        made = waiting.made.pop(place, None)
+        if not waiting.made:
+            self._waiting = None
+        return made
+
+    def _lead(self, x: Any) -> Tensor | None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and waiting.thread == threading.get_ident():
+            self._apart = True  # nobody has asked for the products of the call before
+        if self._apart:
+            return None
+        parameters, biases = fused.parameters_of(self._layers)
+        made = fused.run(Products(biases), parameters, x)
+        if made is None:
+            return None
+        rest = dict(enumerate(made[1:], 1))
+        self._waiting = _Waiting(threading.get_ident(), x, version(x), rest)
+        return made[0]
+
+
+class ReplacedProjection(Replacement):
+    """`forward` of a linear layer that is one of several of the same tensor."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Its product, computed before if it can be."""
+        made = None
+        alone = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if not (alone or options or len(args) != 1):
+            made = self.__dict__[HOW].product(self, args[0])
+        return super().forward(*args, **options) if made is None else made  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Names of the linear layers of a module that are called with the same tensor."""
+
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.names)} in one program"
+
+
+def is_candidate(module: nn.Module) -> bool:
+    """Whether a module may be attention: the first three of its four or more layers have one number
+    of inputs, the second and third one number of outputs, a part of the first's."""
+    layers = [m for m in module.children() if isinstance(m, nn.Linear)]
+    if len(layers) < 4 or len({m.in_features for m in layers[:3]}) != 1:
+        return False
+    q, k, v, o = (m.out_features for m in layers[:4])
+    return k == v and q % k == 0 and o == layers[0].in_features and layers[3].in_features == q
+
+
+def find(module: nn.Module) -> Projections:
+    """The projections of a candidate.
+
+    Raises:
+        Failed: one of them is more than a product.
+    """
+    layers = [(n, m) for n, m in module.named_children() if isinstance(m, nn.Linear)][:3]
+    for name, layer in layers:
+        if type(layer) is not nn.Linear or "forward" in layer.__dict__:
+            raise Failed(f"{name} is more than a linear layer of PyTorch")
+    return Projections(tuple(name for name, _ in layers))
+
+
+def install(module: nn.Module, how: Projections) -> list[nn.Module]:
+    """Let projections compute together where they can.
+
+    Nothing is checked here: that is done with each program, before it is used.
+
+    Returns:
+        What was replaced.
+    """
+    layers = [getattr(module, name) for name in how.names]
+    group = Group(tuple(layers))
+    for layer in layers:
+        replace(layer, ReplacedProjection, group)
+    return layers
+
+
+__all__ = ["Group", "Products", "Projections", "ReplacedProjection", "find", "install",
+           "is_candidate"]  # fmt: skip

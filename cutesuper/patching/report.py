@@ -1,0 +1,77 @@
+"""What a patch did, to be read."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+#: kinds of calls that run the original, and why
+refused: dict[Any, str] = {}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A module that looked as if it could be replaced.
+
+    Attributes:
+        path: as in ``model.named_modules()``.
+        was: its class, or what it did.
+        now: what computes it; None where it was left.
+        why: it was left.
+    """
+
+    path: str
+    was: str
+    now: str | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was replaced and what was left; ``str`` of it is a table, layers that are alike in one
+    line.
+
+    Attributes:
+        entries: in the order of the model.
+        refused: kinds of calls, of any model, that run the original, and why.
+    """
+
+    entries: tuple[Entry, ...]
+    refused: tuple[str, ...] = ()
+
+    @property
+    def replaced(self) -> tuple[Entry, ...]:
+        """What computes with cutesuper."""
+        return tuple(e for e in self.entries if e.now is not None)
+
+    @property
+    def left(self) -> tuple[Entry, ...]:
+        """What is as it was."""
+        return tuple(e for e in self.entries if e.now is None)
+
+    def __str__(self) -> str:
+        """For people."""
+        lines: list[str] = []
+        for title, entries in (("replaced", self.replaced), ("left as they are", self.left)):
+            if entries:
+                lines += [title, *_rows(entries)]
+        if self.refused:
+            lines += ["calls that run the original", *(f"  {r}" for r in self.refused)]
+        return "\n".join(lines) or "nothing looks like what can be replaced"
+
+
+def _rows(entries: tuple[Entry, ...]) -> list[str]:
+    groups: dict[tuple[str, str, str], int] = {}
+    for e in entries:
+        key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", e.path), e.was, e.now or e.why)
+        groups[key] = groups.get(key, 0) + 1
+    width = max(len(path) for path, _, _ in groups)
+    arrow = "->" if entries[0].now is not None else "--"
+    return [
+        f"  {count:4} x {path:{width}}  {was} {arrow} {what}"
+        for (path, was, what), count in groups.items()
+    ]
+
+
+__all__ = ["Entry", "Report", "refused"]
