@@ -93,6 +93,15 @@ def test_no_budget_at_all() -> None:
 # ------------------------------------------------------------------------------------- interrupts
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, also where this process was started to ignore it, as in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+
 def _interrupt_after(parts: int, how: Callable[[], None]) -> Callable[[Progress], None]:
     def on_progress(p: Progress) -> None:
         if p.stage == "kernels" and p.done == parts:
@@ -109,6 +118,7 @@ def _signal() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("how", [_raise, _signal])
 def test_an_interrupt_gives_what_was_found_until_then(how: Callable[[], None]) -> None:
     g, parts = several(), list[int]()
@@ -118,6 +128,7 @@ def test_an_interrupt_gives_what_was_found_until_then(how: Callable[[], None]) -
     assert verify(g, result.candidates[0].mugraph)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C arrives in the middle of a region."""
     g, calls, saturate = several("LayerNorm backward"), count(), region.saturate
@@ -134,6 +145,7 @@ def test_an_interrupt_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verify(g, result.candidates[0].mugraph)
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("how", [_raise, _signal])
 def test_an_interrupt_before_anything_is_found(how: Callable[[], None]) -> None:
     with pytest.raises(KeyboardInterrupt):
