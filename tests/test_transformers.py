@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,11 +148,16 @@ def test_a_wrong_part_is_noticed(example: Any) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model", ["llama", "qwen3", "gemma"])
-def test_models_of_the_library(model: str, device: str) -> None:
+def test_models_of_the_library(
+    model: str,
+    device: str,
+    example: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In this process: importing the library takes most of the time."""
     pytest.importorskip("transformers")
-    done = subprocess.run(
-        [sys.executable, "transformers_llama.py", "--device", device, "--model", model],
-        cwd=EXAMPLES, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert ": within the rule" in done.stdout and " 0 norms" not in done.stdout
+    monkeypatch.setattr(sys, "argv", [example.__file__, "--device", device, "--model", model])
+    assert example.main() == 0
+    printed = capsys.readouterr().out
+    assert ": within the rule" in printed and " 0 norms" not in printed
