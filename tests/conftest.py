@@ -46,7 +46,7 @@ def _no_gpu() -> str:
 
 
 _MANY_MODULES = 50
-_frozen = 0
+_modules_at_last_freeze = [0]
 
 
 def pytest_collection_finish() -> None:
@@ -57,17 +57,16 @@ def pytest_runtest_setup() -> None:
     """Leave modules, and the 4000 tests themselves, out of all later looks for garbage. A search
     makes many small objects that live and benchmarks collect after each case: that took a tenth of
     the time of all tests."""
-    global _frozen
-    if len(sys.modules) >= _frozen + _MANY_MODULES:
-        _frozen = len(sys.modules)
+    if len(sys.modules) >= _modules_at_last_freeze[0] + _MANY_MODULES:
+        _modules_at_last_freeze[0] = len(sys.modules)
         gc.collect()
         gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each worker has half of the files, in order, so that fixtures and caches of a module serve all
-    of its tests; who is done first takes half of what the other has left."""
+    """Each worker has half of the files, in order, so that fixtures and caches of a module serve
+    all of its tests; who is done first takes half of what the other has left."""
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
