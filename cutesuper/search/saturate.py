@@ -205,8 +205,10 @@ class Table:
         """
         self.tried += 1
         size = self.space.table.size
-        if any(size(form) <= size(self.classes[i].form) for i in derivation.inputs):
-            return
+        own = size(form)
+        for i in derivation.inputs:
+            if own <= size(self.classes[i].form):
+                return
         if not self.space.goal.useful(form):
             return
         try:
@@ -409,9 +411,10 @@ class Table:
     def _joined(self, a: State, b: State) -> State | None:
         """State of a value made of two; None where one needs what the other is inside of."""
         key = (a, b)
-        if key not in self._joins:
-            self._joins[key] = self._join(a, b)
-        return self._joins[key]
+        try:
+            return self._joins[key]
+        except KeyError:
+            return self._joins.setdefault(key, self._join(a, b))
 
     def _join(self, a: State, b: State) -> State | None:
         inside, closed = a.inside | b.inside, a.closed | b.closed
