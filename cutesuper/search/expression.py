@@ -236,16 +236,32 @@ class Expressions:
         plain = c == 1 and monomial.denominator == ONE and not monomial.extents
         return plain and (not powers or (len(powers) == 1 and powers[0][1] == 1))
 
-    @_memoised
     def mark(self, x: int, label: str) -> int:
         """Bind a label: every variable that has it free loses it, as under a sum over it."""
-        if x in (ZERO, ONE):
-            return x
+        return self._mark(x, label) if label in self._free(x) else x
+
+    @_memoised
+    def _mark(self, x: int, label: str) -> int:
         return self._mapped(
             x,
             lambda atom: self._mark_atom(atom, label),
             lambda denominator: self.mark(denominator, label),
         )
+
+    @_memoised
+    def _free(self, x: int) -> frozenset[str]:
+        """Labels that are free anywhere inside x."""
+        found: set[str] = set()
+        for m, _ in self.terms(x):
+            found.update(*(self._free_in_atom(a) for a, _ in m.numerator))
+            if m.denominator != ONE:
+                found |= self._free(m.denominator)
+        return frozenset(found)
+
+    @_memoised
+    def _free_in_atom(self, atom: int) -> frozenset[str]:
+        a = self.atoms[atom]
+        return frozenset(a.labels) if a.kind == AtomKind.VARIABLE else self._free(a.argument)
 
     def _mapped(
         self, x: int, atom: Callable[[int], int], denominator: Callable[[int], int]

@@ -38,6 +38,7 @@ class Goal:
         self._useful: dict[int, bool] = {ZERO: False, ONE: True}
         self._divides: dict[int, bool] = {}
         self._counts: dict[int, int] = {}
+        self._counts_in_atoms: dict[int, int] = {}
         self._quotients: dict[int, frozenset[tuple[int, int]]] = {}
         self._memo: dict[tuple[int, int], int | None] = {}
         self._monomial_quotients: dict[tuple[int, int], int | None] = {}
@@ -51,10 +52,11 @@ class Goal:
 
     def useful(self, x: int) -> bool:
         """Whether x, now or after later sums have bound more labels, is part of a target."""
-        if x not in self._useful:
+        known = self._useful.get(x)
+        if known is None:
             forms = self._later(self.whole(x)) if self.fits(x, ONE) else []
-            self._useful[x] = any(map(self._part_of_one, forms))
-        return self._useful[x]
+            known = self._useful[x] = any(map(self._part_of_one, forms))
+        return known
 
     def divides(self, x: int) -> bool:
         """Whether x is an exact factor of a denominator that is wanted.
@@ -256,6 +258,12 @@ class Goal:
         return known
 
     def _atom_counts(self, atom: int) -> int:
+        known = self._counts_in_atoms.get(atom)
+        if known is None:
+            known = self._counts_in_atoms[atom] = self._counted(atom)
+        return known
+
+    def _counted(self, atom: int) -> int:
         a = self.table.atoms[atom]
         if a.kind in (AtomKind.VARIABLE, AtomKind.CONSTANT):
             return 1 << self._fields.setdefault(a.name, _FIELD * len(self._fields))
