@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 import threading
-import timeit
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +31,7 @@ torch = pytest.importorskip("torch")
 from cutesuper.ops import forms, plans  # noqa: E402 (they import torch)
 from cutesuper.ops.forms import Form, Order, batch_of, graph_of, runner_of  # noqa: E402
 from tests.attention_reference import exact  # noqa: E402
+from tests.host_time import host_time, least_attention  # noqa: E402
 
 attention = cs.ops.attention
 CASES = 60
@@ -519,7 +519,8 @@ def test_graphs() -> None:
 
 
 def test_host_time_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 to 13 us when nothing else runs."""
+    """8 to 13 us when nothing else runs: 1.6 times what an operator written in Python takes that
+    only looks up what to do. 1.4 times as much is too much."""
     y = torch.empty(2, 2, 4, 1, 16)
     monkeypatch.setattr(plans, "runner_of", lambda form, batch, device: lambda inputs: [y])
     monkeypatch.setattr(plans, "_plans", {})
@@ -528,5 +529,4 @@ def test_host_time_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def call() -> None:
         attention(q, k, k, enable_gqa=True, key_lengths=lengths)
 
-    call()
-    assert min(timeit.repeat(call, number=500, repeat=20)) / 500 < 40e-6
+    assert host_time(call, lambda: least_attention(q, k, k, lengths, y)) < 2.2

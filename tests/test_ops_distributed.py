@@ -71,23 +71,29 @@ def wrapped(kind: str, module: Any) -> Any:
     return fully_shard(module, mp_policy=policy)
 
 
-def work(rank: int, port: int, kind: str, folder: str) -> None:
-    """One process: two steps of training; rank 0 writes the gradients of the last."""
+def work(rank: int, port: int, folder: str) -> None:
+    """One process: rank 0 writes the gradients of every kind."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
+    for kind in KINDS:
+        grads = trained(kind, rank)
+        if rank == 0:
+            torch.save(grads, Path(folder) / f"{kind}.pt")
+        torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def trained(kind: str, rank: int) -> list[Any]:
+    """Two steps of training; the gradients of the last."""
     mine = wrapped(kind, model())
     optimizer = torch.optim.SGD(mine.parameters(), lr=1e-3)
     for _ in range(2):
         optimizer.zero_grad()
         mine(data().chunk(RANKS)[rank]).float().square().mean().backward()
         optimizer.step()
-    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-             for p in mine.parameters()]  # fmt: skip
-    if rank == 0:
-        torch.save(grads, Path(folder) / "grads.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+            for p in mine.parameters()]  # fmt: skip
 
 
 def alone() -> list[Any]:
@@ -101,14 +107,21 @@ def alone() -> list[Any]:
     return [p.grad for p in module.parameters()]
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_give_the_gradients_of_one(kind: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The gradients of all kinds, from one pair of processes: starting them takes longest."""
+    folder = tmp_path_factory.mktemp("gradients")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, (port, kind, str(tmp_path)), nprocs=RANKS)
-    found = torch.load(tmp_path / "grads.pt")
+    torch.multiprocessing.spawn(work, (port, str(folder)), nprocs=RANKS)
+    return folder
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_give_the_gradients_of_one(kind: str, written: Path) -> None:
+    found = torch.load(written / f"{kind}.pt")
     for a, b in zip(found, alone(), strict=True):
         if "mixed" in kind:  # products in bfloat16
             assert torch.linalg.vector_norm(a - b) < 0.05 * torch.linalg.vector_norm(b)

@@ -58,7 +58,9 @@ def serve() -> None:
     """The main loop of a worker: compiles what arrives on standard input until it closes."""
     from cutesuper.runtime.cache import KernelCache
     from cutesuper.runtime.compile import compile_kernel
+    from cutesuper.runtime.dsl import import_without_torch
 
+    import_without_torch()
     # What kernels print while they are traced must not mix with the replies.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

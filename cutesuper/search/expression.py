@@ -23,16 +23,14 @@ is a product with the extent of what was summed), therefore everything under a s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, NamedTuple
 
 ZERO, ONE = 0, 1  # the polynomials 0 and 1
 _UNIT = 0  # the monomial 1
-
-P = ParamSpec("P")
 
 
 class AtomKind(IntEnum):
@@ -45,8 +43,11 @@ class AtomKind(IntEnum):
     MAXIMUM = 4
 
 
-@dataclass(frozen=True)
-class Atom:
+# Tuples, not dataclasses: hundreds of thousands are made and looked up in a search, and a frozen
+# dataclass takes three times as long.
+
+
+class Atom(NamedTuple):
     """A factor. ``labels``: free labels of a variable, reduced parts of a maximum."""
 
     kind: AtomKind
@@ -59,8 +60,7 @@ Powers = tuple[tuple[Any, int], ...]  # (atom id or extent symbol, exponent), so
 Terms = tuple[tuple[int, int], ...]  # (monomial id, coefficient), sorted
 
 
-@dataclass(frozen=True)
-class Monomial:
+class Monomial(NamedTuple):
     """``extents * numerator / denominator``."""
 
     numerator: Powers
@@ -68,18 +68,18 @@ class Monomial:
     extents: Powers
 
 
-def _memoised(
-    method: Callable[Concatenate[Expressions, P], Any],
-) -> Callable[Concatenate[Expressions, P], Any]:
-    """Remember results for as long as the table lives (arguments are ints, strings and tuples)."""
+def _memoised(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember results for as long as the table lives (arguments are ints, strings and tuples;
+    None is no result)."""
     name = method.__name__
 
     @wraps(method)
-    def remembered(self: Expressions, *args: P.args, **kwargs: P.kwargs) -> Any:
-        key = (name, args)
-        if key not in self.memo:
-            self.memo[key] = method(self, *args, **kwargs)
-        return self.memo[key]
+    def remembered(self: Expressions, *args: Any) -> Any:
+        known = self.memo[name]
+        found = known.get(args)
+        if found is None:
+            found = known[args] = method(self, *args)
+        return found
 
     return remembered
 
@@ -91,9 +91,9 @@ class Expressions:
         self.atoms: list[Atom] = []
         self.monomials: list[Monomial] = [Monomial((), ONE, ())]
         self.polynomials: list[Terms] = [(), ((_UNIT, 1),)]
-        self.memo: dict[Any, Any] = {}
+        self.memo: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
         self._atom_ids: dict[Atom, int] = {}
-        self._monomial_ids: dict[Monomial, int] = {self.monomials[0]: _UNIT}
+        self._monomial_ids: dict[tuple[Powers, int, Powers], int] = {self.monomials[0]: _UNIT}
         self._polynomial_ids: dict[Terms, int] = {p: i for i, p in enumerate(self.polynomials)}
         self._sealed: dict[int, int] = {}
 
@@ -236,16 +236,32 @@ class Expressions:
         plain = c == 1 and monomial.denominator == ONE and not monomial.extents
         return plain and (not powers or (len(powers) == 1 and powers[0][1] == 1))
 
-    @_memoised
     def mark(self, x: int, label: str) -> int:
         """Bind a label: every variable that has it free loses it, as under a sum over it."""
-        if x in (ZERO, ONE):
-            return x
+        return self._mark(x, label) if label in self._free(x) else x
+
+    @_memoised
+    def _mark(self, x: int, label: str) -> int:
         return self._mapped(
             x,
             lambda atom: self._mark_atom(atom, label),
             lambda denominator: self.mark(denominator, label),
         )
+
+    @_memoised
+    def _free(self, x: int) -> frozenset[str]:
+        """Labels that are free anywhere inside x."""
+        found: set[str] = set()
+        for m, _ in self.terms(x):
+            found.update(*(self._free_in_atom(a) for a, _ in m.numerator))
+            if m.denominator != ONE:
+                found |= self._free(m.denominator)
+        return frozenset(found)
+
+    @_memoised
+    def _free_in_atom(self, atom: int) -> frozenset[str]:
+        a = self.atoms[atom]
+        return frozenset(a.labels) if a.kind == AtomKind.VARIABLE else self._free(a.argument)
 
     def _mapped(
         self, x: int, atom: Callable[[int], int], denominator: Callable[[int], int]
@@ -257,7 +273,8 @@ class Expressions:
             for a, e in m.numerator:
                 b = atom(a)
                 powers[b] = powers.get(b, 0) + e
-            n = self.monomial(_sorted(powers), denominator(m.denominator), m.extents)
+            below = ONE if m.denominator == ONE else denominator(m.denominator)
+            n = self.monomial(_sorted(powers), below, m.extents)
             terms[n] = terms.get(n, 0) + c
         return self.polynomial(terms.items())
 
@@ -325,26 +342,29 @@ class Expressions:
 
     def atom(self, key: Atom) -> int:
         """The number of an atom."""
-        if key not in self._atom_ids:
-            self._atom_ids[key] = len(self.atoms)
+        found = self._atom_ids.get(key)
+        if found is None:
+            found = self._atom_ids[key] = len(self.atoms)
             self.atoms.append(key)
-        return self._atom_ids[key]
+        return found
 
     def monomial(self, numerator: Powers, denominator: int, extents: Powers) -> int:
         """The number of a monomial."""
-        key = Monomial(numerator, denominator, extents)
-        if key not in self._monomial_ids:
-            self._monomial_ids[key] = len(self.monomials)
-            self.monomials.append(key)
-        return self._monomial_ids[key]
+        key = numerator, denominator, extents
+        found = self._monomial_ids.get(key)
+        if found is None:
+            found = self._monomial_ids[key] = len(self.monomials)
+            self.monomials.append(Monomial(*key))
+        return found
 
     def polynomial(self, terms: Iterable[tuple[int, int]]) -> int:
         """The number of a polynomial; equal monomials must have been added up."""
-        key = tuple(sorted((m, c) for m, c in terms if c))
-        if key not in self._polynomial_ids:
-            self._polynomial_ids[key] = len(self.polynomials)
+        key = tuple(sorted([t for t in terms if t[1]]))
+        found = self._polynomial_ids.get(key)
+        if found is None:
+            found = self._polynomial_ids[key] = len(self.polynomials)
             self.polynomials.append(key)
-        return self._polynomial_ids[key]
+        return found
 
     def single(self, atom: int) -> int:
         """The polynomial that is one atom."""
@@ -392,7 +412,7 @@ def _sum_terms(table: Expressions, *summands: tuple[Terms, int]) -> int:
 
 
 def _sorted(powers: dict[Any, int]) -> Powers:
-    return tuple(sorted((a, e) for a, e in powers.items() if e))
+    return tuple(sorted([p for p in powers.items() if p[1]]))
 
 
 def _powers(extents: Powers, symbols: Iterable[str]) -> Powers:

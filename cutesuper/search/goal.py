@@ -38,20 +38,25 @@ class Goal:
         self._useful: dict[int, bool] = {ZERO: False, ONE: True}
         self._divides: dict[int, bool] = {}
         self._counts: dict[int, int] = {}
+        self._counts_in_atoms: dict[int, int] = {}
         self._quotients: dict[int, frozenset[tuple[int, int]]] = {}
         self._memo: dict[tuple[int, int], int | None] = {}
+        self._monomial_quotients: dict[tuple[int, int], int | None] = {}
         limits = {self.counts(t) for t in self.targets}
+        self._target_terms = {t: dict(table.polynomials[t]) for t in self.targets}
         self._guards = sum(1 << (f + _FIELD - 1) for f in self._fields.values())
         self._limits = [limit | self._guards for limit in sorted(limits, reverse=True)]
+        self._target_limits = [(t, self.counts(t) | self._guards) for t in self.targets]
 
     # ------------------------------------------------------------------------------ the questions
 
     def useful(self, x: int) -> bool:
         """Whether x, now or after later sums have bound more labels, is part of a target."""
-        if x not in self._useful:
+        known = self._useful.get(x)
+        if known is None:
             forms = self._later(self.whole(x)) if self.fits(x, ONE) else []
-            self._useful[x] = any(self._part_of(z, t) for z in forms for t in self.targets)
-        return self._useful[x]
+            known = self._useful[x] = any(map(self._part_of_one, forms))
+        return known
 
     def divides(self, x: int) -> bool:
         """Whether x is an exact factor of a denominator that is wanted.
@@ -69,7 +74,10 @@ class Goal:
 
         One subtraction with guard bits for each target; asked before a product is formed.
         """
-        both, guards = self.counts(x) + self.counts(y), self._guards
+        known, guards = self._counts.get, self._guards
+        first, second = known(x), known(y)
+        both = self.counts(x) if first is None else first
+        both += self.counts(y) if second is None else second
         for limit in self._limits:  # noqa: SIM110 (a generator takes twice as long)
             if (limit - both) & guards == guards:
                 return True
@@ -77,7 +85,13 @@ class Goal:
 
     def together(self, x: int, y: int) -> bool:
         """Whether x and y can be terms of one sum: both times one factor are part of a target."""
-        return not self._multiples(x).isdisjoint(self._multiples(y))
+        known = self._quotients.get
+        first, second = known(x), known(y)
+        if first is None:
+            first = self._multiples(x)
+        if second is None:
+            second = self._multiples(y)
+        return not first.isdisjoint(second)
 
     # ---------------------------------------------------------------------------------- variants
 
@@ -94,14 +108,19 @@ class Goal:
 
     # ------------------------------------------------------------------------------- part of goal
 
+    def _part_of_one(self, x: int) -> bool:
+        """Whether x is part of a target."""
+        have, guards = self.counts(x), self._guards
+        for target, limit in self._target_limits:
+            if x == target:
+                return True
+            if (limit - have) & guards == guards and self._part_of(x, target):
+                return True
+        return False
+
     def _part_of(self, x: int, target: int) -> bool:
         """Whether x times some monomial is a sub-polynomial of the target."""
-        if x == target:
-            return True
-        limit = self.counts(target) | self._guards
-        if (limit - self.counts(x)) & self._guards != self._guards:
-            return False
-        terms, goal = self.table.polynomials[x], dict(self.table.polynomials[target])
+        terms, goal = self.table.polynomials[x], self._target_terms[target]
         if not terms or len(terms) > len(goal):
             return False
         first, coefficient = terms[0]
@@ -125,7 +144,8 @@ class Goal:
 
     def _multiples(self, x: int) -> frozenset[tuple[int, int]]:
         """(target, factor) such that x * factor may be one of several terms of the target."""
-        if x not in self._quotients:
+        known = self._quotients.get(x)
+        if known is None:
             found: set[tuple[int, int]] = set()
             for z in self._later(self.whole(x)):
                 terms = self.table.polynomials[z]
@@ -135,8 +155,8 @@ class Goal:
                     if sum(abs(c) for _, c in goal) > weight:
                         factors = (self._monomial_quotient(m, terms[0][0]) for m, _ in goal)
                         found.update((t, f) for f in factors if f is not None)
-            self._quotients[x] = frozenset(found)
-        return self._quotients[x]
+            known = self._quotients[x] = frozenset(found)
+        return known
 
     # ----------------------------------------------------------------------------- exact division
 
@@ -180,10 +200,10 @@ class Goal:
 
     def _monomial_quotient(self, x: int, y: int) -> int | None:
         """The monomial x / y if every factor of y occurs in x, else None."""
-        key = (-1 - x, y)  # negative: a memo shared with polynomials
-        if key not in self._memo:
-            self._memo[key] = self._divide_monomials(x, y)
-        return self._memo[key]
+        key = (x, y)
+        if key not in self._monomial_quotients:
+            self._monomial_quotients[key] = self._divide_monomials(x, y)
+        return self._monomial_quotients[key]
 
     def _divide_monomials(self, x: int, y: int) -> int | None:
         a, b = self.table.monomials[x], self.table.monomials[y]
@@ -226,17 +246,24 @@ class Goal:
 
     def counts(self, x: int) -> int:
         """How often each variable occurs (in the monomial where most), one bit field for each."""
-        if x not in self._counts:
+        known = self._counts.get(x)
+        if known is None:
             result = 0
             for m, _ in self.table.terms(x):
-                total = sum(e * self._atom_counts(a) for a, e in m.numerator)
+                total = sum([e * self._atom_counts(a) for a, e in m.numerator])
                 if m.denominator != ONE:
                     total += self.counts(m.denominator)
-                result = self._larger(result, total)
-            self._counts[x] = result
-        return self._counts[x]
+                result = self._larger(result, total) if result else total
+            known = self._counts[x] = result
+        return known
 
     def _atom_counts(self, atom: int) -> int:
+        known = self._counts_in_atoms.get(atom)
+        if known is None:
+            known = self._counts_in_atoms[atom] = self._counted(atom)
+        return known
+
+    def _counted(self, atom: int) -> int:
         a = self.table.atoms[atom]
         if a.kind in (AtomKind.VARIABLE, AtomKind.CONSTANT):
             return 1 << self._fields.setdefault(a.name, _FIELD * len(self._fields))

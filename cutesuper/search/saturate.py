@@ -89,12 +89,17 @@ class Table:
         self.tried = 0
         self._entered: list[tuple[int, Derivation]] = []
         self._index: dict[Class, int] = {}
+        self._sizes: list[int] = []
         self._usable: list[bool] = []  # whether element-wise operators may take a class
         self._partial: list[bool] = []  # whether it is a maximum over some parts of a label only
         self._integers: dict[int, int] = {}  # classes of loads of integers, of which few are made
         self._by_form: dict[int, list[int]] = {}
+        #: for each form how many others it has met, and those with which anything can be made
+        self._met: dict[int, tuple[int, list[tuple[list[int], Pairing]]]] = {}
         self._joins: dict[tuple[State, State], State | None] = {}
         self._field = FieldAlgebra(seed)
+        #: of normal forms, by operator: what `Operator.symbolic` calls
+        self._arithmetic = {kind: getattr(space.table, kind) for kind in ARITHMETIC}
         self._rng = np.random.default_rng(seed)
         self.goals = self._leaves()
 
@@ -189,6 +194,7 @@ class Table:
             self.classes.append(key)
             self.values.append(value)
             self.derivations.append([])
+            self._sizes.append(self.space.table.size(key.form))
             self._usable.append(self.rules.computes((key.labels,), key.state))
             self._partial.append(self.space.partial_maximum(key.form) is not None)
             self._by_form.setdefault(key.form, []).append(i)
@@ -199,21 +205,26 @@ class Table:
         self, form: int, labels: frozenset[str], state: State, derivation: Derivation,
         value: Callable[[], FieldValue],
     ) -> None:
-        """Keep a result that is larger than what it is made of, and useful.
-
-        Larger: with subtraction a class can derive from itself, (a - b) + b.
-        """
-        self.tried += 1
-        size = self.space.table.size
-        if any(size(form) <= size(self.classes[i].form) for i in derivation.inputs):
-            return
-        if not self.space.goal.useful(form):
+        """Keep a result that is `_wanted` and not a quotient by zero."""
+        if not self._wanted(form, derivation.inputs):
             return
         try:
             result = value()
         except DivisionByZero:
             return
         self._enter(Class(form, labels, state, result.key()), result, derivation)
+
+    def _wanted(self, form: int, inputs: tuple[int, ...]) -> bool:
+        """Whether a result is larger than what it is made of, and useful.
+
+        Larger: with subtraction a class can derive from itself, (a - b) + b.
+        """
+        self.tried += 1
+        size = self.space.table.size(form)
+        for i in inputs:
+            if size <= self._sizes[i]:
+                return False
+        return self.space.goal.useful(form)
 
     # ------------------------------------------------------------------------------ one operand
 
@@ -382,14 +393,23 @@ class Table:
         pairs of forms first took QKNorm from 670,000 pairs of classes to 150,000.
         """
         x, known = self.classes[i].form, self.space.pairings
-        for y in list(self._by_form):
+        forms = list(self._by_form.items())
+        met, partners = self._met.get(x, (0, []))
+        for classes, pairing in partners:
+            self._pairs(i, classes, pairing)
+        for y, classes in forms[met:]:
             pairing = known.get((x, y)) or self.space.pairing(x, y)
-            if pairing.nothing:
-                continue
-            for j in self._by_form[y]:
-                if j > i:
-                    break
-                self._pair(i, j, pairing)
+            if not pairing.nothing:
+                partners.append((classes, pairing))
+                self._pairs(i, classes, pairing)
+        self._met[x] = len(forms), partners
+
+    def _pairs(self, i: int, classes: list[int], pairing: Pairing) -> None:
+        """Combine class i with those of a form that are not newer."""
+        for j in classes:
+            if j > i:
+                break
+            self._pair(i, j, pairing)
 
     def _pair(self, i: int, j: int, pairing: Pairing) -> None:
         a, b = self.classes[i], self.classes[j]
@@ -409,9 +429,10 @@ class Table:
     def _joined(self, a: State, b: State) -> State | None:
         """State of a value made of two; None where one needs what the other is inside of."""
         key = (a, b)
-        if key not in self._joins:
-            self._joins[key] = self._join(a, b)
-        return self._joins[key]
+        try:
+            return self._joins[key]
+        except KeyError:
+            return self._joins.setdefault(key, self._join(a, b))
 
     def _join(self, a: State, b: State) -> State | None:
         inside, closed = a.inside | b.inside, a.closed | b.closed
@@ -449,12 +470,19 @@ class Table:
     def _elementwise(
         self, kind: str, i: int, j: int, labels: frozenset[str], state: State
     ) -> None:
-        forms = [self.classes[i].form, self.classes[j].form]
-        form = lookup(kind).symbolic(self.space.table, forms, {})
-        self._offer(
-            form, labels, state, Derivation(kind, (i, j)),
-            lambda: self._elementwise_value(kind, [self.values[i], self.values[j]], {}),
-        )
+        x, y = self.classes[i].form, self.classes[j].form
+        compute = self._arithmetic.get(kind)
+        if compute is not None:
+            form = compute(x, y)
+        else:
+            form = lookup(kind).symbolic(self.space.table, [x, y], {})
+        if not self._wanted(form, (i, j)):
+            return
+        try:
+            result = self._elementwise_value(kind, [self.values[i], self.values[j]], {})
+        except DivisionByZero:
+            return
+        self._enter(Class(form, labels, state, result.key()), result, Derivation(kind, (i, j)))
 
     def _contractions(self, i: int, j: int, labels: frozenset[str], state: State) -> None:
         a, b = self.classes[i], self.classes[j]

@@ -76,7 +76,8 @@ class Space:
         self.reductions = sorted(
             {("sum" if op.kind == "matmul" else op.kind, op.over) for op in program.ops if op.over}
         )
-        self._uninterpreted = any(k not in ARITHMETIC for k in self.binary)
+        uninterpreted = any(k not in ARITHMETIC for k in self.binary)
+        self._neither = Pairing(False, False, False, False, not uninterpreted)
         #: of normal forms that met in any split
         self.pairings: dict[tuple[int, int], Pairing] = {}
         self.outer = {
@@ -89,17 +90,13 @@ class Space:
         """What can become of two normal forms; keep the answer in `pairings`."""
         goal = self.goal
         fits, together = goal.fits(x, y), goal.together(x, y)
-        found = Pairing(
-            fits,
-            fits and goal.divides(x),
-            fits and goal.divides(y),
-            together,
-            not (fits or together or self._uninterpreted),
-        )
+        if not fits and not together:
+            self.pairings[x, y] = self.pairings[y, x] = self._neither
+            return self._neither
+        left, right = fits and goal.divides(x), fits and goal.divides(y)
+        found = Pairing(fits, left, right, together, False)
         self.pairings[x, y] = found
-        self.pairings[y, x] = found._replace(
-            left_divides=found.right_divides, right_divides=found.left_divides
-        )
+        self.pairings[y, x] = Pairing(fits, right, left, together, False)
         return found
 
     def _seal(self, sealed: frozenset[int]) -> list[int]:
