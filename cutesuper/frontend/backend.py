@@ -1,0 +1,139 @@
+"""``torch.compile(model, backend="cutesuper")``.
+
+The road of a model: Dynamo finds graphs, AOTAutograd makes functional ones of them, a forward and a
+backward graph each; in these, regions are replaced by calls of their kernels, and Inductor compiles
+what is left. A model of which no region is taken is Inductor's code and nothing else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from graphlib import TopologicalSorter
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.frontend import internals
+from cutesuper.frontend.choose import Decision, decide
+from cutesuper.frontend.operator import region as region_operator
+from cutesuper.frontend.options import BackendOptions, read_options
+from cutesuper.frontend.partition import partition
+from cutesuper.frontend.report import GraphReport, Phase, graph_report
+from cutesuper.frontend.rewrite import rewrite
+
+NAME = "cutesuper"
+
+
+def cutesuper(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend, as Dynamo calls it.
+
+    Args:
+        gm: what Dynamo found.
+        inputs: its fake inputs.
+        mode: that of ``torch.compile``, for what Inductor compiles.
+        options: see `BackendOptions`.
+
+    Raises:
+        OptionError, DeviceError: options that there are not.
+    """
+    return compile_graph(gm, inputs, read_options(options, mode))
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: BackendOptions,
+    observe: Callable[[GraphReport], None] | None = None,
+    finish: internals.InnerCompile = internals.compile_inner,
+) -> Callable[..., Any]:
+    """Compile a graph of Dynamo.
+
+    Args:
+        gm: the graph.
+        inputs: its fake inputs.
+        options: of the backend.
+        observe: is told what was decided about every graph; about the backward graph when that is
+            compiled, which is later.
+        finish: compiles what is left.
+    """
+    inner = partial(_inner, options=options, observe=observe, finish=finish)
+    return internals.compile_with(gm, inputs, inner, options.inductor)
+
+
+def _inner(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: BackendOptions,
+    observe: Callable[[GraphReport], None] | None,
+    finish: internals.InnerCompile,
+    **rest: Any,
+) -> Any:
+    phase: Phase = "forward"
+    if rest.get("is_backward"):
+        phase = "backward"
+    elif rest.get("is_inference"):
+        phase = "inference"
+    report = take_regions(gm, options, phase)
+    if observe is not None:
+        observe(report)
+    return finish(gm, inputs, **rest)
+
+
+def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> GraphReport:
+    """Replace the regions of a functional graph that are worth it by calls of their kernels.
+
+    Args:
+        gm: with fake tensors in ``meta["val"]``; changed in place.
+        options: of the backend.
+        phase: what the graph computes, for the report.
+    """
+    found = partition(gm.graph)
+    decisions = [d for region in found.regions for d in decide(region, options)]
+    report = graph_report(phase, decisions, found.refused)
+    for entry, decision in zip(report.regions, decisions, strict=True):
+        if decision.verdict.wrong:
+            warnings.warn(
+                f"{entry.where}: kernels found for it are not used, Inductor compiles it "
+                f"({decision.verdict.reason}); please report this",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
+    taken = [d for d in decisions if d.verdict.taken]
+    for decision in _last_first(taken):
+        rewrite(gm.graph, decision.region, region_operator, (decision.key,))
+    if taken:
+        gm.graph.lint()
+        gm.recompile()
+    return report
+
+
+def _last_first(decisions: Sequence[Decision]) -> list[Decision]:
+    """Regions in an order in which none has been rewritten that another one still reads from."""
+    maker = {node: n for n, d in enumerate(decisions) for node in d.region.nodes}
+    reads = {
+        n: {maker[i] for node in d.region.nodes for i in node.all_input_nodes if i in maker} - {n}
+        for n, d in enumerate(decisions)
+    }
+    return [decisions[n] for n in reversed(list(TopologicalSorter(reads).static_order()))]
+
+
+cutesuper.reset = internals.forget_cuda_graphs  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def register() -> None:
+    """Make the name known to ``torch.compile`` where the package is not installed; where it is,
+    PyTorch finds it by the entry point."""
+    if NAME not in torch.compiler.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(cutesuper, name=NAME)
+
+
+__all__ = ["compile_graph", "cutesuper", "register", "take_regions"]
