@@ -23,6 +23,7 @@ from cutesuper.verify.equivalence import Verification, verify
 
 if TYPE_CHECKING:
     from cutesuper import nn, ops
+    from cutesuper.frontend.explain import explain
     from cutesuper.frontend.trace import TracedProgram
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "compile_mugraph",
     "dumps",
     "errors",
+    "explain",
     "float16",
     "float32",
     "grad",
@@ -65,7 +67,10 @@ __all__ = [
 
 
 #: public names in modules that import torch
-_LATE = {"TracedProgram": "cutesuper.frontend.trace"}
+_LATE = {
+    "TracedProgram": "cutesuper.frontend.trace",
+    "explain": "cutesuper.frontend.explain",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ from cutesuper.frontend.operator import region as region_operator
 from cutesuper.frontend.options import BackendOptions, read_options
 from cutesuper.frontend.partition import partition
 from cutesuper.frontend.report import GraphReport, Phase, graph_report
-from cutesuper.frontend.rewrite import rewrite
+from cutesuper.frontend.rewrite import Call, rewrite
 
 NAME = "cutesuper"
 
@@ -108,22 +108,21 @@ def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> G
                 RuntimeWarning, stacklevel=2,
             )  # fmt: skip
     taken = [d for d in decisions if d.verdict.taken]
-    for decision in _last_first(taken):
-        rewrite(gm.graph, decision.region, region_operator, (decision.key,))
     if taken:
+        rewrite(gm.graph, [Call(d.region, region_operator, (d.key,)) for d in _in_order(taken)])
         gm.graph.lint()
         gm.recompile()
     return report
 
 
-def _last_first(decisions: Sequence[Decision]) -> list[Decision]:
-    """Regions in an order in which none has been rewritten that another one still reads from."""
-    maker = {node: n for n, d in enumerate(decisions) for node in d.region.nodes}
+def _in_order(decisions: Sequence[Decision]) -> list[Decision]:
+    """Regions after those that they read from."""
+    maker = {r.node: n for n, d in enumerate(decisions) for r in d.region.outputs}
     reads = {
-        n: {maker[i] for node in d.region.nodes for i in node.all_input_nodes if i in maker} - {n}
+        n: {maker[o.node] for o in d.region.inputs if o.node in maker}
         for n, d in enumerate(decisions)
     }
-    return [decisions[n] for n in reversed(list(TopologicalSorter(reads).static_order()))]
+    return [decisions[n] for n in TopologicalSorter(reads).static_order()]
 
 
 cutesuper.reset = internals.forget_cuda_graphs  # pyright: ignore[reportFunctionMemberAccess]

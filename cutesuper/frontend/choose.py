@@ -101,7 +101,8 @@ def _decision(region: Region, options: BackendOptions) -> Decision:
     if not sample.known:
         reason = "sizes depend on data, so nothing can be tried before the call"
         return Decision(region, key, Verdict(False, reason, final=True))
-    place = (key, options.take, options.budget_s, str(sorted(options.inductor.items())), sample.text)
+    patches = str(sorted(options.inductor.items()))
+    place = (key, options.take, options.budget_s, patches, sample.text)
     with _lock:
         if place not in _verdicts:
             _verdicts[place] = apart(partial(_judge, sample, options))
@@ -145,7 +146,7 @@ def _found(program: Program, sample: Sample, device: torch.device) -> Verdict:
     """What the search says. Raises CutesuperError."""
     target = program.target_on(device)
     _, choice = program.found(sample.rows, target)
-    graph = program.graph.with_hints({s: sample.rows for s in program.symbols})
+    graph = program.graph.with_hints(dict.fromkeys(program.symbols, sample.rows))
     return Verdict(
         True,
         "",

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-import torch
 from torch import fx
 
 from cutesuper.frontend.choose import Decision, Verdict
 from cutesuper.frontend.options import BackendOptions
+from cutesuper.frontend.region import places
 
 Phase = Literal["inference", "forward", "backward"]
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_TORCH = str(Path(torch.__file__).parent)
+#: the place of what PyTorch does not say where it comes from
+UNKNOWN = "?"
 #: places that are listed for a reason
 _PLACES = 4
 
@@ -102,39 +100,20 @@ def graph_report(
 ) -> GraphReport:
     """What was decided about a graph; its nodes still have their metadata."""
     regions = tuple(
-        RegionReport(_lines(d.region.nodes), len(d.region.nodes), d.verdict) for d in decisions
+        RegionReport(d.region.place or UNKNOWN, len(d.region.nodes), d.verdict) for d in decisions
     )
     groups: dict[str, list[fx.Node]] = {}
     for node, reason in refused.items():
         groups.setdefault(reason, []).append(node)
     outside = tuple(
-        OutsideReport(reason, tuple(dict.fromkeys(_lines([n]) for n in nodes)), len(nodes))
+        OutsideReport(reason, tuple(dict.fromkeys(map(_place, nodes))), len(nodes))
         for reason, nodes in groups.items()
     )
     return GraphReport(phase, regions, outside)
 
 
-# ------------------------------------------------------------------------------------------- places
-
-
-def place_of(node: fx.Node) -> tuple[str, int] | None:
-    """The innermost line of the user's program that a node comes from; None where nobody knows."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    users = [(file, int(line)) for file, line in frames if not file.startswith(_TORCH)]
-    return users[-1] if users else None
-
-
-def _lines(nodes: Iterable[fx.Node]) -> str:
-    """``model.py:12-14, norms.py:3``."""
-    found: dict[str, list[int]] = {}
-    for place in map(place_of, nodes):
-        if place is not None:
-            found.setdefault(place[0], []).append(place[1])
-    texts: list[str] = []
-    for file, lines in found.items():
-        first, last = min(lines), max(lines)
-        texts.append(f"{Path(file).name}:{first}" + (f"-{last}" if last > first else ""))
-    return ", ".join(texts) or "?"
+def _place(node: fx.Node) -> str:
+    return places([node]) or UNKNOWN
 
 
 # --------------------------------------------------------------------------------------------- text
@@ -186,5 +165,4 @@ __all__ = [
     "RegionReport",
     "Report",
     "graph_report",
-    "place_of",
 ]

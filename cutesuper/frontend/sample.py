@@ -7,22 +7,20 @@ same.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
-from cutesuper.errors import GraphError
 from cutesuper.frontend.internals import hint_of
 from cutesuper.frontend.operator import region as region_operator
-from cutesuper.frontend.region import Region
-from cutesuper.frontend.rewrite import rewrite
+from cutesuper.frontend.region import Length, Region, Size
+from cutesuper.frontend.rewrite import Call, rewrite
+from cutesuper.frontend.table import is_free
 from cutesuper.graph.dims import Symbol
-from cutesuper.graph.kernel import KernelGraph
 from cutesuper.verify.numeric import acceptable
 
 _ATEN = torch.ops.aten
@@ -61,7 +59,7 @@ class Sample:
     def kernels(self) -> fx.GraphModule:
         """The same with the region replaced by its kernels."""
         graph, region = alone(self.region)
-        rewrite(graph, region, region_operator, (self.key,))
+        rewrite(graph, [Call(region, region_operator, (self.key,))])
         graph.lint()
         return fx.GraphModule({}, graph)
 
@@ -141,61 +139,53 @@ class Sample:
 
 
 def alone(region: Region) -> tuple[fx.Graph, Region]:
-    """A region's nodes as a graph, with names that depend on nothing else, and the region there."""
-    inside = set(region.nodes)
-    read = [i for n in region.nodes for i in n.all_input_nodes]
-    outer = dict.fromkeys(n for n in (*read, *_mentioned(region)) if n not in inside)
+    """A region as a graph, with names that depend on nothing else, and the region in that graph.
+
+    Views and casts between its nodes are part of it, and those between them and what the region
+    reads.
+    """
+    ends = [r.node for r in region.outputs]
+    stops, inside = {o.node for o in region.inputs}, set(region.nodes)
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
-    for place, node in enumerate(outer):
-        new[node] = graph.create_node("placeholder", f"x{place}", name=f"x{place}")
-    for place, node in enumerate(region.nodes):
-        if node.op != "call_function":
-            raise GraphError(f"region: {node.format_node()} is no call of an operator")
-        args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
-        new[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"n{place}")
-    for node, copy in new.items():
-        copy.meta = dict(node.meta)
-    graph.output(tuple(new[n] for n in region.nodes if any(u not in inside for u in n.users)))
+    for node in _upwards(ends, lambda n: n not in stops and (n in inside or is_free(n))):
+        if node in stops or not (node in inside or is_free(node)):
+            new[node] = graph.create_node("placeholder", f"x{len(new)}", name=f"x{len(new)}")
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
+            new[node] = graph.create_node(node.op, node.target, args, kwargs, f"n{len(new)}")
+        new[node].meta = dict(node.meta)
+    graph.output(tuple(new[n] for n in ends))
     return graph, _moved(region, new)
 
 
-def _mentioned(value: Any) -> Iterable[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    else:
-        for part in _parts(value):
-            yield from _mentioned(part)
+def _upwards(ends: Iterable[fx.Node], passes: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Nodes that others depend on, each after its own operands, no further than where it ends."""
+    found: dict[fx.Node, None] = {}
+    todo = [(n, False) for n in reversed(list(ends))]
+    while todo:
+        node, ready = todo.pop()
+        if ready or not passes(node):
+            found.setdefault(node)
+        elif node not in found:
+            todo.append((node, True))
+            todo += [(n, False) for n in reversed(node.all_input_nodes)]
+    return list(found)
 
 
-def _moved(value: Any, new: dict[fx.Node, fx.Node]) -> Any:
-    """A record with other nodes in the places of nodes."""
-    if isinstance(value, fx.Node):
-        return new[value]
-    if isinstance(value, tuple | list):
-        return type(value)(_moved(v, new) for v in value)
-    if isinstance(value, dict):
-        return {_moved(k, new): _moved(v, new) for k, v in value.items()}
-    if _is_record(value):
-        given = [f.name for f in dataclasses.fields(value) if f.init]
-        changed = {name: _moved(getattr(value, name), new) for name in given}
-        return dataclasses.replace(value, **changed)
-    return value
+def _moved(region: Region, new: Mapping[fx.Node, fx.Node]) -> Region:
+    def lengths(shape: tuple[Length, ...]) -> tuple[Length, ...]:
+        return tuple(Size(new[n.node], n.dim) if isinstance(n, Size) else n for n in shape)
 
-
-def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, tuple | list):
-        return value
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    if _is_record(value):
-        return [getattr(value, f.name) for f in dataclasses.fields(value)]
-    return ()
-
-
-def _is_record(value: Any) -> bool:
-    plain = isinstance(value, type | KernelGraph)
-    return dataclasses.is_dataclass(value) and not plain
+    outputs = tuple(
+        replace(
+            r, node=new[r.node], shape=lengths(r.shape),
+            expanded=None if r.expanded is None else lengths(r.expanded),
+        )
+        for r in region.outputs
+    )  # fmt: skip
+    inputs = tuple(replace(o, node=new[o.node]) for o in region.inputs)
+    return Region(tuple(new[n] for n in region.nodes if n in new), region.graph, inputs, outputs)
 
 
 # ---------------------------------------------------------------------------------------- numbers

@@ -178,7 +178,9 @@ class Shapes:
 
     def of(self, node: Any) -> Value:
         """The value of an operand. Raises Unsupported."""
-        value = self.values[node]
+        value = self.values.get(node)
+        if value is None:
+            raise Unsupported(node, "is a number that is known only at the call")
         if not isinstance(value, Value):
             raise Unsupported(node, "has several results")
         return value
