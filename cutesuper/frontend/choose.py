@@ -20,7 +20,9 @@ from cutesuper.frontend.options import BackendOptions
 from cutesuper.frontend.partition import halves
 from cutesuper.frontend.region import Region
 from cutesuper.frontend.sample import Sample
+from cutesuper.graph.operators import lookup
 from cutesuper.optimize import Choice
+from cutesuper.search.search import show
 from cutesuper.tune.device import Device
 
 #: a region measured has to take so much less time than Inductor's code
@@ -85,11 +87,17 @@ def decide(region: Region, options: BackendOptions) -> list[Decision]:
         One decision, or those about the parts if one of them is taken.
     """
     whole = _decision(region, options)
-    if whole.verdict.taken or whole.verdict.final:
+    if whole.verdict.taken or whole.verdict.final or _anchors(region) < 2:
         return [whole]
     parts = halves(region)
     decisions = [d for part in parts or () for d in decide(part, options)]
     return decisions if any(d.verdict.taken for d in decisions) else [whole]
+
+
+def _anchors(region: Region) -> int:
+    """Reductions and products, without which there is nothing to gain."""
+    operators = [lookup(n.operator) for n in region.graph.nodes]
+    return sum(bool(o.reduces) or o.composite or o.name == "matmul" for o in operators)
 
 
 def _decision(region: Region, options: BackendOptions) -> Decision:
@@ -97,6 +105,9 @@ def _decision(region: Region, options: BackendOptions) -> Decision:
         key = key_of(region.graph, options.target)
     except CutesuperError as error:
         return Decision(region, "", Verdict(False, str(error)))
+    if options.take != "all" and not _anchors(region):
+        reason = "nothing but element-wise work, of which Inductor makes one kernel as well"
+        return Decision(region, key, Verdict(False, reason, final=True))
     sample = Sample(region, key)
     if not sample.known:
         reason = "sizes depend on data, so nothing can be tried before the call"
@@ -111,6 +122,14 @@ def _decision(region: Region, options: BackendOptions) -> Decision:
 
 def _judge(sample: Sample, options: BackendOptions) -> Verdict:
     """The verdict on a region that nobody has asked about before."""
+    try:
+        return _judged(sample, options)
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # what was tried had other sizes than the model
+
+
+def _judged(sample: Sample, options: BackendOptions) -> Verdict:
     device = sample.device
     if device is None or device.type not in ("cpu", "cuda"):
         return Verdict(False, "its tensors are not on one GPU, or on the CPU", final=True)
@@ -157,7 +176,8 @@ def _found(program: Program, sample: Sample, device: torch.device) -> Verdict:
 
 
 def _kernels(choice: Choice) -> tuple[str, ...]:
-    return tuple(step.name for step in choice.candidate.mugraph.steps)
+    steps = choice.candidate.mugraph.steps
+    return tuple(f"{step.name}: {show(step.program)}" for step in steps)
 
 
 def _modelled(verdict: Verdict) -> Verdict:
@@ -183,7 +203,12 @@ def _timed(
     """Refuse what is not measured to be faster. Raises MemoryError."""
     inputs = sample.draw(0)
     calls = [_compiled(m, inputs, options) for m in (sample.kernels, sample.module)]
-    ours, theirs = timing.medians(calls, sample.draw, clock)
+    try:
+        ours, theirs = timing.medians(calls, sample.draw, clock)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # something in it cannot be recorded
+        return replace(verdict, taken=False, reason=f"it cannot be timed: {error}")
     faster = ours <= theirs * (1 - GAIN)
     reason = f"{ours:.1f} us, Inductor's code {theirs:.1f} us"
     return replace(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
@@ -35,7 +35,8 @@ def compile_with(
     from torch._inductor.compile_fx import compile_fx
 
     with config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
-        return compile_fx(gm, inputs, inner_compile=inner, config_patches=dict(patches))
+        compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=dict(patches))
+    return cast("Callable[..., Any]", compiled)
 
 
 def compile_inner(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any:

@@ -124,6 +124,8 @@ def _graph_text(number: int, graph: GraphReport) -> str:
     rows = [("region", "operators", "kernels", "us, model", "us, measured", "")]
     rows += [_row(r) for r in graph.regions]
     lines = [head, *(_table(rows) if graph.regions else [])]
+    lines += [f"  {r.where} {k}" for r in graph.regions if r.verdict.taken
+              for k in r.verdict.kernels]  # fmt: skip
     for o in graph.outside:
         more = f" and {len(o.where) - _PLACES} more" if len(o.where) > _PLACES else ""
         places = ", ".join(o.where[:_PLACES])
@@ -133,11 +135,10 @@ def _graph_text(number: int, graph: GraphReport) -> str:
 
 def _row(region: RegionReport) -> tuple[str, ...]:
     v = region.verdict
-    kernels = ", ".join(v.kernels) or "-"
     return (
         region.where,
         str(region.operators),
-        kernels,
+        str(len(v.kernels) or "-"),
         _pair(v.predicted_us, v.baseline_us),
         _pair(v.measured_us, v.inductor_us),
         ("taken: " if v.taken else "not taken: ") + v.reason,
