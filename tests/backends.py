@@ -108,8 +108,8 @@ def mlp(width: int) -> nn.Module:
 MODELS: dict[str, tuple[Callable[[int], nn.Module], Callable[[int, int], tuple[int, ...]]]] = {
     "MLP": (mlp, lambda b, n: (b, n)),
     "gated MLP": (lambda n: GatedMLP(n, 2 * n), lambda b, n: (b, 3, n)),
-    "attention": (lambda n: Attention(n, n // 8, n // 16), lambda b, n: (b, 6, n)),
-    "block": (lambda n: Block(n, n // 8), lambda b, n: (b, 6, n)),
+    "attention": (lambda n: Attention(n, 4, 2), lambda b, n: (b, 6, n)),
+    "block": (lambda n: Block(n, 4), lambda b, n: (b, 6, n)),
     "conv net": (lambda n: ConvNet(), lambda b, n: (b, 3, 8, 8)),
 }
 
