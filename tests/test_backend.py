@@ -39,6 +39,7 @@ from tests.backends import (  # noqa: E402
     losses,
 )
 
+pytestmark = pytest.mark.filterwarnings("error:.*please report")
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 32
 

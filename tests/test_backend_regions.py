@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
-from cutesuper.frontend import choose, operator, timing  # noqa: E402
+from cutesuper.frontend import backend, choose, operator, timing  # noqa: E402
 from cutesuper.frontend.baseline import baseline  # noqa: E402
 from cutesuper.frontend.choose import Verdict  # noqa: E402
 from cutesuper.frontend.operator import key_of, program_of  # noqa: E402
@@ -30,6 +30,8 @@ from cutesuper.frontend.report import (  # noqa: E402
     Report,
 )
 from tests.backends import GatedMLP, compiled, judge  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("error:.*please report")
 
 
 @pytest.fixture(autouse=True)
@@ -386,13 +388,32 @@ def test_wrong_kernels_are_not_used(
     else:
         monkeypatch.setattr(operator.Program, "__call__", wrong)
     call, reports = compiled(model)
-    with torch.no_grad(), pytest.warns(RuntimeWarning, match="kernels found for it are not used"):
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="gets no kernels: not what PyTorch"):
         y = call(x)
     judge(model, y, x)
     [report] = reports
     assert report.taken == 0
     expected = "exceeds the limit" if damage == "values" else "has the strides"
-    assert all(expected in r.verdict.reason and r.verdict.wrong for r in report.regions)
+    assert all(expected in r.verdict.reason and r.verdict.broken for r in report.regions)
+
+
+def test_what_must_not_fail(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
+    model, x = gated
+
+    def fails(*args: Any) -> Any:
+        raise ZeroDivisionError("in the search")
+
+    for module, name, message in (
+        (choose, "_found", "gets no kernels: ZeroDivisionError while it was tried: in the search"),
+        (backend, "partition", r"no regions were looked for \(ZeroDivisionError: in the search\)"),
+    ):
+        torch.compiler.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, fails)
+            call, reports = compiled(model, take="modelled")
+            with torch.no_grad(), pytest.warns(RuntimeWarning, match=message):
+                judge(model, call(x), x)
+        assert [r.taken for r in reports] == [0]
 
 
 def test_element_wise_work_is_left_alone() -> None:

@@ -28,7 +28,7 @@ from tests.backends import (  # noqa: E402
     losses,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:.*please report")]
 
 WIDTH = 256
 

@@ -97,22 +97,27 @@ def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> G
         options: of the backend.
         phase: what the graph computes, for the report.
     """
-    found = partition(gm.graph)
+    try:
+        found = partition(gm.graph)
+    except Exception as error:  # whatever it is, Inductor can compile the graph
+        _complain(f"no regions were looked for ({type(error).__name__}: {error})")
+        return GraphReport(phase, (), ())
     decisions = [d for region in found.regions for d in decide(region, options)]
     report = graph_report(phase, decisions, found.refused)
     for entry, decision in zip(report.regions, decisions, strict=True):
-        if decision.verdict.wrong:
-            warnings.warn(
-                f"{entry.where}: kernels found for it are not used, Inductor compiles it "
-                f"({decision.verdict.reason}); please report this",
-                RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
+        if decision.verdict.broken:
+            _complain(f"{entry.where} gets no kernels: {decision.verdict.reason}")
     taken = [d for d in decisions if d.verdict.taken]
     if taken:
         rewrite(gm.graph, [Call(d.region, region_operator, (d.key,)) for d in _in_order(taken)])
         gm.graph.lint()
         gm.recompile()
     return report
+
+
+def _complain(what: str) -> None:
+    message = f"cutesuper: {what}; Inductor compiles it, but please report this"
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
 def _in_order(decisions: Sequence[Decision]) -> list[Decision]:

@@ -41,7 +41,8 @@ class Verdict:
         baseline_us: the same of Inductor's kernels, by a roofline.
         measured_us: microseconds that they took on this GPU.
         inductor_us: the same of Inductor's code.
-        wrong: whether they do not compute what PyTorch does.
+        broken: whether this is a mistake of this package: they do not compute what PyTorch does, or
+            something failed that must not.
         final: whether no part of the region can do any better.
     """
 
@@ -52,7 +53,7 @@ class Verdict:
     baseline_us: float | None = None
     measured_us: float | None = None
     inductor_us: float | None = None
-    wrong: bool = False
+    broken: bool = False
     final: bool = False
 
 
@@ -124,6 +125,9 @@ def _judge(sample: Sample, options: BackendOptions) -> Verdict:
     """The verdict on a region that nobody has asked about before."""
     try:
         return _judged(sample, options)
+    except Exception as error:  # whatever it is, Inductor can compile the region
+        reason = f"{type(error).__name__} while it was tried: {error}"
+        return Verdict(False, reason, broken=True)
     finally:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # what was tried had other sizes than the model
@@ -194,7 +198,7 @@ def _checked(verdict: Verdict, sample: Sample) -> Verdict:
     wrong = sample.difference()
     if wrong is None:
         return verdict
-    return replace(verdict, taken=False, wrong=True, reason=f"not what PyTorch computes: {wrong}")
+    return replace(verdict, taken=False, broken=True, reason=f"not what PyTorch computes: {wrong}")
 
 
 def _timed(

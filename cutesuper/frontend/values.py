@@ -265,7 +265,9 @@ class Builder:
         found: list[Dims] = []
         rest = list(leaves(dims))
         while rest:
-            group = self._groups[rest[0].factor]
+            group = self._groups.get(rest[0].factor)
+            if group is None:
+                raise Mismatch("a dimension along which everything repeats")
             slot = tuple(rest[: len(group.factors)])
             if tuple(p.factor for p in slot) != group.factors:
                 raise Mismatch("a dimension that belongs to a larger one is taken alone")
