@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional
 
 from cutesuper.frontend.internals import hint_of
 from cutesuper.frontend.operator import region as region_operator
@@ -196,8 +197,21 @@ class _Exact(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = (_promoted(v) for v in (args, kwargs))
+        if str(target).startswith("aten._scaled_dot_product_"):
+            return _attention(target, args, kwargs)
         result = super().call_function(target, args, kwargs)
         return _promoted(result)
+
+
+def _attention(target: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor]:
+    """The first result of one of the operators that PyTorch has for attention, of which those for
+    GPUs take 16 bits only; regions have no use for the others, and no masks."""
+    given = dict(zip((a.name for a in target._schema.arguments), args, strict=False)) | kwargs
+    y = functional.scaled_dot_product_attention(
+        given["query"], given["key"], given["value"], is_causal=given.get("is_causal", False),
+        scale=given.get("scale"), enable_gqa=True,
+    )  # fmt: skip
+    return (y,)
 
 
 def _promoted(value: Any) -> Any:
