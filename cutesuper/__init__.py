@@ -23,6 +23,7 @@ from cutesuper.verify.equivalence import Verification, verify
 
 if TYPE_CHECKING:
     from cutesuper import nn, ops
+    from cutesuper.frontend.explain import explain
     from cutesuper.frontend.trace import TracedProgram
     from cutesuper.patching import Patch, patch
 
@@ -46,6 +47,7 @@ __all__ = [
     "compile_mugraph",
     "dumps",
     "errors",
+    "explain",
     "float16",
     "float32",
     "grad",
@@ -71,6 +73,7 @@ __all__ = [
 _LATE = {
     "Patch": "cutesuper.patching",
     "TracedProgram": "cutesuper.frontend.trace",
+    "explain": "cutesuper.frontend.explain",
     "patch": "cutesuper.patching",
 }
 

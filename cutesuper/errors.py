@@ -17,6 +17,10 @@ class OperatorError(CutesuperError, ValueError):
     """An operator that does not exist, or that was called with attributes it does not have."""
 
 
+class OptionError(CutesuperError, ValueError):
+    """An option that does not exist, or a value that it cannot have."""
+
+
 class ShapeError(CutesuperError, ValueError):
     """Ranks or extents that do not fit together."""
 

@@ -531,7 +531,7 @@ def test_threads_run() -> None:
 
 def test_tensors_between_kernels_have_as_many_rows(gpu: Gpu) -> None:
     launches = Launches((((Symbol("M", 128), 4), torch.float16),), gpu.launched.append)
-    run = programs._launcher(launches, torch.device("cpu", 0))
+    run = programs.launcher(launches, torch.device("cpu", 0))
     run([torch.zeros(7, 16)], [torch.zeros(7, 16)], 7)
     assert [tuple(t.shape) for t in gpu.launched[0]] == [(7, 16), (7, 16), (7, 4)]
 

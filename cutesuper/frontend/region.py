@@ -200,10 +200,15 @@ class _Inside:
         return node in self.nodes
 
     def sees_through(self, node: fx.Node) -> bool:
-        """Whether a node that computes nothing is part of the region."""
-        if not is_free(node):
+        """Whether a node that computes nothing is part of the region.
+
+        In front of it, a cast to a narrower type is not: the region that computes its operand may
+        store nothing but the cast."""
+        if not is_free(node) or self.depends(node):
+            return is_free(node)
+        if any(_narrows(node, n) for n in node.all_input_nodes):
             return False
-        return self.through or not _entry(node).changes or self.depends(node)
+        return self.through or not _entry(node).changes
 
     def depends(self, node: fx.Node) -> bool:
         """Whether a view is of something in the region."""
@@ -288,6 +293,12 @@ def fake_dtype(node: fx.Node) -> Any:
     return getattr(node.meta.get("val"), "dtype", None)
 
 
+def _narrows(cast: fx.Node, node: fx.Node) -> bool:
+    """Whether a node has smaller elements than another one."""
+    new, old = fake_dtype(cast), fake_dtype(node)
+    return new is not None and old is not None and new.itemsize < old.itemsize
+
+
 def _uses(
     node: fx.Node, last: fx.Node, inside: _Inside
 ) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -295,8 +306,7 @@ def _uses(
         if user in inside:
             continue
         if is_free(user) and user.op == "call_function":
-            changes = None not in (a := fake_dtype(user), b := fake_dtype(node)) and a != b
-            yield from _uses(user, user if changes else last, inside)
+            yield from _uses(user, user if _narrows(user, last) else last, inside)
         else:
             yield last, user
 

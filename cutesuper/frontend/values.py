@@ -178,7 +178,9 @@ class Shapes:
 
     def of(self, node: Any) -> Value:
         """The value of an operand. Raises Unsupported."""
-        value = self.values[node]
+        value = self.values.get(node)
+        if value is None:
+            raise Unsupported(node, "is a number that is known only at the call")
         if not isinstance(value, Value):
             raise Unsupported(node, "has several results")
         return value
@@ -263,7 +265,9 @@ class Builder:
         found: list[Dims] = []
         rest = list(leaves(dims))
         while rest:
-            group = self._groups[rest[0].factor]
+            group = self._groups.get(rest[0].factor)
+            if group is None:
+                raise Mismatch("a dimension along which everything repeats")
             slot = tuple(rest[: len(group.factors)])
             if tuple(p.factor for p in slot) != group.factors:
                 raise Mismatch("a dimension that belongs to a larger one is taken alone")

@@ -212,7 +212,7 @@ def runner_of(key: tuple[object, ...], graph: KernelGraph, device: torch.device)
             _kernels[full] = _made(str(key[0]), graph, device)
             if len(_kernels) > KEPT_PROGRAMS:
                 del _kernels[next(iter(_kernels))]
-        return _launcher(_kernels[full], device)
+        return launcher(_kernels[full], device)
 
 
 def reference_of(graph: KernelGraph) -> Runner:
@@ -227,7 +227,8 @@ def reference_of(graph: KernelGraph) -> Runner:
     return run
 
 
-def _launcher(launches: Launches, device: torch.device) -> Runner:
+def launcher(launches: Launches, device: torch.device) -> Runner:
+    """Kernels with memory for what is between them, on a device."""
     launch, current = launches.launch, torch.cuda.current_device
 
     def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rows: int) -> None:
@@ -260,6 +261,7 @@ __all__ = [
     "Programs",
     "Runner",
     "Source",
+    "launcher",
     "only",
     "programs_of",
     "reference_of",

@@ -92,7 +92,8 @@ class CudaDevice:
                 launch(i)
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        # other threads of the process may do what they like
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for i in range(count):
                 launch(i)
         self.synchronize()

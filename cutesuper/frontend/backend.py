@@ -1,0 +1,143 @@
+"""``torch.compile(model, backend="cutesuper")``.
+
+The road of a model: Dynamo finds graphs, AOTAutograd makes functional ones of them, a forward and a
+backward graph each; in these, regions are replaced by calls of their kernels, and Inductor compiles
+what is left. A model of which no region is taken is Inductor's code and nothing else.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from graphlib import TopologicalSorter
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.frontend import internals
+from cutesuper.frontend.choose import Decision, decide
+from cutesuper.frontend.operator import region as region_operator
+from cutesuper.frontend.options import BackendOptions, read_options
+from cutesuper.frontend.partition import partition
+from cutesuper.frontend.report import GraphReport, Phase, graph_report
+from cutesuper.frontend.rewrite import Call, rewrite
+
+NAME = "cutesuper"
+
+
+def cutesuper(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend, as Dynamo calls it.
+
+    Args:
+        gm: what Dynamo found.
+        inputs: its fake inputs.
+        mode: that of ``torch.compile``, for what Inductor compiles.
+        options: see `BackendOptions`.
+
+    Raises:
+        OptionError, DeviceError: options that there are not.
+    """
+    return compile_graph(gm, inputs, read_options(options, mode))
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: BackendOptions,
+    observe: Callable[[GraphReport], None] | None = None,
+    finish: internals.InnerCompile = internals.compile_inner,
+) -> Callable[..., Any]:
+    """Compile a graph of Dynamo.
+
+    Args:
+        gm: the graph.
+        inputs: its fake inputs.
+        options: of the backend.
+        observe: is told what was decided about every graph; about the backward graph when that is
+            compiled, which is later.
+        finish: compiles what is left.
+    """
+    inner = partial(_inner, options=options, observe=observe, finish=finish)
+    return internals.compile_with(gm, inputs, inner, options.inductor)
+
+
+def _inner(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: BackendOptions,
+    observe: Callable[[GraphReport], None] | None,
+    finish: internals.InnerCompile,
+    **rest: Any,
+) -> Any:
+    phase: Phase = "forward"
+    if rest.get("is_backward"):
+        phase = "backward"
+    elif rest.get("is_inference"):
+        phase = "inference"
+    report = take_regions(gm, options, phase)
+    if observe is not None:
+        observe(report)
+    return finish(gm, inputs, **rest)
+
+
+def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> GraphReport:
+    """Replace the regions of a functional graph that are worth it by calls of their kernels.
+
+    Args:
+        gm: with fake tensors in ``meta["val"]``; changed in place.
+        options: of the backend.
+        phase: what the graph computes, for the report.
+    """
+    try:
+        found = partition(gm.graph)
+    except Exception as error:  # whatever it is, Inductor can compile the graph
+        _complain(f"no regions were looked for ({type(error).__name__}: {error})")
+        return GraphReport(phase, (), ())
+    decisions = [d for region in found.regions for d in decide(region, options)]
+    report = graph_report(phase, decisions, found.refused)
+    for entry, decision in zip(report.regions, decisions, strict=True):
+        if decision.verdict.broken:
+            _complain(f"{entry.where} gets no kernels: {decision.verdict.reason}")
+    taken = [d for d in decisions if d.verdict.taken]
+    if taken:
+        rewrite(gm.graph, [Call(d.region, region_operator, (d.key,)) for d in _in_order(taken)])
+        gm.graph.lint()
+        gm.recompile()
+    return report
+
+
+def _complain(what: str) -> None:
+    message = f"cutesuper: {what}; Inductor compiles it, but please report this"
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+def _in_order(decisions: Sequence[Decision]) -> list[Decision]:
+    """Regions after those that they read from."""
+    maker = {r.node: n for n, d in enumerate(decisions) for r in d.region.outputs}
+    reads = {
+        n: {maker[o.node] for o in d.region.inputs if o.node in maker}
+        for n, d in enumerate(decisions)
+    }
+    return [decisions[n] for n in TopologicalSorter(reads).static_order()]
+
+
+cutesuper.reset = internals.forget_cuda_graphs  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def register() -> None:
+    """Make the name known to ``torch.compile`` where the package is not installed; where it is,
+    PyTorch finds it by the entry point."""
+    if NAME not in torch.compiler.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(cutesuper, name=NAME)
+
+
+__all__ = ["compile_graph", "cutesuper", "register", "take_regions"]

@@ -1,0 +1,109 @@
+"""What Inductor's kernels for a graph would take, by a roofline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from cutesuper.graph.dims import extent
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.operators import lookup
+from cutesuper.graph.target import Target
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A prediction.
+
+    Attributes:
+        us: microseconds of all kernels.
+        kernels: their number.
+    """
+
+    us: float
+    kernels: int
+
+
+def baseline(graph: KernelGraph, target: Target) -> Baseline:
+    """Time of the kernels into which Inductor would cut a graph.
+
+    A product of matrices, or attention, is a kernel (a library's, or a template with nothing else
+    in it). What is connected between products, element by element and in reductions, is one; that
+    is as much as Inductor can fuse, so the estimate is rather too low. A kernel reads and writes
+    each of its tensors once, and takes as long as the memory or the tensor cores do, and a launch.
+
+    Args:
+        graph: symbols count with their hints.
+        target: the GPU.
+    """
+    groups = _groups(graph)
+    us = 0.0
+    for group in groups:
+        seconds = max(_bytes(graph, group) / target.bandwidth,
+                      _products(graph, group) / target.tensor_flops)  # fmt: skip
+        us += seconds * 1e6 + target.launch_us
+    return Baseline(us, len(groups))
+
+
+def _groups(graph: KernelGraph) -> list[set[int]]:
+    """Nodes of each kernel."""
+    needed = graph.needed(graph.outputs)
+    computed = [i for i in sorted(needed)
+                if graph.nodes[i].operator not in ("input", "constant")]  # fmt: skip
+    contracts = {i: _contracts(graph.nodes[i].operator) for i in computed}
+    #: products on the longest way to a node: what is behind one cannot be fused with what is before
+    depth: dict[int, int] = {}
+    leader: dict[int, int] = {}
+    for i in computed:
+        before = [j for j in graph.nodes[i].inputs if j in contracts]
+        depth[i] = max((depth[j] + contracts[j] for j in before), default=0)
+        leader[i] = i
+        for j in before:
+            if not contracts[i] and not contracts[j] and depth[i] == depth[j]:
+                _join(leader, i, j)
+    found: dict[int, set[int]] = {}
+    for i in computed:
+        found.setdefault(_find(leader, i), set()).add(i)
+    return [g for g in found.values() if not all(_moves_nothing(graph, i) for i in g)]
+
+
+def _contracts(operator: str) -> bool:
+    return operator in ("matmul", "scaled_dot_product_attention")
+
+
+def _moves_nothing(graph: KernelGraph, i: int) -> bool:
+    """Transposed operands are read as they are stored."""
+    return graph.nodes[i].operator in ("transpose", "slice") and i not in graph.outputs
+
+
+def _find(leader: dict[int, int], i: int) -> int:
+    while leader[i] != i:
+        i = leader[i]
+    return i
+
+
+def _join(leader: dict[int, int], i: int, j: int) -> None:
+    leader[_find(leader, i)] = _find(leader, j)
+
+
+def _bytes(graph: KernelGraph, group: set[int]) -> float:
+    """What the kernel reads and writes in memory."""
+    nodes = graph.nodes
+    read = {j for i in group for j in nodes[i].inputs if j not in group}
+    users = {j for i, n in enumerate(nodes) if i not in group for j in n.inputs}
+    written = {i for i in group if i in users or i in graph.outputs}
+    moved = [nodes[i] for i in read | written if nodes[i].operator != "constant"]
+    return sum(prod(map(extent, n.shape)) * n.dtype.itemsize for n in moved)
+
+
+def _products(graph: KernelGraph, group: set[int]) -> float:
+    """Operations of the tensor cores."""
+    nodes = graph.nodes
+    return sum(
+        lookup(nodes[i].operator).flops([nodes[j].shape for j in nodes[i].inputs], nodes[i].shape)
+        for i in group
+        if _contracts(nodes[i].operator)
+    )
+
+
+__all__ = ["Baseline", "baseline"]

@@ -1,0 +1,85 @@
+"""`cutesuper.explain`: what the backend does with a model, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from cutesuper.errors import OptionError
+from cutesuper.frontend.backend import compile_graph, register
+from cutesuper.frontend.internals import run_eagerly
+from cutesuper.frontend.options import read_options
+from cutesuper.frontend.report import GraphReport, Report
+
+
+def explain(
+    model: Callable[..., Any],
+    example_inputs: Sequence[Any],
+    options: Mapping[str, Any] | None = None,
+) -> Report:
+    """What ``torch.compile(model, backend="cutesuper", options=options)`` does.
+
+    The model is run once, forward and (where something requires a gradient) backward; what is in
+    no region runs uncompiled. Gradients are not accumulated, and random numbers are drawn as if
+    this had not happened. Like ``torch._dynamo.explain``, it first forgets what was compiled
+    before: compiled models are compiled again at their next call.
+
+    Args:
+        model: a module or a function.
+        example_inputs: its arguments.
+        options: of the backend: `cutesuper.frontend.options.BackendOptions`.
+
+    Returns:
+        A report; ``print`` it. Regions that are taken, times where they are known, and why others
+        are not taken, with the lines that they come from.
+
+    Raises:
+        OptionError: options that there are not, or example inputs that are no list or tuple.
+    """
+    if not isinstance(example_inputs, list | tuple):
+        raise OptionError(
+            f"explain(model, {type(example_inputs).__name__}): give it the arguments of the model "
+            "as a tuple"
+        )
+    register()
+    chosen = read_options(options)
+    graphs: list[GraphReport] = []
+    backend = partial(compile_graph, options=chosen, observe=graphs.append, finish=run_eagerly)
+    torch.compiler.reset()
+    compiled: Any = torch.compile(getattr(model, "_orig_mod", model), backend=backend)
+    devices = {t.device for t in pytree.tree_leaves(example_inputs)
+               if isinstance(t, torch.Tensor) and t.is_cuda}  # fmt: skip
+    with torch.random.fork_rng(devices):
+        _differentiate(compiled(*example_inputs))
+    return Report(chosen, tuple(graphs))
+
+
+def _differentiate(results: Any) -> None:
+    """Have the backward graphs compiled."""
+    tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor)]
+    ends = [t for t in tensors if t.requires_grad and t.grad_fn is not None]
+    leaves = _leaves(t.grad_fn for t in ends)
+    if leaves:
+        ones = [torch.ones_like(t) for t in ends]
+        torch.autograd.grad(ends, leaves, ones, allow_unused=True)
+
+
+def _leaves(ends: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors that gradients would be accumulated in."""
+    waiting, seen, found = list(ends), set(), []
+    while waiting:
+        function = waiting.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        if hasattr(function, "variable"):
+            found.append(function.variable)
+        waiting += [f for f, _ in function.next_functions]
+    return found
+
+
+__all__ = ["explain"]

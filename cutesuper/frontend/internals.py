@@ -1,0 +1,111 @@
+"""What the backend needs of PyTorch beyond its documented interface, all in one place.
+
+* ``torch._inductor.compile_fx``: the only way to let Inductor compile what is left of a graph,
+  forward and backward, is its ``inner_compile`` (other backends in the field use it too; its
+  arguments are passed on as they come).
+* ``torch._functorch.config``: the cache of AOTAutograd is keyed by the graph that Dynamo found, and
+  not by the backend. It would give Inductor's code to this backend and, worse, this backend's to
+  Inductor, so it is off while this backend compiles. The cache of Inductor is keyed by what it is
+  given to compile, calls of regions included, and stays on.
+* ``SymInt.node.hint``: the size that a symbolic extent has in the call that is compiled for; the
+  documented ways to ask would make guards of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import fx
+
+T = TypeVar("T")
+
+#: compiles a functional graph: (graph module, fake inputs, **what Inductor hands on)
+InnerCompile = Callable[..., Any]
+
+
+def compile_with(
+    gm: fx.GraphModule, inputs: Sequence[Any], inner: InnerCompile, patches: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """A graph of Dynamo, compiled by Inductor and AOTAutograd, with ``inner`` for the graphs that
+    come out of them."""
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
+        compiled = compile_fx(gm, inputs, inner_compile=inner, config_patches=dict(patches))
+    return cast("Callable[..., Any]", compiled)
+
+
+def compile_inner(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any:
+    """Inductor's own ``inner_compile``."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(gm, inputs, **rest)
+
+
+def run_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any:
+    """An ``inner_compile`` that compiles nothing."""
+    from functorch.compile import make_boxed_func
+
+    del inputs, rest
+    return make_boxed_func(gm.forward)
+
+
+def inductor_options() -> Mapping[str, Any]:
+    """Inductor's options and their present values."""
+    from torch._inductor import config
+
+    return config.get_config_copy()
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """What a mode of ``torch.compile`` sets. Raises RuntimeError."""
+    from torch._inductor import list_mode_options
+
+    return list_mode_options(mode)
+
+
+def forget_cuda_graphs() -> None:
+    """What ``torch.compiler.reset`` asks of a backend that may have recorded CUDA graphs."""
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+    reset_cudagraph_trees()
+
+
+def hint_of(value: Any) -> int | None:
+    """The number behind an extent; None where nobody knows it before the call."""
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint
+        return None if hint is None else int(hint)
+    return int(value)
+
+
+def apart(work: Callable[[], T]) -> T:
+    """Run with real tensors although a compilation is going on.
+
+    Whatever PyTorch has switched on for the compilation (fake tensors, dispatch modes, tracing,
+    autocast, inference mode) belongs to its thread, so this runs in another one.
+    """
+
+    def run() -> T:
+        with torch.no_grad():
+            return work()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+__all__ = [
+    "InnerCompile",
+    "apart",
+    "compile_inner",
+    "compile_with",
+    "forget_cuda_graphs",
+    "hint_of",
+    "inductor_options",
+    "mode_options",
+    "run_eagerly",
+]

@@ -1,0 +1,289 @@
+"""The operator that compiled models call: ``cutesuper::region(str key, Tensor[] inputs)``.
+
+A key holds its kernel graph, so it is understood in any process: code that calls the operator may
+come from a cache on disk, without anything of this package having seen the model before. Programs
+are made once for each key: equal layers of a model share searches and kernels.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+import warnings
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from cutesuper import optimize
+from cutesuper.errors import CutesuperError, DeviceError, FormatError, GraphError
+from cutesuper.graph import serial
+from cutesuper.graph.dims import Shape, Symbol, extent
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.target import Target, find_target
+from cutesuper.ops.programs import Runner, launcher, reference_of
+from cutesuper.ops.steps import usable
+from cutesuper.progress import progress_bar
+from cutesuper.runtime.cache import KernelCache
+from cutesuper.runtime.checks import MAX_ELEMENTS, Signature
+from cutesuper.runtime.kernel import Variant, bucket_of
+from cutesuper.search.search import SearchResult
+
+#: part of every key: code that a cache holds must not call an operator that has changed since
+VERSION = 1
+#: the name of the symbolic extent in keys
+ROWS = "M"
+
+#: kernels read memory in the order that they were given, so a compiler must not change it
+_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+
+
+class Program:
+    """A kernel graph as the operator runs it: kernels on a GPU, a variant for each bucket of the
+    symbolic extent; the reference executor elsewhere.
+
+    Attributes:
+        graph: with `ROWS` for its symbolic extent, if it has one.
+        target: the GPU to optimize for; None is the one of the tensors.
+        budget_s: seconds that a search may take.
+    """
+
+    def __init__(self, graph: KernelGraph, target: Target | None) -> None:
+        self.graph = graph
+        self.target = target
+        self.budget_s: float | None = None
+        self._signature = Signature(graph)
+        self._lock = threading.RLock()
+        self._found: dict[tuple[int, str], tuple[SearchResult, optimize.Choice]] = {}
+        self._variants: dict[tuple[int, str], Variant] = {}
+        self._runners: dict[tuple[int, torch.device], Runner] = {}
+        self._reference = reference_of(graph)
+        self._most_rows = _most(graph.nodes[i].shape for i in (*graph.inputs, *graph.outputs))
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Names of the extents that are known at the call only: `ROWS`, or none."""
+        return tuple(s.name for s in self._signature.symbols)
+
+    # ---------------------------------------------------------------------------------- making
+
+    def found(self, rows: int, target: Target) -> tuple[SearchResult, optimize.Choice]:
+        """What the search chooses for so many rows; verified, not compiled.
+
+        Raises:
+            CutesuperError: from `cutesuper.superoptimize`.
+        """
+        bucket = self._bucket(rows)
+        with self._lock:
+            if (bucket, target.name) not in self._found:
+                graph = self.graph.with_hints({ROWS: bucket})
+                with progress_bar() as show:
+                    found = optimize.find(graph, self._options(target), show)
+                self._found[bucket, target.name] = found
+            return self._found[bucket, target.name]
+
+    def variant(self, rows: int, device: torch.device) -> Variant:
+        """The compiled kernels for so many rows. Raises CutesuperError."""
+        bucket = self._bucket(rows)
+        with self._lock, torch.cuda.device(device):
+            target = self.target_on(device)
+            if (bucket, target.name) not in self._variants:
+                graph = self.graph.with_hints({ROWS: bucket})
+                found = self.found(rows, target)
+                made = optimize.compiled(graph, self._options(target), KernelCache(), *found)
+                self._most_rows = min(self._most_rows, _most(s for s, _ in made.intermediates))
+                self._variants[bucket, target.name] = made
+            return self._variants[bucket, target.name]
+
+    def target_on(self, device: torch.device) -> Target:
+        """The GPU that kernels for a device are optimized for.
+
+        Raises:
+            DeviceError: the device cannot run what is asked for.
+        """
+        if device.type != "cuda":
+            return self.target or optimize.current_target()
+        with torch.cuda.device(device):
+            target = self.target or optimize.current_target()
+            major, minor = torch.cuda.get_device_capability(device)
+        have, need = f"sm_{major}{minor}", target.arch.rstrip("af")
+        if have != need:
+            raise DeviceError(
+                f"target {target.name!r}: its kernels are for {need}, the tensors are on {device} "
+                f"({have}); leave the option out, or name a target of that architecture"
+            )
+        return target
+
+    def _options(self, target: Target) -> optimize.Options:
+        return optimize.Options(target, budget_s=self.budget_s)
+
+    def _bucket(self, rows: int) -> int:
+        return bucket_of(rows) if self.symbols else 0
+
+    # --------------------------------------------------------------------------------- calling
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run it. Raises ShapeError, DTypeError, DeviceError, GraphError as a `Kernel` does."""
+        given = [usable(t) for t in inputs]
+        if any(not t.numel() or t.numel() > MAX_ELEMENTS for t in given):
+            rows, run = self._rows(given), self._reference
+        else:
+            rows = next(iter(self._signature.bind(given).values()), 1)
+            run = self._runner(rows, given[0].device)
+        outputs = self._outputs(given[0], rows)
+        run(given, outputs, rows)
+        return outputs
+
+    def fake(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a call returns, for inputs without data; extents may be symbols of torch."""
+        if len(inputs) != len(self._signature.names):
+            raise GraphError(
+                f"cutesuper::region: {len(self._signature.names)} inputs, got {len(inputs)}"
+            )
+        return self._outputs(inputs[0], self._rows(inputs))
+
+    def _rows(self, inputs: Sequence[torch.Tensor]) -> int:
+        for t, shape in zip(inputs, self._signature.shapes, strict=True):
+            if shape and isinstance(shape[0], Symbol):
+                return t.shape[0]
+        return 1
+
+    def _outputs(self, like: torch.Tensor, rows: int) -> list[torch.Tensor]:
+        return [
+            like.new_empty([rows if isinstance(d, Symbol) else d for d in shape], dtype=dtype)
+            for shape, dtype in self._signature.outputs
+        ]
+
+    def _runner(self, rows: int, device: torch.device) -> Runner:
+        if device.type != "cuda" or rows > self._most_rows:
+            return self._reference
+        key = (self._bucket(rows), device)
+        run = self._runners.get(key)
+        if run is None:
+            run = self._made(rows, device)
+            self._runners[key] = run
+        return run
+
+    def _made(self, rows: int, device: torch.device) -> Runner:
+        if torch.cuda.is_current_stream_capturing():
+            raise DeviceError(
+                f"cutesuper::region: its first call with about {rows} rows falls into the capture "
+                "of a CUDA graph, where kernels cannot be loaded; call the model once before with "
+                "as many"
+            )
+        try:
+            launches = self.variant(rows, device).launches
+        except CutesuperError as error:
+            warnings.warn(
+                f"a compiled model is called with {rows} rows, for which there are no kernels "
+                f"({error}); operators of PyTorch compute this part, slowly",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
+            return self._reference
+        return launcher(launches, device)
+
+
+def _most(shapes: Iterable[Shape]) -> int:
+    """How many rows there may be for kernels, which compute offsets in 32 bits."""
+    per_row = [prod(map(extent, s[1:])) for s in shapes if s and isinstance(s[0], Symbol)]
+    return MAX_ELEMENTS // max(per_row, default=1)
+
+
+# -------------------------------------------------------------------------------------------- keys
+
+
+_programs: dict[str, Program] = {}
+_lock = threading.Lock()
+
+
+def key_of(graph: KernelGraph, target: Target | None = None) -> str:
+    """The key of a graph: a hash of what follows it, the target's name, and the graph itself.
+
+    Equal programs have equal keys, whatever names they give to inputs and to the symbolic extent.
+
+    Raises:
+        GraphError: no input, or several symbolic extents.
+    """
+    data = serial.to_dict(_canonical(graph))
+    text = json.dumps(data, separators=(",", ":"), sort_keys=True)
+    packed = base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode()
+    content = f"{VERSION}:{target.name if target else ''}:{packed}"
+    return f"{_digest(content)}:{content}"
+
+
+def program_of(key: str) -> Program:
+    """The program behind a key, the same object for equal keys. Raises FormatError."""
+    found = _programs.get(key)
+    if found is None:
+        with _lock:
+            found = _programs[key] = _programs.get(key) or _read(key)
+    return found
+
+
+def digest_of(key: str) -> str:
+    """A short name for a key."""
+    return key.partition(":")[0]
+
+
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _read(key: str) -> Program:
+    digest, _, content = key.partition(":")
+    version, _, rest = content.partition(":")
+    name, _, packed = rest.partition(":")
+    if version != str(VERSION) or digest != _digest(content):
+        raise FormatError(
+            f"cutesuper::region({digest[:40]!r}): not a key of this version; compile the model "
+            "again, without code from caches that another version has written"
+        )
+    text = zlib.decompress(base64.urlsafe_b64decode(packed)).decode()
+    graph = serial.loads(text)
+    if not isinstance(graph, KernelGraph):
+        raise FormatError(f"cutesuper::region({digest}): the key holds no kernel graph")
+    return Program(graph, find_target(name) if name else None)
+
+
+def _canonical(graph: KernelGraph) -> KernelGraph:
+    names = {d.name for n in graph.nodes for d in n.shape if isinstance(d, Symbol)}
+    if len(names) > 1:
+        raise GraphError(f"region: symbolic extents {', '.join(sorted(names))}; it may have one")
+    if not graph.inputs:
+        raise GraphError("region: it has no input, so nobody knows on which device to run")
+    places = {i: n for n, i in enumerate(graph.inputs)}
+    result = KernelGraph(outputs=list(graph.outputs))
+    for i, node in enumerate(graph.nodes):
+        shape = tuple(Symbol(ROWS) if isinstance(d, Symbol) else d for d in node.shape)
+        name = f"x{places[i]}" if i in places else node.name
+        result.nodes.append(replace(node, shape=shape, name=name))
+    return result
+
+
+# ---------------------------------------------------------------------------------------- operator
+
+
+def _run(key: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return program_of(key)(inputs)
+
+
+def _fake(key: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return program_of(key).fake(inputs)
+
+
+_library = torch.library.Library("cutesuper", "FRAGMENT")
+_library.define(
+    "region(str key, Tensor[] inputs) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag, _STRIDES)
+)
+_library.impl("region", _run, "CPU")
+_library.impl("region", _run, "CUDA")
+torch.library.register_fake("cutesuper::region", _fake, lib=_library)
+
+#: what compiled models call
+region = torch.ops.cutesuper.region.default
+
+__all__ = ["ROWS", "Program", "digest_of", "key_of", "program_of", "region"]

@@ -1,0 +1,536 @@
+"""Regions of the backend: their operator, how they are tried and timed, what is said of them."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import cutesuper as cs
+from cutesuper.errors import DeviceError, FormatError, GraphError, OptionError, SearchError
+from cutesuper.runtime.calling import Launches
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import functional  # noqa: E402
+
+from cutesuper.frontend import backend, choose, operator, timing  # noqa: E402
+from cutesuper.frontend.baseline import baseline  # noqa: E402
+from cutesuper.frontend.choose import Verdict  # noqa: E402
+from cutesuper.frontend.operator import key_of, program_of  # noqa: E402
+from cutesuper.frontend.options import read_options  # noqa: E402
+from cutesuper.frontend.report import (  # noqa: E402
+    GraphReport,
+    OutsideReport,
+    RegionReport,
+    Report,
+)
+from tests.backends import GatedMLP, compiled, judge  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("error:.*please report")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    monkeypatch.setattr(operator, "_programs", {})
+    monkeypatch.setattr(choose, "_verdicts", {})
+
+
+def norm_linear(name: str = "X", rows: Any = None, symbol: str = "M", hint: int = 16) -> Any:
+    g = cs.new_kernel_graph()
+    x = g.new_input((rows or cs.symbol(symbol, hint), 32), cs.bfloat16, name)
+    w = g.new_input((32, 48), cs.bfloat16, f"{name}w")
+    y = g.matmul(g.rms_norm(x, normalized_shape=(32,)), w)
+    g.mark_output(y)
+    g.mark_output(g.silu(y), cs.float32)
+    return g
+
+
+def tensors(rows: int) -> list[Any]:
+    return [torch.randn(rows, 32).bfloat16(), torch.randn(32, 48).bfloat16() / 6]
+
+
+# --- the operator ---------------------------------------------------------------------------------
+
+
+def test_keys_are_those_of_the_program() -> None:
+    key = key_of(norm_linear())
+    assert key == key_of(norm_linear("A", symbol="N", hint=512))
+    others = [key_of(norm_linear(rows=16)), key_of(norm_linear(), cs.H100),
+              key_of(norm_linear(), cs.H200)]  # fmt: skip
+    assert len({key, *others}) == 4
+    program = program_of(key)
+    assert program is program_of(str(key)) and program.target is None
+    assert program_of(others[1]).target is cs.H100
+    assert program.symbols == (operator.ROWS,) and program_of(others[0]).symbols == ()
+    assert len(operator.digest_of(key)) == 16
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [lambda k: k[:-4], lambda k: k.replace(":1:", ":2:", 1), lambda k: "f" * 16 + k[16:],
+     lambda k: "", lambda k: "a:b:c:d"],
+)  # fmt: skip
+def test_a_key_that_is_none(edit: Any) -> None:
+    edited = edit(key_of(norm_linear()))
+    with pytest.raises(FormatError, match="not a key of this version"):
+        operator.region(edited, tensors(2))
+
+
+def test_graphs_that_have_no_key() -> None:
+    g = cs.new_kernel_graph()
+    x, y = (g.new_input((cs.symbol(n, 4), 8), cs.float32) for n in ("M", "N"))
+    g.mark_output(g.exp(x))
+    g.mark_output(g.exp(y))
+    with pytest.raises(GraphError, match="symbolic extents M, N; it may have one"):
+        key_of(g)
+    with pytest.raises(GraphError, match="no input"):
+        key_of(cs.new_kernel_graph())
+
+
+def test_the_operator_computes_the_graph() -> None:
+    key = key_of(norm_linear())
+    x, w = tensors(5)
+    y, z = operator.region(key, [x, w])
+    want = functional.rms_norm(x.float(), (32,), eps=1e-6) @ w.float()
+    torch.testing.assert_close(y, want.bfloat16(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(z, functional.silu(want), rtol=1e-5, atol=1e-5)
+    turned = [t.t().contiguous().t() for t in (x, w)]
+    shifted = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+    for given in (turned, [shifted, w]):
+        assert all(torch.equal(a, b) for a, b in zip(operator.region(key, given), (y, z),
+                                                     strict=True))  # fmt: skip
+    torch.library.opcheck(operator.region, (key, [x, w]))
+
+
+def test_no_rows() -> None:
+    made = operator.region(key_of(norm_linear()), tensors(0))
+    assert [t.shape for t in made] == [(0, 48), (0, 48)]
+    g = cs.new_kernel_graph()
+    g.mark_output(g.sum(g.new_input((cs.symbol("M"), 4), cs.float32), dim=0))
+    assert torch.equal(operator.region(key_of(g), [torch.zeros(0, 4)])[0], torch.zeros(1, 4))
+
+
+def test_wrong_tensors() -> None:
+    key = key_of(norm_linear())
+    x, w = tensors(4)
+    for given, error in (
+        ([x], cs.errors.ShapeError), ([x[:, :16], w], cs.errors.ShapeError),
+        ([x.float(), w], cs.errors.DTypeError), ([x, w.requires_grad_()], GraphError),
+    ):  # fmt: skip
+        with pytest.raises(error):
+            operator.region(key, given)
+
+
+def test_sizes_are_symbols_of_torch() -> None:
+    key = key_of(norm_linear())
+
+    def f(x: Any, w: Any) -> Any:
+        return operator.region(key, [x * 1, w])[1] + 1
+
+    call = torch.compile(f, backend="aot_eager", dynamic=True, fullgraph=True)
+    for rows in (3, 8, 5):
+        x, w = tensors(rows)
+        assert torch.equal(call(x, w), f(x, w))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+
+
+# --- on a GPU that is not there -------------------------------------------------------------------
+
+
+GPU = torch.device("cuda", 0)
+
+
+class Kernels:
+    """The program of `norm_linear`, of which the reference stands for compiled kernels.
+
+    Attributes:
+        program: to be asked for kernels for `GPU`.
+        buckets: those for which kernels were made.
+    """
+
+    def __init__(self) -> None:
+        self.program = program_of(key_of(norm_linear()))
+        self.buckets: list[int] = []
+
+    def variant(self, rows: int, device: Any) -> Any:
+        assert device == GPU
+        self.buckets.append(self.program._bucket(rows))
+        if self.buckets[-1] == 64:
+            raise SearchError("nothing was found")
+
+        def launch(values: list[Any]) -> None:
+            self.program._reference(values[:2], values[2:], 0)
+
+        return SimpleNamespace(launches=Launches((), launch))
+
+    def run(self, rows: int) -> None:
+        inputs = tensors(rows)
+        outputs = self.program._outputs(inputs[0], rows)
+        self.program._runner(rows, GPU)(inputs, outputs, rows)
+        assert all(map(torch.equal, outputs, self.program(inputs)))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    made = Kernels()
+    monkeypatch.setattr(made.program, "variant", made.variant)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return made
+
+
+def test_a_variant_for_each_bucket(kernels: Kernels) -> None:
+    for rows in (1, 8, 9, 16, 5, 5000, 9000):
+        kernels.run(rows)
+    assert kernels.buckets == [8, 16, 4096]
+    most = 2**31 // 48
+    assert kernels.program._runner(most, GPU) is not kernels.program._reference
+    assert kernels.program._runner(most + 1, GPU) is kernels.program._reference
+
+
+def test_a_bucket_without_kernels(kernels: Kernels) -> None:
+    with pytest.warns(RuntimeWarning, match=r"called with 50 rows, for which there are no kernels "
+                                            r"\(nothing was found\)"):  # fmt: skip
+        kernels.run(50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kernels.run(60)
+    assert kernels.buckets == [64]
+
+
+def test_a_capture_that_needs_new_kernels(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels.run(5)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    kernels.run(7)
+    with pytest.raises(DeviceError, match="about 20 rows falls into the capture"):
+        kernels.run(20)
+
+
+def test_a_target_of_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    assert program_of(key_of(norm_linear(), cs.H100)).target_on(GPU) is cs.H100
+    with pytest.raises(DeviceError, match=r"'b200': its kernels are for sm_100, .* \(sm_90\)"):
+        program_of(key_of(norm_linear(), cs.B200)).target_on(GPU)
+
+
+# --- decisions ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Clock:
+    """A device that takes as long as it is told for each recording, and for all further ones as
+    long as for the last two."""
+
+    times: list[float]
+    free: int = 10**9
+    device = torch.device("cpu")
+    l2_bytes = 1
+    recorded: int = 0
+    replays: list[int] = field(default_factory=list)
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def record(self, launch: Any, count: int) -> tuple[int, int]:
+        for n in range(count):
+            launch(n)
+        self.recorded += 1
+        return self.recorded - 1, count
+
+    def time(self, recording: tuple[int, int]) -> float:
+        place, count = recording
+        self.replays.append(place)
+        known = place if place < len(self.times) else len(self.times) - 2 + place % 2
+        return count * self.times[known]
+
+
+def take_faster(monkeypatch: pytest.MonkeyPatch, model: Any, x: Any, clock: Clock) -> Any:
+    monkeypatch.setattr(timing, "device_of", lambda device: clock)
+    monkeypatch.setattr(choose, "_compiled", lambda m, inputs, options: lambda given: m(*given))
+    call, reports = compiled(model, take="faster")
+    with torch.no_grad():
+        judge(model, call(x), x)
+    [report] = reports
+    return report
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_both_sides_are_compiled_while_the_model_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, dynamic: bool
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    clock = Clock([1.0, 2.0])
+    monkeypatch.setattr(timing, "device_of", lambda device: clock)
+    linear = torch.nn.Linear
+    # products, which Inductor leaves to PyTorch, so that this takes no C++ compiler
+    model = torch.nn.Sequential(linear(16, 16, bias=False), linear(16, 16, bias=False)).bfloat16()
+    call, reports = compiled(model, take="faster", dynamic=dynamic)
+    x = torch.randn(4, 3, 16).bfloat16()
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        y = call(x)
+    judge(model, y, x)
+    assert [g.taken for g in reports] == [1] and clock.recorded == 2
+
+
+@pytest.fixture
+def gated() -> tuple[Any, Any]:
+    return GatedMLP(16, 24).bfloat16(), torch.randn(4, 16).bfloat16()
+
+
+@pytest.mark.parametrize(("ours", "taken"), [(98.1, False), (97.9, True), (150.0, False)])
+def test_faster_is_two_percent(
+    monkeypatch: pytest.MonkeyPatch, gated: Any, ours: float, taken: bool
+) -> None:
+    monkeypatch.setattr(choose, "halves", lambda region: None)
+    report = take_faster(monkeypatch, *gated, Clock([ours, 100.0]))
+    [verdict] = [r.verdict for r in report.regions]
+    assert verdict.taken == taken
+    assert (verdict.measured_us, verdict.inductor_us) == pytest.approx((ours, 100.0))
+    assert verdict.reason == f"{ours:.1f} us, Inductor's code 100.0 us"
+    assert verdict.kernels[0].startswith("k0: ") and verdict.predicted_us
+
+
+def test_a_part_that_is_faster(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
+    # the whole, then its first part, then the second and whatever that is made of
+    report = take_faster(monkeypatch, *gated, Clock([200.0, 100.0, 10.0, 100.0, 300.0, 100.0]))
+    assert report.regions[0].verdict.taken and len(report.regions) > 1
+    assert report.taken == 1
+
+
+def test_what_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
+    class Refuses(Clock):
+        def record(self, launch: Any, count: int) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(choose, "halves", lambda region: None)
+    report = take_faster(monkeypatch, *gated, Refuses([1.0]))
+    assert "it cannot be timed: operation not permitted" in report.regions[0].verdict.reason
+    torch.compiler.reset()
+    choose._verdicts.clear()
+    report = take_faster(monkeypatch, *gated, Clock([1.0], free=1000))
+    assert "for want of memory: 2 sets of inputs" in report.regions[0].verdict.reason
+    assert report.taken == 0
+
+
+def test_modelled(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
+    model, x = gated
+    for factor, taken in ((1.0, True), (100.0, False)):
+        kept = choose._found
+
+        def found(*args: Any, factor: float = factor, kept: Any = kept) -> Verdict:
+            v = kept(*args)
+            return replace(v, predicted_us=v.predicted_us * factor)
+
+        torch.compiler.reset()
+        choose._verdicts.clear()
+        monkeypatch.setattr(choose, "_found", found)
+        call, reports = compiled(model, take="modelled")
+        with torch.no_grad():
+            judge(model, call(x), x)
+        assert bool(reports[0].taken) == taken
+        assert "us expected" in reports[0].regions[0].verdict.reason
+        monkeypatch.setattr(choose, "_found", kept)
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_a_search_that_finds_nothing(
+    monkeypatch: pytest.MonkeyPatch, gated: Any, parts: bool
+) -> None:
+    model, x = gated
+    tried: list[int] = []
+
+    def found(program: Any, sample: Any, device: Any) -> Verdict:
+        tried.append(len(sample.region.nodes))
+        if tried[-1] == tried[0] or not parts:
+            raise SearchError("nothing fits")
+        return Verdict(True, "", predicted_us=1.0, baseline_us=2.0)
+
+    monkeypatch.setattr(choose, "_found", found)
+    call, reports = compiled(model, take="modelled")
+    with torch.no_grad():
+        judge(model, call(x), x)
+    regions = reports[0].regions
+    if parts:
+        assert len(tried) == 3 and tried[1] + tried[2] == tried[0]
+        assert reports[0].taken == len(regions) == 2
+    else:
+        assert len(tried) > 3 and min(tried) < 6, "down to single products"
+        assert [r.verdict.reason for r in regions] == ["no kernels: nothing fits"]
+
+
+@pytest.mark.parametrize("damage", ["values", "strides"])
+def test_wrong_kernels_are_not_used(
+    monkeypatch: pytest.MonkeyPatch, gated: Any, damage: str
+) -> None:
+    model, x = gated
+    call_program = operator.Program.__call__
+
+    def wrong(self: Any, inputs: Any) -> list[Any]:
+        made = call_program(self, inputs)
+        if damage == "strides":
+            return [t.t().contiguous().t() for t in made]
+        return [t * 1.05 for t in made]
+
+    if damage == "strides":  # views of what the operator returns put them right: take these away
+        monkeypatch.setattr(choose.Sample, "kernels", property(
+            lambda self: lambda *a: [t.t().contiguous().t() for t in self.module(*a)]
+        ))  # fmt: skip
+    else:
+        monkeypatch.setattr(operator.Program, "__call__", wrong)
+    call, reports = compiled(model)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="gets no kernels: not what PyTorch"):
+        y = call(x)
+    judge(model, y, x)
+    [report] = reports
+    assert report.taken == 0
+    expected = "exceeds the limit" if damage == "values" else "has the strides"
+    assert all(expected in r.verdict.reason and r.verdict.broken for r in report.regions)
+
+
+def test_what_must_not_fail(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
+    model, x = gated
+
+    def fails(*args: Any) -> Any:
+        raise ZeroDivisionError("in the search")
+
+    for module, name, message in (
+        (choose, "_found", "gets no kernels: ZeroDivisionError while it was tried: in the search"),
+        (backend, "partition", r"no regions were looked for \(ZeroDivisionError: in the search\)"),
+    ):
+        torch.compiler.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, fails)
+            call, reports = compiled(model, take="modelled")
+            with torch.no_grad(), pytest.warns(RuntimeWarning, match=message):
+                judge(model, call(x), x)
+        assert [r.taken for r in reports] == [0]
+
+
+def test_element_wise_work_is_left_alone() -> None:
+    call, reports = compiled(lambda x: torch.exp(x) * 2 + 1, take="modelled")
+    call(torch.randn(4, 4))
+    [region] = reports[0].regions
+    assert "nothing but element-wise work" in region.verdict.reason and not region.verdict.taken
+
+
+# --- prices ---------------------------------------------------------------------------------------
+
+
+def test_a_roofline() -> None:
+    m, k, n = 16, 4096, 8192
+    g = cs.new_kernel_graph()
+    x = g.new_input((m, k), cs.float16)
+    w = g.new_input((n, k), cs.float16)
+    bias = g.new_input((n,), cs.float16)
+    h = g.rms_norm(x, normalized_shape=(k,))
+    g.mark_output(g.relu(g.add(g.matmul(h, g.transpose(w)), bias)))
+    found = baseline(g, cs.H200)
+    assert found.kernels == 3, "the norm, the product, what follows"
+    moved = [2 * 2 * m * k, 2 * (m * k + n * k + m * n), 2 * (2 * m * n + n)]
+    us = sum(b / cs.H200.bandwidth for b in moved) * 1e6 + 3 * cs.H200.launch_us
+    assert found.us == pytest.approx(us)
+
+
+def test_a_roofline_of_the_tensor_cores() -> None:
+    n = 8192
+    g = cs.new_kernel_graph()
+    a, b = (g.new_input((n, n), cs.bfloat16) for _ in range(2))
+    g.mark_output(g.matmul(a, b))
+    assert baseline(g, cs.H200).us == pytest.approx(
+        2 * n**3 / cs.H200.tensor_flops * 1e6 + cs.H200.launch_us
+    )
+
+
+def test_medians() -> None:
+    drawn: list[int] = []
+    seen: dict[str, list[int]] = {"a": [], "b": []}
+
+    def draw(n: int) -> list[Any]:
+        drawn.append(n)
+        return [torch.full((1000,), float(n)), 3]
+
+    clock = Clock([5.0, 7.0])
+    calls = [lambda given, name=name: seen[name].append(int(given[0][0])) for name in seen]
+    assert timing.medians(calls, draw, clock) == pytest.approx([5.0, 7.0])
+    assert drawn == list(range(timing.MOST_SETS)) == seen["a"] == seen["b"]
+    rounds = timing.WARM_ROUNDS + timing.ROUNDS
+    assert sorted(clock.replays) == [0] * rounds + [1] * rounds
+    pairs = {tuple(clock.replays[i : i + 2]) for i in range(0, 2 * rounds, 2)}
+    assert pairs == {(0, 1), (1, 0)}, "they take turns, in both orders"
+    few = Clock([1.0], free=3 * 4000 * 4)
+    drawn.clear()
+    timing.medians([lambda given: None], draw, few)
+    assert len(drawn) == 3
+
+
+# --- explain --------------------------------------------------------------------------------------
+
+
+def test_explain_a_training_step() -> None:
+    model = GatedMLP(16, 24).bfloat16()
+    x = torch.randn(4, 16).bfloat16()
+    state = torch.get_rng_state()
+    report = cs.explain(model, (x,), options={"take": "all"})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    assert [g.phase for g in report.graphs] == ["forward", "backward"]
+    assert report.taken == sum(len(g.regions) for g in report.graphs) > 1
+    text = str(report)
+    assert text.startswith(f"take='all': {report.taken} of {report.taken} region(s) taken\n")
+    assert "backends.py:3" in text and "taken: all regions are taken" in text
+    with torch.no_grad():
+        report = cs.explain(torch.compile(model), [x])
+    assert [g.phase for g in report.graphs] == ["inference"] and report.taken == 0
+
+
+def test_explain_a_function_with_a_break() -> None:
+    def f(x: Any, w: Any) -> Any:
+        y = torch.relu(x @ w)
+        torch._dynamo.graph_break()
+        return torch.cumsum(y, 0).exp() + torch.sort(y).values
+
+    report = cs.explain(f, (torch.randn(4, 8), torch.randn(8, 8)), options={"take": "all"})
+    assert len(report.graphs) == 2
+    reasons = {o.reason for g in report.graphs for o in g.outside}
+    assert any("aten.cumsum" in r for r in reasons) and any("aten.sort" in r for r in reasons)
+    places = [p for g in report.graphs for o in g.outside for p in o.where]
+    assert places and all(p.startswith("test_backend_regions.py:") for p in places)
+
+
+def test_explain_says_what_it_cannot_take() -> None:
+    with pytest.raises(OptionError, match="give it the arguments of the model as a tuple"):
+        cs.explain(torch.exp, torch.ones(2))  # type: ignore[arg-type]
+    report = cs.explain(lambda x: x, (torch.ones(2),))
+    assert "nothing to compile" in str(report)
+
+
+def test_the_text_of_a_report() -> None:
+    times = "9.0 us, Inductor's code 12.0 us"
+    taken = Verdict(True, times, ("k0: y = relu(x)",), 8.04, 11.0, 9, 12)
+    refused = Verdict(False, "no kernels: nothing fits")
+    graph = GraphReport(
+        "forward",
+        (RegionReport("model.py:3-5", 12, taken), RegionReport("model.py:9", 1, refused)),
+        (OutsideReport("aten.sort is no operator", tuple(f"model.py:{n}" for n in range(6)), 7),),
+    )
+    report = Report(read_options({}), (graph,))
+    assert str(report) == """\
+take='faster': 1 of 2 region(s) taken
+
+graph 0 (forward): 1 of 2 region(s) taken
+  region        operators  kernels  us, model     us, measured
+  model.py:3-5  12         1        8.0 vs. 11.0  9.0 vs. 12.0  taken: 9.0 us, Inductor's code 12.0 us
+  model.py:9    1          -        -             -             not taken: no kernels: nothing fits
+  model.py:3-5 k0: y = relu(x)
+  outside, 7 x aten.sort is no operator (model.py:0, model.py:1, model.py:2, model.py:3 and 2 more)\
+"""  # noqa: E501
