@@ -120,7 +120,7 @@ def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str,
     told = "; ".join(f"{' '.join(map(str, v))} on {k}" for k, v in BATCH.items())
     parser.add_argument("--batch", type=int, nargs="+", metavar="N", help=f"sequences ({told})")
     options.add_ways(parser, list(WAYS), DEFAULT_WAYS)
-    parser.add_argument("--out", metavar="FILE", help="plot times, PNG or SVG (matplotlib)")
+    options.add_plot(parser)
     args = parser.parse_args(argv)
     sizes = options.sizes_of(parser, args, SIZES)
     if small := [n for n in args.batch or () if n < 1]:

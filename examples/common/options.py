@@ -64,6 +64,11 @@ def add_ways(
     p.set_defaults(default_ways=defaults)
 
 
+def add_plot(p: argparse.ArgumentParser) -> None:
+    """``--out``."""
+    p.add_argument("--out", metavar="FILE", help="plot times, PNG or SVG (needs matplotlib)")
+
+
 def ways_of(args: argparse.Namespace) -> list[str]:
     """The ways that were asked for."""
     return args.ways or list(args.default_ways[args.device])

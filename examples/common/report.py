@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,39 @@ def verdict(results: Sequence[Result]) -> tuple[bool, str]:
         for r in wrong
     )
     return False, f"NOT within the rule: {told}"
+
+
+def finish(
+    args: argparse.Namespace, title: str, device: torch.device, plan: Mapping[str, Any],
+    results: Sequence[Result], parts: Collection[str] = (), **more: Any,
+) -> int:  # fmt: skip
+    """Say whether all is right, then times, JSON and plot; returns the exit status.
+
+    Args:
+        args: has `json` and `out`.
+        title: of the plot.
+        device: of everything.
+        plan: sizes and the like, for the JSON.
+        results: of all tasks.
+        parts: tasks that have a panel of their own.
+        more: for the JSON.
+    """
+    fine, sentence = verdict(results)
+    print(sentence)
+    if args.json:
+        write_json(args.json, title, device, plan, results, **more)
+    if not fine:
+        return 1
+    print(table(results))
+    if args.out:
+        times = by_task(results)
+        panels = {
+            "all": {k: v for k, v in times.items() if k not in parts},
+            "parts": {k: v for k, v in times.items() if k in parts},
+        }
+        panels = {name: groups for name, groups in panels.items() if groups}
+        plot(args.out, title, panels, dict.fromkeys(panels, "ms"))
+    return 0
 
 
 def write_json(
