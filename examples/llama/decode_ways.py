@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cutesuper as cs
 
 from .decode import EPS, TORCH, Cache, Layer, Llama, Parts, Place, decode, score, turn
+from .fused import Fused, times
 
 Step = Callable[[Llama, Tensor, Tensor, list[Cache]], Tensor]
 
@@ -87,46 +88,13 @@ def _same(function: Any) -> Any:
 # ---------------------------------------------------------------------------------------- kernels
 
 
-class Fused:
-    """A kernel graph that is made, searched and compiled for the shapes of a call.
-
-    Weights are constant: each kernel loads its own while the one before is still running.
-
-    Args:
-        build: `build(graph, *inputs)` returns the result.
-        weights: which of the inputs are weights.
-    """
-
-    def __init__(self, build: Callable[..., Any], weights: tuple[int, ...]) -> None:
-        self._build, self._weights = build, weights
-        self._kernels: dict[Any, cs.Kernel] = {}
-
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        """Run it."""
-        key = tuple((t.shape, t.dtype, t.device) for t in tensors)
-        if key not in self._kernels:
-            g = cs.new_kernel_graph()
-            inputs = [
-                g.new_input(tuple(t.shape), dtype=t.dtype, constant=i in self._weights)
-                for i, t in enumerate(tensors)
-            ]
-            g.mark_output(self._build(g, *inputs))
-            self._kernels[key] = g.superoptimize(dependent_launch=True)
-        return self._kernels[key](*tensors)
-
-
-def _times(g: Any, x: Any, weight: Any) -> Any:
-    """By a weight as nn.Linear has it."""
-    return g.matmul(x, g.transpose(weight))
-
-
-_project = Fused(lambda g, x, norm, w: _times(g, g.rms_norm(x, norm, eps=EPS), w), (1, 2))
-_output = Fused(lambda g, y, w, x: g.add(_times(g, y, w), x), (1,))
+_project = Fused(lambda g, x, norm, w: times(g, g.rms_norm(x, norm, eps=EPS), w), (1, 2))
+_output = Fused(lambda g, y, w, x: g.add(times(g, y, w), x), (1,))
 
 
 def _gated(g: Any, x: Any, norm: Any, gate: Any, up: Any) -> Any:
     y = g.rms_norm(x, norm, eps=EPS)
-    return g.mul(g.silu(_times(g, y, gate)), _times(g, y, up))
+    return g.mul(g.silu(times(g, y, gate)), times(g, y, up))
 
 
 _gated_mlp = Fused(_gated, (1, 2, 3))
