@@ -29,6 +29,7 @@ import torch
 from common import compare, options, report
 from common.compare import FIRST, Result, Task
 from common.options import Size
+from common.passes import in_float64
 from common.timing import WARM_UP, Call, Outputs, record
 from llama import decode, decode_ways
 from llama.decode import LLAMA_3_8B, TORCH, Cache, Llama, Shape
@@ -259,14 +260,6 @@ def part_inputs(run: Run) -> dict[str, Callable[[Any, Cache], tuple[Any, ...]]]:
         "shrink": lambda layer, _: (h, layer.down, x),
         "score": lambda *_: (x, model.norm, model.head),
     }
-
-
-def in_float64(inputs: Any) -> Any:
-    """Copies; what counts positions stays as it is."""
-    if isinstance(inputs, tuple):
-        made = [in_float64(t) for t in inputs]
-        return type(inputs)(*made) if hasattr(inputs, "_fields") else tuple(made)
-    return inputs.double() if inputs.is_floating_point() else inputs
 
 
 def draw(path: str, title: str, steps: list[Result], parts: list[Result]) -> None:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from common import compare, options, report
 from common.compare import Task
 from common.options import Size
+from common.passes import forward, in_float64, training
 from common.timing import Call, Outputs
 from torch import Tensor, nn
 
@@ -166,30 +167,16 @@ def scales(value: float, *shape: int) -> nn.Parameter:
 # ------------------------------------------------------------------------------------------- tasks
 
 
-def forward(block: Callable[[Tensor], Tensor], h: Tensor) -> Outputs:
-    """Without gradients."""
-    with torch.no_grad():
-        return {"h": block(h)}
+def in_way(way: str, block: Block) -> Callable[[Tensor], Tensor]:
+    """The block as a way computes it."""
+    if way == "ours":
+        return partial(block, operators=OURS)
+    return compiled(block) if way == "compile" else block
 
 
-def training(
-    block: Callable[[Tensor], Tensor], leaves: dict[str, Tensor], h: Tensor, dy: Tensor
-) -> Outputs:
-    """Forward and backward pass; the gradients of leaves."""
-    y = block(h)
-    gradients = torch.autograd.grad(y, list(leaves.values()), dy)
-    return {"h": y.detach()} | {
-        f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)
-    }
-
-
-def in_way(way: str, function: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
-    """A function of tensors and operators, or the operator of this name, as a way computes it."""
-    operators = OURS if way == "ours" else TORCH
-    made = partial(function, operators=operators) if name is None else getattr(operators, name)
-    if way == "compile":
-        made = torch.compile(made, dynamic=False, fullgraph=True)
-    return made
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """By torch.compile, for the shapes of the first call."""
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 WAYS = ("eager", "compile", "ours")
@@ -198,28 +185,25 @@ DEFAULT_WAYS = {"cpu": ["eager", "ours"], "cuda": list(WAYS)}
 
 def block_tasks(block: Block, h: Tensor, dy: Tensor) -> list[Task]:
     """The whole block, without and with gradients."""
-    exact = copy.deepcopy(block).double()
-    h64 = h.detach().double().requires_grad_()
+    exact, h64 = copy.deepcopy(block).double(), in_float64(h)
 
     def leaves(of: Block, x: Tensor) -> dict[str, Tensor]:
         return {"h": x, **dict(of.named_parameters())}
 
-    def prepare(way: str, train: bool) -> Call:
-        made = in_way(way, block)
-        if train:
-            return partial(training, made, leaves(block, h), h, dy)
-        return partial(forward, made, h)
+    def train(way: str) -> Call:
+        return partial(training, in_way(way, block), leaves(block, h), dy, h)
 
     return [
-        Task("forward", {w: partial(prepare, w, False) for w in WAYS},
+        Task("forward", {w: lambda w=w: partial(forward, in_way(w, block), h) for w in WAYS},
              partial(forward, exact, h64), h.dtype),
-        Task("training step", {w: partial(prepare, w, True) for w in WAYS},
-             partial(training, exact, leaves(exact, h64), h64, dy.double()), h.dtype),
+        Task("training step", {w: partial(train, w) for w in WAYS},
+             partial(training, exact, leaves(exact, h64), dy.double(), h64), h.dtype),
     ]  # fmt: skip
 
 
 def part_tasks(block: Block, h: Tensor) -> list[Task]:
     """The operators one by one, forward and backward."""
+
     def rows(*shape: int) -> Tensor:
         drawn = torch.randn(*h.shape[:-1], *shape, device=h.device, dtype=h.dtype)
         return drawn.requires_grad_()
@@ -237,13 +221,16 @@ def part_task(name: str, tensors: tuple[Tensor, ...]) -> Task:
     """One operator and the gradients of all its operands."""
     dy = torch.randn_like(tensors[0])
 
-    def call(function: Callable[..., Tensor], given: tuple[Tensor, ...]) -> Outputs:
+    def train(function: Callable[..., Tensor], given: tuple[Tensor, ...]) -> Outputs:
         leaves = {str(i): t for i, t in enumerate(given)}
-        return training(lambda _: function(*given), leaves, given[0], dy.to(given[0].dtype))
+        return training(function, leaves, dy.to(given[0].dtype), *given)
 
-    exact = tuple(t.detach().double().requires_grad_() for t in tensors)
-    ways = {w: lambda w=w: partial(call, in_way(w, call, name), tensors) for w in WAYS}
-    return Task(name, ways, partial(call, getattr(TORCH, name), exact), dy.dtype, calls=10)
+    def prepare(way: str) -> Call:
+        operator = getattr(OURS if way == "ours" else TORCH, name)
+        return partial(train, compiled(operator) if way == "compile" else operator, tensors)
+
+    exact = partial(train, getattr(TORCH, name), in_float64(tensors))
+    return Task(name, {w: partial(prepare, w) for w in WAYS}, exact, dy.dtype, calls=10)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
