@@ -43,7 +43,7 @@ SIZES = {
     "rank": Size("of the adapters", 8, 16),
 }
 LAYERS = {
-    "cpu": {"bottom": (32, 8), "top": (32, 16, 1)},
+    "cpu": {"bottom": (8,), "top": (16, 1)},
     "cuda": {"bottom": (512, 256, 64, 16), "top": (512, 256, 1)},  # as published for Criteo Kaggle
 }
 WAYS = ("eager", "compile", "ours")

@@ -42,7 +42,7 @@ SIZES = {
     "steps": Size("steps that are timed", 8, 32),
 }
 BATCH = {"cpu": [1, 3], "cuda": [1, 8, 32]}
-SHAPE = {"cpu": Shape(256, 64, 2, 4, 2, 16, 128), "cuda": LLAMA_3_8B}
+SHAPE = {"cpu": Shape(128, 64, 2, 4, 2, 16, 64), "cuda": LLAMA_3_8B}
 WAYS: dict[str, Callable[[torch.device], Way]] = {
     "eager": lambda device: decode_ways.eager(),
     "compile": lambda device: decode_ways.compiled(),

@@ -37,7 +37,7 @@ SIZES = {
     "batch": Size("sequences of a training step", 2, 4),
     "context": Size("tokens in each of them", 8, 1024),
     "width": Size("width of the hidden states, a multiple of --head", 64, 4096),
-    "hidden": Size("width inside the MLP", 96, 14336),
+    "hidden": Size("width inside the MLP", 64, 14336),
     "head": Size("width of a head of the attention", 16, 128),
     "rank": Size("of the adapters", 8, 16),
 }

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 import torch
 from common.options import names_among
@@ -26,9 +27,9 @@ from llama.training import WAYS, Plan, Result, train
 DEFAULT_WAYS = {"cpu": ["eager", "ours"], "cuda": ["eager", "compile", "ours"]}
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Train, print the table, compare."""
-    parser, args = arguments()
+    parser, args = arguments(argv)
     plan = options.plan(parser, args, torch.device(args.device))
     names = args.ways or DEFAULT_WAYS[args.device]
     if args.out and not can_plot():
@@ -48,7 +49,9 @@ def main() -> int:
     return 0 if same else 1
 
 
-def arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+def arguments(
+    argv: Sequence[str] | None,
+) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """What the command line says."""
     parser = options.parser(__doc__ or "")
     parser.add_argument(
@@ -57,7 +60,7 @@ def arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
         + "; ".join(f"{','.join(v)} on {k}" for k, v in DEFAULT_WAYS.items()) + ")",
     )  # fmt: skip
     parser.add_argument("--out", metavar="PNG", help="plot losses and step times (matplotlib)")
-    return parser, parser.parse_args()
+    return parser, parser.parse_args(argv)
 
 
 def attempt(plan: Plan, way: str) -> Result | None:
