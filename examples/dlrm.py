@@ -29,6 +29,7 @@ from common.compare import Result, Task
 from common.options import Size
 from common.passes import forward, in_float64, training
 from common.timing import Call
+from common.ways import DEFAULT_WAYS, WAYS, compiled
 from criteo.data import make_clicks
 from criteo.model import DLRM, SCALE, AdaptedTop, Shape
 from torch import Tensor
@@ -46,8 +47,6 @@ LAYERS = {
     "cpu": {"bottom": (8,), "top": (16, 1)},
     "cuda": {"bottom": (512, 256, 64, 16), "top": (512, 256, 1)},  # as published for Criteo Kaggle
 }
-WAYS = ("eager", "compile", "ours")
-DEFAULT_WAYS = {"cpu": ["eager", "ours"], "cuda": list(WAYS)}
 PARTS = ("embedding", "bottom MLP", "interactions", "top MLP")
 
 # ---------------------------------------------------------------------------------------- training
@@ -95,13 +94,12 @@ class Serving:
     def part(self, name: str, way: str) -> Call:
         """A method of the model as a way computes it; ours is PyTorch where no layer is."""
         made = getattr(self.model, name)
-        if way == "compile":
-            made = torch.compile(made, dynamic=False, fullgraph=True)
         if way == "ours" and name in ("bottom", "top"):
             made = self.mlps[name]
         if way == "ours" and name == "forward":
             made = partial(made, **self.mlps)
-        return partial(forward, made, *self.inputs[name])
+        inputs = self.inputs[name]
+        return partial(forward, compiled(way, made, inputs[0].device), *inputs)
 
     def tasks(self) -> list[Task]:
         """The parts in order, and the whole."""
@@ -126,8 +124,7 @@ def adapters(top: AdaptedTop, x: Tensor, clicked: Tensor) -> Task:
 
     def prepare(way: str) -> Call:
         loss = partial(top.loss, add=our_add) if way == "ours" else top.loss
-        if way == "compile":
-            loss = torch.compile(top.loss, dynamic=False, fullgraph=True)
+        loss = compiled(way, loss, x.device)
         return partial(training, loss, trained(top), torch.ones_like(clicked[0]), x, clicked)
 
     target = clicked.double()

@@ -31,6 +31,7 @@ from common.compare import FIRST, Result, Task
 from common.options import Size
 from common.passes import in_float64
 from common.timing import WARM_UP, Call, Outputs, record
+from common.ways import DEFAULT_WAYS, backend_of
 from llama import decode, decode_ways
 from llama.decode import LLAMA_3_8B, TORCH, Cache, Llama, Shape
 from llama.decode_ways import Way
@@ -45,10 +46,10 @@ BATCH = {"cpu": [1, 3], "cuda": [1, 8, 32]}
 SHAPE = {"cpu": Shape(128, 64, 2, 4, 2, 16, 64), "cuda": LLAMA_3_8B}
 WAYS: dict[str, Callable[[torch.device], Way]] = {
     "eager": lambda device: decode_ways.eager(),
-    "compile": lambda device: decode_ways.compiled(),
+    "compile": lambda device: decode_ways.compiled(**backend_of("compile", device)),
+    "backend": lambda device: decode_ways.compiled(**backend_of("backend", device)),
     "ours": decode_ways.ours,
 }
-DEFAULT_WAYS = {"cpu": ["eager", "ours"], "cuda": list(WAYS)}
 #: tokens that are compared
 CHECKED = 4
 

@@ -28,6 +28,7 @@ from common.compare import Task
 from common.options import Size
 from common.passes import forward, in_float64, training
 from common.timing import Call
+from common.ways import DEFAULT_WAYS, WAYS, compiled
 from torch import Tensor, nn
 
 import cutesuper as cs
@@ -41,8 +42,6 @@ SIZES = {
     "head": Size("width of a head of the attention", 16, 128),
     "rank": Size("of the adapters", 8, 16),
 }
-WAYS = ("eager", "compile", "ours")
-DEFAULT_WAYS = {"cpu": ["eager", "ours"], "cuda": list(WAYS)}
 EPS = 1e-5
 #: of what the adapters add, alpha / r in the paper
 SCALE = 2.0
@@ -149,13 +148,9 @@ def part_task(layer: Layer, name: str, inputs: tuple[Tensor, ...]) -> Task:
     part = Part(layer, name)
 
     def prepare(way: str) -> Call:
-        made: Callable[..., Tensor] = part
-        if way == "compile":
-            made = torch.compile(part, dynamic=False, fullgraph=True)
         if way == "ours":
-            with torch.no_grad():
-                made = cs.superoptimize(part, inputs, dependent_launch=True)
-        return partial(forward, made, *inputs)
+            return partial(forward, cs.superoptimize(part, inputs, dependent_launch=True), *inputs)
+        return partial(forward, compiled(way, part, inputs[0].device), *inputs)
 
     exact = partial(forward, copy.deepcopy(part).double(), *in_float64(inputs))
     ways = {w: partial(prepare, w) for w in WAYS}
@@ -173,10 +168,8 @@ def training_step(layer: Layer, batch: int, context: int) -> Task:
         return {"x": inputs, **trained}
 
     def prepare(way: str) -> Call:
-        made: Callable[..., Tensor] = partial(layer, operators=OURS) if way == "ours" else layer
-        if way == "compile":
-            made = torch.compile(layer, dynamic=False, fullgraph=True)
-        return partial(training, made, leaves(layer, x), dy, x)
+        made = partial(layer, operators=OURS) if way == "ours" else layer
+        return partial(training, compiled(way, made, x.device), leaves(layer, x), dy, x)
 
     exact, x64 = copy.deepcopy(layer).double(), in_float64(x)
     return Task(

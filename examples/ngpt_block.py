@@ -29,6 +29,7 @@ from common.compare import Task
 from common.options import Size
 from common.passes import forward, in_float64, training
 from common.timing import Call, Outputs
+from common.ways import DEFAULT_WAYS, WAYS, compiled
 from torch import Tensor, nn
 
 import cutesuper as cs
@@ -171,16 +172,7 @@ def in_way(way: str, block: Block) -> Callable[[Tensor], Tensor]:
     """The block as a way computes it."""
     if way == "ours":
         return partial(block, operators=OURS)
-    return compiled(block) if way == "compile" else block
-
-
-def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """By torch.compile, for the shapes of the first call."""
-    return torch.compile(function, dynamic=False, fullgraph=True)
-
-
-WAYS = ("eager", "compile", "ours")
-DEFAULT_WAYS = {"cpu": ["eager", "ours"], "cuda": list(WAYS)}
+    return compiled(way, block, block.cos.device)
 
 
 def block_tasks(block: Block, h: Tensor, dy: Tensor) -> list[Task]:
@@ -227,7 +219,7 @@ def part_task(name: str, tensors: tuple[Tensor, ...]) -> Task:
 
     def prepare(way: str) -> Call:
         operator = getattr(OURS if way == "ours" else TORCH, name)
-        return partial(train, compiled(operator) if way == "compile" else operator, tensors)
+        return partial(train, compiled(way, operator, dy.device), tensors)
 
     exact = partial(train, getattr(TORCH, name), in_float64(tensors))
     return Task(name, {w: partial(prepare, w) for w in WAYS}, exact, dy.dtype, calls=10)

@@ -28,6 +28,7 @@ from common.compare import Task
 from common.options import Size
 from common.passes import forward, in_float64
 from common.timing import Call
+from common.ways import DEFAULT_WAYS, WAYS, compiled
 from llama.decode_ways import fastest_attention
 from torch import Tensor
 
@@ -41,8 +42,6 @@ SIZES = {
     "keys": Size("in the cache, when decoding", 64, 4096),
     "prompt": Size("tokens of the prefill", 24, 2048),
 }
-WAYS = ("eager", "compile", "ours")
-DEFAULT_WAYS = {"cpu": ["eager", "ours"], "cuda": list(WAYS)}
 EPS = 1e-6
 
 Weight = Tensor | None
@@ -90,10 +89,8 @@ def task(name: str, tensors: tuple[Tensor, ...], is_causal: bool) -> Task:
     """All ways of one call."""
 
     def prepare(way: str) -> Call:
-        made: Callable[..., Tensor] = ours if way == "ours" else plain
-        if way == "compile":
-            made = torch.compile(plain, dynamic=False, fullgraph=True)
-        return partial(forward, with_weights(made, is_causal), *tensors)
+        call = with_weights(ours if way == "ours" else plain, is_causal)
+        return partial(forward, compiled(way, call, tensors[0].device), *tensors)
 
     exact = partial(forward, with_weights(plain, is_causal), *in_float64(tensors))
     ways = {w: partial(prepare, w) for w in WAYS}

@@ -11,12 +11,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+
+from cutesuper.frontend.backend import compile_graph
+from cutesuper.frontend.internals import run_eagerly
+from cutesuper.frontend.options import read_options
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPECTED = {
@@ -34,6 +39,7 @@ COMPARING: dict[str, tuple[list[str], int]] = {
     "qk_norm_attention": (["--prompt", "8"], 3),
     "dlrm": ([], 6),
 }
+WAYS = ("eager", "compile", "backend", "ours")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -81,28 +87,39 @@ def test_an_example_is_a_script() -> None:
 # ----------------------------------------------------------------------------------- several ways
 
 
+def without_a_compiler(
+    compile_: Callable[..., Any], function: Callable[..., Any], backend: str = "eager",
+    options: dict[str, str] | None = None, **more: Any,
+) -> Callable[..., Any]:  # fmt: skip
+    """torch.compile, of which only Inductor is left out."""
+    if backend == "cutesuper":
+        assert options == {"take": "all"}
+        given = partial(compile_graph, options=read_options(options), finish=run_eagerly)
+        return compile_(function, backend=given, **more)
+    return compile_(function, backend=backend, **more)
+
+
 @pytest.mark.parametrize("name", COMPARING)
 def test_ways_are_compared_and_timed(
     name: str, example: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], tmp_path: Path,
 ) -> None:  # fmt: skip
-    """With a torch.compile that needs no compiler."""
+    """What torch.compile has to compile runs eagerly: that needs no compiler for the CPU."""
     pytest.importorskip("cutlass")
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **o: real(f, **o, backend="eager"))
+    monkeypatch.setattr(torch, "compile", partial(without_a_compiler, torch.compile))
     path, plot = tmp_path / "times.json", tmp_path / "plot.svg"
     arguments, tasks = COMPARING[name]
     files = ["--json", str(path), "--out", str(plot)]
     status = example(name).main(
-        ["--device", "cpu", "--ways", "eager,compile,ours", *arguments, *files]
+        ["--device", "cpu", "--ways", ",".join(WAYS), *arguments, *files]
     )
     printed = capsys.readouterr().out
     assert status == 0, printed
-    assert f"{3 * tasks} results: all within the rule" in printed
+    assert f"{len(WAYS) * tasks} results: all within the rule" in printed
     written = json.loads(path.read_text())
     assert written["same"] and len({r["task"] for r in written["results"]}) == tasks
     for r in written["results"]:
-        assert r["way"] in ("eager", "compile", "ours")
+        assert r["way"] in WAYS
         assert 0 <= r["error"] <= r["allowed"] < 0.5 and r["ms"] > 0
     if importlib.util.find_spec("matplotlib"):
         assert "<svg" in plot.read_text()
@@ -189,7 +206,7 @@ def test_no_matplotlib(
         ("llama_decode", ["--context", "8", "--steps", "8"], "no room for so many steps"),
         ("llama_decode", ["--batch", "0"], "--batch 0: must be positive"),
         ("ngpt_block", ["--width", "24"], "the width must be a multiple"),
-        ("lora_llama", ["--ways", "eager,mine"], "'mine' is none of eager, compile, ours"),
+        ("lora_llama", ["--ways", "eager,mine"], "'mine' is none of eager, compile, backend, ours"),
         ("qk_norm_attention", ["--groups", "3"], "groups must divide heads"),
         ("dlrm", ["--rows", "-1"], "--rows -1: must be positive"),
     ],
