@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,9 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from cutesuper.frontend.backend import compile_graph
-from cutesuper.frontend.internals import run_eagerly
-from cutesuper.frontend.options import read_options
+from tests.compiling import leave_inductor_out, taken
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPECTED = {
@@ -87,18 +84,6 @@ def test_an_example_is_a_script() -> None:
 # ----------------------------------------------------------------------------------- several ways
 
 
-def without_a_compiler(
-    compile_: Callable[..., Any], function: Callable[..., Any], backend: str = "eager",
-    options: dict[str, str] | None = None, **more: Any,
-) -> Callable[..., Any]:  # fmt: skip
-    """torch.compile, of which only Inductor is left out."""
-    if backend == "cutesuper":
-        assert options == {"take": "all"}
-        given = partial(compile_graph, options=read_options(options), finish=run_eagerly)
-        return compile_(function, backend=given, **more)
-    return compile_(function, backend=backend, **more)
-
-
 @pytest.mark.parametrize("name", COMPARING)
 def test_ways_are_compared_and_timed(
     name: str, example: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch,
@@ -106,7 +91,7 @@ def test_ways_are_compared_and_timed(
 ) -> None:  # fmt: skip
     """What torch.compile has to compile runs eagerly: that needs no compiler for the CPU."""
     pytest.importorskip("cutlass")
-    monkeypatch.setattr(torch, "compile", partial(without_a_compiler, torch.compile))
+    reports = leave_inductor_out(monkeypatch)
     path, plot = tmp_path / "times.json", tmp_path / "plot.svg"
     arguments, tasks = COMPARING[name]
     files = ["--json", str(path), "--out", str(plot)]
@@ -115,6 +100,7 @@ def test_ways_are_compared_and_timed(
     )
     printed = capsys.readouterr().out
     assert status == 0, printed
+    assert taken(reports) > 0
     assert f"{len(WAYS) * tasks} results: all within the rule" in printed
     written = json.loads(path.read_text())
     assert written["same"] and len({r["task"] for r in written["results"]}) == tasks
