@@ -2,7 +2,8 @@
 
 Attention is `scaled_dot_product_attention` for PyTorch, by the kernel that is the fastest for one
 query (cuDNN). torch.compile is captured in the same kind of CUDA graph as everybody, which is what
-its mode "reduce-overhead" does; it gets a layer, whose code all layers share. So does torch.compile(backend="cutesuper").
+its mode "reduce-overhead" does; it gets a layer, whose code all layers share. So it is with
+torch.compile(backend="cutesuper").
 """
 
 from __future__ import annotations
