@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def kernels(program: cs.TracedProgram) -> str:
     """How many there are."""
     counts = [len(region.kernel.kernels) for region in program.regions]
-    return f"{sum(counts)} kernels in {len(counts)} region(s)"
+    return f"{sum(counts)} kernel(s) in {len(counts)} region(s)"
 
 
 def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, int]]:

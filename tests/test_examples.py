@@ -257,6 +257,25 @@ SMALL = (
 )  # fmt: skip
 
 
+#: smaller than by default, so that the GPU is not the reason to leave a test out
+SMALLER = {
+    "llama_decode": ["--layers", "2", "--context", "512", "--steps", "8", "--batch", "1", "3"],
+    "ngpt_block": ["--width", "512", "--context", "128"],
+    "lora_llama": ["--width", "512", "--hidden", "1024", "--context", "128"],
+    "qk_norm_attention": ["--keys", "512", "--prompt", "256"],
+    "dlrm": ["--rows", "1000"],
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SMALLER)
+def test_ways_are_compared_on_a_gpu(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    run(f"examples/{name}.py", *SMALLER[name], "--ways", ",".join(WAYS), "--json", str(path))
+    written = json.loads(path.read_text())
+    assert written["same"] and {r["way"] for r in written["results"]} == set(WAYS)
+
+
 @pytest.mark.gpu
 def test_training_on_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "losses.json"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 WAYS = ("eager", "compile", "backend", "ours")
-#: torch.compile takes a minute or two to build its C++ for a CPU
+#: for a CPU torch.compile needs a C++ compiler, and half a minute
 DEFAULT_WAYS = {"cpu": ["eager", "ours"], "cuda": list(WAYS)}
 COMPILED = ("compile", "backend")
 
