@@ -66,13 +66,14 @@ class Recording:
 
 def record(call: Call, device: torch.device, calls: int = 1) -> Recording:
     """Make a call, which may compile, and on a GPU capture so many of them."""
-    outputs = call()
     if device.type == "cpu":
+        call()
         return Recording(call, 1)
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):  # what is set up late may not be during the capture
-        for _ in range(2):
+    # the first call here too: gradients are added up on the stream of their first pass
+    with torch.cuda.stream(side):
+        for _ in range(3):  # what is set up late may not be during the capture
             outputs = call()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
