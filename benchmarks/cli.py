@@ -35,6 +35,7 @@ COMMANDS = {
     "attention": "benchmarks.attention",
     "prefill": "benchmarks.prefill",
     "training": "benchmarks.training",
+    "decode": "benchmarks.decode",
     "calibrate": "benchmarks.calibrate",
     "rank": "benchmarks.rank",
     "search": "benchmarks.search.table",

@@ -26,7 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import attention_report, rank_report, sweep_report, tables, training_report
+from benchmarks import (
+    attention_report,
+    decode_report,
+    rank_report,
+    sweep_report,
+    tables,
+    training_report,
+)
 from benchmarks.search import report as search_report
 from benchmarks.tables import (
     LABELS,
@@ -229,6 +236,9 @@ KINDS: dict[str, Kind] = {
     "training": Kind(
         _COMMON | {"dtype", "mix_order_reduction"}, print_results, training_report.summary_markdown,
         merges=True, details=training_report.details_markdown,
+    ),
+    "decode": Kind(
+        _COMMON | {"dtype"}, print_results, decode_report.decode_markdown, merges=True
     ),
     "chain": Kind(_COMMON | {"dtype", "layers"}, print_results, sweep_report.chain_markdown),
     "rank": Kind(_COMMON | {"dtype", "top"}, rank_report.print_results, rank_report.markdown),

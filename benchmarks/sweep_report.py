@@ -71,7 +71,7 @@ def chain_markdown(results: dict[str, Any]) -> str:
         "the chain is checked against float64: at most twice PyTorch's own error through the "
         "same chain, plus 2 ulp."
     )
-    notes = [*_failures(results), f"{note} {environments(results)}."]
+    notes = [*failures(results), f"{note} {environments(results)}."]
     return "\n\n".join([markdown_table(header, rows), *notes])
 
 
@@ -136,10 +136,10 @@ def outcome(results: dict[str, Any], others: str = "PyTorch") -> list[str]:
         f"{len(ratios) - len(slower)} of {len(results['cases'])} cases"
     )
     text += f"; slower: {', '.join(slower)}." if slower else "."
-    return [text, *_failures(results)]
+    return [text, *failures(results)]
 
 
-def _failures(results: dict[str, Any]) -> list[str]:
+def failures(results: dict[str, Any]) -> list[str]:
     """A line for each implementation and reason, with the cases it happened in."""
     lines = [f"* {_case_name(c)}: {c['error']}" for c in results["cases"] if c["error"]]
     found: dict[str, list[str]] = {}

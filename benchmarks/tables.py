@@ -11,6 +11,7 @@ LABELS = {
     "cutesuper": "**cutesuper**",
     "cutesuper-pdl": "**cutesuper, dependent launch**",
     "eager": "PyTorch eager",
+    "eager-graph": "PyTorch eager in a CUDA graph",
     "compile": "torch.compile",
     "compile-max": "torch.compile max-autotune",
     "matmul-alone": "cuBLAS matmul alone",

@@ -16,20 +16,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 import torch
+from common.options import names_among
+from common.report import can_plot
 from llama import options, report
 from llama.training import WAYS, Plan, Result, train
 
 DEFAULT_WAYS = {"cpu": ["eager", "ours"], "cuda": ["eager", "compile", "ours"]}
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Train, print the table, compare."""
-    parser, args = arguments()
+    parser, args = arguments(argv)
     plan = options.plan(parser, args, torch.device(args.device))
     names = args.ways or DEFAULT_WAYS[args.device]
-    if args.out and not report.can_plot():
+    if args.out and not can_plot():
         parser.error(f"--out {args.out}: needs matplotlib; pip install matplotlib")
     print(report.describe(plan))
     results = [r for way in names if (r := attempt(plan, way))]
@@ -46,24 +49,18 @@ def main() -> int:
     return 0 if same else 1
 
 
-def arguments() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+def arguments(
+    argv: Sequence[str] | None,
+) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     """What the command line says."""
     parser = options.parser(__doc__ or "")
     parser.add_argument(
-        "--ways", type=ways, metavar="A,B",
+        "--ways", type=names_among(list(WAYS)), metavar="A,B",
         help=f"some of {', '.join(WAYS)}; all are compared with the first ("
         + "; ".join(f"{','.join(v)} on {k}" for k, v in DEFAULT_WAYS.items()) + ")",
     )  # fmt: skip
     parser.add_argument("--out", metavar="PNG", help="plot losses and step times (matplotlib)")
-    return parser, parser.parse_args()
-
-
-def ways(text: str) -> list[str]:
-    """Names of ways from the command line."""
-    names = text.split(",")
-    if unknown := [n for n in names if n not in WAYS]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(WAYS)}")
-    return names
+    return parser, parser.parse_args(argv)
 
 
 def attempt(plan: Plan, way: str) -> Result | None:

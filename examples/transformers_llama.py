@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from llama.training import Clock
+from common.timing import Clock
 from torch import Tensor, nn
 
 import cutesuper as cs

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import cutesuper as cs
 from cutesuper.errors import GraphError, ShapeError, TraceError
 from cutesuper.frontend import trace
+from cutesuper.frontend.partition import partition
 from tests.tracing import CORPUS, Attention, Block, FusedMLP, GatedMLP, check, randn, traced
 
 X = randn(3, 5, 32)
@@ -47,6 +48,24 @@ def test_rows_are_one_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
     [region] = traced(monkeypatch, GatedMLP(), (X,)).regions
     shapes = [region.kernel.graph.nodes[i].shape for i in region.kernel.graph.inputs]
     assert shapes == [(15, 32), (48, 32), (48, 32), (32, 48)]
+
+
+class Masked(nn.Module):
+    """Attention with a mask tensor, and what reads it."""
+
+    def forward(self, q: Tensor, mask: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.scaled_dot_product_attention(q, q, q, mask).transpose(1, 2).flatten(2)
+        return torch.exp(y), F.silu(F.linear(y, w))
+
+
+def test_a_mask_keeps_the_attention_out_and_not_what_reads_it() -> None:
+    inputs = (randn(2, 4, 3, 16), torch.zeros(3, 3), randn(24, 64))
+    found = partition(torch.export.export(Masked(), inputs).module().graph)
+    [region] = found.regions
+    assert [str(n.target) for n in region.nodes] == ["aten.linear.default", "aten.silu.default"]
+    assert sorted(map(str, (n.target for n in found.refused))) == [
+        "aten.exp.default", "aten.scaled_dot_product_attention.default"
+    ]  # fmt: skip
 
 
 def test_keys_of_shared_heads_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,11 @@ class _Growing:
         for node in self.graph.nodes:
             if node.op == "call_function" and _computes(node):
                 self._add(node)
+        # refused together with something that no reader made part of a kernel graph; element-wise
+        # operators are left where they are, among others that are not ours
+        for node in sorted(self.refused, key=self._place.__getitem__):
+            if entry_of(node) is not None:
+                self._placed([node], products=1)
         # a region that grew in pieces is there under several numbers
         alive = {id(r): r for n, r in enumerate(self.regions) if self._region[r.nodes[0]] == n}
         return Partition(tuple(alive.values()), self.refused)
@@ -101,6 +106,13 @@ class _Growing:
             self.refused[node] = f"{node.target} is not an operator of kernel graphs"
             return
         loose = self._loose(node)
+        if not self._placed(loose):
+            # alone it is no kernel graph; whatever reads it may make it part of one
+            self.refused.setdefault(node, self._reason(loose))
+
+    def _placed(self, loose: Sequence[fx.Node], products: int = 0) -> bool:
+        """Put nodes that are in no region into regions that they read, or one of their own, of so
+        many products at least."""
         sources = {p for n in loose for p in _producers(n)}
         near = sorted({self._region[p] for p in sources if p in self._region})
         choices = [near] + ([[n] for n in reversed(near)] if len(near) > 1 else [])
@@ -108,11 +120,10 @@ class _Growing:
             choices.append([])
         for chosen in choices:
             region = self._joined(loose, chosen)
-            if region is not None:
+            if region is not None and region.products >= products:
                 self._keep(region)
-                return
-        # alone it is no kernel graph; whatever reads it may make it part of one
-        self.refused.setdefault(node, self._reason(loose))
+                return True
+        return False
 
     def _loose(self, node: fx.Node) -> list[fx.Node]:
         """A node and those that it reads which are part of no region yet, and could be."""

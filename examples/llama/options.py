@@ -5,52 +5,32 @@ from __future__ import annotations
 import argparse
 
 import torch
+from common import options
+from common.options import Size
+from common.timing import WARM_UP
 
 from llama.model import Shape
-from llama.training import WARM_UP, Plan
+from llama.training import Plan
 
-#: what a device trains unless told otherwise; the tiny model is there to run, not to be fast
-DEFAULTS = {
-    "cpu": {
-        "steps": 20, "batch": 4, "layers": 2, "width": 64, "head": 32, "vocabulary": 256,
-        "context": 32,
-    },
-    "cuda": {
-        "steps": 60, "batch": 4, "layers": 8, "width": 2048, "head": 128, "vocabulary": 32768,
-        "context": 2048,
-    },
-}  # fmt: skip
-HELP = {
-    "steps": "steps of the optimizer",
-    "batch": "sequences in a step, on all devices together",
-    "layers": "decoder layers",
-    "width": "width of the hidden states, a multiple of --head",
-    "head": "width of a head of the attention, even",
-    "vocabulary": "words of the language",
-    "context": "tokens in a sequence",
+SIZES = {
+    "steps": Size("steps of the optimizer", 20, 60),
+    "batch": Size("sequences in a step, on all devices together", 4, 4),
+    "layers": Size("decoder layers", 2, 8),
+    "width": Size("width of the hidden states, a multiple of --head", 64, 2048),
+    "head": Size("width of a head of the attention, even", 32, 128),
+    "vocabulary": Size("words of the language", 256, 32768),
+    "context": Size("tokens in a sequence", 32, 2048),
 }
 
 
 def parser(description: str) -> argparse.ArgumentParser:
     """A parser with the options for `plan`."""
-    p = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    p.add_argument("--device", choices=list(DEFAULTS), default=found, help=f"here: {found}")
-    for name, text in HELP.items():
-        values = ", ".join(f"{v[name]} on {device}" for device, v in DEFAULTS.items())
-        p.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} ({values})")
-    p.add_argument("--seed", type=int, default=0, help="of the first weights and of the text")
-    p.add_argument("--json", metavar="FILE", help="write everything that was measured")
-    return p
+    return options.parser(description, SIZES)
 
 
 def plan(p: argparse.ArgumentParser, args: argparse.Namespace, device: torch.device) -> Plan:
     """What was asked for, or the error of the parser."""
-    n = {k: v if (v := getattr(args, k)) is not None else DEFAULTS[device.type][k] for k in HELP}
-    if small := [k for k, v in n.items() if v < 1]:
-        p.error(f"--{small[0]} {n[small[0]]}: must be positive")
+    n = options.sizes_of(p, args, SIZES)
     if n["head"] % 2 or n["width"] % n["head"]:
         p.error(f"--width {n['width']} --head {n['head']}: the width must be a multiple of that "
                 "of a head, which must be even")  # fmt: skip

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import platform
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from common.report import device_name
 
 from llama.training import Plan, Result
 
@@ -25,13 +24,6 @@ def describe(plan: Plan) -> str:
         f"{shape.layers} layers, width {shape.width}, {shape.vocabulary} words, {plan.steps} steps "
         f"of {plan.batch} x {shape.context} tokens, {kind} on {device_name(plan.device)}"
     )
-
-
-def device_name(device: torch.device) -> str:
-    """Of the GPU, or of the processor's architecture."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} ({torch.get_num_threads()} threads)"
 
 
 def table(plan: Plan, results: list[Result]) -> str:
@@ -86,11 +78,6 @@ def write_json(path: str, plan: Plan, results: list[Result], agree: bool) -> Non
         "results": [asdict(r) for r in results],
     }  # fmt: skip
     Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def can_plot() -> bool:
-    """Whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(path: str, plan: Plan, results: list[Result]) -> None:

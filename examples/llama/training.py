@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
+from common.timing import WARM_UP, Clock
 from torch import Tensor, nn
 
 from llama.model import OURS, TORCH, Llama, Operators, Shape
 from llama.text import make_text
-
-#: steps that are not timed: the first ones compile, fill caches and allocate
-WARM_UP = 3
 
 
 @dataclass(frozen=True)
@@ -128,30 +126,6 @@ def _step(plan: Plan, model: nn.Module) -> Callable[[int, Tensor, Tensor], Tenso
         return loss.detach()
 
     return step
-
-
-class Clock:
-    """Time between ticks: on the device where it is a GPU, so that nobody has to wait for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.ticks: list[float | torch.cuda.Event] = []
-
-    def tick(self) -> None:
-        """Remember now, or when the device gets here."""
-        if self.cuda:
-            self.ticks.append(torch.cuda.Event(enable_timing=True))
-            self.ticks[-1].record()
-        else:
-            self.ticks.append(time.perf_counter())
-
-    def intervals_ms(self) -> list[float]:
-        """Milliseconds between neighbouring ticks; waits for the device."""
-        pairs = list(zip(self.ticks, self.ticks[1:], strict=False))
-        if not self.cuda:
-            return [(b - a) * 1e3 for a, b in pairs]
-        torch.cuda.synchronize()
-        return [a.elapsed_time(b) for a, b in pairs]
 
 
 def _forget(device: torch.device) -> None:

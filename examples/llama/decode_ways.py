@@ -1,0 +1,111 @@
+"""Ways of decoding: eager, torch.compile, and with kernels of cutesuper.
+
+A way is a step, `(model, tokens, positions, caches) -> logits`, and parts that can be timed one by
+one. All of them are captured in the same kind of CUDA graph, which for torch.compile is what its
+mode "reduce-overhead" does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import cutesuper as cs
+
+from .decode import EPS, TORCH, Cache, Layer, Llama, Parts, Place, decode, score, turn
+from .fused import Fused, times
+
+Step = Callable[[Llama, Tensor, Tensor, list[Cache]], Tensor]
+
+#: PyTorch's own order has cuDNN last; for one query it is the fastest
+KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+@contextmanager
+def fastest_attention() -> Iterator[None]:
+    """In which scaled_dot_product_attention takes the kernel that suits decoding."""
+    with sdpa_kernel(KERNELS, set_priority=True):
+        yield
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is computed.
+
+    Attributes:
+        step: all of it.
+        parts: one by one.
+    """
+
+    step: Step
+    parts: Parts
+
+
+def eager() -> Way:
+    """PyTorch as it is."""
+    return Way(Llama.__call__, TORCH)
+
+
+def compiled(**options: Any) -> Way:
+    """torch.compile of the beginning, of a layer, which all layers share, and of the head."""
+    wrap = partial(torch.compile, dynamic=False, fullgraph=True, **options)
+    step = partial(
+        decode, begin=wrap(Llama.begin), layer=wrap(Layer.forward), score=wrap(score)
+    )
+    return Way(step, Parts(**{f.name: wrap(getattr(TORCH, f.name)) for f in fields(Parts)}))
+
+
+def ours(device: torch.device) -> Way:
+    """Every product with what stands around it as one kernel, and the attention as one.
+
+    What is left, rotary positions and the beginning, goes through torch.compile on a GPU.
+    """
+    rest = partial(torch.compile, dynamic=False, fullgraph=True) if device.type == "cuda" else _same
+    parts = Parts(
+        project=_project, turn=rest(turn), attend=_attend, output=_output, gate=_gate,
+        shrink=_output, score=_project,
+    )  # fmt: skip
+    layer = partial(Layer.forward, parts=parts)
+    return Way(partial(decode, begin=rest(Llama.begin), layer=layer, score=_project), parts)
+
+
+def _same(function: Any) -> Any:
+    return function
+
+
+# ---------------------------------------------------------------------------------------- kernels
+
+
+_project = Fused(lambda g, x, norm, w: times(g, g.rms_norm(x, norm, eps=EPS), w), (1, 2))
+_output = Fused(lambda g, y, w, x: g.add(times(g, y, w), x), (1,))
+
+
+def _gated(g: Any, x: Any, norm: Any, gate: Any, up: Any) -> Any:
+    y = g.rms_norm(x, norm, eps=EPS)
+    return g.mul(g.silu(times(g, y, gate)), times(g, y, up))
+
+
+_gated_mlp = Fused(_gated, (1, 2, 3))
+
+
+def _gate(x: Tensor, norm: Tensor, gate_up: Tensor) -> Tensor:
+    return _gated_mlp(x, norm, *gate_up.chunk(2))
+
+
+def _attend(q: Tensor, place: Place, cache: Cache) -> Tensor:
+    y = cs.ops.attention(
+        q, cache.keys, cache.values, is_causal=True, enable_gqa=True, key_lengths=place.lengths
+    )
+    return y.flatten(1)
