@@ -50,9 +50,8 @@ def _link(m: re.Match[str], base: str, here: str, config: Any, files: Any) -> st
         return f"{m[1]}[{m[2]}]({path}{m[4] or ''})"
     if not (ROOT / target).exists():
         return m[0]  # mkdocs says that it leads nowhere
-    if not m[1]:
-        if not target.endswith(PICTURES):
-            return m[2]
+    if not m[1] and not target.endswith(PICTURES):
+        return m[2]
     name = f"pictures/{posixpath.basename(target)}"
     if files.get_file_from_path(name) is None:
         files.append(File.generated(config, name, abs_src_path=str(ROOT / target)))

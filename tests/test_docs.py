@@ -81,7 +81,7 @@ def test_the_runner_notices_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
 
     first, second, third = page(
         "<!-- setup\nx = 2\n-->\n\n```python\nprint('a', x, 'c')\n```\n\n```text\na ... c\n```\n"
-        f"\n```python\n{GPU}raise ValueError\n```\n"
+        f"\n```python\n{GPU}raise ValueError('on a CPU')\n```\n"
     )
     names: dict[str, Any] = {}
     assert first.hidden and not first.run(names)
@@ -89,7 +89,7 @@ def test_the_runner_notices_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     assert second.difference("a 2 c\n") is None
     assert "Got:\n    a 2 d" in (second.difference("a 2 d\n") or "")
     assert third.needs_gpu
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match="on a CPU") as raised:
         third.run(names)
     assert raised.traceback[-1].lineno + 1 == third.line + 1
     with pytest.raises(ValueError, match="no Python block prints this"):
