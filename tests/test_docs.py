@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from cutesuper.frontend import table as frontend
 from cutesuper.graph.operators import TABLE
 from tests.pages import GPU, PAGES, ROOT, Block, blocks, headings
 
@@ -20,14 +21,16 @@ RUN_ON_GPU = [p for p in PAGES if any(b.needs_gpu for b in blocks(p))]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a page may write files; operators that it adds to the table do not stay."""
+    """Where a page may write files; operators that it adds to tables do not stay."""
     pytest.importorskip("cutlass")
     monkeypatch.chdir(tmp_path)
-    known = dict(TABLE)
+    frontend._load()
+    tables = [(t, dict(t)) for t in (TABLE, frontend._TABLE)]
     torch.manual_seed(0)
     yield tmp_path
-    TABLE.clear()
-    TABLE.update(known)
+    for table, known in tables:
+        table.clear()
+        table.update(known)
     torch._dynamo.reset()
 
 
