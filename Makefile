@@ -21,7 +21,7 @@ BENCH_STAMP := $(VENV)/.ready-bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint gpu-test bench golden clean
+.PHONY: help setup demo test lint gpu-test bench golden docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,10 @@ bench: $(BENCH_STAMP)  ## measure WORKLOAD against its peers, refresh the table 
 golden: $(STAMP)  ## write the golden files in tests/golden again
 	$(BIN)/python -m pytest -m "not gpu" --golden-update $(ARGS)
 	@git --no-pager diff --stat -- tests/golden 2>/dev/null || true
+
+docs: $(STAMP)  ## the documentation as a site, in build/site
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open build/site/index.html (searching in it needs: $(BIN)/python -m mkdocs serve)"
 
 clean:  ## remove the environment and all caches of the tools
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
