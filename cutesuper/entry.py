@@ -13,6 +13,9 @@ from cutesuper.runtime.kernel import Kernel
 if TYPE_CHECKING:
     from cutesuper.frontend.trace import Lazy, TracedProgram
 
+#: in place of None, which a caller may have by mistake
+_LEFT_OUT: Any = object()
+
 
 @overload
 def superoptimize(program: KernelGraph, /, **options: Any) -> Kernel: ...
@@ -34,7 +37,7 @@ def superoptimize(**options: Any) -> Callable[[Callable[..., Any]], Lazy]: ...
 
 
 def superoptimize(
-    program: Any = None,
+    program: Any = _LEFT_OUT,
     example_inputs: Sequence[Any] | None = None,
     /,
     *,
@@ -70,7 +73,7 @@ def superoptimize(
                 "the examples"
             )
         return optimize.superoptimize(program, **options)
-    if program is None:
+    if program is _LEFT_OUT:
         return lambda fn: superoptimize(fn, dynamic_shapes=dynamic_shapes, **options)
     if not callable(program):
         raise GraphError(

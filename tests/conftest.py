@@ -24,6 +24,8 @@ GOLDEN = Path(__file__).parent / "golden"
 WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if WORKER:
     os.environ["OMP_NUM_THREADS"] = "1"
+# Tests start some 150 processes, and compiling the package from source takes each 0.3 s.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 settings.register_profile("cutesuper", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("cutesuper")

@@ -110,9 +110,14 @@ def record_launches(
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
             **(environment or {}),
         }
-        _run([sys.executable, "-c", textwrap.dedent(script)], variables)
+        _run([sys.executable, "-c", _prelude(script) + textwrap.dedent(script)], variables)
         lines = log.read_text().splitlines() if log.exists() else []
     return [_launch(json.loads(line)) for line in lines]
+
+
+def _prelude(script: str) -> str:
+    """Without PyTorch, which TVM-FFI imports where it is installed: that takes two seconds."""
+    return "" if "torch" in script else "import sys\nsys.modules['torch'] = None\n"
 
 
 def cuda_tensor(

@@ -1,14 +1,16 @@
-"""Host time of a call, in units of what no such call can do without, measured at the same moment.
+"""Limits on time that do not depend on the machine, nor on how busy it is.
 
-Microseconds say more about the machine than about the code, and how busy it is. The ratio of two
-pieces of Python of one kind does not: on a machine with twice as many processes as cores it varied
-by 2 %, while the times themselves doubled.
+Host time of a call is told in units of what no such call can do without, measured at the same time;
+limits in seconds are for a machine of a given speed (`slowness`). Microseconds say more about the
+machine than about the code, and how busy it is. The ratio of two pieces of Python of one kind does
+not: with twice as many processes as cores it varied by 2 %, while the times themselves doubled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from time import process_time
 from timeit import Timer
 from typing import Any
 
@@ -17,6 +19,8 @@ import torch
 #: calls in a row: half a millisecond, which a busy machine often leaves a process undisturbed
 _CALLS = 40
 _REPEATS = 300
+#: what `slowness` measures, on two cores of an AMD EPYC of 2024
+_SECONDS_THERE = 0.075
 
 def host_time(call: Callable[[], Any], least: Callable[[], Any]) -> float:
     """The time of ``call`` divided by that of ``least``, of each the best of many turns."""
@@ -86,3 +90,26 @@ class LeastGradient(torch.autograd.Function):
         ctx.save_for_backward(x, w)
         least_rows(x, w)
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+# ------------------------------------------------------------------------------- limits in seconds
+
+
+def slowness() -> float:
+    """How many times as long as on the machine that limits in seconds were set on Python takes here
+    and now, for work of the kind that a search does."""
+    return min(_seconds(_tuples_and_dictionaries) for _ in range(5)) / _SECONDS_THERE
+
+
+def _tuples_and_dictionaries() -> None:
+    found: dict[Any, int] = {}
+    for n in range(50_000):
+        key = (n % 977, (n & 15, n % 7))
+        found[key] = found.get(key, 0) + n
+    sorted(found.items())
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    begin = process_time()
+    work()
+    return process_time() - begin

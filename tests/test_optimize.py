@@ -29,6 +29,7 @@ from cutesuper.optimize import Options, choose, current_target
 from cutesuper.runtime.checks import Signature
 from cutesuper.runtime.kernel import BUCKETS, Kernel, bucket_of
 from tests import zoo
+from tests.host_time import slowness
 
 M, K, N = 16, 128, 64
 SMALL: dict[str, Any] = {
@@ -363,9 +364,9 @@ def test_equal_seeds_give_equal_results() -> None:
 
 def test_the_second_time_comes_from_the_cache() -> None:
     kernel_of("norm_linear")
-    start = time.perf_counter()
+    start = time.process_time()
     again = cs.superoptimize(SMALL["norm_linear"](), target="h200")
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10 * slowness()
     assert all(s.artifact.from_cache for s in again.kernels)
 
 

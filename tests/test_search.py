@@ -26,6 +26,7 @@ from cutesuper.search.search import Progress, SearchOptions, SearchResult, searc
 from cutesuper.search.space import Space
 from cutesuper.search.splits import splits
 from cutesuper.verify.equivalence import Verifier
+from tests.host_time import slowness
 from tests.plans import compiled
 
 Graph = KernelGraph
@@ -133,9 +134,9 @@ def layer_norm(g: Graph, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("weight", [False, True])
 def test_rms_norm_linear_is_one_kernel(weight: bool, eps: float) -> None:
     g = rms_linear(16, 4096, 6144, weight, eps)
-    start = time.perf_counter()
+    start = time.process_time()
     result = search(g, H200)
-    assert time.perf_counter() - start < 5.0
+    assert time.process_time() - start < 5.0 * slowness()
     program = only(result.candidates[0].mugraph)
     ops = program.ops
     loads = [op.attributes["tensor"] for op in program.loads()]

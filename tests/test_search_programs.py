@@ -24,10 +24,11 @@ from cutesuper.search.region import SearchOptions, Way, search_region
 from cutesuper.search.search import SearchResult, search
 from cutesuper.verify.equivalence import Verifier
 from cutesuper.verify.numeric import compare
+from tests.host_time import slowness
 from tests.one_block import one_block
 from tests.shifted import unshifted
 
-#: the machines of continuous integration are slower than those that `Program.seconds` is for
+#: besides `slowness`: verifying, and other work in the caches of the processor
 SLOWER = 2.0
 
 
@@ -74,7 +75,7 @@ def test_program(name: str) -> None:
     program = PROGRAMS[name]
     if program.kernels is not None:
         assert min(len(c.mugraph.steps) for c in result.candidates) <= program.kernels
-    assert seconds <= SLOWER * program.seconds
+    assert seconds <= SLOWER * program.seconds * slowness()
     if has_maximum(program.build()):
         for c in result.candidates:
             assert not unshifted(c.mugraph), c.structure
