@@ -108,8 +108,10 @@ def _mode(mode: str | None) -> dict[str, Any]:
         return {}
     try:
         return mode_options(mode)
-    except RuntimeError as error:
-        raise OptionError(f"backend 'cutesuper': mode={mode!r}: {error}") from error
+    except (KeyError, RuntimeError) as error:  # the first one until torch 2.6
+        raise OptionError(
+            f"backend 'cutesuper': mode={mode!r}: torch.compile has no such mode ({error})"
+        ) from error
 
 
 __all__ = ["BackendOptions", "Take", "read_options"]
