@@ -100,6 +100,11 @@ def _inductor(value: Any) -> dict[str, Any]:
             f"backend 'cutesuper': Inductor of this version has no option "
             f"{', '.join(map(repr, unknown))}; see torch._inductor.list_options()"
         )
+    if value.get("cpp_wrapper"):
+        raise OptionError(
+            "backend 'cutesuper': inductor={'cpp_wrapper': True}: kernels are called from Python; "
+            "leave it out"
+        )
     return dict(value)
 
 
