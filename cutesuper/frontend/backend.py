@@ -83,7 +83,11 @@ def _inner(
         phase = "backward"
     elif rest.get("is_inference"):
         phase = "inference"
-    report = take_regions(gm, options, phase)
+    if rest.get("cpp_wrapper"):
+        # called from C++, an operator of Python that returns a list of one tensor crashes (2.13)
+        report = GraphReport(phase, (), ())
+    else:
+        report = take_regions(gm, options, phase)
     if observe is not None:
         observe(report)
     return finish(gm, inputs, **rest)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from cutesuper.errors import OptionError
 from cutesuper.frontend.backend import compile_graph, register
-from cutesuper.frontend.internals import run_eagerly
+from cutesuper.frontend.internals import random_as_in_eager, run_eagerly
 from cutesuper.frontend.options import read_options
 from cutesuper.frontend.report import GraphReport, Report
 
@@ -53,7 +53,7 @@ def explain(
     compiled: Any = torch.compile(getattr(model, "_orig_mod", model), backend=backend)
     devices = {t.device for t in pytree.tree_leaves(example_inputs)
                if isinstance(t, torch.Tensor) and t.is_cuda}  # fmt: skip
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices), random_as_in_eager():
         _differentiate(compiled(*example_inputs))
     return Report(chosen, tuple(graphs))
 

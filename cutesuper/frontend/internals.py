@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -54,6 +55,14 @@ def run_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any:
     return make_boxed_func(gm.forward)
 
 
+def random_as_in_eager() -> AbstractContextManager[Any]:
+    """Random operators stay what they are in graphs: `run_eagerly` cannot run Inductor's own ones
+    in all versions."""
+    from torch._inductor import config
+
+    return config.patch(fallback_random=True)
+
+
 def inductor_options() -> Mapping[str, Any]:
     """Inductor's options and their present values."""
     from torch._inductor import config
@@ -62,7 +71,7 @@ def inductor_options() -> Mapping[str, Any]:
 
 
 def mode_options(mode: str) -> dict[str, Any]:
-    """What a mode of ``torch.compile`` sets. Raises RuntimeError."""
+    """What a mode of ``torch.compile`` sets. Raises KeyError or RuntimeError."""
     from torch._inductor import list_mode_options
 
     return list_mode_options(mode)
@@ -107,5 +116,6 @@ __all__ = [
     "hint_of",
     "inductor_options",
     "mode_options",
+    "random_as_in_eager",
     "run_eagerly",
 ]

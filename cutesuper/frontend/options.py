@@ -100,6 +100,11 @@ def _inductor(value: Any) -> dict[str, Any]:
             f"backend 'cutesuper': Inductor of this version has no option "
             f"{', '.join(map(repr, unknown))}; see torch._inductor.list_options()"
         )
+    if value.get("cpp_wrapper"):
+        raise OptionError(
+            "backend 'cutesuper': inductor={'cpp_wrapper': True}: kernels are called from Python; "
+            "leave it out"
+        )
     return dict(value)
 
 
@@ -108,8 +113,10 @@ def _mode(mode: str | None) -> dict[str, Any]:
         return {}
     try:
         return mode_options(mode)
-    except RuntimeError as error:
-        raise OptionError(f"backend 'cutesuper': mode={mode!r}: {error}") from error
+    except (KeyError, RuntimeError) as error:  # the first one until torch 2.6
+        raise OptionError(
+            f"backend 'cutesuper': mode={mode!r}: torch.compile has no such mode ({error})"
+        ) from error
 
 
 __all__ = ["BackendOptions", "Take", "read_options"]
