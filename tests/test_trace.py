@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from typing import Any
@@ -145,6 +146,24 @@ def test_where_a_region_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     [region] = traced(monkeypatch, GatedMLP(), (X,)).regions
     lines, start = inspect.getsourcelines(GatedMLP.forward)
     assert region.place == f"tracing.py:{start + len(lines) - 1}"
+
+
+class _Scale:
+    """An object that can be called, and has a method."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * 2
+
+    def more(self, x: Tensor, by: float = 3.0) -> Tensor:
+        """Another one."""
+        return x * by
+
+
+@pytest.mark.parametrize("fn", [
+    _Scale(), _Scale().more, functools.partial(_Scale().more, by=5.0), torch.neg,
+], ids=["object", "method", "partial", "builtin"])  # fmt: skip
+def test_whatever_can_be_called(monkeypatch: pytest.MonkeyPatch, fn: Any) -> None:
+    check(traced(monkeypatch, fn, (X,)), fn, (X,))
 
 
 # ----------------------------------------------------------------------------------- dynamic shapes

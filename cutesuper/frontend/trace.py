@@ -207,30 +207,21 @@ class _Function(nn.Module):
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
         self._fn = fn
-        if _has_signature(fn):
+        if isinstance(fn, types.FunctionType):
             self.forward = _called_forward(fn)
+        elif isinstance(call := getattr(fn, "__call__", None), types.MethodType):  # noqa: B004
+            self.forward = fn if isinstance(fn, types.MethodType) else call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._fn(*args, **kwargs)
 
 
-def _called_forward(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _called_forward(fn: types.FunctionType) -> Callable[..., Any]:
     """The same function under this name: export notes the lines of no other."""
-    if not isinstance(fn, types.FunctionType):
-        return fn
     code = fn.__code__.replace(co_name="forward")
     same = types.FunctionType(code, fn.__globals__, "forward", fn.__defaults__, fn.__closure__)
     same.__kwdefaults__ = fn.__kwdefaults__
     return functools.wraps(fn)(same)
-
-
-def _has_signature(fn: Callable[..., Any]) -> bool:
-    """Builtin functions of PyTorch have none that Python knows, and export reads it."""
-    try:
-        inspect.signature(fn)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
