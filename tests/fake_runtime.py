@@ -116,8 +116,9 @@ def record_launches(
 
 
 def _prelude(script: str) -> str:
-    """Without PyTorch, which TVM-FFI imports where it is installed: that takes two seconds."""
-    return "" if "torch" in script else "import sys\nsys.modules['torch'] = None\n"
+    """Keeps TVM-FFI from importing PyTorch, which takes two seconds; the script itself may."""
+    name = "import_without_torch"
+    return "" if "torch" in script else f"from cutesuper.runtime.dsl import {name}; {name}()\n"
 
 
 def cuda_tensor(
