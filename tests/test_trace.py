@@ -69,6 +69,11 @@ def test_a_mask_keeps_the_attention_out_and_not_what_reads_it() -> None:
     ]  # fmt: skip
 
 
+def test_rows_stay_rows_where_all_work_is_element_wise(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = traced(monkeypatch, lambda x: x * 2, (X,)).kernel.graph
+    assert graph.nodes[graph.inputs[0]].shape == (15, 32)
+
+
 def test_keys_of_shared_heads_are_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     program = traced(monkeypatch, Attention(), (X,))
     place = operators(program).index(["scaled_dot_product_attention"])
@@ -164,6 +169,13 @@ class _Scale:
 ], ids=["object", "method", "partial", "builtin"])  # fmt: skip
 def test_whatever_can_be_called(monkeypatch: pytest.MonkeyPatch, fn: Any) -> None:
     check(traced(monkeypatch, fn, (X,)), fn, (X,))
+
+
+@pytest.mark.parametrize("fn", [_Scale(), _Scale().more], ids=["object", "method"])
+def test_extents_of_named_arguments(monkeypatch: pytest.MonkeyPatch, fn: Any) -> None:
+    rows = torch.export.Dim("rows")
+    program = traced(monkeypatch, fn, (X[0],), dynamic_shapes={"x": {0: rows}})
+    check(program, fn, (X[0, :3],))
 
 
 # ----------------------------------------------------------------------------------- dynamic shapes

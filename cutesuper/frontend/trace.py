@@ -209,8 +209,10 @@ class _Function(nn.Module):
         self._fn = fn
         if isinstance(fn, types.FunctionType):
             self.forward = _called_forward(fn)
+        elif isinstance(fn, types.MethodType):
+            self.forward = fn
         elif isinstance(call := getattr(fn, "__call__", None), types.MethodType):  # noqa: B004
-            self.forward = fn if isinstance(fn, types.MethodType) else call
+            self.forward = call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._fn(*args, **kwargs)

@@ -247,11 +247,25 @@ class Builder:
     _inputs: dict[Any, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        found: list[Value] = []
         for node, value in self.shapes.values.items():
             for v in value if isinstance(value, tuple) else (value,):
                 if isinstance(v, Value):
                     self._check(node, v.present())
+                    found.append(v)
         self._groups = self.shapes.grouping.groups()
+        flat = [v for v in found if self._is_one_row(v)]
+        for v in flat:
+            self.shapes.whole(v.dims[-1])
+        if flat:
+            self._groups = self.shapes.grouping.groups()
+
+    def _is_one_row(self, value: Value) -> bool:
+        """Whether rows and what is in them have become one dimension, as where all work is
+        element-wise: kernels walk over rows, of which there may be any number."""
+        present = value.present()
+        last = leaves(value.dims[-1]) if value.dims else ()
+        return 0 < len(last) < len(present) and len(self.groups(present)) == 1
 
     def _check(self, node: fx.Node, present: Dims) -> None:
         if len(set(present)) != len(present):
