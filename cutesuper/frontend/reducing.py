@@ -61,7 +61,8 @@ def whole_tensor(b: Builder, node: fx.Node, operand: Any) -> tuple[Tensor, Slots
     """An operand with the slots that it has in PyTorch, or in which it was computed."""
     own = b.of(operand)
     slots = own.slots if isinstance(own.tensor, Tensor) else b.natural(b.value(operand))
-    return b.tensor(node, operand, slots), _of_rank(slots, b.tensor(node, operand, slots))
+    t = b.tensor(node, operand, slots)
+    return t, _of_rank(slots, t)
 
 
 def _of_rank(slots: Slots, t: Tensor) -> Slots:

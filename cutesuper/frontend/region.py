@@ -231,7 +231,7 @@ def _visit(node: fx.Node, inside: _Inside, s: Shapes, order: list[fx.Node]) -> N
     if node not in inside and not inside.sees_through(node):
         s.input(node)
         return
-    known = len(order), set(s.values), len(s.inputs)
+    known = len(order), set(s.values)
     try:
         for operand in node.all_input_nodes:
             if not _is_number(operand):
@@ -250,11 +250,10 @@ def _is_number(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.SymInt | int)
 
 
-def _forget(s: Shapes, order: list[fx.Node], known: tuple[int, set[fx.Node], int]) -> None:
+def _forget(s: Shapes, order: list[fx.Node], known: tuple[int, set[fx.Node]]) -> None:
     del order[known[0] :]
     for n in set(s.values) - known[1]:
         del s.values[n]
-    del s.inputs[known[2] :]
 
 
 # ----------------------------------------------------------------------------------------- borders
@@ -288,14 +287,14 @@ def _roots(node: fx.Node) -> list[fx.Node]:
     return [u for u in node.users if isinstance(u.meta.get("val"), torch.Tensor)]
 
 
-def fake_dtype(node: fx.Node) -> Any:
+def _dtype(node: fx.Node) -> Any:
     """The element type of a node's tensor; None where it has several."""
     return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _narrows(cast: fx.Node, node: fx.Node) -> bool:
     """Whether a node has smaller elements than another one."""
-    new, old = fake_dtype(cast), fake_dtype(node)
+    new, old = _dtype(cast), _dtype(node)
     return new is not None and old is not None and new.itemsize < old.itemsize
 
 

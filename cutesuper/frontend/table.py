@@ -97,9 +97,10 @@ def is_free(node: fx.Node) -> bool:
 
 
 def arguments_of(node: fx.Node) -> Arguments:
-    """The arguments of a node by name, defaults filled in."""
+    """The arguments of a node by name, defaults filled in; those of a function of Python
+    (``operator.getitem``) are ``a0``, ``a1``, ..."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return dict(enumerate_names(node))
+        return {f"a{i}": a for i, a in enumerate(node.args)}
     found: Arguments = {}
     for i, argument in enumerate(node.target._schema.arguments):
         if i < len(node.args) and not argument.kwarg_only:
@@ -109,11 +110,6 @@ def arguments_of(node: fx.Node) -> Arguments:
         elif argument.has_default_value():
             found[argument.name] = argument.default_value
     return found
-
-
-def enumerate_names(node: fx.Node) -> list[tuple[str, Any]]:
-    """Arguments of a function of Python (``operator.getitem``): ``a0``, ``a1``, ..."""
-    return [(f"a{i}", a) for i, a in enumerate(node.args)]
 
 
 def number(node: fx.Node, value: Any) -> float:

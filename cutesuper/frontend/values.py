@@ -169,12 +169,10 @@ class Shapes:
     Attributes:
         values: by node; a tuple for what has several results.
         grouping: which factors stand side by side.
-        inputs: nodes that the region is given, in order of their first use.
     """
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
     grouping: Grouping = field(default_factory=Grouping)
-    inputs: list[fx.Node] = field(default_factory=list)
 
     def of(self, node: Any) -> Value:
         """The value of an operand. Raises Unsupported."""
@@ -193,7 +191,6 @@ class Shapes:
         if t.layout is not torch.strided or any(equal(n, 0) for n in t.shape):
             raise Unsupported(node, "is empty, or not a strided tensor")
         self.values[node] = value = Value(tuple(dims_of(n) for n in t.shape))
-        self.inputs.append(node)
         order = memory_order(t) or range(t.dim())
         self.grouping.add(f for d in order for f in value.dims[d])
 
