@@ -25,6 +25,7 @@ from cutesuper.errors import SearchError
 from cutesuper.graph.dims import extent, show_shape, size
 from cutesuper.graph.dtypes import DType, float32
 from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.operators import lookup
 from cutesuper.search.labels import Region, RegionOp, View
 from cutesuper.search.region import Way
 
@@ -207,12 +208,34 @@ class Flat:
         return next((n for n, o in enumerate(self.graph.outputs) if self.views[o] == plain), None)
 
     def dtype(self, value: int) -> DType:
-        """Element type of a stored value: the graph's, float32 for statistics of rows."""
+        """Element type of a stored value: the graph's, float32 for statistics."""
         node = self.graph.nodes[value]
         if value in self.copies and self._output(value) is None:
             return self.dtype(self.operands(value)[0].value)
         between = node.operator not in _GIVEN and self._output(value) is None
-        return float32 if between and node.shape[-1:] == (1,) else node.dtype
+        return float32 if between and value in self.statistics else node.dtype
+
+    @cached_property
+    def statistics(self) -> frozenset[int]:
+        """What a reduction leaves, and what is computed from it without growing.
+
+        A sum that is finished by another kernel would be rounded on the way: the mean of 72
+        numbers, taken dimension by dimension in bfloat16, is off by 6e-4. Operands of products are
+        none, which have the type of the other operand.
+        """
+        found: set[int] = set()
+        for i in self.order:
+            node = self.graph.nodes[i]
+            extents = size(node.shape)
+            if any(lookup(self.graph.nodes[u].operator).one_type for u in self.users.get(i, ())):
+                continue
+            made = node.shape[-1:] == (1,) or lookup(node.operator).reduces is not None
+            if made or any(
+                v.value in found and size(self.graph.nodes[v.value].shape) == extents
+                for v in self.operands(i)
+            ):
+                found.add(i)
+        return frozenset(found)
 
     def segment(self, members: tuple[int, ...]) -> Segment:
         """The region of some operators, in the order of the graph: equal sets are equal."""
