@@ -153,7 +153,7 @@ class Model:
         sms = np.minimum(t.sms, blocks)
         staged, looped, end = self._arithmetic()
         parts = {
-            "memory": moved / t.bandwidth * 1e6,
+            "memory": moved / t.bandwidth * 1e6 * (1 + r.piece_bytes / self._piece()),
             "ingest": rounds * loaded / r.sm_bytes_per_us,
             "l2": blocks * loaded / t.l2_bandwidth * 1e6,
             "iterations": np.ceil(rounds / resident) * self._iterations() * r.iteration_us
@@ -196,6 +196,18 @@ class Model:
         for n in tensors.values():
             moved += n
         return moved, loaded
+
+    def _piece(self) -> Reals:
+        """Bytes next to each other that an iteration of products loads, of its largest tile."""
+        piece, largest = np.full(self.sizes.count, np.inf), np.zeros(self.sizes.count)
+        for i, op in enumerate(self.structure.ops):
+            looped = op.kind == LOAD and set(self.loops) & self.shape.states[i].inside
+            if self.shape.products and looped:
+                last = tuple(d for d in op.attributes["map"] if d in self.sizes.tile)[-1:]
+                own = self.sizes.elements(last) * float(self.itemsizes[op.attributes["tensor"]])
+                piece = np.where(self._bytes(i) > largest, own, piece)
+                largest = np.maximum(largest, self._bytes(i))
+        return piece
 
     def _whole(self, op: BlockOp) -> int:
         dims = self.structure.dims

@@ -124,7 +124,7 @@ def matmul_cost(
         tile_bytes(program, op, itemsizes) for op in program.loads() if form.contracted in op.dims
     )
     read = stage - _shared_bytes(program, form, itemsizes)
-    moved = bytes_moved(program, itemsizes)
+    moved = bytes_moved(program, itemsizes) * (1 + r.piece_bytes / _piece(program, form, itemsizes))
     parts = dict.fromkeys(("memory", "ingest", "l2", "iterations", "tensor"), 0.0)
     busy = 0.0
     for times, active in ((blocks // at_once, at_once), (1, blocks % at_once)):
@@ -168,6 +168,14 @@ def _wave(
         "iterations": loop * r.iteration_us * (1 + len(form.hidden)) * min(1, active) + computed,
         "tensor": shared_by * loop * _tensor_us(program, form, target),
     }
+
+
+def _piece(program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]) -> int:
+    """Bytes next to each other in memory that an iteration loads, of its largest tile."""
+    staged = [op for op in program.loads() if form.contracted in op.dims]
+    largest = max(staged, key=lambda op: tile_bytes(program, op, itemsizes))
+    labels = [d for d in largest.attributes["map"] if d in program.tile]
+    return prod(program.tile[d] for d in labels[-1:]) * itemsizes[largest.attributes["tensor"]]
 
 
 def _shared_bytes(

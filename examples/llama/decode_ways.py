@@ -75,7 +75,7 @@ def ours(device: torch.device) -> Way:
     rest = partial(torch.compile, dynamic=False, fullgraph=True) if device.type == "cuda" else _same
     parts = Parts(
         project=_project, turn=rest(turn), attend=_attend, output=_output, gate=_gate,
-        shrink=_output, score=_project,
+        shrink=_shrink, score=_project,
     )  # fmt: skip
     layer = partial(Layer.forward, parts=parts)
     return Way(partial(decode, begin=rest(Llama.begin), layer=layer, score=_project), parts)
@@ -89,7 +89,13 @@ def _same(function: Any) -> Any:
 
 
 _project = Fused(lambda g, x, norm, w: times(g, g.rms_norm(x, norm, eps=EPS), w), (1, 2))
-_output = Fused(lambda g, y, w, x: g.add(times(g, y, w), x), (1,))
+
+
+def _added(g: Any, y: Any, w: Any, x: Any) -> Any:
+    return g.add(times(g, y, w), x)
+
+
+_output, _shrink = Fused(_added, (1,), dependent=False), Fused(_added, (1,))
 
 
 def _gated(g: Any, x: Any, norm: Any, gate: Any, up: Any) -> Any:

@@ -70,6 +70,8 @@ class Rates:
 
     Attributes:
         sm_bytes_per_us: bytes that one SM takes in.
+        piece_bytes: pieces of so many bytes, each somewhere else in memory, take twice the time
+            that one after the other would.
         iteration_us: an iteration of a staged loop: barrier, descriptor, wait.
         prologue_per_us: elements that the helper warps of one SM read, compute and write back,
             where the row operand of a product is computed.
@@ -94,6 +96,7 @@ class Rates:
     """
 
     sm_bytes_per_us: float
+    piece_bytes: float
     iteration_us: float
     prologue_per_us: float
     statistic_per_us: float

@@ -70,6 +70,9 @@ RATES = Rates(
     # blocks that are too few for the memory: 5 of 64x256 and 128 iterations of 40 KB take 56,
     # 20 of 64x64 and 128 iterations of 16 KB 27.4, 24 of 8x256 and 64 of 33 KB 27.9
     sm_bytes_per_us=86e3,
+    # 8 rows, weights (N, K), K tiles of 64 and 128: 240.0 and 234.3 at 8x4096x128256, 56.3 and 55.5
+    # for two weights of 8x4096x14336, 29.1 and 28.5 at 8x14336x4096
+    piece_bytes=2.6,
     # 64x8192x1280: 20 blocks with 128 iterations each, 27.4; hidden where the memory is slower:
     # K tiles of 64 and 128 take 10.65 and 10.1 at 16x4096x4096, 56.8 and 57.6 at 16x4096x28672
     iteration_us=0.11,
