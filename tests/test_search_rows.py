@@ -312,6 +312,8 @@ REFUSED: dict[str, tuple[Graph, str]] = {
         rows((M, 64), build=lambda g, x: g.max(x, 0)),
         r"a maximum over the rows K; there are only sums and means",
     ),
+    # not a sum over rows either, which one block has where all of them need it
+    "one long row": (cs.grad(rms_norm(1, 65536)), "one row of 65536 elements, long"),
 }
 
 

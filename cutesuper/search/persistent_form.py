@@ -92,14 +92,20 @@ class PersistentForm:
         return False
 
     def refuses(self, program: BlockProgram) -> str | None:
-        """Axes that divide nothing, and outputs that every block would store."""
+        """Axes that divide nothing, outputs that every block would store, and what only the block
+        that finishes a sum could compute."""
         kinds = {op.kind for op in program.ops}
         if GRID_REDUCE not in kinds:
             return "rows visited in turn, and no sum over them"
         if self.clustered and CLUSTER_REDUCE not in kinds:
             return "an unused cluster axis"
         states = check_block_program(program)
+        narrow: set[int] = set()  # sums over rows without columns, and what is made of them
         for i, op in enumerate(program.ops):
+            if (op.kind == GRID_REDUCE and self.row not in op.dims) or narrow & set(op.inputs):
+                narrow.add(i)
+                if self.row in op.dims:
+                    return "a sum over rows, which one block has, is needed in every column"
             combined = any(name.endswith(AxisKind.GRID) for name, _ in states[i].closed)
             if op.kind == STORE and not combined and self.visited not in op.dims:
                 return "an output that does not depend on the rows"
