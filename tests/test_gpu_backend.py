@@ -116,6 +116,30 @@ def test_faster_takes_what_is_faster() -> None:
         judge(model, compile_with(model, take="faster")(x), x)
 
 
+def test_what_gets_no_kernels_is_as_fast_as_with_inductor() -> None:
+    class Scan(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            for _ in range(3):
+                x = torch.cumsum(x, -1).sin() * torch.sigmoid(x)
+            return x
+
+    model = Scan()
+    x = torch.randn(4096, 4096, device="cuda").bfloat16()
+    with torch.no_grad():
+        assert not cs.explain(model, (x,)).taken
+        calls = [compile_with(model, "faster"), torch.compile(model)]
+        for call in calls:
+            call(x)
+        clock = timing.device_of(x.device)
+        assert clock is not None
+        ours, theirs = timing.medians(
+            [lambda given, call=call: call(*given) for call in calls],
+            lambda n: [torch.randn_like(x)],
+            clock,
+        )
+    assert ours < 1.03 * theirs
+
+
 def test_equal_layers_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
     medians = timing.medians
