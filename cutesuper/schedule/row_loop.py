@@ -214,6 +214,18 @@ class RowLoopPlan:
         """Whether blocks of the grid meet."""
         return bool(self.sums) and not self.schedule.sliced
 
+    @property
+    def last_sum(self) -> int:
+        """The level at which the last source of a sum is known."""
+        return max((n for n, level in enumerate(self.levels) if level.sums), default=0)
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether sums leave a block before the results of its last tile are stored: something
+        follows them, and nobody reads the ring any more, through which groups add up theirs."""
+        s = self.schedule
+        return self.meets and self.last_sum + 1 < len(self.levels) and (s.kept or s.groups == 1)
+
     def has_columns(self, s: RowSum) -> bool:
         """Whether a sum is of whole rows, not of one value of each."""
         return self.column in self.program.ops[s.source].dims
