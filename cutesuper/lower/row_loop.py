@@ -290,14 +290,14 @@ class RowLoopKernel:
     def load_vectors(self, tensors: list[cute.Tensor], place: dict[str, Any]) -> dict[int, Any]:
         """What is the same for all rows: fragments of loads with the column, else numbers.
 
-        Where a thread has many columns, fragments are read again for every piece instead.
+        Where a thread has many columns, fragments are read again where they are used instead.
         """
         plan, found = self.plan, {}
         for i, view in plan.loads.items():
             if plan.varies(view) or self.only_after(i):
                 continue
             if plan.column in view.labels:
-                if plan.schedule.kept:
+                if plan.keeps_vectors:
                     found[i] = [
                         self.read(view, tensors, Int32(0), p, place)
                         for p in range(self.chunks // self.piece)

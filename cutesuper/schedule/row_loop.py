@@ -29,6 +29,11 @@ LINE = 128
 SLICE = 8
 #: rows that a thread reads at a time where each block has a slice of all rows
 MAX_SLICE_ROWS = 4
+#: warps of a cluster that send what they have of a row to all blocks; of more, those of a block
+#: meet first
+MAX_SENDERS = 32
+#: columns of a vector that a thread keeps in registers
+MAX_VECTORS = 32
 
 
 @dataclass(frozen=True)
@@ -183,6 +188,13 @@ class RowLoopPlan:
         return next(n for n in range(max(1, 16 // s.vector), 0, -1) if s.chunks % n == 0)
 
     @property
+    def keeps_vectors(self) -> bool:
+        """Whether a thread keeps its columns of what is the same for all rows. Longer pieces are
+        read for every row, from L1: with 64 columns LayerNorm spilled 128 bytes."""
+        s = self.schedule
+        return s.kept and s.vector * s.chunks <= MAX_VECTORS
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return self.schedule.lanes * self.schedule.groups
@@ -206,6 +218,17 @@ class RowLoopPlan:
     def warps_per_row(self) -> int:
         """Warps of a block that share a row."""
         return ceil_div(self.schedule.lanes, 32)
+
+    @property
+    def meets_in_block(self) -> bool:
+        """Whether the warps of a block combine what they have of a row before the blocks of the
+        cluster do."""
+        return self.cluster > 1 and self.warps_per_row * self.cluster > MAX_SENDERS
+
+    @property
+    def senders(self) -> int:
+        """Values that everybody adds up for each reduction and row."""
+        return self.cluster * (1 if self.meets_in_block else self.warps_per_row)
 
     # ------------------------------------------------------------------------------------- sums
 
@@ -326,7 +349,8 @@ class RowLoopPlan:
     def slots(self) -> int:
         """fp32 values through which a tile's reductions travel, twice: tiles take turns."""
         count = sum(len(level.reductions) for level in self.levels)
-        return 2 * count * self.tile_rows * self.cluster * self.warps_per_row
+        own = self.warps_per_row if self.meets_in_block else 0
+        return 2 * count * self.tile_rows * (self.senders + own)
 
     @property
     def finish_bytes(self) -> int:
