@@ -16,6 +16,7 @@ from cutlass import Float32, Int32, Int64
 
 from cutesuper.device.math import DeviceMath
 from cutesuper.graph.block import LOAD, BlockOp
+from cutesuper.graph.dims import ceil_div
 from cutesuper.graph.operators import lookup
 from cutesuper.lower.common import ELEMENT, Extents, unravel
 from cutesuper.lower.row_exchange import Exchange, combine, total
@@ -25,6 +26,9 @@ from cutesuper.lower.row_tiles import Tiles
 from cutesuper.lower.statistics import NEUTRAL
 from cutesuper.schedule.plan import View
 from cutesuper.schedule.row_loop import RowLoopPlan, RowSum
+
+#: shared memory of an SM, and what the driver takes of it for a block
+SM_BYTES, BLOCK_BYTES = 228 * 1024, 1024
 
 
 class RowLoopKernel:
@@ -56,8 +60,10 @@ class RowLoopKernel:
         for d in plan.outer:
             blocks = blocks * self.extents.of(d, tensors)
         resident = plan.schedule.resident
-        # without the hint the driver gives shared memory for one block
-        carveout = {"preferred_smem_carveout": 100} if resident > 1 else {}
+        # without the hint the driver gives shared memory for one block. No more than they need:
+        # loads past shared memory, and vectors that are read for every row, go through the rest
+        percent = ceil_div(100 * resident * (plan.shared_bytes + BLOCK_BYTES), SM_BYTES)
+        carveout = {"preferred_smem_carveout": percent} if resident > 1 else {}
         self.kernel(tensors, scratch).launch(
             grid=(blocks, 1, 1),
             block=(plan.threads, 1, 1),

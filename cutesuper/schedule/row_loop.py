@@ -181,11 +181,22 @@ class RowLoopPlan:
     @property
     def piece(self) -> int:
         """Accesses of a row that a thread computes at a time: all that it keeps, or some 16
-        elements."""
+        elements, 8 beside sums over rows (LayerNorm backward with 32 columns of two sums spilled
+        32 bytes with 16)."""
         s = self.schedule
         if s.kept:
             return s.chunks
-        return next(n for n in range(max(1, 16 // s.vector), 0, -1) if s.chunks % n == 0)
+        most = max(1, (8 if self.sums else 16) // s.vector)
+        return next(n for n in range(most, 0, -1) if s.chunks % n == 0)
+
+    @property
+    def held(self) -> float:
+        """Registers of a thread for sums over rows, and for a tile of all operands that it keeps."""
+        s = self.schedule
+        vectors = self.vectors if s.vector * s.chunks <= MAX_VECTORS else ()
+        sizes = [s.depth * self.itemsize(self.loads[i]) for i in self.streamed]
+        sizes += [self.itemsize(self.loads[i]) for i in vectors]
+        return s.vector * s.chunks * (len(self.sums) + sum(sizes) / 4)
 
     @property
     def keeps_vectors(self) -> bool:
