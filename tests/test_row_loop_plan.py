@@ -580,12 +580,14 @@ def test_what_threads_read_past_the_last_row_is_there() -> None:
 
 
 def test_what_is_not_kept_is_computed_in_pieces() -> None:
-    """16 elements at a time, or what divides the accesses of a thread."""
+    """16 elements at a time, 8 beside sums, or what divides the accesses of a thread."""
     for length, chunks, piece in ((20480, 5, 1), (24576, 6, 2), (28672, 7, 1)):
         schedule = RowLoopSchedule(512, 8, chunks, 1, 1, 1, kept=False)
-        p = plan_case(rms_backward(4096, length, 132, 1), schedule=schedule)
-        check(p)
-        assert p.piece == piece
+        summed = plan_case(rms_backward(4096, length, 132, 1), schedule=schedule)
+        p = plan_case(softmax_forward(4096, length, 1), schedule=schedule)
+        for each, most in ((p, piece), (summed, 1)):
+            check(each)
+            assert each.piece == most
     assert plan_of(BACKWARD).piece == plan_of(BACKWARD).schedule.chunks
 
 
