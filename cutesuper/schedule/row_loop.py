@@ -191,7 +191,8 @@ class RowLoopPlan:
 
     @property
     def held(self) -> float:
-        """Registers of a thread for sums over rows, and for a tile of all operands that it keeps."""
+        """Registers of a thread for sums over rows, and for a tile of all operands if it keeps
+        one."""
         s = self.schedule
         vectors = self.vectors if s.vector * s.chunks <= MAX_VECTORS else ()
         sizes = [s.depth * self.itemsize(self.loads[i]) for i in self.streamed]

@@ -37,6 +37,9 @@ MAX_KEPT = 32
 #: the same at most, whatever the schedule
 MAX_HELD = 64
 MAX_THREADS = 512
+#: rows that a thread has at a time, each with values of its own: LayerNorm backward of 1001
+#: elements spilled 168 bytes with 16
+MAX_ROWS = 8
 #: 16-byte accesses of a thread, of all operands, where tiles come straight from memory
 MAX_ACCESSES = 8
 #: bytes of shared memory for exchanges and barriers
@@ -125,7 +128,9 @@ def _default_schedule(
     resident = 2 if plan.cluster > 1 and small and not plan.sums else 1
     walkers = plan.walkers or resident * _at_once(plan, target)
     fair = power_of_two(max(1, ceil_div(rows, walkers)))
-    tile_rows = max(1, min(_floor_power(STAGE_BYTES // row_bytes), fair, 128))
+    # without a ring nothing is asked for beside the tile: as much of it as two stages have
+    most = STAGE_BYTES if ring else 2 * STAGE_BYTES
+    tile_rows = max(1, min(_floor_power(most // row_bytes), fair, 128))
     threads = MAX_THREADS if row_bytes * tile_rows > STAGE_BYTES // 2 else MAX_THREADS // 2
     lanes = min(threads, power_of_two(ceil_div(pieces, 2)))
     if plan.sums and lanes < MAX_THREADS // 2:
@@ -135,7 +140,7 @@ def _default_schedule(
     groups = max(1, min(tile_rows, threads // lanes))
     depth = max(1, tile_rows // groups)
     if not ring:  # a thread asks for all of its rows at once
-        depth = max(1, min(depth, MAX_KEPT // (resident * vector * chunks)))
+        depth = max(1, min(depth, MAX_ROWS, MAX_KEPT // (resident * vector * chunks)))
     schedule = RowLoopSchedule(
         lanes, vector, chunks, groups, depth, 0, True, walkers, resident, False, dependent_launch
     )
