@@ -64,7 +64,7 @@ ROWS = RowRates(
     # takes; 16384 x 65536 in clusters of 8, 1093 visits: 2748, of which adding up 128 values for
     # each reduction (now 8) is an estimated third
     cluster_us=0.1,
-    # estimate: a block waits for its first loads and for its last stores, one after the other
+    # estimate: the first loads and the last stores, one after the other
     block_us=2.0,
 )
 
