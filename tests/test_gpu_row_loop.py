@@ -17,8 +17,10 @@ import torch
 
 pytest.importorskip("cutlass")
 
+import cutesuper as cs
 from cutesuper.graph.dims import Symbol
-from cutesuper.graph.dtypes import bfloat16, float16, float32
+from cutesuper.graph.dtypes import DType, bfloat16, float16, float32
+from cutesuper.graph.kernel import KernelGraph
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.scratch import ScratchMemory
 from cutesuper.schedule.row_loop import RowLoopPlan
@@ -101,7 +103,12 @@ FIXED: dict[str, Callable[[], Case]] = {
     "rms backward, 12 elements": lambda: rms_backward(70000, 12, 132, 4, dtype=float32),
     "rms backward, 2056 elements": lambda: rms_backward(777, 2056, 132, 2),
     "rms backward, read again": lambda: rms_backward(600, 28672, 132, 1),
+    "rms backward, threads with two rows": lambda: rms_backward(1001, 2048, 132, 4),
+    "rms backward, one tile a block": lambda: rms_backward(264, 4096, 132, 2),
+    "rms backward, fewer rows than blocks": lambda: rms_backward(1001, 1024, 132, 8),
     "layer norm backward": lambda: layer_norm_backward(1000, 4096, 128, 2),
+    "layer norm backward, read again": lambda: layer_norm_backward(99, 65536, 30, 1, cluster=4),
+    "layer norm backward, 8 blocks a row": lambda: layer_norm_backward(70, 65536, 15, 1, cluster=8),
     "layer norm backward, long rows": lambda: layer_norm_backward(512, 16384, 66, 1, cluster=2),
     "layer norm backward, float32": lambda: layer_norm_backward(99, 777, 33, 1, dtype=float32),
     "heads": lambda: per_head_backward(4096, 8, 128, 16, 32),
@@ -118,7 +125,11 @@ FIXED: dict[str, Callable[[], Case]] = {
     "causal softmax": lambda: causal_softmax(300, 1000),
     "softmax, long rows": lambda: softmax_forward(64, 131072, 8),
     "softmax, odd rows": lambda: softmax_forward(64, 100001, 8),
+    "softmax, 64 elements a thread": lambda: softmax_forward(200, 65536, 2),
+    "softmax, 64 elements in 8 blocks": lambda: softmax_forward(50, 262144, 8),
+    "softmax, float32": lambda: softmax_forward(70, 65536, 2, dtype=float32),
     "rms forward, long rows": lambda: rms_forward(20, 262144, 16),
+    "rms forward, weights read for every row": lambda: rms_forward(300, 65536, 2),
 }
 
 
@@ -140,6 +151,9 @@ SYMBOLIC: dict[str, tuple[Callable[[], Case], tuple[int, ...]]] = {
         lambda: rms_backward(M, 8192, 66, 1, cluster=2, dtype=float32), EXTENTS,
     ),
     "layer norm backward": (lambda: layer_norm_backward(M, 1024, 132, 8), (*EXTENTS, 70000)),
+    "layer norm backward, cluster": (
+        lambda: layer_norm_backward(M, 65536, 30, 1, cluster=4), EXTENTS[:-1],
+    ),
     "heads": (lambda: per_head_backward(M, 8, 128, 16, 32), EXTENTS),
     "batched": (lambda: batched_sum(M, 8, 512, 16, 8, dtype=float16), EXTENTS),
     "column sum": (lambda: column_sum(M, 1000, 132, 4), (*EXTENTS, 70000)),
@@ -183,6 +197,8 @@ SCHEDULES: dict[str, RowLoopSchedule] = {
     "a thread has four rows": RowLoopSchedule(128, 8, 1, 1, depth=4, blocks=125),
     "a warp has four rows": RowLoopSchedule(8, 8, 16, 4, stages=2, kept=False, blocks=125),
     "not kept": RowLoopSchedule(32, 8, 4, 4, kept=False, blocks=125),
+    "not kept, one group": RowLoopSchedule(128, 8, 1, 1, stages=3, kept=False, blocks=125),
+    "16 KB in a stage": RowLoopSchedule(64, 8, 2, 4, depth=1, stages=3, blocks=125),
     "straight": RowLoopSchedule(64, 4, 4, 4, stages=0, blocks=125),
     "sliced": RowLoopSchedule(128, 8, 1, 2, depth=2, stages=0, blocks=125, sliced=True),
 }
@@ -192,6 +208,55 @@ SCHEDULES: dict[str, RowLoopSchedule] = {
 def test_schedules(name: str) -> None:
     kernel = row_kernel(rms_backward(1001, 1024, 125, 2), schedule=SCHEDULES[name])
     same_bits(kernel, zoo.draw(kernel.graph, 1, "cuda"))
+
+
+# ---------------------------------------------------------------------------------- resident rows
+
+
+def normalized(n: int, dtype: DType) -> KernelGraph:
+    """LayerNorm, which reads two vectors beside the row."""
+    g = cs.new_kernel_graph()
+    x, w, b = g.new_input((M, n), dtype), g.new_input((n,), dtype), g.new_input((n,), dtype)
+    g.mark_output(g.layer_norm(x, w, b))
+    return g
+
+
+def gated(n: int, dtype: DType) -> KernelGraph:
+    """Element-wise: blocks have strips of a row."""
+    g = cs.new_kernel_graph()
+    x, y = (g.new_input((M, n), dtype) for _ in range(2))
+    g.mark_output(g.silu(x) * y)
+    return g
+
+
+def scores(n: int, dtype: DType) -> KernelGraph:
+    """Softmax, which needs the row twice."""
+    g = cs.new_kernel_graph()
+    g.mark_output(g.softmax(g.new_input((M, n), dtype)))
+    return g
+
+
+RESIDENT: dict[str, Callable[[], KernelGraph]] = {
+    "layer norm, two blocks of 512": lambda: normalized(16384, bfloat16),
+    "layer norm, 12296 elements": lambda: normalized(12296, float16),
+    "layer norm, vectors after the row": lambda: normalized(4096, bfloat16),
+    "layer norm, float32": lambda: normalized(16384, float32),
+    "softmax, two blocks of 512": lambda: scores(16384, bfloat16),
+    "softmax, odd": lambda: scores(9999, bfloat16),
+    "strips of 2048": lambda: gated(14336, bfloat16),
+    "strips of 1024": lambda: gated(5120, float16),
+    "strips that end late": lambda: gated(11000, float32),
+    "odd strips": lambda: gated(3001, bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", RESIDENT)
+def test_resident_rows(name: str) -> None:
+    kernel = cs.superoptimize(RESIDENT[name](), tuned=False)
+    for seed, m in enumerate((1, 2, 133, 1000)):
+        inputs = zoo.draw(kernel.graph, seed, "cuda", {"M": m})
+        first = check(kernel, inputs)
+        assert same(run(kernel, inputs), first)
 
 
 # --------------------------------------------------------------------------------- many launches

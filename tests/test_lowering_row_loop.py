@@ -88,10 +88,11 @@ def check(plan: RowLoopPlan) -> Artifact:
 
 def check_instructions(plan: RowLoopPlan, found: Any) -> None:
     """Bulk loads for a ring, pushes for a cluster, two atomic additions where blocks meet, none
-    otherwise."""
+    otherwise. Blocks without any tile may leave their sums in code of their own."""
     assert (found.get("UBLKCP", 0) > 0) == (plan.schedule.stages > 0)
     assert (found.get("STAS", 0) > 0) == (plan.cluster > 1)
-    assert found.get("ATOMG", 0) == (2 if plan.meets else 0)
+    least = 2 if plan.meets else 0
+    assert least <= found.get("ATOMG", 0) <= least + plan.leaves_early
     for name in ("LDL", "STL", "ATOM", "RED", "REDUX", "UTMALDG"):
         assert name not in found
 

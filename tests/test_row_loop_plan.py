@@ -580,13 +580,58 @@ def test_what_threads_read_past_the_last_row_is_there() -> None:
 
 
 def test_what_is_not_kept_is_computed_in_pieces() -> None:
-    """16 elements at a time, or what divides the accesses of a thread."""
+    """16 elements at a time, 8 beside sums, or what divides the accesses of a thread."""
     for length, chunks, piece in ((20480, 5, 1), (24576, 6, 2), (28672, 7, 1)):
         schedule = RowLoopSchedule(512, 8, chunks, 1, 1, 1, kept=False)
-        p = plan_case(rms_backward(4096, length, 132, 1), schedule=schedule)
-        check(p)
-        assert p.piece == piece
+        summed = plan_case(rms_backward(4096, length, 132, 1), schedule=schedule)
+        p = plan_case(softmax_forward(4096, length, 1), schedule=schedule)
+        for each, most in ((p, piece), (summed, 1)):
+            check(each)
+            assert each.piece == most
     assert plan_of(BACKWARD).piece == plan_of(BACKWARD).schedule.chunks
+
+
+def test_sums_leave_before_results_that_follow() -> None:
+    """Where something follows them, and where nobody reads the ring through which groups meet."""
+    assert plan_of(BACKWARD).leaves_early
+    assert not plan_of("column sum").leaves_early  # nothing follows
+    assert not plan_of("rms backward, few rows").leaves_early  # blocks do not meet
+    again = RowLoopSchedule(32, 8, 4, 4, kept=False, blocks=125)
+    assert not plan_case(rms_backward(1001, 1024, 125, 2), schedule=again).leaves_early
+    alone = RowLoopSchedule(128, 8, 1, 1, kept=False, blocks=125)
+    assert plan_case(rms_backward(1001, 1024, 125, 2), schedule=alone).leaves_early
+
+
+@pytest.mark.parametrize(("cluster", "first", "senders"), [(1, False, 16), (2, False, 32),
+                                                           (4, True, 4), (8, True, 8)])
+def test_large_clusters_meet_in_their_blocks_first(
+    cluster: int, first: bool, senders: int
+) -> None:
+    """Everybody adds up 32 values at most."""
+    p = plan_case(layer_norm_backward(600, 8192 * cluster, 15, 1, cluster=cluster))
+    check(p)
+    assert p.warps_per_row == 16
+    assert (p.meets_in_block, p.senders) == (first, senders)
+    count = sum(len(level.reductions) for level in p.levels)
+    assert p.slots == 2 * count * (senders + 16 * first)
+
+
+def test_what_a_thread_keeps() -> None:
+    """Tiles and sums in 80 registers of 128; vectors of 32 elements."""
+    softmax = plan_case(softmax_forward(M, 65536, 2))
+    assert softmax.schedule.kept and softmax.schedule.vector * softmax.schedule.chunks == 64
+    weighted = plan_case(rms_forward(M, 65536, 2))
+    assert weighted.schedule.kept and not weighted.keeps_vectors
+    assert plan_of(BACKWARD).keeps_vectors
+    summed = plan_case(layer_norm_backward(M, 65536, 30, 1, cluster=4))
+    assert not summed.schedule.kept and summed.schedule.stages == 3
+    assert replace(summed, schedule=replace(summed.schedule, kept=True)).held == 112
+
+
+def test_short_rows_that_are_summed_have_few_groups() -> None:
+    for n, lanes, groups, depth in ((1024, 64, 4, 2), (2048, 128, 2, 2), (4096, 256, 2, 1)):
+        s = plan_case(rms_backward(M, n, 132, 2)).schedule
+        assert (s.lanes, s.groups, s.depth) == (lanes, groups, depth)
 
 
 def test_keys_and_code_do_not_see_hints() -> None:

@@ -609,3 +609,45 @@ def test_row_keys_see_attributes() -> None:
         return make_plan(b.step(), specs({"X": (16, 512), "Z": (16, 512)}), H200).key
 
     assert key(0.0) != key(-1.0)
+
+
+@pytest.mark.parametrize(("n", "lanes", "strips"), [(14336, 128, 7), (5120, 64, 5), (4096, 256, 1),
+                                                    (8192, 256, 2), (11008, 64, 11)])
+def test_strips_end_where_the_row_does(n: int, lanes: int, strips: int) -> None:
+    p = rows_plan(4096, n, "exp")
+    s = p.schedule
+    assert (s.lanes, -(-n // p.width)) == (lanes, strips)
+    assert s.lanes * s.rows >= 128
+
+
+def centered(n: int, dtype: str = "float16") -> RowPlan:
+    """Rows less their mean, with two vectors."""
+    b = Block({"M": 64, "N": n}, {"M.grid": 64}, {"M": 1, "N": n})
+    x, w, c = b.load("x", "M", "N"), b.load("w", "N"), b.load("c", "N")
+    y = b.op("sub", x, b.op("mean", x, over="N"))
+    b.store("y", b.op("add", b.op("mul", y, w), c), "M", "N")
+    shapes = {"x": (64, n), "w": (n,), "c": (n,), "y": (64, n)}
+    p = make_plan(b.step("rows"), specs(shapes, dtype), H200)
+    assert isinstance(p, RowPlan)
+    return p
+
+
+def test_two_large_blocks_share_an_sm() -> None:
+    """With 64 registers each; not where what is loaded needs more."""
+    p = rows_plan(4096, 16384, norm=True)
+    assert (p.threads, p.schedule.chunks, p.resident) == (512, 4, 2)
+    assert p.resident * p.threads * 64 == H200.registers
+    assert centered(16384).resident == 2
+    assert centered(16384, "float32").resident == 0
+    assert rows_plan(4096, 4096, norm=True).resident == 0
+
+
+def test_vectors_are_loaded_late_where_they_take_registers() -> None:
+    """LayerNorm, with two vectors: after the row's reductions, so that more blocks share an SM."""
+    p = centered(4096)
+    vectors = [i for i, v in p.loads.items() if "M" not in v.labels]
+    assert len(vectors) == 2
+    assert p.order.index(p.reductions[0]) < min(map(p.order.index, vectors))
+    narrow = rows_plan(64, 4096, norm=True)
+    loads = [i for i in narrow.order if i in narrow.loads]
+    assert list(narrow.order[: len(loads)]) == loads

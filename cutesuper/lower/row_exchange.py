@@ -1,8 +1,12 @@
 """How reductions along a row travel: shuffles, then slots of all warps and blocks that share it.
 
 Every warp writes (or, in a cluster, sends to every block) one value for each reduction and row, and
-everybody adds up all of them in the same order. There are two sets of slots, for even and odd
-tiles, so one barrier a level does: who writes a set again has passed the barrier in between.
+everybody adds up all of them in the same order. In larger clusters the warps of a block meet first,
+and one of them sends what the block has: 8 blocks of 16 warps would send 128 values to each block,
+which 512 threads would all add up (a third of the instructions of LayerNorm's backward pass).
+
+There are two sets of slots, for even and odd tiles, so one barrier a level does: who writes a set
+again has passed the barrier in between.
 """
 
 from __future__ import annotations
@@ -27,11 +31,13 @@ class Exchange:
         self.k = kernel
         plan = self.plan = kernel.plan
         self.warps = plan.warps_per_row
-        self.senders = self.warps * plan.cluster
+        self.senders = plan.senders
         counts = [len(level.reductions) for level in plan.levels]
         #: slots before those of each level, in values of rows
         self.before = [sum(counts[:n]) for n in range(len(counts))]
-        self.each = sum(counts) * plan.tile_rows * self.senders
+        self.values = sum(counts) * plan.tile_rows
+        #: slots of a set: of the warps of this block, where they meet first, behind those of all
+        self.each = self.values * (self.senders + self.warps * plan.meets_in_block)
 
     @cute.jit
     def start_barriers(self, smem, tidx):
@@ -60,17 +66,32 @@ class Exchange:
         everybody in the block has, and has read its tile."""
         plan, k = self.plan, self.k
         reduced = {key: self.warp(k.kind(key[0]), x) for key, x in partial.items()}
+        warp = (place["lane"] // 32) % self.warps
         if self.senders > 1:
             for (i, r), x in reduced.items():
                 base = self.slot(n, i, r, it, smem, place)
-                warp = (place["lane"] // 32) % self.warps
-                if plan.cluster > 1:
+                if plan.meets_in_block:
+                    self.put(self.block_slot(n, i, r, it, smem, place) + warp, x, place)
+                elif plan.cluster > 1:
                     self.send(base + place["rank"] * self.warps + warp, x, n, it, smem, place)
                 else:
                     self.put(base + warp, x, place)
-        if (n == 0 and k.tiles.stages) or (self.senders > 1 and plan.cluster == 1):
+        alone = plan.cluster == 1 or plan.meets_in_block
+        if (n == 0 and k.tiles.stages) or (self.senders > 1 and alone):
             cute.arch.sync_threads()
+        if plan.meets_in_block:
+            for index, (i, r) in enumerate(reduced):
+                self.send_block(n, i, r, it, warp == index % self.warps, smem, place)
         return reduced
+
+    @cute.jit
+    def send_block(self, n: cutlass.Constexpr, i: cutlass.Constexpr, r: cutlass.Constexpr, it,
+                   mine, smem, place):
+        """What all warps of this block have, to all blocks, by one warp."""
+        if mine:
+            kind = self.k.kind(i)
+            x = self.add(kind, self.block_slot(n, i, r, it, smem, place), self.warps)
+            self.send(self.slot(n, i, r, it, smem, place) + place["rank"], x, n, it, smem, place)
 
     def gather(self, n: int, it: Any, reduced: dict[tuple[int, int], Any], smem: dict[str, Any],
                place: dict[str, Any]) -> dict[tuple[int, int], Any]:
@@ -80,7 +101,9 @@ class Exchange:
         if self.plan.cluster > 1:
             cute.arch.mbarrier_wait(smem["reduced"] + (2 * n + it % 2), (it // 2) % 2)
         return {
-            (i, r): self.add(self.k.kind(i), self.slot(n, i, r, it, smem, place))
+            (i, r): self.add(
+                self.k.kind(i), self.slot(n, i, r, it, smem, place), self.senders
+            )
             for i, r in reduced
         }
 
@@ -95,10 +118,19 @@ class Exchange:
     def slot(self, n: int, i: int, r: int, it: Any, smem: dict[str, Any],
              place: dict[str, Any]) -> cute.Pointer:
         """Where the values of a reduction and row are."""
-        index = self.before[n] + self.plan.levels[n].reductions.index(i)
-        local = place["group"] * self.plan.schedule.depth + r
-        at = (index * self.plan.tile_rows + local) * self.senders
+        at = self.value_of(n, i, r, place) * self.senders
         return smem["slots"] + ((it % 2) * self.each + at)
+
+    def block_slot(self, n: int, i: int, r: int, it: Any, smem: dict[str, Any],
+                   place: dict[str, Any]) -> cute.Pointer:
+        """The same of the warps of this block, which only they write."""
+        at = self.values * self.senders + self.value_of(n, i, r, place) * self.warps
+        return smem["slots"] + ((it % 2) * self.each + at)
+
+    def value_of(self, n: int, i: int, r: int, place: dict[str, Any]) -> Any:
+        """The number of a reduction and row."""
+        index = self.before[n] + self.plan.levels[n].reductions.index(i)
+        return index * self.plan.tile_rows + place["group"] * self.plan.schedule.depth + r
 
     @cute.jit
     def put(self, slot, value, place):
@@ -118,15 +150,15 @@ class Exchange:
         if sends:
             push(slot, (float_bits(value),), smem["reduced"] + (2 * n + it % 2), peer)
 
-    def add(self, kind: str, slot: cute.Pointer) -> Any:
-        """Combine the values of all senders, in their order."""
-        wide = next(n for n in (4, 2, 1) if self.senders % n == 0)
-        registers = cute.make_rmem_tensor(cute.make_layout(self.senders), Float32)
-        for s in range(0, self.senders, wide):
+    def add(self, kind: str, slot: cute.Pointer, count: int) -> Any:
+        """Combine ``count`` values, in their order."""
+        wide = next(n for n in (4, 2, 1) if count % n == 0)
+        registers = cute.make_rmem_tensor(cute.make_layout(count), Float32)
+        for s in range(0, count, wide):
             source = cute.make_tensor((slot + s).align(4 * wide), cute.make_layout(wide))
             cute.autovec_copy(source, cute.make_tensor(registers.iterator + s,
                                                        cute.make_layout(wide)))
-        return tree(kind, [registers[s] for s in range(self.senders)])
+        return tree(kind, [registers[s] for s in range(count)])
 
 
 def combine(kind: str, a: Any, b: Any) -> Any:

@@ -47,8 +47,8 @@ class Finish:
         self.rows_left = plan.threads // max(32, self.across)
 
     @cute.jit
-    def run(self, sums, smem, tensors, scratch, place):
-        """From the registers of all blocks to memory."""
+    def leave_all(self, sums, smem, scratch, place):
+        """From the registers of this block to device memory, and say so."""
         partials, counters = scratch
         memory = cute.recast_ptr(smem["ring"], dtype=Float32)
         for s in cutlass.range_constexpr(len(self.plan.sums)):
@@ -56,6 +56,15 @@ class Finish:
             if cutlass.const_expr(not self.plan.has_columns(self.plan.sums[s])):
                 acc = self.as_columns(acc[0], self.plan.sums[s].op, place)
             self.leave(s, acc, memory, partials, place)
+        cute.arch.sync_threads()
+        if place["thread"] == 0:
+            cute.arch.atomic_add(counters.iterator, Int32(1), sem="release", scope="gpu")
+
+    @cute.jit
+    def run(self, smem, tensors, scratch, place):
+        """Wait for all blocks, then add up some columns."""
+        partials, counters = scratch
+        memory = cute.recast_ptr(smem["ring"], dtype=Float32)
         self.meet(counters, place)
         plan = self.plan
         slices = ceil_div(plan.length, plan.slice_columns)
@@ -136,10 +145,8 @@ class Finish:
         All blocks are resident: the launch is cooperative.
         """
         blocks = self.plan.grid_blocks
-        cute.arch.sync_threads()
         if place["thread"] == 0:
             here = counters.iterator
-            cute.arch.atomic_add(here, Int32(1), sem="release", scope="gpu")
             seen = Int32(0)
             while seen < blocks:
                 seen = cute.arch.load(here, Int32, sem="relaxed", scope="gpu")

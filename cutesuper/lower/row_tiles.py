@@ -87,6 +87,8 @@ class Tiles:
                     lanes = 32 if cutlass.const_expr(self.async_scalars) else 0
                     cute.arch.mbarrier_init(smem["full"] + s, 1 + lanes)
                 cute.arch.mbarrier_init_fence()
+            # the lanes that fill the ring may arrive at these before the block meets
+            cute.arch.sync_warp()
 
     def everybody_has_read(self) -> None:
         """Before a stage is filled again."""

@@ -12,12 +12,15 @@ from cutlass import Float32, Int32
 
 from cutesuper.device.math import DeviceMath, nan_max
 from cutesuper.graph.block import LOAD
-from cutesuper.graph.dims import extent
+from cutesuper.graph.dims import ceil_div, extent
 from cutesuper.graph.operators import lookup
 from cutesuper.lower.common import ELEMENT, Extents
 from cutesuper.lower.statistics import NEUTRAL
 from cutesuper.schedule.plan import View
 from cutesuper.schedule.rows import RowPlan
+
+#: percent of an SM's shared memory that two blocks without a ring need at most, the rest is L1
+CARVEOUT = 10
 
 
 class RowKernel:
@@ -31,6 +34,9 @@ class RowKernel:
         self.length = extent(plan.program.dims[plan.column])
         self.ragged = self.length % plan.width != 0 or self.length < plan.width
         self.row_blocks_of = s.rows
+        self.strips = ceil_div(self.length, plan.width)
+        #: neighbouring blocks take what is neighbouring in memory
+        self.rows_first = s.interleaved or self.strips == 1
         written = [a.dtype for a in plan.arguments if a.written]
         self.math = DeviceMath(fast="float32" not in written)
 
@@ -38,12 +44,17 @@ class RowKernel:
     def __call__(self, *args):
         """Arguments are the plan's tensors in order, then the stream."""
         tensors, stream = list(args[:-1]), args[-1]
-        columns = -(-self.length // self.plan.width)
+        rows = cute.ceil_div(self.row_count(tensors), self.row_blocks_of)
+        # the driver has no need to ask how much shared memory the blocks of an SM take
+        resident = self.plan.resident
+        more = {"preferred_smem_carveout": CARVEOUT} if resident else {}
         self.kernel(tensors).launch(
-            grid=(cute.ceil_div(self.row_count(tensors), self.row_blocks_of), columns, 1),
+            grid=(rows, self.strips, 1) if self.rows_first else (rows * self.strips, 1, 1),
             block=(self.plan.threads, 1, 1),
             stream=stream,
             use_pdl=self.plan.schedule.dependent_launch,
+            min_blocks_per_mp=resident,
+            **more,
         )
 
     def row_count(self, tensors: list[cute.Tensor]) -> Any:
@@ -58,6 +69,8 @@ class RowKernel:
         plan = self.plan
         tidx, _, _ = cute.arch.thread_idx()
         bx, by, _ = cute.arch.block_idx()
+        if cutlass.const_expr(not self.rows_first):
+            bx, by = bx // self.strips, bx % self.strips
         if cutlass.const_expr(plan.schedule.dependent_launch):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()

@@ -29,6 +29,11 @@ LINE = 128
 SLICE = 8
 #: rows that a thread reads at a time where each block has a slice of all rows
 MAX_SLICE_ROWS = 4
+#: warps of a cluster that send what they have of a row to all blocks; of more, those of a block
+#: meet first
+MAX_SENDERS = 32
+#: columns of a vector that a thread keeps in registers
+MAX_VECTORS = 32
 
 
 @dataclass(frozen=True)
@@ -176,11 +181,30 @@ class RowLoopPlan:
     @property
     def piece(self) -> int:
         """Accesses of a row that a thread computes at a time: all that it keeps, or some 16
-        elements."""
+        elements, 8 beside sums over rows (LayerNorm backward with 32 columns of two sums spilled
+        32 bytes with 16)."""
         s = self.schedule
         if s.kept:
             return s.chunks
-        return next(n for n in range(max(1, 16 // s.vector), 0, -1) if s.chunks % n == 0)
+        most = max(1, (8 if self.sums else 16) // s.vector)
+        return next(n for n in range(most, 0, -1) if s.chunks % n == 0)
+
+    @property
+    def held(self) -> float:
+        """Registers of a thread for sums over rows, and for a tile of all operands if it keeps
+        one."""
+        s = self.schedule
+        vectors = self.vectors if s.vector * s.chunks <= MAX_VECTORS else ()
+        sizes = [s.depth * self.itemsize(self.loads[i]) for i in self.streamed]
+        sizes += [self.itemsize(self.loads[i]) for i in vectors]
+        return s.vector * s.chunks * (len(self.sums) + sum(sizes) / 4)
+
+    @property
+    def keeps_vectors(self) -> bool:
+        """Whether a thread keeps its columns of what is the same for all rows. Longer pieces are
+        read for every row, from L1: with 64 columns LayerNorm spilled 128 bytes."""
+        s = self.schedule
+        return s.kept and s.vector * s.chunks <= MAX_VECTORS
 
     @property
     def threads(self) -> int:
@@ -207,12 +231,35 @@ class RowLoopPlan:
         """Warps of a block that share a row."""
         return ceil_div(self.schedule.lanes, 32)
 
+    @property
+    def meets_in_block(self) -> bool:
+        """Whether the warps of a block combine what they have of a row before the blocks of the
+        cluster do."""
+        return self.cluster > 1 and self.warps_per_row * self.cluster > MAX_SENDERS
+
+    @property
+    def senders(self) -> int:
+        """Values that everybody adds up for each reduction and row."""
+        return self.cluster * (1 if self.meets_in_block else self.warps_per_row)
+
     # ------------------------------------------------------------------------------------- sums
 
     @property
     def meets(self) -> bool:
         """Whether blocks of the grid meet."""
         return bool(self.sums) and not self.schedule.sliced
+
+    @property
+    def last_sum(self) -> int:
+        """The level at which the last source of a sum is known."""
+        return max((n for n, level in enumerate(self.levels) if level.sums), default=0)
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether sums leave a block before the results of its last tile are stored: something
+        follows them, and nobody reads the ring any more, through which groups add up theirs."""
+        s = self.schedule
+        return self.meets and self.last_sum + 1 < len(self.levels) and (s.kept or s.groups == 1)
 
     def has_columns(self, s: RowSum) -> bool:
         """Whether a sum is of whole rows, not of one value of each."""
@@ -314,7 +361,8 @@ class RowLoopPlan:
     def slots(self) -> int:
         """fp32 values through which a tile's reductions travel, twice: tiles take turns."""
         count = sum(len(level.reductions) for level in self.levels)
-        return 2 * count * self.tile_rows * self.cluster * self.warps_per_row
+        own = self.warps_per_row if self.meets_in_block else 0
+        return 2 * count * self.tile_rows * (self.senders + own)
 
     @property
     def finish_bytes(self) -> int:

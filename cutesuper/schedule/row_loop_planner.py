@@ -27,12 +27,19 @@ from cutesuper.schedule.schedule import RowLoopSchedule
 #: bytes of a tile, of all operands: two such stages were best for every shape from 25 MB on
 #: (4096x4096 backward 29.3 us; 31.1 with three, 31.4 with four)
 STAGE_BYTES = 32 * 1024
-#: 16-bit elements of a row that a thread keeps in registers, for each operand; longer pieces are
-#: read again from shared memory
+#: registers of an SM for tiles that threads keep and for sums over rows, 5 of 8: longer tiles are
+#: read again from shared memory. LayerNorm backward with 32 columns a thread has 112 of 128 and
+#: spilled 248 bytes
+KEPT_REGISTERS = 40 * 1024
+#: elements of a row that a thread has in slices of all rows, or where tiles come straight from
+#: memory to threads that have several rows
 MAX_KEPT = 32
 #: the same at most, whatever the schedule
 MAX_HELD = 64
 MAX_THREADS = 512
+#: rows that a thread has at a time, each with values of its own: LayerNorm backward of 1001
+#: elements spilled 168 bytes with 16
+MAX_ROWS = 8
 #: 16-byte accesses of a thread, of all operands, where tiles come straight from memory
 MAX_ACCESSES = 8
 #: bytes of shared memory for exchanges and barriers
@@ -121,24 +128,32 @@ def _default_schedule(
     resident = 2 if plan.cluster > 1 and small and not plan.sums else 1
     walkers = plan.walkers or resident * _at_once(plan, target)
     fair = power_of_two(max(1, ceil_div(rows, walkers)))
-    tile_rows = max(1, min(_floor_power(STAGE_BYTES // row_bytes), fair, 128))
+    # without a ring nothing is asked for beside the tile: as much of it as two stages have
+    most = STAGE_BYTES if ring else 2 * STAGE_BYTES
+    tile_rows = max(1, min(_floor_power(most // row_bytes), fair, 128))
     threads = MAX_THREADS if row_bytes * tile_rows > STAGE_BYTES // 2 else MAX_THREADS // 2
     lanes = min(threads, power_of_two(ceil_div(pieces, 2)))
+    if plan.sums and lanes < MAX_THREADS // 2:
+        # fewer groups whose sums meet: the prototype of 4096x2048 took 16.2 us with 256 threads
+        threads = MAX_THREADS // 2
     chunks = ceil_div(pieces, lanes)
     groups = max(1, min(tile_rows, threads // lanes))
     depth = max(1, tile_rows // groups)
     if not ring:  # a thread asks for all of its rows at once
-        depth = max(1, min(depth, MAX_KEPT // (resident * vector * chunks)))
-    kept = vector * chunks <= MAX_KEPT
-    stages = 0
-    if ring:
-        stage = groups * depth * row_bytes
-        room = (target.shared_bytes - RESERVED) // (resident * stage)
-        stages = max(1, min(room, max(2, 2 * STAGE_BYTES // stage), 3))
-    return RowLoopSchedule(
-        lanes, vector, chunks, groups, depth, stages, kept or not ring, walkers, resident, False,
-        dependent_launch,
+        depth = max(1, min(depth, MAX_ROWS, MAX_KEPT // (resident * vector * chunks)))
+    schedule = RowLoopSchedule(
+        lanes, vector, chunks, groups, depth, 0, True, walkers, resident, False, dependent_launch
     )
+    if not ring:
+        return schedule
+    held = replace(plan, schedule=schedule).held * resident * lanes * groups
+    kept = held <= KEPT_REGISTERS and vector * chunks * depth <= MAX_HELD
+    stage = groups * depth * row_bytes
+    room = (target.shared_bytes - RESERVED) // (resident * stage)
+    # what is read again leaves its stage late
+    least = 2 if kept else 3
+    stages = max(1, min(room, max(least, 2 * STAGE_BYTES // stage), 3))
+    return replace(schedule, stages=stages, kept=kept)
 
 
 def _whole_warps(plan: RowLoopPlan, s: RowLoopSchedule) -> RowLoopSchedule:

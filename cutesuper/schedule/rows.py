@@ -7,6 +7,7 @@ best contiguous in memory; strided ones work too, and tensors may be stored in d
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd, prod
 
@@ -20,6 +21,13 @@ from cutesuper.graph.target import Target
 from cutesuper.schedule.plan import Argument, Scratch, View, arguments_of, content_key, view_of
 from cutesuper.schedule.schedule import RowSchedule
 
+#: threads of a block of which two share an SM, with 64 registers each
+LARGE = 512
+#: elements of a row that a thread of these has
+LARGE_HELD = 32
+#: bytes of a thread, of all rows that are loaded, for which 64 registers are enough: LayerNorm with
+#: 32 elements, two vectors beside the row, needs all of them
+MAX_LOADED = 192
 #: longest strided rows that are read coalesced: 32 threads along the row, 64 elements each
 MAX_STRIDED = 32 * MAX_PER_THREAD
 
@@ -56,6 +64,17 @@ class RowPlan:
     def threads(self) -> int:
         """Threads of a block."""
         return self.schedule.lanes * self.schedule.rows
+
+    @property
+    def resident(self) -> int:
+        """Blocks that the compiler leaves registers for; 0: as many as it likes.
+
+        A large block alone on an SM waits for its loads, then for its stores: 4096x16384 forward
+        took 93.8 us with 512 threads, which had more than 64 registers.
+        """
+        held = self.schedule.vector * self.schedule.chunks
+        few = loaded_bytes(held, self.column, self.arguments, self.loads.values()) <= MAX_LOADED
+        return 2 if self.threads == LARGE and held <= LARGE_HELD and few else 0
 
     @property
     def width(self) -> int:
@@ -121,6 +140,14 @@ def plan_rows(
     return RowPlan(
         program, arguments, column, rows, loads, stores, reductions, order, inverted, schedule
     )
+
+
+def loaded_bytes(
+    held: int, column: str, arguments: tuple[Argument, ...], views: Iterable[View]
+) -> int:
+    """Bytes of ``held`` elements of every tensor that has the column."""
+    sizes = (as_dtype(arguments[v.argument].dtype).itemsize for v in views if column in v.labels)
+    return held * sum(sizes)
 
 
 def lookup_reduces(kind: str) -> bool:
@@ -194,12 +221,17 @@ def _strided(views: list[View], column: str) -> list[View]:
 def _order(
     program: BlockProgram, reductions: tuple[int, ...], schedule: RowSchedule
 ) -> tuple[int, ...]:
-    """All loads first, so that they overlap; where a thread holds more than half of what it may,
-    reductions and what they need first, then the rest (RMSNorm of 32768 elements spilled because
-    its weight was held in registers during the reduction)."""
+    """All loads first, so that they overlap. Where these are more elements than a thread may hold
+    of one, or registers are for two large blocks, reductions and what they need first, then the
+    rest, so that more blocks share an SM: LayerNorm of 4096 elements needs 78 registers, with its
+    vectors loaded first 118, and 6 blocks are 48 KB in flight where 4 are 32. (RMSNorm of 32768
+    elements spilled.)"""
     count = range(len(program.ops))
     work = [i for i in count if program.ops[i].kind != STORE]
-    if schedule.vector * schedule.chunks <= MAX_PER_THREAD // 2:
+    held = schedule.vector * schedule.chunks
+    loads = sum(op.kind == LOAD for op in program.ops)
+    small = schedule.lanes * schedule.rows < LARGE and held * loads <= MAX_PER_THREAD
+    if not reductions or small:
         return tuple(sorted(work, key=lambda i: program.ops[i].kind != LOAD))
     found: dict[int, None] = {}
 
@@ -282,15 +314,19 @@ def _default_schedule(
         lanes = min(8, power_of_two(ceil_div(length, vector)))
         chunks = min(2, ceil_div(length, lanes * vector))
         return RowSchedule(lanes, vector, chunks, 32, True, dependent_launch)
-    # four 16-byte accesses in flight per thread and tensor; fewer threads hold longer rows. Twice
-    # as many in long ones: 4096x16384 takes 71.7 us with 256 threads and 8 accesses, 93.8 with 512
-    # and 4; 4096x8192 36.3 and 35.5
-    per_thread = (4 if length <= MAX_ROW // 4 else 8) if reduces else 2
+    # four 16-byte accesses in flight per thread and tensor; fewer threads hold longer rows
+    per_thread = 4 if reduces else 2
+    if reduces and length > MAX_ROW // 4:
+        # twice as many in long ones, unless two blocks of 512 threads share an SM: 4096x16384 took
+        # 71.7 us with 256 threads and 8 accesses, 93.8 with one block of 512 and 4
+        loads = views[:-len(list(program.stores()))]
+        few = loaded_bytes(LARGE_HELD, column, arguments, loads) <= MAX_LOADED
+        per_thread = LARGE_HELD // vector if few else 8
     # the longest rows take 512 threads of 128 registers, which leaves more of them for addresses:
     # LayerNorm of 32768 elements spilled 62 registers with 1024 threads of 64, with 512 it spills 6
     most = MAX_THREADS if length <= MAX_ROW // 2 else MAX_THREADS // 2
     lanes = min(most, power_of_two(ceil_div(length, vector * per_thread)))
-    lanes = lanes if reduces else min(lanes, 256)
+    lanes = lanes if reduces else _strip(length, vector, min(lanes, 256))
     chunks = ceil_div(length, lanes * vector)
     chunks = chunks if reduces else min(per_thread, chunks)
     # full warps, 128 threads or more, but not fewer blocks than SMs
@@ -298,6 +334,17 @@ def _default_schedule(
     while rows > max(1, 32 // lanes) and ceil_div(total, rows) < target.sms:
         rows //= 2
     return RowSchedule(lanes, vector, chunks, rows, False, dependent_launch)
+
+
+def _strip(length: int, vector: int, lanes: int) -> int:
+    """Lanes of blocks that divide rows of an element-wise program into strips, so that the last one
+    reaches past the end as little as possible: 4096x14336 in strips of 4096 elements, the last one
+    half empty, took 90.6 us where the memory takes 81.4."""
+    def covered(n: int) -> int:
+        strip = n * vector * min(2, ceil_div(length, n * vector))
+        return ceil_div(length, strip) * strip
+
+    return min((lanes, max(32, lanes // 2), max(32, lanes // 4)), key=lambda n: (covered(n), -n))
 
 
 def power_of_two(n: int) -> int:

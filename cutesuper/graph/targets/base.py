@@ -50,8 +50,8 @@ class RowRates:
         visit_us: what hides behind nothing in a visit: the exchanges of a reduction.
         deep: what memory takes longer with more than two stages of 32 KB in flight.
         finish_us: combining over the grid: a barrier, and the partial results.
-        cluster_us: an exchange of the blocks of a cluster.
-        block_us: first loads and last stores of a block of a cluster that has one row.
+        cluster_us: what a block waits for each other block of its cluster in an exchange.
+        block_us: first loads and last stores of a cluster.
     """
 
     start_us: float

@@ -60,9 +60,11 @@ ROWS = RowRates(
     # 4096 x 4096: 31.2 with the sum over the rows, 29.6 without; 4096 x 1024: 12.4 and 10.1, where
     # there is a quarter of the partial results; 0.4 less if they leave before the last rows do
     finish_us=1.5,
-    # 4096 x 16384 in clusters of 2, 62 visits: 101.6, 92.6 of them the memory
-    cluster_us=0.04,
-    # estimate: a block waits for its first loads and for its last stores, one after the other
+    # LayerNorm 32768 x 16384 in clusters of 2, 497 visits: 764, as RMSNorm no more than the memory
+    # takes; 16384 x 65536 in clusters of 8, 1093 visits: 2748, of which adding up 128 values for
+    # each reduction (now 8) is an estimated third
+    cluster_us=0.1,
+    # estimate: the first loads and the last stores, one after the other
     block_us=2.0,
 )
 
