@@ -230,8 +230,8 @@ def reference_of(graph: KernelGraph) -> Runner:
 def launcher(launches: Launches, device: torch.device) -> Runner:
     """Kernels with memory for what is between them, on a device."""
     launch, between, index = launches.launch, launches.intermediates, device.index
-    # without the check that CUDA is initialized, which the first tensor has found out
-    current = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+    # torch.cuda.current_device() without the check that CUDA is initialized: there are tensors
+    current = torch._C._cuda_getDevice
 
     def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rows: int) -> None:
         if index != current():

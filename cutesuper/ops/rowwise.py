@@ -137,8 +137,9 @@ def _differentiable(definition: Definition, library: Library) -> Callable[..., A
         @staticmethod
         def backward(ctx: Any, *cotangents: Maybe) -> Any:
             plan: Plan = ctx.plan
+            needs = plan.needs or ()
             if _is_grad_enabled() or not is_plain():
-                text, needs = plan.kind.to_text(), plan.needs
+                text = plan.kind.to_text()
                 made = iter(library.backward(ctx.saved_tensors, cotangents, text, needs))
                 return (None, *(next(made) if n else None for n in needs))
             types = tuple(map(type, cotangents))
@@ -146,7 +147,7 @@ def _differentiable(definition: Definition, library: Library) -> Callable[..., A
             if gradients is None:
                 given = [t is not None for t in cotangents]
                 gradients = plan.backwards[types] = gradients_of(
-                    definition, plan.kind, plan.lead, plan.device, plan.needs, given
+                    definition, plan.kind, plan.lead, plan.device, needs, given
                 )
             return (None, *gradients(ctx.saved_tensors, cotangents))
 
