@@ -57,13 +57,12 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """The norm of x; with a residual ``(norm of x + residual, x + residual)``."""
-        eps = _eps_of(x) if self.eps is None else self.eps
-        options = {"eps": eps, "weight_offset": self.weight_offset}
+        eps, offset = _eps_of(x) if self.eps is None else self.eps, self.weight_offset
         if self.elementwise_affine and len(self.normalized_shape) == 1:
-            return rms_norm(x, self.weight, residual=residual, **options)
+            return rms_norm(x, self.weight, residual=residual, eps=eps, weight_offset=offset)
         weight = self.weight.flatten() if self.elementwise_affine else None
         rows = None if residual is None else _rows(self, residual)
-        y = rms_norm(_rows(self, x), weight, residual=rows, **options)
+        y = rms_norm(_rows(self, x), weight, residual=rows, eps=eps, weight_offset=offset)
         return y.view(x.shape) if residual is None else tuple(t.view(x.shape) for t in y)
 
     def extra_repr(self) -> str:

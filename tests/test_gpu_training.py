@@ -1,8 +1,8 @@
 """Operators with gradients on a GPU, against float64, by the rule of `acceptable`.
 
-All memory that torch.empty returns is full of NaN, so that what is not written shows. Every kind of
-arguments is three searches and compiles: lists of cases cover pairs, not products, and the kernels
-of a kind run with all numbers of rows that share them.
+All memory that torch.empty and torch.empty_like return is full of NaN, so that what is not written
+shows. Every kind of arguments is three searches and compiles: lists of cases cover pairs, not
+products, and the kernels of a kind run with all numbers of rows that share them.
 """
 
 from __future__ import annotations
@@ -47,14 +47,17 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """New memory is NaN, so that what kernels do not write is seen, in outputs and in scratch."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are for sm_90a")
-    empty = torch.empty
 
-    def filled(*args: Any, **options: Any) -> Any:
-        made = empty(*args, **options)
-        made.detach().fill_(float("nan") if made.is_floating_point() else -1)
-        return made
+    def filling(make: Any) -> Any:
+        def filled(*args: Any, **options: Any) -> Any:
+            made = make(*args, **options)
+            made.detach().fill_(float("nan") if made.is_floating_point() else -1)
+            return made
 
-    monkeypatch.setattr(torch, "empty", filled)
+        return filled
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, filling(getattr(torch, name)))
     yield
     torch.cuda.empty_cache()
 

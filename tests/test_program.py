@@ -209,7 +209,7 @@ def test_a_kernel_that_is_launched_twice_is_stored_once(cache: KernelCache, fold
 
 #: CUDA tensors and the few functions of torch.cuda that a call uses, for a machine without a GPU
 FAKE_TORCH = """
-import contextlib, math, types
+import contextlib, math
 import torch
 class Tensor:
     requires_grad = False
@@ -234,7 +234,7 @@ torch.empty = Tensor
 torch.cuda.current_device = lambda: current[0]
 torch.cuda.device = use
 torch.cuda.get_device_capability = lambda device: (9, 0) if device.index < 4 else (8, 0)
-torch.cuda.current_stream = lambda device: types.SimpleNamespace(cuda_stream=0x100 + device.index)
+torch._C._cuda_getCurrentRawStream = lambda index: 0x100 + index
 """
 
 

@@ -66,7 +66,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(scratch, "new_zeros", new_zeros)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=state.stream)
+        torch._C, "_cuda_getCurrentRawStream", lambda index: state.stream, raising=False
     )
     return state
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -23,6 +23,19 @@ def _check_activation(activation: str) -> None:
         raise OperatorError(
             f'add_activation(activation={activation!r}): must be "relu" or "sigmoid"'
         )
+
+
+def _check_geglu(approximate: str) -> tuple[str]:
+    _check_approximation(approximate)
+    return (approximate,)
+
+
+def _check_add_activation(scale: Any, activation: str) -> tuple[float, str]:
+    _check_activation(activation)
+    scale = number("add_activation", "scale", scale)
+    if not -math.inf < scale < math.inf:
+        raise OperatorError(f"add_activation(scale={scale}): must be a finite number")
+    return scale, activation
 
 
 def _swiglu(g: KernelGraph, gate: Tensor, up: Tensor) -> Built:
@@ -77,7 +90,14 @@ _swiglu_operator = RowOperator(
     Definition("swiglu", _GATED, (), (Output("y", like="gate"),), _swiglu)
 )
 _geglu_operator = RowOperator(
-    Definition("geglu", _GATED, (("approximate", str),), (Output("y", like="gate"),), _geglu)
+    Definition(
+        "geglu",
+        _GATED,
+        (("approximate", str),),
+        (Output("y", like="gate"),),
+        _geglu,
+        _check_geglu,
+    )
 )
 _add_activation_operator = RowOperator(
     Definition(
@@ -86,6 +106,7 @@ _add_activation_operator = RowOperator(
         (("scale", float), ("activation", str)),
         (Output("y"),),
         _add_activation,
+        _check_add_activation,
     )
 )
 _normalized_update_operator = RowOperator(
@@ -136,7 +157,6 @@ def geglu(
         ShapeError, DTypeError, DeviceError: a tensor that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
-    _check_approximation(approximate)
     return _geglu_operator((gate, up), (approximate,))
 
 
@@ -166,10 +186,6 @@ def add_activation(
         ShapeError, DTypeError, DeviceError: a tensor that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
-    _check_activation(activation)
-    scale = number("add_activation", "scale", scale)
-    if not -math.inf < scale < math.inf:
-        raise OperatorError(f"add_activation(scale={scale}): must be a finite number")
     return _add_activation_operator((x, p, bias), (scale, activation))
 
 

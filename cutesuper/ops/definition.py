@@ -101,6 +101,10 @@ class Built:
     saved: tuple[Tensor | str, ...] = ()
 
 
+def _any_options(*options: Option) -> tuple[Option, ...]:
+    return options
+
+
 @dataclass(frozen=True)
 class Definition:
     """An operator on rows.
@@ -113,6 +117,8 @@ class Definition:
         build: ``build(graph, *inputs, *options)`` adds the operator to a graph; inputs are
             ``[M, N]`` (``[M, H, N]`` with a ROW operand of that rank), ``[N]`` (``[H, N]``) and
             ``[M, 1]``, None where an operand is.
+        check: ``check(*options)`` returns the options as they are kept, equal to those that are
+            given; raises OperatorError. Calls with options that are known do not ask again.
     """
 
     name: str
@@ -120,6 +126,7 @@ class Definition:
     options: tuple[tuple[str, type], ...]
     outputs: tuple[Output, ...]
     build: Callable[..., Built]
+    check: Callable[..., tuple[Option, ...]] = _any_options
 
     @property
     def schema(self) -> str:

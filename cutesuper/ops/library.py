@@ -26,12 +26,12 @@ from cutesuper.ops.steps import (
     Extents,
     Gradients,
     Plan,
+    all_usable,
     gradients_of,
     operand_shape,
     output_shapes,
     plan_of,
     result_shape,
-    usable,
 )
 
 _fragment = torch.library.Library("cutesuper", "FRAGMENT")
@@ -99,7 +99,7 @@ class Library:
         plan = kept(
             self._plans, key, lambda: plan_of(self._definition, tensors, options, saving=True)
         )
-        return plan.step([usable(t) for t in tensors if t is not None])
+        return plan.step(all_usable(tensors))
 
     def _fake(self, *args: Any) -> list[torch.Tensor]:
         programs, x, lead = self._programs(*self._split(args))

@@ -59,11 +59,26 @@ def _layer_norm(
     return Built((g.layer_norm(x, weight, bias, eps=eps),), saved)
 
 
+def _check_rms(eps: Any, weight_offset: Any) -> tuple[float, float]:
+    given = number("rms_norm", "eps", eps), number("rms_norm", "weight_offset", weight_offset)
+    if not (0.0 <= given[0] < 1.0 and -math.inf < given[1] < math.inf):
+        raise OperatorError(f"rms_norm(eps={eps}, weight_offset={weight_offset}): eps must be a "
+                            "number in [0, 1), weight_offset any finite number")
+    return given
+
+
+def _check_layer(eps: Any) -> tuple[float]:
+    eps = number("layer_norm", "eps", eps)
+    if not 0.0 <= eps < math.inf:
+        raise OperatorError(f"layer_norm(eps={eps}): eps must be a number of at least 0")
+    return (eps,)
+
+
 _X, _WEIGHT = Operand("x", Role.ROWS), Operand("weight", Role.ROW, optional=True)
 _RMS_OPTIONS = (("eps", float), ("weight_offset", float))
 
 _rms_norm_operator = RowOperator(
-    Definition("rms_norm", (_X, _WEIGHT), _RMS_OPTIONS, (Output("y"),), _rms_norm)
+    Definition("rms_norm", (_X, _WEIGHT), _RMS_OPTIONS, (Output("y"),), _rms_norm, _check_rms)
 )
 _add_rms_norm_operator = RowOperator(
     Definition(
@@ -73,6 +88,7 @@ _add_rms_norm_operator = RowOperator(
         # the sum that the last norm of a model returns is used by nobody
         (Output("y"), Output("sum", like="residual", often_unused=True)),
         _add_rms_norm,
+        _check_rms,
     )
 )
 _layer_norm_operator = RowOperator(
@@ -82,6 +98,7 @@ _layer_norm_operator = RowOperator(
         (("eps", float),),
         (Output("y"),),
         _layer_norm,
+        _check_layer,
     )
 )
 
@@ -113,15 +130,9 @@ def rms_norm(
         ShapeError, DTypeError, DeviceError: a tensor that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
-    options = (
-        number("rms_norm", "eps", eps), number("rms_norm", "weight_offset", weight_offset)
-    )  # fmt: skip
-    if not (0.0 <= options[0] < 1.0 and -math.inf < options[1] < math.inf):
-        raise OperatorError(f"rms_norm(eps={eps}, weight_offset={weight_offset}): eps must be a "
-                            "number in [0, 1), weight_offset any finite number")
     if residual is None:
-        return _rms_norm_operator((x, weight), options)
-    return _add_rms_norm_operator((x, residual, weight), options)
+        return _rms_norm_operator((x, weight), (eps, weight_offset))
+    return _add_rms_norm_operator((x, residual, weight), (eps, weight_offset))
 
 
 def layer_norm(
@@ -146,9 +157,6 @@ def layer_norm(
         OperatorError, ShapeError, DTypeError, DeviceError: as for `rms_norm`.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
-    eps = number("layer_norm", "eps", eps)
-    if not 0.0 <= eps < math.inf:
-        raise OperatorError(f"layer_norm(eps={eps}): eps must be a number of at least 0")
     return _layer_norm_operator((x, weight, bias), (eps,))
 
 

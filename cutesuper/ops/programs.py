@@ -229,14 +229,16 @@ def reference_of(graph: KernelGraph) -> Runner:
 
 def launcher(launches: Launches, device: torch.device) -> Runner:
     """Kernels with memory for what is between them, on a device."""
-    launch, current = launches.launch, torch.cuda.current_device
+    launch, between, index = launches.launch, launches.intermediates, device.index
+    # torch.cuda.current_device() without the check that CUDA is initialized: there are tensors
+    current = torch._C._cuda_getDevice
 
     def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rows: int) -> None:
-        if device.index != current():
+        if index != current():
             with torch.cuda.device(device):
                 return run(inputs, outputs, rows)
         values = inputs + outputs
-        for shape, dtype in launches.intermediates:
+        for shape, dtype in between:
             known = [rows if isinstance(d, Symbol) else d for d in shape]
             values.append(torch.empty(known, dtype=dtype, device=device))
         return launch(values)

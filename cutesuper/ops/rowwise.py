@@ -8,6 +8,7 @@ operators of `cutesuper.ops.library`, which do the same through PyTorch's dispat
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd import forward_ad
 
 from cutesuper.ops.definition import Definition, Maybe, Option, kind_of
 from cutesuper.ops.library import Library, kept, refuse_transforms
-from cutesuper.ops.steps import Plan, gradients_of, plan_of, usable
+from cutesuper.ops.steps import Plan, all_usable, gradients_of, plan_of
 
 #: tensors without a behaviour of their own
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -23,10 +24,13 @@ _DEVICES = ("cpu", "cuda")
 
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
-_is_tracing = torch.jit.is_tracing
+_is_tracing = torch._C._is_tracing
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._are_functorch_transforms_active
+
+#: what decides, of a tensor, what a call does
+_facts = attrgetter("__class__", "shape", "dtype", "device", "layout", "requires_grad")
 
 
 def is_plain() -> bool:
@@ -72,40 +76,47 @@ class RowOperator:
         if not is_plain():
             return self._through_library(tensors, options)
         try:
-            grad = _is_grad_enabled() and True in [
-                t is not None and t.requires_grad for t in tensors
-            ]
-            key = (
-                options,
-                grad,
-                *[t if t is None else (type(t), t.shape, t.dtype, t.device) for t in tensors],
-            )
-        except AttributeError:  # no tensor: have it refused
-            kind_of(self.definition, tensors, options)
-            raise
-        plan = self._plans.get(key)
-        if plan is None:
-            if not all(_has_no_behaviour(t) for t in tensors):
+            plan = self._plans[_key(tensors, options)]
+        except (KeyError, AttributeError, TypeError):  # unknown, no tensor, no number
+            plan = self._plan(tensors, options)
+            if plan is None:
                 return self._through_library(tensors, options)
-            plan = kept(
-                self._plans, key, lambda: plan_of(self.definition, tensors, options, saving=grad)
-            )
-        if grad:
+        if plan.needs is not None:
             return self._run(plan, *tensors)
-        made = plan.step([usable(t) for t in tensors if t is not None])
+        made = plan.step(all_usable(tensors))
         return made[0] if len(made) == 1 else tuple(made)
+
+    def _plan(self, tensors: tuple[Maybe, ...], options: tuple[Option, ...]) -> Plan | None:
+        """What a call does; None where a tensor has a behaviour of its own."""
+        definition = self.definition
+        options = definition.check(*options)
+        if not all(t is None or isinstance(t, torch.Tensor) for t in tensors):
+            kind_of(definition, tensors, options)  # refuses it
+        if not all(t is None or _has_no_behaviour(t) for t in tensors):
+            return None
+        asked = tuple(t is not None and t.requires_grad for t in tensors)
+        needs = asked if _is_grad_enabled() and any(asked) else None
+        # under the options as they were checked: those that were given may change, like a tensor
+        return kept(
+            self._plans,
+            _key(tensors, options),
+            lambda: plan_of(definition, tensors, options, needs is not None, needs),
+        )
 
     def _through_library(self, tensors: tuple[Maybe, ...], options: tuple[Option, ...]) -> Any:
         if not _is_compiling():
             refuse_transforms(self.definition.name, tensors)
+        options = self.definition.check(*options)
         made = self.library.forward(*tensors, *options)
         count = len(self.definition.outputs)
         return made[0] if count == 1 else tuple(made[:count])
 
 
-def _has_no_behaviour(t: Any) -> bool:
-    if t is None or not isinstance(t, torch.Tensor):
-        return True  # what is no tensor is refused by the checks
+def _key(tensors: tuple[Maybe, ...], options: tuple[Option, ...]) -> tuple[Any, ...]:
+    return options, _is_grad_enabled(), *[t if t is None else _facts(t) for t in tensors]
+
+
+def _has_no_behaviour(t: torch.Tensor) -> bool:
     return type(t) in _PLAIN and t.device.type in _DEVICES and t.layout is torch.strided
 
 
@@ -116,27 +127,27 @@ def _differentiable(definition: Definition, library: Library) -> Callable[..., A
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
             plan: Plan = args[0]
-            given = [usable(t) for t in args[1:] if t is not None]
-            made = plan.step(given.copy())
+            given = all_usable(args[1:])
+            made = plan.step(given)
             ctx.plan = plan
             ctx.set_materialize_grads(False)
-            values = given + made
-            ctx.save_for_backward(*[values[n] for n in plan.saved])
+            ctx.save_for_backward(*plan.saved(given + made))
             return made[0] if plan.results == 1 else tuple(made[: plan.results])
 
         @staticmethod
         def backward(ctx: Any, *cotangents: Maybe) -> Any:
             plan: Plan = ctx.plan
+            needs = plan.needs or ()
             if _is_grad_enabled() or not is_plain():
-                text, needs = plan.kind.to_text(), ctx.needs_input_grad[1:]
+                text = plan.kind.to_text()
                 made = iter(library.backward(ctx.saved_tensors, cotangents, text, needs))
                 return (None, *(next(made) if n else None for n in needs))
-            key = (ctx.needs_input_grad, *[t is None for t in cotangents])
-            gradients = plan.backwards.get(key)
+            types = tuple(map(type, cotangents))
+            gradients = plan.backwards.get(types)
             if gradients is None:
                 given = [t is not None for t in cotangents]
-                gradients = plan.backwards[key] = gradients_of(
-                    definition, plan.kind, plan.lead, plan.device, ctx.needs_input_grad[1:], given
+                gradients = plan.backwards[types] = gradients_of(
+                    definition, plan.kind, plan.lead, plan.device, needs, given
                 )
             return (None, *gradients(ctx.saved_tensors, cotangents))
 

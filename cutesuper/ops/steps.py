@@ -22,12 +22,16 @@ from cutesuper.ops.programs import (
     rows_class,
     runner_of,
 )
+from cutesuper.runtime.calling import Picker, picker
 from cutesuper.runtime.checks import ALIGNMENT, check_size
 
 #: calls that are remembered for each operator; the oldest goes first
 KEPT_PLANS = 4096
 
 Extents = tuple[int, ...]
+#: extents as PyTorch takes them one by one, where there are any: a tuple of two takes it 0.35 us
+#: more to read
+Arguments = tuple[Any, ...]
 
 
 def usable(t: torch.Tensor) -> torch.Tensor:
@@ -43,6 +47,15 @@ def usable(t: torch.Tensor) -> torch.Tensor:
     return t if t.data_ptr() % ALIGNMENT == 0 else t.clone()
 
 
+def all_usable(tensors: Sequence[Maybe]) -> list[torch.Tensor]:
+    """Those that there are, as kernels read them."""
+    return [
+        t if t.is_contiguous() and not t.data_ptr() % ALIGNMENT else usable(t)
+        for t in tensors
+        if t is not None
+    ]
+
+
 @dataclass(frozen=True)
 class Step:
     """One program for tensors of given shapes.
@@ -51,31 +64,43 @@ class Step:
         run: the program.
         rows: their number.
         device: of all tensors.
-        inputs: places of inputs that the program sees with another shape, and the shape.
-        made: shapes and element types of the tensors that are made for outputs.
+        inputs: places of inputs that the program sees with another shape, and its extents.
+        made: of the tensors that are made for outputs, the place of an input with the same shape
+            and element type, or None; extents and element type. A tensor like another one takes
+            half of the time (0.6 us) of one from a shape.
         outputs: like ``inputs``.
     """
 
     run: Runner
     rows: int
     device: torch.device
-    inputs: tuple[tuple[int, Extents], ...]
-    made: tuple[tuple[Extents, torch.dtype], ...]
-    outputs: tuple[tuple[int, Extents], ...]
+    inputs: tuple[tuple[int, Arguments], ...]
+    made: tuple[tuple[int | None, Arguments, torch.dtype], ...]
+    outputs: tuple[tuple[int, Arguments], ...]
 
     def __call__(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run it on usable tensors, a list that it may change; returns the outputs."""
-        empty, device = torch.empty, self.device
-        made = [empty(shape, dtype=dtype, device=device) for shape, dtype in self.made]
-        for n, shape in self.inputs:
-            tensors[n] = tensors[n].view(shape)
+        """Run it on usable tensors; returns the outputs."""
+        empty, like, device = torch.empty, torch.empty_like, self.device
+        made = [
+            like(tensors[n]) if n is not None else empty(*extents, dtype=dtype, device=device)
+            for n, extents, dtype in self.made
+        ]
         seen = made
+        if self.inputs:
+            tensors = _viewed(tensors, self.inputs)
         if self.outputs:
-            seen = made.copy()
-            for n, shape in self.outputs:
-                seen[n] = seen[n].view(shape)
+            seen = _viewed(made, self.outputs)
         self.run(tensors, seen, self.rows)
         return made
+
+
+def _viewed(
+    tensors: list[torch.Tensor], views: tuple[tuple[int, Arguments], ...]
+) -> list[torch.Tensor]:
+    tensors = tensors.copy()
+    for n, extents in views:
+        tensors[n] = tensors[n].view(*extents)
+    return tensors
 
 
 def step_of(
@@ -92,7 +117,10 @@ def step_of(
     for sums over them.
     """
     run = runner_of(key, graph, device) if rows else reference_of(graph)
+    given = [(shape, graph.nodes[i].dtype.torch)
+             for shape, i in zip(inputs, graph.inputs, strict=True)]  # fmt: skip
     made = [graph.nodes[i] for i in graph.outputs]
+    wanted = [(shape, n.dtype.torch) for shape, n in zip(outputs, made, strict=True)]
     seen = [_known(n.shape, rows) for n in made]
     for shape in seen if device.type == "cuda" else ():
         check_size(f"{key[0]}: a result", shape)
@@ -101,14 +129,19 @@ def step_of(
         rows,
         device,
         _views(inputs, [_known(graph.nodes[i].shape, rows) for i in graph.inputs]),
-        tuple((shape, n.dtype.torch) for shape, n in zip(outputs, made, strict=True)),
+        tuple((given.index((s, d)) if (s, d) in given else None, _arguments(s), d)
+              for s, d in wanted),
         _views(outputs, seen),
     )
 
 
-def _views(given: Sequence[Extents], seen: Sequence[Extents]) -> tuple[tuple[int, Extents], ...]:
+def _views(given: Sequence[Extents], seen: Sequence[Extents]) -> tuple[tuple[int, Arguments], ...]:
     pairs = enumerate(zip(given, seen, strict=True))
-    return tuple((n, view) for n, (shape, view) in pairs if view != shape)
+    return tuple((n, _arguments(view)) for n, (shape, view) in pairs if view != shape)
+
+
+def _arguments(shape: Extents) -> Arguments:
+    return shape or ((),)
 
 
 def _known(shape: Shape, rows: int) -> Extents:
@@ -124,31 +157,30 @@ class Gradients:
 
     Attributes:
         step: None where every gradient is a cotangent.
-        inputs: places of the step's inputs among saved tensors and cotangents.
-        results: for each operand its place among outputs of the step and then cotangents; None
-            where it has none.
+        inputs: takes the step's inputs from saved tensors and cotangents.
+        results: takes a gradient for each operand from outputs of the step, cotangents and None.
         missing: cotangents that are taken as zeros: place, shape, element type.
         device: of all tensors.
     """
 
     step: Step | None
-    inputs: tuple[int, ...]
-    results: tuple[int | None, ...]
+    inputs: Picker
+    results: Picker
     missing: tuple[tuple[int, Extents, torch.dtype], ...]
     device: torch.device
 
     def __call__(
         self, saved: Sequence[torch.Tensor], cotangents: Sequence[Maybe]
-    ) -> list[Maybe]:
+    ) -> tuple[Maybe, ...]:
         """One gradient for each operand, None where there is none."""
-        values: list[Any] = [*saved, *cotangents]
-        for n, shape, dtype in self.missing:
-            values[len(saved) + n] = torch.zeros(shape, dtype=dtype, device=self.device)
-        made: list[Any] = []
-        if self.step is not None:
-            made = self.step([usable(values[n]) for n in self.inputs])
-        made += values[len(saved) :]
-        return [None if n is None else made[n] for n in self.results]
+        if self.missing:
+            cotangents = list(cotangents)
+            for n, shape, dtype in self.missing:
+                cotangents[n] = torch.zeros(shape, dtype=dtype, device=self.device)
+        if self.step is None:
+            return self.results([*cotangents, None])
+        made = self.step(all_usable(self.inputs([*saved, *cotangents])))
+        return self.results([*made, *cotangents, None])
 
 
 @dataclass(frozen=True)
@@ -161,10 +193,10 @@ class Plan:
         device: of all tensors.
         step: the forward pass; with what is saved, if there are gradients.
         results: how many of its outputs are results.
-        saved: places of what the backward pass needs, among operands that are there and outputs of
-            the step.
-        backwards: backward passes that were needed, by what is asked for and which cotangents
-            there are.
+        needs: of which operands gradients may be asked for; None where of none.
+        saved: takes what the backward pass needs from operands that are there and outputs of the
+            step.
+        backwards: backward passes that were needed, by the types of cotangents.
     """
 
     kind: Kind
@@ -172,12 +204,17 @@ class Plan:
     device: torch.device
     step: Step
     results: int
-    saved: tuple[int, ...]
+    needs: tuple[bool, ...] | None
+    saved: Picker
     backwards: dict[Any, Gradients] = field(default_factory=dict)
 
 
 def plan_of(
-    definition: Definition, tensors: Sequence[Maybe], options: tuple[Option, ...], saving: bool
+    definition: Definition,
+    tensors: Sequence[Maybe],
+    options: tuple[Option, ...],
+    saving: bool,
+    needs: tuple[bool, ...] | None = None,
 ) -> Plan:
     """Check the arguments of a call, and make its program ready.
 
@@ -185,7 +222,8 @@ def plan_of(
         definition: the operator.
         tensors: operands.
         options: the other arguments.
-        saving: whether there will be a backward pass.
+        saving: whether there may be a backward pass.
+        needs: for each operand, whether its gradient may be asked for; for the plan.
 
     Raises:
         ShapeError, DTypeError, DeviceError: naming an argument.
@@ -204,8 +242,8 @@ def plan_of(
     shapes = [tuple(t.shape) for t in tensors if t is not None]
     made = output_shapes(definition, kind, lead, graph)
     step = step_of(key, graph, rows, shapes, made, x.device)
-    saved = _saved(programs) if saving else ()
-    return Plan(kind, lead, x.device, step, len(definition.outputs), saved)
+    saved = picker(_saved(programs) if saving else ())
+    return Plan(kind, lead, x.device, step, len(definition.outputs), needs, saved)
 
 
 def _saved(programs: Programs) -> tuple[int, ...]:
@@ -272,10 +310,10 @@ def gradients_of(
                 for n in range(len(backward.graph.outputs))]  # fmt: skip
         step = step_of(key, backward.graph, rows, seen, made, device)
     count = len(step.made) if step else 0
-    results = tuple(
-        count + p.place if isinstance(p, Source) else p for p in backward.gradients
-    )
-    return Gradients(step, inputs, results, missing, device)
+    # the last of what there is to take is None
+    results = [-1 if p is None else count + p.place if isinstance(p, Source) else p
+               for p in backward.gradients]  # fmt: skip
+    return Gradients(step, picker(inputs), picker(results), missing, device)
 
 
 def _source_shape(programs: Programs, source: Source, lead: Extents) -> Extents:
@@ -303,6 +341,7 @@ __all__ = [
     "Gradients",
     "Plan",
     "Step",
+    "all_usable",
     "gradients_of",
     "operand_shape",
     "output_shapes",

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import DeviceError, GraphError
@@ -16,6 +17,16 @@ from cutesuper.runtime.checks import Signature, check_size
 
 if TYPE_CHECKING:
     import torch
+
+#: takes some of a sequence, in an order of its own
+Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
+def picker(places: Sequence[int]) -> Picker:
+    """Takes what is at these places: ``itemgetter``, which gives a tuple for several only."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda values: tuple(values[n] for n in places)
 
 
 @dataclass(frozen=True)
@@ -145,4 +156,4 @@ class Program(ABC):
         self._devices.add(device.index)
 
 
-__all__ = ["Launches", "Program"]
+__all__ = ["Launches", "Picker", "Program", "picker"]

@@ -318,7 +318,7 @@ class ExportedProgram(Program):
         import torch
 
         device = values[0].device
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
         if self._layout.scratch:
             values = [*values, *self._memory.allot(values)]
         for kernel, places in self._compact:

@@ -72,8 +72,8 @@ class ScratchMemory:
     def __init__(self, needs: Sequence[Need], rows: Mapping[str, int]) -> None:
         self._needs = [_Length.of(need, rows) for need in needs]
         self._zeroed = [n for n in self._needs if n.zeroed]
-        #: what calls outside of captures use, by device, stream and lengths
-        self._kept: dict[tuple[int, ...], list[Any]] = {}
+        #: what calls outside of captures use, and its bytes, by device, stream and lengths
+        self._kept: dict[tuple[int, ...], tuple[list[Any], int]] = {}
 
     def allot(self, values: Sequence[Any]) -> list[Any]:
         """A tensor for each need, for one call on the current stream.
@@ -83,32 +83,35 @@ class ScratchMemory:
         """
         import torch
 
-        zeroed = iter(self._zeros(values) if self._zeroed else ())
-        device = values[0].device
+        device, empty = values[0].device, torch.empty
+        zeroed = iter(self._zeros(values, device) if self._zeroed else ())
         return [
-            next(zeroed) if n.zeroed else torch.empty(n.elements(values), dtype=n.dtype,
-                                                      device=device)
+            next(zeroed) if n.zeroed else empty(n.elements(values), dtype=n.dtype, device=device)
             for n in self._needs
-        ]  # fmt: skip
+        ]
 
-    def _zeros(self, values: Sequence[Any]) -> list[Any]:
+    def _zeros(self, values: Sequence[Any], device: Any) -> list[Any]:
         import torch
 
-        device, lengths = values[0].device, [n.rounded(values) for n in self._zeroed]
+        lengths = [n.rounded(values) for n in self._zeroed]
         if torch.cuda.is_current_stream_capturing():
             taken = pool_of(device).take(self._bytes(lengths))
             if taken is None:
                 taken = torch.zeros(sum(self._bytes(lengths)), dtype=torch.uint8, device=device)
             return self._cut(taken, lengths)
-        pool = pool_of(device)
-        pool.keep(sum(self._bytes(lengths)))
-        key = (device.index, torch.cuda.current_stream(device).cuda_stream, *lengths)
-        if key not in self._kept:
-            taken = pool.take(self._bytes(lengths))
-            if taken is None:  # larger than what the pool is kept ready for
-                taken = new_zeros(device, sum(self._bytes(lengths)))
-            self._kept.setdefault(key, self._cut(taken, lengths))
-        return self._kept[key]
+        index, pool = device.index, pool_of(device)
+        # the stream as a number: an object of torch.cuda.current_stream() takes ten times as long
+        key = (index, torch._C._cuda_getCurrentRawStream(index), *lengths)
+        known = self._kept.get(key)
+        if known is not None:
+            pool.keep(known[1])
+            return known[0]
+        sizes = self._bytes(lengths)
+        pool.keep(sum(sizes))
+        taken = pool.take(sizes)
+        if taken is None:  # larger than what the pool is kept ready for
+            taken = new_zeros(device, sum(sizes))
+        return self._kept.setdefault(key, (self._cut(taken, lengths), sum(sizes)))[0]
 
     def _bytes(self, lengths: Sequence[int]) -> list[int]:
         """Bytes of each need, so that all begin at a line."""
