@@ -13,10 +13,12 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32
 from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import T, dsl_user_op
+from cutlass.cutlass_dsl import T, dsl_user_op, select_
 
 from cutesuper.device.math import nan_max
 
+#: what changes no result
+NEUTRAL = {"sum": 0.0, "max": float("-inf")}
 #: running sums of a thread: enough to hide the latency of an addition, and a product that is added
 #: is one instruction but for the first of each
 CHAINS = 4
@@ -42,6 +44,29 @@ def widen(registers: cute.Tensor) -> cute.TensorSSA:
         bits[2 * n] = words[n] << 16
         bits[2 * n + 1] = words[n] & Int32(-0x10000)
     return wide.load()
+
+
+def reduced(kind: str, fragment: cute.Tensor | cute.TensorSSA, inside: Sequence[Any]) -> Float32:
+    """What a thread has of a row, combined: ``sum`` or ``max``.
+
+    Args:
+        kind: of the reduction.
+        fragment: ``(vector, accesses)`` in fp32, or packed elements of which the maximum is taken.
+        inside: for each access whether it lies in the row, None where it always does. Rows are
+            whole accesses, so that there is no comparison for each element.
+    """
+    if isinstance(fragment, cute.TensorSSA):
+        values = [fragment[n] for n in range(cute.size(fragment.shape))]
+        neutral: Any = Float32(NEUTRAL[kind])
+    else:
+        values, neutral = words_of(fragment), lowest(fragment.element_type)
+    each = len(values) // len(inside)
+    for n, x in enumerate(values):
+        if inside[n // each] is not None:
+            values[n] = type(neutral)(select_(inside[n // each], x, neutral))
+    if isinstance(fragment, cute.TensorSSA):
+        return total(kind, values)
+    return largest(values, fragment.element_type)
 
 
 def words_of(registers: cute.Tensor) -> list[Int32]:
@@ -100,4 +125,4 @@ def total(kind: str, values: Sequence[Any]) -> Any:
     return tree(kind, running)
 
 
-__all__ = ["combine", "largest", "lowest", "packed", "total", "tree", "widen", "words_of"]
+__all__ = ["NEUTRAL", "combine", "packed", "reduced", "tree", "widen"]

@@ -13,9 +13,8 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
-from cutlass.cutlass_dsl import select_
 
-from cutesuper.device.fragments import combine, largest, lowest, packed, total, widen, words_of
+from cutesuper.device.fragments import NEUTRAL, combine, packed, reduced, widen
 from cutesuper.device.math import DeviceMath
 from cutesuper.graph.block import LOAD, BlockOp
 from cutesuper.graph.operators import lookup
@@ -25,7 +24,6 @@ from cutesuper.lower.row_finish import Finish
 from cutesuper.lower.row_picks import Asked, Picks
 from cutesuper.lower.row_slices import Slices
 from cutesuper.lower.row_tiles import Tiles
-from cutesuper.lower.statistics import NEUTRAL
 from cutesuper.schedule.plan import View
 from cutesuper.schedule.row_loop import RowLoopPlan, RowSum
 
@@ -211,29 +209,18 @@ class RowLoopKernel:
         if kind == "max" and self.plan.program.ops[source].kind == LOAD:
             registers = values.registers(source)
             if packed(registers):
-                words = words_of(registers)
-                dtype = registers.element_type
-                return largest(self.kept(words, lowest(dtype), p, place), dtype)
-        x = values.of(source)
-        elements = [x[n] for n in range(cute.size(x.shape))]
-        return total(kind, self.kept(elements, Float32(NEUTRAL[kind]), p, place))
+                return reduced(kind, registers, self.inside(p, place))
+        return reduced(kind, values.of(source), self.inside(p, place))
 
-    def kept(self, values: list[Any], neutral: Any, p: int, place: dict[str, Any]) -> list[Any]:
-        """Of a piece what lies before the end of the part, ``neutral`` in the place of the rest.
-
-        Parts are whole accesses, so there is a choice for each of them, and none where all lanes
-        are inside.
-        """
+    def inside(self, p: int, place: dict[str, Any]) -> list[Any]:
+        """Which accesses of a piece lie before the end of the part; None where all lanes' do."""
         smallest = self.plan.length - (self.plan.parts - 1) * self.plan.width
-        each = len(values) // self.piece
-        found = list(values)
-        for c in range(self.piece):
-            at = self.chunk_at(p, c)
-            if at + self.lanes * self.vector > smallest:
-                inside = place["first"] + at < place["left"]
-                for n in range(c * each, (c + 1) * each):
-                    found[n] = type(neutral)(select_(inside, found[n], neutral))
-        return found
+        starts = [self.chunk_at(p, c) for c in range(self.piece)]
+        return [
+            place["first"] + at < place["left"] if at + self.lanes * self.vector > smallest
+            else None
+            for at in starts
+        ]  # fmt: skip
 
     def columns(self, p: int, place: dict[str, Any]) -> Any:
         """Positions of a piece in the part of this block."""
