@@ -72,11 +72,9 @@ class RowKernel:
         first = by * plan.width + lane * self.vector
         valid = row < self.row_count(tensors)
 
-        ahead = self.read_ahead(tensors, row, first, valid)
-        # a block that has one row has one that exists; others past the end read the last one
-        inside = row
-        if cutlass.const_expr(self.row_blocks_of > 1):
-            inside = cutlass.min(row, self.row_count(tensors) - 1)
+        # rows past the end read the last one
+        inside = cutlass.min(row, self.row_count(tensors) - 1)
+        ahead = self.read_ahead(tensors, inside, first, bx * self.row_blocks_of)
         load = partial(self.load, tensors=tensors, row=inside, first=first, ahead=ahead)
         values = self.evaluate(load, ahead, slots, tidx, lane, group, first)
         for i, view in plan.stores.items():
@@ -124,11 +122,12 @@ class RowKernel:
         shape = tuple(self.extents.of(d, tensors) for d in labels)
         return cute.make_layout(shape, stride=tuple(view.stride(d) for d in labels))(row)
 
-    def read_ahead(self, tensors, row, first, valid):
-        """Everything that is loaded before anything is computed, as it is stored.
+    def read_ahead(self, tensors, row, first, first_row):
+        """Everything that is loaded before anything is computed.
 
-        One branch for all: with one for each, the compiler waits for a load before it asks for the
-        next (7.2 us at 1024x4096 forward, 5.2 with one); without any it asks for weights late.
+        One branch for all, which every block takes but the compiler does not know it: with one for
+        each, it waits for a load before it asks for the next (7.2 us at 1024x4096 forward, 5.2 with
+        one); without any it asks for weights late.
         """
         plan, found = self.plan, {}
         for i in plan.order:
@@ -137,9 +136,7 @@ class RowKernel:
             found[i] = self.registers(plan.loads[i])
         wide = {i: cute.make_rmem_tensor(r.layout, Float32) for i, r in found.items()
                 if self.widened(i)}
-        for registers in ({**found, **wide} if self.row_blocks_of > 1 else {}).values():
-            registers.fill(0)
-        self.read_all(found, wide, tensors, row, first, valid)
+        self.read_all(found, wide, tensors, row, first, first_row)
         return found | wide
 
     def widened(self, i: int) -> bool:
@@ -153,9 +150,9 @@ class RowKernel:
         return bool(plan.reductions) and varies and is_float and "max" not in kinds
 
     @cute.jit
-    def read_all(self, found, wide, tensors, row, first, valid):
-        """All of these loads, for rows that exist; what is asked for in fp32."""
-        if valid:
+    def read_all(self, found, wide, tensors, row, first, first_row):
+        """All of these loads; ``wide`` in fp32."""
+        if first_row < self.row_count(tensors):
             for i in cutlass.range_constexpr(len(self.plan.program.ops)):
                 if cutlass.const_expr(i in found):
                     self.read_row(self.plan.loads[i], tensors, row, first, found[i])
