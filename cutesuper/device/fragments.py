@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32
+from cutlass import BFloat16, Float16, Float32, Int16, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op, select_
 
@@ -34,15 +34,19 @@ def packed(registers: cute.Tensor) -> bool:
 def widen(registers: cute.Tensor) -> cute.TensorSSA:
     """A fragment ``(vector, accesses)`` of floats in fp32.
 
-    before: words ``ba dc``; after: ``a b c d``, of bf16 one instruction each.
+    before: words ``ba dc``; after: ``a b c d``, one instruction each. Of words, because of what
+    is converted element by element the compiler makes fp32 where it is loaded, if that is in a
+    branch: weights then wait in twice the registers.
     """
-    if registers.element_type is not BFloat16 or not packed(registers):
+    if not packed(registers):
         return registers.load().to(Float32)
     wide = cute.make_rmem_tensor(cute.make_layout(registers.shape), Float32)
-    words, bits = cute.recast_tensor(registers, Int32), cute.recast_tensor(wide, Int32)
-    for n in range(cute.size(words.shape)):
-        bits[2 * n] = words[n] << 16
-        bits[2 * n + 1] = words[n] & Int32(-0x10000)
+    for n, word in enumerate(words_of(registers)):
+        if registers.element_type is BFloat16:
+            pair = [x.bitcast(Float32) for x in (word << 16, word & Int32(-0x10000))]
+        else:
+            pair = [Int16(x).bitcast(Float16).to(Float32) for x in (word, word >> 16)]
+        wide[2 * n], wide[2 * n + 1] = pair
     return wide.load()
 
 

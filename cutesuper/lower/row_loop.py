@@ -140,10 +140,10 @@ class RowLoopKernel:
         part = rest % plan.column_parts
         rest = rest // plan.column_parts
         walkers = self.walkers(tensors)
-        outer, walker = {}, rest
-        if plan.outer:
-            extents = {d: self.extents.of(d, tensors) for d in plan.outer}
-            outer, walker = unravel(rest // walkers, extents), rest % walkers
+        outer = unravel(rest // walkers, {d: self.extents.of(d, tensors) for d in plan.outer})
+        walker = rest
+        if plan.outer or isinstance(walkers, int):  # of a known number the compiler uses the range
+            walker = rest % walkers
         lane, group = tidx % self.lanes, tidx // self.lanes
         own = part * plan.cluster + rank
         if plan.parts == 1:
@@ -456,9 +456,14 @@ class Values:
         k, place = self.k, self.place
         rows, columns = (op.attributes.get(name) for name in ("rows", "columns"))
         extents = tuple(k.extents.of(d, self.tensors) if d else 1 for d in (rows, columns))
-        at = self.positions()
+        operator, at = lookup(op.kind), self.positions()
+        if operator.one_column and self.element is None:
+            # a constant for each element: one comparison, and no registers for positions
+            first = place["first"] + place["part"] * k.plan.width
+            args = [args[0], *(k.math.position(i) - first for i in args[1:])]
+            at = k.columns(self.piece, place | {"first": 0})
         row = self.row["row"] if rows in k.plan.rows else place["outer"].get(rows, 0)
-        return lookup(op.kind).at(k.math, args, row, at, extents, op.attributes)
+        return operator.at(k.math, args, row, at, extents, op.attributes)
 
     def positions(self) -> Any:
         """Columns of the elements in the whole row."""

@@ -85,13 +85,19 @@ class RowKernel:
         self, load: Any, ahead: dict[int, cute.Tensor], slots: Any, tidx: Any, lane: Any,
         group: Any, first: Any,
     ) -> dict[int, Any]:
-        """Every operation but the stores, as fragments and row scalars."""
+        """Every operation but the stores, as fragments and row scalars; what was loaded ahead
+        becomes fp32 where it is used first."""
         plan = self.plan
         values: dict[int, Any] = {}
         inverses: dict[int, Any] = {}
-        for i in plan.order:
+        for i in (*plan.order, *plan.stores):
             op = plan.program.ops[i]
+            for j in op.inputs:
+                if j not in values:
+                    values[j] = load(j)
             args = [values[j] for j in op.inputs]
+            if i in ahead or i in plan.stores:
+                continue
             if op.kind == LOAD:
                 values[i] = load(i)
             elif i in plan.reductions:
