@@ -126,7 +126,9 @@ class RowKernel:
         # linear indices run through the first mode fastest, rows through the last label
         labels = tuple(reversed(self.plan.rows))
         shape = tuple(self.extents.of(d, tensors) for d in labels)
-        return cute.make_layout(shape, stride=tuple(view.stride(d) for d in labels))(row)
+        found = cute.make_layout(shape, stride=tuple(view.stride(d) for d in labels))(row)
+        wide = self.vector if view.stride(self.plan.column) == 1 else 1
+        return cute.assume(found, divby=wide)
 
     def read_ahead(self, tensors, row, first, first_row):
         """Everything that is loaded before anything is computed.
