@@ -30,6 +30,8 @@ def row_loop_lines(plan: RowLoopPlan) -> list[str]:
     exchanges = sum(bool(level.reductions) for level in plan.levels)
     reductions = sum(len(level.reductions) for level in plan.levels)
     lines.append(f"reductions along {plan.column}: {reductions}, in {exchanges} exchange(s)")
+    if plan.picked:
+        lines.append(f"read by itself: {len(plan.picked)} element(s) of a row, where its label is")
     if plan.sums:
         lines.append(_sum_line(plan))
     reads, writes = (

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from cutesuper.graph.block import KernelStep, MuGraph, TensorSpec
 from cutesuper.graph.dims import Dim, Symbol, ceil_div
-from cutesuper.graph.dtypes import DType, bfloat16, float32
+from cutesuper.graph.dtypes import DType, bfloat16, float32, int64
 from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.graph.target import H200
 from cutesuper.runtime.compile import compile_kernel
@@ -299,6 +299,30 @@ def rms_forward(m: Dim, n: int, cluster: int, dtype: DType = bfloat16) -> Case:
     return g, one_kernel(g, b.step("rms_norm"), "y", "rstd")
 
 
+def losses(
+    m: Dim, n: int, cluster: int = 1, dtype: DType = bfloat16, labels: DType = int64
+) -> Case:
+    """Of rows x [M, N] with a label each: the cross entropy, and the mean over N of what a second
+    label picks of ``x w``. Of both sums one element of a row is not 0."""
+    g = new_kernel_graph()
+    (x,) = _inputs(g, (m, n), "x", dtype)
+    (w,) = _inputs(g, (n,), "w", dtype)
+    t, u = _inputs(g, (m, 1), "t u", labels)
+    g.mark_output(g.cross_entropy(x, t), dtype=float32)
+    g.mark_output(g.mean(g.pick(x * w, u), -1), dtype=float32)
+
+    b = _forward_block(m, n, cluster)
+    bx, bt, bu = b.load("x", "M", "N"), b.load("t", "M", None), b.load("u", "M", None)
+    shifted = b.op("sub", bx, whole(b, "max", bx))
+    total = whole(b, "sum", b.op("exp", shifted))
+    own = whole(b, "sum", b.op("pick", shifted, bt, columns="N", rows=None))
+    weight = b.op("label_weight", bt, classes=n, ignore_index=-100)
+    b.store("loss", b.op("mul", weight, b.op("sub", b.op("log", total), own)), "M", None)
+    scaled = b.op("pick", b.op("mul", bx, b.load("w", "N")), bu, columns="N", rows=None)
+    b.store("picked", whole(b, "mean", scaled), "M", None)
+    return g, one_kernel(g, b.step("losses"), "loss", "picked")
+
+
 def _forward_block(m: Dim, n: int, cluster: int) -> Block:
     axes: dict[str, int | None] = {"M.grid": None if isinstance(m, Symbol) else m}
     axes |= {"N.cluster": cluster} if cluster > 1 else {}
@@ -334,6 +358,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "softmax, long rows, symbolic": lambda: softmax_forward(M, 65536, 4),
     "softmax, odd rows": lambda: softmax_forward(64, 100001, 8),
     "causal softmax": lambda: causal_softmax(300, 1000),
+    "losses": lambda: losses(300, 1000),
+    "losses, long rows": lambda: losses(64, 131072, 8),
+    "losses, symbolic": lambda: losses(M, 65536, 4),
     "rms forward, long rows": lambda: rms_forward(4096, 262144, 16),
     "rms forward, long rows, symbolic": lambda: rms_forward(M, 65536, 4),
 }

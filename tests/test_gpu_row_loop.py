@@ -19,7 +19,7 @@ pytest.importorskip("cutlass")
 
 import cutesuper as cs
 from cutesuper.graph.dims import Symbol
-from cutesuper.graph.dtypes import DType, bfloat16, float16, float32
+from cutesuper.graph.dtypes import DType, bfloat16, float16, float32, int32, int64
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.scratch import ScratchMemory
@@ -32,6 +32,7 @@ from tests.row_programs import (
     causal_softmax,
     column_sum,
     layer_norm_backward,
+    losses,
     maximum_and_sum,
     per_head_backward,
     rms_backward,
@@ -170,6 +171,96 @@ def test_any_number_of_rows(name: str) -> None:
     kernel = row_kernel(make())
     for seed, m in enumerate(extents):
         same_bits(kernel, zoo.draw(kernel.graph, seed, "cuda", {"M": m}), times=1)
+
+
+# ------------------------------------------------------------------------------------------ labels
+
+
+def labels_of(m: int, n: int, seed: int = 0, wrong: bool = True) -> torch.Tensor:
+    """Labels [M, 1] of m rows: first, last and any columns, -100, and with ``wrong`` others that
+    are no column."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randint(n, (m, 1), generator=generator)
+    special = [0, n - 1, -100, *([-1, n, 1 << 31, 1 << 40, -(1 << 40)] if wrong else [])]
+    for i, label in enumerate(special):
+        found[i::17] = label
+    return found
+
+
+#: rows in registers, in a ring, read again from it, and in clusters; parts of accesses and of rows
+LOSSES: dict[str, tuple[Callable[[], Case], int, int]] = {
+    "": (lambda: losses(300, 4096), 300, 4096),
+    "float16": (lambda: losses(1001, 1024, dtype=float16, labels=int32), 1001, 1024),
+    "float32": (lambda: losses(200, 5000, dtype=float32), 200, 5000),
+    "odd": (lambda: losses(101, 1001), 101, 1001),
+    "odd, float16": (lambda: losses(64, 4097, dtype=float16), 64, 4097),
+    "2 classes": (lambda: losses(1000, 2), 1000, 2),
+    "12 classes": (lambda: losses(1000, 12), 1000, 12),
+    "1000 classes": (lambda: losses(999, 1000), 999, 1000),
+    "one block": (lambda: losses(100, 16384), 100, 16384),
+    "cluster of 2": (lambda: losses(100, 32768, 2), 100, 32768),
+    "cluster of 4, parts of several sizes": (lambda: losses(70, 50264, 4), 70, 50264),
+    "cluster of 4, odd": (lambda: losses(70, 50257, 4, float32), 70, 50257),
+    "cluster of 8": (lambda: losses(50, 131072, 8), 50, 131072),
+    "cluster of 16": (lambda: losses(33, 262144, 16, float16, int32), 33, 262144),
+    "parts without columns": (lambda: losses(60, 72, 8), 60, 72),
+}
+
+
+def with_labels(kernel: Kernel, m: int, n: int, dtype: DType, seed: int) -> list[torch.Tensor]:
+    """Inputs of `losses`; int32 labels are the same, those that do not fit cut off."""
+    x, w, *_ = zoo.draw(kernel.graph, seed, "cuda", {"M": m})
+    labels = [labels_of(m, n, seed + k).cuda() for k in range(2)]
+    if dtype == int32:
+        labels = [t.clamp(-(1 << 31), (1 << 31) - 1) for t in labels]
+    return [x, w, *(t.to(dtype.torch) for t in labels)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_labels(name: str) -> None:
+    """Of the first and the last column, of any, and of none."""
+    make, m, n = LOSSES[name]
+    kernel = row_kernel(make())
+    assert len(plan_of(kernel).picked) == 2
+    dtype = kernel.graph.nodes[kernel.graph.inputs[2]].dtype
+    for seed in range(2):
+        same_bits(kernel, with_labels(kernel, m, n, dtype, seed))
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_labels_of_any_number_of_rows(cluster: int) -> None:
+    n = 4096 if cluster == 1 else 65536
+    kernel = row_kernel(losses(M, n, cluster))
+    for seed, m in enumerate(EXTENTS[:-1]):
+        same_bits(kernel, with_labels(kernel, m, n, int64, seed), times=1)
+
+
+@pytest.mark.parametrize("name", ["ring", "read again", "straight"])
+def test_labels_with_any_schedule(name: str) -> None:
+    """From the stage, and from memory."""
+    schedule = {
+        "ring": RowLoopSchedule(128, 8, 4, 2, stages=2, blocks=125),
+        "read again": RowLoopSchedule(128, 8, 4, 2, stages=2, kept=False, blocks=125),
+        "straight": RowLoopSchedule(128, 8, 4, 2, stages=0, blocks=125),
+    }[name]
+    kernel = row_kernel(losses(1001, 4096), schedule=schedule)
+    same_bits(kernel, with_labels(kernel, 1001, 4096, int64, 5))
+
+
+def test_maxima_of_extremes() -> None:
+    """NaN wins, infinities and zeros of both signs are numbers like others; in either half of a
+    register."""
+    kernel = row_kernel(softmax_forward(64, 1000, 1))
+    [x] = zoo.draw(kernel.graph, 3, "cuda")
+    x[3, 100], x[4, 101], x[5, 999], x[6, 0] = [torch.nan] * 4
+    x[7, 10], x[8, 11], x[9], x[10] = -torch.inf, -torch.inf, -0.0, -1e4
+    x[11, 500] = 1e4
+    [y] = run(kernel, [x])
+    assert y[3:7].isnan().all() and not y[:3].isnan().any() and not y[7:].isnan().any()
+    rest = [i for i in range(64) if not 3 <= i < 7]
+    torch.testing.assert_close(
+        y[rest].float(), x[rest].float().softmax(-1), rtol=2**-7, atol=1e-5
+    )
 
 
 def random_case(i: int) -> Case:

@@ -36,6 +36,7 @@ from tests.row_programs import (
     batched_sum,
     column_sum,
     layer_norm_backward,
+    losses,
     over_rows,
     per_head_backward,
     rms_backward,
@@ -244,6 +245,36 @@ def test_plans_of_any_extents(
         check(plan)
     else:
         assert cluster == 1 and kind in ("softmax", "rms forward")
+
+
+@pytest.mark.parametrize("cluster", [1, 4])
+def test_sums_of_one_element(cluster: int) -> None:
+    """What a label picks is no reduction: the maximum and the sum of exponentials travel alone."""
+    p = plan_case(losses(M, 65536, 4) if cluster > 1 else losses(M, 4096))
+    kinds = [[p.program.ops[i].kind for i in level.reductions] for level in p.levels]
+    assert kinds == [["max"], ["sum"], []]
+    assert [p.program.ops[i].kind for i in p.picked.values()] == ["sum", "mean"]
+    for end, i in p.picked.items():
+        assert end == i if cluster == 1 else p.program.ops[end].inputs == (i,)
+        assert p.program.ops[p.program.ops[i].inputs[0]].kind == "pick"
+    first = [i for i, v in p.stores.items() if p.arguments[v.argument].name == "picked"]
+    assert p.levels[0].stores == tuple(first)  # what it is made of is known before anything
+    assert "read by itself: 2 element(s) of a row" in plan_text("k0", p)
+
+
+def test_what_is_no_sum_of_one_element() -> None:
+    """A maximum takes the zeros too; elements are there as well where somebody uses them."""
+    b = Block({"M": 64, "N": 4096}, {"M.grid": 64}, {"M": 1, "N": 4096})
+    label = b.load("t", "M", None)
+    own = b.op("pick", b.load("x", "M", "N"), label, columns="N", rows=None)
+    b.store("top", whole(b, "max", own), "M", None)
+    b.store("sum", whole(b, "sum", own), "M", None)
+    b.store("y", own, "M", "N")
+    shapes: dict[str, tuple[Dim, ...]]
+    shapes = {"x": (64, 4096), "t": (64, 1), "top": (64, 1), "sum": (64, 1), "y": (64, 4096)}
+    p = planned_block(b, shapes, t="int64")
+    assert [p.program.ops[i].kind for i in p.levels[0].reductions] == ["max"]
+    assert [p.program.ops[i].kind for i in p.picked] == ["sum"]
 
 
 def test_parts_of_a_row_without_columns() -> None:

@@ -172,6 +172,7 @@ class Pick(Operator):
     arity = 2
     masks = True
     fill = 0.0
+    one_column = True
     integers: ClassVar[tuple[int, ...]] = (1,)
     integer_types = _LABELS
     counts = Counts.LABELS

@@ -72,6 +72,9 @@ class Operator:
     masks: ClassVar[bool] = False
     #: of masking operators: -inf (what a softmax does not see) or 0
     fill: ClassVar[float] = -inf
+    #: of masking operators with fill 0: what stays of a row is the column that the integer operand
+    #: names, so that the sum of the row is one element
+    one_column: ClassVar[bool] = False
     composite: ClassVar[bool] = False
     #: puts tensors together or takes one apart; `cutesuper.graph.pieces` removes it
     cuts: ClassVar[bool] = False

@@ -13,10 +13,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from cutesuper.device.fragments import NEUTRAL
 from cutesuper.device.math import choose
 from cutesuper.device.memory import fence_reads
 from cutesuper.lower.attention_rows import GROUP_BARRIER, byte_piece, chunk_of
-from cutesuper.lower.statistics import NEUTRAL, PIECE, folded
+from cutesuper.lower.statistics import PIECE, folded
 
 if TYPE_CHECKING:
     from cutesuper.lower.attention import AttentionKernel

@@ -15,10 +15,11 @@ import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32
 from cutlass.tensor_utils import LayoutEnum
 
+from cutesuper.device.fragments import NEUTRAL
 from cutesuper.device.math import nan_max
 from cutesuper.device.memory import bulk_load, element, fence_reads, partition, tile_atom
 from cutesuper.lower.common import unravel
-from cutesuper.lower.statistics import NEUTRAL, PIECE, folded
+from cutesuper.lower.statistics import PIECE, folded
 from cutesuper.schedule.attention import ROW_BLOCK, Reduction
 from cutesuper.schedule.plan import View
 

@@ -13,10 +13,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from cutesuper.device.fragments import NEUTRAL
 from cutesuper.device.math import nan_max
 from cutesuper.device.memory import element, float_bits, push
 from cutesuper.lower.common import ELEMENT
-from cutesuper.lower.statistics import NEUTRAL
 
 if TYPE_CHECKING:
     from cutesuper.lower.matmul import MatmulKernel

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from cutesuper.device.math import nan_max
+from cutesuper.device.fragments import combine, tree
 from cutesuper.device.memory import float_bits, push
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Exchange:
     def gather(self, n: int, it: Any, reduced: dict[tuple[int, int], Any], smem: dict[str, Any],
                place: dict[str, Any]) -> dict[tuple[int, int], Any]:
         """Complete values of all reductions of level n, for every row of this thread."""
-        if self.senders == 1:
+        if self.senders == 1 or not reduced:
             return reduced
         if self.plan.cluster > 1:
             cute.arch.mbarrier_wait(smem["reduced"] + (2 * n + it % 2), (it // 2) % 2)
@@ -161,23 +161,4 @@ class Exchange:
         return tree(kind, [registers[s] for s in range(count)])
 
 
-def combine(kind: str, a: Any, b: Any) -> Any:
-    """a + b or max(a, b)."""
-    return nan_max(a, b) if kind == "max" else a + b
-
-
-def tree(kind: str, values: list[Any]) -> Any:
-    """Combine values pairwise."""
-    while len(values) > 1:
-        pairs = [combine(kind, a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
-        values = pairs + ([values[-1]] if len(values) % 2 else [])
-    return values[0]
-
-
-def total(kind: str, fragment: Any) -> Any:
-    """Combine all elements of a fragment."""
-    count = cute.size(fragment.shape)
-    return tree(kind, [fragment[n] for n in range(count)])
-
-
-__all__ = ["Exchange", "combine", "total", "tree"]
+__all__ = ["Exchange"]

@@ -13,13 +13,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cutesuper.device.fragments import NEUTRAL, combine
 from cutesuper.device.math import choose
 from cutesuper.graph.block import LOAD
 from cutesuper.graph.dims import ceil_div
 from cutesuper.graph.operators import lookup
 from cutesuper.lower.common import ELEMENT, unravel
-from cutesuper.lower.row_exchange import combine
-from cutesuper.lower.statistics import NEUTRAL
 from cutesuper.schedule.rows import power_of_two
 
 if TYPE_CHECKING:

@@ -14,16 +14,17 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32, Int64
 
+from cutesuper.device.fragments import NEUTRAL, combine, packed, reduced, widen
 from cutesuper.device.math import DeviceMath
 from cutesuper.graph.block import LOAD, BlockOp
 from cutesuper.graph.dims import ceil_div
 from cutesuper.graph.operators import lookup
 from cutesuper.lower.common import ELEMENT, Extents, unravel
-from cutesuper.lower.row_exchange import Exchange, combine, total
+from cutesuper.lower.row_exchange import Exchange
 from cutesuper.lower.row_finish import Finish
+from cutesuper.lower.row_picks import Asked, Picks
 from cutesuper.lower.row_slices import Slices
 from cutesuper.lower.row_tiles import Tiles
-from cutesuper.lower.statistics import NEUTRAL
 from cutesuper.schedule.plan import View
 from cutesuper.schedule.row_loop import RowLoopPlan, RowSum
 
@@ -49,6 +50,7 @@ class RowLoopKernel:
         self.exchange = Exchange(self)
         self.finish = Finish(self)
         self.slices = Slices(self)
+        self.picks = Picks(self)
 
     @cute.jit
     def __call__(self, *args):
@@ -147,12 +149,15 @@ class RowLoopKernel:
         rest = rest // plan.column_parts
         walkers = self.walkers(tensors)
         outer = unravel(rest // walkers, {d: self.extents.of(d, tensors) for d in plan.outer})
+        walker = rest
+        if plan.outer or isinstance(walkers, int):  # of a known number the compiler uses the range
+            walker = rest % walkers
         lane, group = tidx % self.lanes, tidx // self.lanes
         own = part * plan.cluster + rank
         if plan.parts == 1:
             own = 0
         return {
-            "block": block, "thread": tidx, "rank": rank, "walker": rest % walkers,
+            "block": block, "thread": tidx, "rank": rank, "walker": walker,
             "walkers": walkers, "outer": outer, "lane": lane, "group": group, "part": own,
             "first": lane * self.vector, "piece": self.piece,
             "left": plan.length if plan.parts == 1 else
@@ -227,17 +232,22 @@ class RowLoopKernel:
 
     def reduced(self, i: int, values: Values, p: int, place: dict[str, Any]) -> Any:
         """This thread's part of a reduction along the row."""
-        op = self.plan.program.ops[i]
-        x = values.of(op.inputs[0])
-        kind = self.kind(i)
-        if self.plan.ragged:
-            inside = self.inside(p, place)
-            x = cute.where(inside, x, cute.full_like(x, NEUTRAL[kind]))
-        return total(kind, x)
+        source, kind = self.plan.program.ops[i].inputs[0], self.kind(i)
+        if kind == "max" and self.plan.program.ops[source].kind == LOAD:
+            registers = values.registers(source)
+            if packed(registers):
+                return reduced(kind, registers, self.inside(p, place))
+        return reduced(kind, values.of(source), self.inside(p, place))
 
-    def inside(self, p: int, place: dict[str, Any]) -> Any:
-        """Which elements of a piece lie before the end of the part."""
-        return self.columns(p, place) < place["left"]
+    def inside(self, p: int, place: dict[str, Any]) -> list[Any]:
+        """Which accesses of a piece lie before the end of the part; None where all lanes' do."""
+        smallest = self.plan.length - (self.plan.parts - 1) * self.plan.width
+        starts = [self.chunk_at(p, c) for c in range(self.piece)]
+        return [
+            place["first"] + at < place["left"] if at + self.lanes * self.vector > smallest
+            else None
+            for at in starts
+        ]  # fmt: skip
 
     def columns(self, p: int, place: dict[str, Any]) -> Any:
         """Positions of a piece in the part of this block."""
@@ -426,14 +436,22 @@ class Values:
         piece: which piece of the thread's columns.
         known: values of the row that are known: loads, complete reductions, and what was computed
             from them, which all pieces share.
+        element: one element of the row, in place of a piece.
     """
 
     def __init__(self, kernel: RowLoopKernel, row: dict[str, Any], piece: int,
                  known: dict[int, Any], tensors: list[cute.Tensor], place: dict[str, Any],
-                 vectors: dict[int, Any]) -> None:
+                 vectors: dict[int, Any], element: Asked | None = None) -> None:
         self.k, self.row, self.piece, self.known = kernel, row, piece, known
         self.tensors, self.place, self.vectors = tensors, place, vectors
+        self.element = element
         self.found: dict[int, Any] = {}
+        self.read: dict[int, cute.Tensor] = {}
+
+    def at(self, element: Asked) -> Values:
+        """The values of one element of the same row."""
+        return Values(self.k, self.row, self.piece, self.known, self.tensors, self.place,
+                      self.vectors, element)
 
     def of(self, i: int) -> Any:
         """The value of an operation: a fragment, or a number."""
@@ -450,6 +468,8 @@ class Values:
         op = plan.program.ops[i]
         if op.kind == LOAD:
             return self.load(i)
+        if i in plan.picked:
+            return self.k.picks.value(i, self)
         if op.kind == "div" and plan.column in op.dims and op.inputs[1] in plan.inverted:
             return self.of(op.inputs[0]) * self.inverse(op.inputs[1])
         args = [self.of(j) for j in op.inputs]
@@ -463,9 +483,21 @@ class Values:
         k, place = self.k, self.place
         rows, columns = (op.attributes.get(name) for name in ("rows", "columns"))
         extents = tuple(k.extents.of(d, self.tensors) if d else 1 for d in (rows, columns))
-        at = k.columns(self.piece, place) + place["part"] * k.plan.width
+        operator, at = lookup(op.kind), self.positions()
+        if operator.one_column and self.element is None:
+            # a constant for each element: one comparison, and no registers for positions
+            first = place["first"] + place["part"] * k.plan.width
+            args = [args[0], *(k.math.position(i) - first for i in args[1:])]
+            at = k.columns(self.piece, place | {"first": 0})
         row = self.row["row"] if rows in k.plan.rows else place["outer"].get(rows, 0)
-        return lookup(op.kind).at(k.math, args, row, at, extents, op.attributes)
+        return operator.at(k.math, args, row, at, extents, op.attributes)
+
+    def positions(self) -> Any:
+        """Columns of the elements in the whole row."""
+        k, place = self.k, self.place
+        if self.element is not None:
+            return self.element.column
+        return k.columns(self.piece, place) + place["part"] * k.plan.width
 
     def inverse(self, i: int) -> Any:
         """1 / a value of the row; of a root in one instruction."""
@@ -477,20 +509,29 @@ class Values:
         return self.known[key]
 
     def load(self, i: int) -> Any:
-        """A load with the column: registers, the ring, or device memory."""
+        """A load in fp32."""
+        view = self.k.plan.loads[i]
+        if self.element is not None and i in self.element.elements:
+            return self.element.elements[i].to(Float32)
+        if self.k.plan.column not in view.labels:
+            return self.vectors[i]
+        return widen(self.registers(i))
+
+    def registers(self, i: int) -> cute.Tensor:
+        """A load with the column as it is stored: from registers, the ring, or device memory."""
         k, view = self.k, self.k.plan.loads[i]
+        if i in self.read:
+            return self.read[i]
         if not k.plan.varies(view):
-            if k.plan.column not in view.labels:
-                return self.vectors[i]
             if i in self.vectors:
-                registers = self.vectors[i][self.piece]
-            else:
-                registers = k.read(view, self.tensors, Int32(0), self.piece, self.place)
+                return self.vectors[i][self.piece]
+            found = k.read(view, self.tensors, Int32(0), self.piece, self.place)
         elif i in self.row["fragments"]:
-            registers = self.row["fragments"][i]
+            return self.row["fragments"][i]
         else:
-            registers = k.tiles.fragment(i, self.row, self.piece, self.place)
-        return registers.load().to(Float32)
+            found = k.tiles.fragment(i, self.row, self.piece, self.place)
+        self.read[i] = found
+        return found
 
 
 __all__ = ["RowLoopKernel", "Values"]

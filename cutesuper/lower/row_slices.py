@@ -13,11 +13,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cutesuper.device.fragments import NEUTRAL, combine
 from cutesuper.graph.dims import ceil_div
 from cutesuper.lower.common import unravel
-from cutesuper.lower.row_exchange import combine
 from cutesuper.lower.row_finish import ITEM
-from cutesuper.lower.statistics import NEUTRAL
 from cutesuper.schedule.rows import power_of_two
 
 if TYPE_CHECKING:

@@ -70,6 +70,8 @@ class Tiles:
     def of_block(self, tensors: list[cute.Tensor], place: dict[str, Any]) -> Any:
         """Tiles that this block walks over."""
         walkers = place["walkers"]
+        if self.plan.walkers is None and self.plan.schedule.blocks == 0:
+            return 1  # a block for each tile; 30 instructions before the first load less
         return (self.count(tensors) - place["walker"] + (walkers - 1)) // walkers
 
     def first_row(self, it: Any, place: dict[str, Any]) -> Any:
@@ -290,6 +292,8 @@ class Tiles:
                         entry["fragments"][i] = self.fragment(i, entry, 0, place)
                     else:
                         entry["fragments"][i] = k.read(plan.loads[i], tensors, existing, 0, place)
+        for entry in found:  # after the rows, which do not wait for labels
+            entry["picked"] = {i: k.picks.ask(i, entry, tensors, place) for i in plan.picked}
         return found
 
     def existing(self, row: Any, tensors: list[cute.Tensor]) -> Any:
@@ -301,8 +305,7 @@ class Tiles:
         plan, k = self.plan, self.k
         dtype = ELEMENT[plan.arguments[plan.loads[i].argument].dtype]
         registers = cute.make_rmem_tensor(cute.make_layout((k.vector, k.piece)), dtype)
-        words = self.base[i] // 4 + row["local"] * (plan.row_bytes[i] // 4)
-        base = cute.recast_ptr(row["memory"] + cute.assume(words, divby=4), dtype=dtype)
+        base = self.row_memory(i, row, dtype)
         wide = min(k.vector, 128 // dtype.width)
         for c in range(k.piece):
             for e in range(0, k.vector, wide):
@@ -311,6 +314,11 @@ class Tiles:
                 own = cute.make_tensor(registers[None, c].iterator + e, cute.make_layout(wide))
                 cute.autovec_copy(source, own)
         return registers
+
+    def row_memory(self, i: int, row: dict[str, Any], dtype: Any) -> cute.Pointer:
+        """The first element of a row in the ring."""
+        words = self.base[i] // 4 + row["local"] * (self.plan.row_bytes[i] // 4)
+        return cute.recast_ptr(row["memory"] + cute.assume(words, divby=4), dtype=dtype)
 
     @cute.jit
     def scalar(self, i: cutlass.Constexpr, row, tensors, place):

@@ -10,12 +10,12 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
 
-from cutesuper.device.math import DeviceMath, nan_max
+from cutesuper.device.fragments import NEUTRAL, combine, packed, reduced, widen
+from cutesuper.device.math import DeviceMath
 from cutesuper.graph.block import LOAD
 from cutesuper.graph.dims import ceil_div, extent
 from cutesuper.graph.operators import lookup
 from cutesuper.lower.common import ELEMENT, Extents
-from cutesuper.lower.statistics import NEUTRAL
 from cutesuper.schedule.plan import View
 from cutesuper.schedule.rows import RowPlan
 
@@ -85,30 +85,39 @@ class RowKernel:
         first = by * plan.width + lane * self.vector
         valid = row < self.row_count(tensors)
 
-        ahead = self.read_ahead(tensors, row, first, valid)
         # rows past the end read the last one
         inside = cutlass.min(row, self.row_count(tensors) - 1)
+        ahead = self.read_ahead(tensors, inside, first, bx * self.row_blocks_of)
         load = partial(self.load, tensors=tensors, row=inside, first=first, ahead=ahead)
-        values = self.evaluate(load, slots, tidx, lane, group, first)
+        values = self.evaluate(load, ahead, slots, tidx, lane, group, first)
         for i, view in plan.stores.items():
             value = values[plan.program.ops[i].inputs[0]]
             self.store(value, view, tensors, row, first, lane, valid)
 
     def evaluate(
-        self, load: Any, slots: Any, tidx: Any, lane: Any, group: Any, first: Any
+        self, load: Any, ahead: dict[int, cute.Tensor], slots: Any, tidx: Any, lane: Any,
+        group: Any, first: Any,
     ) -> dict[int, Any]:
-        """Every operation but the stores, as fragments and row scalars."""
+        """Every operation but the stores, as fragments and row scalars; what was loaded ahead
+        becomes fp32 where it is used first."""
         plan = self.plan
         values: dict[int, Any] = {}
         inverses: dict[int, Any] = {}
-        for i in plan.order:
+        for i in (*plan.order, *plan.stores):
             op = plan.program.ops[i]
+            for j in op.inputs:
+                if j not in values:
+                    values[j] = load(j)
             args = [values[j] for j in op.inputs]
+            if i in ahead or i in plan.stores:
+                continue
             if op.kind == LOAD:
                 values[i] = load(i)
             elif i in plan.reductions:
-                n = plan.reductions.index(i)
-                values[i] = self.reduce(op.kind, args[0], n, slots, tidx, lane, group, first)
+                n, source = plan.reductions.index(i), args[0]
+                if op.kind == "max" and op.inputs[0] in ahead and packed(ahead[op.inputs[0]]):
+                    source = ahead[op.inputs[0]]
+                values[i] = self.reduce(op.kind, source, n, slots, tidx, lane, group, first)
             elif op.kind == "div" and plan.column in op.dims and op.inputs[1] in plan.inverted:
                 divisor = op.inputs[1]
                 if divisor not in inverses:
@@ -130,30 +139,47 @@ class RowKernel:
         # linear indices run through the first mode fastest, rows through the last label
         labels = tuple(reversed(self.plan.rows))
         shape = tuple(self.extents.of(d, tensors) for d in labels)
-        return cute.make_layout(shape, stride=tuple(view.stride(d) for d in labels))(row)
+        found = cute.make_layout(shape, stride=tuple(view.stride(d) for d in labels))(row)
+        wide = self.vector if view.stride(self.plan.column) == 1 else 1
+        return cute.assume(found, divby=wide)
 
-    def read_ahead(self, tensors, row, first, valid):
-        """Everything that is loaded before anything is computed, as it is stored.
+    def read_ahead(self, tensors, row, first, first_row):
+        """Everything that is loaded before anything is computed.
 
-        One branch for all: with one for each, the compiler waits for a load before it asks for the
-        next (7.2 us at 1024x4096 forward, 5.2 with one); without any it asks for weights late.
+        One branch for all, which every block takes but the compiler does not know it: with one for
+        each, it waits for a load before it asks for the next (7.2 us at 1024x4096 forward, 5.2 with
+        one); without any it asks for weights late.
         """
         plan, found = self.plan, {}
         for i in plan.order:
             if plan.program.ops[i].kind != LOAD:
                 break
             found[i] = self.registers(plan.loads[i])
-            found[i].fill(0)
-        self.read_all(found, tensors, row, first, valid)
-        return found
+        wide = {i: cute.make_rmem_tensor(r.layout, Float32) for i, r in found.items()
+                if self.widened(i)}
+        self.read_all(found, wide, tensors, row, first, first_row)
+        return found | wide
+
+    def widened(self, i: int) -> bool:
+        """Whether a load becomes fp32 in the branch, which keeps the compiler from making single
+        conditions of it (weights were then asked for after the sum): rows that are reduced, but
+        for maxima, which are taken of what is stored. Weights stay packed, in fewer registers."""
+        plan, ops = self.plan, self.plan.program.ops
+        kinds = {ops[n].kind for n in plan.reductions if i in ops[n].inputs}
+        varies = any(d in plan.loads[i].labels for d in plan.rows)
+        is_float = ELEMENT[plan.arguments[plan.loads[i].argument].dtype].is_float
+        return bool(plan.reductions) and varies and is_float and "max" not in kinds
 
     @cute.jit
-    def read_all(self, found, tensors, row, first, valid):
-        """All of these loads, for rows that exist."""
-        if valid:
+    def read_all(self, found, wide, tensors, row, first, first_row):
+        """All of these loads; ``wide`` in fp32."""
+        if first_row < self.row_count(tensors):
             for i in cutlass.range_constexpr(len(self.plan.program.ops)):
                 if cutlass.const_expr(i in found):
                     self.read_row(self.plan.loads[i], tensors, row, first, found[i])
+            for i in cutlass.range_constexpr(len(self.plan.program.ops)):
+                if cutlass.const_expr(i in wide):
+                    wide[i].store(widen(found[i]))
 
     def registers(self, view: View) -> cute.Tensor:
         """What a thread has of a row of a tensor, in its own type."""
@@ -185,7 +211,7 @@ class RowKernel:
             self.read_row(view, tensors, row, first, registers)
         if self.plan.column not in view.labels:
             return registers[0].to(Float32) if registers.element_type.is_float else registers[0]
-        return registers.load().to(Float32)
+        return widen(registers)
 
     def read(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
         """``vector`` elements of a row: one access if they are neighbours, else one for each."""
@@ -207,7 +233,7 @@ class RowKernel:
 
     def piece(self, base: cute.Pointer, at: Any) -> cute.Tensor:
         """``vector`` neighbouring elements."""
-        pointer = (base + at).align(self.vector * base.dtype.width // 8)
+        pointer = base + cute.assume(at, divby=self.vector)
         return cute.make_tensor(pointer, cute.make_layout(self.vector))
 
     def element(self, base: cute.Pointer, offset: Any) -> cute.Tensor:
@@ -219,20 +245,14 @@ class RowKernel:
                group, first):
         """Sum, mean or maximum of a row; every thread of the row gets it."""
         op = "max" if kind == "max" else "sum"
-        neutral = NEUTRAL[op]
-        if cutlass.const_expr(self.ragged):
-            value = cute.where(self.inside(first), value, cute.full_like(value, neutral))
-        if cutlass.const_expr(op == "max"):
-            v = Float32(value.reduce(cute.ReductionOp.MAX, Float32(neutral), 0))
-        else:
-            v = Float32(value.reduce(cute.ReductionOp.ADD, Float32(0.0), 0))
+        v = reduced(op, value, self.inside(first))
         if cutlass.const_expr(self.plan.schedule.interleaved):
             v = self.across(op, v, slots, n * self.plan.threads + group, lane,
                             self.row_blocks_of, self.lanes, True)
         else:
             distance = min(self.lanes, 32) // 2
             while cutlass.const_expr(distance > 0):
-                v = self.combine(op, v, cute.arch.shuffle_sync_bfly(v, distance))
+                v = combine(op, v, cute.arch.shuffle_sync_bfly(v, distance))
                 distance = distance // 2
             if cutlass.const_expr(self.plan.warps_per_row > 1):
                 warps = self.plan.warps_per_row
@@ -253,20 +273,16 @@ class RowKernel:
         total = Float32(NEUTRAL[op])
         for w in cutlass.range_constexpr(count):
             part = cute.make_tensor(slots + (base + w * pitch), cute.make_layout(1))[0]
-            total = self.combine(op, total, part)
+            total = combine(op, total, part)
         return total
 
-    def combine(self, op: str, a: Any, b: Any) -> Any:
-        """a + b or max(a, b)."""
-        return nan_max(a, b) if op == "max" else a + b
-
-    def inside(self, first: Any) -> Any:
-        """Which elements of the fragment lie before the end of the row."""
-        index = cute.make_rmem_tensor(cute.make_layout((self.vector, self.chunks)), Int32)
-        for c in range(self.chunks):
-            for e in range(self.vector):
-                index[e, c] = first + (c * self.lanes * self.vector + e)
-        return index.load() < self.length
+    def inside(self, first: Any) -> list[Any]:
+        """Which accesses of the fragment lie in the row; None where all lanes' do."""
+        each = self.lanes * self.vector
+        return [
+            first + c * each < self.length if (c + 1) * each > self.length else None
+            for c in range(self.chunks)
+        ]
 
     @cute.jit
     def store(self, value, view: cutlass.Constexpr, tensors, row, first, lane, valid):

@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cutesuper.device.fragments import NEUTRAL
 from cutesuper.device.math import nan_max
 from cutesuper.device.memory import (
     element,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 PIECE = 8  # elements of a 16-byte access
 LANES = CHUNK // PIECE  # threads that share a row
 BATCH = 8  # rows of a thread that are read together
-NEUTRAL = {"sum": 0.0, "max": float("-inf")}
 #: named barrier on which the epilogue waits for the row values (0 is the block's own)
 ROW_VALUES_BARRIER = 1
 #: named barrier of the helper warps (2 is the consumers')

@@ -82,6 +82,8 @@ class RowLoopPlan:
         stores: by operation.
         complete: for a reduction along the row the operation that has it whole (itself without a
             cluster).
+        picked: for what has a sum along the row of which one element is not 0 that sum (the same
+            operation without a cluster): it is read by itself, and not reduced.
         levels: the tile, from one exchange to the next.
         sums: what is combined over rows.
         inverted: values of rows whose reciprocal is computed once; see `schedule.rows`.
@@ -96,6 +98,7 @@ class RowLoopPlan:
     loads: dict[int, View]
     stores: dict[int, View]
     complete: dict[int, int]
+    picked: dict[int, int]
     levels: tuple[Level, ...]
     sums: tuple[RowSum, ...]
     inverted: tuple[int, ...]

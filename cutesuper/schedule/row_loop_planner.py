@@ -72,7 +72,7 @@ def plan_row_loop(
     inverted = inverted_divisors(program, roles.column, arguments)
     plan = RowLoopPlan(
         program, arguments, roles.column, roles.rows, roles.outer, loads, stores, roles.complete,
-        roles.levels, roles.sums, inverted, RowLoopSchedule(1, 1, 1, 1),
+        roles.picked, roles.levels, roles.sums, inverted, RowLoopSchedule(1, 1, 1, 1),
     )  # fmt: skip
     plan = replace(plan, program=_with_part(plan))
     if schedule is None:

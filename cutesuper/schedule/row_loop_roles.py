@@ -37,6 +37,7 @@ class Roles:
     rows: tuple[str, ...]
     outer: tuple[str, ...]
     complete: dict[int, int]
+    picked: dict[int, int]
     sums: tuple[RowSum, ...]
     levels: tuple[Level, ...]
 
@@ -83,8 +84,10 @@ def find_roles(
     sums, chain = _sums(program, summed, where)
     _check_sums(program, column, outer, sums, where)
     complete = _complete(program, column, chain, where)
+    picked = {end: i for i, end in complete.items() if _picks(program, i)}
+    complete = {i: end for i, end in complete.items() if end not in picked}
     levels = _levels(program, complete, sums, chain, where)
-    return Roles(column, rows, outer, complete, sums, levels)
+    return Roles(column, rows, outer, complete, picked, sums, levels)
 
 
 def _column(
@@ -196,6 +199,15 @@ def _complete(
             )
         found[i] = ends[0] if ends else i
     return found
+
+
+def _picks(program: BlockProgram, i: int) -> bool:
+    """Whether a reduction along the row is the sum of one element and zeros."""
+    op, source = program.ops[i], program.ops[program.ops[i].inputs[0]]
+    masks = source.kind not in (LOAD, *ENDING) and lookup(source.kind).one_column
+    return op.kind in ("sum", "mean") and masks and source.attributes["columns"] == op.attributes[
+        "over"
+    ]
 
 
 def _levels(

@@ -1,0 +1,132 @@
+"""Fragments in registers: 16-bit elements made wide, and reductions of what a thread has.
+
+Two 16-bit elements lie in a register. Taken apart one by one, the upper bf16 costs two instructions
+(bring it down, shift it up again); as a word it costs one, as the lower one does. A maximum is
+exact in any type, so it is taken of both halves at once, before anything is made wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int16, Int32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import T, dsl_user_op, select_
+
+from cutesuper.device.math import nan_max
+
+#: what changes no result
+NEUTRAL = {"sum": 0.0, "max": float("-inf")}
+#: running sums of a thread: enough to hide the latency of an addition, and a product that is added
+#: is one instruction but for the first of each
+CHAINS = 4
+#: -inf twice
+_LOWEST = {BFloat16: 0xFF80FF80, Float16: 0xFC00FC00}
+
+
+def packed(registers: cute.Tensor) -> bool:
+    """Whether the elements of a fragment ``(vector, accesses)`` lie two in a register."""
+    return registers.element_type in _LOWEST and registers.shape[0] % 2 == 0
+
+
+def widen(registers: cute.Tensor) -> cute.TensorSSA:
+    """A fragment ``(vector, accesses)`` of floats in fp32.
+
+    before: words ``ba dc``; after: ``a b c d``, one instruction each. Of words, because of what
+    is converted element by element the compiler makes fp32 where it is loaded, if that is in a
+    branch: weights then wait in twice the registers.
+    """
+    if not packed(registers):
+        return registers.load().to(Float32)
+    wide = cute.make_rmem_tensor(cute.make_layout(registers.shape), Float32)
+    for n, word in enumerate(words_of(registers)):
+        if registers.element_type is BFloat16:
+            pair = [x.bitcast(Float32) for x in (word << 16, word & Int32(-0x10000))]
+        else:
+            pair = [Int16(x).bitcast(Float16).to(Float32) for x in (word, word >> 16)]
+        wide[2 * n], wide[2 * n + 1] = pair
+    return wide.load()
+
+
+def reduced(kind: str, fragment: cute.Tensor | cute.TensorSSA, inside: Sequence[Any]) -> Float32:
+    """What a thread has of a row, combined: ``sum`` or ``max``.
+
+    Args:
+        kind: of the reduction.
+        fragment: ``(vector, accesses)`` in fp32, or packed elements of which the maximum is taken.
+        inside: for each access whether it lies in the row, None where it always does. Rows are
+            whole accesses, so that there is no comparison for each element.
+    """
+    if isinstance(fragment, cute.TensorSSA):
+        values = [fragment[n] for n in range(cute.size(fragment.shape))]
+        neutral: Any = Float32(NEUTRAL[kind])
+    else:
+        values, neutral = words_of(fragment), lowest(fragment.element_type)
+    each = len(values) // len(inside)
+    for n, x in enumerate(values):
+        if inside[n // each] is not None:
+            values[n] = type(neutral)(select_(inside[n // each], x, neutral))
+    if isinstance(fragment, cute.TensorSSA):
+        return total(kind, values)
+    return largest(values, fragment.element_type)
+
+
+def words_of(registers: cute.Tensor) -> list[Int32]:
+    """The registers of a packed fragment."""
+    words = cute.recast_tensor(registers, Int32)
+    return [words[n] for n in range(cute.size(words.shape))]
+
+
+def lowest(dtype: Any) -> Int32:
+    """A register with two elements that no maximum is."""
+    return Int32(_LOWEST[dtype] - (1 << 32))
+
+
+def largest(words: Sequence[Int32], dtype: Any) -> Float32:
+    """The maximum of packed elements; NaN if one is."""
+    name = "bf16x2" if dtype is BFloat16 else "f16x2"
+    left = list(words)
+    while len(left) > 1:
+        pairs = zip(left[::2], left[1::2], strict=False)
+        left = [_packed_max(a, b, name) for a, b in pairs] + left[len(left) // 2 * 2:]
+    both = cute.make_rmem_tensor(cute.make_layout((2, 1)), dtype)
+    cute.recast_tensor(both, Int32)[0] = left[0]
+    wide = widen(both)
+    return nan_max(wide[0], wide[1])
+
+
+@dsl_user_op
+def _packed_max(a: Int32, b: Int32, name: str, *, loc: Any = None, ip: Any = None) -> Int32:
+    operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
+    return Int32(
+        llvm.inline_asm(
+            T.i32(), operands, f"max.NaN.{name} $0, $1, $2;", "=r,r,r", has_side_effects=False,
+            is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
+def combine(kind: str, a: Any, b: Any) -> Any:
+    """a + b or max(a, b)."""
+    return nan_max(a, b) if kind == "max" else a + b
+
+
+def tree(kind: str, values: list[Any]) -> Any:
+    """Combine values pairwise."""
+    while len(values) > 1:
+        pairs = [combine(kind, a, b) for a, b in zip(values[::2], values[1::2], strict=False)]
+        values = pairs + ([values[-1]] if len(values) % 2 else [])
+    return values[0]
+
+
+def total(kind: str, values: Sequence[Any]) -> Any:
+    """Combine what a thread has of a row: running results, then these."""
+    running = list(values[:CHAINS])
+    for n, x in enumerate(values[CHAINS:]):
+        running[n % CHAINS] = combine(kind, running[n % CHAINS], x)
+    return tree(kind, running)
+
+
+__all__ = ["NEUTRAL", "combine", "packed", "reduced", "tree", "widen"]
