@@ -15,7 +15,7 @@ from torch import fx
 
 from cutesuper.frontend.region import Region, convert
 from cutesuper.frontend.table import entry_of, is_free
-from cutesuper.frontend.values import Unsupported
+from cutesuper.frontend.values import INTEGERS, Unsupported
 
 #: nodes and products of a region: a search of more takes longer than 10 s and finds no more
 MOST_NODES, MOST_PRODUCTS = 48, 8
@@ -106,9 +106,13 @@ class _Growing:
             self.refused[node] = f"{node.target} is not an operator of kernel graphs"
             return
         loose = self._loose(node)
-        if not self._placed(loose):
-            # alone it is no kernel graph; whatever reads it may make it part of one
-            self.refused.setdefault(node, self._reason(loose))
+        if self._placed(loose):
+            return
+        # what it reads that is no kernel graph with it, it may read as it comes
+        if len(loose) > 1 and self._placed([node]):
+            return
+        # alone it is no kernel graph; whatever reads it may make it part of one
+        self.refused.setdefault(node, self._reason([node] if len(loose) > 1 else loose))
 
     def _placed(self, loose: Sequence[fx.Node], products: int = 0) -> bool:
         """Put nodes that are in no region into regions that they read, or one of their own, of so
@@ -130,7 +134,8 @@ class _Growing:
         found, todo = {node}, [node]
         while todo:
             for p in _producers(todo.pop()):
-                if p not in found and p in self.refused and entry_of(p) is not None:
+                known = p in self.refused and entry_of(p) is not None
+                if p not in found and known and not _counts(p):
                     found.add(p)
                     todo.append(p)
         return list(found)
@@ -184,6 +189,11 @@ def _computes(node: fx.Node) -> bool:
     val = node.meta.get("val")
     several = isinstance(val, tuple | list) and any(isinstance(v, torch.Tensor) for v in val)
     return (isinstance(val, torch.Tensor) or several) and not is_free(node)
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether a node gives integers, which no kernel computes."""
+    return getattr(node.meta.get("val"), "dtype", None) in INTEGERS
 
 
 def _producers(node: fx.Node) -> set[fx.Node]:

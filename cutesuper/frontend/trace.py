@@ -15,10 +15,12 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
+from cutesuper.frontend.internals import decompositions
 from cutesuper.frontend.partition import partition
 from cutesuper.frontend.region import Region, source_lines
 from cutesuper.frontend.rewrite import Call, rewrite
-from cutesuper.frontend.table import is_free
+from cutesuper.frontend.table import is_free, is_known, moves
+from cutesuper.frontend.values import CONDITIONS, INTEGERS
 from cutesuper.ops.steps import usable
 from cutesuper.optimize import superoptimize as optimize_graph
 from cutesuper.runtime.kernel import Kernel
@@ -26,6 +28,10 @@ from cutesuper.runtime.kernel import Kernel
 #: nodes of a traced program that only check what it was traced with
 _CHECKS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
            "aten._assert_async", "aten.sym_size")  # fmt: skip
+
+
+#: masks, positions and labels, with which PyTorch goes on computing
+_NO_NUMBERS = (*CONDITIONS, *INTEGERS)
 
 
 class _Call(nn.Module):
@@ -183,10 +189,18 @@ def _exported(
         raise TraceError(
             f"superoptimize({name}): torch.export cannot trace it: {error}"
         ) from error
-    if any(_is_nested(node) for node in program.graph.nodes):
+    nodes = list(program.graph.nodes)
+    if any(map(_is_unknown, nodes)):
+        program = program.run_decompositions(decompositions(is_known))
+    elif any(map(_is_nested, nodes)):
         # mutation becomes new values, and what stands under autocast or no_grad comes inline
         program = program.run_decompositions({})
     return program.module(check_guards=False) if _has_guards() else program.module()
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """Whether an operator is one that the table does not have."""
+    return isinstance(node.target, torch._ops.OpOverload) and not is_known(node.target)
 
 
 def _is_nested(node: fx.Node) -> bool:
@@ -241,14 +255,25 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
     _drop_checks(graph)
     found = partition(graph, constants=[n for n in graph.nodes if n.op == "get_attr"])
     inside = {n for r in found.regions for n in r.nodes}
-    left = [n for n in graph.nodes if _is_left(n) and n not in inside]
+    given = _depending(graph)
+    left = [n for n in graph.nodes if _is_left(n) and n not in inside and n in given]
     for node in left:
         # of what belongs together the last says why; a condition alone is never a kernel graph
         if not any(u in left for u in _readers(node)):
             raise _refusal(name, node, found.refused.get(node) or _reason(node))
     if not found.regions:
-        raise TraceError(f"superoptimize({name}): it computes nothing")
+        raise TraceError(f"superoptimize({name}): it computes nothing that kernels could, "
+            "no numbers in float16, bfloat16 or float32")
     return found.regions
+
+
+def _depending(graph: fx.Graph) -> set[fx.Node]:
+    """What is not the same in every call."""
+    found: set[fx.Node] = set()
+    for n in graph.nodes:
+        if n.op in ("placeholder", "get_attr") or found.intersection(n.all_input_nodes):
+            found.add(n)
+    return found
 
 
 def _reason(node: fx.Node) -> str:
@@ -259,9 +284,15 @@ def _reason(node: fx.Node) -> str:
 
 
 def _is_left(node: fx.Node) -> bool:
-    """Whether it is a mistake that a node is in no region."""
-    number = isinstance(node.meta.get("val"), torch.SymInt | int)
-    return node.op == "call_function" and not is_free(node) and not number
+    """Whether it is a mistake that a node is in no region: it computes numbers."""
+    val = node.meta.get("val")
+    if node.op != "call_function" or is_free(node) or moves(node):
+        return False
+    return not isinstance(val, torch.SymInt | int) and _dtype(val) not in _NO_NUMBERS
+
+
+def _dtype(val: Any) -> Any:
+    return getattr(val, "dtype", None)
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
