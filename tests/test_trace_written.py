@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from math import inf, nan
 from typing import Any
 
@@ -152,3 +153,5 @@ def test_what_computes_no_numbers_is_left_to_pytorch(monkeypatch: pytest.MonkeyP
     program = traced(monkeypatch, embedded, (ids, table))
     check(program, embedded, (ids, table))
     check(program, embedded, (ids.flip(1) + 1, table))
+    line = inspect.getsourcelines(embedded)[1] + 2
+    assert f"aten.embedding.default (test_trace_written.py:{line})" in program.outside

@@ -522,7 +522,6 @@ WRITTEN: list[Case] = [
     ("last token keep", lambda x, w: F.linear(x[:, -1:, :], w), (X, W)),
     ("cls token head", lambda x, w: F.linear(F.layer_norm(x, (32,))[:, 0], w), (X, W)),
     ("shift tokens", lambda x, w: F.linear(x, w)[:, :-1].log_softmax(-1), (X, W)),
-    ("softmax extent 1", lambda x: F.softmax(x, 1), (randn(3, 1, 32),)),
     ("scalar out dot", torch.dot, (R, R + 1)),
     ("mv", torch.mv, (W, R)),
     ("matmul vec", lambda x, w: x @ w, (X, R)),

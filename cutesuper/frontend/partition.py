@@ -83,6 +83,7 @@ class _Growing:
     _region: dict[fx.Node, int] = field(default_factory=dict)
     _place: dict[fx.Node, int] = field(default_factory=dict)
     _epoch: dict[fx.Node, int] = field(default_factory=dict)
+    _last: int = 0  # place of the last node that is in a region
 
     def run(self) -> Partition:
         epoch = 0
@@ -164,11 +165,15 @@ class _Growing:
         self.regions.append(region)
         for n in region.nodes:
             self._region[n] = len(self.regions) - 1
+            self._last = max(self._last, self._place[n])
             self.refused.pop(n, None)
 
     def _leaves(self, inside: set[fx.Node]) -> bool:
-        """Whether a path leaves the nodes, passes something that computes, and comes back."""
-        last = max(self._place[n] for n in inside)
+        """Whether a path leaves the nodes, passes something that computes, and comes back.
+
+        A path that enters another region may leave it from any of its nodes: a region is one call.
+        """
+        last = max(self._last, *(self._place[n] for n in inside))
         todo = [(u, False) for n in inside for u in n.users if u not in inside]
         seen = set(todo)
         while todo:
@@ -176,7 +181,8 @@ class _Growing:
             if self._place.get(node, last + 1) > last:
                 continue
             outside = outside or not is_free(node)
-            for u in node.users:
+            together = self.regions[self._region[node]].nodes if node in self._region else (node,)
+            for u in {u: None for n in together for u in n.users}:
                 if u in inside and outside:
                     return True
                 if u not in inside and (u, outside) not in seen:

@@ -188,15 +188,9 @@ class _AlongOne(Entry):
         x = b.value(a["self"])
         t, slots = whole_tensor(b, node, a["self"])
         group = b.one(node, x.dims[self._dim(node, a, len(x.dims))])
-        if group is None:
-            return Built(self.alone(b.g, t), slots)
-        if group not in slots:
-            raise Unsupported(node, "works along a dimension of repeated elements")
+        if group is None or group not in slots:
+            raise Unsupported(node, "works along a dimension of extent 1, or of repeated elements")
         return Built(self.formula(b.g, t, slots.index(group)), slots)
-
-    def alone(self, g: KernelGraph, t: Tensor) -> Tensor:
-        """Where the dimension has one element."""
-        raise NotImplementedError
 
     def _dim(self, node: fx.Node, a: Arguments, rank: int) -> int:
         return integers(node, a["dim"])[0] % rank
@@ -212,9 +206,6 @@ class Softmax(_AlongOne):
     def formula(self, g: KernelGraph, t: Tensor, dim: int) -> Tensor:
         return g.softmax(t, dim)
 
-    def alone(self, g: KernelGraph, t: Tensor) -> Tensor:
-        return g.exp(g.sub(t, t))
-
 
 @enter("aten.log_softmax.int", "aten._log_softmax.default", "aten.special_log_softmax.int")
 class LogSoftmax(_AlongOne):
@@ -222,9 +213,6 @@ class LogSoftmax(_AlongOne):
 
     def formula(self, g: KernelGraph, t: Tensor, dim: int) -> Tensor:
         return g.log_softmax(t, dim)
-
-    def alone(self, g: KernelGraph, t: Tensor) -> Tensor:
-        return g.sub(t, t)
 
 
 # ------------------------------------------------------------------------------------------- norms

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from cutesuper.errors import CutesuperError, GraphError, TraceError
 from cutesuper.frontend.internals import decompositions
 from cutesuper.frontend.partition import partition
-from cutesuper.frontend.region import Region, source_lines
+from cutesuper.frontend.region import Region, places, source_lines
 from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.table import is_free, is_known, moves
 from cutesuper.frontend.values import CONDITIONS, INTEGERS
@@ -67,12 +67,18 @@ class TracedProgram:
 
     Attributes:
         regions: its parts, each a kernel graph of its own; views stand between them.
+        outside: operators that compute no numbers and stay PyTorch's (copies, masks, positions),
+            with the user's lines.
         graph_module: the program as it runs.
     """
 
-    def __init__(self, module: fx.GraphModule, regions: Sequence[TracedRegion], name: str) -> None:
+    def __init__(
+        self, module: fx.GraphModule, regions: Sequence[TracedRegion], name: str,
+        outside: Sequence[str] = (),
+    ) -> None:
         self.graph_module = module
         self.regions = tuple(regions)
+        self.outside = tuple(outside)
         self._name = name
 
     @property
@@ -123,6 +129,8 @@ class TracedProgram:
         parts = [f"{self._name}: {len(self.regions)} region(s)"]
         for i, r in enumerate(self.regions):
             parts.append(f"region {i} ({r.place or 'no source'})\n{r.kernel.explain()}")
+        if self.outside:
+            parts.append("PyTorch computes\n" + "\n".join(f"  {line}" for line in self.outside))
         return "\n\n".join(parts)
 
     def __repr__(self) -> str:
@@ -153,6 +161,7 @@ def superoptimize_callable(
     name = getattr(fn, "__qualname__", type(fn).__name__)
     module = _exported(fn, name, example_inputs, example_kwargs, dynamic_shapes)
     regions = regions_of(module, name)
+    outside = _outside(module.graph, regions)
     traced: list[TracedRegion] = []
     kernels: dict[str, Kernel] = {}
     for i, region in enumerate(regions):
@@ -164,7 +173,7 @@ def superoptimize_callable(
     rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
     module.graph.lint()
     module.recompile()
-    return TracedProgram(module, traced, name)
+    return TracedProgram(module, traced, name, outside)
 
 
 def _kernel(name: str, region: Region, options: dict[str, Any]) -> Kernel:
@@ -241,7 +250,7 @@ def _called_forward(fn: types.FunctionType) -> Callable[..., Any]:
 
 
 def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
-    """The regions of a traced program, of which nothing may be left over.
+    """The regions of a traced program, of which nothing may be left over that computes numbers.
 
     Args:
         module: exported.
@@ -265,6 +274,17 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
         raise TraceError(f"superoptimize({name}): it computes nothing that kernels could, "
             "no numbers in float16, bfloat16 or float32")
     return found.regions
+
+
+def _outside(graph: fx.Graph, regions: Sequence[Region]) -> list[str]:
+    """What is in no region and does more than look at a tensor in another way."""
+    inside = {n for r in regions for n in r.nodes}
+    left = [
+        n for n in graph.nodes
+        if n.op == "call_function" and n not in inside and not is_free(n)
+        and isinstance(n.meta.get("val"), torch.Tensor)
+    ]  # fmt: skip
+    return list(dict.fromkeys(f"{n.target} ({places([n]) or 'no source'})" for n in left))
 
 
 def _depending(graph: fx.Graph) -> set[fx.Node]:
