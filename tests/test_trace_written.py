@@ -114,6 +114,24 @@ def test_nan_and_infinities_are_pytorchs(monkeypatch: pytest.MonkeyPatch, name: 
     torch.testing.assert_close(program(A, B), RULES[name](A, B), equal_nan=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RULES)
+def test_nan_and_infinities_on_a_gpu(name: str) -> None:
+    x, y = A.repeat(8, 8).cuda(), B.repeat(8, 8).cuda()
+    program = cs.superoptimize(RULES[name], (x, y))
+    torch.testing.assert_close(program(x, y), RULES[name](x, y), equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_a_mask_that_is_read_on_a_gpu() -> None:
+    x, mask = randn(64, 256).bfloat16().cuda(), (randn(64, 256) > 1).cuda()
+
+    def masked(x: Tensor) -> Tensor:
+        return x.masked_fill(mask.to(x.device), -inf).softmax(-1)
+
+    check(cs.superoptimize(masked, (x,)), masked, (x,))
+
+
 def test_choices_compile() -> None:
     """A mask that is read, a comparison, a fill with -inf and a maximum, in one kernel."""
 
