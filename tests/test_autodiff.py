@@ -181,6 +181,11 @@ for _name in ("exp", "log", "sqrt", "rsqrt", "square", "silu", "gelu", "sigmoid"
     CASES[_name] = (lambda g, x, n=_name, s=_shift: g.apply(n, x * 2 - s), ((3, 4),))
 CASES["relu"] = (lambda g, x: g.relu(x - 1), ((5, 6),))
 CASES["step"] = (lambda g, x: g.step(x - 1) * x, ((5, 6),))
+CASES["at_least"] = (lambda g, x, y: g.at_least(x, y) * x * y, ((5, 6), (6,)))
+CASES["maximum"] = (lambda g, x, y: g.maximum(x, y), ((5, 6), (6,)))
+CASES["maximum, ties"] = (lambda g, x: g.maximum(x, x), ((5, 6),))
+CASES["hide"] = (lambda g, x, y: g.exp(g.hide(g.step(x - 1), x * y)), ((5, 6), (6,)))
+CASES["keep"] = (lambda g, x, y: g.keep(g.step(x - 1), x * y), ((5, 6), (6,)))
 
 
 def _gate(g: KernelGraph, both: Tensor) -> Tensor:

@@ -278,7 +278,7 @@ ERRORS: list[tuple[Build, type[CutesuperError], str]] = [
         OperatorError,
         "operator 'sofmax': does not exist; did you mean softmax or log_softmax or max?",
     ),
-    (lambda g, x, w: g.apply("fizzle", x), OperatorError, "does not exist; known: add, causal"),
+    (lambda g, x, w: g.apply("fizzle", x), OperatorError, "not exist; known: add, at_least, c"),
     (lambda g, x, w: g.apply("input"), OperatorError, "apply('input'): use new_input(dims=, dtype"),
     (lambda g, x, w: g.apply("exp", x, w), OperatorError, "exp: takes 1 operand(s), got 2"),
     (
@@ -481,6 +481,15 @@ def reference_cases() -> dict[str, tuple[Callable[..., Any], Callable[..., torch
         "gelu": (lambda g, a, b: g.gelu(a), lambda a, b: f.gelu(a)),
         "square": (lambda g, a, b: g.square(a), lambda a, b: a * a),
         "step": (lambda g, a, b: g.step(a - b), lambda a, b: (a > b).double()),
+        "at_least": (lambda g, a, b: g.at_least(a, b), lambda a, b: (a >= b).double()),
+        "maximum": (lambda g, a, b: g.maximum(a, b), torch.maximum),
+        "hide": (
+            lambda g, a, b: g.hide(g.step(a - b), a),
+            lambda a, b: a.masked_fill(a <= b, -math.inf),
+        ),
+        "keep": (
+            lambda g, a, b: g.keep(g.step(a - b), a), lambda a, b: torch.where(a > b, a, 0.0)
+        ),
     }
     for name in ("exp", "log", "sqrt", "rsqrt", "relu", "sigmoid", "tanh", "erf"):
         cases[name] = (
@@ -516,10 +525,12 @@ def test_scalar_formulas_are_the_references() -> None:
         sigmoid = staticmethod(lambda a: 1 / (1 + math.exp(-a)))
         rsqrt = staticmethod(lambda a: a**-0.5)
         step = staticmethod(lambda a: float(a > 0))
+        at_least = staticmethod(lambda a, b: float(a >= b))
+        kept = staticmethod(lambda c, a, other: a if c > 0.5 else other)
         maximum, minimum = max, min
         exp, log, sqrt, tanh, erf = math.exp, math.log, math.sqrt, math.tanh, math.erf
 
-    for name in (*UNARY, *BINARY, "clamp"):
+    for name in (*UNARY, *BINARY, "clamp", "at_least", "maximum", "keep", "hide"):
         op = TABLE[name]
         attributes = {"min": 0.25, "max": 0.5} if name == "clamp" else {}
         for value in (0.125, 0.375, 2.0):

@@ -59,6 +59,14 @@ class DeviceMath:
             return cute.where(x > 0.0, cute.full_like(x, 1.0), cute.full_like(x, 0.0))
         return Float32(Float32(x) > 0.0)
 
+    def at_least(self, x: Any, y: Any) -> Any:
+        """1 where x >= y, else 0 (for NaN too)."""
+        return _each(_at_least, x, y)
+
+    def kept(self, condition: Any, x: Any, other: float) -> Any:
+        """x where the condition is 1, else another number, whatever x is."""
+        return _each(_kept, condition, x, other)
+
     def where(self, condition: Any, x: Any, y: Any) -> Any:
         """x where the condition holds, else y: fragments or scalars."""
         if not isinstance(condition, cute.TensorSSA):
@@ -84,11 +92,11 @@ class DeviceMath:
 
     def maximum(self, x: Any, y: Any) -> Any:
         """The larger one; NaN wins, as in PyTorch."""
-        return _select(x, y, nan_max)
+        return _each(nan_max, x, y)
 
     def minimum(self, x: Any, y: Any) -> Any:
         """The smaller one; NaN wins, as in PyTorch."""
-        return _select(x, y, nan_min)
+        return _each(nan_min, x, y)
 
 
 def choose(condition: Any, x: Any, y: Any) -> Float32:
@@ -106,15 +114,23 @@ def nan_min(x: Any, y: Any) -> Float32:
     return Float32(cute.arch.fmin(Float32(x), Float32(y), nan=True))
 
 
-def _select(x: Any, y: Any, pick: Any) -> Any:
-    """Apply a scalar function to scalars, or element by element to a fragment."""
-    fragment = next((v for v in (x, y) if isinstance(v, cute.TensorSSA)), None)
+def _each(pick: Any, *args: Any) -> Any:
+    """Apply a scalar function to scalars, or element by element to fragments and scalars."""
+    fragment = next((v for v in args if isinstance(v, cute.TensorSSA)), None)
     if fragment is None:
-        return pick(x, y)
+        return pick(*args)
     out = cute.make_rmem_tensor(fragment.shape, Float32)
     for i in range(cute.size(fragment.shape)):
-        out[i] = pick(_element(x, i), _element(y, i))
+        out[i] = pick(*(_element(v, i) for v in args))
     return out.load()
+
+
+def _at_least(x: Any, y: Any) -> Float32:
+    return Float32(Float32(x) >= Float32(y))
+
+
+def _kept(condition: Any, x: Any, other: Any) -> Float32:
+    return choose(Float32(condition) > 0.5, x, other)
 
 
 def _element(x: Any, i: int) -> Any:

@@ -10,14 +10,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
 from torch import fx
 
 from cutesuper.frontend import internals
-from cutesuper.frontend.choose import Decision, decide
+from cutesuper.frontend.choose import decide
 from cutesuper.frontend.operator import region as region_operator
 from cutesuper.frontend.options import BackendOptions, read_options
 from cutesuper.frontend.partition import partition
@@ -113,7 +112,7 @@ def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> G
             _complain(f"{entry.where} gets no kernels: {decision.verdict.reason}")
     taken = [d for d in decisions if d.verdict.taken]
     if taken:
-        rewrite(gm.graph, [Call(d.region, region_operator, (d.key,)) for d in _in_order(taken)])
+        rewrite(gm.graph, [Call(d.region, region_operator, (d.key,)) for d in taken])
         gm.graph.lint()
         gm.recompile()
     return report
@@ -122,16 +121,6 @@ def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> G
 def _complain(what: str) -> None:
     message = f"cutesuper: {what}; Inductor compiles it, but please report this"
     warnings.warn(message, RuntimeWarning, stacklevel=3)
-
-
-def _in_order(decisions: Sequence[Decision]) -> list[Decision]:
-    """Regions after those that they read from."""
-    maker = {r.node: n for n, d in enumerate(decisions) for r in d.region.outputs}
-    reads = {
-        n: {maker[o.node] for o in d.region.inputs if o.node in maker}
-        for n, d in enumerate(decisions)
-    }
-    return [decisions[n] for n in TopologicalSorter(reads).static_order()]
 
 
 cutesuper.reset = internals.forget_cuda_graphs  # pyright: ignore[reportFunctionMemberAccess]

@@ -7,6 +7,7 @@
   not by the backend. It would give Inductor's code to this backend and, worse, this backend's to
   Inductor, so it is off while this backend compiles. The cache of Inductor is keyed by what it is
   given to compile, calls of regions included, and stays on.
+* ``torch._inductor.decomposition``: what operators are made of that ``torch.export`` leaves whole.
 * ``SymInt.node.hint``: the size that a symbolic extent has in the call that is compiled for; the
   documented ways to ask would make guards of it.
 """
@@ -53,6 +54,20 @@ def run_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any:
 
     del inputs, rest
     return make_boxed_func(gm.forward)
+
+
+def decompositions(known: Callable[[object], bool]) -> Any:
+    """What operators are made of, but for those that are known: as ``torch.export`` says, and for
+    those that it leaves whole as Inductor does."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = torch.export.default_decompositions()
+    for op, how in select_decomp_table().items():
+        if isinstance(op, torch._ops.OpOverload) and op not in table:
+            table[op] = how
+    for op in [op for op in table if known(op)]:
+        table.pop(op)
+    return table
 
 
 def random_as_in_eager() -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from torch import fx
 
 from cutesuper.frontend.region import Region, convert
 from cutesuper.frontend.table import entry_of, is_free
-from cutesuper.frontend.values import Unsupported
+from cutesuper.frontend.values import INTEGERS, Unsupported
 
 #: nodes and products of a region: a search of more takes longer than 10 s and finds no more
 MOST_NODES, MOST_PRODUCTS = 48, 8
@@ -83,6 +83,7 @@ class _Growing:
     _region: dict[fx.Node, int] = field(default_factory=dict)
     _place: dict[fx.Node, int] = field(default_factory=dict)
     _epoch: dict[fx.Node, int] = field(default_factory=dict)
+    _last: int = 0  # place of the last node that is in a region
 
     def run(self) -> Partition:
         epoch = 0
@@ -106,9 +107,13 @@ class _Growing:
             self.refused[node] = f"{node.target} is not an operator of kernel graphs"
             return
         loose = self._loose(node)
-        if not self._placed(loose):
-            # alone it is no kernel graph; whatever reads it may make it part of one
-            self.refused.setdefault(node, self._reason(loose))
+        if self._placed(loose):
+            return
+        # what it reads that is no kernel graph with it, it may read as it comes
+        if len(loose) > 1 and self._placed([node]):
+            return
+        # alone it is no kernel graph; whatever reads it may make it part of one
+        self.refused.setdefault(node, self._reason([node] if len(loose) > 1 else loose))
 
     def _placed(self, loose: Sequence[fx.Node], products: int = 0) -> bool:
         """Put nodes that are in no region into regions that they read, or one of their own, of so
@@ -130,7 +135,8 @@ class _Growing:
         found, todo = {node}, [node]
         while todo:
             for p in _producers(todo.pop()):
-                if p not in found and p in self.refused and entry_of(p) is not None:
+                known = p in self.refused and entry_of(p) is not None
+                if p not in found and known and not _counts(p):
                     found.add(p)
                     todo.append(p)
         return list(found)
@@ -159,11 +165,15 @@ class _Growing:
         self.regions.append(region)
         for n in region.nodes:
             self._region[n] = len(self.regions) - 1
+            self._last = max(self._last, self._place[n])
             self.refused.pop(n, None)
 
     def _leaves(self, inside: set[fx.Node]) -> bool:
-        """Whether a path leaves the nodes, passes something that computes, and comes back."""
-        last = max(self._place[n] for n in inside)
+        """Whether a path leaves the nodes, passes something that computes, and comes back.
+
+        A path that enters another region may leave it from any of its nodes: a region is one call.
+        """
+        last = max(self._last, *(self._place[n] for n in inside))
         todo = [(u, False) for n in inside for u in n.users if u not in inside]
         seen = set(todo)
         while todo:
@@ -171,7 +181,8 @@ class _Growing:
             if self._place.get(node, last + 1) > last:
                 continue
             outside = outside or not is_free(node)
-            for u in node.users:
+            together = self.regions[self._region[node]].nodes if node in self._region else (node,)
+            for u in {u: None for n in together for u in n.users}:
                 if u in inside and outside:
                     return True
                 if u not in inside and (u, outside) not in seen:
@@ -184,6 +195,11 @@ def _computes(node: fx.Node) -> bool:
     val = node.meta.get("val")
     several = isinstance(val, tuple | list) and any(isinstance(v, torch.Tensor) for v in val)
     return (isinstance(val, torch.Tensor) or several) and not is_free(node)
+
+
+def _counts(node: fx.Node) -> bool:
+    """Whether a node gives integers, which no kernel computes."""
+    return getattr(node.meta.get("val"), "dtype", None) in INTEGERS
 
 
 def _producers(node: fx.Node) -> set[fx.Node]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf, log, sqrt
+from functools import reduce
+from math import exp, inf, isfinite, isnan, log, sqrt
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from cutesuper.frontend.factors import Mismatch, Part
 from cutesuper.frontend.table import Arguments, Entry, enter, enter_all, number
 from cutesuper.frontend.values import (
     FLOATS,
+    INTEGERS,
     Builder,
     Built,
     Shapes,
@@ -34,11 +36,11 @@ def shape_of(s: Shapes, node: fx.Node, operands: Sequence[Any]) -> Value:
     return s.broadcast(node, [s.of(o) for o in operands if isinstance(o, fx.Node)])
 
 
-def aligned(b: Builder, node: fx.Node, operands: Sequence[Any]) -> tuple[list[Operand], Slots]:
+def aligned(b: Builder, node: fx.Node, operands: Sequence[Any]) -> tuple[list[Any], Slots]:
     """Operands as the kernel graph broadcasts them, and the slots of the result.
 
-    Numbers stay numbers. What was reduced before has its dimensions in one way only, so the others
-    follow it.
+    Numbers stay numbers, and None None. What was reduced before has its dimensions in one way only,
+    so the others follow it.
     """
     result = b.value(node)
     parts = {
@@ -47,7 +49,7 @@ def aligned(b: Builder, node: fx.Node, operands: Sequence[Any]) -> tuple[list[Op
     slots = _common(b, result, parts)
     found = [
         _operand(b, node, o, translated(slots, parts[o])) if isinstance(o, fx.Node) else
-        number(node, o)
+        None if o is None else number(node, o)
         for o in operands
     ]
     return found, slots
@@ -95,50 +97,97 @@ class Pointwise(Entry):
             raise Unsupported(node, f"computes {dtype}")
         if a.get("rounding_mode") is not None:
             raise Unsupported(node, "rounds to integers")
+        given = [a[o] for o in self.operands if isinstance(a[o], fx.Node)]
+        if self.condition and any(fake(o).dtype in INTEGERS for o in given):
+            raise Unsupported(node, "compares integers, which kernels read as float32")
         return shape_of(s, node, [a[o] for o in self.operands])
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
         given = [a[o] for o in self.operands]
-        if not self.condition:
-            _refuse_conditions(b, node, given)
         numbers = [_constant(b, node, o) for o in given]
         if None not in numbers:
             return Built(_folded(node, a, dict(zip(self.operands, numbers, strict=True))))
         operands, slots = aligned(b, node, given)
         y = self.formula(b.g, *operands, **{o: a[o] for o in self.options if o in a})
-        if not isinstance(y, Tensor):
-            raise Unsupported(node, "computes with numbers only")
-        slots = ((None,) * (len(y.shape) - len(slots)) + slots)[len(slots) - len(y.shape) :]
-        return Built(y, slots, None, self.condition)
+        return _built(y, slots, node, self.condition)
 
 
-def _refuse_conditions(b: Builder, node: fx.Node, operands: Sequence[Any]) -> None:
-    for o in operands:
-        if isinstance(o, fx.Node) and b.of(o).condition:
-            raise Unsupported(node, "computes with a condition; use torch.where")
+def _built(y: Operand, slots: Slots, node: fx.Node, condition: bool = False) -> Built:
+    """A result that may have fewer dimensions than its operands are aligned to, or more."""
+    if not isinstance(y, Tensor):
+        raise Unsupported(node, "computes with numbers only")
+    slots = ((None,) * (len(y.shape) - len(slots)) + slots)[-len(y.shape) or len(slots) :]
+    return Built(y, slots, None, condition)
 
 
-@enter("aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar")
-class Where(Entry):
-    """One of two values; 0 must be one of them, since what is not chosen is multiplied by 0."""
+@dataclass(frozen=True)
+class Logic(Entry):
+    """A formula on conditions, whose result is one.
+
+    Attributes:
+        operands: names of its arguments.
+        formula: ``formula(graph, *operands)`` of tensors that are 1 or 0.
+    """
+
+    operands: tuple[str, ...]
+    formula: Formula
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        if not isinstance(a["condition"], fx.Node) or fake(node).dtype not in FLOATS:
-            raise Unsupported(node, f"computes {fake(node).dtype}")
-        return shape_of(s, node, [a["condition"], a["self"], a["other"]])
+        for o in self.operands:
+            if not isinstance(a[o], fx.Node) or fake(a[o]).dtype is not torch.bool:
+                raise Unsupported(node, "computes with the bits of numbers")
+        return shape_of(s, node, [a[o] for o in self.operands])
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
-        if not b.of(a["condition"]).condition:
-            raise Unsupported(node, "chooses by a tensor that is not computed here")
-        yes, no = (_constant(b, node, a[k]) for k in ("self", "other"))
-        if yes != 0.0 and no != 0.0:
-            raise Unsupported(node, "chooses between values of which none is 0")
-        [c, x], slots = aligned(b, node, [a["condition"], a["other" if yes == 0.0 else "self"]])
-        y = b.g.mul(x, b.g.sub(1.0, c) if yes == 0.0 else c)
-        return Built(y, slots)
+        operands, slots = aligned(b, node, [a[o] for o in self.operands])
+        return _built(self.formula(b.g, *operands), slots, node, True)
+
+
+@enter("aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar",
+       "aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
+class Where(Entry):
+    """One of two values; what is not chosen makes no difference, NaN or not."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        condition, yes, no = self._operands(a)
+        if not isinstance(condition, fx.Node) or fake(node).dtype not in FLOATS:
+            raise Unsupported(node, f"computes {fake(node).dtype}")
+        if fake(condition).dtype is not torch.bool:
+            raise Unsupported(node, f"chooses by {fake(condition).dtype}")
+        return shape_of(s, node, [condition, yes, no])
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        condition, yes, no = self._operands(a)
+        left, right = (_constant(b, node, v) for v in (yes, no))
+        infinite = [v for v in (left, right) if v is not None and not isfinite(v)]
+        if len(infinite) > 1 or any(isnan(v) for v in infinite):
+            raise Unsupported(node, f"fills with {infinite[-1]}")
+        finite = [v for v, n in ((yes, left), (no, right)) if n not in infinite]
+        [c, *values], slots = aligned(b, node, [condition, *finite])
+        if not isinstance(c, Tensor):
+            raise Unsupported(node, "chooses by a number")
+        if infinite:
+            on = b.g.sub(1.0, c) if left in infinite else c
+            return _built(_hidden(b.g, on, values[0], infinite[0]), slots, node)
+        x, y = values
+        parts = [b.g.keep(on, v) for on, v in ((c, x), (b.g.sub(1.0, c), y)) if v != 0.0]
+        return _built(reduce(b.g.add, parts) if parts else b.g.mul(c, 0.0), slots, node)
+
+    def _operands(self, a: Arguments) -> tuple[Any, Any, Any]:
+        if "mask" in a:
+            return a["mask"], a["value"], a["self"]
+        return a["condition"], a["self"], a["other"]
+
+
+def _hidden(g: KernelGraph, on: Tensor, x: Operand, other: float) -> Tensor:
+    if other < 0:
+        return g.hide(on, x)
+    return g.mul(g.hide(on, g.mul(x, -1.0) if isinstance(x, Tensor) else -x), -1.0)
 
 
 def _constant(b: Builder, node: fx.Node, operand: Any) -> float | None:
+    if operand is None:
+        return None
     if isinstance(operand, fx.Node):
         value = b.of(operand).tensor
         return value if isinstance(value, float) else None
@@ -201,18 +250,40 @@ def _number(t: Tensor) -> float | None:
     return t.node.attributes["value"] if t.node.operator == "constant" else None
 
 
+#: the largest exponent that is multiplied out, and steps between exponents: roots of roots
+_MOST_POWER, _ROOTS = 16, 4
+
+
 def _pow(g: KernelGraph, x: Operand, exponent: Operand) -> Operand:
     if not isinstance(x, Tensor) or isinstance(exponent, Tensor):
         return _power_of_number(g, x, exponent)
-    known = {
-        1.0: lambda: g.mul(x, 1.0), 2.0: lambda: g.square(x),
-        3.0: lambda: g.mul(g.square(x), x), 4.0: lambda: g.square(g.square(x)),
-        0.5: lambda: g.sqrt(x), -0.5: lambda: g.rsqrt(x), -1.0: lambda: g.div(1.0, x),
-        -2.0: lambda: g.div(1.0, g.square(x)), 1.5: lambda: g.mul(x, g.sqrt(x)),
-    }  # fmt: skip
-    if exponent not in known:
+    size = abs(exponent)
+    if size > _MOST_POWER or size * _ROOTS != int(size * _ROOTS):
         raise Mismatch(f"has the exponent {exponent}; write it with log and exp")
-    return known[exponent]()
+    if exponent == -0.5:
+        return g.rsqrt(x)
+    factors = [*_whole_power(g, x, int(size)), *_roots(g, x, size - int(size))]
+    y = reduce(g.mul, factors) if factors else g.add(g.keep(0.0, x), 1.0)
+    return g.div(1.0, y) if exponent < 0 else y
+
+
+def _whole_power(g: KernelGraph, x: Tensor, n: int) -> list[Tensor]:
+    """Squares of squares of x, whose product is x^n."""
+    factors: list[Tensor] = []
+    while n:
+        if n % 2:
+            factors.append(x)
+        n //= 2
+        x = g.square(x) if n else x
+    return factors[::-1]
+
+
+def _roots(g: KernelGraph, x: Tensor, part: float) -> list[Tensor]:
+    """Roots of roots of x, whose product is x^part for a part of 0, 1/4, 1/2 or 3/4."""
+    if not part:
+        return []
+    root = g.sqrt(x)
+    return [root][: part >= 0.5] + [g.sqrt(root)][: part != 0.5]
 
 
 def _power_of_number(g: KernelGraph, x: Operand, exponent: Operand) -> Operand:
@@ -229,22 +300,35 @@ def _clamp(
     return g.clamp(x, low, high)
 
 
+def _between(
+    g: KernelGraph, x: Operand, min: Operand | None = None, max: Operand | None = None  # noqa: A002
+) -> Operand:
+    x = x if min is None else _maximum(g, x, min)
+    return x if max is None else _minimum(g, x, max)
+
+
 def _maximum(g: KernelGraph, x: Operand, y: Operand) -> Operand:
-    return _limited(g, x, y, lambda t, n: g.clamp(t, n, inf))
+    return _limited(x, y, lambda t, n: g.clamp(t, n, inf), g.maximum)
 
 
 def _minimum(g: KernelGraph, x: Operand, y: Operand) -> Operand:
-    return _limited(g, x, y, lambda t, n: g.clamp(t, -inf, n))
+    return _limited(
+        x, y, lambda t, n: g.clamp(t, -inf, n),
+        lambda x, y: g.mul(g.maximum(g.mul(x, -1.0), g.mul(y, -1.0)), -1.0),
+    )  # fmt: skip
 
 
 def _limited(
-    g: KernelGraph, x: Operand, y: Operand, formula: Callable[[Tensor, float], Tensor]
+    x: Operand, y: Operand, by_number: Callable[[Tensor, float], Tensor],
+    of_tensors: Callable[[Tensor, Tensor], Tensor],
 ) -> Operand:
-    if isinstance(x, Tensor) and not isinstance(y, Tensor):
-        return formula(x, float(y))
-    if isinstance(y, Tensor) and not isinstance(x, Tensor):
-        return formula(y, float(x))
-    raise Mismatch("compares two tensors; only a limit that is a number is supported")
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return of_tensors(x, y)
+    if isinstance(x, Tensor):
+        return by_number(x, float(y))  # type: ignore[arg-type]
+    if isinstance(y, Tensor):
+        return by_number(y, float(x))
+    raise Mismatch("compares numbers only")
 
 
 def _gelu(g: KernelGraph, x: Tensor, approximate: str = "none") -> Operand:
@@ -255,7 +339,8 @@ def _gelu(g: KernelGraph, x: Tensor, approximate: str = "none") -> Operand:
     return g.mul(g.mul(x, 0.5), g.add(g.tanh(inner), 1.0))
 
 
-def _absolute(g: KernelGraph, x: Tensor) -> Tensor:
+def absolute(g: KernelGraph, x: Tensor) -> Tensor:
+    """The absolute value."""
     return g.add(g.relu(x), g.relu(g.mul(x, -1.0)))
 
 
@@ -265,13 +350,38 @@ def _softplus(
     """max(b x, 0) + log(1 + exp(-|b x|)), over b: nothing overflows. Above the threshold PyTorch
     returns x, which is this value rounded."""
     scaled = x if beta == 1 else g.mul(x, float(beta))
-    tail = g.log(g.add(g.exp(g.mul(_absolute(g, scaled), -1.0)), 1.0))
+    tail = g.log(g.add(g.exp(g.mul(absolute(g, scaled), -1.0)), 1.0))
     y = g.add(g.relu(scaled), tail)
     return y if beta == 1 else g.div(y, float(beta))
 
 
 def _leaky_relu(g: KernelGraph, x: Tensor, negative_slope: float = 0.01) -> Operand:
     return g.sub(g.relu(x), g.mul(g.relu(g.mul(x, -1.0)), float(negative_slope)))
+
+
+def _expm1(g: KernelGraph, x: Tensor) -> Operand:
+    """exp(x) - 1 = 2 tanh(x/2) / (1 - tanh(x/2)): nothing cancels next to zero. Above 1, where that
+    divides by what cancels, exp(x) - 1."""
+    t = g.tanh(g.mul(g.clamp(x, -inf, 1.0), 0.5))
+    small = g.div(g.mul(t, 2.0), g.sub(1.0, t))
+    rest = g.sub(g.exp(g.clamp(x, 1.0, inf)), exp(1.0))
+    return g.add(small, rest)
+
+
+def _xlogy(g: KernelGraph, x: Operand, y: Operand) -> Operand:
+    """x log y, 0 where x is 0, even if y is 0 or infinite; NaN where y is."""
+    if not isinstance(y, Tensor):
+        raise Mismatch("takes a number where a tensor has to be")
+    zero = g.mul(_equal(g, x, 0.0), _is_number(g, y))
+    return g.keep(g.sub(1.0, zero), g.mul(x, g.log(y)))
+
+
+def _elu(
+    g: KernelGraph, x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1
+) -> Operand:
+    """x above 0, alpha (exp(x) - 1) below; what is above is 0 on the other side."""
+    below = g.mul(_expm1(g, g.mul(g.clamp(x, -inf, 0.0), float(input_scale))), float(alpha))
+    return g.mul(g.add(g.relu(x), below), float(scale))
 
 
 def _hardsigmoid(g: KernelGraph, x: Tensor) -> Operand:
@@ -311,10 +421,37 @@ def _greater(g: KernelGraph, x: Operand, y: Operand) -> Tensor:
     return g.step(x if isinstance(x, Tensor) and y == 0.0 else g.sub(x, y))
 
 
+def _equal(g: KernelGraph, x: Operand, y: Operand) -> Tensor:
+    return g.mul(_at_least(g, x, y), _at_least(g, y, x))
+
+
+def _is_number(g: KernelGraph, x: Tensor) -> Tensor:
+    """1 where x is not NaN. Not by ``x == x``, which is 1 in any algebra."""
+    return g.maximum(g.at_least(x, 0.0), g.step(g.mul(x, -1.0)))
+
+
+def _at_least(g: KernelGraph, x: Operand, y: Operand) -> Operand:
+    if isinstance(x, Tensor) and isinstance(y, Tensor) and x.index == y.index:
+        return _is_number(g, x)
+    return g.at_least(x, y)
+
+
 _GREATER = _condition(_greater)
 _LESS = _condition(lambda g, x, y: _greater(g, y, x))
-_AT_MOST = _condition(lambda g, x, y: g.sub(1.0, _greater(g, x, y)))
-_AT_LEAST = _condition(lambda g, x, y: g.sub(1.0, _greater(g, y, x)))
+_AT_MOST = _condition(lambda g, x, y: _at_least(g, y, x))
+_AT_LEAST = _condition(_at_least)
+_EQUAL = _condition(_equal)
+_UNEQUAL = _condition(lambda g, x, y: g.sub(1.0, _equal(g, x, y)))
+
+
+def _either(g: KernelGraph, x: Operand, y: Operand) -> Operand:
+    return g.maximum(x, y)
+
+
+_AND = Logic(_XY, lambda g, x, y: g.mul(x, y))
+_OR = Logic(_XY, _either)
+_XOR = Logic(_XY, lambda g, x, y: g.square(g.sub(x, y)))
+_NOT = Logic(_X, lambda g, x: g.sub(1.0, x))
 
 
 def _both(name: str, entry: Entry) -> dict[str, Entry]:
@@ -338,7 +475,7 @@ enter_all({
     "aten.sqrt.default": _unary(lambda g, x: g.sqrt(x)),
     "aten.rsqrt.default": _unary(lambda g, x: g.rsqrt(x)),
     "aten.square.default": _unary(lambda g, x: g.square(x)),
-    "aten.abs.default": _unary(_absolute),
+    "aten.abs.default": _unary(absolute),
     "aten.erf.default": _unary(lambda g, x: g.erf(x)),
     "aten.tanh.default": _unary(lambda g, x: g.tanh(x)),
     "aten.sigmoid.default": _unary(lambda g, x: g.sigmoid(x)),
@@ -351,16 +488,28 @@ enter_all({
         lambda g, x: g.mul(_softplus(g, g.mul(x, -1.0)), -1.0)),
     "aten.mish.default": _unary(lambda g, x: g.mul(x, g.tanh(_softplus(g, x)))),
     "aten.leaky_relu.default": _unary(_leaky_relu, "negative_slope"),
+    "aten.expm1.default": _unary(_expm1),
+    "aten.elu.default": _unary(_elu, "alpha", "scale", "input_scale"),
     "aten.hardsigmoid.default": _unary(_hardsigmoid),
     "aten.hardswish.default": _unary(lambda g, x: g.mul(x, _hardsigmoid(g, x))),
     "aten.hardtanh.default": Pointwise(
         _X, lambda g, x, min_val=-1.0, max_val=1.0: g.clamp(x, min_val, max_val),
         ("min_val", "max_val")),
     "aten.clamp.default": _unary(_clamp, "min", "max"),
+    "aten.clamp.Tensor": Pointwise(("self", "min", "max"), _between),
+    "aten.clamp_min.Tensor": Pointwise(("self", "min"), _between),
+    "aten.clamp_max.Tensor": Pointwise(
+        ("self", "max"), lambda g, x, high: _between(g, x, None, high)),
+    "aten.sign.default": _unary(lambda g, x: g.sub(g.step(x), g.step(g.mul(x, -1.0)))),
+    "aten.xlogy.Tensor": _binary(_xlogy),
+    "aten.isnan.default": Pointwise(
+        _X, lambda g, x: g.sub(1.0, _is_number(g, x)), (), True),
     "aten.clamp_min.default": _unary(_clamp, "min"),
     "aten.clamp_max.default": _unary(_clamp, "max"),
     "aten.maximum.default": _binary(_maximum),
     "aten.minimum.default": _binary(_minimum),
+    "aten.max.other": _binary(_maximum),
+    "aten.min.other": _binary(_minimum),
     "aten.pow.Tensor_Scalar": Pointwise(("self", "exponent"), _pow),
     "aten.pow.Tensor_Tensor": Pointwise(("self", "exponent"), _pow),
     "aten.pow.Scalar": Pointwise(("self", "exponent"), _pow),
@@ -369,5 +518,10 @@ enter_all({
     "aten.lerp.Scalar": Pointwise(("self", "end", "weight"), _lerp),
     "aten.lerp.Tensor": Pointwise(("self", "end", "weight"), _lerp),
     **_both("gt", _GREATER), **_both("lt", _LESS), **_both("le", _AT_MOST),
-    **_both("ge", _AT_LEAST),
+    **_both("ge", _AT_LEAST), **_both("eq", _EQUAL), **_both("ne", _UNEQUAL),
+    "aten.logical_and.default": _AND, "aten.bitwise_and.Tensor": _AND,
+    "aten.__and__.Tensor": _AND,
+    "aten.logical_or.default": _OR, "aten.bitwise_or.Tensor": _OR, "aten.__or__.Tensor": _OR,
+    "aten.logical_xor.default": _XOR, "aten.bitwise_xor.Tensor": _XOR,
+    "aten.logical_not.default": _NOT, "aten.bitwise_not.default": _NOT,
 })  # fmt: skip

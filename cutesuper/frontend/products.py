@@ -36,9 +36,7 @@ class Product(Entry):
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         if fake(node).dtype not in _PRODUCTS:
             raise Unsupported(node, f"computes {fake(node).dtype}")
-        x, w = s.of(a[self.left]), self.matrix(s.of(a[self.right]))
-        if len(x.dims) < 2 or len(w.dims) < 2:
-            raise Unsupported(node, "multiplies a vector; use unsqueeze")
+        x, w = self._operands(s.of(a[self.left]), s.of(a[self.right]))
         unify(x.dims[-1], w.dims[-2])
         if not leaves(x.dims[-1]):
             raise Unsupported(node, "is a product over an extent of 1; use a multiplication")
@@ -47,11 +45,13 @@ class Product(Entry):
         # columns are a dimension of their own: in x x^T they come from that of the rows
         columns = tuple(Part(object(), p.factor) for p in leaves(w.dims[-1]))
         gone = {*leaves(x.absent), *leaves(w.absent)}
-        sides = [*zip(columns, leaves(w.dims[-1]), strict=True)]
-        sides += [(p, p) for p in leaves(x.dims[-2])]
-        repeated = tuple(mine for mine, p in sides if p in gone)
-        result = Value((*lead.dims, x.dims[-2], columns), (*lead.absent, *repeated))
-        s.whole(result.dims[-1])
+        pairs = [*zip(columns, leaves(w.dims[-1]), strict=True)]
+        pairs += [(p, p) for p in leaves(x.dims[-2])]
+        repeated = tuple(mine for mine, p in pairs if p in gone)
+        sides = (x.dims[-2],) * (len(s.of(a[self.left]).dims) > 1)
+        sides += (columns,) * (len(s.of(a[self.right]).dims) > 1)
+        result = Value((*lead.dims, *sides), (*lead.absent, *repeated))
+        s.whole(columns)
         if self.added and isinstance(a.get(self.added), fx.Node):
             return s.broadcast(node, [result, s.of(a[self.added])])
         return result
@@ -60,9 +60,18 @@ class Product(Entry):
         """The second operand as ``[..., K, N]``."""
         return w
 
+    def _operands(self, x: Value, w: Value) -> tuple[Value, Value]:
+        """Both as matrices: a vector is a row on the left and a column on the right."""
+        x = x if len(x.dims) > 1 else Value(((), *x.dims), x.absent)
+        return x, self.matrix(w) if len(w.dims) > 1 else Value((*w.dims, ()), w.absent)
+
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
-        x, w = b.value(a[self.left]), self.matrix(b.value(a[self.right]))
+        x, w = self._operands(b.value(a[self.left]), b.value(a[self.right]))
         y = b.value(node)
+        if len(b.value(a[self.right]).dims) == 1:
+            y = Value((*y.dims, ()), y.absent)
+        if len(b.value(a[self.left]).dims) == 1:
+            y = Value((*y.dims[:-1], (), y.dims[-1]), y.absent)
         mine = correspondence(Value(y.dims[:-1]), Value(x.dims[:-1]))
         other = correspondence(Value(y.dims[:-2]), Value(w.dims[:-2]))
         front = _front(b, Value((*y.dims[:-2], x.dims[-2]), y.absent))
@@ -106,9 +115,23 @@ class MM(Product):
 
 @enter("aten.matmul.default")
 class Matmul(Product):
-    """The same, broadcasting."""
+    """The same, broadcasting; either may be a vector."""
 
     right = "other"
+
+
+@enter("aten.mv.default")
+class MV(Product):
+    """A matrix by a vector."""
+
+    right = "vec"
+
+
+@enter("aten.dot.default", "aten.vdot.default")
+class Dot(Product):
+    """A vector by a vector."""
+
+    right = "tensor"
 
 
 @enter("aten.addmm.default")

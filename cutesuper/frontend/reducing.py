@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
 from torch import fx
 
 from cutesuper.frontend.factors import Dims, leaves, unify
+from cutesuper.frontend.pointwise import absolute
 from cutesuper.frontend.table import Arguments, Entry, enter, enter_all, integers, number
 from cutesuper.frontend.values import (
     FLOATS,
@@ -81,9 +82,9 @@ class Reduction(Entry):
     formula: Along
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        dtype = fake(node).dtype
-        if dtype not in FLOATS:
-            raise Unsupported(node, f"computes {dtype}")
+        dtype = fake(a["self"]).dtype
+        if dtype not in FLOATS or a.get("dtype") not in (None, *FLOATS):
+            raise Unsupported(node, f"computes {a.get('dtype') or dtype}")
         x = s.of(a["self"])
         dims = reduced_dims(node, a, len(x.dims))
         for d in dims:
@@ -99,24 +100,42 @@ class Reduction(Entry):
         return along(b, node, t, slots, dims, self.formula)
 
 
-class _Squares(Reduction):
-    """The root of the sum of squares."""
+class _Extreme(Reduction):
+    """The largest or smallest elements; where they are is not computed."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        return super().shape(s, node, a), None
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        return super().build(b, node, a), None
+
+
+class _Norm2(Reduction):
+    """The root of the sum of squares; the sum or the maximum of absolute values for the orders 1
+    and infinity."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        if float(a.get("ord", a.get("p", 2)) or 2) != 2.0:
-            raise Unsupported(node, "is a norm of another order than 2")
+        if self._order(a) not in (1.0, 2.0, inf):
+            raise Unsupported(node, "is a norm of another order than 1, 2 and infinity")
         return super().shape(s, node, a)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
-        x = b.value(a["self"])
+        x, order, g = b.value(a["self"]), self._order(a), b.g
         t, slots = whole_tensor(b, node, a["self"])
         dims = [x.dims[d] for d in reduced_dims(node, a, len(x.dims))]
-        squares = along(b, node, b.g.square(t), slots, dims, _sum)
-        return Built(b.g.sqrt(squares.tensor), squares.slots)  # type: ignore[arg-type]
+        if order == 2.0:
+            squares = along(b, node, g.square(t), slots, dims, _sum)
+            return Built(g.sqrt(squares.tensor), squares.slots)  # type: ignore[arg-type]
+        return along(b, node, absolute(g, t), slots, dims, _sum if order == 1.0 else _maximum)
+
+    def _order(self, a: Arguments) -> float:
+        given = a.get("ord", a.get("p", 2))
+        return 2.0 if given is None else float(given)
 
 
 @enter("aten.var.correction", "aten.var.dim", "aten.var.default", "aten.var_mean.correction",
-       "aten.var_mean.dim", "aten.std.correction", "aten.std.dim")
+       "aten.var_mean.dim", "aten.std.correction", "aten.std.dim", "aten.std.default",
+       "aten.std_mean.correction", "aten.std_mean.dim")
 class Variance(Entry):
     """Mean of the squared distances from the mean."""
 
@@ -128,7 +147,7 @@ class Variance(Entry):
         if not all(isinstance(fake(a["self"]).shape[d], int) for d in dims):
             raise Unsupported(node, "is a variance over an extent that is known only at the call")
         value = reduced_shape(x, dims, bool(a.get("keepdim", False)))
-        return (value, value) if "var_mean" in str(node.target) else value
+        return (value, value) if "_mean" in str(node.target) else value
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
         x, g = b.value(a["self"]), b.g
@@ -146,8 +165,8 @@ class Variance(Entry):
             y = g.mul(y, n / (n - correction))  # type: ignore[arg-type]
         if "std" in str(node.target):
             y = g.sqrt(y)  # type: ignore[arg-type]
-        return (Built(y, mean.slots), mean) if "var_mean" in str(node.target) else (
-            Built(y, mean.slots))
+        built = Built(y, mean.slots)
+        return (built, mean) if "_mean" in str(node.target) else built
 
     def _correction(self, node: fx.Node, a: Arguments) -> float:
         if "unbiased" in a:
@@ -282,6 +301,10 @@ def _mean(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
     return g.mean(t, dim)
 
 
+def _maximum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.max(t, dim)
+
+
 def _minimum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
     return g.mul(g.max(g.mul(t, -1.0), dim), -1.0)
 
@@ -289,10 +312,12 @@ def _minimum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
 enter_all({
     **dict.fromkeys(("aten.sum.dim_IntList", "aten.sum.default"), Reduction(_sum)),
     **dict.fromkeys(("aten.mean.dim", "aten.mean.default"), Reduction(_mean)),
-    "aten.amax.default": Reduction(lambda g, t, d: g.max(t, d)),
-    "aten.amin.default": Reduction(_minimum),
+    **dict.fromkeys(("aten.amax.default", "aten.max.default"), Reduction(_maximum)),
+    **dict.fromkeys(("aten.amin.default", "aten.min.default"), Reduction(_minimum)),
+    "aten.max.dim": _Extreme(_maximum),
+    "aten.min.dim": _Extreme(_minimum),
     "aten.logsumexp.default": Reduction(lambda g, t, d: g.logsumexp(t, d)),
-    "aten.linalg_vector_norm.default": _Squares(_sum),
-    "aten.norm.ScalarOpt_dim": _Squares(_sum),
+    "aten.linalg_vector_norm.default": _Norm2(_sum),
+    "aten.norm.ScalarOpt_dim": _Norm2(_sum),
 })  # fmt: skip
 

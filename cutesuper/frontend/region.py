@@ -62,12 +62,14 @@ class Operand:
         node: the tensor that it is made from.
         dense: its dimensions from the slowest in memory; None where it has to be copied first.
         shape: of its view; -1 for an extent known at the call.
+        dtype: of the input, which the tensor is converted to where it has another one.
         part: the range along the first extent of the view that the kernel takes; None for all.
     """
 
     node: fx.Node
     dense: tuple[int, ...] | None
     shape: tuple[int, ...]
+    dtype: torch.dtype
     part: tuple[int, int] | None
 
 
@@ -382,7 +384,8 @@ def _left(shape: Sequence[Length]) -> tuple[Length, ...]:
 def _input_view(b: Builder, given: Given) -> Operand:
     order = memory_order(fake(given.node))
     shape = [_kernel_length(b, s) for s in given.slots]
-    return Operand(given.node, None if order is None else tuple(order), tuple(shape), given.part)
+    dense = None if order is None else tuple(order)
+    return Operand(given.node, dense, tuple(shape), given.dtype, given.part)
 
 
 def _kernel_length(b: Builder, slot: Slot) -> int:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from typing import Any
 
 import torch
 from torch import fx
 
 from cutesuper.frontend.region import Length, Operand, Region, Result, Size
+from cutesuper.frontend.table import is_free
 
 _aten = torch.ops.aten
 
@@ -39,13 +41,30 @@ def rewrite(graph: fx.Graph, calls: Sequence[Call]) -> list[fx.Node]:
 
     Args:
         graph: that the regions are of.
-        calls: in the order of the graph.
+        calls: in any order.
 
     Returns:
-        The nodes of the calls.
+        The nodes of the calls, each after those that it needs.
     """
     replaced: dict[fx.Node, fx.Node] = {}
-    return [_rewrite(graph, call, replaced) for call in calls]
+    return [_rewrite(graph, call, replaced) for call in _in_order(calls)]
+
+
+def _in_order(calls: Sequence[Call]) -> list[Call]:
+    """Regions after those that they need, whatever stands between."""
+    maker = {n: i for i, c in enumerate(calls) for n in c.region.nodes}
+    needs: dict[int, set[int]] = {}
+    for i, call in enumerate(calls):
+        found, seen, todo = set[int](), set[fx.Node](), [o.node for o in call.region.inputs]
+        while todo:
+            node = todo.pop()
+            if node in maker:
+                found.add(maker[node])
+            elif node not in seen:
+                seen.add(node)
+                todo += node.all_input_nodes
+        needs[i] = found - {i}
+    return [calls[i] for i in TopologicalSorter(needs).static_order()]
 
 
 def _rewrite(graph: fx.Graph, call: Call, replaced: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -72,7 +91,10 @@ def _rewrite(graph: fx.Graph, call: Call, replaced: dict[fx.Node, fx.Node]) -> f
 
 def _operand(graph: fx.Graph, o: Operand, replaced: dict[fx.Node, fx.Node]) -> fx.Node:
     node = replaced.get(o.node, o.node)
-    shape = list(node.meta["val"].shape)
+    val = node.meta["val"]
+    shape = list(val.shape)
+    if val.dtype != o.dtype:
+        node = graph.call_function(torch.ops.prims.convert_element_type.default, (node, o.dtype))
     if o.dense is None:
         node = graph.call_function(_aten.clone.default, (node,),
                                    {"memory_format": torch.contiguous_format})
@@ -136,7 +158,10 @@ def _remove_unused(graph: fx.Graph, region: Region) -> None:
         node = todo.pop(0)
         if node in seen or node.users or node.op in ("placeholder", "output"):
             continue
-        if node.op != "call_function" or (node.is_impure() and node not in inside):
+        if node.op != "call_function":
+            continue
+        # dropout that drops nothing says that it is random
+        if node.is_impure() and node not in inside and not is_free(node):
             continue
         seen.add(node)
         todo += node.all_input_nodes

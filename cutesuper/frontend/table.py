@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import fx
 
-from cutesuper.frontend.values import FLOATS, Builder, Shapes, Unsupported
+from cutesuper.frontend.values import CONDITIONS, FLOATS, Builder, Shapes, Unsupported
 
 Arguments = dict[str, Any]
 
@@ -76,6 +76,26 @@ def _load() -> None:
         import_module(f"cutesuper.frontend.{name}")
 
 
+def is_known(operator: object) -> bool:
+    """Whether there is an entry for an operator of PyTorch, or `moves` says something of it."""
+    _load()
+    return str(operator) in _TABLE or str(operator) in _MOVES
+
+
+#: operators that put elements elsewhere and compute nothing
+_MOVES = frozenset(f"aten.{name}" for name in (
+    "cat.default", "index.Tensor", "index_select.default", "gather.default", "embedding.default",
+    "roll.default", "flip.default", "constant_pad_nd.default", "pad.default",
+    "select_scatter.default", "slice_scatter.default", "slice.Tensor", "diagonal.default",
+    "unfold.default", "copy.default", "tril.default", "triu.default", "as_strided.default",
+))
+
+
+def moves(node: fx.Node) -> bool:
+    """Whether a node only puts elements elsewhere."""
+    return node.op == "call_function" and str(node.target) in _MOVES
+
+
 def entry_of(node: fx.Node) -> Entry | None:
     """The entry of a node's operator, or None."""
     _load()
@@ -88,12 +108,12 @@ def entry_of(node: fx.Node) -> Entry | None:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a node is a view, or a cast between floating-point types."""
+    """Whether a node is a view, or a cast between types that kernels read."""
     entry = entry_of(node)
     if entry is None or not entry.free(arguments_of(node)):
         return False
     val = node.meta.get("val")
-    return not isinstance(val, torch.Tensor) or val.dtype in FLOATS
+    return not isinstance(val, torch.Tensor) or val.dtype in (*FLOATS, *CONDITIONS)
 
 
 def arguments_of(node: fx.Node) -> Arguments:
@@ -137,5 +157,7 @@ __all__ = [
     "entry_of",
     "integers",
     "is_free",
+    "is_known",
+    "moves",
     "number",
 ]

@@ -15,10 +15,12 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
+from cutesuper.frontend.internals import decompositions
 from cutesuper.frontend.partition import partition
-from cutesuper.frontend.region import Region, source_lines
+from cutesuper.frontend.region import Region, places, source_lines
 from cutesuper.frontend.rewrite import Call, rewrite
-from cutesuper.frontend.table import is_free
+from cutesuper.frontend.table import is_free, is_known, moves
+from cutesuper.frontend.values import CONDITIONS, INTEGERS
 from cutesuper.ops.steps import usable
 from cutesuper.optimize import superoptimize as optimize_graph
 from cutesuper.runtime.kernel import Kernel
@@ -26,6 +28,10 @@ from cutesuper.runtime.kernel import Kernel
 #: nodes of a traced program that only check what it was traced with
 _CHECKS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
            "aten._assert_async", "aten.sym_size")  # fmt: skip
+
+
+#: masks, positions and labels, with which PyTorch goes on computing
+_NO_NUMBERS = (*CONDITIONS, *INTEGERS)
 
 
 class _Call(nn.Module):
@@ -61,12 +67,18 @@ class TracedProgram:
 
     Attributes:
         regions: its parts, each a kernel graph of its own; views stand between them.
+        outside: operators that compute no numbers and stay PyTorch's (copies, masks, positions),
+            with the user's lines.
         graph_module: the program as it runs.
     """
 
-    def __init__(self, module: fx.GraphModule, regions: Sequence[TracedRegion], name: str) -> None:
+    def __init__(
+        self, module: fx.GraphModule, regions: Sequence[TracedRegion], name: str,
+        outside: Sequence[str] = (),
+    ) -> None:
         self.graph_module = module
         self.regions = tuple(regions)
+        self.outside = tuple(outside)
         self._name = name
 
     @property
@@ -117,6 +129,8 @@ class TracedProgram:
         parts = [f"{self._name}: {len(self.regions)} region(s)"]
         for i, r in enumerate(self.regions):
             parts.append(f"region {i} ({r.place or 'no source'})\n{r.kernel.explain()}")
+        if self.outside:
+            parts.append("PyTorch computes\n" + "\n".join(f"  {line}" for line in self.outside))
         return "\n\n".join(parts)
 
     def __repr__(self) -> str:
@@ -147,6 +161,7 @@ def superoptimize_callable(
     name = getattr(fn, "__qualname__", type(fn).__name__)
     module = _exported(fn, name, example_inputs, example_kwargs, dynamic_shapes)
     regions = regions_of(module, name)
+    outside = _outside(module.graph, regions)
     traced: list[TracedRegion] = []
     kernels: dict[str, Kernel] = {}
     for i, region in enumerate(regions):
@@ -158,7 +173,7 @@ def superoptimize_callable(
     rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
     module.graph.lint()
     module.recompile()
-    return TracedProgram(module, traced, name)
+    return TracedProgram(module, traced, name, outside)
 
 
 def _kernel(name: str, region: Region, options: dict[str, Any]) -> Kernel:
@@ -183,10 +198,18 @@ def _exported(
         raise TraceError(
             f"superoptimize({name}): torch.export cannot trace it: {error}"
         ) from error
-    if any(_is_nested(node) for node in program.graph.nodes):
+    nodes = list(program.graph.nodes)
+    if any(map(_is_unknown, nodes)):
+        program = program.run_decompositions(decompositions(is_known))
+    elif any(map(_is_nested, nodes)):
         # mutation becomes new values, and what stands under autocast or no_grad comes inline
         program = program.run_decompositions({})
     return program.module(check_guards=False) if _has_guards() else program.module()
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """Whether an operator is one that the table does not have."""
+    return isinstance(node.target, torch._ops.OpOverload) and not is_known(node.target)
 
 
 def _is_nested(node: fx.Node) -> bool:
@@ -227,7 +250,7 @@ def _called_forward(fn: types.FunctionType) -> Callable[..., Any]:
 
 
 def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
-    """The regions of a traced program, of which nothing may be left over.
+    """The regions of a traced program, of which nothing may be left over that computes numbers.
 
     Args:
         module: exported.
@@ -241,14 +264,36 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
     _drop_checks(graph)
     found = partition(graph, constants=[n for n in graph.nodes if n.op == "get_attr"])
     inside = {n for r in found.regions for n in r.nodes}
-    left = [n for n in graph.nodes if _is_left(n) and n not in inside]
+    given = _depending(graph)
+    left = [n for n in graph.nodes if _is_left(n) and n not in inside and n in given]
     for node in left:
         # of what belongs together the last says why; a condition alone is never a kernel graph
         if not any(u in left for u in _readers(node)):
             raise _refusal(name, node, found.refused.get(node) or _reason(node))
     if not found.regions:
-        raise TraceError(f"superoptimize({name}): it computes nothing")
+        raise TraceError(f"superoptimize({name}): it computes nothing that kernels could, "
+            "no numbers in float16, bfloat16 or float32")
     return found.regions
+
+
+def _outside(graph: fx.Graph, regions: Sequence[Region]) -> list[str]:
+    """What is in no region and does more than look at a tensor in another way."""
+    inside = {n for r in regions for n in r.nodes}
+    left = [
+        n for n in graph.nodes
+        if n.op == "call_function" and n not in inside and not is_free(n)
+        and isinstance(n.meta.get("val"), torch.Tensor)
+    ]  # fmt: skip
+    return list(dict.fromkeys(f"{n.target} ({places([n]) or 'no source'})" for n in left))
+
+
+def _depending(graph: fx.Graph) -> set[fx.Node]:
+    """What is not the same in every call."""
+    found: set[fx.Node] = set()
+    for n in graph.nodes:
+        if n.op in ("placeholder", "get_attr") or found.intersection(n.all_input_nodes):
+            found.add(n)
+    return found
 
 
 def _reason(node: fx.Node) -> str:
@@ -259,9 +304,15 @@ def _reason(node: fx.Node) -> str:
 
 
 def _is_left(node: fx.Node) -> bool:
-    """Whether it is a mistake that a node is in no region."""
-    number = isinstance(node.meta.get("val"), torch.SymInt | int)
-    return node.op == "call_function" and not is_free(node) and not number
+    """Whether it is a mistake that a node is in no region: it computes numbers."""
+    val = node.meta.get("val")
+    if node.op != "call_function" or is_free(node) or moves(node):
+        return False
+    return not isinstance(val, torch.SymInt | int) and _dtype(val) not in _NO_NUMBERS
+
+
+def _dtype(val: Any) -> Any:
+    return getattr(val, "dtype", None)
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

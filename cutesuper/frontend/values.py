@@ -37,6 +37,10 @@ from cutesuper.graph.operators import lookup
 
 #: what kernels read and write
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+#: what they read besides, as numbers, which it is converted to in front of them: 1 and 0
+CONDITIONS = (torch.bool,)
+#: and in float32, as PyTorch does where they meet numbers
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Unsupported(Exception):
@@ -118,11 +122,13 @@ class Given:
     Attributes:
         node: the tensor that it is made from.
         slots: in the order of memory.
+        dtype: of the input; another one than the tensor's for a condition.
         part: the range of the first of them that it is of; None for all.
     """
 
     node: fx.Node
     slots: Slots
+    dtype: torch.dtype
     part: tuple[int, int] | None = None
 
 
@@ -168,10 +174,12 @@ class Shapes:
 
     Attributes:
         values: by node; a tuple for what has several results.
+        inputs: nodes from outside.
         grouping: which factors stand side by side.
     """
 
     values: dict[fx.Node, Any] = field(default_factory=dict)
+    inputs: list[fx.Node] = field(default_factory=list)
     grouping: Grouping = field(default_factory=Grouping)
 
     def of(self, node: Any) -> Value:
@@ -186,11 +194,12 @@ class Shapes:
     def input(self, node: fx.Node) -> None:
         """A tensor from outside. Raises Unsupported for one that kernels do not read."""
         t = fake(node)
-        if t.dtype not in FLOATS:
+        if t.dtype not in (*FLOATS, *CONDITIONS, *INTEGERS):
             raise Unsupported(node, f"is {t.dtype}; kernels read float16, bfloat16 and float32")
         if t.layout is not torch.strided or any(equal(n, 0) for n in t.shape):
             raise Unsupported(node, "is empty, or not a strided tensor")
         self.values[node] = value = Value(tuple(dims_of(n) for n in t.shape))
+        self.inputs.append(node)
         order = memory_order(t) or range(t.dim())
         self.grouping.add(f for d in order for f in value.dims[d])
 
@@ -324,7 +333,7 @@ class Builder:
     def of(self, node: Any) -> Built:
         """What an operand is in the kernel graph."""
         if node not in self.built:
-            self.built[node] = Built(None, source=node)
+            self.built[node] = Built(None, source=node, condition=fake(node).dtype in CONDITIONS)
         built = self.built[node]
         if not isinstance(built, Built):
             raise Unsupported(node, "has several results")
@@ -385,10 +394,21 @@ class Builder:
         memory = _in_memory(slots, stored)
         same = memory == slots
         shape = tuple(self.extent(s) for s in memory)
-        x = self.g.new_input(shape, t.dtype, constant=node in self.constants)
-        self.operands.append(Given(node, memory))
+        dtype = self._type_of(t)
+        x = self.g.new_input(shape, dtype, constant=node in self.constants)
+        self.operands.append(Given(node, memory, dtype))
         order = None if same else _permutation(memory, slots)
         return x if order is None else self.g.transpose(x, order)
+
+    def _type_of(self, t: torch.Tensor) -> torch.dtype:
+        """The element type in which a kernel reads a tensor; that of a condition makes no other of
+        the numbers that it meets."""
+        if t.dtype in INTEGERS:
+            return torch.float32
+        if t.dtype not in CONDITIONS:
+            return t.dtype
+        others = {n.meta["val"].dtype for n in self.shapes.inputs}
+        return torch.bfloat16 if torch.bfloat16 in others else torch.float16
 
     def part(self, t: Tensor, place: int, start: int, stop: int) -> Tensor:
         """A range of a value along one dimension.

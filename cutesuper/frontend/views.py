@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
 
-from cutesuper.frontend.factors import dims_of, equal, leaves, regroup, unify
+from cutesuper.frontend.factors import Dims, dims_of, equal, leaves, regroup, unify
 from cutesuper.frontend.table import Arguments, Entry, enter, integers, number
 from cutesuper.frontend.values import (
+    CONDITIONS,
     FLOATS,
     Builder,
     Built,
@@ -47,11 +49,15 @@ class Same(_Free):
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         before, after = fake(_operand(a)), fake(node)
-        if before.dtype not in FLOATS or after.dtype not in FLOATS:
+        known = (*FLOATS, *CONDITIONS) if before.dtype in CONDITIONS else FLOATS
+        if before.dtype not in (*FLOATS, *CONDITIONS) or after.dtype not in known:
             raise Unsupported(node, f"converts {before.dtype} to {after.dtype}")
         if before.device != after.device:
             raise Unsupported(node, f"copies from {before.device} to {after.device}")
         return s.of(_operand(a))
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        return replace(b.of(_operand(a)), condition=fake(node).dtype in CONDITIONS)
 
 
 @enter(
@@ -117,6 +123,34 @@ class Expand(_Free):
         return Value(full, (*x.absent, *(f for d in new for f in d)))
 
 
+@enter("aten.repeat.default", "aten.repeat_interleave.self_int", "aten.tile.default")
+class Repeat(_Free):
+    """Elements that repeat, next to each other or one row of them after the other."""
+
+    changes = True
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        x = s.of(_operand(a))
+        rank = len(fake(node).shape)
+        if "dims" in a or isinstance(a["repeats"], list | tuple):
+            counts = integers(node, a.get("dims", a.get("repeats")))
+            counts = [1] * (rank - len(counts)) + counts
+        elif a["dim"] is not None:
+            counts = [1] * rank
+            counts[a["dim"]] = integers(node, a["repeats"])[0]
+        else:
+            raise Unsupported(node, "repeats all elements as one row")
+        if not all(counts):
+            raise Unsupported(node, "is empty")
+        dims = [()] * (rank - len(x.dims)) + list(x.dims)
+        new = [dims_of(n) for n in counts]
+        inside = "interleave" in str(node.target)
+        full = tuple(
+            (*d, *n) if inside else (*n, *d) for d, n in zip(dims, new, strict=True)
+        )
+        return Value(full, (*x.absent, *(p for n in new for p in n)))
+
+
 @enter(
     "aten.full.default", "aten.full_like.default", "aten.scalar_tensor.default",
     "aten.zeros.default", "aten.ones.default", "aten.zeros_like.default", "aten.ones_like.default",
@@ -174,6 +208,8 @@ class Item(_Free):
 class _Pieces(_Free):
     """Parts of a dimension, each a range of it."""
 
+    changes = True
+
     def ranges(self, node: fx.Node, a: Arguments, extent: int) -> list[tuple[int, int]]:
         raise NotImplementedError
 
@@ -192,8 +228,13 @@ class _Pieces(_Free):
         for start, stop in self.ranges(node, a, extent):
             own = dims_of(stop - start)
             s.whole(own)
-            parts.append(Value((*x.dims[:d], own, *x.dims[d + 1 :]), x.absent))
+            dims = (*x.dims[:d], *self.kept(own), *x.dims[d + 1 :])
+            parts.append(Value(dims, x.absent))
         return self._result(parts)
+
+    def kept(self, own: Dims) -> tuple[Dims, ...]:
+        """The dimension of a part, if it stays."""
+        return (own,)
 
     def _result(self, parts: list[Any]) -> Any:
         return tuple(parts)
@@ -213,7 +254,8 @@ class _Pieces(_Free):
         parts = []
         for (start, stop), v in zip(self.ranges(node, a, extent), values, strict=True):
             t = b.part(own.tensor, place, start, stop)
-            slots = (*own.slots[:place], b.one(node, v.dims[d]), *own.slots[place + 1 :])
+            slot = b.one(node, v.dims[d]) if self.kept(()) else None
+            slots = (*own.slots[:place], slot, *own.slots[place + 1 :])
             parts.append(Built(t, slots, None, own.condition))
         return self._result(parts)
 
@@ -250,6 +292,30 @@ class Slice(_Pieces):
 
     def _result(self, parts: list[Any]) -> Any:
         return parts[0]
+
+
+@enter("aten.select.int")
+class Select(Slice):
+    """One range of one element, without its dimension."""
+
+    def kept(self, own: Dims) -> tuple[Dims, ...]:
+        return ()
+
+    def ranges(self, node: fx.Node, a: Arguments, extent: int) -> list[tuple[int, int]]:
+        [i] = integers(node, a["index"])
+        i = i + extent if i < 0 else i
+        return [(i, i + 1)]
+
+
+@enter("aten.unbind.int")
+class Unbind(Select):
+    """All ranges of one element."""
+
+    def ranges(self, node: fx.Node, a: Arguments, extent: int) -> list[tuple[int, int]]:
+        return [(i, i + 1) for i in range(extent)]
+
+    def _result(self, parts: list[Any]) -> Any:
+        return tuple(parts)
 
 
 @enter("aten.cat.default")

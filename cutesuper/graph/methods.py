@@ -90,6 +90,22 @@ class NamedOperators:
         """1 where ``a > 0``, 0 elsewhere."""
         return self.apply("step", a)
 
+    def at_least(self, a: Operand, b: Operand) -> Tensor:
+        """1 where ``a >= b``, 0 elsewhere (NaN too)."""
+        return self.apply("at_least", a, b)
+
+    def maximum(self, a: Operand, b: Operand) -> Tensor:
+        """The larger of ``a`` and ``b``, NaN if either is."""
+        return self.apply("maximum", a, b)
+
+    def keep(self, condition: Operand, a: Operand) -> Tensor:
+        """``a`` where the condition is 1, 0 where it is 0, whatever ``a`` is there."""
+        return self.apply("keep", condition, a)
+
+    def hide(self, condition: Operand, a: Operand) -> Tensor:
+        """``a`` where the condition is 1, -inf where it is 0, whatever ``a`` is there."""
+        return self.apply("hide", condition, a)
+
     def clamp(self, a: Tensor, min: float, max: float) -> Tensor:  # noqa: A002 (PyTorch's names)
         """``a`` limited to [min, max]."""
         return self.apply("clamp", a, min=min, max=max)

@@ -1,6 +1,7 @@
 """The operator table: one class per operator, with everything the system knows about it.
 
 A new operator is one class: here, in `cutesuper.graph.functions` (of one number),
+`cutesuper.graph.choosing` (comparisons and choices),
 `cutesuper.graph.reducing` (sums, maxima, products of matrices), `cutesuper.graph.arranging`
 (transpose, concatenation, mask), `cutesuper.graph.indexing` (lengths, pages, labels) or
 `cutesuper.graph.composites`. Its facets:
@@ -402,6 +403,7 @@ def normal_dim(name: str, shape: Shape, dim: Any) -> int:
 
 # what these modules define enters `TABLE`
 from cutesuper.graph import arranging as arranging  # noqa: E402
+from cutesuper.graph import choosing as choosing  # noqa: E402
 from cutesuper.graph import composites as composites  # noqa: E402
 from cutesuper.graph import functions as functions  # noqa: E402
 from cutesuper.graph import indexing as indexing  # noqa: E402

@@ -32,6 +32,16 @@ class HostMath:
         return float(x > 0)
 
     @staticmethod
+    def at_least(x: float, y: float) -> float:
+        """1 where x >= y, else 0."""
+        return float(x >= y)
+
+    @staticmethod
+    def kept(condition: float, x: float, other: float) -> float:
+        """x if the condition is 1, else another number."""
+        return x if condition > 0.5 else other
+
+    @staticmethod
     def where(condition: bool, x: float, y: float) -> float:
         """x if the condition holds, else y."""
         return x if condition else y

@@ -1,0 +1,175 @@
+"""What people write is traced, and comparisons and choices follow PyTorch's rules for NaN."""
+
+from __future__ import annotations
+
+import inspect
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import cutesuper as cs
+from tests.backends import compiled
+from tests.tracing import check, randn, traced
+from tests.written import WRITTEN
+
+NAMES = [c[0] for c in WRITTEN]
+X = randn(3, 5, 32)
+
+
+@pytest.mark.parametrize(("fn", "inputs"), [c[1:] for c in WRITTEN], ids=NAMES)
+def test_traced_is_eager(monkeypatch: pytest.MonkeyPatch, fn: Any, inputs: Any) -> None:
+    check(traced(monkeypatch, fn, inputs), fn, inputs)
+
+
+#: of these the backend is tried as well, forward and backward
+COMPILED = (
+    "rms2 gemma", "rope halves", "gqa repeat_interleave", "mask tril masked_fill", "mask arange",
+    "nanogpt attention", "sliding window", "timm qkv", "qkv split per head", "einsum heads",
+    "geglu", "cosine sim", "infonce", "cross entropy smoothing", "smooth l1", "groupnorm",
+    "ppo clip", "linear attention", "adaLN", "vit cls cat", "where bool in", "shift tokens",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_backend_is_eager(name: str) -> None:
+    _, fn, inputs = WRITTEN[NAMES.index(name)]
+    torch.compiler.reset()
+    call, reports = compiled(fn)
+    check(call, fn, inputs)
+    torch.compiler.reset()
+    call, more = compiled(fn)
+    assert all(r.verdict.taken for report in reports for r in report.regions)
+    own, exact = (_gradients(fn, fn, inputs, kind) for kind in (None, torch.float64))
+    for mine, theirs, want in zip(_gradients(fn, call, inputs), own, exact, strict=True):
+        scale = float(want.abs().max()) + 1e-6
+        limit = 2 * float((theirs - want).abs().max()) + 4 * scale * torch.finfo(theirs.dtype).eps
+        assert float((mine - want).abs().max()) <= limit
+    assert sum(len(r.regions) for r in (*reports, *more)) > 1
+
+
+def _gradients(fn: Any, call: Any, inputs: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
+    given = [t.to(dtype) if dtype and t.is_floating_point() else t for t in inputs]
+    given = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in given]
+    if isinstance(fn, nn.Module) and dtype:
+        call = _as(fn, dtype)
+    parameters = list(call.parameters()) if isinstance(call, nn.Module) else []
+    results = call(*given)
+    results = (results,) if isinstance(results, Tensor) else results
+    loss = sum((y * torch.linspace(-1, 1, y.numel()).view(y.shape).to(y)).sum() for y in results)
+    sources = [t for t in (*given, *parameters) if t.requires_grad]
+    return list(torch.autograd.grad(loss, sources, materialize_grads=True))  # type: ignore[arg-type]
+
+
+def _as(fn: nn.Module, dtype: torch.dtype) -> nn.Module:
+    import copy
+
+    return copy.deepcopy(fn).to(dtype)
+
+
+# ------------------------------------------------------------------------------- NaN and infinities
+
+SPECIAL = torch.tensor([nan, inf, -inf, 0.0, -0.0, 1.0, -1.0])
+A, B = (t.clone() for t in torch.meshgrid(SPECIAL, SPECIAL, indexing="ij"))
+
+RULES: dict[str, Any] = {
+    "at most": lambda x, y: torch.where(x <= y, 0.0, x),
+    "at most a number": lambda x, y: torch.where(x <= 0, 0.0, y),
+    "less": lambda x, y: torch.where(x < y, x, y),
+    "at least": lambda x, y: torch.where(x >= y, x, 2.0),
+    "greater": lambda x, y: torch.where(x > y, 1.0, y),
+    "equal": lambda x, y: torch.where(x == y, x, 3.0),
+    "unequal": lambda x, y: torch.where(x != y, y, 3.0),
+    "itself": lambda x, y: torch.where(x == x, x, y),
+    "not itself": lambda x, y: torch.where(x != x, y, x),
+    "isnan": lambda x, y: torch.where(torch.isnan(x), y, x),
+    "not": lambda x, y: torch.where(~(x > y), x, y),
+    "and": lambda x, y: torch.where((x > 0) & (y > 0), x, y),
+    "or": lambda x, y: torch.where((x > 0) | (y <= 0), x, y),
+    "masked_fill": lambda x, y: x.masked_fill(y > 0, -inf),
+    "infinite where true": lambda x, y: torch.where(x > 0, inf, y),
+    "times a condition": lambda x, y: x * (y > 0),
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "relu": lambda x, y: F.relu(x) + F.relu(y),
+    "clamp": lambda x, y: x.clamp(-0.5, 0.5),
+    "clamp from below": lambda x, y: x.clamp(min=0.0),
+    "clamp by tensors": lambda x, y: torch.clamp(x, y, y + 1),
+    "absolute": lambda x, y: x.abs(),
+    "sign": lambda x, y: torch.sign(x),
+    "leaky relu": lambda x, y: F.leaky_relu(x),
+    "elu": lambda x, y: F.elu(x),
+    "hard functions": lambda x, y: F.hardtanh(x) + F.relu6(y),
+    "amax and amin": lambda x, y: x.amax(-1) + y.amin(0),
+    "xlogy": torch.xlogy,
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_nan_and_infinities_are_pytorchs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    program = traced(monkeypatch, RULES[name], (A, B))
+    torch.testing.assert_close(program(A, B), RULES[name](A, B), equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RULES)
+def test_nan_and_infinities_on_a_gpu(name: str) -> None:
+    x, y = A.repeat(8, 8).cuda(), B.repeat(8, 8).cuda()
+    program = cs.superoptimize(RULES[name], (x, y))
+    torch.testing.assert_close(program(x, y), RULES[name](x, y), equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_a_mask_that_is_read_on_a_gpu() -> None:
+    x, mask = randn(64, 256).bfloat16().cuda(), (randn(64, 256) > 1).cuda()
+
+    def masked(x: Tensor) -> Tensor:
+        return x.masked_fill(mask.to(x.device), -inf).softmax(-1)
+
+    check(cs.superoptimize(masked, (x,)), masked, (x,))
+
+
+def test_choices_compile() -> None:
+    """A mask that is read, a comparison, a fill with -inf and a maximum, in one kernel."""
+
+    def masked(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.where(x >= y, x, 0.5 * torch.maximum(x, y))
+        return scores.masked_fill(mask, -inf).softmax(-1)
+
+    x, y = randn(64, 256).bfloat16(), randn(64, 256).bfloat16() + 0.1
+    mask = randn(64, 256) > 1
+    program = cs.superoptimize(masked, (x, y, mask), target="h200")
+    assert len(program.kernel.kernels) == 1
+    check(program, masked, (x, y, mask))
+
+
+def test_a_layer_of_torch_nn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout that drops nothing stands between its regions."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    check(traced(monkeypatch, layer, (X,)), layer, (X,))
+
+
+def test_regions_that_need_each_other_through_the_rest() -> None:
+    """log1p, which no kernel computes, stands between two of them."""
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy(x.sigmoid(), y.sigmoid())
+
+    call, _ = compiled(loss)
+    check(call, loss, (X, X + 0.1))
+
+
+def test_what_computes_no_numbers_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def embedded(ids: Tensor, table: Tensor) -> Tensor:
+        weights = (ids != 0).unsqueeze(-1)
+        return (F.embedding(ids, table) * weights).sum(1) / weights.sum(1)
+
+    ids, table = torch.tensor([[3, 1, 0], [2, 2, 2]]), randn(8, 16)
+    program = traced(monkeypatch, embedded, (ids, table))
+    check(program, embedded, (ids, table))
+    check(program, embedded, (ids.flip(1) + 1, table))
+    line = inspect.getsourcelines(embedded)[1] + 2
+    assert f"aten.embedding.default (test_trace_written.py:{line})" in program.outside
