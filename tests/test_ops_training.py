@@ -519,10 +519,11 @@ def test_few_kernels_are_kept(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(6)
     monkeypatch.setattr(library, "KEPT_PLANS", 3)
     monkeypatch.setattr(norms._rms_norm_operator, "_plans", {})
-    for n in range(2, 10):  # of one element the gradient is what cancels, and three rows are few
-        judge("rms_norm", tensors_of("rms_norm", (3,), n, torch.float32))
+    for n in range(1, 9):
+        judge("rms_norm", tensors_of("rms_norm", (64,), n, torch.float32))
     assert len(norms._rms_norm_operator._plans) == 3
 
 
