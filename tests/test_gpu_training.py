@@ -51,7 +51,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def filling(make: Any) -> Any:
         def filled(*args: Any, **options: Any) -> Any:
             made = make(*args, **options)
-            made.detach().fill_(float("nan") if made.is_floating_point() else -1)
+            if type(made) is torch.Tensor:  # not where PyTorch traces with tensors of its own
+                made.detach().fill_(float("nan") if made.is_floating_point() else -1)
             return made
 
         return filled

@@ -130,7 +130,7 @@ def test_instructions_of_losses(dtype: Any) -> None:
     found = r.instructions
     assert instructions(found) <= 10 * 32 and r.registers <= 64
     assert found["ISETP"] < 32 and found["FMNMX"] < 16
-    assert sum(found.get(kind, 0) for kind in ("SHF", "LOP3", "PRMT", "HADD2")) < 1.5 * 32
+    assert sum(found.get(kind, 0) for kind in ("SHF", "LOP3", "PRMT", "HADD2")) <= 1.5 * 32
 
 
 @needs_sass
@@ -142,13 +142,13 @@ def test_instructions_of_rows(dtype: Any) -> None:
     x, w, b = (norm.new_input(s, dtype=dtype) for s in ((M, 4096), (4096,), (4096,)))
     norm.mark_output(norm.layer_norm(x, w, b))
     soft.mark_output(soft.softmax(soft.new_input((M, 4096), dtype=dtype)))
-    for g, most in ((norm, 12), (soft, 12)):
+    for g, held, most in ((norm, 16, 15), (soft, 32, 12)):
         kernel = cs.superoptimize(g, target="h200")
         [step] = kernel.kernels
         assert isinstance(step.plan, RowPlan)
-        assert step.plan.schedule.vector * step.plan.schedule.chunks == 32
+        assert step.plan.schedule.vector * step.plan.schedule.chunks == held
         r = kernel.resources
-        assert instructions(r.instructions) <= most * 32 and r.registers <= 96 and not r.spills
+        assert instructions(r.instructions) <= most * held and r.registers <= 96 and not r.spills
 
 
 def test_every_way_occurs() -> None:

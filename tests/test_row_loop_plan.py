@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from cutesuper.errors import FormatError, LoweringError, ScheduleError
 from cutesuper.graph.block import STORE
 from cutesuper.graph.dims import Dim, Symbol, ceil_div, extent
+from cutesuper.graph.dtypes import bfloat16, int64
+from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
 from cutesuper.graph.target import H200
+from cutesuper.optimize import Options, choose
 from cutesuper.report import plan_text
 from cutesuper.schedule.planner import make_plan
 from cutesuper.schedule.row_loop import LINE, RowLoopPlan
@@ -453,7 +456,7 @@ SLICED = "rms backward, few rows"
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "too narrow": (BACKWARD, {"chunks": 1}, "256 lanes of 8 elements do not cover the 4096"),
     "odd lanes": (BACKWARD, {"lanes": 192, "chunks": 3}, "192 lanes, vectors of 8, .* powers of"),
-    "odd groups": (BACKWARD, {"groups": 3}, "3 groups, 1 rows each, .* powers of two"),
+    "odd groups": (BACKWARD, {"groups": 3}, "3 groups, 2 rows each, .* powers of two"),
     "no rows": (BACKWARD, {"depth": 0}, "0 rows each"),
     "threads": (BACKWARD, {"groups": 8}, "8 groups of 256 lanes; .* at most 1024 threads"),
     "half a warp": ("heads", {"groups": 2}, "2 groups of 8 lanes; a block has whole warps"),
@@ -655,14 +658,35 @@ def test_what_a_thread_keeps() -> None:
     assert weighted.schedule.kept and not weighted.keeps_vectors
     assert plan_of(BACKWARD).keeps_vectors
     summed = plan_case(layer_norm_backward(M, 65536, 30, 1, cluster=4))
-    assert not summed.schedule.kept and summed.schedule.stages == 3
+    assert not summed.schedule.kept and summed.schedule.stages == 2
     assert replace(summed, schedule=replace(summed.schedule, kept=True)).held == 112
 
 
 def test_short_rows_that_are_summed_have_few_groups() -> None:
-    for n, lanes, groups, depth in ((1024, 64, 4, 2), (2048, 128, 2, 2), (4096, 256, 2, 1)):
+    for n, lanes, groups, depth in ((1024, 64, 4, 2), (2048, 128, 2, 2), (4096, 256, 1, 2)):
         s = plan_case(rms_backward(M, n, 132, 2)).schedule
         assert (s.lanes, s.groups, s.depth) == (lanes, groups, depth)
+    two = plan_case(layer_norm_backward(M, 4096, 132, 2)).schedule
+    assert (two.lanes, two.groups, two.depth) == (256, 2, 1)
+
+
+def test_blocks_with_one_tile_have_256_threads() -> None:
+    """But for few rows, of which every SM should have some."""
+    for rows, n, lanes, groups in ((32768, 256, 8, 32), (32768, 4096, 128, 2), (256, 4096, 128, 1)):
+        s = plan_case(losses(rows, n)).schedule
+        assert (s.lanes, s.groups, s.stages, s.blocks) == (lanes, groups, 0, 0)
+
+
+def test_rows_that_are_only_read_share_an_sm() -> None:
+    """Two blocks of long ones, where no results of every column take registers."""
+    softmax: Any = KernelGraph.softmax
+    found = []
+    for build in (lambda g, x: g.cross_entropy(x, g.new_input((M, 1), int64)), softmax):
+        g = new_kernel_graph()
+        g.mark_output(build(g, g.new_input((M, 65536), bfloat16)))
+        [plan] = choose(g, Options(target=H200))[1].plans
+        found.append((plan.cluster, plan.schedule.resident, plan.schedule.stages))
+    assert found == [(2, 2, 1), (2, 1, 2)]
 
 
 def test_keys_and_code_do_not_see_hints() -> None:

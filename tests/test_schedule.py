@@ -644,10 +644,11 @@ def test_two_large_blocks_share_an_sm() -> None:
 
 def test_vectors_are_loaded_late_where_they_take_registers() -> None:
     """LayerNorm, with two vectors: after the row's reductions, so that more blocks share an SM."""
-    p = centered(4096)
+    p = centered(8192)
     vectors = [i for i, v in p.loads.items() if "M" not in v.labels]
     assert len(vectors) == 2
     assert p.order.index(p.reductions[0]) < min(map(p.order.index, vectors))
+    assert centered(4096).schedule.chunks == 2  # fewer of each element, all asked for at once
     narrow = rows_plan(64, 4096, norm=True)
     loads = [i for i in narrow.order if i in narrow.loads]
     assert list(narrow.order[: len(loads)]) == loads

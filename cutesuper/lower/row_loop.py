@@ -30,6 +30,8 @@ from cutesuper.schedule.row_loop import RowLoopPlan, RowSum
 
 #: shared memory of an SM, and what the driver takes of it for a block
 SM_BYTES, BLOCK_BYTES = 228 * 1024, 1024
+#: threads and blocks of an SM
+SM_THREADS, MOST_BLOCKS = 2048, 32
 
 
 class RowLoopKernel:
@@ -61,21 +63,31 @@ class RowLoopKernel:
         blocks = self.walkers(tensors) * plan.parts
         for d in plan.outer:
             blocks = blocks * self.extents.of(d, tensors)
-        resident = plan.schedule.resident
-        # without the hint the driver gives shared memory for one block. No more than they need:
-        # loads past shared memory, and vectors that are read for every row, go through the rest
-        percent = ceil_div(100 * resident * (plan.shared_bytes + BLOCK_BYTES), SM_BYTES)
-        carveout = {"preferred_smem_carveout": percent} if resident > 1 else {}
         self.kernel(tensors, scratch).launch(
             grid=(blocks, 1, 1),
             block=(plan.threads, 1, 1),
-            cluster=(plan.cluster, 1, 1),
             stream=stream,
             use_pdl=plan.schedule.dependent_launch,
             cooperative=plan.meets,
-            min_blocks_per_mp=resident,
-            **carveout,
+            min_blocks_per_mp=plan.schedule.resident,
+            **self.options(),
         )
+
+    def options(self) -> dict[str, Any]:
+        """Of the launch: a cluster, and how much of an SM's memory is shared memory.
+
+        Without the hint the driver gives shared memory for one block. No more than they need: loads
+        past shared memory, and vectors that are read for every row, go through the rest.
+        """
+        plan, found = self.plan, dict[str, Any]()
+        if plan.cluster > 1:  # a launch in clusters of 1 would be one of clusters still
+            found["cluster"] = (plan.cluster, 1, 1)
+        if plan.schedule.resident > 1:
+            straight = min(MOST_BLOCKS, SM_THREADS // plan.threads)
+            blocks = plan.schedule.resident if plan.schedule.blocks else straight
+            wanted = 100 * blocks * (plan.shared_bytes + BLOCK_BYTES)
+            found["preferred_smem_carveout"] = min(100, ceil_div(wanted, SM_BYTES))
+        return found
 
     def walkers(self, tensors: list[cute.Tensor]) -> Any:
         """Blocks (or clusters) that share the rows of one element of the outer labels."""

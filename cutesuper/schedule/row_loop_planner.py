@@ -120,11 +120,16 @@ def _default_schedule(
         lanes = power_of_two(ceil_div(pieces, max(1, accesses // max(1, len(views)))))
         fits = not plan.vectors or plan.width <= LONG
         if lanes <= MAX_THREADS // 2 and fits:
+            groups = _straight_groups(lanes, rows, target)
             return RowLoopSchedule(
-                lanes, vector, ceil_div(pieces, lanes), max(1, 128 // lanes), 1, 0, True, 0,
+                lanes, vector, ceil_div(pieces, lanes), groups, 1, 0, True, 0,
                 2, dependent_launch=dependent_launch,
             )
-    small = row_bytes <= STAGE_BYTES and not plan.vectors  # 64 registers do not hold them as well
+    # 64 registers do not hold vectors as well. Rows that are only read may be twice as long: the
+    # loss of 16384x65536 took 629 us with one block and two stages, 553 with two blocks and one
+    # stage each; softmax, which spills then, 1095 and 1921
+    only_read = not any(plan.column in v.labels for v in plan.stores.values())
+    small = row_bytes <= STAGE_BYTES * (1 + only_read) and not plan.vectors
     resident = 2 if plan.cluster > 1 and small and not plan.sums else 1
     walkers = plan.walkers or resident * _at_once(plan, target)
     fair = power_of_two(max(1, ceil_div(rows, walkers)))
@@ -133,8 +138,10 @@ def _default_schedule(
     tile_rows = max(1, min(_floor_power(most // row_bytes), fair, 128))
     threads = MAX_THREADS if row_bytes * tile_rows > STAGE_BYTES // 2 else MAX_THREADS // 2
     lanes = min(threads, power_of_two(ceil_div(pieces, 2)))
-    if plan.sums and lanes < MAX_THREADS // 2:
-        # fewer groups whose sums meet: the prototype of 4096x2048 took 16.2 us with 256 threads
+    if plan.sums and lanes < MAX_THREADS // 2 + (len(plan.sums) == 1):
+        # fewer groups whose sums meet: the prototype of 4096x2048 took 16.2 us with 256 threads,
+        # 4096x4096 takes 29.9 and 30.6 with 512. Two sums of 4096 columns (LayerNorm, 32768 rows)
+        # are too many for a thread with two rows: 234 us, and 223
         threads = MAX_THREADS // 2
     chunks = ceil_div(pieces, lanes)
     groups = max(1, min(tile_rows, threads // lanes))
@@ -150,10 +157,20 @@ def _default_schedule(
     kept = held <= KEPT_REGISTERS and vector * chunks * depth <= MAX_HELD
     stage = groups * depth * row_bytes
     room = (target.shared_bytes - RESERVED) // (resident * stage)
-    # what is read again leaves its stage late
-    least = 2 if kept else 3
+    # what is read again leaves its stage late; long rows need no third stage (LayerNorm backward,
+    # 16384x65536: 1641 us with two, 1715 with three)
+    least = 2 if kept or stage > STAGE_BYTES else 3
     stages = max(1, min(room, max(least, 2 * STAGE_BYTES // stage), 3))
     return replace(schedule, stages=stages, kept=kept)
+
+
+def _straight_groups(lanes: int, rows: int, target: Target) -> int:
+    """Rows of a block that has one tile: 256 threads, but not fewer blocks than SMs. An SM starts
+    one block in about 0.3 us: the loss of 32768x4096 took 96 us with 128 threads, 72 with 256."""
+    groups = max(1, MAX_THREADS // 2 // lanes)
+    while groups * lanes > max(lanes, WARP) and ceil_div(rows, groups) < target.sms:
+        groups //= 2
+    return groups
 
 
 def _whole_warps(plan: RowLoopPlan, s: RowLoopSchedule) -> RowLoopSchedule:
