@@ -39,6 +39,7 @@ from tests.plans import Linear, request_of
 from tests.row_programs import (
     Case,
     layer_norm_backward,
+    losses,
     per_head_backward,
     rms_backward,
     rms_forward,
@@ -119,7 +120,8 @@ def walking(
 
     def run_case(seed: int) -> bool:
         kernel = row_kernel(case, dependent, schedule)
-        inputs = zoo.draw(kernel.graph, seed, "cuda", {"M": rows} if rows else None)
+        drawn = zoo.draw(kernel.graph, seed, "cuda", {"M": rows} if rows else None)
+        inputs = [t if t.is_floating_point() else t.abs() for t in drawn]  # labels that are columns
         first, second = (kernel(inputs) for _ in range(2))
         torch.cuda.synchronize()
         same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -193,6 +195,9 @@ CASES: dict[str, Callable[[int], bool]] = {
     "rows, cluster": walking(layer_norm_backward(100, 4096, 8, 1, cluster=2)),
     "rows, parts of several sizes": walking(rms_backward(33, 4104, 4, 1, cluster=4)),
     "rows, loss": walking(squared_error(100, 520, 16, 4)),
+    "rows, losses": walking(losses(600, 512)),
+    "rows, losses in a cluster": walking(losses(50, 4104, 4)),
+    "rows, blocks of a cluster meet": walking(softmax_forward(20, 65536, 8)),
     "rows, symbolic": walking(rms_backward(Symbol("M", 4096), 512, 16, 4), rows=37),
     "rows, forward in a cluster": walking(softmax_forward(20, 8200, 4)),
     "rows, forward, symbolic": walking(rms_forward(Symbol("M", 64), 8192, 2), rows=5),
