@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 from cutesuper.errors import DeviceError  # noqa: E402
 from cutesuper.frontend import backend, choose, operator, timing  # noqa: E402
 from cutesuper.frontend.operator import key_of  # noqa: E402
+from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.backends import (  # noqa: E402
     MODELS,
     GatedMLP,
@@ -27,6 +28,7 @@ from tests.backends import (  # noqa: E402
     judge_gradients,
     losses,
 )
+from tests.test_positions import MASKS, Decode, S  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("error:.*please report")]
 
@@ -81,6 +83,46 @@ def test_inference(name: str, dtype: Any, launched: list[int]) -> None:
         for _ in range(2):
             judge(model, call(x), x)
     assert launched
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["bool", "added"])
+def test_masks_of_positions(name: str, batch: int, launched: list[int]) -> None:
+    """Each query head with keys of its own: PyTorch keeps the attention whole."""
+    model, given, exact = decoding(name, batch, heads=2)
+    call = compile_with(model, fullgraph=True)
+    with torch.no_grad():
+        for shift in (0, 1, 9):
+            p = (given[3] + shift) % S
+            report = acceptable(call(*given[:3], p), model(*exact, p), model(*given[:3], p),
+                                torch.bfloat16)  # fmt: skip
+            assert report, report.message
+    assert launched
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("heads", [2, 8])
+@pytest.mark.parametrize("name", ["bool", "added", "int32 lengths"])
+def test_traced_masks_of_positions(name: str, heads: int, batch: int) -> None:
+    model, given, exact = decoding(name, batch, heads)
+    with torch.no_grad():
+        program = cs.superoptimize(model, given)
+        assert len(program.kernel.graph.inputs) == 4
+        for shift in (0, 1, 9):
+            p = (given[3] + shift) % S
+            report = acceptable(program(*given[:3], p), model(*exact, p), model(*given[:3], p),
+                                torch.bfloat16)  # fmt: skip
+            assert report, report.message
+
+
+def decoding(name: str, batch: int, heads: int) -> tuple[Any, tuple[Any, ...], list[Any]]:
+    """Attention of one query, its inputs, and those of numbers in float64."""
+    q, k, v = (
+        torch.randn(batch, h, n, 64, device="cuda").bfloat16()
+        for h, n in ((heads, 1), (2, S), (2, S))
+    )
+    p = torch.tensor([S - 1, 0, 7][:batch], device="cuda")
+    return Decode(MASKS[name]), (q, k, v, p), [t.double() for t in (q, k, v)]
 
 
 @pytest.mark.parametrize("name", MODELS)

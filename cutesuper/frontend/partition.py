@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from cutesuper.frontend.positions import unread
 from cutesuper.frontend.region import Region, convert
 from cutesuper.frontend.table import entry_of, is_free
 from cutesuper.frontend.values import INTEGERS, Unsupported
@@ -90,8 +91,9 @@ class _Growing:
         for i, node in enumerate(self.graph.nodes):
             epoch += _writes(node)
             self._place[node], self._epoch[node] = i, epoch
+        masks = unread(self.graph.nodes)
         for node in self.graph.nodes:
-            if node.op == "call_function" and _computes(node):
+            if node.op == "call_function" and _computes(node) and node not in masks:
                 self._add(node)
         # refused together with something that no reader made part of a kernel graph; element-wise
         # operators are left where they are, among others that are not ours

@@ -149,7 +149,7 @@ class Where(Entry):
     """One of two values; what is not chosen makes no difference, NaN or not."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        condition, yes, no = self._operands(a)
+        condition, yes, no = self.operands(a)
         if not isinstance(condition, fx.Node) or fake(node).dtype not in FLOATS:
             raise Unsupported(node, f"computes {fake(node).dtype}")
         if fake(condition).dtype is not torch.bool:
@@ -157,7 +157,7 @@ class Where(Entry):
         return shape_of(s, node, [condition, yes, no])
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
-        condition, yes, no = self._operands(a)
+        condition, yes, no = self.operands(a)
         left, right = (_constant(b, node, v) for v in (yes, no))
         infinite = [v for v in (left, right) if v is not None and not isfinite(v)]
         if len(infinite) > 1 or any(isnan(v) for v in infinite):
@@ -173,7 +173,8 @@ class Where(Entry):
         parts = [b.g.keep(on, v) for on, v in ((c, x), (b.g.sub(1.0, c), y)) if v != 0.0]
         return _built(reduce(b.g.add, parts) if parts else b.g.mul(c, 0.0), slots, node)
 
-    def _operands(self, a: Arguments) -> tuple[Any, Any, Any]:
+    def operands(self, a: Arguments) -> tuple[Any, Any, Any]:
+        """The condition, and what is taken where it holds and where it does not."""
         if "mask" in a:
             return a["mask"], a["value"], a["self"]
         return a["condition"], a["self"], a["other"]

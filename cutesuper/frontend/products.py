@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from cutesuper.frontend.factors import Dims, Part, divides, extent_of, leaves, regroup, unify
+from cutesuper.frontend.positions import Lengths, mask_of, read_lengths
 from cutesuper.frontend.table import Arguments, Entry, enter, number
 from cutesuper.frontend.values import (
     Builder,
@@ -162,10 +163,12 @@ def _lead(x: Value) -> Value:
     return Value(x.dims[:-2], x.absent)
 
 
-def multiplied(b: Builder, node: fx.Node, operand: Any, slots: Slots) -> Tensor:
+def multiplied(
+    b: Builder, node: fx.Node, operand: Any, slots: Slots, rank: int = 2
+) -> Tensor:
     """An operand of a product, in the element type that it has in PyTorch: tensor cores round what
     they multiply."""
-    t = b.tensor(node, operand, slots, rank=2)
+    t = b.tensor(node, operand, slots, rank=rank)
     if t.dtype.torch != fake(operand).dtype:
         raise Unsupported(node, f"multiplies {fake(operand).dtype} made of {t.dtype} in the same "
                                 "kernel")
@@ -211,10 +214,7 @@ class Attention(Entry):
     """
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
-        mask = a.get("attn_mask", a.get("attn_bias"))
-        if mask is not None:
-            raise Unsupported(node, "takes a mask tensor; use is_causal, or cs.ops.attention with "
-                                    "key_lengths")
+        lengths = None if mask_of(a) is None else read_lengths(node, a)
         if a.get("dropout_p", 0.0) != 0.0:
             raise Unsupported(node, "drops weights")
         q, k, v = (s.of(a[n]) for n in ("query", "key", "value"))
@@ -233,6 +233,8 @@ class Attention(Entry):
             s.whole(one)
         if q.absent or any(p in leaves(v.absent) for p in leaves(v.dims[-1])):
             raise Unsupported(node, "takes queries, or columns of values, that repeat")
+        if lengths is not None:
+            unify(_parts(s.of(lengths.node)), q.dims[0])
         y = Value((*q.dims[:-1], v.dims[-1]))
         several = str(node.target) != "aten.scaled_dot_product_attention.default"
         return (y, *(None for _ in range(8))) if several else y
@@ -256,7 +258,12 @@ class Attention(Entry):
             parts.update(zip(leaves(q.dims[-3]), leaves(t.dims[-3]), strict=False))
         query = multiplied(b, node, a["query"], (*front, rows, b.one(node, q.dims[-1])))
         inner = (keys, b.one(node, k.dims[-1]))
-        key = multiplied(b, node, a["key"], (*translated(front, lead[0]), *inner))
+        lengths = None if mask_of(a) is None else read_lengths(node, a)
+        heads, rank = translated(front, lead[0]), 2
+        if lengths is not None and not leaves(q.dims[0]):
+            # one sequence; not of the query, which may be computed without this dimension
+            heads, rank = (None, *heads), len(heads) + 3
+        key = multiplied(b, node, a["key"], (*heads, *inner), rank)
         width = b.one(node, v.dims[-1])
         values = (*translated(front, lead[1]), b.one(node, v.dims[-2]), width)
         value = multiplied(b, node, a["value"], values)
@@ -264,9 +271,18 @@ class Attention(Entry):
         y = b.g.scaled_dot_product_attention(
             query, key, value, is_causal=bool(a.get("is_causal", False)),
             scale=None if scale is None else number(node, scale),
+            lengths=None if lengths is None else self._lengths(b, node, lengths),
         )
-        built = Built(y, (*front, rows, width)[-len(y.shape) :])
+        slots = (None, *front, rows, width)
+        built = Built(y, slots[-len(y.shape) :])
         several = isinstance(b.shapes.values[node], tuple)
         return (built, *(None for _ in range(8))) if several else built
 
+    def _lengths(self, b: Builder, node: fx.Node, lengths: Lengths) -> Tensor:
+        own = b.one(node, _parts(b.value(lengths.node)))
+        return b.lengths(lengths.node, (own,), lengths.offset, lengths.most)
 
+
+def _parts(lengths: Value) -> Dims:
+    """The one dimension of lengths, whatever extents of 1 are around it."""
+    return tuple(p for d in lengths.dims for p in d)

@@ -17,6 +17,7 @@ from torch import fx
 
 from cutesuper.errors import CutesuperError
 from cutesuper.frontend.factors import Extent, Mismatch, equal, extent_of, leaves
+from cutesuper.frontend.positions import reads
 from cutesuper.frontend.table import arguments_of, entry_of, is_free
 from cutesuper.frontend.values import (
     FLOATS,
@@ -64,6 +65,7 @@ class Operand:
         shape: of its view; -1 for an extent known at the call.
         dtype: of the input, which the tensor is converted to where it has another one.
         part: the range along the first extent of the view that the kernel takes; None for all.
+        lengths: see `cutesuper.frontend.values.Given`.
     """
 
     node: fx.Node
@@ -71,6 +73,7 @@ class Operand:
     shape: tuple[int, ...]
     dtype: torch.dtype
     part: tuple[int, int] | None
+    lengths: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,7 @@ def _visit(node: fx.Node, inside: _Inside, s: Shapes, order: list[fx.Node]) -> N
         return
     known = len(order), set(s.values)
     try:
-        for operand in node.all_input_nodes:
+        for operand in reads(node):
             if not _is_number(operand):
                 _visit(operand, inside, s, order)
         s.set(node, _entry(node).shape(s, node, arguments_of(node)))
@@ -385,7 +388,7 @@ def _input_view(b: Builder, given: Given) -> Operand:
     order = memory_order(fake(given.node))
     shape = [_kernel_length(b, s) for s in given.slots]
     dense = None if order is None else tuple(order)
-    return Operand(given.node, dense, tuple(shape), given.dtype, given.part)
+    return Operand(given.node, dense, tuple(shape), given.dtype, given.part, given.lengths)
 
 
 def _kernel_length(b: Builder, slot: Slot) -> int:

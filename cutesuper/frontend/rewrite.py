@@ -93,6 +93,8 @@ def _operand(graph: fx.Graph, o: Operand, replaced: dict[fx.Node, fx.Node]) -> f
     node = replaced.get(o.node, o.node)
     val = node.meta["val"]
     shape = list(val.shape)
+    if o.lengths is not None:
+        node = _lengths_of(graph, node, val.dtype, *o.lengths)
     if val.dtype != o.dtype:
         node = graph.call_function(torch.ops.prims.convert_element_type.default, (node, o.dtype))
     if o.dense is None:
@@ -106,6 +108,18 @@ def _operand(graph: fx.Graph, o: Operand, replaced: dict[fx.Node, fx.Node]) -> f
     if o.part is not None:
         node = graph.call_function(_aten.slice.Tensor, (node, 0, *o.part))
     return node
+
+
+def _lengths_of(
+    graph: fx.Graph, node: fx.Node, dtype: torch.dtype, offset: int, most: int
+) -> fx.Node:
+    """Limited before anything is added or narrowed, so that nothing overflows. Not by one clamp:
+    Inductor has taken those apart before, and has no code for one that comes later."""
+    if dtype is torch.int32 and not offset:
+        return node
+    node = graph.call_function(_aten.clamp_min.default, (node, -offset))
+    node = graph.call_function(_aten.clamp_max.default, (node, most - offset))
+    return graph.call_function(_aten.add.Tensor, (node, offset)) if offset else node
 
 
 def _result(

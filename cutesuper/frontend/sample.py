@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from cutesuper.frontend.internals import hint_of
 from cutesuper.frontend.operator import region as region_operator
+from cutesuper.frontend.positions import makers, mask_of
 from cutesuper.frontend.region import Length, Region, Size
 from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.table import is_free
@@ -53,8 +54,11 @@ class Sample:
     @cached_property
     def module(self) -> fx.GraphModule:
         """The region's nodes: takes what they read, returns a tuple of what others use."""
-        graph, _ = alone(self.region)
-        return fx.GraphModule({}, graph)
+        return fx.GraphModule({}, self._alone[0])
+
+    @cached_property
+    def _alone(self) -> tuple[fx.Graph, Region]:
+        return alone(self.region)
 
     @cached_property
     def kernels(self) -> fx.GraphModule:
@@ -95,7 +99,8 @@ class Sample:
     # -------------------------------------------------------------------------------- tensors
 
     def draw(self, seed: int, positive: bool = False) -> list[Any]:
-        """Inputs of ``module``: normal numbers, so scaled that products stay of order 1.
+        """Inputs of ``module``: normal numbers, so scaled that products stay of order 1; lengths of
+        at least 1.
 
         Args:
             seed: of the generator.
@@ -104,8 +109,11 @@ class Sample:
         scales = _scales(self.module.graph)
         device = self.device or torch.device("cpu")
         generator = torch.Generator(device).manual_seed(seed)
+        lengths = [(o.node, *o.lengths) for o in self._alone[1].inputs if o.lengths]
+        ranges = {n: (1 - offset, most - offset) for n, offset, most in lengths}
         return [
-            _drawn(n.meta["val"], scales.get(n, 1.0), generator, positive) for n in self.sources
+            _drawn(n.meta["val"], scales.get(n, 1.0), generator, positive, ranges.get(n, (0, 1)))
+            for n in self.sources
         ]
 
     def difference(self, seed: int = 0) -> str | None:
@@ -143,10 +151,10 @@ def alone(region: Region) -> tuple[fx.Graph, Region]:
     """A region as a graph, with names that depend on nothing else, and the region in that graph.
 
     Views and casts between its nodes are part of it, and those between them and what the region
-    reads.
+    reads. So are masks in the place of which kernels have lengths.
     """
     ends = [r.node for r in region.outputs]
-    stops, inside = {o.node for o in region.inputs}, set(region.nodes)
+    stops, inside = {o.node for o in region.inputs}, {*region.nodes, *makers(region.nodes)}
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     for node in _upwards(ends, lambda n: n not in stops and (n in inside or is_free(n))):
@@ -205,11 +213,11 @@ class _Exact(fx.Interpreter):
 
 def _attention(target: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor]:
     """The first result of one of the operators that PyTorch has for attention, of which those for
-    GPUs take 16 bits only; regions have no use for the others, and no masks."""
+    GPUs take 16 bits only; regions have no use for the others."""
     given = dict(zip((a.name for a in target._schema.arguments), args, strict=False)) | kwargs
     y = functional.scaled_dot_product_attention(
-        given["query"], given["key"], given["value"], is_causal=given.get("is_causal", False),
-        scale=given.get("scale"), enable_gqa=True,
+        given["query"], given["key"], given["value"], mask_of(given),
+        is_causal=given.get("is_causal", False), scale=given.get("scale"), enable_gqa=True,
     )  # fmt: skip
     return (y,)
 
@@ -230,7 +238,10 @@ def _exact(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[torch.Tensor,
     return _Exact(module).run(*map(_promoted, inputs))
 
 
-def _drawn(like: Any, scale: float, generator: torch.Generator, positive: bool) -> Any:
+def _drawn(
+    like: Any, scale: float, generator: torch.Generator, positive: bool,
+    integers: tuple[int, int],
+) -> Any:
     if not isinstance(like, torch.Tensor):
         return hint_of(like)
     sizes, strides = ([hint_of(d) or 0 for d in s] for s in (like.shape, like.stride()))
@@ -239,7 +250,9 @@ def _drawn(like: Any, scale: float, generator: torch.Generator, positive: bool) 
         flat = torch.randn(room, generator=generator, device=like.device) * scale
         flat = (flat.abs() if positive else flat).to(like.dtype)
     else:
-        flat = torch.randint(2, (room,), generator=generator, device=like.device).to(like.dtype)
+        low, high = integers
+        flat = torch.randint(low, high + 1, (room,), generator=generator, device=like.device)
+        flat = flat.to(like.dtype)
     return flat.as_strided(sizes, strides)
 
 

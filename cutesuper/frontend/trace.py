@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from cutesuper.errors import CutesuperError, GraphError, TraceError
 from cutesuper.frontend.internals import decompositions
 from cutesuper.frontend.partition import partition
+from cutesuper.frontend.positions import unread
 from cutesuper.frontend.region import Region, places, source_lines
 from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.table import is_free, is_known, moves
@@ -263,7 +264,7 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
     graph = module.graph
     _drop_checks(graph)
     found = partition(graph, constants=[n for n in graph.nodes if n.op == "get_attr"])
-    inside = {n for r in found.regions for n in r.nodes}
+    inside = _computed(found.regions)
     given = _depending(graph)
     left = [n for n in graph.nodes if _is_left(n) and n not in inside and n in given]
     for node in left:
@@ -278,13 +279,19 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
 
 def _outside(graph: fx.Graph, regions: Sequence[Region]) -> list[str]:
     """What is in no region and does more than look at a tensor in another way."""
-    inside = {n for r in regions for n in r.nodes}
+    inside = _computed(regions)
     left = [
         n for n in graph.nodes
         if n.op == "call_function" and n not in inside and not is_free(n)
         and isinstance(n.meta.get("val"), torch.Tensor)
     ]  # fmt: skip
     return list(dict.fromkeys(f"{n.target} ({places([n]) or 'no source'})" for n in left))
+
+
+def _computed(regions: Sequence[Region]) -> set[fx.Node]:
+    """The nodes of regions, and masks that nobody makes any more."""
+    nodes = {n for r in regions for n in r.nodes}
+    return nodes | unread(nodes)
 
 
 def _depending(graph: fx.Graph) -> set[fx.Node]:

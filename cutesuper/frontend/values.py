@@ -124,12 +124,15 @@ class Given:
         slots: in the order of memory.
         dtype: of the input; another one than the tensor's for a condition.
         part: the range of the first of them that it is of; None for all.
+        lengths: of what holds lengths, which the kernels' are made from: what is added, and the
+            most that makes a difference.
     """
 
     node: fx.Node
     slots: Slots
     dtype: torch.dtype
     part: tuple[int, int] | None = None
+    lengths: tuple[int, int] | None = None
 
 
 def fake(node: fx.Node) -> torch.Tensor:
@@ -399,6 +402,15 @@ class Builder:
         self.operands.append(Given(node, memory, dtype))
         order = None if same else _permutation(memory, slots)
         return x if order is None else self.g.transpose(x, order)
+
+    def lengths(self, node: fx.Node, slots: Slots, offset: int, most: int) -> Tensor:
+        """An int32 input with these slots, ``node + offset`` at the call; more than ``most`` is as
+        good as ``most``."""
+        key = (node, slots, offset, most)
+        if key not in self._inputs:
+            self._inputs[key] = self.g.new_input([self.extent(s) for s in slots], torch.int32)
+            self.operands.append(Given(node, slots, torch.int32, None, (offset, most)))
+        return self._inputs[key]
 
     def _type_of(self, t: torch.Tensor) -> torch.dtype:
         """The element type in which a kernel reads a tensor; that of a condition makes no other of

@@ -166,10 +166,14 @@ class Filled(_Free):
         return Value(dims, tuple(f for d in dims for f in d))
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        return Built(number(node, self.filled(node, a)))
+
+    def filled(self, node: fx.Node, a: Arguments) -> Any:
+        """The number, which may be one that is known only at the call."""
         given = a.get("fill_value", a.get("s"))
         if given is None:
             given = 1.0 if "ones" in str(node.target) else 0.0
-        return Built(number(node, given))
+        return given
 
 
 @enter("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
