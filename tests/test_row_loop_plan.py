@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cutesuper import grad
 from cutesuper.errors import FormatError, LoweringError, ScheduleError
 from cutesuper.graph.block import STORE
 from cutesuper.graph.dims import Dim, Symbol, ceil_div, extent
-from cutesuper.graph.dtypes import bfloat16, int64
+from cutesuper.graph.dtypes import DType, bfloat16, float32, int64
 from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
 from cutesuper.graph.target import H200
 from cutesuper.optimize import Options, choose
@@ -666,8 +667,19 @@ def test_short_rows_that_are_summed_have_few_groups() -> None:
     for n, lanes, groups, depth in ((1024, 64, 4, 2), (2048, 128, 2, 2), (4096, 256, 1, 2)):
         s = plan_case(rms_backward(M, n, 132, 2)).schedule
         assert (s.lanes, s.groups, s.depth) == (lanes, groups, depth)
-    two = plan_case(layer_norm_backward(M, 4096, 132, 2)).schedule
-    assert (two.lanes, two.groups, two.depth) == (256, 2, 1)
+    many = Symbol("M", 16384)
+    for case in (layer_norm_backward(M, 4096, 132, 2), rms_backward(many, 4096, 132, 2)):
+        s = plan_case(case).schedule
+        assert (s.lanes, s.groups, s.depth) == (256, 2, 1)
+
+
+@pytest.mark.parametrize(("weight", "groups"), [(bfloat16, 1), (float32, 2)])
+def test_sums_in_float32_add_fewer_rows(weight: DType, groups: int) -> None:
+    g = new_kernel_graph()
+    x, w = g.new_input((M, 4096), bfloat16, "x"), g.new_input((4096,), weight, "w")
+    g.mark_output(g.rms_norm(x, w), bfloat16)
+    [plan] = choose(grad(g), Options(target=H200))[1].plans
+    assert isinstance(plan, RowLoopPlan) and plan.schedule.groups == groups
 
 
 def test_blocks_with_one_tile_have_256_threads() -> None:
