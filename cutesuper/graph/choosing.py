@@ -15,14 +15,10 @@ if TYPE_CHECKING:
     from cutesuper.graph.derivation import Derivation
     from cutesuper.graph.kernel import Tensor
 
-#: makes one argument of two, for functions of which nothing is known: equal sums of other arguments
-#: are as unlikely as equal hashes
-_FACTOR = 0.7390851332151607
-
-
 def _together(a: Any, args: list[Any]) -> Any:
-    """One value of the algebra ``a`` that tells pairs of values apart."""
-    return a.add(args[0], a.mul(a.constant(_FACTOR), args[1]))
+    """One value of the algebra ``a`` that tells pairs of values apart: h(x) + y, where h is a
+    function that nothing else in a program has, so that no other y makes up for another x."""
+    return a.add(a.opaque("first of two", args[0]), args[1])
 
 
 @operator
