@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -33,7 +34,14 @@ class Entry:
     def fail(self, status: str, error: str) -> None:
         """Mark as failed or wrong; what was measured so far is no longer shown."""
         self.status, self.error, self.running = status, error, None
-        self.launcher = self.recording = None
+        self.drop()
+
+    def drop(self) -> None:
+        """Give back the memory of what was prepared."""
+        launcher, self.launcher, self.recording = self.launcher, None, None
+        if launcher is not None and launcher.close is not None:
+            with suppress(RuntimeError):  # a lost device refuses this too
+                launcher.close()
 
     def spread(self) -> Spread | None:
         """Device time per launch, if it counts."""

@@ -383,7 +383,7 @@ class Case:
     def release(self) -> None:
         """Drop recordings and tensors before the next case allocates its own."""
         for entry in self.entries:
-            entry.launcher = entry.recording = None
+            entry.drop()
         self.problem = None
         gc.collect()
         # a lost device refuses this too, and that error must not replace the first one

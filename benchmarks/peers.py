@@ -27,11 +27,12 @@ class Launcher:
 
     ``launch(i)`` is what is timed on the device: it may write into ``problem.outputs[i]`` and
     returns the outputs. ``call(i)`` is the call as a user writes it, for the host time; default
-    the same.
+    the same. ``close()`` gives back what garbage collection would not.
     """
 
     launch: Callable[[int], Outputs]
     call: Callable[[int], Any] | None = None
+    close: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)

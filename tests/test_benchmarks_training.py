@@ -14,6 +14,7 @@ import cutesuper as cs
 from benchmarks import ahead, problem, report, sweep, training, training_torch
 from benchmarks import training_operators as operators
 from benchmarks.check import check_outputs
+from benchmarks.entry import Entry
 from benchmarks.peers import Implementation, Launcher
 from benchmarks.problem import SetPlan, make_problem, slab_bytes
 from benchmarks.sweep import Item, Sweep
@@ -163,10 +164,17 @@ def test_a_compiled_backward_pass_runs_again_and_again(monkeypatch):
     torch.compiler.reset()
     made = problem_of("layer_norm", Step.BACKWARD)
     full = made.workload.computations["full"]
-    launcher = training_torch.TORCH[1].make(made)
+    entry = Entry(training_torch.TORCH[1])
+    entry.launcher = launcher = training_torch.TORCH[1].make(made)
     for i in (0, 1, 0, 1):
         for a, b in zip(launcher.launch(i), full.eager(*made.inputs[i]), strict=True):
             assert torch.equal(a, b)
+    again = launcher.close.__self__
+    [y, *_] = again._results
+    entry.fail("failed", "for another reason")
+    assert entry.launcher is None and not again._results
+    with pytest.raises(RuntimeError, match="second time"):  # nothing is kept for it
+        torch.autograd.grad(y, again._sets[0][1], torch.zeros_like(y))
 
 
 def test_a_tape_refuses_what_has_no_gradient():
