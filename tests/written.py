@@ -107,12 +107,17 @@ class GPT(nn.Module):
         s.c_proj = nn.Linear(32, 32)
         s.register_buffer("bias", torch.tril(torch.ones(8, 8)).view(1, 1, 8, 8))
 
-    def forward(s, x):
-        B, T, C = x.size()
+    def heads(s, x):
+        B, T, _ = x.size()
         q, k, v = s.c_attn(x).split(32, dim=2)
         k = k.view(B, T, 2, 16).transpose(1, 2)
         q = q.view(B, T, 2, 16).transpose(1, 2)
         v = v.view(B, T, 2, 16).transpose(1, 2)
+        return q, k, v
+
+    def forward(s, x):
+        B, T, C = x.size()
+        q, k, v = s.heads(x)
         a = q @ k.transpose(-2, -1) * (1.0 / math.sqrt(k.size(-1)))
         a = a.masked_fill(s.bias[:, :, :T, :T] == 0, float("-inf"))
         a = F.softmax(a, dim=-1)
@@ -124,10 +129,7 @@ class GPT(nn.Module):
 class GPTF(GPT):
     def forward(s, x):
         B, T, C = x.size()
-        q, k, v = s.c_attn(x).split(32, dim=2)
-        k = k.view(B, T, 2, 16).transpose(1, 2)
-        q = q.view(B, T, 2, 16).transpose(1, 2)
-        v = v.view(B, T, 2, 16).transpose(1, 2)
+        q, k, v = s.heads(x)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=True)
         return s.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
 

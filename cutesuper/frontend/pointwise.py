@@ -445,12 +445,8 @@ _EQUAL = _condition(_equal)
 _UNEQUAL = _condition(lambda g, x, y: g.sub(1.0, _equal(g, x, y)))
 
 
-def _either(g: KernelGraph, x: Operand, y: Operand) -> Operand:
-    return g.maximum(x, y)
-
-
 _AND = Logic(_XY, lambda g, x, y: g.mul(x, y))
-_OR = Logic(_XY, _either)
+_OR = Logic(_XY, lambda g, x, y: g.maximum(x, y))
 _XOR = Logic(_XY, lambda g, x, y: g.square(g.sub(x, y)))
 _NOT = Logic(_X, lambda g, x: g.sub(1.0, x))
 

@@ -15,18 +15,23 @@ if TYPE_CHECKING:
     from cutesuper.graph.derivation import Derivation
     from cutesuper.graph.kernel import Tensor
 
-def _together(a: Any, args: list[Any]) -> Any:
-    """One value of the algebra ``a`` that tells pairs of values apart: h(x) + y, where h is a
-    function that nothing else in a program has, so that no other y makes up for another x."""
-    return a.add(a.opaque("first of two", args[0]), args[1])
+
+class _OfTwo(Elementwise):
+    """A function of two numbers without algebra: as a product it could be computed as one."""
+
+    arity = 2
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Of h(x) + y, which tells pairs apart: h is a function that nothing else in a program has,
+        so that no other y makes up for another x."""
+        return a.opaque(self.name, a.add(a.opaque("first of two", args[0]), args[1]))
 
 
 @operator
-class AtLeast(Elementwise):
+class AtLeast(_OfTwo):
     """1 where x >= y, 0 elsewhere (NaN too)."""
 
     name = "at_least"
-    arity = 2
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         keep = args[0] >= args[1]
@@ -37,19 +42,15 @@ class AtLeast(Elementwise):
     ) -> tuple[Tensor | None, Tensor | None]:
         return None, None
 
-    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        return a.opaque(self.name, _together(a, args))
-
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
         return m.at_least(*args)
 
 
 @operator
-class Maximum(Elementwise):
+class Maximum(_OfTwo):
     """The larger of x and y, NaN if either is."""
 
     name = "maximum"
-    arity = 2
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         dtype = torch_module().result_type(*args)
@@ -63,17 +64,13 @@ class Maximum(Elementwise):
         one = g.mul(g.add(g.sub(left, right), 1.0), 0.5)
         return g.mul(dy, one), g.mul(dy, g.sub(1.0, one))
 
-    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        return a.opaque(self.name, _together(a, args))
-
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
         return m.maximum(*args)
 
 
-class _Choice(Elementwise):
+class _Choice(_OfTwo):
     """x where a condition (1 or 0) holds, another number elsewhere, whatever x is there."""
 
-    arity = 2
     other: ClassVar[float]
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
@@ -85,10 +82,6 @@ class _Choice(Elementwise):
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor | None, Tensor]:
         return None, g.keep(args[0], dy)
-
-    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """Nothing is known of it: as a product it could be computed as one."""
-        return a.opaque(self.name, _together(a, args))
 
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
         return m.kept(*args, self.other)

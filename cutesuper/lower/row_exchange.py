@@ -37,7 +37,7 @@ class Exchange:
         self.before = [sum(counts[:n]) for n in range(len(counts))]
         self.values = sum(counts) * plan.tile_rows
         #: slots of a set: of the warps of this block, where they meet first, behind those of all
-        self.each = self.values * (self.senders + self.warps * plan.meets_in_block)
+        self.each = plan.slots // 2
 
     @cute.jit
     def start_barriers(self, smem, tidx):

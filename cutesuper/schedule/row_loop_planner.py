@@ -140,9 +140,10 @@ def _default_schedule(
     tile_rows = max(1, min(_floor_power(most // row_bytes), fair, 128))
     threads = MAX_THREADS if row_bytes * tile_rows > STAGE_BYTES // 2 else MAX_THREADS // 2
     lanes = min(threads, power_of_two(ceil_div(pieces, 2)))
-    if plan.sums and lanes < MAX_THREADS // 2 + _adds_two_rows(plan, rows, walkers):
+    half = MAX_THREADS // 2
+    if plan.sums and (lanes < half or (lanes == half and _adds_two_rows(plan, rows, walkers))):
         # fewer groups whose sums meet: the prototype of 4096x2048 took 16.2 us with 256 threads
-        threads = MAX_THREADS // 2
+        threads = half
     chunks = ceil_div(pieces, lanes)
     groups = max(1, min(tile_rows, threads // lanes))
     depth = max(1, tile_rows // groups)
