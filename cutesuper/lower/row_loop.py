@@ -17,7 +17,6 @@ from cutlass import Float32, Int32, Int64
 from cutesuper.device.fragments import NEUTRAL, combine, packed, reduced, widen
 from cutesuper.device.math import DeviceMath
 from cutesuper.graph.block import LOAD, BlockOp
-from cutesuper.graph.dims import ceil_div
 from cutesuper.graph.operators import lookup
 from cutesuper.lower.common import ELEMENT, Extents, unravel
 from cutesuper.lower.row_exchange import Exchange
@@ -27,11 +26,6 @@ from cutesuper.lower.row_slices import Slices
 from cutesuper.lower.row_tiles import Tiles
 from cutesuper.schedule.plan import View
 from cutesuper.schedule.row_loop import RowLoopPlan, RowSum
-
-#: shared memory of an SM, and what the driver takes of it for a block
-SM_BYTES, BLOCK_BYTES = 228 * 1024, 1024
-#: threads and blocks of an SM
-SM_THREADS, MOST_BLOCKS = 2048, 32
 
 
 class RowLoopKernel:
@@ -74,19 +68,12 @@ class RowLoopKernel:
         )
 
     def options(self) -> dict[str, Any]:
-        """Of the launch: a cluster, and how much of an SM's memory is shared memory.
-
-        Without the hint the driver gives shared memory for one block. No more than they need: loads
-        past shared memory, and vectors that are read for every row, go through the rest.
-        """
+        """Of the launch: a cluster, and how much of an SM's memory is shared memory."""
         plan, found = self.plan, dict[str, Any]()
         if plan.cluster > 1:  # a launch in clusters of 1 would be one of clusters still
             found["cluster"] = (plan.cluster, 1, 1)
-        if plan.schedule.resident > 1:
-            straight = min(MOST_BLOCKS, SM_THREADS // plan.threads)
-            blocks = plan.schedule.resident if plan.schedule.blocks else straight
-            wanted = 100 * blocks * (plan.shared_bytes + BLOCK_BYTES)
-            found["preferred_smem_carveout"] = min(100, ceil_div(wanted, SM_BYTES))
+        if plan.shared_percent:
+            found["preferred_smem_carveout"] = plan.shared_percent
         return found
 
     def walkers(self, tensors: list[cute.Tensor]) -> Any:

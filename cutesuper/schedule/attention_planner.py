@@ -15,8 +15,6 @@ from cutesuper.schedule.operands import check_element_type, check_same_type, una
 from cutesuper.schedule.plan import Pages, View, arguments_of
 from cutesuper.schedule.schedule import AttentionSchedule
 
-#: shared memory and 32-bit registers of an SM, of which two blocks take at most half each
-SM_SHARED_BYTES, SM_REGISTERS = 228 * 1024, 65536
 #: rows of the tensor-core instruction that one warp has
 INSTRUCTION_WARP_ROWS = 16
 #: columns of the result, and elements of the inner label, at most
@@ -80,7 +78,7 @@ def _default_schedule(plan: AttentionPlan, target: Target) -> AttentionSchedule:
 
 def _room(target: Target, resident: int) -> int:
     """Shared memory of a block, of which so many share an SM."""
-    return min(target.shared_bytes, SM_SHARED_BYTES // resident - 1024)
+    return min(target.shared_bytes, target.sm_shared_bytes // resident - target.reserved_bytes)
 
 
 def _with_stages(
@@ -204,7 +202,7 @@ def _check_schedule(plan: AttentionPlan, target: Target, name: str) -> None:
             f"rows and {plan.meeting_bytes + plan.exchange_bytes} bytes of exchange do not fit "
             f"into {room} bytes of shared memory; use smaller tiles"
         )
-    limit = min(THREAD_REGISTERS, SM_REGISTERS // (plan.threads * s.resident))
+    limit = min(THREAD_REGISTERS, target.registers // (plan.threads * s.resident))
     if plan.registers is not None:
         limit = plan.registers[0]
     if plan.live_registers > limit - OTHER_REGISTERS:

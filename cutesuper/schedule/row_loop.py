@@ -88,6 +88,8 @@ class RowLoopPlan:
         sums: what is combined over rows.
         inverted: values of rows whose reciprocal is computed once; see `schedule.rows`.
         schedule: the knobs.
+        shared_percent: of an SM's memory for loads what the launch asks for as shared memory; 0
+            leaves it to the driver.
     """
 
     program: BlockProgram
@@ -103,6 +105,7 @@ class RowLoopPlan:
     sums: tuple[RowSum, ...]
     inverted: tuple[int, ...]
     schedule: RowLoopSchedule
+    shared_percent: int = 0
 
     # ------------------------------------------------------------------------------ kinds of loads
 

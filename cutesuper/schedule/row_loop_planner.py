@@ -87,7 +87,7 @@ def plan_row_loop(
             )
     plan = replace(plan, schedule=schedule)
     _check_schedule(plan, target, where)
-    return replace(plan, program=_retiled(plan))
+    return replace(plan, program=_retiled(plan), shared_percent=_shared_percent(plan, target))
 
 
 # ---------------------------------------------------------------------------------------- schedule
@@ -242,6 +242,20 @@ def _bulk(plan: RowLoopPlan) -> bool:
     return all(plan.itemsize(plan.loads[i]) in (4, 8) for i in plan.scalars)
 
 
+def _shared_percent(plan: RowLoopPlan, target: Target) -> int:
+    """What blocks that share an SM need; 0 where a block has one to itself.
+
+    Without the hint the driver gives shared memory for one block. No more than they need: loads
+    past shared memory, and vectors that are read for every row, go through the rest.
+    """
+    s = plan.schedule
+    if s.resident == 1:
+        return 0
+    blocks = s.resident if s.blocks else min(target.sm_blocks, target.sm_threads // plan.threads)
+    wanted = 100 * blocks * (plan.shared_bytes + target.reserved_bytes)
+    return min(100, ceil_div(wanted, target.sm_shared_bytes))
+
+
 def _common_vector(plan: RowLoopPlan, vector: int) -> int:
     """Elements that every access along a row may take at a time."""
     views = [*plan.loads.values(), *plan.stores.values()]
@@ -278,7 +292,7 @@ def _check_schedule(plan: RowLoopPlan, target: Target, where: str) -> None:
     if s.resident not in (1, 2) or s.resident * s.lanes * s.groups > 1024:
         raise ScheduleError(f"{where}: {s.resident} blocks of {s.lanes * s.groups} threads on an "
                             "SM; one or two, of at most 1024 threads together")
-    if s.resident * (plan.shared_bytes + 1024) > target.shared_bytes:
+    if s.resident * (plan.shared_bytes + target.reserved_bytes) > target.sm_shared_bytes:
         raise ScheduleError(f"{where}: {plan.shared_bytes} bytes of shared memory; the device has "
                             f"{target.shared_bytes}")
     if s.stages and not _bulk(plan):

@@ -126,6 +126,9 @@ class Target:
         arch: what the compiler is asked for, ``sm_90a``.
         sms: streaming multiprocessors.
         shared_bytes: shared memory one block may have.
+        reserved_bytes: shared memory that the driver takes for a block; an SM has as much more than
+            one block may have.
+        sm_threads, sm_blocks: threads and blocks of one multiprocessor, at most.
         registers: 32-bit registers of one multiprocessor.
         clusters: blocks per cluster -> clusters that run at once with one block per SM.
         bandwidth: device memory, bytes/s, reading.
@@ -142,6 +145,9 @@ class Target:
     arch: str
     sms: int
     shared_bytes: int
+    reserved_bytes: int
+    sm_threads: int
+    sm_blocks: int
     registers: int
     clusters: Mapping[int, int] = field(hash=False)
     bandwidth: float
@@ -151,6 +157,11 @@ class Target:
     rates: Rates
     chained: ChainedRates
     rows: RowRates
+
+    @property
+    def sm_shared_bytes(self) -> int:
+        """Shared memory of one multiprocessor, what the driver takes included."""
+        return self.shared_bytes + self.reserved_bytes
 
     def refuses_products(self) -> str | None:
         """Why matrix products cannot be lowered for this GPU; None where they can."""
