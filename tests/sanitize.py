@@ -158,6 +158,7 @@ CASES: dict[str, Callable[[int], bool]] = {
     "norm of rows": searched(zoo.rows("rms_norm", (17, 1000))),
     "softmax of odd rows": searched(zoo.rows("softmax", (5, 333), "float32")),
     "two products": searched(zoo.gated_mlp(17, K, N)),
+    "two outputs": searched(zoo.projections(17, K, (N, N))),
     "lora, cluster": chained(Chain(m=17, k=K, n=N, rank=8, cluster=2), zoo.lora(17, K, N, 8)),
     "two operands, cluster": chained(
         Chain(m=17, k=K, n=N, rank=40, cluster=2, kind="two"), zoo.two_operands(17, K, N, 40)

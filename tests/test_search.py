@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from cutesuper.search.search import Progress, SearchOptions, SearchResult, searc
 from cutesuper.search.space import Space
 from cutesuper.search.splits import splits
 from cutesuper.verify.equivalence import Verifier
+from tests import zoo
 from tests.host_time import slowness
 from tests.plans import compiled
 
@@ -255,6 +257,26 @@ def test_gated_mlp_with_norm_is_one_kernel() -> None:
     y = g.rms_norm(x, s)
     g.mark_output(g.silu(y @ a) * (y @ b))
     assert kinds(only(best(g))).count("matmul") == 2
+
+
+@pytest.mark.parametrize("widths", [(512, 512), (1024, 512, 512), (1024, 1024, 1024)])
+def test_products_of_one_operand_share_a_kernel(widths: tuple[int, ...]) -> None:
+    """Those of one width; among them the row operand is read, and normalized, once."""
+    steps = best(zoo.projections(8, 1024, widths)).steps
+    products = [n for s in steps if (n := kinds(s.program).count("matmul"))]
+    assert sorted(products) == sorted(Counter(widths).values())
+
+
+def test_columns_that_are_reduced_keep_a_label_of_their_own() -> None:
+    """In `relu(X A) B` beside `X C`, with as many columns, those of A are contracted."""
+    g = new_kernel_graph()
+    x, a, c = g.new_input((8, 256)), g.new_input((256, 512)), g.new_input((256, 512))
+    g.mark_output(g.relu(x @ a) @ g.new_input((512, 512)))
+    g.mark_output(x @ c)
+    flat = Flat(g)
+    program = label(flat.segment(flat.order).region)
+    (_, first), (_, second) = program.outputs
+    assert set(program.reduced).isdisjoint({*first, *second})
 
 
 # ------------------------------------------------------------------------- rows of any order

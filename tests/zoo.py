@@ -103,6 +103,19 @@ def gated_mlp(m: Dim, k: int, n: int, dtype: Any = "float16", norm: bool = True)
     return g
 
 
+def projections(
+    m: Dim, k: int, widths: Sequence[int], dtype: Any = "bfloat16", norm: bool = True
+) -> KernelGraph:
+    """X by weights [N, K] of several widths, each product an output: queries, keys, values."""
+    g = new_kernel_graph()
+    x = g.new_input((m, k), dtype, name="X")
+    weights = [g.new_input((n, k), dtype, f"W{i}", constant=True) for i, n in enumerate(widths)]
+    x = g.rms_norm(x, g.new_input((k,), dtype, "G"), eps=EPS) if norm else x
+    for w in weights:
+        g.mark_output(g.matmul(x, g.transpose(w)))
+    return g
+
+
 def softmax_linear(m: Dim, k: int, n: int, dtype: Any = "float16") -> KernelGraph:
     """``softmax(X W)``: rows longer than a tile need a second kernel."""
     g = new_kernel_graph()

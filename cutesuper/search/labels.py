@@ -141,7 +141,7 @@ def label(region: Region) -> LabelledProgram:
         found = _separate(region) or _separate(_unshared(region))
     if found is None:
         raise SearchError("a value is used in two roles (one of its labels would occur twice)")
-    return found.program()
+    return _side_by_side(found).program()
 
 
 Use = tuple[int, int]  # operation, position of the operand
@@ -202,14 +202,46 @@ def _unshared(region: Region) -> Region:
     return replace(region, ops=tuple(ops), outputs=outputs)
 
 
+def _side_by_side(found: _Unification) -> _Unification:
+    """Give what products of one operand have of their own a label in common.
+
+    Keys and values of an attention, ``X[M, K] @ W[K, N]`` and ``X[M, K] @ V[K, N2]`` with N2 = N:
+    as ``V[K, N]`` both are computed by one kernel, which loads X once. Labels over which anything
+    is reduced stay as they are: nobody would loop over one of them and divide the other.
+    """
+    alike: dict[Any, list[Slot]] = {}
+    reduced = {found.find(s) for s in found.reduced()}
+    for i, op in enumerate(found.region.ops):
+        if op.kind != "matmul":
+            continue
+        a, b = found.slots((i, 0)), found.slots((i, 1))
+        for shared, own in ((a, b[-1]), (b, a[-2])):
+            if found.find(own) not in reduced:
+                key = (found.extent(own), *(found.find(s) for s in shared))
+                alike.setdefault(key, []).append(own)
+    for first, *others in alike.values():
+        for other in others:
+            joined = _Unification(found.region, found.groups, (*found.equal, (first, other)))
+            found = joined if joined.consistent else found
+    return found
+
+
 Slot = tuple[Any, int]  # (value or load group, dimension)
 
 
 class _Unification:
-    """Union-find over the dimensions of all values and loads of a region."""
+    """Union-find over the dimensions of all values and loads of a region.
 
-    def __init__(self, region: Region, groups: dict[Use, Group]) -> None:
-        self.region, self.groups = region, groups
+    Args:
+        region: what is labelled.
+        groups: for every use of an input the load that it reads.
+        equal: dimensions that get one label although no operator asks for it.
+    """
+
+    def __init__(
+        self, region: Region, groups: dict[Use, Group], equal: Sequence[tuple[Slot, Slot]] = ()
+    ) -> None:
+        self.region, self.groups, self.equal = region, groups, equal
         self.parent: dict[Slot, Slot] = {}
         self.dead: list[Slot] = []  # dimensions of extent 1 that a reduction left behind
         self.shapes: dict[Any, Shape] = {}
@@ -219,17 +251,20 @@ class _Unification:
             self.shapes[len(region.inputs) + i] = op.shape
         for i, op in enumerate(region.ops):
             self._unify_op(i, op)
+        for a, b in equal:
+            self._join(a, b)
         self.consistent = all(self._distinct(owner, s) for owner, s in self.shapes.items())
 
     # ------------------------------------------------------------------------------- unification
 
-    def _find(self, slot: Slot) -> Slot:
+    def find(self, slot: Slot) -> Slot:
+        """The dimension that stands for all that are unified with this one."""
         while slot in self.parent:
             slot = self.parent[slot]
         return slot
 
     def _join(self, a: Slot, b: Slot) -> None:
-        a, b = self._find(a), self._find(b)
+        a, b = self.find(a), self.find(b)
         if a != b:
             self.parent[a] = b
 
@@ -237,23 +272,24 @@ class _Unification:
         value = self.region.ops[use[0]].operands[use[1]].value
         return self.groups[use] if value < len(self.region.inputs) else value
 
-    def _slots(self, use: Use) -> list[Slot]:
+    def slots(self, use: Use) -> list[Slot]:
         """The dimensions of an operand, in the order of its view."""
         owner = self._owner(use)
         return [(owner, d) for d in self.region.ops[use[0]].operands[use[1]].order]
 
-    def _extent(self, slot: Slot) -> Dim:
+    def extent(self, slot: Slot) -> Dim:
+        """How many elements a dimension has."""
         return self.shapes[slot[0]][slot[1]]
 
     def _align(self, operand: Sequence[Slot], result: Sequence[Slot]) -> None:
         """Unify from the last dimension on, except where the operand is broadcast."""
         for a, b in zip(reversed(operand), reversed(result), strict=False):
-            if self._extent(a) == self._extent(b):
+            if self.extent(a) == self.extent(b):
                 self._join(a, b)
 
     def _unify_op(self, i: int, op: RegionOp) -> None:
         result: list[Slot] = [(len(self.region.inputs) + i, d) for d in range(len(op.shape))]
-        operands = [self._slots((i, j)) for j in range(len(op.operands))]
+        operands = [self.slots((i, j)) for j in range(len(op.operands))]
         if op.kind == "matmul":
             a, b = operands
             self._join(a[-1], b[-2])
@@ -267,7 +303,7 @@ class _Unification:
         elif lookup(op.kind).reduces:
             dim = dict(op.attributes)["dim"]
             for d, (a, b) in enumerate(zip(operands[0], result, strict=True)):
-                if d != dim or self._extent(a) == 1:
+                if d != dim or self.extent(a) == 1:
                     self._join(a, b)
                 else:
                     self.dead.append(b)
@@ -278,8 +314,16 @@ class _Unification:
                 self._align(slots, result)
 
     def _distinct(self, owner: Any, shape: Shape) -> bool:
-        roots = [self._find((owner, d)) for d, e in enumerate(shape) if e != 1]
+        roots = [self.find((owner, d)) for d, e in enumerate(shape) if e != 1]
         return len(set(roots)) == len(roots)
+
+    def reduced(self) -> Iterator[Slot]:
+        """Dimensions over which an operator contracts or reduces."""
+        for i, op in enumerate(self.region.ops):
+            if op.kind == "matmul":
+                yield self.slots((i, 0))[-1]
+            elif lookup(op.kind).reduces and op.operands:
+                yield self.slots((i, 0))[dict(op.attributes)["dim"]]
 
     # ------------------------------------------------------------------------------- the program
 
@@ -294,12 +338,12 @@ class _Unification:
         outputs = tuple((index[v.value], self._map(v.value, v.order)) for v in self.region.outputs)
         order = [n for _, m in outputs for n in m if n is not None]
         order += [n for op in ops if op.kind == "load" for n in op.attributes["map"] if n]
-        extents = {self.names[r]: self._extent(r) for r in self.names}
+        extents = {self.names[r]: self.extent(r) for r in self.names}
         dims = {n: extents[n] for n in dict.fromkeys(order)}
         return LabelledProgram(dims, tuple(ops), outputs)
 
     def _map(self, owner: Any, order: Sequence[int]) -> LabelMap:
-        return tuple(self.names.get(self._find((owner, d))) for d in order)
+        return tuple(self.names.get(self.find((owner, d))) for d in order)
 
     def _operand(self, use: Use, ops: list[LabelledOp], index: dict[Any, int]) -> int:
         owner = self._owner(use)
@@ -319,10 +363,10 @@ class _Unification:
         if kind == "transpose":
             return args[0]
         if kind == "matmul":
-            over = self.names.get(self._find(self._slots((i, 0))[-1]))
+            over = self.names.get(self.find(self.slots((i, 0))[-1]))
             kind = kind if over else "mul"  # an inner dimension of extent 1
         elif lookup(kind).reduces:
-            over = self.names.get(self._find(self._slots((i, 0))[attributes["dim"]]))
+            over = self.names.get(self.find(self.slots((i, 0))[attributes["dim"]]))
             attributes = {}
             if over is None:  # of an extent of 1: the operand itself
                 return args[0]
@@ -330,7 +374,7 @@ class _Unification:
             attributes |= self._counted(i, op)
         elif lookup(kind).masks:
             slots = [(len(self.region.inputs) + i, len(op.shape) - k) for k in (2, 1)]
-            rows, columns = (self.names.get(self._find(s)) for s in slots)
+            rows, columns = (self.names.get(self.find(s)) for s in slots)
             one_row = op.shape[-2] == 1 and attributes["alignment"] == "bottom_right"
             if one_row or op.shape[-1] == 1:  # nothing is hidden: the operand itself
                 return args[0]
@@ -347,7 +391,7 @@ class _Unification:
     def _counted(self, i: int, op: RegionOp) -> Attributes:
         """Attributes of a mask with lengths or labels. Raises SearchError."""
         rank, value = len(op.shape), len(self.region.inputs) + i
-        rows, columns = (self.names.get(self._find((value, rank - k))) for k in (2, 1))
+        rows, columns = (self.names.get(self.find((value, rank - k))) for k in (2, 1))
         if columns is None:
             raise SearchError(
                 f"{op.kind} of one column: there is no label to count along; leave it out, or pad "
@@ -363,7 +407,7 @@ class _Unification:
     def _names(self) -> dict[Slot, str]:
         """A readable name for every class of dimensions that needs a label."""
         wanted = {
-            self._find((owner, d))
+            self.find((owner, d))
             for owner, shape in self.shapes.items()
             for d, e in enumerate(shape)
             if e != 1
@@ -372,7 +416,7 @@ class _Unification:
         names: dict[Slot, str] = {}
         used: Counter[str] = Counter()
         for slot, name in self._roles():
-            root = self._find(slot)
+            root = self.find(slot)
             if root in wanted and root not in names:
                 used[name] += 1
                 names[root] = name if used[name] == 1 else f"{name}{used[name]}"
@@ -380,13 +424,13 @@ class _Unification:
 
     def _single_rows(self, wanted: set[Slot]) -> set[Slot]:
         """Rows of extent 1: a matrix product without any other row label needs one."""
-        dead = {self._find(s) for s in self.dead}
+        dead = {self.find(s) for s in self.dead}
         rows: set[Slot] = set()
         for i, op in enumerate(self.region.ops):
             if op.kind != "matmul":
                 continue
-            a, b = ({self._find(s) for s in self._slots((i, j))} & wanted for j in (0, 1))
-            row = self._find(self._slots((i, 0))[-2])
+            a, b = ({self.find(s) for s in self.slots((i, j))} & wanted for j in (0, 1))
+            row = self.find(self.slots((i, 0))[-2])
             if not a - b and b - a and row not in dead:
                 rows.add(row)
         return rows
@@ -395,13 +439,13 @@ class _Unification:
         """Dimensions with the name that their role suggests, strongest role first."""
         for i, op in enumerate(self.region.ops):
             if op.kind == "matmul":
-                a, b = self._slots((i, 0)), self._slots((i, 1))
+                a, b = self.slots((i, 0)), self.slots((i, 1))
                 yield from ((a[-1], "K"), (a[-2], "M"), (b[-1], "N"))
                 yield from ((s, "B") for s in a[:-2] + b[:-2])
         for last in (True, False):  # reductions along rows first, whichever the graph has first
             for i, op in enumerate(self.region.ops):
                 if lookup(op.kind).reduces and op.operands:
-                    slots = self._slots((i, 0))
+                    slots = self.slots((i, 0))
                     dim = dict(op.attributes)["dim"]
                     if last == (dim == len(slots) - 1):
                         yield slots[dim], "K"
