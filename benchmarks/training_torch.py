@@ -1,9 +1,7 @@
 """PyTorch's own passes, eager and compiled, in a form that a CUDA graph can hold.
 
 Autograd runs a backward pass on the stream of its forward pass, and that cannot be captured
-afterwards. `Tape` calls the same functions in the same order on the current stream. The functions
-of compiled programs cannot be called one by one (PyTorch 2.11 frees what they kept), so their
-forward passes run again on the stream that a recording will use, see `Again`.
+afterwards. So forward passes run again on the stream that a recording will use, see `Again`.
 """
 
 from __future__ import annotations
@@ -28,58 +26,6 @@ def training_of(problem: Problem) -> TrainingWorkload:
     if not isinstance(problem.workload, TrainingWorkload):
         raise ValueError(f"{problem.workload.name}: no pass of an operator")
     return problem.workload
-
-
-class Tape:
-    """What autograd would call for the gradients of ``y`` with respect to leaves."""
-
-    def __init__(self, y: torch.Tensor, leaves: Outputs) -> None:
-        if y.grad_fn is None:
-            raise ValueError("no operand has a gradient")
-        self._root, self._entry, self._leaves = y.grad_fn, y.output_nr, leaves
-        self._order: list[Any] = []
-        self._visit(self._root, set())
-        self._counts = self._inputs()
-
-    def _inputs(self) -> dict[Any, int]:
-        """How many cotangents each function takes."""
-        found = dict.fromkeys(self._order, 1)
-        found[self._root] = self._entry + 1
-        for node in self._order:
-            for following, place in node.next_functions:
-                if following is not None:
-                    found[following] = max(found[following], place + 1)
-        return {node: len(_metadata(node) or ()) or least for node, least in found.items()}
-
-    def _visit(self, node: Any, seen: set[Any]) -> None:
-        seen.add(node)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                self._visit(following, seen)
-        self._order.insert(0, node)
-
-    def __call__(self, cotangent: torch.Tensor) -> Outputs:
-        """The gradients of the leaves."""
-        given = {node: [None] * count for node, count in self._counts.items()}
-        given[self._root][self._entry] = cotangent
-        found: dict[int, torch.Tensor] = {}
-        for node in self._order:
-            arguments = given.pop(node)
-            if hasattr(node, "variable"):
-                found[id(node.variable)] = arguments[0]
-                continue
-            results = node.apply(*arguments) if hasattr(node, "apply") else node(*arguments)
-            several = results if isinstance(results, tuple) else (results,)
-            for (following, place), value in zip(node.next_functions, several, strict=True):
-                if following is not None and value is not None:
-                    wanted = _metadata(following)
-                    if wanted is not None:
-                        # as the engine does after every function: of what was broadcast, the sum
-                        value = value.sum_to_size(wanted[place].shape).to(wanted[place].dtype)
-                    waiting = given[following]
-                    known = waiting[place]
-                    waiting[place] = value if known is None else known + value
-        return tuple(found[id(leaf)] for leaf in self._leaves)
 
 
 class Again:
@@ -112,14 +58,6 @@ class Again:
         self._results = []
 
 
-def _metadata(node: Any) -> Any:
-    """What a function says of its results; None for one written in Python, before PyTorch 2.12."""
-    try:
-        return node._input_metadata
-    except RuntimeError:
-        return None
-
-
 def _passes(problem: Problem, function: Function) -> Launcher:
     workload = training_of(problem)
     operator = workload.operator
@@ -133,17 +71,8 @@ def _passes(problem: Problem, function: Function) -> Launcher:
                 return (function(*sets[i][0]).detach(),)
 
         return Launcher(forward)
-    with torch.enable_grad():
-        results = [function(*leaves) for leaves, _ in sets]
-    tapes = [Tape(y, wrt) for y, (_, wrt) in zip(results, sets, strict=True)]
-    cotangents = [inputs[-1].to(y.dtype) for y, inputs in zip(results, problem.inputs, strict=True)]
-    del results
-
-    def backward(i: int) -> Outputs:
-        with torch.no_grad():
-            return tapes[i](cotangents[i])
-
-    return Launcher(backward)
+    again = Again(function, sets)
+    return Launcher(lambda i: again(i, problem.inputs[i][-1]), close=again.close)
 
 
 def autograd_launcher(problem: Problem, function: Function) -> Launcher:
@@ -179,12 +108,7 @@ def _compiled(problem: Problem) -> Launcher:
     workload = training_of(problem)
     function = torch.compile(workload.operator.torch, dynamic=False, fullgraph=True)
     with functorch.patch(donated_buffer=False):
-        if workload.step is Step.FORWARD or workload.host:
-            launcher = _passes(problem, function)
-        else:
-            sets = [trainable(workload.operator, workload.operands(i)) for i in problem.inputs]
-            again = Again(function, sets)
-            launcher = Launcher(lambda i: again(i, problem.inputs[i][-1]), close=again.close)
+        launcher = _passes(problem, function)
         launcher.launch(0)
     return launcher
 
