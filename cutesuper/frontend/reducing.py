@@ -32,7 +32,7 @@ Along = Callable[[KernelGraph, Tensor, int], Tensor]
 def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
     """The dimensions that an operator reduces; all where it names none."""
     given = a.get("dim")
-    if given is None or given == []:
+    if given is None or given == [] or not rank:
         return list(range(rank))
     return sorted(d % rank for d in integers(node, given))
 
@@ -181,6 +181,8 @@ class _AlongOne(Entry):
         if fake(node).dtype not in FLOATS:
             raise Unsupported(node, f"computes {fake(node).dtype}")
         x = s.of(a["self"])
+        if not x.dims:
+            raise Unsupported(node, "works along a tensor of no dimensions")
         s.whole(x.dims[self._dim(node, a, len(x.dims))])
         return Value(x.dims, x.absent)
 

@@ -414,16 +414,20 @@ def places(nodes: Iterable[fx.Node]) -> str:
     return ", ".join(parts)
 
 
+#: parts of file names
+_NOT_THE_USERS = ("/torch/", "/cutesuper/frontend/", "<eval_with_key>")
+
+
 def source_lines(node: fx.Node) -> list[tuple[str, int]]:
     """File and line of every frame that a node was traced from, outermost first; those inside of
-    PyTorch are left out."""
+    PyTorch and of this package's tracing, and generated code, are left out."""
     trace = node.meta.get("stack_trace") or ""
     found: list[tuple[str, int]] = []
     for row in trace.splitlines():
         parts = row.strip().split('"')
         if len(parts) == 3 and row.strip().startswith("File"):
             number = parts[2].split("line ")[-1].split(",")[0]
-            if number.isdigit() and f"{'/'}torch{'/'}" not in parts[1]:
+            if number.isdigit() and not any(p in parts[1] for p in _NOT_THE_USERS):
                 found.append((parts[1], int(number)))
     return found
 
