@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
@@ -108,6 +108,22 @@ class _Extreme(Reduction):
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
         return super().build(b, node, a), None
+
+
+class _Truth(Reduction):
+    """Whether a condition holds somewhere, or everywhere."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        x = s.of(a["self"])
+        if fake(a["self"]).dtype is not torch.bool:
+            raise Unsupported(node, "asks for numbers other than 0; compare them first")
+        dims = reduced_dims(node, a, len(x.dims))
+        for d in dims:
+            s.whole(x.dims[d])
+        return reduced_shape(x, dims, bool(a.get("keepdim", False)))
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        return replace(super().build(b, node, a), condition=True)
 
 
 class _Norm2(Reduction):
@@ -311,11 +327,17 @@ def _minimum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
     return g.mul(g.max(g.mul(t, -1.0), dim), -1.0)
 
 
+def _everywhere(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.sub(1.0, g.max(g.sub(1.0, t), dim))
+
+
 enter_all({
     **dict.fromkeys(("aten.sum.dim_IntList", "aten.sum.default"), Reduction(_sum)),
     **dict.fromkeys(("aten.mean.dim", "aten.mean.default"), Reduction(_mean)),
     **dict.fromkeys(("aten.amax.default", "aten.max.default"), Reduction(_maximum)),
     **dict.fromkeys(("aten.amin.default", "aten.min.default"), Reduction(_minimum)),
+    **dict.fromkeys(("aten.any.dim", "aten.any.dims", "aten.any.default"), _Truth(_maximum)),
+    **dict.fromkeys(("aten.all.dim", "aten.all.dims", "aten.all.default"), _Truth(_everywhere)),
     "aten.max.dim": _Extreme(_maximum),
     "aten.min.dim": _Extreme(_minimum),
     "aten.logsumexp.default": Reduction(lambda g, t, d: g.logsumexp(t, d)),
