@@ -386,10 +386,32 @@ class Builder:
             raise AssertionError("a value that is neither computed nor an input")
         if _stripped(built.slots, rank) == wanted:
             return t
-        order = _permutation(built.slots, wanted)
+        have = built.slots
+        while len(have) < len(wanted):
+            t, have = self._in_front(node, t), (None, *have)
+        order = _permutation(have, wanted)
         if order is None:
             raise Unsupported(node, "has operands whose dimensions do not correspond")
         return self.g.transpose(t, order)
+
+    def _in_front(self, node: fx.Node, t: Tensor) -> Tensor:
+        """An element-wise value with an extent of 1 in front.
+
+        before: ``x * 2`` of x[8, 16]; after: of x[1, 8, 16], the same memory.
+        """
+        args = [self.g.tensor(i) for i in t.node.inputs]
+        if t.node.operator == "input":
+            given = self.operands[self.g.inputs.index(t.index)]
+            if given.part is None and given.lengths is None:
+                return self._input_of(given.node, (None, *given.slots))
+        elif t.node.operator == "transpose":
+            dims = (0, *(d + 1 for d in t.node.attributes["dims"]))
+            return self.g.transpose(self._in_front(node, args[0]), dims)
+        elif lookup(t.node.operator).elementwise:
+            longest = len(t.shape)
+            args = [self._in_front(node, a) if len(a.shape) == longest else a for a in args]
+            return self.g.apply(t.node.operator, *args, **dict(t.node.attributes))
+        raise Unsupported(node, "has operands whose dimensions do not correspond")
 
     def fits(self, operand: Any, slots: Slots) -> bool:
         """Whether an operand can have these slots without being rearranged."""
@@ -410,13 +432,19 @@ class Builder:
         slots = slots or (None,)
         stored = self.groups(tuple(p for d in copied_order(t) for p in leaves(value.dims[d])))
         memory = _in_memory(slots, stored)
-        same = memory == slots
-        shape = tuple(self.extent(s) for s in memory)
-        dtype = self._type_of(t)
-        x = self.g.new_input(shape, dtype, constant=node in self.constants)
-        self.operands.append(Given(node, memory, dtype))
-        order = None if same else _permutation(memory, slots)
+        x = self._input_of(node, memory)
+        order = None if memory == slots else _permutation(memory, slots)
         return x if order is None else self.g.transpose(x, order)
+
+    def _input_of(self, node: fx.Node, memory: Slots) -> Tensor:
+        """An input with slots in the order of memory."""
+        key = (node, "in memory", memory)
+        if key not in self._inputs:
+            dtype, shape = self._type_of(fake(node)), tuple(self.extent(s) for s in memory)
+            x = self.g.new_input(shape, dtype, constant=node in self.constants)
+            self.operands.append(Given(node, memory, dtype))
+            self._inputs[key] = x
+        return self._inputs[key]
 
     def lengths(self, node: fx.Node, slots: Slots, offset: int, most: int) -> Tensor:
         """An int32 input with these slots, ``node + offset`` at the call; more than ``most`` is as
