@@ -400,7 +400,7 @@ def _addcdiv(g: KernelGraph, x: Operand, y: Operand, z: Operand, value: float = 
 
 
 def _lerp(g: KernelGraph, x: Operand, y: Operand, weight: Operand) -> Operand:
-    """x + w (y - x), as PyTorch computes it: from y where that is nearer, so that only it counts."""
+    """x + w (y - x), as PyTorch computes it: from the nearer end, where an infinite one stays."""
     if isinstance(weight, float) and abs(weight) >= 0.5:
         return g.sub(y, g.mul(g.sub(y, x), 1.0 - weight))
     return g.add(x, g.mul(g.sub(y, x), weight))

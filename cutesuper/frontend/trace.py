@@ -68,7 +68,8 @@ class TracedProgram:
 
     Attributes:
         regions: its parts, each a kernel graph of its own; views stand between them.
-        outside: operators that compute no numbers and stay PyTorch's (copies, masks, positions),
+        outside: operators that compute no numbers and stay PyTorch's (copies, sorting, masks,
+            positions),
             with the user's lines.
         graph_module: the program as it runs.
     """
@@ -312,7 +313,8 @@ def _reason(node: fx.Node) -> str:
     if schema and schema.is_mutable:
         changed = getattr(node.args[0], "target", None) if node.args else None
         return (
-            f"changes an argument, a parameter or a buffer ({changed}); return its new value instead"
+            f"changes an argument, a parameter or a buffer ({changed}); return its new value "
+            "instead"
         )
     return "computes no tensor of numbers"
 
