@@ -69,8 +69,7 @@ class TracedProgram:
     Attributes:
         regions: its parts, each a kernel graph of its own; views stand between them.
         outside: operators that compute no numbers and stay PyTorch's (copies, sorting, masks,
-            positions),
-            with the user's lines.
+            positions), with the user's lines.
         graph_module: the program as it runs.
     """
 
@@ -275,7 +274,7 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
     for node in left:
         # of what belongs together the last says why; a condition alone is never a kernel graph
         if not any(u in left for u in _readers(node)):
-            raise _refusal(name, node, found.refused.get(node) or _reason(node))
+            raise _refusal(name, node, _complex(node) or found.refused.get(node) or _reason(node))
     if not found.regions:
         raise TraceError(f"superoptimize({name}): it computes nothing that kernels could, "
             "no numbers in float16, bfloat16 or float32")
@@ -317,6 +316,13 @@ def _reason(node: fx.Node) -> str:
             "instead"
         )
     return "computes no tensor of numbers"
+
+
+def _complex(node: fx.Node) -> str | None:
+    values = (_dtype(n.meta.get("val")) for n in (node, *node.all_input_nodes))
+    if any(d is not None and d.is_complex for d in values):
+        return "computes complex numbers; write it with their real and imaginary parts"
+    return None
 
 
 def _is_left(node: fx.Node) -> bool:
