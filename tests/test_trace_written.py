@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cutesuper as cs
+from cutesuper.errors import TraceError
 from tests.backends import compiled
+from tests.small_models import MODELS
 from tests.tracing import check, randn, traced
 from tests.written import WRITTEN
 
@@ -23,6 +26,39 @@ X = randn(3, 5, 32)
 @pytest.mark.parametrize(("fn", "inputs"), [c[1:] for c in WRITTEN], ids=NAMES)
 def test_traced_is_eager(monkeypatch: pytest.MonkeyPatch, fn: Any, inputs: Any) -> None:
     check(traced(monkeypatch, fn, inputs), fn, inputs)
+
+
+@pytest.mark.parametrize(("fn", "inputs"), [c[1:] for c in MODELS], ids=[c[0] for c in MODELS])
+def test_models_are_traced_whole(monkeypatch: pytest.MonkeyPatch, fn: Any, inputs: Any) -> None:
+    check(traced(monkeypatch, fn, inputs), fn, inputs)
+
+
+@pytest.mark.parametrize(("mask", "length"), [
+    ("none", 1), ("none", 7), ("bool", 1), ("bool", 7), ("float", 7), ("positions", 1),
+])  # fmt: skip
+def test_attention_that_pytorch_composes_is_one_region(mask: str, length: int) -> None:
+    """What a GPU without a kernel for shared keys and a mask is given."""
+    def attend(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        visible = {
+            "none": None, "bool": given == 0, "float": given,
+            "positions": (torch.arange(7) <= torch.tensor([3, 6])[:, None])[:, None, None],
+        }[mask]  # fmt: skip
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+
+    q, k, v = randn(2, 4, length, 16), randn(2, 2, 7, 16), randn(2, 2, 7, 16) - 0.2
+    hidden = torch.zeros(2, 1, length, 7)
+    hidden[1, ..., 4:] = -inf
+    with sdpa_kernel(SDPBackend.MATH):
+        for inputs in [(q, k, v, hidden), tuple(t.bfloat16() for t in (q, k, v, hidden))]:
+            torch.compiler.reset()
+            call, reports = compiled(attend)
+            check(call, attend, inputs)
+            assert [len(r.regions) for r in reports] == [1]
+
+
+def test_extents_that_depend_on_data_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TraceError, match=r"mul.Tensor, at .*depends on data, as torch.nonzero"):
+        traced(monkeypatch, lambda x: x[x > 0] * 2, (X,))
 
 
 #: of these the backend is tried as well, forward and backward
@@ -105,6 +141,13 @@ RULES: dict[str, Any] = {
     "hard functions": lambda x, y: F.hardtanh(x) + F.relu6(y),
     "amax and amin": lambda x, y: x.amax(-1) + y.amin(0),
     "xlogy": torch.xlogy,
+    "lerp from the nearer end": lambda x, y: torch.lerp(x, y, 0.7) + torch.lerp(x, y, 0.2),
+    "infinite": lambda x, y: torch.where((x == inf) | (y == -inf), 7.0, x),
+    "next to infinite": lambda x, y: torch.where((x < inf) & (y > -inf), 7.0, x),
+    "never": lambda x, y: torch.where((x > inf) | (y < -inf), 7.0, y),
+    "never or equal": lambda x, y: torch.where((x >= inf) | (y <= -inf), 7.0, y),
+    "limits that are no limits": lambda x, y: torch.where((x <= inf) & (y >= -inf), 7.0, y),
+    "NaN somewhere": lambda x, y: torch.where(torch.isnan(x).any(-1, keepdim=True), 0.0, y),
 }
 
 

@@ -400,6 +400,9 @@ def _addcdiv(g: KernelGraph, x: Operand, y: Operand, z: Operand, value: float = 
 
 
 def _lerp(g: KernelGraph, x: Operand, y: Operand, weight: Operand) -> Operand:
+    """x + w (y - x), as PyTorch computes it: from the nearer end, where an infinite one stays."""
+    if isinstance(weight, float) and abs(weight) >= 0.5:
+        return g.sub(y, g.mul(g.sub(y, x), 1.0 - weight))
     return g.add(x, g.mul(g.sub(y, x), weight))
 
 
@@ -418,7 +421,17 @@ def _condition(formula: Formula) -> Pointwise:
     return Pointwise(_XY, formula, (), True)
 
 
-def _greater(g: KernelGraph, x: Operand, y: Operand) -> Tensor:
+#: the largest number of float32, which stands for what is next to infinity
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def _greater(g: KernelGraph, x: Operand, y: Operand) -> Operand:
+    if x == inf:
+        return _at_least(g, _LARGEST, y)
+    if y == -inf:
+        return _at_least(g, x, -_LARGEST)
+    if x == -inf or y == inf:
+        return g.mul(_is_number(g, x if isinstance(x, Tensor) else y), 0.0)  # type: ignore[arg-type]
     return g.step(x if isinstance(x, Tensor) and y == 0.0 else g.sub(x, y))
 
 
@@ -434,6 +447,12 @@ def _is_number(g: KernelGraph, x: Tensor) -> Tensor:
 def _at_least(g: KernelGraph, x: Operand, y: Operand) -> Operand:
     if isinstance(x, Tensor) and isinstance(y, Tensor) and x.index == y.index:
         return _is_number(g, x)
+    if x == inf or y == -inf:
+        return _is_number(g, x if isinstance(x, Tensor) else y)  # type: ignore[arg-type]
+    if x == -inf:
+        return _greater(g, -_LARGEST, y)
+    if y == inf:
+        return _greater(g, x, _LARGEST)
     return g.at_least(x, y)
 
 

@@ -39,8 +39,6 @@ class Product(Entry):
             raise Unsupported(node, f"computes {fake(node).dtype}")
         x, w = self._operands(s.of(a[self.left]), s.of(a[self.right]))
         unify(x.dims[-1], w.dims[-2])
-        if not leaves(x.dims[-1]):
-            raise Unsupported(node, "is a product over an extent of 1; use a multiplication")
         s.whole(x.dims[-1])
         lead = s.broadcast(node, [_lead(x), _lead(w)])
         # columns are a dimension of their own: in x x^T they come from that of the rows
@@ -128,11 +126,18 @@ class MV(Product):
     right = "vec"
 
 
-@enter("aten.dot.default", "aten.vdot.default")
+@enter("aten.dot.default")
 class Dot(Product):
     """A vector by a vector."""
 
     right = "tensor"
+
+
+@enter("aten.vdot.default")
+class VDot(Product):
+    """The same, of numbers that are not complex."""
+
+    right = "other"
 
 
 @enter("aten.addmm.default")
@@ -178,6 +183,8 @@ def multiplied(
 def _product(b: Builder, left: Tensor, right: Tensor) -> Tensor:
     """before: ``[x | y] W``; after: ``x W' + y W''``, with the rows of W for each."""
     last, place = len(left.shape) - 1, len(right.shape) - 2
+    if left.shape[last] == 1:
+        return b.g.mul(left, right)  # columns by rows
     if left.node.operator != "concat" or left.node.attributes["dim"] != last:
         return b.g.matmul(left, right)
     terms: list[Tensor] = []

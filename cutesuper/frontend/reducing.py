@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
 
@@ -32,7 +32,7 @@ Along = Callable[[KernelGraph, Tensor, int], Tensor]
 def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
     """The dimensions that an operator reduces; all where it names none."""
     given = a.get("dim")
-    if given is None or given == []:
+    if given is None or given == [] or not rank:
         return list(range(rank))
     return sorted(d % rank for d in integers(node, given))
 
@@ -110,6 +110,22 @@ class _Extreme(Reduction):
         return super().build(b, node, a), None
 
 
+class _Truth(Reduction):
+    """Whether a condition holds somewhere, or everywhere."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        x = s.of(a["self"])
+        if fake(a["self"]).dtype is not torch.bool:
+            raise Unsupported(node, "asks for numbers other than 0; compare them first")
+        dims = reduced_dims(node, a, len(x.dims))
+        for d in dims:
+            s.whole(x.dims[d])
+        return reduced_shape(x, dims, bool(a.get("keepdim", False)))
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        return replace(super().build(b, node, a), condition=True)
+
+
 class _Norm2(Reduction):
     """The root of the sum of squares; the sum or the maximum of absolute values for the orders 1
     and infinity."""
@@ -181,6 +197,8 @@ class _AlongOne(Entry):
         if fake(node).dtype not in FLOATS:
             raise Unsupported(node, f"computes {fake(node).dtype}")
         x = s.of(a["self"])
+        if not x.dims:
+            raise Unsupported(node, "works along a tensor of no dimensions")
         s.whole(x.dims[self._dim(node, a, len(x.dims))])
         return Value(x.dims, x.absent)
 
@@ -309,11 +327,17 @@ def _minimum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
     return g.mul(g.max(g.mul(t, -1.0), dim), -1.0)
 
 
+def _everywhere(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.sub(1.0, g.max(g.sub(1.0, t), dim))
+
+
 enter_all({
     **dict.fromkeys(("aten.sum.dim_IntList", "aten.sum.default"), Reduction(_sum)),
     **dict.fromkeys(("aten.mean.dim", "aten.mean.default"), Reduction(_mean)),
     **dict.fromkeys(("aten.amax.default", "aten.max.default"), Reduction(_maximum)),
     **dict.fromkeys(("aten.amin.default", "aten.min.default"), Reduction(_minimum)),
+    **dict.fromkeys(("aten.any.dim", "aten.any.dims", "aten.any.default"), _Truth(_maximum)),
+    **dict.fromkeys(("aten.all.dim", "aten.all.dims", "aten.all.default"), _Truth(_everywhere)),
     "aten.max.dim": _Extreme(_maximum),
     "aten.min.dim": _Extreme(_minimum),
     "aten.logsumexp.default": Reduction(lambda g, t, d: g.logsumexp(t, d)),

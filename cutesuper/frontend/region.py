@@ -28,6 +28,7 @@ from cutesuper.frontend.values import (
     Slot,
     Unsupported,
     Value,
+    copied_order,
     explain,
     fake,
     memory_order,
@@ -61,7 +62,8 @@ class Operand:
 
     Attributes:
         node: the tensor that it is made from.
-        dense: its dimensions from the slowest in memory; None where it has to be copied first.
+        order: its dimensions from the slowest in memory.
+        copied: it has gaps or repeats, so it has to be copied first.
         shape: of its view; -1 for an extent known at the call.
         dtype: of the input, which the tensor is converted to where it has another one.
         part: the range along the first extent of the view that the kernel takes; None for all.
@@ -69,7 +71,8 @@ class Operand:
     """
 
     node: fx.Node
-    dense: tuple[int, ...] | None
+    order: tuple[int, ...]
+    copied: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
     part: tuple[int, int] | None
@@ -385,10 +388,11 @@ def _left(shape: Sequence[Length]) -> tuple[Length, ...]:
 
 
 def _input_view(b: Builder, given: Given) -> Operand:
-    order = memory_order(fake(given.node))
-    shape = [_kernel_length(b, s) for s in given.slots]
-    dense = None if order is None else tuple(order)
-    return Operand(given.node, dense, tuple(shape), given.dtype, given.part, given.lengths)
+    t = fake(given.node)
+    shape = tuple(_kernel_length(b, s) for s in given.slots)
+    copied = memory_order(t) is None
+    return Operand(given.node, tuple(copied_order(t)), copied, shape, given.dtype, given.part,
+                   given.lengths)
 
 
 def _kernel_length(b: Builder, slot: Slot) -> int:
@@ -410,16 +414,20 @@ def places(nodes: Iterable[fx.Node]) -> str:
     return ", ".join(parts)
 
 
+#: parts of file names
+_NOT_THE_USERS = ("/torch/", "/cutesuper/frontend/", "<eval_with_key>")
+
+
 def source_lines(node: fx.Node) -> list[tuple[str, int]]:
     """File and line of every frame that a node was traced from, outermost first; those inside of
-    PyTorch are left out."""
+    PyTorch and of this package's tracing, and generated code, are left out."""
     trace = node.meta.get("stack_trace") or ""
     found: list[tuple[str, int]] = []
     for row in trace.splitlines():
         parts = row.strip().split('"')
         if len(parts) == 3 and row.strip().startswith("File"):
             number = parts[2].split("line ")[-1].split(",")[0]
-            if number.isdigit() and f"{'/'}torch{'/'}" not in parts[1]:
+            if number.isdigit() and not any(p in parts[1] for p in _NOT_THE_USERS):
                 found.append((parts[1], int(number)))
     return found
 

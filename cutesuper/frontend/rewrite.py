@@ -97,12 +97,12 @@ def _operand(graph: fx.Graph, o: Operand, replaced: dict[fx.Node, fx.Node]) -> f
         node = _lengths_of(graph, node, val.dtype, *o.lengths)
     if val.dtype != o.dtype:
         node = graph.call_function(torch.ops.prims.convert_element_type.default, (node, o.dtype))
-    if o.dense is None:
+    if list(o.order) != list(range(len(shape))):
+        node = graph.call_function(_aten.permute.default, (node, list(o.order)))
+        shape = [shape[d] for d in o.order]
+    if o.copied:
         node = graph.call_function(_aten.clone.default, (node,),
                                    {"memory_format": torch.contiguous_format})
-    elif list(o.dense) != list(range(len(shape))):
-        node = graph.call_function(_aten.permute.default, (node, list(o.dense)))
-        shape = [shape[d] for d in o.dense]
     if not all(type(n) is int for n in shape) or list(o.shape) != shape:
         node = graph.call_function(_aten.view.default, (node, list(o.shape)))
     if o.part is not None:

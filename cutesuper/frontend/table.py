@@ -82,18 +82,22 @@ def is_known(operator: object) -> bool:
     return str(operator) in _TABLE or str(operator) in _MOVES
 
 
-#: operators that put elements elsewhere and compute nothing
+#: operators that put elements elsewhere, or choose some, and compute no number
 _MOVES = frozenset(f"aten.{name}" for name in (
     "cat.default", "index.Tensor", "index_select.default", "gather.default", "embedding.default",
     "roll.default", "flip.default", "constant_pad_nd.default", "pad.default",
-    "select_scatter.default", "slice_scatter.default", "slice.Tensor", "diagonal.default",
+    "select_scatter.default", "slice_scatter.default", "diagonal_scatter.default",
+    "index_put.default", "index_fill.int_Scalar", "scatter.src", "scatter.value",
+    "masked_scatter.default", "sort.default", "sort.stable", "topk.default", "kthvalue.default",
+    "median.dim", "cummax.default", "cummin.default", "slice.Tensor", "diagonal.default",
     "unfold.default", "copy.default", "tril.default", "triu.default", "as_strided.default",
 ))
 
 
 def moves(node: fx.Node) -> bool:
     """Whether a node only puts elements elsewhere."""
-    return node.op == "call_function" and str(node.target) in _MOVES
+    found = node.op == "call_function" and str(node.target) in _MOVES
+    return found and not arguments_of(node).get("accumulate")
 
 
 def entry_of(node: fx.Node) -> Entry | None:

@@ -68,8 +68,8 @@ class TracedProgram:
 
     Attributes:
         regions: its parts, each a kernel graph of its own; views stand between them.
-        outside: operators that compute no numbers and stay PyTorch's (copies, masks, positions),
-            with the user's lines.
+        outside: operators that compute no numbers and stay PyTorch's (copies, sorting, masks,
+            positions), with the user's lines.
         graph_module: the program as it runs.
     """
 
@@ -195,16 +195,17 @@ def _exported(
         program = torch.export.export(
             module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
         )
+        nodes = list(program.graph.nodes)
+        if any(map(_is_unknown, nodes)):
+            program = program.run_decompositions(decompositions(is_known))
+        elif any(map(_is_nested, nodes)):
+            # mutation becomes new values, and what stands under autocast, no_grad or vmap comes
+            # inline
+            program = program.run_decompositions({})
     except Exception as error:
         raise TraceError(
             f"superoptimize({name}): torch.export cannot trace it: {error}"
         ) from error
-    nodes = list(program.graph.nodes)
-    if any(map(_is_unknown, nodes)):
-        program = program.run_decompositions(decompositions(is_known))
-    elif any(map(_is_nested, nodes)):
-        # mutation becomes new values, and what stands under autocast or no_grad comes inline
-        program = program.run_decompositions({})
     return program.module(check_guards=False) if _has_guards() else program.module()
 
 
@@ -215,7 +216,10 @@ def _is_unknown(node: fx.Node) -> bool:
 
 def _is_nested(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return bool(schema and schema.is_mutable) or (
+    transform = isinstance(node.target, types.FunctionType | types.BuiltinFunctionType) and (
+        "functorch" in (node.target.__module__ or "")
+    )
+    return bool(schema and schema.is_mutable) or transform or (
         isinstance(node.target, torch._ops.HigherOrderOperator)
     )
 
@@ -270,7 +274,7 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
     for node in left:
         # of what belongs together the last says why; a condition alone is never a kernel graph
         if not any(u in left for u in _readers(node)):
-            raise _refusal(name, node, found.refused.get(node) or _reason(node))
+            raise _refusal(name, node, _complex(node) or found.refused.get(node) or _reason(node))
     if not found.regions:
         raise TraceError(f"superoptimize({name}): it computes nothing that kernels could, "
             "no numbers in float16, bfloat16 or float32")
@@ -283,7 +287,7 @@ def _outside(graph: fx.Graph, regions: Sequence[Region]) -> list[str]:
     left = [
         n for n in graph.nodes
         if n.op == "call_function" and n not in inside and not is_free(n)
-        and isinstance(n.meta.get("val"), torch.Tensor)
+        and any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(n.meta.get("val")))
     ]  # fmt: skip
     return list(dict.fromkeys(f"{n.target} ({places([n]) or 'no source'})" for n in left))
 
@@ -306,8 +310,19 @@ def _depending(graph: fx.Graph) -> set[fx.Node]:
 def _reason(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
     if schema and schema.is_mutable:
-        return "changes an argument, a parameter or a buffer"
+        changed = getattr(node.args[0], "target", None) if node.args else None
+        return (
+            f"changes an argument, a parameter or a buffer ({changed}); return its new value "
+            "instead"
+        )
     return "computes no tensor of numbers"
+
+
+def _complex(node: fx.Node) -> str | None:
+    values = (_dtype(n.meta.get("val")) for n in (node, *node.all_input_nodes))
+    if any(d is not None and d.is_complex for d in values):
+        return "computes complex numbers; write it with their real and imaginary parts"
+    return None
 
 
 def _is_left(node: fx.Node) -> bool:
@@ -344,7 +359,7 @@ def _drop_checks(graph: fx.Graph) -> None:
 
 
 def _refusal(name: str, node: fx.Node, reason: str) -> TraceError:
-    lines = source_lines(node)
+    lines = source_lines(node) or next(filter(None, map(source_lines, node.all_input_nodes)), [])
     where = f", at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
     return TraceError(
         f"superoptimize({name}): {node.target}{where}: {reason}. Leave it outside of the function, "

@@ -145,26 +145,43 @@ def fake(node: fx.Node) -> torch.Tensor:
 
 def memory_order(t: torch.Tensor) -> list[int] | None:
     """The dimensions of a tensor from the slowest in memory; None where it has gaps or repeats."""
-    strides = t.stride()
-    real = [d for d in range(t.dim()) if not equal(t.shape[d], 1)]
-    try:
-        order = sorted(real, key=lambda d: -_hint(strides[d]))
-    except (TypeError, ValueError):
-        return None
+    order = _by_stride(t)
     expected: Extent = 1
-    for d in reversed(order):
-        if not equal(strides[d], expected):
+    for d in reversed(order or []):
+        if equal(t.shape[d], 1):
+            continue
+        if not equal(t.stride()[d], expected):
             return None
         expected = expected * t.shape[d]
+    return order
+
+
+def copied_order(t: torch.Tensor) -> list[int]:
+    """The order in which a kernel has the dimensions of a tensor: that of memory, gaps or not. An
+    element-wise result has its operand's order too, but has no gaps."""
+    order = _by_stride(t)
+    repeats = any(equal(n, 0) for n in t.stride())
+    return list(range(t.dim())) if order is None or repeats else order
+
+
+def _by_stride(t: torch.Tensor) -> list[int] | None:
+    """The dimensions from the largest stride, those of extent 1 first; None where strides are not
+    known before the call."""
+    real = [d for d in range(t.dim()) if not equal(t.shape[d], 1)]
+    try:
+        order = sorted(real, key=lambda d: -_hint(t.stride()[d]))
+    except Mismatch:
+        return None
     return [d for d in range(t.dim()) if d not in real] + order
 
 
 def _hint(extent: Extent) -> int:
+    """An extent in the example. Raises Mismatch where it depends on data."""
     if isinstance(extent, int):
         return extent
     hint = extent.node.hint
     if hint is None:
-        raise ValueError("an extent without a hint")
+        raise Mismatch("has an extent that depends on data, as torch.nonzero makes them")
     return int(hint)
 
 
@@ -203,8 +220,7 @@ class Shapes:
             raise Unsupported(node, "is empty, or not a strided tensor")
         self.values[node] = value = Value(tuple(dims_of(n) for n in t.shape))
         self.inputs.append(node)
-        order = memory_order(t) or range(t.dim())
-        self.grouping.add(f for d in order for f in value.dims[d])
+        self.grouping.add(f for d in copied_order(t) for f in value.dims[d])
 
     def set(self, node: fx.Node, value: Any) -> None:
         """What a node was found to be."""
@@ -370,10 +386,32 @@ class Builder:
             raise AssertionError("a value that is neither computed nor an input")
         if _stripped(built.slots, rank) == wanted:
             return t
-        order = _permutation(built.slots, wanted)
+        have = built.slots
+        while len(have) < len(wanted):
+            t, have = self._in_front(node, t), (None, *have)
+        order = _permutation(have, wanted)
         if order is None:
             raise Unsupported(node, "has operands whose dimensions do not correspond")
         return self.g.transpose(t, order)
+
+    def _in_front(self, node: fx.Node, t: Tensor) -> Tensor:
+        """An element-wise value with an extent of 1 in front.
+
+        before: ``x * 2`` of x[8, 16]; after: of x[1, 8, 16], the same memory.
+        """
+        args = [self.g.tensor(i) for i in t.node.inputs]
+        if t.node.operator == "input":
+            given = self.operands[self.g.inputs.index(t.index)]
+            if given.part is None and given.lengths is None:
+                return self._input_of(given.node, (None, *given.slots))
+        elif t.node.operator == "transpose":
+            dims = (0, *(d + 1 for d in t.node.attributes["dims"]))
+            return self.g.transpose(self._in_front(node, args[0]), dims)
+        elif lookup(t.node.operator).elementwise:
+            longest = len(t.shape)
+            args = [self._in_front(node, a) if len(a.shape) == longest else a for a in args]
+            return self.g.apply(t.node.operator, *args, **dict(t.node.attributes))
+        raise Unsupported(node, "has operands whose dimensions do not correspond")
 
     def fits(self, operand: Any, slots: Slots) -> bool:
         """Whether an operand can have these slots without being rearranged."""
@@ -392,16 +430,21 @@ class Builder:
     def _new_input(self, node: fx.Node, slots: Slots) -> Tensor:
         t, value = fake(node), self.value(node)
         slots = slots or (None,)
-        dims = memory_order(t) or range(t.dim())
-        stored = self.groups(tuple(p for d in dims for p in leaves(value.dims[d])))
+        stored = self.groups(tuple(p for d in copied_order(t) for p in leaves(value.dims[d])))
         memory = _in_memory(slots, stored)
-        same = memory == slots
-        shape = tuple(self.extent(s) for s in memory)
-        dtype = self._type_of(t)
-        x = self.g.new_input(shape, dtype, constant=node in self.constants)
-        self.operands.append(Given(node, memory, dtype))
-        order = None if same else _permutation(memory, slots)
+        x = self._input_of(node, memory)
+        order = None if memory == slots else _permutation(memory, slots)
         return x if order is None else self.g.transpose(x, order)
+
+    def _input_of(self, node: fx.Node, memory: Slots) -> Tensor:
+        """An input with slots in the order of memory."""
+        key = (node, "in memory", memory)
+        if key not in self._inputs:
+            dtype, shape = self._type_of(fake(node)), tuple(self.extent(s) for s in memory)
+            x = self.g.new_input(shape, dtype, constant=node in self.constants)
+            self.operands.append(Given(node, memory, dtype))
+            self._inputs[key] = x
+        return self._inputs[key]
 
     def lengths(self, node: fx.Node, slots: Slots, offset: int, most: int) -> Tensor:
         """An int32 input with these slots, ``node + offset`` at the call; more than ``most`` is as
