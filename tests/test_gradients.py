@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("cutlass")
@@ -28,6 +30,7 @@ from tests.gradients import (
     uncompiled,
     unsearched,
 )
+from tests.tracing import Block, GatedMLP, randn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -518,3 +521,131 @@ def test_weights_that_are_trained_are_not_read_early(monkeypatch: pytest.MonkeyP
     assert constant(gradient.forward) == constant(gradient.backward) == {"v"}
     gradient = kernel.gradient("x")
     assert gradient.forward is kernel
+
+
+# ------------------------------------------------------------------------- programs of PyTorch
+
+
+class Mixed(nn.Module):
+    """PyTorch's operators before, between and behind regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 32)
+        self.gain = nn.Parameter(torch.rand(32) + 0.5)
+        self.first, self.second = nn.Linear(32, 48), nn.Linear(96, 32)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.rms_norm(self.table(ids), (32,), self.gain, 1e-6)
+        h = F.gelu(self.first(x))
+        return self.second(torch.cat([h, h.flip(-1)], -1)) + x, x
+
+
+MODELS: dict[str, Any] = {
+    "norm and linear": lambda: (nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 48)), randn(3, 5, 32)),
+    "gated MLP": lambda: (GatedMLP(), randn(3, 5, 32)),
+    "decoder layer": lambda: (Block(), randn(3, 5, 32)),
+    "mixed": lambda: (Mixed(), torch.randint(16, (3, 5))),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_modules_train(name: str, quick: None) -> None:
+    """Parameters of the module itself get the gradients, and are read anew after each step."""
+    torch.manual_seed(0)
+    module, x = MODELS[name]()
+    theirs = copy.deepcopy(module)
+    program = cs.superoptimize(module, (x,), target="h200")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, theirs)]
+    for _ in range(3):
+        given = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in (x, x)]
+        for call, t, optimizer in zip((program, theirs), given, optimizers, strict=True):
+            optimizer.zero_grad()
+            made = call(t)
+            loss = sum(y.float().square().mean() for y in (made if name == "mixed" else [made]))
+            loss.backward()  # type: ignore[union-attr]
+            optimizer.step()
+        for (what, mine), want in zip(
+            [*module.named_parameters(), ("x", given[0])], [*theirs.parameters(), given[1]],
+            strict=True,
+        ):  # fmt: skip
+            if want.grad is None:
+                assert mine.grad is None, what
+                continue
+            torch.testing.assert_close(mine.grad, want.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_decorator_with_and_without_gradients(quick: None) -> None:
+    @cs.superoptimize(target="h200")
+    def gate(x: Tensor, y: Tensor) -> Tensor:
+        return F.gelu(x) * y
+
+    x, y = leaf(4, 64), torch.randn(4, 64)
+    gate(x * 1.0, y).sum().backward()
+    other = x.detach().clone().requires_grad_()
+    (F.gelu(other) * y).sum().backward()
+    torch.testing.assert_close(x.grad, other.grad)
+    with torch.no_grad():
+        assert not gate(x, y).requires_grad
+    assert len(gate._programs) == 1
+
+
+class Straight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 0.5
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+def _scaled(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().amax(-1, keepdim=True)
+    return x / scale
+
+
+STOPPED: dict[str, tuple[Any, str]] = {
+    "detach": (lambda x: x * x.detach(), r"stops gradients \(aten\.detach.*test_gradients\.py:\d+"),
+    "no_grad": (_scaled, r"stops gradients \(wrap_with_set_grad_enabled"),
+    "its own formula": (lambda x: Straight.apply(x) + 1, r"calls Straight, a torch\.autograd"),
+}
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("name", STOPPED)
+def test_what_changes_gradients_and_not_values_is_refused(
+    name: str, recorded: bool, quick: None
+) -> None:
+    """Whether or not gradients are recorded while it is traced."""
+    fn, message = STOPPED[name]
+    x = leaf(4, 64)
+    with torch.set_grad_enabled(recorded):
+        program = cs.superoptimize(fn, (x,), target="h200")
+    with pytest.raises(GraphError, match=rf"requires a gradient, and it .*{message}.*take that"):
+        program(x)
+    torch.testing.assert_close(program(x.detach()), fn(x.detach()))
+    assert torch.autograd.Function.apply.__func__.__module__ == "torch.autograd.function"
+
+
+def test_positions_may_be_computed_without_gradients(quick: None) -> None:
+    """As rotary embeddings do: nothing that may require a gradient goes in."""
+
+    def rotated(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            angles = torch.arange(5).float().cos()[:, None]
+        return x * angles
+
+    x = leaf(5, 64)
+    cs.superoptimize(rotated, (x,), target="h200")(x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.arange(5).float().cos()[:, None].expand(5, 64))
+
+
+def test_products_of_several_types_are_refused_readably(quick: None) -> None:
+    graph = cs.new_kernel_graph()
+    x, w = (graph.new_input((64, 64), "float16", name=n) for n in "xw")
+    graph.mark_output(x @ w, "float32")
+    kernel = cs.superoptimize(graph, target="h200")
+    with pytest.raises(GraphError, match=r"no kernels compute the gradient of x: .*types differ"):
+        kernel(leaf(64, 64, dtype=torch.float16), torch.zeros(64, 64, dtype=torch.float16))

@@ -188,7 +188,6 @@ def superoptimize_callable(
         traced.append(TracedRegion(region.place, kernel))
     rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
     module.graph.lint()
-    _let_differentiate(module.graph)
     module.recompile()
     return TracedProgram(module, traced, name, outside, undifferentiable)
 
@@ -246,13 +245,6 @@ def _undifferentiable(program: torch.export.ExportedProgram, own: Sequence[str])
                 where = f", at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
                 return f"it stops gradients ({n.target}{where})"
     return ""
-
-
-def _let_differentiate(graph: fx.Graph) -> None:
-    """Conversions that the regions need, by an operator that has a derivative."""
-    for node in graph.nodes:
-        if node.target is torch.ops.prims.convert_element_type.default:
-            node.target = torch.ops.aten.to.dtype
 
 
 def _is_unknown(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from cutesuper.errors import GraphError
+from cutesuper.errors import CutesuperError, GraphError
 from cutesuper.graph.autodiff import reached
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.dims import Dim, Symbol
@@ -242,7 +242,7 @@ class Kernel(Program):
                 "torch.no_grad()"
             )
         if names not in self._recorded:
-            there = reached(self.graph, names)
+            there = self._having_gradients(names)
             self._recorded[names] = self.gradient(*there) if there else None
         gradient = self._recorded[names]
         if gradient is None:
@@ -251,6 +251,12 @@ class Kernel(Program):
             with torch.no_grad():
                 return self._run(inputs, None)
         return gradient(inputs)
+
+    def _having_gradients(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return reached(self.graph, names)
+        except CutesuperError:  # `gradient` will say so
+            return names
 
     # ---------------------------------------------------------------------------------- looking
 
