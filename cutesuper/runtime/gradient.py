@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._C._functorch as functorch
 
 from cutesuper.errors import GraphError, OperatorError
 from cutesuper.graph.autodiff import Split
@@ -158,7 +159,7 @@ class _Recorded(torch.autograd.Function):
 def _is_batched(t: Maybe) -> bool:
     """Whether it comes from ``torch.autograd.grad(is_grads_batched=True)``, which is no transform
     of functorch."""
-    return t is not None and torch._C._functorch.is_legacy_batchedtensor(t)
+    return t is not None and functorch.is_legacy_batchedtensor(t)
 
 
 class _Once(torch.autograd.Function):
