@@ -12,6 +12,7 @@ from functools import partial
 from math import prod
 
 from cutesuper import store
+from cutesuper.differentiate import gradient_of
 from cutesuper.errors import (
     CutesuperError,
     GraphError,
@@ -31,7 +32,7 @@ from cutesuper.report import variant_report
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.checks import check_size
 from cutesuper.runtime.compile import CompileRequest, compile_many
-from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
+from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant, bucketed
 from cutesuper.schedule.planner import KernelPlan, make_plan
 from cutesuper.schedule.variants import planned
 from cutesuper.search.search import (
@@ -136,12 +137,62 @@ def superoptimize(
             f"superoptimize({type(graph).__name__}): give it a kernel graph, made with "
             "cutesuper.new_kernel_graph()"
         )
-    check_definition("superoptimize", graph)
     options = Options(as_target(target), dependent_launch, seed, budget_s, executor, tuned)
     cache = cache or KernelCache()
     with progress_bar() as show:
-        make = partial(_make_variant, graph, options, cache, on_progress or show)
-        return Kernel(graph, options.target, make)
+        return Prospect(graph, options, cache, on_progress or show).kernel()
+
+
+class Prospect:
+    """A kernel to be: what it runs is found, and priced, before anything is compiled.
+
+    Args:
+        graph: what to compute.
+        options: how.
+        cache: where compiled kernels are kept.
+        on_progress: called with the search's `Progress`.
+
+    Attributes:
+        graph, options: as given.
+        cost_us: predicted, at the hints of the symbols.
+
+    Raises:
+        GraphError, ShapeError, SearchError, LoweringError, ScheduleError: as for `superoptimize`.
+    """
+
+    def __init__(
+        self,
+        graph: KernelGraph,
+        options: Options,
+        cache: KernelCache,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        check_definition("superoptimize", graph)
+        self.graph = graph
+        self.options = options
+        self._cache = cache
+        self._on_progress = on_progress
+        hints = bucketed(graph)
+        found = find(graph.with_hints(hints), options, on_progress)
+        self.cost_us = found[1].candidate.cost_us
+        self._found = [(hints, found)]
+
+    def kernel(self) -> Kernel:
+        """Compiled. Raises CompileError."""
+        return Kernel(
+            self.graph, self.options.target, self._variant, partial(gradient_of, self)
+        )
+
+    def another(self, graph: KernelGraph) -> Prospect:
+        """Of another graph, made alike. Raises like `Prospect`."""
+        return Prospect(graph, self.options, self._cache, self._on_progress)
+
+    def _variant(self, hints: dict[str, int]) -> Variant:
+        graph = self.graph.with_hints(hints)
+        ready = [f for h, f in self._found if h == hints]
+        self._found = []  # the rest of what the search found is large
+        found = ready[0] if ready else find(graph, self.options, self._on_progress)
+        return compiled(graph, self.options, self._cache, *found)
 
 
 def best_variant(graph: KernelGraph, *, target: Target | str | None = None) -> Variant:
@@ -161,7 +212,7 @@ def best_variant(graph: KernelGraph, *, target: Target | str | None = None) -> V
     check_definition("best_variant", graph)
     options = Options(as_target(target))
     with progress_bar() as show:
-        return _make_variant(graph, options, KernelCache(), show, {})
+        return compiled(graph, options, KernelCache(), *find(graph, options, show))
 
 
 def mugraphs(
@@ -246,19 +297,6 @@ def current_target() -> Target:
         f"GPU {torch.cuda.get_device_name()!r}: kernels are written for {', '.join(TARGETS)}; "
         "pass target= to compile for one of them"
     )
-
-
-def _make_variant(
-    graph: KernelGraph,
-    options: Options,
-    cache: KernelCache,
-    on_progress: Callable[[Progress], None] | None,
-    hints: dict[str, int],
-) -> Variant:
-    """Find (in the store, or else by searching), plan and compile for one bucket of the symbolic
-    extents."""
-    graph = graph.with_hints(hints)
-    return compiled(graph, options, cache, *find(graph, options, on_progress))
 
 
 def find(

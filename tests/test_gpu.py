@@ -52,7 +52,7 @@ def norm_linear(
 
 def poisoned(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Outputs for these inputs, full of NaN."""
-    extents = kernel._signature.bind(inputs)
+    extents = kernel._signature.bind(inputs) or {}
     return [
         torch.full(shape, torch.nan, dtype=dtype, device="cuda")
         for shape, dtype in kernel._signature.output_shapes(extents)

@@ -18,6 +18,7 @@ import cutesuper as cs
 torch = pytest.importorskip("torch")
 
 from cutesuper.ops import norms, programs  # noqa: E402 (they import torch)
+from tests import gradients as kernel_gradients  # noqa: E402
 from tests.training import (  # noqa: E402
     CASES,
     doubled,
@@ -305,3 +306,92 @@ def test_training_step_in_a_model() -> None:
     ours, theirs = losses(cs.nn), losses(torch.nn)
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=1e-4)
     assert ours[-1] < ours[0]
+
+
+# --- kernels that superoptimize returns -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [64, 1024])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", kernel_gradients.CASES)
+def test_gradients_of_kernels(name: str, dtype: torch.dtype, rows: int) -> None:
+    case = kernel_gradients.CASES[name]
+    if name == "attention" and rows > 64:
+        pytest.skip("its extents are those of keys")
+    kernel = cs.superoptimize(case.graph(dtype, rows))
+    given = case.draw(dtype, "cuda", rows)
+    kernel_gradients.judge(kernel, case.theirs, given)
+    found = [torch.autograd.grad(kernel([*given])[0].float().sum(), given) for _ in range(10)]
+    assert all(all(map(torch.equal, again, found[0])) for again in found)
+
+
+def test_gradients_of_a_kernel_for_any_number_of_rows() -> None:
+    case = kernel_gradients.CASES["norm and linear"]
+    kernel = cs.superoptimize(case.graph("bfloat16", cs.symbol("M", 64)))
+    for rows in (1, 40, 700):
+        x, w, v = (t.detach() for t in case.draw(torch.bfloat16, "cuda", rows))
+
+        def theirs(t: torch.Tensor, w: torch.Tensor = w, v: torch.Tensor = v) -> torch.Tensor:
+            return case.theirs(t, w.to(t.dtype), v.to(t.dtype))
+
+        kernel_gradients.judge(
+            lambda t, w=w, v=v: kernel(t, w, v), theirs, [x.requires_grad_()]
+        )
+
+
+@pytest.mark.parametrize("dependent", [False, True], ids=["plain", "dependent"])
+def test_a_traced_model_trains_like_pytorch(dependent: bool) -> None:
+    """With weights that an optimizer changes between dependent launches."""
+
+    def losses(wrap: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.RMSNorm(256, eps=1e-6), torch.nn.Linear(256, 512), torch.nn.GELU(),
+            torch.nn.Linear(512, 256),
+        ).cuda().bfloat16()  # fmt: skip
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        x, wanted = torch.randn(2, 256, 256, device="cuda").bfloat16()
+        call = wrap(model, x)
+        found = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = (call(x) - wanted).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    mine = losses(lambda m, x: cs.superoptimize(m, (x,), dependent_launch=dependent))
+    theirs = losses(lambda m, x: m)
+    assert mine[-1] < mine[0] and mine == pytest.approx(theirs, rel=2e-2)
+
+
+def test_gradients_of_kernels_in_a_cuda_graph() -> None:
+    case = kernel_gradients.CASES["norm and linear"]
+    kernel = cs.superoptimize(case.graph("bfloat16"))
+    given = case.draw(torch.bfloat16, "cuda")
+    d = torch.randn(64, 96, device="cuda").bfloat16()
+    expected = [torch.autograd.grad(kernel(*given), given, d) for _ in range(3)][-1]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = torch.autograd.grad(kernel(*given), given, d)
+    for t in made:
+        t.fill_(float("nan"))
+    graph.replay()
+    assert all(map(torch.equal, made, expected))
+
+
+def test_gradients_of_kernels_on_another_stream() -> None:
+    """Backward runs on the stream of forward, in a thread of autograd."""
+    case = kernel_gradients.CASES["gated MLP"]
+    kernel = cs.superoptimize(case.graph("bfloat16"))
+    given = case.draw(torch.bfloat16, "cuda")
+    d = torch.randn(64, 128, device="cuda").bfloat16()
+    expected = torch.autograd.grad(kernel(*given), given, d)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        made = [torch.autograd.grad(kernel(*given), given, d) for _ in range(20)]
+    torch.cuda.synchronize()
+    for found in made:
+        assert all(map(torch.equal, found, expected))

@@ -200,11 +200,6 @@ WRONG: dict[str, tuple[Any, type[CutesuperError], str]] = {
     "a list": (lambda: [[1.0], half(K, N)], DTypeError, "input X is a list, not a torch tensor"),
     "nothing": (lambda: [None, half(K, N)], DTypeError, "input X is a NoneType, not a torch"),
     "a number": (lambda: [half(M, K), 2.0], DTypeError, "input W is a float, not a torch tensor"),
-    "gradient": (
-        lambda: [half(M, K, requires_grad=True), half(K, N)],
-        GraphError,
-        "input X requires a gradient, and this kernel has no backward",
-    ),
 }
 
 

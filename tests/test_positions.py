@@ -235,7 +235,7 @@ def parts(fn: Any, inputs: Any) -> Partition:
 
 
 def regions(fn: Any, inputs: Any) -> tuple[Region, ...]:
-    return trace.regions_of(trace._exported(fn, "fn", inputs, None, None), "fn")
+    return trace.regions_of(trace._exported(fn, "fn", inputs, None, None)[0], "fn")
 
 
 @pytest.mark.parametrize("name", ["bool", "added", "keys from 1"])

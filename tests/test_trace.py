@@ -285,14 +285,6 @@ def test_explain_says_where_and_how(norm_and_projection: Any) -> None:
     assert "Sequential: 1 region(s)" in text and "verified" in text
 
 
-def test_parameters_with_gradients_are_refused_while_they_are_recorded(
-    norm_and_projection: Any,
-) -> None:
-    program, _, inputs = norm_and_projection
-    with pytest.raises(GraphError, match=r"requires a gradient.*no_grad.*torch.compile"):
-        program(*inputs)
-
-
 def test_decorator_traces_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     real = trace.superoptimize_callable

@@ -329,7 +329,7 @@ class _Part(nn.Module):
 def in_parts(fn: Any, inputs: Any) -> tuple[Callable[..., Any], Partition]:
     """A program whose regions run as kernel graphs and the rest as it is, and the regions."""
     with torch.no_grad():
-        module = trace._exported(fn, "fn", inputs, None, None)
+        module = trace._exported(fn, "fn", inputs, None, None)[0]
     trace._fill_values(module)
     found = partition(module.graph, constants=[n for n in module.graph.nodes if n.op == "get_attr"])
     for i, r in enumerate(found.regions):

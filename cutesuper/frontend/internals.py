@@ -8,15 +8,18 @@
   Inductor, so it is off while this backend compiles. The cache of Inductor is keyed by what it is
   given to compile, calls of regions included, and stays on.
 * ``torch._inductor.decomposition``: what operators are made of that ``torch.export`` leaves whole.
+* ``torch.autograd.Function.apply`` is exchanged while a function is traced: ``torch.export`` looks
+  through it, and nothing in its graph says that a formula of the function itself was there.
 * ``SymInt.node.hint``: the size that a symbolic extent has in the call that is compiled for; the
   documented ways to ask would make guards of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -54,6 +57,28 @@ def run_eagerly(gm: fx.GraphModule, inputs: Sequence[Any], **rest: Any) -> Any:
 
     del inputs, rest
     return make_boxed_func(gm.forward)
+
+
+_tracing = threading.RLock()
+
+
+@contextmanager
+def autograd_functions() -> Iterator[list[str]]:
+    """Names of the classes of ``torch.autograd.Function`` that are called meanwhile; one at a
+    time."""
+    found: list[str] = []
+    with _tracing:
+        own = torch.autograd.Function.__dict__["apply"]
+
+        def apply(cls: Any, *args: Any, **options: Any) -> Any:
+            found.append(cls.__qualname__)
+            return own.__get__(None, cls)(*args, **options)
+
+        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign]
+        try:
+            yield found
+        finally:
+            torch.autograd.Function.apply = own
 
 
 def decompositions(known: Callable[[object], bool]) -> Any:

@@ -26,11 +26,11 @@ from cutesuper.graph.dims import Shape, Symbol, extent
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import Target, find_target
 from cutesuper.ops.programs import Runner, launcher, reference_of
-from cutesuper.ops.steps import usable
 from cutesuper.progress import progress_bar
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.checks import MAX_ELEMENTS, Signature
 from cutesuper.runtime.kernel import Variant, bucket_of
+from cutesuper.runtime.tensors import usable
 from cutesuper.search.search import SearchResult
 
 #: part of every key: code that a cache holds must not call an operator that has changed since
@@ -132,7 +132,12 @@ class Program:
         if any(not t.numel() or t.numel() > MAX_ELEMENTS for t in given):
             rows, run = self._rows(given), self._reference
         else:
-            rows = next(iter(self._signature.bind(given).values()), 1)
+            extents = self._signature.bind(given)
+            if extents is None:
+                raise self._signature.refusal(
+                    given, "this operator has no backward; call it under torch.no_grad()"
+                )
+            rows = next(iter(extents.values()), 1)
             run = self._runner(rows, given[0].device)
         outputs = self._outputs(given[0], rows)
         run(given, outputs, rows)

@@ -35,7 +35,7 @@ from cutesuper.frontend.values import (
 )
 from cutesuper.graph.dims import Symbol
 from cutesuper.graph.kernel import KernelGraph, Tensor
-from cutesuper.ops.programs import only
+from cutesuper.graph.part import only
 from cutesuper.optimize import check_definition
 
 

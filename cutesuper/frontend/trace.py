@@ -15,16 +15,16 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
-from cutesuper.frontend.internals import decompositions
+from cutesuper.frontend.internals import autograd_functions, decompositions
 from cutesuper.frontend.partition import partition
 from cutesuper.frontend.positions import unread
 from cutesuper.frontend.region import Region, places, source_lines
 from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.table import is_free, is_known, moves
 from cutesuper.frontend.values import CONDITIONS, INTEGERS
-from cutesuper.ops.steps import usable
 from cutesuper.optimize import superoptimize as optimize_graph
 from cutesuper.runtime.kernel import Kernel
+from cutesuper.runtime.tensors import usable
 
 #: nodes of a traced program that only check what it was traced with
 _CHECKS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
@@ -33,6 +33,14 @@ _CHECKS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_cons
 
 #: masks, positions and labels, with which PyTorch goes on computing
 _NO_NUMBERS = (*CONDITIONS, *INTEGERS)
+
+
+#: what changes gradients and not values
+_DETACHING = (
+    torch.ops.aten.detach.default,
+    torch.ops.aten.detach_.default,
+    torch.ops.higher_order.wrap_with_set_grad_enabled,
+)
 
 
 class _Call(nn.Module):
@@ -63,8 +71,11 @@ class TracedProgram:
     """A function or a module of PyTorch whose operators run as superoptimized kernels.
 
     It is called like the original, with tensors of the shapes that it was traced with (extents that
-    were declared dynamic may differ). Parameters are read at every call, where they are. There are
-    no gradients: inputs and parameters that require one are refused while gradients are recorded.
+    were declared dynamic may differ). Parameters are read at every call, where they are, and get
+    gradients like inputs: the first call that records some makes kernels for them
+    (`Kernel.gradient`). Where the function leaves a way out of its gradient (``detach``,
+    ``torch.no_grad``) or has formulas of its own (``torch.autograd.Function``), calls that record
+    gradients are refused.
 
     Attributes:
         regions: its parts, each a kernel graph of its own; views stand between them.
@@ -75,12 +86,13 @@ class TracedProgram:
 
     def __init__(
         self, module: fx.GraphModule, regions: Sequence[TracedRegion], name: str,
-        outside: Sequence[str] = (),
+        outside: Sequence[str] = (), undifferentiable: str = "",
     ) -> None:
         self.graph_module = module
         self.regions = tuple(regions)
         self.outside = tuple(outside)
         self._name = name
+        self._undifferentiable = undifferentiable
 
     @property
     def kernel(self) -> Kernel:
@@ -101,10 +113,10 @@ class TracedProgram:
 
         Raises:
             ShapeError, DTypeError, LayoutError, DeviceError: an argument that does not fit.
-            GraphError: a gradient would have to be recorded.
+            GraphError: a gradient that cannot be recorded; says why.
             TraceError: arguments of another structure than it was traced with.
         """
-        if torch.is_grad_enabled():
+        if self._undifferentiable and torch.is_grad_enabled():
             self._refuse_gradients((args, kwargs))
         try:
             return self.graph_module(*args, **kwargs)
@@ -120,9 +132,10 @@ class TracedProgram:
         given = (t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor))
         if any(t.requires_grad for t in (*given, *self.graph_module.parameters())):
             raise GraphError(
-                f"{self._name}: an argument or a parameter requires a gradient, and a traced "
-                "program has none; call it under torch.no_grad(), or train with "
-                'torch.compile(fn, backend="cutesuper") or the operators of cutesuper.ops'
+                f"{self._name}: an argument or a parameter requires a gradient, and "
+                f"{self._undifferentiable}, which a traced program does not know of; call it under "
+                "torch.no_grad(), take that part out of the function, or train with "
+                'torch.compile(fn, backend="cutesuper")'
             )
 
     def explain(self) -> str:
@@ -160,7 +173,9 @@ def superoptimize_callable(
         SearchError, LoweringError, ScheduleError, CompileError: as for a kernel graph.
     """
     name = getattr(fn, "__qualname__", type(fn).__name__)
-    module = _exported(fn, name, example_inputs, example_kwargs, dynamic_shapes)
+    module, undifferentiable = _exported(
+        fn, name, example_inputs, example_kwargs, dynamic_shapes
+    )
     regions = regions_of(module, name)
     outside = _outside(module.graph, regions)
     traced: list[TracedRegion] = []
@@ -174,7 +189,7 @@ def superoptimize_callable(
     rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
     module.graph.lint()
     module.recompile()
-    return TracedProgram(module, traced, name, outside)
+    return TracedProgram(module, traced, name, outside, undifferentiable)
 
 
 def _kernel(name: str, region: Region, options: dict[str, Any]) -> Kernel:
@@ -187,14 +202,18 @@ def _kernel(name: str, region: Region, options: dict[str, Any]) -> Kernel:
 
 def _exported(
     fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Any, dynamic_shapes: Any
-) -> fx.GraphModule:
+) -> tuple[fx.GraphModule, str]:
+    """The traced program, and what there is in it that changes gradients and not values."""
     module = fn if isinstance(fn, nn.Module) else _Function(fn)
     if not isinstance(args, list | tuple):
         args = (args,)
     try:
-        program = torch.export.export(
-            module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
-        )
+        # gradients are recorded, so that it can be seen where the function does not want that
+        with torch.enable_grad(), autograd_functions() as own:
+            program = torch.export.export(
+                module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
+            )
+        undifferentiable = _undifferentiable(program, own)
         nodes = list(program.graph.nodes)
         if any(map(_is_unknown, nodes)):
             program = program.run_decompositions(decompositions(is_known))
@@ -206,7 +225,27 @@ def _exported(
         raise TraceError(
             f"superoptimize({name}): torch.export cannot trace it: {error}"
         ) from error
-    return program.module(check_guards=False) if _has_guards() else program.module()
+    options = {"check_guards": False} if _has_guards() else {}
+    return program.module(**options), undifferentiable
+
+
+def _undifferentiable(program: torch.export.ExportedProgram, own: Sequence[str]) -> str:
+    """What there is in a program that changes gradients and not values, or nothing."""
+    if own:
+        return f"it calls {own[0]}, a torch.autograd.Function, whose formula is its own"
+    names = program.graph_signature
+    given = {*names.user_inputs, *names.inputs_to_parameters}
+    reaching: set[fx.Node] = set()
+    for n in program.graph.nodes:
+        source = n.op == "placeholder" and n.name in given
+        if reaching.intersection(n.all_input_nodes) or source:
+            if _dtype(n.meta.get("val")) not in _NO_NUMBERS:
+                reaching.add(n)
+            if n.target in _DETACHING:
+                lines = source_lines(n)
+                where = f", at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
+                return f"it stops gradients ({n.target}{where})"
+    return ""
 
 
 def _is_unknown(node: fx.Node) -> bool:

@@ -43,12 +43,15 @@ class Split(NamedTuple):
             ``forward`` it is.
         gradients: for each name of ``wrt``: which output of ``backward`` it is, or the name of the
             input of ``backward`` that it equals (``x + r`` hands its cotangent on as it is).
+        cotangents: for each input of ``backward`` that is a cotangent, by name: of which output of
+            the program.
     """
 
     forward: KernelGraph
     backward: KernelGraph
     saved: dict[str, int]
     gradients: dict[str, int | str]
+    cotangents: dict[str, int]
 
 
 def grad(
@@ -121,7 +124,9 @@ def split(
     joint.store_statistics(kept)
     backward, used, gradients = joint.backward(kept)
     forward, positions = joint.forward(used)
-    return Split(forward, backward, positions, gradients)
+    given = {backward.nodes[i].name for i in backward.inputs}
+    cotangents = {name: n for name, n in joint.ends.items() if name in given}
+    return Split(forward, backward, positions, gradients, cotangents)
 
 
 @dataclass
@@ -134,6 +139,7 @@ class _Joint:
         values: node of ``both`` for each node of the program.
         inputs: node of ``both`` and name of each input.
         cotangents: the same for the cotangents of outputs.
+        ends: by name of a cotangent, which output of the program it is of.
         gradients: node of ``both`` for each name of ``wrt``.
         call: the public function, for messages.
     """
@@ -144,6 +150,7 @@ class _Joint:
     values: dict[int, int] = field(default_factory=dict)
     inputs: list[tuple[int, str]] = field(default_factory=list)
     cotangents: list[tuple[int, str]] = field(default_factory=list)
+    ends: dict[str, int] = field(default_factory=dict)
     gradients: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
@@ -166,7 +173,7 @@ class _Joint:
                     f"{call}: output {graph.tensor(i)!r} does not depend on "
                     f"{_listed(graph, targets)}; leave it out of outputs"
                 )
-        joint._differentiate(targets, active, joint._cotangents(ends))
+        joint._take(targets, joint._differentiate(active, joint._cotangents(ends)))
         return joint
 
     # ------------------------------------------------------------------------- differentiation
@@ -190,7 +197,9 @@ class _Joint:
                         else g.apply(n.operator, *args, **attributes)
                     )
                     self.values[i] = value.index
-        g.types |= {self.values[i]: self.graph.nodes[i].dtype for i in self.graph.outputs}
+        # of outputs that are one value the first
+        ends = reversed(self.graph.outputs)
+        g.types |= {self.values[i]: self.graph.nodes[i].dtype for i in ends}
 
     def _operands(self, i: int) -> list[Tensor]:
         return [self.both.tensor(self.values[j]) for j in self.graph.nodes[i].inputs]
@@ -212,17 +221,21 @@ class _Joint:
             used.add(name)
             result[i] = self.both.new_input(t.shape, t.dtype, name)
             self.cotangents.append((result[i].index, name))
+            self.ends[name] = self.graph.outputs.index(i)
         return result
 
-    def _differentiate(
-        self, targets: list[int], active: set[int], known: dict[int, Tensor]
-    ) -> None:
+    def _differentiate(self, active: set[int], known: dict[int, Tensor]) -> dict[int, Tensor]:
         """Cotangents of all values, from the outputs backwards."""
         g = self.both
         for i in reversed(range(len(self.graph.nodes))):
             if i in known and self.graph.nodes[i].operator != "input":
                 for j, t in self._contributions(i, active, known[i]):
                     known[j] = g.add(known[j], t) if j in known else t
+        return known
+
+    def _take(self, targets: list[int], known: dict[int, Tensor]) -> None:
+        """The cotangents of inputs are the gradients."""
+        g = self.both
         for i in targets:
             x = self.graph.tensor(i)
             if i not in known:
@@ -303,14 +316,40 @@ class _Joint:
         outputs = [self.values[i] for i in self.graph.outputs]
         if not set(kept) - set(outputs):
             return self.graph, {name: outputs.index(i) for i, name in kept.items()}
-        for n, i in enumerate(outputs):
-            if i in outputs[:n]:
-                raise GraphError(
-                    f"{self.call}: outputs {outputs.index(i)} and {n} are one value; return it once"
-                )
+        for n, i in enumerate(self.graph.outputs):
+            while outputs[n] in outputs[:n]:
+                outputs[n] = self._once_more(outputs[n], self.graph.nodes[i].dtype)
         outputs += [i for i in kept if i not in outputs]
         places = {name: outputs.index(i) for i, name in kept.items()}
         return self.both.extract(self.inputs, outputs), places
+
+    def _once_more(self, i: int, dtype: DType) -> int:
+        """A value that is an output already, as another one."""
+        one = self.both.apply("constant", value=1.0)
+        again = self.both.once("mul", [self.both.tensor(i), one], {}).index
+        self.both.types[again] = dtype
+        return again
+
+
+def reached(graph: KernelGraph, wrt: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Names of the inputs that have a gradient: those on which an output depends in another way
+    than through operators whose derivative is zero everywhere.
+
+    Args:
+        graph: any.
+        wrt: which may be among them; None is all but integers.
+
+    Raises:
+        GraphError: as for `grad`: a derivative that needs an extent known only at the call.
+    """
+    joint = _Joint(graph, "grad")
+    inputs = [i for i in _real_inputs(graph) if wrt is None or graph.nodes[i].name in wrt]
+    joint._copy()
+    active = _depending(graph, set(inputs))
+    known = joint._differentiate(
+        active, joint._cotangents([i for i in graph.outputs if i in active])
+    )
+    return tuple(graph.nodes[i].name for i in inputs if i in known)
 
 
 def _real_inputs(graph: KernelGraph) -> list[int]:

@@ -74,9 +74,14 @@ def evaluate(graph: KernelGraph, inputs: list[torch.Tensor], dtype: Any = None) 
 
 
 def run_reference(graph: KernelGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs in the graph's element types, computed in float32 like the kernels do."""
+    """The outputs in the graph's element types, computed in float32 like the kernels do, under
+    autocast too."""
     import torch
 
+    device = inputs[0].device.type if inputs else "cpu"
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return run_reference(graph, inputs)
     outputs = evaluate(graph, inputs, torch.float32)
     return [
         o.to(graph.nodes[i].dtype.torch).contiguous()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -19,6 +19,7 @@ from cutesuper.graph.autodiff import Split, split
 from cutesuper.graph.dims import Symbol
 from cutesuper.graph.evaluate import run_reference
 from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.part import only
 from cutesuper.ops.definition import Definition, Kind, Role
 from cutesuper.runtime.calling import Launches
 
@@ -117,7 +118,6 @@ class Programs:
 
     def _sources(self, halves: Split) -> list[Source]:
         operands = {o.name: n for n, o in enumerate(self.definition.operands)}
-        cotangents = self._cotangents()
         found: list[Source] = []
         for i in halves.backward.inputs:
             name = halves.backward.nodes[i].name
@@ -126,15 +126,8 @@ class Programs:
             elif name in halves.saved:
                 found.append(Source("output", halves.saved[name]))
             else:
-                found.append(cotangents[name])
+                found.append(Source("cotangent", halves.cotangents[name]))
         return found
-
-    def _cotangents(self) -> dict[str, Source]:
-        """By the names that `cutesuper.split` gives them."""
-        nodes = self.plain.nodes
-        return {
-            f"d{nodes[i].name}": Source("cotangent", n) for n, i in enumerate(self.plain.outputs)
-        }
 
     def backward(self, needs: tuple[bool, ...], given: tuple[bool, ...]) -> Backward:
         """The backward pass for some gradients, from the cotangents that there are.
@@ -150,33 +143,14 @@ class Programs:
         places = [halves.gradients[o.name] if n else None
                   for o, n in zip(self.definition.operands, needs, strict=True)]  # fmt: skip
         outputs = list(dict.fromkeys(p for p in places if isinstance(p, int)))
-        cotangents = self._cotangents()
         gradients: list[int | Source | None] = []
         for p in places:
-            p = cotangents[p] if isinstance(p, str) else p
+            p = Source("cotangent", halves.cotangents[p]) if isinstance(p, str) else p
             gradients.append(outputs.index(p) if isinstance(p, int) else p)
         if not outputs:
             return Backward(None, (), tuple(gradients))
         graph, kept = only(halves.backward, outputs)
         return Backward(graph, tuple(sources[n] for n in kept), tuple(gradients))
-
-
-def only(graph: KernelGraph, outputs: Sequence[int]) -> tuple[KernelGraph, list[int]]:
-    """Some outputs of a graph, and which of its inputs they need.
-
-    Args:
-        graph: any.
-        outputs: places of outputs, in the order that they are to have.
-    """
-    needed = graph.needed(graph.outputs[n] for n in outputs)
-    new: dict[int, int] = {}
-    result = KernelGraph()
-    for i in sorted(needed):
-        node = graph.nodes[i]
-        new[i] = len(result.nodes)
-        result.nodes.append(replace(node, inputs=tuple(new[j] for j in node.inputs)))
-    result.outputs = [new[graph.outputs[n]] for n in outputs]
-    return result, [n for n, i in enumerate(graph.inputs) if i in needed]
 
 
 @lru_cache(maxsize=KEPT_PROGRAMS)
@@ -264,7 +238,6 @@ __all__ = [
     "Runner",
     "Source",
     "launcher",
-    "only",
     "programs_of",
     "reference_of",
     "rows_class",

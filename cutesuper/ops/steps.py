@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from cutesuper.errors import LayoutError
 from cutesuper.graph.dims import Shape, Symbol
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.ops.definition import Definition, Kind, Maybe, Option, Role, first_of, kind_of
@@ -24,6 +23,7 @@ from cutesuper.ops.programs import (
 )
 from cutesuper.runtime.calling import Picker, picker
 from cutesuper.runtime.checks import ALIGNMENT, check_size
+from cutesuper.runtime.tensors import usable
 
 #: calls that are remembered for each operator; the oldest goes first
 KEPT_PLANS = 4096
@@ -32,19 +32,6 @@ Extents = tuple[int, ...]
 #: extents as PyTorch takes them one by one, where there are any: a tuple of two takes it 0.35 us
 #: more to read
 Arguments = tuple[Any, ...]
-
-
-def usable(t: torch.Tensor) -> torch.Tensor:
-    """The tensor as kernels read it: contiguous, its first element aligned; a copy where needed.
-
-    Raises LayoutError: calls are remembered by shape, whatever the layout.
-    """
-    if t.layout is not torch.strided:
-        raise LayoutError(f"a tensor of shape {list(t.shape)} has the layout {t.layout}; use "
-                          ".to_dense()")
-    if not t.is_contiguous():
-        t = t.contiguous()
-    return t if t.data_ptr() % ALIGNMENT == 0 else t.clone()
 
 
 def all_usable(tensors: Sequence[Maybe]) -> list[torch.Tensor]:
@@ -347,5 +334,4 @@ __all__ = [
     "output_shapes",
     "plan_of",
     "result_shape",
-    "usable",
 ]

@@ -90,6 +90,8 @@ class Program(ABC):
         Raises:
             ShapeError, DTypeError, LayoutError, DeviceError: an argument that does not fit; the
                 message names it. Nothing has run then.
+            GraphError: a gradient that cannot be recorded.
+            OperatorError: under a transform of ``torch.func``.
         """
         if inputs is None:
             as_list = len(args) == 1 and isinstance(args[0], list | tuple)
@@ -106,6 +108,8 @@ class Program(ABC):
     def _run(self, inputs: Sequence[Any], out: Any) -> list[Any]:
         signature = self._signature
         extents = signature.bind(inputs)
+        if extents is None:
+            return self._record(inputs, out)
         device = inputs[0].device
         if device.type != "cuda":
             return self._run_on_cpu(inputs, out, extents)
@@ -132,6 +136,15 @@ class Program(ABC):
             with torch.cuda.device(device):
                 launches.launch(values)
         return outputs
+
+    def _record(self, inputs: Sequence[Any], out: Any) -> list[Any]:
+        """A call whose gradients are recorded. Raises GraphError where there are none."""
+        del out
+        raise self._signature.refusal(
+            inputs,
+            "a loaded program has no backward; call it under torch.no_grad() or detach the input, "
+            "or differentiate cutesuper.superoptimize(program.graph)",
+        )
 
     def _run_on_cpu(self, inputs: Sequence[Any], out: Any, extents: dict[str, int]) -> list[Any]:
         results = run_reference(self.graph, list(inputs))

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from cutesuper.errors import DeviceError, DTypeError, GraphError, LayoutError, ShapeError
+from cutesuper.errors import (
+    CutesuperError,
+    DeviceError,
+    DTypeError,
+    GraphError,
+    LayoutError,
+    OperatorError,
+    ShapeError,
+)
 from cutesuper.graph.dims import Shape, Symbol, show_shape
 from cutesuper.graph.kernel import KernelGraph
 
@@ -14,6 +22,13 @@ from cutesuper.graph.kernel import KernelGraph
 ALIGNMENT = 16
 #: kernels compute offsets in 32 bits
 MAX_ELEMENTS = 2**31 - 1
+
+#: about tensors that transforms of PyTorch wrap
+TRANSFORMED = (
+    "it cannot be called under vmap (or with batched gradients) and other transforms of "
+    "torch.func; give it a tensor with one more leading dimension, and use torch.autograd for "
+    "gradients"
+)
 
 
 def check_size(what: str, shape: Sequence[int]) -> None:
@@ -40,17 +55,20 @@ class Signature:
 
         self._grad_enabled = torch.is_grad_enabled
 
-    def bind(self, inputs: Sequence[Any]) -> dict[str, int]:
-        """Check the inputs; return the extents of the symbols.
+    def bind(self, inputs: Sequence[Any]) -> dict[str, int] | None:
+        """Check the inputs; return the extents of the symbols, or None where a gradient is to be
+        recorded.
 
         Raises:
-            ShapeError, DTypeError, LayoutError, DeviceError, GraphError: naming the input.
+            ShapeError, DTypeError, LayoutError, DeviceError: naming the input.
+            OperatorError: under a transform of ``torch.func``.
         """
         if len(inputs) != len(self.names):
             raise ShapeError(
                 f"kernel: takes {len(self.names)} input(s) {self._call()}, got {len(inputs)}"
             )
         extents: dict[str, int] = {}
+        recorded = False
         try:
             device = inputs[0].device
             for i, t in enumerate(inputs):
@@ -65,9 +83,23 @@ class Signature:
                 good = good and not (t.requires_grad and self._grad_enabled())
                 if not (same and good) or t.data_ptr() % ALIGNMENT:
                     self._explain(i, t, device, extents)
+                    recorded = recorded or (t.requires_grad and self._grad_enabled())
         except AttributeError:
             self._not_tensors(inputs)
-        return extents
+        except RuntimeError as error:
+            self._refuse_wrapped(error)
+            raise
+        return None if recorded else extents
+
+    def refusal(self, inputs: Sequence[Any], remedy: str) -> GraphError:
+        """What to raise where the gradient of an input cannot be recorded.
+
+        Args:
+            inputs: of which one requires a gradient.
+            remedy: why not, and what to do.
+        """
+        name = next(n for n, t in zip(self.names, inputs, strict=True) if t.requires_grad)
+        return GraphError(f"kernel{self._call()}: input {name} requires a gradient, and {remedy}")
 
     def output_shapes(self, extents: dict[str, int]) -> list[tuple[Any, Any]]:
         """Shape and torch dtype of every output for these extents."""
@@ -130,9 +162,15 @@ class Signature:
         if t.data_ptr() % ALIGNMENT and t.device.type != "cpu":
             raise LayoutError(f"{what} starts at an address that is no multiple of {ALIGNMENT} "
                               "bytes (a view into another tensor?); clone it")
-        if t.requires_grad and self._grad_enabled():
-            raise GraphError(f"{what} requires a gradient, and this kernel has no backward; call "
-                             "it under torch.no_grad() or detach the input")
+
+    def _refuse_wrapped(self, error: RuntimeError) -> None:
+        """Tensors without memory of their own are wrapped by a transform, or fake."""
+        import torch
+
+        if isinstance(error, CutesuperError):
+            return
+        if torch._C._are_functorch_transforms_active():
+            raise OperatorError(f"kernel{self._call()}: {TRANSFORMED}") from error
 
     def _not_tensors(self, inputs: Sequence[Any]) -> None:
         for name, t in zip(self.names, inputs, strict=True):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from cutesuper.errors import CutesuperError, GraphError
+from cutesuper.graph.autodiff import reached
 from cutesuper.graph.block import MuGraph
-from cutesuper.graph.dims import Dim
+from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import Target
 from cutesuper.runtime.calling import Launches, Picker, Program, picker
@@ -22,6 +25,7 @@ from cutesuper.schedule.planner import KernelPlan
 from cutesuper.schedule.rows import RowPlan
 
 if TYPE_CHECKING:
+    from cutesuper.runtime.gradient import Gradient
     from cutesuper.search.cost import Cost
     from cutesuper.verify.equivalence import Verification
 
@@ -32,6 +36,12 @@ BUCKETS = (8, 16, 32, 64, 128, 512, 4096)
 def bucket_of(extent: int) -> int:
     """The bucket of a symbolic extent: the least of `BUCKETS` that holds it, or the last."""
     return next((b for b in BUCKETS if extent <= b), BUCKETS[-1])
+
+
+def bucketed(graph: KernelGraph) -> dict[str, int]:
+    """The buckets of the hints of a graph's symbolic extents, by name."""
+    shapes = [graph.nodes[i].shape for i in graph.inputs]
+    return {s[0].name: bucket_of(s[0].hint) for s in shapes if s and isinstance(s[0], Symbol)}
 
 
 @dataclass(frozen=True)
@@ -142,8 +152,15 @@ class Variant:
             function(*take(values))
 
 
+#: of a kernel, with respect to inputs by name
+Differentiate = Callable[["Kernel", tuple[str, ...]], "Gradient"]
+
+
 class Kernel(Program):
     """A superoptimized program; how it is called is in `Program`.
+
+    Inputs that require gradients get them: the first call with some set of them makes two further
+    programs (`gradient`), which such calls run. A derivative of a derivative is refused.
 
     Attributes:
         graph: the definition.
@@ -155,13 +172,17 @@ class Kernel(Program):
         graph: KernelGraph,
         target: Target,
         make_variant: Callable[[dict[str, int]], Variant],
+        differentiate: Differentiate | None = None,
     ) -> None:
         super().__init__(graph, target.arch)
         self.target = target
         self._make_variant = make_variant
+        self._differentiate = differentiate
+        self._gradients: dict[tuple[str, ...], Gradient | GraphError] = {}
+        self._recorded: dict[tuple[str, ...], Gradient | None] = {}
+        self._lock = threading.RLock()
         self._variants: dict[tuple[int, ...], Variant] = {}
-        hints = {s.name: s.hint for s in self._signature.symbols}
-        self._main = self._variant(tuple(bucket_of(h) for h in hints.values()))
+        self._main = self._variant(tuple(bucketed(graph).values()))
 
     def _launches(self, extents: dict[str, int]) -> Launches:
         if not extents:
@@ -173,6 +194,69 @@ class Kernel(Program):
             names = [s.name for s in self._signature.symbols]
             self._variants[key] = self._make_variant(dict(zip(names, key, strict=True)))
         return self._variants[key]
+
+    # -------------------------------------------------------------------------------- gradients
+
+    def gradient(self, *wrt: str) -> Gradient:
+        """The compiled derivative: kernels to look into, to draw, to export, to call.
+
+        Args:
+            wrt: inputs, by name; none is all that have a gradient.
+
+        Returns:
+            What calls run in which just these inputs require gradients, made at the first call or
+            now.
+
+        Raises:
+            GraphError: an input without a gradient, or no kernels compute it; says why.
+        """
+        names = wrt or reached(self.graph)
+        order = [self.graph.nodes[i].name for i in self.graph.inputs]
+        names = tuple(sorted(set(names), key=lambda n: order.index(n) if n in order else -1))
+        with self._lock:
+            if names not in self._gradients:
+                self._gradients[names] = self._derived(names)
+            found = self._gradients[names]
+        if isinstance(found, GraphError):
+            raise GraphError(str(found)) from found.__cause__
+        return found
+
+    def _derived(self, names: tuple[str, ...]) -> Gradient | GraphError:
+        if self._differentiate is None:
+            return GraphError(
+                "kernel.gradient(...): a program that was given has no backward; differentiate "
+                "cutesuper.superoptimize(kernel.graph)"
+            )
+        try:
+            return self._differentiate(self, names)
+        except GraphError as refusal:  # after a search of seconds, so it is kept
+            return refusal
+
+    def _record(self, inputs: Sequence[Any], out: Any) -> list[Any]:
+        names = tuple(
+            n for n, t in zip(self._signature.names, inputs, strict=True) if t.requires_grad
+        )
+        if out is not None:
+            raise self._signature.refusal(
+                inputs, "what is written to out= has none; leave out= out, or call it under "
+                "torch.no_grad()"
+            )
+        if names not in self._recorded:
+            there = self._having_gradients(names)
+            self._recorded[names] = self.gradient(*there) if there else None
+        gradient = self._recorded[names]
+        if gradient is None:
+            import torch
+
+            with torch.no_grad():
+                return self._run(inputs, None)
+        return gradient(inputs)
+
+    def _having_gradients(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return reached(self.graph, names)
+        except CutesuperError:  # `gradient` will say so
+            return names
 
     # ---------------------------------------------------------------------------------- looking
 
@@ -204,8 +288,12 @@ class Kernel(Program):
         return "\n".join(s.artifact.sass for s in self.kernels)
 
     def explain(self) -> str:
-        """Which muGraph, why, what it costs, how it was verified, what the alternatives were."""
-        return self._main.report
+        """Which muGraph, why, what it costs, how it was verified, what the alternatives were; and
+        which gradients there are by now."""
+        lines = [gradient_text(g) for g in self._gradients.values() if not isinstance(g, Exception)]
+        if not lines:
+            return self._main.report
+        return "\n\n".join([self._main.report, "== gradients ==\n" + "\n".join(lines)])
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Write the muGraph as a picture.
@@ -245,4 +333,17 @@ class Kernel(Program):
         return f"Kernel({len(self.kernels)} kernel(s): {names}; {self.target.name})"
 
 
-__all__ = ["BUCKETS", "CompiledStep", "Kernel", "Variant", "bucket_of"]
+def gradient_text(gradient: Gradient) -> str:
+    """What is kept, how many kernels there are, and where to look."""
+    kept = ", ".join(gradient.split.saved) or "nothing"
+    call = f"kernel.gradient({', '.join(map(repr, gradient.wrt))})"
+    made = gradient.backward
+    rest = f"{len(made.kernels)} kernel(s), see {call}.backward.explain()" if made else (
+        "none is needed")  # fmt: skip
+    return (
+        f"{', '.join(gradient.wrt)}: forward keeps {kept}, see {call}.forward.explain(); "
+        f"backward: {rest}"
+    )
+
+
+__all__ = ["BUCKETS", "CompiledStep", "Kernel", "Variant", "bucket_of", "bucketed"]

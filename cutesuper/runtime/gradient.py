@@ -1,0 +1,183 @@
+"""Calls whose gradients are recorded: two kernels, and what goes from one to the other.
+
+`Kernel.gradient` makes a `Gradient`; a call with inputs that require gradients runs it as one
+operator of PyTorch's autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._C._functorch as functorch
+
+from cutesuper.errors import GraphError, OperatorError
+from cutesuper.graph.autodiff import Split
+from cutesuper.graph.kernel import KernelGraph
+from cutesuper.runtime.checks import TRANSFORMED
+from cutesuper.runtime.tensors import usable
+
+if TYPE_CHECKING:
+    from cutesuper.runtime.kernel import Kernel
+
+Maybe = torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A program that keeps what its derivative needs, and the derivative, both compiled.
+
+    Attributes:
+        graph: the definition of the program.
+        wrt: the inputs whose gradients these are, by name.
+        split: both graphs and how they belong together, see `cutesuper.split`.
+        forward: the kernels of the program; what is kept are further outputs.
+        backward: the kernels of the derivative. They take inputs of the program, what is kept, and
+            cotangents: ``backward.graph`` names them. None where every gradient is a cotangent.
+    """
+
+    graph: KernelGraph
+    wrt: tuple[str, ...]
+    split: Split
+    forward: Kernel
+    backward: Kernel | None
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs of the program, recorded by autograd.
+
+        Args:
+            inputs: of the program.
+
+        Raises:
+            ShapeError, DTypeError, LayoutError, DeviceError: as for a `Kernel`.
+            OperatorError: under a transform of ``torch.func``.
+        """
+        if torch._C._are_functorch_transforms_active():
+            raise OperatorError(f"kernel(...): {TRANSFORMED}")
+        return list(_Recorded.apply(self, *inputs))
+
+    # ------------------------------------------------------------------------------------- wiring
+
+    @cached_property
+    def _inputs(self) -> list[str]:
+        return [self.graph.nodes[i].name for i in self.graph.inputs]
+
+    @cached_property
+    def _kept(self) -> list[str]:
+        """Names of what the backward pass is given besides cotangents."""
+        nodes, given = self.split.backward.nodes, self.split.backward.inputs
+        return [nodes[i].name for i in given if nodes[i].name not in self.split.cotangents]
+
+    @cached_property
+    def _operands(self) -> list[str]:
+        """Names of what the kernels of the derivative take."""
+        graph = self.backward.graph if self.backward else None
+        return [graph.nodes[i].name for i in graph.inputs] if graph else []
+
+    @cached_property
+    def constant(self) -> tuple[int, ...]:
+        """Which outputs of the program depend on no input of ``wrt``."""
+        nodes = self.graph.nodes
+        found = {i for i in self.graph.inputs if nodes[i].name in self.wrt}
+        for i, n in enumerate(nodes):
+            if found.intersection(n.inputs):
+                found.add(i)
+        return tuple(n for n, i in enumerate(self.graph.outputs) if i not in found)
+
+    def kept(
+        self, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What the backward pass is given, of inputs and outputs of the forward pass."""
+        saved = self.split.saved
+        return [made[saved[n]] if n in saved else inputs[self._inputs.index(n)] for n in self._kept]
+
+    def pulled_back(
+        self, kept: Sequence[torch.Tensor], cotangents: Sequence[Maybe], shapes: Sequence[Any]
+    ) -> list[Maybe]:
+        """One gradient for each input of the program, None where there is none.
+
+        Args:
+            kept: see above.
+            cotangents: of the outputs of the program; None is zero.
+            shapes: of inputs and outputs of the program.
+        """
+        device = next(t.device for t in cotangents if t is not None)
+        values = dict(zip(self._kept, kept, strict=True))
+        for name, n in self.split.cotangents.items():
+            dtype = self.graph.nodes[self.graph.outputs[n]].dtype.torch
+            t = cotangents[n]
+            if t is None:
+                t = torch.zeros(shapes[len(self._inputs) + n], dtype=dtype, device=device)
+            values[name] = t.to(dtype)
+        made: list[torch.Tensor] = []
+        if self.backward is not None:
+            made = self.backward([usable(values[n]) for n in self._operands])
+        found: list[Maybe] = []
+        for name, shape in zip(self._inputs, shapes, strict=False):
+            place = self.split.gradients.get(name)
+            t = values[place] if isinstance(place, str) else None if place is None else made[place]
+            # the gradient of what was broadcast has extents of 1 in front
+            found.append(t if t is None else t.reshape(shape))
+        return found
+
+
+class _Recorded(torch.autograd.Function):
+    """A call of a program as one operator of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Gradient, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = gradient.forward(list(inputs))
+        results = tuple(made[: len(gradient.graph.outputs)])
+        ctx.gradient = gradient
+        ctx.shapes = [t.shape for t in (*inputs, *results)]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(results[n] for n in gradient.constant))
+        ctx.save_for_backward(*gradient.kept(inputs, made))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Maybe) -> tuple[Maybe, ...]:
+        if torch._C._are_functorch_transforms_active() or any(map(_is_batched, cotangents)):
+            raise OperatorError(f"kernel(...): {TRANSFORMED}")
+        gradient: Gradient = ctx.gradient
+        kept = ctx.saved_tensors
+        if all(t is None for t in cotangents):
+            return (None,) * (1 + len(gradient.graph.inputs))
+        with torch.no_grad():
+            found = gradient.pulled_back(kept, cotangents, ctx.shapes)
+        if torch.is_grad_enabled():  # create_graph=True
+            places = [n for n, t in enumerate(found) if t is not None]
+            made = _Once.apply(len(places), *(found[n] for n in places), *kept, *cotangents)
+            for n, t in zip(places, made, strict=True):
+                found[n] = t
+        return (None, *found)
+
+
+def _is_batched(t: Maybe) -> bool:
+    """Whether it comes from ``torch.autograd.grad(is_grads_batched=True)``, which is no transform
+    of functorch."""
+    return t is not None and functorch.is_legacy_batchedtensor(t)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients as they are, which refuse to be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Maybe) -> tuple[Maybe, ...]:
+        """The first of the tensors; the others are what they depend on."""
+        del ctx
+        return tuple(None if t is None else t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Maybe) -> Any:
+        del ctx, cotangents
+        raise GraphError(
+            "kernel(...): its gradient cannot be differentiated again; leave out "
+            "create_graph=True, or compute this part with operators of torch"
+        )
+
+
+__all__ = ["Gradient"]
