@@ -79,7 +79,7 @@ def test_explain_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "No such file" in capsys.readouterr().err
     path.write_bytes(b"\xff\xfe")
     assert main(["explain", str(path)]) == 2
-    assert "decode" in capsys.readouterr().err
+    assert "not a text in UTF-8" in capsys.readouterr().err
     path.write_text("{}")
     assert main(["explain", str(path)]) == 1
     assert "cutesuper: FormatError: " in capsys.readouterr().err

@@ -359,7 +359,7 @@ ERRORS: list[tuple[Build, type[CutesuperError], str]] = [
     (
         lambda g, x, w: g.new_input((4,), name="t7"),
         GraphError,
-        "new_input(name='t7'): a name is a text; t0, t1, ... are taken by results",
+        "new_input(name='t7'): t0, t1, ... are taken by results",
     ),
     (lambda g, x, w: g.new_input((4,), name=3), GraphError, "new_input(name=3): a name is a text"),
     (
