@@ -207,15 +207,15 @@ class KernelCache:
 
 @functools.lru_cache(maxsize=1)
 def source_fingerprint() -> str:
-    """SHA-256 of the sources that decide what is in an entry: planning, lowering, compiling.
+    """SHA-256 of the sources that decide what is in an entry: operators, planning, lowering,
+    compiling.
 
     A key is the text of a plan's program and knobs; what planning derives from them (roles, fused
-    expressions) and what operators expand to is in the sources only.
+    expressions), what operators expand to and what they compute is in the sources only.
     """
     package = Path(__file__).resolve().parent.parent
-    folders = ("schedule", "lower", "device")
+    folders = ("graph", "schedule", "lower", "device")
     sources = [path for folder in folders for path in package.glob(f"{folder}/**/*.py")]
-    sources += [package / "graph" / f"{name}.py" for name in ("operators", "thread")]
     runtime = ("arguments", "compile", "dsl", "host_module")
     sources += [package / "runtime" / f"{name}.py" for name in runtime]
     digest = hashlib.sha256()

@@ -143,6 +143,8 @@ class Signature:
         """Raise for the first thing that is wrong with input ``i``."""
         name, want = self.names[i], self.shapes[i]
         what = f"kernel{self._call()}: input {name}"
+        if not hasattr(t, "data_ptr"):  # an array of NumPy, which has a dtype and a device too
+            raise DTypeError(f"{what} is a {type(t).__name__}, not a torch tensor")
         if t.dtype is not self.dtypes[i]:
             raise DTypeError(f"{what} is {t.dtype}, must be {self.dtypes[i]}; convert it with "
                              ".to()")
