@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cutesuper.errors import CutesuperError
+from cutesuper.errors import CutesuperError, FormatError
 
 if TYPE_CHECKING:
     from cutesuper.graph.kernel import KernelGraph
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code: 0 done, 1 failed, 2 wrong arguments or no GPU."""
+    """Entry point; returns the exit code: 0 done, 1 failed, 2 wrong arguments or no GPU, 130 Ctrl-C
+    (where a search has found nothing yet)."""
     parser = argparse.ArgumentParser(prog="cutesuper", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="optimize RMSNorm + Linear and run it")
@@ -35,15 +38,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _bench(rest)
     if rest:
         parser.error(f"unknown arguments: {' '.join(rest)}")
+    _print_anything()
     run = {"demo": _demo, "explain": _explain, "tune": _tune}[args.command]
     try:
-        return run(args)
+        code = run(args)
+        sys.stdout.flush()  # a full disk, a reader that has left
+        return code
     except _UsageError as error:
         print(f"cutesuper: {error}", file=sys.stderr)
         return 2
     except CutesuperError as error:
         print(f"cutesuper: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        # what is still buffered would fail again when the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"cutesuper: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("cutesuper: interrupted", file=sys.stderr)
+        return 130
+
+
+def _print_anything() -> None:
+    """Names of a user's tensors may have letters that the terminal's encoding has not."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _add_tune(tune: argparse.ArgumentParser) -> None:
@@ -82,8 +105,12 @@ def _read_graph(path: Path) -> KernelGraph:
 
     try:
         graph = loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise _UsageError(f"{path}: {error}") from error
+    except OSError as error:
+        raise _UsageError(f"{path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise _UsageError(f"{path}: not a text in UTF-8, as cutesuper.dumps writes it") from error
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
     if not isinstance(graph, KernelGraph):
         raise _UsageError(f"{path}: is a muGraph; give a kernel graph")
     return graph
@@ -95,12 +122,15 @@ def _explain(args: argparse.Namespace) -> int:
     if args.html and args.html.suffix.lower() not in (".html", ".htm"):
         print(f"cutesuper: --html {args.html}: give a name that ends in .html", file=sys.stderr)
         return 2
+    for path in (args.svg, args.html):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise _UsageError(f"{path}: there cannot be a file of this name; is its folder there?")
     graph = _read_graph(args.graph)
     kernel = superoptimize(graph, target=args.target, dependent_launch=args.dependent_launch)
     print(kernel.explain())
-    if args.svg:
+    if args.svg is not None:
         kernel.draw(args.svg)
-    if args.html:
+    if args.html is not None:
         kernel.draw(args.html)
     return 0
 
@@ -113,7 +143,7 @@ def _tune(args: argparse.Namespace) -> int:
     from cutesuper.tune.report import summary, table
 
     graph = _tuned_graph(args)
-    if args.budget_s <= 0 or args.candidates < 1:
+    if not args.budget_s > 0 or args.candidates < 1:
         raise _UsageError("--budget-s and --candidates must be positive")
     if not torch.cuda.is_available():
         raise _UsageError("tune: timing needs a CUDA GPU and PyTorch sees none here")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from cutesuper import optimize
-from cutesuper.errors import GraphError
+from cutesuper.errors import GraphError, OptionError
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.runtime.kernel import Kernel
 
@@ -63,6 +63,7 @@ def superoptimize(
 
     Raises:
         GraphError: ``program`` is neither.
+        OptionError: example inputs that are no list or tuple, or an option of another kind.
         TraceError: an operator that is no part of a kernel graph; names the user's file and line.
         ShapeError, SearchError, LoweringError, ScheduleError, CompileError: as for kernel graphs.
     """
@@ -82,6 +83,11 @@ def superoptimize(
         )
     from cutesuper.frontend.trace import Lazy, superoptimize_callable
 
+    if not isinstance(example_inputs, list | tuple | None):
+        raise OptionError(
+            f"superoptimize(program, {type(example_inputs).__name__}): give it the arguments of "
+            "the function or module as a tuple"
+        )
     if example_inputs is None and not example_kwargs:
         return Lazy(program, {"dynamic_shapes": dynamic_shapes, **options})
     return superoptimize_callable(

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from cutesuper.errors import CutesuperError, LoweringError, ScheduleError, VerificationError
 from cutesuper.graph.block import Axis, AxisKind, BlockProgram, KernelStep, MuGraph
+from cutesuper.graph.check import check_is_mugraph
 from cutesuper.graph.dims import extent
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.rows import row_label
@@ -20,7 +21,7 @@ from cutesuper.optimize import (
     compiled,
     verified,
 )
-from cutesuper.runtime.cache import KernelCache
+from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.kernel import Kernel, Variant
 from cutesuper.schedule.planner import KernelPlan, make_plan
 from cutesuper.search.cost import Cost
@@ -55,8 +56,9 @@ def compile_mugraph(
         GraphError, ShapeError, CompileError: as for `cutesuper.superoptimize`.
     """
     check_definition("compile_mugraph", graph)
+    check_is_mugraph("compile_mugraph", mugraph)
     options = Options(as_target(target), dependent_launch)
-    store = cache or KernelCache()
+    store = cache_or_default(cache)
 
     def make(hints: dict[str, int]) -> Variant:
         here = graph.with_hints(hints)

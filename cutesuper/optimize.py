@@ -15,21 +15,21 @@ from cutesuper import store
 from cutesuper.differentiate import gradient_of
 from cutesuper.errors import (
     CutesuperError,
-    GraphError,
     LoweringError,
     ScheduleError,
     SearchError,
     VerificationError,
 )
+from cutesuper.graph.asked import check_options
 from cutesuper.graph.block import MuGraph
-from cutesuper.graph.check import check_kernel_graph
+from cutesuper.graph.check import check_graph, check_kernel_graph
 from cutesuper.graph.dims import Symbol, extent
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import lookup
 from cutesuper.graph.target import H100, H200, TARGETS, Target, find_target
 from cutesuper.progress import progress_bar
 from cutesuper.report import variant_report
-from cutesuper.runtime.cache import KernelCache
+from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.checks import check_size
 from cutesuper.runtime.compile import CompileRequest, compile_many
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant, bucketed
@@ -65,6 +65,9 @@ class Options:
         budget_s: seconds the search may take; None is no limit.
         executor: searches parts of the graph in other processes or on other machines.
         tuned: use what `cutesuper.tune` has stored.
+
+    Raises:
+        OptionError: a value of another kind.
     """
 
     target: Target
@@ -73,6 +76,12 @@ class Options:
     budget_s: float | None = None
     executor: Executor | None = None
     tuned: bool = True
+
+    def __post_init__(self) -> None:
+        check_options(
+            dependent_launch=self.dependent_launch, seed=self.seed, budget_s=self.budget_s,
+            executor=self.executor, tuned=self.tuned,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -128,17 +137,15 @@ def superoptimize(
 
     Raises:
         GraphError: the graph is not complete.
+        OptionError: an option has a value of another kind.
+        DeviceError: no such target.
         ShapeError: a tensor is too large for 32-bit offsets.
         SearchError, LoweringError, ScheduleError: no program can be run; says which operator.
         CompileError: the compiler refused the kernel.
     """
-    if not isinstance(graph, KernelGraph):
-        raise GraphError(
-            f"superoptimize({type(graph).__name__}): give it a kernel graph, made with "
-            "cutesuper.new_kernel_graph()"
-        )
+    check_graph("superoptimize", graph)
     options = Options(as_target(target), dependent_launch, seed, budget_s, executor, tuned)
-    cache = cache or KernelCache()
+    cache = cache_or_default(cache)
     with progress_bar() as show:
         return Prospect(graph, options, cache, on_progress or show).kernel()
 
@@ -241,8 +248,10 @@ def mugraphs(
         on_progress: as for `superoptimize`.
 
     Raises:
-        GraphError, SearchError: as for `superoptimize`.
+        GraphError, OptionError, DeviceError, SearchError: as for `superoptimize`.
     """
+    check_graph("mugraphs", graph)
+    check_options(keep=keep, seed=seed, budget_s=budget_s, executor=executor)
     verifier = Verifier(graph, seed=seed)
     with progress_bar() as show:
         return search(
@@ -263,6 +272,7 @@ def check_definition(call: str, graph: KernelGraph) -> None:
         GraphError: the graph is not complete.
         ShapeError: a tensor is too large for 32-bit offsets.
     """
+    check_graph(call, graph)
     check_kernel_graph(graph)
     for node in graph.nodes:
         if not any(isinstance(d, Symbol) for d in node.shape):
@@ -271,8 +281,9 @@ def check_definition(call: str, graph: KernelGraph) -> None:
 
 def as_target(target: Target | str | None) -> Target:
     """A target, the one of this name, or that of the current GPU. Raises DeviceError."""
-    chosen = find_target(target) if isinstance(target, str) else target
-    return chosen or current_target()
+    if target is None:
+        return current_target()
+    return target if isinstance(target, Target) else find_target(target)
 
 
 def current_target() -> Target:

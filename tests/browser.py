@@ -25,8 +25,9 @@ FLAGS = (
     "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe",
 )  # fmt: skip
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-#: seconds that one command may take
-PATIENCE = 20
+#: seconds after which a browser counts as hung; one that answers is never waited for, and on a busy
+#: machine starting it took more than 10
+PATIENCE = 180
 
 
 def find_browser() -> str | None:

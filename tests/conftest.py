@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from cutesuper.runtime.cache import ROOT_VARIABLE
 
@@ -27,7 +27,11 @@ if WORKER:
 # Tests start some 150 processes, and compiling the package from source takes each 0.3 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-settings.register_profile("cutesuper", deadline=None, derandomize=True, max_examples=60)
+# No limits on time: how long an example takes to be drawn says how busy the machine is.
+settings.register_profile(
+    "cutesuper", deadline=None, derandomize=True, max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
 settings.load_profile("cutesuper")
 
 

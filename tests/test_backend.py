@@ -345,6 +345,7 @@ def test_threads() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ("all", "options='all'; they are a dictionary"),
         ({"tak": "all"}, "there is no option 'tak', only take, target, budget_s, inductor"),
         ({"take": "most"}, "take='most'; it is one of 'faster', 'modelled', 'all'"),
         ({"take": ["all"]}, r"take=\['all'\]; it is one of"),
@@ -357,7 +358,7 @@ def test_threads() -> None:
         ({"inductor": {"cpp_wrapper": True}}, "kernels are called from Python; leave it out"),
     ],
 )  # fmt: skip
-def test_wrong_options(options: dict[str, Any], message: str) -> None:
+def test_wrong_options(options: Any, message: str) -> None:
     with pytest.raises((OptionError, cs.errors.DeviceError), match=message):
         cs.explain(lambda x: x * 2, (torch.ones(2),), options=options)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,15 +117,30 @@ def test_exit_code_3_when_the_device_is_lost(scripted, monkeypatch, tmp_path, ca
     assert results["cases"][-1]["error"] == results["aborted"]
 
 
-def test_watchdog_expires_only_on_slow_steps():
-    expired = []
-    watchdog = cli.Watchdog(0.4, expired.append)
+def test_watchdog_expires_only_on_slow_steps(monkeypatch):
+    """Time passes between two looks of the watchdog, however long those take on a busy machine."""
+    expired, looked, now = [], threading.Event(), [0.0]
+
+    def clock():
+        looked.set()
+        return now[0]
+
+    def pass_by(seconds):
+        now[0] += seconds
+        for _ in range(2):  # the first look may have begun before
+            looked.clear()
+            assert looked.wait(600)
+
+    monkeypatch.setattr(cli, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(cli, "GRACE_SECONDS", 3600.0)  # of real ones
+    watchdog = cli.Watchdog(0.2, expired.append)
     for _ in range(3):
         with watchdog.guard("quick"):
-            time.sleep(0.2)
+            pass_by(0.15)
     assert expired == []
     with watchdog.guard("slow"):
-        time.sleep(0.8)
+        now[0] += 0.3
+        watchdog._thread.join(600)
     watchdog.close()
     assert expired == ["slow"]
 
@@ -132,14 +148,19 @@ def test_watchdog_expires_only_on_slow_steps():
 HANG = """
 import sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from tests.benchmark_fakes import KNOBS, PLAIN, TINY, FakeBackend, Implementation
 from benchmarks import cli, harness
 
+clock = time.monotonic
+
 def hang(problem):
+    cli.time = SimpleNamespace(monotonic=lambda: clock() + 700)
     while True:
         time.sleep(0.1)
 
-monitor = cli.CliMonitor(0.5, Path(sys.argv[1]))
+# 600 s without waiting for them: on a busy machine a step that does not hang may take some
+monitor = cli.CliMonitor(600.0, Path(sys.argv[1]))
 harness.run(PLAIN, shapes=[TINY], peers=["eager", Implementation("stuck", "peer", hang)],
             floors=(), settings=KNOBS, backend=FakeBackend(), monitor=monitor)
 """
@@ -153,7 +174,7 @@ def test_a_hang_ends_with_code_3_and_partial_results(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 3, done.stderr
     results = report.load_results(path)

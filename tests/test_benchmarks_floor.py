@@ -53,7 +53,7 @@ def floor_facts(tmp_path_factory):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     plans, builds = json.loads(done.stdout.split("FACTS")[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from cutesuper.schedule.planner import make_plan
 from cutesuper.search.search import SearchOptions, search
 from tests.benchmark_fakes import KNOBS, PLAIN, TINY, FakeBackend, right
 from tests.fake_runtime import record_launches
+from tests.tune_fakes import waits_only_for
 
 # -------------------------------------------------------------------------------------- correlation
 
@@ -293,7 +295,8 @@ def test_the_culprit_is_who_was_named():
     assert job("right", "right").without(["c001"]).names == ("c002",)
 
 
-def test_a_hang_and_a_crash_cost_only_themselves():
+def test_a_hang_and_a_crash_cost_only_themselves(monkeypatch):
+    waits_only_for(monkeypatch, "c004: warm-up")
     worker = Worker(Breakable, timeout=5.0)
     try:
         assert worker.environment()["gpu"] == "scripted"
@@ -437,16 +440,20 @@ def test_what_no_candidate_did_fails_the_case_only(in_process, monkeypatch):
     assert second["summary"]["timed"] == 3
 
 
-def test_cases_that_have_not_begun_in_time_are_left_out(in_process):
-    begun = []
+def test_cases_that_have_not_begun_in_time_are_left_out(in_process, monkeypatch):
+    begun, done = [], threading.Event()
 
     def slow(cases):
         begun.append(len(cases))
-        time.sleep(0.4 * (len(begun) > 1))
+        if len(begun) > 1:
+            assert done.wait(600)
         return prepared(cases)
 
+    # the budget is used up when the first case is done
+    clock = SimpleNamespace(monotonic=lambda: 10.0 * done.is_set())
+    monkeypatch.setattr(rank, "time", clock)
     cases = [(PLAIN, TINY)] * (rank.CHUNK + 2)
-    results = run(cases, prepare=slow, budget_s=0.3)
+    results = run(cases, prepare=slow, budget_s=5.0, case_done=lambda _: done.set())
     errors = [case["error"] for case in results["cases"]]
     assert len(errors) == len(cases)
     assert errors[0] is None

@@ -182,6 +182,10 @@ def test_read_only_cache_is_still_read(tmp_path: Path, monkeypatch: pytest.Monke
 def test_default_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUTESUPER_CACHE", str(tmp_path))
     assert default_root() == tmp_path
+    monkeypatch.setenv("CUTESUPER_CACHE", "~/x")
+    assert default_root() == Path.home() / "x"
+    monkeypatch.setenv("CUTESUPER_CACHE", "~there is no such user/x")
+    assert default_root() == Path("~there is no such user/x")
     monkeypatch.delenv("CUTESUPER_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert default_root() == tmp_path / "xdg" / "cutesuper"
@@ -233,6 +237,7 @@ def test_sources_that_decide_the_code_are_in_the_key(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Path, "read_bytes", record)
     source_fingerprint.__wrapped__()
-    assert {"graph/operators.py", "graph/thread.py", "schedule/matmul.py", "lower/rows.py"} <= read
+    assert {"graph/operators.py", "graph/functions.py", "graph/composites.py"} <= read
+    assert {"targets/hopper.py", "schedule/matmul.py", "lower/rows.py"} <= read
     assert {"device/memory.py", "runtime/dsl.py"} <= read
     assert "runtime/kernel.py" not in read

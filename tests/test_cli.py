@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -79,7 +83,7 @@ def test_explain_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "No such file" in capsys.readouterr().err
     path.write_bytes(b"\xff\xfe")
     assert main(["explain", str(path)]) == 2
-    assert "decode" in capsys.readouterr().err
+    assert "not a text in UTF-8" in capsys.readouterr().err
     path.write_text("{}")
     assert main(["explain", str(path)]) == 1
     assert "cutesuper: FormatError: " in capsys.readouterr().err
@@ -88,6 +92,56 @@ def test_explain_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtur
     path.write_text(cs.dumps(norm_linear()))
     assert main(["explain", str(path)]) == 2
     assert "is a muGraph; give a kernel graph" in capsys.readouterr().err
+
+
+def test_explain_names_the_file_that_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "graph é.json"
+    path.write_text("[" * 100_000)
+    assert main(["explain", str(path)]) == 1
+    assert str(path) in capsys.readouterr().err
+
+
+def test_explain_looks_where_it_writes_before_it_searches(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in (tmp_path / "no folder" / "x.svg", tmp_path):
+        assert main(["explain", str(saved), "--svg", str(name)]) == 2
+        assert "there cannot be a file of this name" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_ctrl_c_and_a_full_disk(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cs, "superoptimize", interrupted)
+        assert main(["explain", str(saved)]) == 130
+    assert capsys.readouterr().err == "cutesuper: interrupted\n"
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cs, "superoptimize", full)
+    assert main(["explain", str(saved)]) == 1
+    assert "No space left" in capsys.readouterr().err
+
+
+def test_names_that_the_terminal_cannot_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g = cs.new_kernel_graph()
+    g.mark_output(g.exp(g.new_input((16, 64), name="é")))
+    path = tmp_path / "graph.json"
+    path.write_text(cs.dumps(g))
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["explain", str(path), "--target", "h200"]) == 0
+    assert b"\\xe9" in cast("Any", out).buffer.getvalue()
 
 
 def test_explain_refuses_an_unknown_target(

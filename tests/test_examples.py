@@ -43,7 +43,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def run(*arguments: str) -> str:
     """What an example prints; arguments of the interpreter, which end with the example's."""
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=900,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

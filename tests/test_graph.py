@@ -12,7 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cutesuper.errors import CutesuperError, DTypeError, GraphError, OperatorError, ShapeError
+from cutesuper.errors import (
+    CutesuperError,
+    DTypeError,
+    GraphError,
+    OperatorError,
+    OptionError,
+    ShapeError,
+)
 from cutesuper.graph.dims import Symbol, broadcast, ceil_div, extent, show_shape, size
 from cutesuper.graph.dtypes import as_dtype, bfloat16, float16, float32
 from cutesuper.graph.evaluate import evaluate, run_reference
@@ -359,9 +366,12 @@ ERRORS: list[tuple[Build, type[CutesuperError], str]] = [
     (
         lambda g, x, w: g.new_input((4,), name="t7"),
         GraphError,
-        "new_input(name='t7'): a name is a text; t0, t1, ... are taken by results",
+        "new_input(name='t7'): t0, t1, ... are taken by results",
     ),
     (lambda g, x, w: g.new_input((4,), name=3), GraphError, "new_input(name=3): a name is a text"),
+    (lambda g, x, w: g.new_input((4,), name="a\nb"), GraphError, "a text that can be printed"),
+    (lambda g, x, w: g.new_input((4,), name="\ud800"), GraphError, "a text that can be printed"),
+    (lambda g, x, w: g.new_input((4,), constant="no"), OptionError, "constant='no': must be True"),
     (
         lambda g, x, w: g.mark_output(x),
         GraphError,

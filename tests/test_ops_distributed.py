@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +69,12 @@ def wrapped(kind: str, module: Any) -> Any:
     return fully_shard(module, mp_policy=policy)
 
 
-def work(rank: int, port: int, folder: str) -> None:
+def work(rank: int, folder: str) -> None:
     """One process: rank 0 writes the gradients of every kind."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
+    # a file in place of a port, which somebody else may take between asking for it and using it
+    where = (Path(folder) / "store").as_uri()
+    torch.distributed.init_process_group("gloo", where, rank=rank, world_size=RANKS)
     for kind in KINDS:
         grads = trained(kind, rank)
         if rank == 0:
@@ -111,10 +110,7 @@ def alone() -> list[Any]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The gradients of all kinds, from one pair of processes: starting them takes longest."""
     folder = tmp_path_factory.mktemp("gradients")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, (port, str(folder)), nprocs=RANKS)
+    torch.multiprocessing.spawn(work, (str(folder),), nprocs=RANKS)
     return folder
 
 

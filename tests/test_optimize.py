@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from cutesuper.errors import (
     GraphError,
     LayoutError,
     LoweringError,
+    OptionError,
     SearchError,
     ShapeError,
 )
@@ -200,7 +202,29 @@ WRONG: dict[str, tuple[Any, type[CutesuperError], str]] = {
     "a list": (lambda: [[1.0], half(K, N)], DTypeError, "input X is a list, not a torch tensor"),
     "nothing": (lambda: [None, half(K, N)], DTypeError, "input X is a NoneType, not a torch"),
     "a number": (lambda: [half(M, K), 2.0], DTypeError, "input W is a float, not a torch tensor"),
+    "numpy": (lambda: [half(M, K).numpy(), half(K, N)], DTypeError, "input X is a ndarray, not a"),
+    "storage": (
+        lambda: [half(M, K).untyped_storage(), half(K, N)],
+        DTypeError,
+        "input X is a UntypedStorage, not a torch tensor",
+    ),
+    "sparse": (
+        lambda: [half(M, K).to_sparse_csr(), half(K, N)],
+        LayoutError,
+        "input X is not an ordinary tensor (torch.sparse_csr); use .to_dense()",
+    ),
+    "nested": (
+        lambda: [half(M, K), torch.nested.nested_tensor([half(K, N)])],
+        LayoutError,
+        "input W is not an ordinary tensor (nested)",
+    ),
+    "freed": (lambda: [freed(half(M, K)), half(K, N)], LayoutError, "input X has no memory"),
 }
+
+
+def freed(t: torch.Tensor) -> torch.Tensor:
+    t.untyped_storage().resize_(0)
+    return t
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -245,6 +269,8 @@ OUT: dict[str, tuple[Any, type[CutesuperError], str]] = {
     "strides": (lambda x, w: half(N, M).T, LayoutError, "output 0 must be contiguous"),
     "count": (lambda x, w: [half(M, N)] * 2, ShapeError, "1 output(s), got 2"),
     "not a tensor": (lambda x, w: "out", DTypeError, "output 0 is a str, not a torch tensor"),
+    "sparse": (lambda x, w: half(M, N).to_sparse_csr(), LayoutError, "output 0 is not an ordinary"),
+    "gradient": (lambda x, w: half(M, N, requires_grad=True), GraphError, "0 requires a gradient"),
     "overlap": (lambda x, w: x.view(-1)[: M * N].view(M, N), LayoutError, "overlaps an input"),
     "overlap of the end": (
         lambda x, w: w.view(-1)[-M * N :].view(M, N),
@@ -310,7 +336,49 @@ def test_graphs_that_are_refused(make: Any, error: type[CutesuperError], message
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("seed", -1, "seed=-1: must be an int of at least 0"),
+        ("seed", None, "seed=None: must be an int"),
+        ("budget_s", "5", "budget_s='5': must be a number of seconds, or None"),
+        ("budget_s", float("nan"), "budget_s=nan: must be a number of seconds"),
+        ("budget_s", 10**400, "budget_s=1000"),
+        ("executor", 4, "executor=4: must be a concurrent.futures.Executor"),
+        ("dependent_launch", "yes", "dependent_launch='yes': must be True or False"),
+        ("tuned", 0, "tuned=0: must be True or False"),
+        ("on_progress", "bar", "on_progress='bar': must be a function"),
+        ("cache", "/tmp/x", "cache='/tmp/x': must be a cutesuper.runtime.cache.KernelCache"),
+    ],
+)
+def test_options_of_another_kind_are_refused(option: str, value: Any, message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        cs.superoptimize(SMALL["norm_linear"](), target="h200", **{option: value})
+    assert message in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_what_is_no_graph_is_refused_everywhere() -> None:
+    graph = SMALL["norm_linear"]()
+    calls: list[Callable[[], Any]] = [
+        lambda: cs.mugraphs(None),  # type: ignore[arg-type]
+        lambda: cs.verify(None, None),  # type: ignore[arg-type]
+        lambda: cs.verify(graph, graph),  # type: ignore[arg-type]
+        lambda: cs.compile_mugraph(3, None),  # type: ignore[arg-type]
+        lambda: cs.compile_mugraph(graph, "x"),  # type: ignore[arg-type]
+        lambda: cs.dumps("x"),  # type: ignore[arg-type]
+        lambda: cs.split("x"),  # type: ignore[arg-type]
+        lambda: cs.split(graph, save=3),  # type: ignore[arg-type]
+        lambda: cs.grad(graph, wrt=3),  # type: ignore[arg-type]
+    ]
+    for call in calls:
+        with pytest.raises(GraphError):
+            call()
+
+
 def test_targets() -> None:
+    for target in (3, ["h200"]):
+        with pytest.raises(DeviceError, match=r"target .*: unknown; use one of h200"):
+            cs.superoptimize(zoo.rows("exp", (4, 8)), target=target)  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match="target 'h300': unknown; use one of h200, h100, b200"):
         cs.superoptimize(zoo.rows("exp", (4, 8)), target="h300")
     with pytest.raises(LoweringError, match=r"for Hopper \(sm_90a\) only, not for b200"):

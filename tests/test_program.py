@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import os
+import pickle
 import shutil
 import struct
 import subprocess
@@ -324,6 +325,50 @@ def test_nothing_runs_before_validation(
             load(broken)
     with pytest.raises(AssertionError, match="was opened"):
         load(two)
+
+
+def test_a_library_that_is_damaged_anywhere_is_refused(
+    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damaged code would not fail, it would end the process."""
+    import ctypes
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("the library was opened")
+
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    content, broken = two.read_bytes(), tmp_path / "broken.so"
+    for place in range(100, len(content), len(content) // 40):
+        damaged = bytearray(content)
+        damaged[place] ^= 4
+        broken.write_bytes(damaged)
+        with pytest.raises(FormatError, match=r"broken\.so"):
+            load(broken)
+    broken.write_bytes(content)
+    with pytest.raises(AssertionError, match="was opened"):
+        load(broken)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/dev/zero", "a device or a pipe is no library"),  # it has no end
+        ("a\0b", "is not the name of a file"),
+        ("", "is not the name of a file"),
+        (None, r"load\(NoneType\): give it the name of a file"),
+        (b"/nothing/there.so", "No such file"),
+    ],
+)
+def test_names_that_are_no_files(path: Any, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        load(path)
+
+
+def test_programs_are_copied_as_themselves_and_not_pickled(two: Path) -> None:
+    program = load(two)
+    assert copy.deepcopy([program])[0] is program
+    with pytest.raises(GraphError, match=r"cannot be pickled.*dumps\(program.graph\)"):
+        pickle.dumps(program)
 
 
 def test_a_library_without_a_program(cache: KernelCache, folder: Path) -> None:

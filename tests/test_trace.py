@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cutesuper as cs
-from cutesuper.errors import GraphError, ShapeError, TraceError
+from cutesuper.errors import GraphError, OptionError, ShapeError, TraceError
 from cutesuper.frontend import trace
 from cutesuper.frontend.partition import partition
 from tests.tracing import CORPUS, Attention, Block, FusedMLP, GatedMLP, check, randn, traced
@@ -310,3 +310,17 @@ def test_decorator_traces_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(scaled(x), x * 2 + 1) and len(made) == 1
     assert torch.equal(scaled(x, factor=3.0), x * 3 + 1) and len(made) == 2
     assert torch.equal(scaled(x[:2].clone()), x[:2] * 2 + 1) and len(made) == 3
+
+
+def test_arguments_of_another_kind_are_refused() -> None:
+    x = torch.randn(4, 64)
+
+    def double(x: Any) -> Any:
+        return x + x
+
+    with pytest.raises(OptionError, match=r"superoptimize\(program, Tensor\): give it the"):
+        cs.superoptimize(double, x)
+    with pytest.raises(TraceError, match="an argument is a ndarray, which is no tensor"):
+        cs.superoptimize(double)(x.numpy())
+    with pytest.raises(OptionError, match=r"explain\(str, ...\): give it a module or a function"):
+        cs.explain("double", (x,))  # type: ignore[arg-type]

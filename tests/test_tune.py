@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,7 @@ from cutesuper.tune.measure import make_sets
 from cutesuper.tune.tuner import Tuned, decide, tune
 from tests import zoo
 from tests.fake_runtime import record_launches
-from tests.tune_fakes import FakeDevice
+from tests.tune_fakes import FakeDevice, waits_only_for
 
 M, K, N = 16, 128, 64
 
@@ -221,6 +220,7 @@ def test_a_failure_costs_that_candidate_only(
         return [CompileError("ptxas died") if i == 7 else None for i in range(len(requests))]
 
     monkeypatch.setattr(candidates, "compile_many", compiled)
+    waits_only_for(monkeypatch, "c002: timing")
     accidents = ["hangs", "crashes", "raises", "wrong", "wrong later", "breaks"]
     script = {f"c{n:03d}": how for n, how in enumerate(accidents, start=2)} | {"c009": 5.0}
     tuned = run(script, zoo.rms_norm_linear(16, 256, 256), candidates=9)
@@ -297,13 +297,14 @@ def test_the_budget_ends_the_timing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def compiled(requests: list[Any], **_: Any) -> list[Any]:
         waves.append(len(requests))
-        time.sleep(0.2)
         return [None for _ in requests]
 
+    # the first wave takes longer than the whole budget, however fast the machine is
+    clock = SimpleNamespace(monotonic=lambda: 1000.0 * len(waves))
+    monkeypatch.setattr(tuner, "time", clock)
+    monkeypatch.setattr(candidates, "time", clock)
     monkeypatch.setattr(candidates, "compile_many", compiled)
-    begin = time.monotonic()
-    tuned = run({"c001": "slow"}, budget_s=0.2)
-    assert time.monotonic() - begin < 30
+    tuned = run({"c001": "slow"}, budget_s=900.0)
     assert len(waves) == 1
     assert [t.status for t in tuned.trials] == ["ok"] + ["left out"] * 3
     assert tuned.trials[1].reason == "the budget was used up before it was compiled"
@@ -349,7 +350,7 @@ def test_a_script_without_a_main_guard_can_tune(tmp_path: Path) -> None:
     root = str(Path(__file__).resolve().parent.parent)
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, cwd=root,
-        env={**os.environ, "PYTHONPATH": root}, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": root}, timeout=600, check=False,
     )  # fmt: skip
     assert done.stdout.split() == ["begin", "c001"], done.stderr
 

@@ -5,12 +5,50 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 
 from cutesuper.runtime.calling import Launches
+from cutesuper.tune import isolate
 from cutesuper.verify.numeric import execute
+
+
+class Waiting:
+    """The connection to a process of which one step hangs. That step is waited for a moment, the
+    others as long as they take: a busy machine is no hang.
+
+    Attributes:
+        hangs: text of the step.
+    """
+
+    def __init__(self, connection: Any, hangs: str) -> None:
+        self._connection, self._step, self.hangs = connection, "", hangs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def recv(self) -> Any:
+        kind, content = message = self._connection.recv()
+        if kind == "step":
+            self._step = content
+        return message
+
+    def poll(self, timeout: float) -> bool:
+        del timeout
+        return self._connection.poll(0.5 if self.hangs in self._step else 600.0)
+
+
+def waits_only_for(patch: pytest.MonkeyPatch, step: str) -> None:
+    """Have workers (`cutesuper.tune.isolate`) count as hung in this step only."""
+    start = isolate.Worker._start
+
+    def started(worker: isolate.Worker) -> None:
+        start(worker)
+        worker._connection = cast("Any", Waiting(worker._connection, step))
+
+    patch.setattr(isolate.Worker, "_start", started)
 
 
 @dataclass

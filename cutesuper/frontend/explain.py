@@ -38,8 +38,13 @@ def explain(
         are not taken, with the lines that they come from.
 
     Raises:
-        OptionError: options that there are not, or example inputs that are no list or tuple.
+        OptionError: no module or function, options that there are not, or example inputs that are
+            no list or tuple.
     """
+    if not callable(model):
+        raise OptionError(
+            f"explain({type(model).__name__}, ...): give it a module or a function of PyTorch"
+        )
     if not isinstance(example_inputs, list | tuple):
         raise OptionError(
             f"explain(model, {type(example_inputs).__name__}): give it the arguments of the model "

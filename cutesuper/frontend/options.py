@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from cutesuper.errors import OptionError
 from cutesuper.frontend.internals import inductor_options, mode_options
+from cutesuper.graph.asked import shown
 from cutesuper.graph.target import Target, find_target
 
 Take = Literal["faster", "modelled", "all"]
@@ -43,6 +44,11 @@ def read_options(given: Mapping[str, Any] | None, mode: str | None = None) -> Ba
         OptionError: an option that does not exist, or a value that it cannot have.
         DeviceError: no such target.
     """
+    if not isinstance(given, Mapping | None):
+        raise OptionError(
+            f"backend 'cutesuper': options={shown(given)}; they are a dictionary, as "
+            "options={'take': 'all'}"
+        )
     given = dict(given or {})
     known = [f.name for f in fields(BackendOptions)]
     for name in given:

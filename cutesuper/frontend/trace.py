@@ -450,6 +450,13 @@ class Lazy:
 def _facts(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.device
+    try:
+        hash(leaf)
+    except TypeError:
+        raise TraceError(
+            f"superoptimize: an argument is a {type(leaf).__name__}, which is no tensor and cannot "
+            "tell calls apart; give torch tensors, numbers and texts"
+        ) from None
     return type(leaf), leaf
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from cutesuper.errors import GraphError, OperatorError, ShapeError
+from cutesuper.graph.asked import shown
 from cutesuper.graph.dims import Dim, Shape, Symbol, extent, show_shape
 from cutesuper.graph.operators import (
     Attributes,
@@ -180,10 +181,10 @@ class CausalMask(Operator):
 
     def check_attributes(self, given: Attributes) -> Attributes:
         full = super().check_attributes(given)
-        if full["alignment"] not in ("top_left", "bottom_right"):
+        if str(full["alignment"]) not in ("top_left", "bottom_right"):
             raise OperatorError(
-                f"causal_mask(alignment={full['alignment']!r}): must be 'top_left' (row i sees "
-                "columns 0..i) or 'bottom_right' (the last row sees all columns)"
+                f"causal_mask(alignment={shown(full['alignment'])}): must be 'top_left' (row i "
+                "sees columns 0..i) or 'bottom_right' (the last row sees all columns)"
             )
         return full
 

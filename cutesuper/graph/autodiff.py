@@ -17,11 +17,12 @@ after, where the forward pass keeps rstd::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cutesuper.errors import GraphError
+from cutesuper.graph.asked import shown
 from cutesuper.graph.derivation import Derivation
 from cutesuper.graph.dims import Symbol
 from cutesuper.graph.dtypes import DType, float32
@@ -363,6 +364,9 @@ def _find(
     """Nodes of the program by name or as tensors; None is all that may be asked for."""
     if given is None:
         return list(known)
+    if not isinstance(given, str | Tensor | Iterable):
+        raise GraphError(f"{call}({argument}={shown(given)}): give names or tensors, or None for "
+                         "all")
     items = [given] if isinstance(given, str | Tensor) else list(given)
     names = {graph.nodes[i].name: i for i in known}
     integers = {n.name: i for i, n in enumerate(graph.nodes) if n.dtype.integer}

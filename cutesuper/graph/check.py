@@ -42,12 +42,33 @@ _MASKED = ("rows", "columns")
 MAX_PASSES = 3
 
 
+def check_graph(call: str, graph: Any) -> None:
+    """Refuse what is no kernel graph. Raises GraphError."""
+    if not isinstance(graph, KernelGraph):
+        raise GraphError(
+            f"{call}({type(graph).__name__}): give it a kernel graph, made with "
+            "cutesuper.new_kernel_graph()"
+        )
+
+
+def check_is_mugraph(call: str, mugraph: Any) -> None:
+    """Refuse what is no muGraph. Raises GraphError."""
+    if not isinstance(mugraph, MuGraph):
+        raise GraphError(
+            f"{call}({type(mugraph).__name__}): give it a muGraph: what the search finds "
+            "(kernel.mugraph, cutesuper.mugraphs), or what cutesuper.load_mirage or "
+            "cutesuper.loads read"
+        )
+
+
 def check_kernel_graph(graph: KernelGraph) -> None:
     """Refuse a graph that cannot be optimized.
 
     Raises:
-        GraphError: no inputs, no outputs, or an input that no output depends on.
+        GraphError: no kernel graph at all, no inputs, no outputs, or an input that no output
+            depends on.
     """
+    check_graph("kernel graph", graph)
     if not graph.inputs:
         raise GraphError("kernel graph: it has no inputs; add one with new_input(dims=, dtype=)")
     if not graph.outputs:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import DTypeError
+from cutesuper.graph.asked import shown
 
 if TYPE_CHECKING:
     import torch
@@ -71,4 +72,7 @@ def as_dtype(value: Any) -> DType:
     name = _SHORT.get(name, name)
     if name in ALL or name in INTEGERS:
         return {**ALL, **INTEGERS}[name]
-    raise DTypeError(f"dtype {value!r}: not supported; use one of {', '.join(ALL)}")
+    raise DTypeError(
+        f"dtype {shown(value)}: not supported; use one of {', '.join(ALL)}, or "
+        f"{' or '.join(INTEGERS)} for lengths, tables and labels"
+    )

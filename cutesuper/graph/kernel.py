@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import DTypeError, GraphError, OperatorError, ShapeError
+from cutesuper.graph.asked import check_options, shown
 from cutesuper.graph.dims import Dim, Shape, Symbol, show_shape
 from cutesuper.graph.dtypes import ALL, DType, as_dtype, float16, float32
 from cutesuper.graph.methods import NamedOperators
@@ -126,6 +127,8 @@ class KernelGraph(NamedOperators):
         Raises:
             ShapeError: an extent that is not a positive int (or a leading Symbol).
             DTypeError: another element type.
+            GraphError: a name that is taken, or that cannot be printed.
+            OptionError: ``constant`` is neither True nor False.
         """
         shape = tuple(dims) if isinstance(dims, list | tuple) else None
         if shape is None:
@@ -143,11 +146,12 @@ class KernelGraph(NamedOperators):
                 )
             if isinstance(d, Symbol):
                 self._check_symbol(d)
+        check_options(constant=constant)
         name = self._fresh_name() if name is None else name
-        if not isinstance(name, str) or not name or VALUE_NAME.fullmatch(name):
-            raise GraphError(
-                f"new_input(name={name!r}): a name is a text; t0, t1, ... are taken by results"
-            )
+        if not (isinstance(name, str) and name and name.isprintable()):
+            raise GraphError(f"new_input(name={shown(name)}): a name is a text that can be printed")
+        if VALUE_NAME.fullmatch(name):
+            raise GraphError(f"new_input(name={name!r}): t0, t1, ... are taken by results")
         if any(n.name == name for n in self.nodes if n.operator == "input"):
             raise GraphError(f"new_input(name={name!r}): another input has this name")
         node = Node("input", (), {}, shape, as_dtype(dtype), name, constant)

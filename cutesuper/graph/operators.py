@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cutesuper.errors import OperatorError, ShapeError
+from cutesuper.graph.asked import shown
 from cutesuper.graph.dims import Dim, Shape, broadcast, show_shape, size
 from cutesuper.graph.dtypes import DType, int32
 
@@ -233,13 +234,13 @@ def operator(cls: type[_Class]) -> type[_Class]:
 
 def lookup(name: str) -> Operator:
     """The operator called ``name``. Raises OperatorError with the nearest known names."""
-    if name in TABLE:
+    if isinstance(name, str) and name in TABLE:
         return TABLE[name]
     import difflib
 
     near = difflib.get_close_matches(str(name), TABLE, n=3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(TABLE))}"
-    raise OperatorError(f"operator {name!r}: does not exist; {hint}")
+    raise OperatorError(f"operator {shown(name)}: does not exist; {hint}")
 
 
 # --------------------------------------------------------------------------------------- leaves

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cutesuper.errors import GraphError
+from cutesuper.graph.asked import shown
 from cutesuper.graph.derivation import Derivation
 from cutesuper.graph.dims import Symbol, extent, show_shape
 from cutesuper.graph.kernel import KernelGraph, Tensor
@@ -77,11 +78,11 @@ def choose(reuse: Reuse, save: str | Sequence[str | Tensor]) -> dict[int, str]:
         GraphError: what is asked for is no way to choose, or not used.
     """
     used = reuse.values_used()
-    if not isinstance(save, str):
+    if isinstance(save, list | tuple):
         return _asked_for(reuse, save, used)
-    if save not in ("auto", "none"):
+    if not isinstance(save, str) or save not in ("auto", "none"):
         raise GraphError(
-            f'split(save={save!r}): must be "auto", "none", or a list of tensors and names'
+            f'split(save={shown(save)}): must be "auto", "none", or a list of tensors and names'
         )
     worth = _worth_keeping(reuse, set(used.values())) if save == "auto" else set[int]()
     met = reuse.met(worth)
@@ -97,7 +98,7 @@ def _asked_for(
         i = (
             reuse.values.get((item.graph, item.index))
             if isinstance(item, Tensor)
-            else used.get(item)
+            else used.get(str(item))
         )
         if i is None or i not in names:
             raise GraphError(f"split(save=[{item!r}]): the backward pass does not use it; it uses "

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from typing import Any, TypeVar
 
-from cutesuper.errors import CutesuperError, FormatError
+from cutesuper.errors import CutesuperError, FormatError, GraphError
 from cutesuper.graph.block import (
     Axis,
     AxisKind,
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def dumps(graph: KernelGraph | MuGraph) -> str:
-    """A graph as JSON text; equal graphs give equal text."""
+    """A graph as JSON text; equal graphs give equal text. Raises GraphError for anything else."""
     return json.dumps(to_dict(graph), indent=1, sort_keys=True)
 
 
@@ -36,6 +36,8 @@ def loads(text: str) -> KernelGraph | MuGraph:
     Raises:
         FormatError: for anything that is not a legal graph, with the reason.
     """
+    if not isinstance(text, str | bytes | bytearray):
+        raise FormatError(f"loads({type(text).__name__}): give it the text that dumps wrote")
     try:
         return from_dict(json.loads(text))
     except CutesuperError:
@@ -45,9 +47,13 @@ def loads(text: str) -> KernelGraph | MuGraph:
 
 
 def to_dict(graph: KernelGraph | MuGraph) -> dict[str, Any]:
-    """A graph as plain lists and dictionaries."""
+    """A graph as plain lists and dictionaries. Raises GraphError for anything else."""
     if isinstance(graph, KernelGraph):
         return {"format": "kernel_graph", "version": VERSION, **_kernel_graph_dict(graph)}
+    if not isinstance(graph, MuGraph):
+        raise GraphError(
+            f"dumps({type(graph).__name__}): give it a kernel graph, kernel.graph or kernel.mugraph"
+        )
     return {"format": "mugraph", "version": VERSION, **_mugraph_dict(graph)}
 
 
@@ -55,7 +61,7 @@ def from_dict(data: Any) -> KernelGraph | MuGraph:
     """Read what `to_dict` made. Raises FormatError."""
     if not isinstance(data, dict) or data.get("format") not in ("kernel_graph", "mugraph"):
         raise FormatError("graph JSON: 'format' must be 'kernel_graph' or 'mugraph'")
-    if data.get("version") != VERSION:
+    if data.get("version") != VERSION or type(data["version"]) is not int:
         raise FormatError(
             f"graph JSON: version {data.get('version')!r} is not {VERSION}; write it again with "
             "this release"
@@ -64,6 +70,8 @@ def from_dict(data: Any) -> KernelGraph | MuGraph:
         if data["format"] == "kernel_graph":
             return _read_kernel_graph(data)
         return _read_mugraph(data)
+    except FormatError:
+        raise
     except CutesuperError as e:
         raise FormatError(f"graph JSON: not a legal graph: {e}") from e
     except (KeyError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from cutesuper.errors import FormatError, GraphError
+from cutesuper.errors import FormatError, GraphError, OptionError
+from cutesuper.graph.asked import as_path
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.check import check_mugraph
 from cutesuper.graph.dtypes import DType, as_dtype
@@ -57,10 +58,10 @@ def load_mirage(
             cannot be read, with its number in the file, the operator and the reason.
     """
     if on_error not in ("raise", "keep"):
-        raise ValueError(f"load_mirage(on_error={on_error!r}): use 'raise' or 'keep'")
+        raise OptionError(f"load_mirage(on_error={on_error!r}): use 'raise' or 'keep'")
     kind = None if dtype is None else as_dtype(dtype)
-    what = os.fspath(path)
-    graphs = _graphs(_parse(path), what)
+    what = as_path("load_mirage", path)
+    graphs = _graphs(_parse(what), what)
     result: list[MuGraph | FormatError] = []
     for i, data in enumerate(graphs):
         try:
@@ -73,14 +74,13 @@ def load_mirage(
     return result
 
 
-def _parse(path: str | os.PathLike[str]) -> Any:
-    what = os.fspath(path)
+def _parse(path: str) -> Any:
     try:
         return json.loads(Path(path).read_bytes())
     except OSError as error:
-        raise FormatError(f"{what}: cannot read it: {error.strerror or error}") from error
+        raise FormatError(f"{path}: cannot read it: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{what}: not JSON, or cut short: {error}") from None
+        raise FormatError(f"{path}: not JSON, or cut short: {error}") from None
 
 
 def _graphs(data: Any, what: str) -> list[Any]:

@@ -8,20 +8,21 @@ from typing import Any, Literal
 import torch
 
 from cutesuper.errors import OperatorError
+from cutesuper.graph.asked import shown
 from cutesuper.graph.kernel import KernelGraph, Tensor
 from cutesuper.ops.definition import Built, Definition, Operand, Output, Role, number
 from cutesuper.ops.rowwise import RowOperator
 
 
 def _check_approximation(approximate: str) -> None:
-    if approximate not in ("none", "tanh"):
-        raise OperatorError(f'geglu(approximate={approximate!r}): must be "none" or "tanh"')
+    if str(approximate) not in ("none", "tanh"):
+        raise OperatorError(f'geglu(approximate={shown(approximate)}): must be "none" or "tanh"')
 
 
 def _check_activation(activation: str) -> None:
-    if activation not in ("relu", "sigmoid"):
+    if str(activation) not in ("relu", "sigmoid"):
         raise OperatorError(
-            f'add_activation(activation={activation!r}): must be "relu" or "sigmoid"'
+            f'add_activation(activation={shown(activation)}): must be "relu" or "sigmoid"'
         )
 
 

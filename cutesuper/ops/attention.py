@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
-from cutesuper.errors import GraphError, OperatorError, ShapeError
+from cutesuper.errors import (
+    CutesuperError,
+    DTypeError,
+    GraphError,
+    LayoutError,
+    OperatorError,
+    ShapeError,
+)
+from cutesuper.graph.asked import shown
 from cutesuper.ops.plans import Maybe, Request, attend, check, result_of
+from cutesuper.runtime.checks import ORDINARY, oddity
 
 #: its kernels read memory in the order that they were given, so a compiler must not change it
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
@@ -95,7 +107,7 @@ def attention(
         ``[B, Hq, L, Dv]``, stored in the order of the query.
 
     Raises:
-        OperatorError: a mask or dropout.
+        OperatorError: a mask or dropout; an option that is no number.
         GraphError: a tensor requires a gradient.
         ShapeError, DTypeError, DeviceError, LayoutError: an argument that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
@@ -106,9 +118,40 @@ def attention(
             "key_lengths= for sequences of different lengths, or use "
             "torch.nn.functional.scaled_dot_product_attention"
         )
-    if dropout_p != 0.0:
-        raise OperatorError(f"attention(dropout_p={dropout_p}): it drops nothing; pass 0.0, as in "
-                            "inference")
+    if not isinstance(dropout_p, int | float) or dropout_p != 0.0:
+        raise OperatorError(f"attention(dropout_p={shown(dropout_p)}): it drops nothing; pass "
+                            "0.0, as in inference")
+    if not isinstance(enable_gqa, int):
+        raise OperatorError(f"attention(enable_gqa={shown(enable_gqa)}): must be True or False")
+    try:
+        return _call(
+            query, key, value, key_lengths, page_table, query_norm_weight, key_norm_weight,
+            is_causal, scale, norm_eps, enable_gqa,
+        )  # fmt: skip
+    except (AttributeError, RuntimeError) as error:
+        if not isinstance(error, CutesuperError):  # of PyTorch, about arguments of another kind
+            tensors = {
+                "query": query, "key": key, "value": value, "key_lengths": key_lengths,
+                "page_table": page_table, "query_norm_weight": query_norm_weight,
+                "key_norm_weight": key_norm_weight,
+            }  # fmt: skip
+            _refuse_kinds(tensors, {"is_causal": is_causal, "scale": scale, "norm_eps": norm_eps})
+        raise
+
+
+def _call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_lengths: Maybe,
+    page_table: Maybe,
+    query_norm_weight: Maybe,
+    key_norm_weight: Maybe,
+    is_causal: bool,
+    scale: float | None,
+    norm_eps: float,
+    enable_gqa: bool,
+) -> torch.Tensor:
     weights = (query_norm_weight, key_norm_weight)
     tensors = (query, key, value, *(w for w in weights if w is not None))
     if torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]:
@@ -124,6 +167,19 @@ def attention(
     return torch.ops.cutesuper.attention.default(
         query, key, value, key_lengths, page_table, *weights, is_causal, scale, norm_eps
     )
+
+
+def _refuse_kinds(tensors: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
+    """Raise for the first argument that is no ordinary tensor, or no number."""
+    for name, t in tensors.items():
+        optional = name not in ("query", "key", "value")
+        if not (isinstance(t, torch.Tensor) or (t is None and optional)):
+            raise DTypeError(f"attention: {name} is a {type(t).__name__}, must be a torch tensor")
+        if t is not None and (kind := oddity(t)):
+            raise LayoutError(f"attention: {name} is not an ordinary tensor ({kind}); {ORDINARY}")
+    for name, n in numbers.items():
+        if not (isinstance(n, int | float) or (n is None and name == "scale")):
+            raise OperatorError(f"attention({name}={shown(n)}): must be a number")
 
 
 __all__ = ["attention"]

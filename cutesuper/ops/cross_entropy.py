@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cutesuper.errors import OperatorError
+from cutesuper.graph.asked import shown
 from cutesuper.graph.kernel import KernelGraph, Tensor
 from cutesuper.ops.definition import Built, Definition, Operand, Output, Role
 from cutesuper.ops.rowwise import RowOperator
@@ -56,12 +57,12 @@ def cross_entropy(
         ShapeError, DTypeError, DeviceError: a tensor that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise OperatorError(f'cross_entropy(reduction={reduction!r}): must be "mean", "sum" or '
-                            '"none"')
+    if str(reduction) not in ("mean", "sum", "none"):
+        raise OperatorError(f'cross_entropy(reduction={shown(reduction)}): must be "mean", "sum" '
+                            'or "none"')
     if not isinstance(ignore_index, int) or not -(1 << 31) <= ignore_index < 1 << 31:
-        raise OperatorError(f"cross_entropy(ignore_index={ignore_index!r}): must be an int of at "
-                            "most 32 bits")
+        raise OperatorError(f"cross_entropy(ignore_index={shown(ignore_index)}): must be an int of "
+                            "at most 32 bits")
     losses = _operator((logits, target), (int(ignore_index),))
     if reduction == "none":
         return losses

@@ -21,9 +21,11 @@ from cutesuper.errors import (
     OperatorError,
     ShapeError,
 )
+from cutesuper.graph.asked import shown
 from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.dtypes import ALL, as_dtype
 from cutesuper.graph.kernel import KernelGraph, Tensor
+from cutesuper.runtime.checks import ORDINARY, oddity
 
 Maybe = torch.Tensor | None
 Option = float | int | bool | str
@@ -241,7 +243,9 @@ def first_of(tensors: Sequence[Maybe]) -> torch.Tensor:
 def describe(definition: Definition, tensors: Sequence[Any]) -> str:
     """For messages: ``rms_norm(x[8, 4096], weight[4096])``."""
     parts = [
-        f"{o.name}{list(t.shape)}" if isinstance(t, torch.Tensor) else f"{o.name}={t!r}"
+        f"{o.name}{'[nested]' if t.is_nested else list(t.shape)}"
+        if isinstance(t, torch.Tensor)
+        else f"{o.name}={shown(t)}"
         for o, t in zip(definition.operands, tensors, strict=True)
         if t is not None
     ]
@@ -262,8 +266,8 @@ def _check_tensors(definition: Definition, tensors: Sequence[Any], call: str) ->
             continue
         if not isinstance(t, torch.Tensor):
             raise DTypeError(f"{call}: {o.name} is a {type(t).__name__}, must be a torch tensor")
-        if t.layout is not torch.strided:
-            raise LayoutError(f"{call}: {o.name} has the layout {t.layout}; use .to_dense()")
+        if kind := oddity(t):
+            raise LayoutError(f"{call}: {o.name} is not an ordinary tensor ({kind}); {ORDINARY}")
         allowed = INTEGERS if o.labels else _FLOATS
         if t.dtype not in allowed:
             raise DTypeError(f"{call}: {o.name} is {t.dtype}; convert it to one of "

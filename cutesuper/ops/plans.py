@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from cutesuper.errors import DeviceError, DTypeError, LayoutError, ShapeError
-from cutesuper.graph.dtypes import as_dtype, int32
+from cutesuper.graph.dtypes import as_dtype
 from cutesuper.ops.forms import Form, Order, Runner, batch_of, runner_of
 from cutesuper.ops.layout import Stored, View, compact, order_of, refusal, stored, within
 
@@ -287,8 +287,8 @@ def _check_types(r: Request) -> None:
         if t is not None and t.dtype != r.query.dtype:
             raise DTypeError(f"{r.call}: {name} is {t.dtype}, query is {r.query.dtype}; convert "
                              "one of them")
-    if as_dtype(r.query.dtype) == int32:
-        raise DTypeError(f"{r.call}: query is torch.int32; use float16, bfloat16 or float32")
+    if as_dtype(r.query.dtype).integer:
+        raise DTypeError(f"{r.call}: query is {r.query.dtype}; use float16, bfloat16 or float32")
     for name, t in (*floats.items(), ("key_lengths", r.key_lengths), ("page_table", r.page_table)):
         if t is not None and t.device != r.query.device:
             raise DeviceError(f"{r.call}: {name} is on {t.device}, query on {r.query.device}; move "

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from cutesuper.ops.definition import Definition, Maybe, Option, kind_of
 from cutesuper.ops.library import Library, kept, refuse_transforms
 from cutesuper.ops.steps import Plan, all_usable, gradients_of, plan_of
+from cutesuper.runtime.checks import oddity
 
 #: tensors without a behaviour of their own
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -77,7 +78,7 @@ class RowOperator:
             return self._through_library(tensors, options)
         try:
             plan = self._plans[_key(tensors, options)]
-        except (KeyError, AttributeError, TypeError):  # unknown, no tensor, no number
+        except (KeyError, AttributeError, TypeError, RuntimeError):  # unknown, no tensor, no number
             plan = self._plan(tensors, options)
             if plan is None:
                 return self._through_library(tensors, options)
@@ -90,7 +91,7 @@ class RowOperator:
         """What a call does; None where a tensor has a behaviour of its own."""
         definition = self.definition
         options = definition.check(*options)
-        if not all(t is None or isinstance(t, torch.Tensor) for t in tensors):
+        if any(t is not None and (not isinstance(t, torch.Tensor) or oddity(t)) for t in tensors):
             kind_of(definition, tensors, options)  # refuses it
         if not all(t is None or _has_no_behaviour(t) for t in tensors):
             return None

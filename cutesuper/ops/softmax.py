@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from cutesuper.errors import OperatorError
+from cutesuper.graph.asked import shown
 from cutesuper.graph.kernel import KernelGraph, Tensor
 from cutesuper.ops.definition import Built, Definition, Operand, Output, Role
 from cutesuper.ops.rowwise import RowOperator
@@ -65,10 +67,12 @@ def log_softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 
 def _check_last(name: str, x: torch.Tensor, dim: int) -> None:
-    if dim != -1 and isinstance(x, torch.Tensor) and dim != x.dim() - 1:
+    if not isinstance(x, torch.Tensor):  # refused with the others
+        return
+    if not (isinstance(dim, int | np.integer) and dim in (-1, x.dim() - 1)):
         raise OperatorError(
-            f"{name}(x{list(x.shape)}, dim={dim!r}): kernels take rows, the last dimension; use "
-            "dim=-1, on x.transpose(dim, -1) where it is another one"
+            f"{name}(x{list(x.shape)}, dim={shown(dim)}): kernels take rows, the last dimension; "
+            "use dim=-1, on x.transpose(dim, -1) where it is another one"
         )
 
 

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from cutesuper.errors import CacheError
+from cutesuper.errors import CacheError, OptionError
+from cutesuper.graph.asked import shown
 from cutesuper.runtime.toolchain import dsl_versions, host_machine
 
 try:
@@ -206,15 +207,15 @@ class KernelCache:
 
 @functools.lru_cache(maxsize=1)
 def source_fingerprint() -> str:
-    """SHA-256 of the sources that decide what is in an entry: planning, lowering, compiling.
+    """SHA-256 of the sources that decide what is in an entry: operators, planning, lowering,
+    compiling.
 
     A key is the text of a plan's program and knobs; what planning derives from them (roles, fused
-    expressions) and what operators expand to is in the sources only.
+    expressions), what operators expand to and what they compute is in the sources only.
     """
     package = Path(__file__).resolve().parent.parent
-    folders = ("schedule", "lower", "device")
+    folders = ("graph", "schedule", "lower", "device")
     sources = [path for folder in folders for path in package.glob(f"{folder}/**/*.py")]
-    sources += [package / "graph" / f"{name}.py" for name in ("operators", "thread")]
     runtime = ("arguments", "compile", "dsl", "host_module")
     sources += [package / "runtime" / f"{name}.py" for name in runtime]
     digest = hashlib.sha256()
@@ -228,9 +229,21 @@ def source_fingerprint() -> str:
 def default_root() -> Path:
     """``$CUTESUPER_CACHE``, else ``cutesuper`` below the user's cache directory."""
     if root := os.environ.get(ROOT_VARIABLE):
-        return Path(root).expanduser()
+        return Path(os.path.expanduser(root))  # leaves "~nobody" alone where there is no such user
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "cutesuper"
+
+
+def cache_or_default(cache: KernelCache | None) -> KernelCache:
+    """The cache that a call was given, or the default one. Raises OptionError for anything else."""
+    if cache is None:
+        return KernelCache()
+    if not isinstance(cache, KernelCache):
+        raise OptionError(
+            f"cache={shown(cache)}: must be a cutesuper.runtime.cache.KernelCache, or None; "
+            f"{ROOT_VARIABLE} in the environment names the default one's folder"
+        )
+    return cache
 
 
 def _entry_folder(root: Path, digest: str) -> Path:

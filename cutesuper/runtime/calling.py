@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from cutesuper.errors import DeviceError, GraphError
+from cutesuper.errors import DeviceError, DTypeError, GraphError
 from cutesuper.graph.dims import Shape, Symbol
 from cutesuper.graph.evaluate import run_reference
 from cutesuper.graph.kernel import KernelGraph
@@ -99,11 +99,22 @@ class Program(ABC):
         elif args:
             raise GraphError("kernel(...): give the inputs either by position or as inputs=, once")
         else:
-            as_list, values = True, inputs
+            as_list, values = True, _listed(inputs)
         results = self._run(values, out)
         if as_list:
             return results
         return results[0] if len(results) == 1 else tuple(results)
+
+    def __deepcopy__(self, memo: Any) -> Program:
+        """Itself: nothing about it changes, and the code that it has loaded has no copies."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise GraphError(
+            f"{self!r}: programs cannot be pickled, since they hold loaded code; send "
+            "cutesuper.dumps(program.graph) and superoptimize it there (the cache of kernels is "
+            "shared), or export() and load()"
+        )
 
     def _run(self, inputs: Sequence[Any], out: Any) -> list[Any]:
         signature = self._signature
@@ -167,6 +178,15 @@ class Program(ABC):
                 f"{self._remedy}"
             )
         self._devices.add(device.index)
+
+
+def _listed(inputs: Any) -> list[Any]:
+    try:
+        return list(inputs)
+    except (TypeError, RuntimeError):  # a number; a tensor without dimensions
+        raise DTypeError(
+            f"kernel(inputs={type(inputs).__name__}): give it a list of tensors"
+        ) from None
 
 
 __all__ = ["Launches", "Picker", "Program", "picker"]

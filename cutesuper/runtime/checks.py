@@ -40,6 +40,22 @@ def check_size(what: str, shape: Sequence[int]) -> None:
         )
 
 
+#: what to do about a tensor that has an `oddity`
+ORDINARY = "use .to_dense(), .to_padded_tensor() or .dequantize()"
+
+
+def oddity(t: Any) -> str:
+    """What keeps a tensor from being an array of numbers in memory: nested, a sparse layout, a
+    quantized type; nothing for an ordinary one."""
+    import torch
+
+    if t.is_nested:
+        return "nested"
+    if t.layout is not torch.strided:
+        return str(t.layout)
+    return str(t.dtype) if t.is_quantized else ""
+
+
 class Signature:
     """What a kernel's inputs and outputs must look like."""
 
@@ -81,13 +97,11 @@ class Signature:
                     same = t.shape == want
                 good = t.dtype is self.dtypes[i] and t.is_contiguous() and t.device == device
                 good = good and not (t.requires_grad and self._grad_enabled())
-                if not (same and good) or t.data_ptr() % ALIGNMENT:
+                if not (same and good) or (t.data_ptr() or 1) % ALIGNMENT:
                     self._explain(i, t, device, extents)
                     recorded = recorded or (t.requires_grad and self._grad_enabled())
-        except AttributeError:
-            self._not_tensors(inputs)
-        except RuntimeError as error:
-            self._refuse_wrapped(error)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            self._refuse_others(inputs, error)
             raise
         return None if recorded else extents
 
@@ -118,21 +132,32 @@ class Signature:
             raise ShapeError(f"kernel(out=...): {len(wanted)} output(s), got {len(outputs)}")
         for i, (t, (shape, dtype)) in enumerate(zip(outputs, wanted, strict=True)):
             name = f"kernel(out=...): output {i}"
-            if not hasattr(t, "data_ptr"):
-                raise DTypeError(f"{name} is a {type(t).__name__}, not a torch tensor")
-            if tuple(t.shape) != tuple(shape):
-                raise ShapeError(f"{name} has shape {list(t.shape)}, must be {list(shape)}")
-            if t.dtype is not dtype:
-                raise DTypeError(f"{name} is {t.dtype}, must be {dtype}")
-            if t.device != inputs[0].device:
-                raise DeviceError(f"{name} is on {t.device}, the inputs are on {inputs[0].device}")
-            if not t.is_contiguous() or t.data_ptr() % ALIGNMENT:
-                raise LayoutError(f"{name} must be contiguous and aligned to {ALIGNMENT} bytes")
-            others = [*inputs, *outputs[:i]]
-            if any(_overlap(t, other) for other in others):
-                raise LayoutError(f"{name} overlaps an input or another output; kernels read while "
-                                  "they write")
+            try:
+                self._check_output(name, t, shape, dtype, [*inputs, *outputs[:i]])
+            except (AttributeError, RuntimeError, TypeError) as error:
+                if not isinstance(error, CutesuperError):
+                    self._refuse_other(name, t, error)
+                raise
         return outputs
+
+    def _check_output(
+        self, name: str, t: Any, shape: Sequence[int], dtype: Any, others: Sequence[Any]
+    ) -> None:
+        """Check a tensor to write to; ``others`` are the inputs and the outputs before it."""
+        if tuple(t.shape) != tuple(shape):
+            raise ShapeError(f"{name} has shape {list(t.shape)}, must be {list(shape)}")
+        if t.dtype is not dtype:
+            raise DTypeError(f"{name} is {t.dtype}, must be {dtype}")
+        if t.device != others[0].device:
+            raise DeviceError(f"{name} is on {t.device}, the inputs are on {others[0].device}")
+        if not t.is_contiguous() or t.data_ptr() % ALIGNMENT:
+            raise LayoutError(f"{name} must be contiguous and aligned to {ALIGNMENT} bytes")
+        if t.requires_grad and self._grad_enabled():
+            raise GraphError(f"{name} requires a gradient, and what is written into it has none; "
+                             "call it under torch.no_grad(), or detach it")
+        if any(_overlap(t, other) for other in others):
+            raise LayoutError(f"{name} overlaps an input or another output; kernels read while "
+                              "they write")
 
     # --------------------------------------------------------------------------------- messages
 
@@ -140,6 +165,8 @@ class Signature:
         """Raise for the first thing that is wrong with input ``i``."""
         name, want = self.names[i], self.shapes[i]
         what = f"kernel{self._call()}: input {name}"
+        if not hasattr(t, "data_ptr"):  # an array of NumPy, which has a dtype and a device too
+            raise DTypeError(f"{what} is a {type(t).__name__}, not a torch tensor")
         if t.dtype is not self.dtypes[i]:
             raise DTypeError(f"{what} is {t.dtype}, must be {self.dtypes[i]}; convert it with "
                              ".to()")
@@ -159,24 +186,39 @@ class Signature:
         if not t.is_contiguous():
             raise LayoutError(f"{what} is not contiguous (strides {list(t.stride())}); call "
                               ".contiguous(), or put the transposition into the graph")
+        if not t.data_ptr() and (t.is_cuda or not t.untyped_storage().nbytes()):
+            raise LayoutError(f"{what} has no memory: it was freed (a sharded parameter?), or it "
+                              "is a fake tensor; call it with a tensor that has its elements")
         if t.data_ptr() % ALIGNMENT and t.device.type != "cpu":
             raise LayoutError(f"{what} starts at an address that is no multiple of {ALIGNMENT} "
                               "bytes (a view into another tensor?); clone it")
 
-    def _refuse_wrapped(self, error: RuntimeError) -> None:
-        """Tensors without memory of their own are wrapped by a transform, or fake."""
+    def _refuse_others(self, inputs: Sequence[Any], error: Exception) -> None:
+        """Raise for the first input that is no ordinary tensor; ``error`` is what it led to."""
         import torch
 
         if isinstance(error, CutesuperError):
             return
         if torch._C._are_functorch_transforms_active():
             raise OperatorError(f"kernel{self._call()}: {TRANSFORMED}") from error
-
-    def _not_tensors(self, inputs: Sequence[Any]) -> None:
         for name, t in zip(self.names, inputs, strict=True):
-            if not hasattr(t, "data_ptr"):
-                raise DTypeError(f"kernel{self._call()}: input {name} is a {type(t).__name__}, "
-                                 "not a torch tensor")
+            self._refuse_other(f"kernel{self._call()}: input {name}", t, error)
+
+    @staticmethod
+    def _refuse_other(what: str, t: Any, error: Exception | None) -> None:
+        import torch
+
+        if not isinstance(t, torch.Tensor):
+            raise DTypeError(f"{what} is a {type(t).__name__}, not a torch tensor") from error
+        if kind := oddity(t):
+            raise LayoutError(f"{what} is not an ordinary tensor ({kind}); {ORDINARY}") from error
+        try:
+            t.data_ptr()
+        except RuntimeError:
+            raise GraphError(
+                f"{what} has no memory: it belongs to a transform of torch.func or to a program "
+                "that is being traced; a kernel is called with tensors that have their elements"
+            ) from error
 
     def _call(self) -> str:
         parts = [n + show_shape(s) for n, s in zip(self.names, self.shapes, strict=True)]

@@ -21,7 +21,7 @@ from typing import Any, Literal, overload
 
 from cutesuper.errors import CompileError, CutesuperError
 from cutesuper.runtime import dsl
-from cutesuper.runtime.cache import CUBIN, OBJECT, PTX, CacheEntry, KernelCache
+from cutesuper.runtime.cache import CUBIN, OBJECT, PTX, CacheEntry, KernelCache, cache_or_default
 from cutesuper.runtime.host_module import LaunchFacts
 from cutesuper.runtime.resources import (
     Resources,
@@ -197,7 +197,7 @@ def compile_kernel(request: CompileRequest, cache: KernelCache | None = None) ->
         CompileError: when the compiler refuses the kernel or it needs more shared memory than the
             architecture has.
     """
-    cache = cache or KernelCache()
+    cache = cache_or_default(cache)
     entry, hit = _entry_of(request, cache, "tvm_ffi")
     return Artifact(request, entry, cache, from_cache=hit)
 
@@ -245,7 +245,7 @@ def compile_many(
         CompileError: the first one in the order of ``requests``, after all others are done.
     """
     requests = list(requests)
-    cache = cache or KernelCache()
+    cache = cache_or_default(cache)
     digests = [_digest(request, cache, "tvm_ffi") for request in requests]
     missing = {
         digest: request

@@ -4,7 +4,8 @@ The library needs only libc and the CUDA driver: no CuTe DSL, no Python, no nvcc
 plain launch code of every kernel with the device code inside, the DSL's static launch runtime and
 static cudart (about 1 MB), and exports four symbols with the C interface::
 
-    const char cutesuper_metadata[];                       // JSON, also section .cutesuper
+    const char cutesuper_metadata[];                       // JSON, also section .cutesuper, where
+                                                           // the checksum of the file follows it
     int cutesuper_load(int device);                        // once per device; cudaError_t
     int cutesuper_launch(int kernel, void **arguments, int count);
     const char *cutesuper_error_text(int status);
@@ -16,6 +17,7 @@ metadata says. What a whole program adds to the metadata is in `cutesuper.runtim
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -24,8 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import CompileError
+from cutesuper.graph.asked import as_path
 from cutesuper.runtime.cache import OBJECT, CacheEntry
-from cutesuper.runtime.library import ABI_VERSION, MAX_COUNT
+from cutesuper.runtime.library import ABI_VERSION, MAX_COUNT, sealed
 from cutesuper.runtime.toolchain import (
     require_c_compiler,
     require_cudart_static,
@@ -118,6 +121,7 @@ def export_library(
         path: the file to write.
 
     Raises:
+        FormatError: when ``path`` is not the name of a file.
         CompileError: when ``program`` is not JSON, a C compiler or ``libcudart_static.a`` is
             missing, or compiling, linking or writing fails.
     """
@@ -126,13 +130,14 @@ def export_library(
         raise CompileError(f"exporting {name}: one library holds kernels for one architecture")
     entries = [artifact.plain() for artifact in artifacts]
     text = _metadata_text(name, artifacts, entries, program)
-    target = Path(path)
+    target = Path(as_path("export", path))
+    seal = hashlib.sha256(text.encode()).hexdigest()  # the place of the checksum: any such text
     with tempfile.TemporaryDirectory(prefix="cutesuper-") as folder:
-        built = _link(Path(folder), name, entries, text)
+        built = _link(Path(folder), name, entries, f"{text}\0{seal}")
         try:
             # A new file under the old name: a process that has the old one loaded keeps it.
             scratch = target.with_name(f".{target.name}.{os.getpid()}")
-            scratch.write_bytes(built.read_bytes())
+            scratch.write_bytes(sealed(built.read_bytes(), seal.encode()))
             os.replace(scratch, target)
         except OSError as error:
             raise CompileError(f"exporting {name}: cannot write {target}: {error}") from error

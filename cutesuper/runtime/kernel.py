@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from cutesuper.errors import CutesuperError, GraphError
+from cutesuper.errors import CutesuperError, FormatError, GraphError
+from cutesuper.graph.asked import as_path
 from cutesuper.graph.autodiff import reached
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.dims import Dim, Symbol
@@ -302,18 +303,24 @@ class Kernel(Program):
             path: ends in ``.html`` or ``.htm``: a page to look into, with the definition, the block
                 program of every kernel, its traffic and predicted time; it needs no other file and
                 no network. Any other name: the block programs as an SVG picture.
+
+        Raises:
+            FormatError: ``path`` is not the name of a file, or it cannot be written.
         """
         from pathlib import Path
 
         from cutesuper.graph.draw import mugraph_svg
         from cutesuper.report import variant_page
 
-        file = Path(path)
+        file = Path(as_path("draw", path))
         page = file.suffix.lower() in (".html", ".htm")
         text = variant_page(self.graph, self.target, self._main) if page else (
             mugraph_svg(self.mugraph)
         )
-        file.write_text(text, encoding="utf-8")
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise FormatError(f"draw: cannot write {file}: {error.strerror or error}") from error
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained shared library that `cutesuper.load` reads back.
@@ -322,7 +329,9 @@ class Kernel(Program):
         for the symbols' hints, which computes every batch size.
 
         Raises:
-            CompileError: no C compiler or no static CUDA runtime to link with.
+            FormatError: ``path`` is not the name of a file.
+            CompileError: no C compiler or no static CUDA runtime to link with, or the file cannot
+                be written.
         """
         from cutesuper.runtime.program import export_program
 

@@ -6,6 +6,7 @@ The C interface is in `cutesuper.runtime.export`. Nothing here imports PyTorch o
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import struct
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cutesuper.errors import CompileError, DeviceError, FormatError, ShapeError
+from cutesuper.graph.asked import as_path
 from cutesuper.runtime.arguments import RawTensor, check_description, pack_argument
 from cutesuper.runtime.elf import parse_elf
 
@@ -35,20 +37,59 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         FormatError: when the file is missing, no exported library, or of another version.
     """
-    what = os.fspath(path)
+    what = as_path("load", path)
+    text, _ = _section(_read(what), what)
     try:
-        content = Path(path).read_bytes()
-    except OSError as error:
-        raise FormatError(f"{what}: cannot read it: {error.strerror or error}") from error
-    section = parse_elf(content, what).find(_SECTION)
-    if section is None:
-        raise FormatError(f"{what}: not exported by cutesuper (it has no section {_SECTION})")
-    try:
-        metadata = json.loads(section.data.rstrip(b"\0"))
+        metadata = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what}: its metadata is damaged: {error!r}; export it again") from error
     check_metadata(metadata, what)
     return metadata
+
+
+def sealed(content: bytes, place: bytes) -> bytes:
+    """A library with its checksum where ``place`` stands: SHA-256 of everything else, in
+    hexadecimal digits."""
+    before, _, after = content.partition(place)
+    return before + _checksum(before, after) + after
+
+
+def check_seal(path: str) -> None:
+    """Refuse a library of which a bit is not as it was written: code that is damaged does not
+    fail, it crashes.
+
+    Raises:
+        FormatError: naming the file.
+    """
+    content = _read(path)
+    seal = _section(content, path)[1]
+    before, _, after = content.partition(seal)
+    if len(seal) != 64 or seal != _checksum(before, after):
+        raise FormatError(f"{path}: it is damaged (its checksum differs); export it again")
+
+
+def _checksum(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(parts)).hexdigest().encode()
+
+
+def _read(path: str) -> bytes:
+    """The bytes of a file. Raises FormatError for one that cannot be read, or has no end."""
+    try:
+        file = Path(path)
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise FormatError(f"{path}: cannot read it: a device or a pipe is no library")
+        return file.read_bytes()
+    except OSError as error:
+        raise FormatError(f"{path}: cannot read it: {error.strerror or error}") from error
+
+
+def _section(content: bytes, what: str) -> tuple[bytes, bytes]:
+    """Metadata and checksum as they stand in a library."""
+    section = parse_elf(content, what).find(_SECTION)
+    if section is None:
+        raise FormatError(f"{what}: not exported by cutesuper (it has no section {_SECTION})")
+    text, _, seal = section.data.partition(b"\0")
+    return text, seal.rstrip(b"\0")
 
 
 def check_metadata(metadata: Any, what: str) -> None:
@@ -93,16 +134,17 @@ class ExportedLibrary:
     """
 
     def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, Any]) -> None:
+        check_seal(as_path("load", path))
         self.metadata = metadata
         self._ready: set[int] = set()
         self._lock = threading.Lock()
         try:
-            self._library = ctypes.CDLL(os.path.abspath(path))
+            self._library = ctypes.CDLL(os.path.abspath(os.fsdecode(path)))
             self._launch = self._library.cutesuper_launch
             self._load = self._library.cutesuper_load
             self._library.cutesuper_error_text.restype = ctypes.c_char_p
         except (OSError, AttributeError) as error:
-            raise CompileError(f"{os.fspath(path)}: cannot load it: {error}") from error
+            raise CompileError(f"{os.fsdecode(path)}: cannot load it: {error}") from error
         self.kernels = tuple(
             ExportedKernel(self, index, record) for index, record in enumerate(metadata["kernels"])
         )

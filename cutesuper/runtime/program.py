@@ -292,7 +292,7 @@ class ExportedProgram(Program):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         metadata = read_metadata(path)
-        self._layout = _Reader(metadata, os.fspath(path)).read()
+        self._layout = _Reader(metadata, os.fsdecode(path)).read()
         super().__init__(self._layout.graph, str(metadata["arch"]))
         self.version = str(metadata["version"])
         # Only now, after everything has been checked, does code of the file run.

@@ -46,13 +46,13 @@ def dsl_versions() -> dict[str, str]:
     Raises:
         CompileError: when CuTe DSL or TVM-FFI is not installed.
     """
-    found = {"dsl": package_version(DSL_PACKAGE), "tvm_ffi": package_version("apache-tvm-ffi")}
-    missing = [name for name, version in found.items() if version is None]
+    packages = {"dsl": DSL_PACKAGE, "tvm_ffi": "apache-tvm-ffi"}
+    found = {name: package_version(package) for name, package in packages.items()}
+    missing = " ".join(packages[name] for name, version in found.items() if version is None)
     if missing:
         raise CompileError(
-            "compiling a kernel needs CuTe DSL and TVM-FFI, but "
-            f"{' and '.join(missing)} is not installed; "
-            f"run: pip install {DSL_PACKAGE} apache-tvm-ffi"
+            "compiling a kernel needs CuTe DSL and TVM-FFI, of which this Python has not all; run: "
+            f"pip install {missing}"
         )
     flavours = [
         f"{flavour}-{version}"
@@ -109,11 +109,13 @@ def require_nvdisasm() -> Path:
 
 def require_c_compiler() -> str:
     """The C compiler used to link exported kernels (``$CC``, ``cc``, ``gcc`` or ``clang``)."""
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+    asked = os.environ.get("CC")
+    for name in (asked, "cc", "gcc", "clang"):
         if name and shutil.which(name):
             return name
+    also = f"CC={asked} is no program, and " if asked else ""
     raise CompileError(
-        "exporting a kernel needs a C compiler to link a shared library, and none of cc, gcc, "
+        f"exporting a kernel needs a C compiler to link a shared library; {also}none of cc, gcc, "
         "clang is on PATH; install one or set CC"
     )
 

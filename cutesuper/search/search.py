@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cutesuper.errors import LoweringError, SearchError
+from cutesuper.graph.asked import check_options
 from cutesuper.graph.block import (
     ACCUMULATE,
     CLUSTER_REDUCE,
@@ -154,8 +155,10 @@ def search(
         LoweringError: a matrix product, and no skeleton for it on this target (only if
             ``options.lowered``).
         GraphError: a graph without inputs or outputs.
+        OptionError: an option has a value of another kind.
         KeyboardInterrupt: before anything complete was found.
     """
+    check_options(budget_s=budget_s, executor=executor, on_progress=on_progress)
     check_kernel_graph(graph)
     return _Search(graph, target, options, budget_s, executor, on_progress, verify).run()
 

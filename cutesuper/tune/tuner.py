@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cutesuper import store
-from cutesuper.errors import DeviceError, GraphError, TuningError
+from cutesuper.errors import DeviceError, TuningError
+from cutesuper.graph.asked import check_options
+from cutesuper.graph.check import check_graph
 from cutesuper.graph.dims import Symbol
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import Target
 from cutesuper.optimize import Options, as_target, check_definition, choose, verified
-from cutesuper.runtime.cache import KernelCache
+from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.kernel import bucket_of
 from cutesuper.tune.candidates import Trial, compile_trials, make_trials
 from cutesuper.tune.isolate import Lost, Worker
@@ -127,18 +129,16 @@ def tune(
         GraphError, SearchError, LoweringError, ScheduleError: as for `cutesuper.superoptimize`.
         OSError: the folder cannot be written.
     """
-    if not isinstance(graph, KernelGraph):
-        raise GraphError(f"tune({type(graph).__name__}): give it a kernel graph")
-    if budget_s <= 0 or candidates < 1:
-        raise TuningError(
-            f"tune(budget_s={budget_s}, candidates={candidates}): both must be positive"
-        )
+    check_graph("tune", graph)
+    check_options(candidates=candidates, budget_s=budget_s, seed=seed)
+    if not budget_s or budget_s <= 0:
+        raise TuningError(f"tune(budget_s={budget_s}): must be positive")
     check_definition("tune", graph)
     begin = time.monotonic()
     graph = graph.with_hints({s.name: bucket_of(s.hint) for s in _symbols(graph)})
     make_device = make_device or _cuda()
     options = Options(as_target(target), dependent_launch, seed, SEARCH_SHARE * budget_s)
-    cache = cache or KernelCache()
+    cache = cache_or_default(cache)
     # started first: it needs some seconds to import PyTorch
     run = _Run(_worker(make_device, graph, seed, hang_s), begin, budget_s, on_step)
     try:

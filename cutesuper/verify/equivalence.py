@@ -17,8 +17,9 @@ from typing import Any, Literal
 import numpy as np
 
 from cutesuper.errors import CutesuperError, GraphError
+from cutesuper.graph.asked import check_options
 from cutesuper.graph.block import MuGraph
-from cutesuper.graph.check import check_mugraph
+from cutesuper.graph.check import check_graph, check_is_mugraph, check_mugraph
 from cutesuper.graph.dims import show_shape
 from cutesuper.graph.field import DivisionByZero, FieldValue, Unbounded, align
 from cutesuper.graph.kernel import KernelGraph
@@ -129,8 +130,10 @@ class Verifier:
     """
 
     def __init__(self, graph: KernelGraph, seed: int = 0, trials: int = 3) -> None:
+        check_graph("verify", graph)
+        check_options(seed=seed, trials=trials)
         self.graph = graph.expanded()
-        self.seed, self.trials = seed, max(1, trials)
+        self.seed, self.trials = seed, trials
         self._choose = SizeChooser(self.graph)
         kinds = {n.operator for n in self.graph.nodes}
         if has_labels(self.graph):
@@ -301,7 +304,13 @@ def verify(
         trials: at small extents, besides one with tails.
         seed: chooses the inputs.
         full: also one trial at the real extents (1 s for a 50 MB weight).
+
+    Raises:
+        GraphError: not a kernel graph and a muGraph.
+        OptionError: a seed that is no int of at least 0, trials below 1.
     """
+    check_is_mugraph("verify", mu)
+    check_options(full=full)
     return Verifier(graph, seed, trials).check(mu, full=full)
 
 

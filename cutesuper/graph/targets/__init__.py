@@ -6,6 +6,7 @@ A new architecture is a file here and building blocks under ``device/``.
 from __future__ import annotations
 
 from cutesuper.errors import DeviceError
+from cutesuper.graph.asked import shown
 from cutesuper.graph.targets.base import ChainedRates, Rates, RowRates, Target
 from cutesuper.graph.targets.blackwell import B200
 from cutesuper.graph.targets.hopper import H100, H200
@@ -15,9 +16,9 @@ TARGETS: dict[str, Target] = {t.name: t for t in (H200, H100, B200)}
 
 def find_target(name: str) -> Target:
     """The target called ``name``. Raises DeviceError."""
-    if name in TARGETS:
+    if isinstance(name, str) and name in TARGETS:
         return TARGETS[name]
-    raise DeviceError(f"target {name!r}: unknown; use one of {', '.join(TARGETS)}")
+    raise DeviceError(f"target {shown(name)}: unknown; use one of {', '.join(TARGETS)}")
 
 
 __all__ = [

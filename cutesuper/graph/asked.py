@@ -1,0 +1,81 @@
+"""What calls of the library check of their arguments before anything looks into them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from math import isnan
+from numbers import Integral, Real
+from typing import Any
+
+from cutesuper.errors import FormatError, OptionError
+
+#: how a value that nobody expected is shown in a message: so many characters of it
+_SHOWN = 60
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it, shortened."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
+def as_path(call: str, path: Any) -> str:
+    """The name of a file as text. Raises FormatError for what is none."""
+    try:
+        name = os.fsdecode(path)
+    except TypeError:
+        raise FormatError(f"{call}({type(path).__name__}): give it the name of a file") from None
+    if not name or "\0" in name:
+        raise FormatError(f"{call}({name!r}): is not the name of a file")
+    return name
+
+
+def check_options(**options: Any) -> None:
+    """Refuse values that options of the library cannot have, by the names that all calls use.
+
+    Raises:
+        OptionError: names the option and says what it must be.
+    """
+    for name, value in options.items():
+        allowed, text = _OPTIONS[name]
+        if not allowed(value):
+            raise OptionError(f"{name}={shown(value)}: must be {text}")
+
+
+def _is_count(least: int) -> Callable[[Any], bool]:
+    return lambda v: isinstance(v, Integral) and not isinstance(v, bool) and int(v) >= least
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_seconds(value: Any) -> bool:
+    if value is None or not isinstance(value, Real) or isinstance(value, bool):
+        return value is None
+    try:
+        return not isnan(value)
+    except OverflowError:  # an int that is no float
+        return False
+
+
+_FLAG = (_is_flag, "True or False")
+_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "seed": (_is_count(0), "an int of at least 0"),
+    "keep": (_is_count(1), "an int of at least 1"),
+    "trials": (_is_count(1), "an int of at least 1"),
+    "candidates": (_is_count(1), "an int of at least 1"),
+    "budget_s": (_is_seconds, "a number of seconds, or None for no limit"),
+    "executor": (
+        lambda v: v is None or callable(getattr(v, "submit", None)),
+        "a concurrent.futures.Executor, or None",
+    ),
+    "on_progress": (lambda v: v is None or callable(v), "a function of one argument, or None"),
+    "dependent_launch": _FLAG,
+    "tuned": _FLAG,
+    "constant": _FLAG,
+    "full": _FLAG,
+}
+
+__all__ = ["as_path", "check_options", "shown"]
