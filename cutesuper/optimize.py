@@ -35,6 +35,7 @@ from cutesuper.runtime.compile import CompileRequest, compile_many
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant, bucketed
 from cutesuper.schedule.planner import KernelPlan, make_plan
 from cutesuper.schedule.variants import planned
+from cutesuper.search.known import KnownRegions
 from cutesuper.search.search import (
     Candidate,
     Progress,
@@ -82,6 +83,10 @@ class Options:
             dependent_launch=self.dependent_launch, seed=self.seed, budget_s=self.budget_s,
             executor=self.executor, tuned=self.tuned,
         )  # fmt: skip
+
+
+#: what this process has found of parts of graphs
+_REGIONS = KnownRegions()
 
 
 @dataclass(frozen=True)
@@ -387,6 +392,7 @@ def choose(
         executor=options.executor,
         on_progress=on_progress,
         verify=verify,
+        known=_REGIONS,
     )
     refused: list[str] = []
     first: CutesuperError | None = None

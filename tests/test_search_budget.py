@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -21,7 +22,9 @@ from cutesuper.errors import SearchError
 from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
 from cutesuper.graph.target import H200
 from cutesuper.optimize import Options, choose
-from cutesuper.search import region
+from cutesuper.search import kernels, known, region
+from cutesuper.search.known import KnownRegions
+from cutesuper.search.region import SearchOptions
 from cutesuper.search.search import Progress, SearchResult, search
 from cutesuper.verify.equivalence import verify
 
@@ -151,6 +154,42 @@ def test_an_interrupt_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupt_before_anything_is_found(how: Callable[[], None]) -> None:
     with pytest.raises(KeyboardInterrupt):
         search(several(), H200, on_progress=_interrupt_after(1, how))
+
+
+# ------------------------------------------------------------------------------------ what is known
+
+
+def test_known_regions_are_not_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With them, and without, the same comes out; with a budget they are not asked."""
+    options = SearchOptions(keep=4, lowered=True)
+    alone = search(several(), H200, options=options)
+    regions = KnownRegions()
+    first = search(several(), H200, options=options, known=regions)
+    assert fingerprint(first) == fingerprint(alone)
+
+    def never(*_: Any) -> None:
+        raise AssertionError("searched")
+
+    monkeypatch.setattr(known, "search_region", never)
+    again = search(several(), H200, options=options, known=regions)
+    assert fingerprint(again) == fingerprint(alone)
+    other = replace(options, seed=1)
+    with pytest.raises(AssertionError, match="searched"):
+        search(several(), H200, options=other, known=regions)
+    assert search(several(), H200, options=other, known=regions, budget_s=1e6).candidates
+
+
+def test_long_graphs_are_not_cut_inside_of_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer regions, the same program: `(silu(X W) + 1) * V`, divided after the product at most."""
+    g = new_kernel_graph()
+    x, w, v = (g.new_input(s) for s in ((16, 256), (256, 256), (256, 256)))
+    g.mark_output(g.matmul(g.mul(g.add(g.silu(g.matmul(x, w)), 1.0), 0.5), v))
+    options = SearchOptions(keep=4, lowered=True)
+    short = search(g, H200, options=options)
+    monkeypatch.setattr(kernels, "MANY_OPERATORS", 0)
+    long = search(g, H200, options=options)
+    assert long.candidates[0] == short.candidates[0]
+    assert long.statistics.regions < short.statistics.regions
 
 
 # ------------------------------------------------------------------------------------ determinism

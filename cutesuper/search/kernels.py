@@ -33,6 +33,8 @@ from cutesuper.search.region import Way
 _GIVEN = ("input", "gather_pages")
 #: operators of one kernel at most; bounds the segments of a long graph
 MAX_SEGMENT = 32
+#: operators of a graph up to which kernels may begin and end anywhere
+MANY_OPERATORS = 24
 
 
 @dataclass(frozen=True)
@@ -346,13 +348,21 @@ class Segments:
         return self._known[key]
 
     def all(self) -> Iterator[tuple[Segment, int, bool]]:
-        """Every segment, short ones first, its length, and whether both its ends are waists."""
+        """Segments, short ones first, their length, and whether both ends are waists.
+
+        All of a short graph; of one with more than `MANY_OPERATORS` those that divide no chain of
+        element-wise operators, and single operators.
+        """
         waists_of = {order: self.waists(order) for order in self.orders}
+        long = len(self.orders[0]) > MANY_OPERATORS
+        inner_of = {order: self.inside_chains(order) if long else set() for order in self.orders}
         for length in range(1, MAX_SEGMENT + 1):
             for order, waists in waists_of.items():
                 for start in range(len(order) - length + 1):
                     end = start + length
                     if self.mixed(order, start, end):
+                        continue
+                    if length > 1 and inner_of[order] & {start, end}:
                         continue
                     yield self.segment(order, start, end), length, {start, end} <= waists
 
@@ -368,6 +378,19 @@ class Segments:
         if self.flat.groups is None:
             return False
         return len({self.flat.group[i] for i in order[start:end]}) > 1
+
+    def inside_chains(self, order: tuple[int, ...]) -> set[int]:
+        """Positions between a value and the element-wise operator that alone uses it: to store its
+        result in place of the value takes as many bytes, and whatever computes the value can."""
+        flat, found = self.flat, set[int]()
+        for n in range(1, len(order)):
+            before, after = (flat.graph.nodes[i] for i in order[n - 1 : n + 1])
+            alone = flat.users.get(order[n - 1]) == (order[n],)
+            chain = lookup(before.operator).elementwise and lookup(after.operator).elementwise
+            same = before.shape == after.shape and order[n - 1] not in flat.graph.outputs
+            if alone and chain and same:
+                found.add(n)
+        return found
 
     def waists(self, order: tuple[int, ...]) -> set[int]:
         """Positions of an order over which fewer bytes are needed than next to them.

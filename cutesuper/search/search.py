@@ -36,6 +36,7 @@ from cutesuper.graph.target import Target
 from cutesuper.search.cost import Cost
 from cutesuper.search.forms import needs_positions
 from cutesuper.search.kernels import Cut, Flat, Groups, Segment, Segments, cuts
+from cutesuper.search.known import KnownRegions
 from cutesuper.search.labels import Region, label
 from cutesuper.search.products import matrix_products
 from cutesuper.search.reductions import rows_meet
@@ -132,6 +133,7 @@ def search(
     executor: Executor | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     verify: Verify | None = None,
+    known: KnownRegions | None = None,
 ) -> SearchResult:
     """The cheapest programs for a graph.
 
@@ -148,6 +150,7 @@ def search(
         on_progress: called after every part of the graph and every verdict.
         verify: whether a muGraph computes the graph; asked once for each structure, and what it
             rejects is dropped. None: every structure is accepted.
+        known: what earlier searches found, where neither a budget nor an executor is given.
 
     Raises:
         SearchError: an operator that no kernel can run, with the reason; a budget too small; an
@@ -160,7 +163,7 @@ def search(
     """
     check_options(budget_s=budget_s, executor=executor, on_progress=on_progress)
     check_kernel_graph(graph)
-    return _Search(graph, target, options, budget_s, executor, on_progress, verify).run()
+    return _Search(graph, target, options, budget_s, executor, on_progress, verify, known).run()
 
 
 class _Search:
@@ -173,10 +176,12 @@ class _Search:
         executor: Executor | None,
         on_progress: Callable[[Progress], None] | None,
         verify: Verify | None,
+        known: KnownRegions | None,
     ) -> None:
         self.graph, self.target, self.options = graph.expanded(), target, options
         self.budget_s, self.executor = budget_s, executor
         self.on_progress, self.verify = on_progress, verify
+        self.known = known if budget_s is None else None
         self.statistics = Statistics()
         self.best: float | None = None
         self._start = time.perf_counter()
@@ -322,7 +327,10 @@ class _Search:
             if self._left() <= 0:
                 self.statistics.complete = False
                 return
-            yield region, search_region(region, self.target, options, self._left())
+            if self.known is not None:
+                yield region, self.known.search(region, self.target, options)
+            else:
+                yield region, search_region(region, self.target, options, self._left())
 
     def _elsewhere(
         self, todo: dict[Region, SearchOptions], executor: Executor
