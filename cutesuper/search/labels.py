@@ -221,6 +221,8 @@ def _side_by_side(found: _Unification) -> _Unification:
                 alike.setdefault(key, []).append(own)
     for first, *others in alike.values():
         for other in others:
+            if found.find(first) == found.find(other):
+                continue
             joined = _Unification(found.region, found.groups, (*found.equal, (first, other)))
             found = joined if joined.consistent else found
     return found
