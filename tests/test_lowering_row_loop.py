@@ -113,6 +113,15 @@ def test_row_loops_compile(name: str, golden: Any) -> None:
     golden(f"plans/row_loop_{name}.txt", plan_text("k0", plan))
 
 
+@needs_sass
+@pytest.mark.parametrize("name", ["backward", "backward_symbolic", "heads"])
+def test_vectors_are_asked_for_before_the_ring(name: str) -> None:
+    """And no barrier of memory between them, which would wait for the vectors."""
+    sass = compiled(plan_of(name)).sass
+    before = sass[: sass.index("UBLKCP")]
+    assert "LDG.E.128" in before and "MEMBAR" not in before
+
+
 def instructions(found: Any) -> int:
     """All of a kernel's, once each."""
     return sum(count for name, count in found.items() if "." not in name)

@@ -99,6 +99,8 @@ class RowLoopKernel:
         if cutlass.const_expr(plan.schedule.dependent_launch):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
+        # asked for behind the ring, they come when all of it has, and the first tile waits for them
+        vectors = self.load_vectors(tensors, place)
         count = self.tiles.of_block(tensors, place)
         # whoever fills the ring has made its barriers: it need not wait for the other warps
         for s in cutlass.range_constexpr(plan.schedule.stages):
@@ -111,7 +113,6 @@ class RowLoopKernel:
         if cutlass.const_expr(plan.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
-        vectors = self.load_vectors(tensors, place)
         sums = [self.new_sum(s) for s in plan.sums] if plan.meets else []
         for it in cutlass.range(count - int(plan.leaves_early), unroll=1):
             self.tile(it, count, smem, tensors, place, vectors, sums)

@@ -101,7 +101,7 @@ class Tiles:
                place: dict[str, Any]) -> None:
         """Ask for the tile that takes the place of this one."""
         if self.stages > 0:
-            self.fill(it + self.stages, count, smem, tensors, place)
+            self.fill(it + self.stages, count, smem, tensors, place, True)
 
     def stage(self, it: Any, smem: dict[str, Any]) -> cute.Pointer:
         """Where a tile is in shared memory."""
@@ -109,8 +109,8 @@ class Tiles:
         return smem["ring"] + cute.assume(words, divby=LINE // 4)
 
     @cute.jit
-    def fill(self, it, count, smem, tensors, place):
-        """Ask for a tile."""
+    def fill(self, it, count, smem, tensors, place, again: cutlass.Constexpr = False):
+        """Ask for a tile; ``again``: where another one was read before."""
         if place["thread"] < 32 and it < count:
             stage = it % self.stages
             barrier = smem["full"] + stage
@@ -118,8 +118,10 @@ class Tiles:
             row = self.first_row(it, place)
             left = cutlass.min(self.row_count(tensors) - row, self.rows)
             lane = place["thread"]
-            # what was read before the barrier stays before what bulk loads write after it
-            cute.arch.fence_proxy("async.shared", space="cta")
+            if cutlass.const_expr(again):
+                # what was read before the barrier stays before what bulk loads write after it; this
+                # also waits for loads of the warp, at the beginning those of vectors
+                cute.arch.fence_proxy("async.shared", space="cta")
             if cutlass.const_expr(self.whole and self.bulk_scalars):
                 if row - row % 4 + self.span <= self.row_count(tensors) and left == self.rows:
                     if lane == 0:
