@@ -112,10 +112,10 @@ def check(p: RowLoopPlan) -> None:
         assert p.slice_columns % 8 == 0
     if p.meets:
         assert p.grid_blocks <= p.cluster * H200.clusters[p.cluster]
-        partials, counters = p.scratch
+        partials, counter = p.scratch
         assert partials.shape == (p.units * p.partials * len(p.sums) * p.pitch,)
         assert (partials.dtype, partials.zeroed) == ("float32", False)
-        assert (counters.shape, counters.dtype, counters.zeroed) == ((2,), "int32", True)
+        assert (counter.shape, counter.dtype, counter.zeroed) == ((1,), "int32", True)
         assert p.units * p.partials * p.parts == p.grid_blocks
     if s.sliced:
         assert not s.stages and p.units * ceil_div(p.length, p.slice_columns) <= p.grid_blocks

@@ -48,7 +48,7 @@ class Finish:
     @cute.jit
     def leave_all(self, sums, smem, scratch, place):
         """From the registers of this block to device memory, and say so."""
-        partials, counters = scratch
+        partials, counter = scratch
         memory = cute.recast_ptr(smem["ring"], dtype=Float32)
         for s in cutlass.range_constexpr(len(self.plan.sums)):
             acc = sums[s]
@@ -57,14 +57,17 @@ class Finish:
             self.leave(s, acc, memory, partials, place)
         cute.arch.sync_threads()
         if place["thread"] == 0:
-            cute.arch.atomic_add(counters.iterator, Int32(1), sem="release", scope="gpu")
+            step = Int32(1)
+            if place["block"] == 0:
+                step = Int32(1 - self.plan.grid_blocks)
+            cute.arch.atomic_add(counter.iterator, step, sem="release", scope="gpu")
 
     @cute.jit
     def run(self, smem, tensors, scratch, place):
         """Wait for all blocks, then add up some columns."""
-        partials, counters = scratch
+        partials, counter = scratch
         memory = cute.recast_ptr(smem["ring"], dtype=Float32)
-        self.meet(counters, place)
+        self.meet(counter, place)
         plan = self.plan
         slices = ceil_div(plan.length, plan.slice_columns)
         for index in cutlass.range(place["block"], slices * plan.units, plan.grid_blocks, unroll=1):
@@ -138,22 +141,18 @@ class Finish:
         return unit, part * place["walkers"] + place["walker"]
 
     @cute.jit
-    def meet(self, counters, place):
-        """Wait until all blocks are here; the last to go on leaves zeros.
+    def meet(self, counter, place):
+        """Wait until all blocks are here: one of them has taken from the counter what the others
+        add, so it is 0 again when all have come, and not before.
 
+        Nobody has to count who has gone on, which each block would wait for, a way to L2 and back.
         All blocks are resident: the launch is cooperative.
         """
-        blocks = self.plan.grid_blocks
         if place["thread"] == 0:
-            here = counters.iterator
-            seen = Int32(0)
-            while seen < blocks:
-                seen = cute.arch.load(here, Int32, sem="relaxed", scope="gpu")
+            missing = Int32(1)
+            while missing != 0:
+                missing = cute.arch.load(counter.iterator, Int32, sem="relaxed", scope="gpu")
             cute.arch.fence_acq_rel_gpu()
-            gone = cute.arch.atomic_add(here + 1, Int32(1), sem="relaxed", scope="gpu")
-            if gone == blocks - 1:
-                cute.arch.store(here, Int32(0))
-                cute.arch.store(here + 1, Int32(0))
         cute.arch.sync_threads()
 
     # -------------------------------------------------------------------------------------- a slice

@@ -331,11 +331,11 @@ class RowLoopPlan:
 
     @property
     def scratch(self) -> tuple[Scratch, ...]:
-        """Partial sums, and two counters: blocks that have come, and that have gone on."""
+        """Partial sums, and the counter at which blocks meet."""
         if not self.meets:
             return ()
         count = self.units * self.partials * len(self.sums) * self.pitch
-        return Scratch((count,), "float32", False), Scratch((2,), "int32", True)
+        return Scratch((count,), "float32", False), Scratch((1,), "int32", True)
 
     # ------------------------------------------------------------------------------ shared memory
 
