@@ -122,6 +122,16 @@ def test_vectors_are_asked_for_before_the_ring(name: str) -> None:
     assert "LDG.E.128" in before and "MEMBAR" not in before
 
 
+@needs_sass
+def test_few_rows_ask_for_everything_first() -> None:
+    """Slices, the block's own rows and vectors: nothing is made wide before all are asked for."""
+    plan = plan_of("backward_few_rows")
+    s = plan.schedule
+    sass = compiled(plan).sass
+    before = sass[: sass.index("0xffff0000")]
+    assert before.count("LDG.E.128") == 2 * plan.slice_rows + (2 * s.depth + 1) * s.chunks
+
+
 def instructions(found: Any) -> int:
     """All of a kernel's, once each."""
     return sum(count for name, count in found.items() if "." not in name)

@@ -208,9 +208,10 @@ class RowLoopPlan:
     @property
     def keeps_vectors(self) -> bool:
         """Whether a thread keeps its columns of what is the same for all rows. Longer pieces are
-        read for every row, from L1: with 64 columns LayerNorm spilled 128 bytes."""
+        read for every row, from L1: with 64 columns LayerNorm spilled 128 bytes. So are those of
+        few rows: kept, they were made wide before the loop, and rows asked for after that."""
         s = self.schedule
-        return s.kept and s.vector * s.chunks <= MAX_VECTORS
+        return s.kept and s.vector * s.chunks <= MAX_VECTORS and not s.sliced
 
     @property
     def threads(self) -> int:
