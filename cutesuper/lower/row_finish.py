@@ -151,8 +151,8 @@ class Finish:
         if place["thread"] == 0:
             missing = Int32(1)
             while missing != 0:
-                missing = cute.arch.load(counter.iterator, Int32, sem="relaxed", scope="gpu")
-            cute.arch.fence_acq_rel_gpu()
+                # a fence after relaxed loads would also wait for the stores of the last tile
+                missing = cute.arch.load(counter.iterator, Int32, sem="acquire", scope="gpu")
         cute.arch.sync_threads()
 
     # -------------------------------------------------------------------------------------- a slice
