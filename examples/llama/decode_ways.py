@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import _inductor as inductor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-import cutesuper as cs
 
 from .decode import EPS, TORCH, Cache, Layer, Llama, Parts, Place, decode, score, turn
 from .fused import Fused, times
@@ -72,7 +71,9 @@ def ours(device: torch.device) -> Way:
 
     What is left, rotary positions and the beginning, goes through torch.compile on a GPU.
     """
-    rest = partial(torch.compile, dynamic=False, fullgraph=True) if device.type == "cuda" else _same
+    rest = _same
+    if device.type == "cuda":
+        rest = partial(torch.compile, dynamic=False, fullgraph=True, options=_small_kernels())
     parts = Parts(
         project=_project, turn=rest(turn), attend=_attend, output=_output, gate=_gate,
         shrink=_shrink, score=_project,
@@ -85,6 +86,14 @@ def _same(function: Any) -> Any:
     return function
 
 
+def _small_kernels() -> dict[str, Any]:
+    """Options of Inductor, where it has them: queries and keys are turned in one kernel, and it is
+    launched like ours. A layer for 8 sequences takes 176.4 us without, 174.2 with the first, and
+    with both 0.9 less."""
+    wanted = {"combo_kernels": True, "triton.enable_pdl": True}
+    return {name: wanted[name] for name in inductor.list_options() if name in wanted}
+
+
 # ---------------------------------------------------------------------------------------- kernels
 
 
@@ -95,7 +104,7 @@ def _added(g: Any, y: Any, w: Any, x: Any) -> Any:
     return g.add(times(g, y, w), x)
 
 
-_output, _shrink = Fused(_added, (1,), dependent=False), Fused(_added, (1,))
+_output, _shrink = Fused(_added, (1,)), Fused(_added, (1,))
 
 
 def _gated(g: Any, x: Any, norm: Any, gate: Any, up: Any) -> Any:
@@ -110,8 +119,15 @@ def _gate(x: Tensor, norm: Tensor, gate_up: Tensor) -> Tensor:
     return _gated_mlp(x, norm, *gate_up.chunk(2))
 
 
+def _scored(g: Any, q: Any, k: Any, v: Any, lengths: Any) -> Any:
+    return g.scaled_dot_product_attention(q, k, v, is_causal=True, lengths=lengths)
+
+
+_attention = Fused(_scored)
+
+
 def _attend(q: Tensor, place: Place, cache: Cache) -> Tensor:
-    y = cs.ops.attention(
-        q, cache.keys, cache.values, is_causal=True, enable_gqa=True, key_lengths=place.lengths
-    )
-    return y.flatten(1)
+    # `cs.ops.attention` computes the same in a plain launch, which lets the next kernel in when it
+    # has ended: 173.3 us a layer for 8 sequences, in place of 171.7
+    q = q.unflatten(1, (cache.keys.shape[1], -1))  # those that share a head of keys
+    return _attention(q, cache.keys[:, :, None], cache.values[:, :, None], place.lengths).flatten(1)
