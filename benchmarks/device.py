@@ -11,6 +11,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -124,14 +125,22 @@ class CudaBackend:
             for i in range(min(3, count)):
                 launch(i)
         self.synchronize()
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         kept: dict[int, Outputs] = {}
-        # thread_local: compiler threads of other peers may allocate while we capture
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for i in range(count):
-                outputs = launch(i)
-                if i in keep:
-                    kept[i] = outputs
+        try:
+            # thread_local: compiler threads of other peers may allocate while we capture
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                for i in range(count):
+                    outputs = launch(i)
+                    if i in keep:
+                        kept[i] = outputs
+        except Exception:
+            # the allocator is not told that a capture has failed, and gives nothing back while one
+            # is under way: after a peer's, 137 of 140 GB were held for nobody
+            with suppress(RuntimeError):  # that it has ended already
+                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+                torch._C._cuda_releasePool(stream.device_index, pool)
+            raise
         self.synchronize()
         return GraphRecording(graph, kept)
 

@@ -45,6 +45,7 @@ class Again:
         stream = torch.cuda.current_stream() if cotangent.is_cuda else None
         if not self._results or stream != self._stream:
             self._stream = stream
+            self._results = []  # operands would stay with the stream of a graph that still is
             with torch.enable_grad():
                 self._results = [self._function(*leaves) for leaves, _ in self._sets]
         y, wanted = self._results[i], self._sets[i][1]

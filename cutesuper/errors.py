@@ -8,6 +8,20 @@ process.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
+
+def frameless(error: E) -> E:
+    """An error that is kept for later, and what led to it, without the frames they went through:
+    frames know their callers, and so would keep alive every tensor that those have."""
+    link: BaseException | None = error
+    while link is not None and (link is error or link.__traceback__ is not None):
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
 
 class CutesuperError(Exception):
     """Base of all errors raised by cutesuper."""

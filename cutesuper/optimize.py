@@ -19,6 +19,7 @@ from cutesuper.errors import (
     ScheduleError,
     SearchError,
     VerificationError,
+    frameless,
 )
 from cutesuper.graph.asked import check_options
 from cutesuper.graph.block import MuGraph
@@ -402,7 +403,7 @@ def choose(
             verification = _verify(verifier, graph, candidate)
         except (LoweringError, ScheduleError, VerificationError) as error:
             refused.append(f"{candidate.structure}: {error}")
-            first = first or error
+            first = first or frameless(error)
             continue
         return result, Choice(candidate, plans, verification, tuple(refused))
     raise first or SearchError("superoptimize: the search returned no program")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +22,12 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
+from cutesuper import optimize
 from cutesuper.errors import GraphError, OperatorError, ShapeError
 from cutesuper.graph.evaluate import evaluate
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.runtime.kernel import Kernel
+from cutesuper.search.known import KnownRegions
 from tests.gradients import (
     CASES,
     judge,
@@ -273,8 +279,6 @@ def test_backward_twice(quick: None) -> None:
 
 
 def test_saved_tensors_go_after_backward(quick: None) -> None:
-    import weakref
-
     kernel = kernel_of("norm and linear")
     leaves = CASES["norm and linear"].draw(torch.float32)
     inner = leaves[0] * 1.0
@@ -284,6 +288,56 @@ def test_saved_tensors_go_after_backward(quick: None) -> None:
     assert gone() is not None
     y.sum().backward()
     assert gone() is None
+
+
+@pytest.fixture
+def uncollected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Only what nobody refers to goes: reference cycles stay, and errors of searches are new."""
+    uncompiled(monkeypatch)
+    monkeypatch.setattr(optimize, "_REGIONS", KnownRegions())
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def gone_after(call: Callable[[Tensor], Any]) -> bool:
+    """Whether neither the result of a call nor its input is kept alive."""
+    x = torch.randn(64, 128).bfloat16().requires_grad_()
+    y = call(x)
+    if y.requires_grad:
+        torch.autograd.grad(y.sum(), x)
+    references = weakref.ref(y), weakref.ref(x)
+    del y, x
+    return all(r() is None for r in references)
+
+
+def test_first_calls_keep_nothing(uncollected: None) -> None:
+    """Their searches meet errors, and frames of an error have the tensors of their callers. In a
+    CUDA graph, an earlier result that lives on makes the recording of a backward pass fail."""
+    w = torch.randn(96, 128).bfloat16()
+    g = graph_of(
+        lambda g, x, y: g.matmul(g.rms_norm(x), g.transpose(y)), (64, 128), (96, 128),
+        dtype="bfloat16",
+    )  # fmt: skip
+    kernel = cs.superoptimize(g, target="h200")
+    assert gone_after(lambda t: kernel(t, w))
+    program = cs.superoptimize(
+        lambda t: F.linear(F.rms_norm(F.silu(t), (128,)), w), (torch.ones_like(w[:64]),),
+        target="h200",
+    )  # fmt: skip
+    assert gone_after(program)
+    assert gone_after(cs.ops.rms_norm)
+    refused = kernel_of("norm and linear", torch.bfloat16, rows=cs.symbol("M", 64))
+    v = torch.ones(128).bfloat16()
+
+    def recovered(t: Tensor) -> Tensor:
+        with suppress(GraphError):
+            refused(t, w.T.contiguous().requires_grad_(), v)
+        return t.detach() * 2
+
+    assert gone_after(recovered)
+    assert isinstance(refused._gradients["x", "w"], GraphError)
 
 
 def test_inputs_changed_in_place_are_seen(quick: None) -> None:

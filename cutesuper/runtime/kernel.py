@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from cutesuper.errors import CutesuperError, FormatError, GraphError
+from cutesuper.errors import CutesuperError, FormatError, GraphError, frameless
 from cutesuper.graph.asked import as_path
 from cutesuper.graph.autodiff import reached
 from cutesuper.graph.block import MuGraph
@@ -231,7 +231,7 @@ class Kernel(Program):
         try:
             return self._differentiate(self, names)
         except GraphError as refusal:  # after a search of seconds, so it is kept
-            return refusal
+            return frameless(refusal)
 
     def _record(self, inputs: Sequence[Any], out: Any) -> list[Any]:
         names = tuple(

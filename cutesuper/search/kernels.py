@@ -21,7 +21,7 @@ from itertools import groupby
 from math import inf
 from typing import Any, NamedTuple
 
-from cutesuper.errors import SearchError
+from cutesuper.errors import SearchError, frameless
 from cutesuper.graph.dims import extent, show_shape, size
 from cutesuper.graph.dtypes import DType, float32
 from cutesuper.graph.kernel import KernelGraph
@@ -454,7 +454,7 @@ def _cheapest(
             try:
                 found = find(segment.region)
             except SearchError as e:
-                reasons.append(e)
+                reasons.append(frameless(e))
                 continue
             longer = [
                 _Path(w.cost + k.total, w, (segment, k)) for w in ways[start] for k in found

@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from cutesuper.errors import SearchError
+from cutesuper.errors import SearchError, frameless
 from cutesuper.graph.block import ENDING, STORE, AxisKind, BlockOp, BlockProgram
 from cutesuper.graph.check import MAX_PASSES, check_block_program
 from cutesuper.graph.dims import extent
@@ -170,7 +170,7 @@ def search_region(
         return Found(tuple(search.run()), None, search.counts)
     except SearchError as error:
         search.counts.pruned[str(error)] += 1
-        return Found((), error, search.counts)
+        return Found((), frameless(error), search.counts)
 
 
 def in_a_chain(region: Region) -> bool:
@@ -217,7 +217,7 @@ class _RegionSearch:
         try:
             return search()
         except SearchError as error:
-            reasons.append(error)
+            reasons.append(frameless(error))
             return []
 
     def _by_skeleton(self, program: LabelledProgram) -> list[Way]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cutesuper.errors import LoweringError, SearchError
+from cutesuper.errors import LoweringError, SearchError, frameless
 from cutesuper.graph.asked import check_options
 from cutesuper.graph.block import (
     ACCUMULATE,
@@ -250,7 +250,7 @@ class _Search:
             try:
                 found += [(flat, cut) for cut in cuts(segments, self._ways, keep)]
             except SearchError as e:
-                error = error or e
+                error = error or frameless(e)
         if not found:
             if self._interrupt is not None:
                 raise self._interrupt
