@@ -89,8 +89,11 @@ class Tiles:
                     lanes = 32 if cutlass.const_expr(self.async_scalars) else 0
                     cute.arch.mbarrier_init(smem["full"] + s, 1 + lanes)
                 cute.arch.mbarrier_init_fence()
-            # the lanes that fill the ring may arrive at these before the block meets
-            cute.arch.sync_warp()
+            if tidx < 32:
+                # the lanes that fill the ring arrive at these before the block meets; nothing is
+                # on its way yet that the fence would wait for
+                cute.arch.sync_warp()
+                cute.arch.fence_proxy("async.shared", space="cta")
 
     def everybody_has_read(self) -> None:
         """Before a stage is filled again."""
