@@ -632,6 +632,24 @@ def centered(n: int, dtype: str = "float16") -> RowPlan:
     return p
 
 
+def test_few_rows_ask_for_all_operands_at_once() -> None:
+    """More threads have fewer elements of each; with many rows other blocks compute meanwhile."""
+    def gated(m: int) -> RowPlan:
+        b = Block({"M": m, "N": 4096}, {"M.grid": m}, {"M": 1, "N": 4096})
+        h, x, a = b.load("h", "M", "N"), b.load("x", "M", "N"), b.load("a", "N")
+        y = b.op("mul", b.op("add", b.op("mul", h, b.op("mean", h, over="N")), x), a)
+        b.store("y", b.op("sub", y, b.op("mean", y, over="N")), "M", "N")
+        shapes = {"h": (m, 4096), "x": (m, 4096), "a": (4096,), "y": (m, 4096)}
+        p = make_plan(b.step("rows"), specs(shapes), H200)
+        assert isinstance(p, RowPlan)
+        return p
+
+    few, many = gated(64), gated(4096)
+    assert [few.program.ops[i].kind for i in few.order[:4]] == ["load"] * 3 + ["mean"]
+    assert (few.schedule.lanes, few.schedule.chunks) == (256, 2)
+    assert (many.schedule.lanes, many.schedule.chunks) == (128, 4)
+
+
 def test_two_large_blocks_share_an_sm() -> None:
     """With 64 registers each; not where what is loaded needs more."""
     p = rows_plan(4096, 16384, norm=True)
