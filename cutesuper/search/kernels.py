@@ -456,8 +456,12 @@ def _cheapest(
             except SearchError as e:
                 reasons.append(frameless(e))
                 continue
+            # both are sorted, so that of what continues the i-th way all but these are behind
+            # ``keep`` others: a tenth of the search of a GPT's layer went into making them
             longer = [
-                _Path(w.cost + k.total, w, (segment, k)) for w in ways[start] for k in found
+                _Path(w.cost + k.total, w, (segment, k))
+                for i, w in enumerate(ways[start])
+                for k in found[: keep // (i + 1)]
             ]
             ways[end] = sorted(ways[end] + longer, key=lambda w: w.cost)[:keep]
         if start + 1 < len(ways) and not any(ways[start + 1 :]):
