@@ -16,8 +16,9 @@ E = TypeVar("E", bound=BaseException)
 def frameless(error: E) -> E:
     """An error that is kept for later, and what led to it, without the frames they went through:
     frames know their callers, and so would keep alive every tensor that those have."""
-    link: BaseException | None = error
-    while link is not None and (link is error or link.__traceback__ is not None):
+    error.__traceback__ = None
+    link = error.__cause__ or error.__context__
+    while link is not None and link.__traceback__ is not None:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
     return error
