@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from math import inf, nan
 from typing import Any
 
@@ -138,6 +139,9 @@ RULES: dict[str, Any] = {
     "sign": lambda x, y: torch.sign(x),
     "leaky relu": lambda x, y: F.leaky_relu(x),
     "elu": lambda x, y: F.elu(x),
+    "log1p and expm1": lambda x, y: (torch.log1p(x), torch.expm1(x)),
+    "angles": lambda x, y: torch.sin(x) + torch.cos(x),
+    "rounding": lambda x, y: (torch.floor(x), torch.ceil(x), torch.round(x), torch.trunc(x)),
     "hard functions": lambda x, y: F.hardtanh(x) + F.relu6(y),
     "amax and amin": lambda x, y: x.amax(-1) + y.amin(0),
     "xlogy": torch.xlogy,
@@ -190,6 +194,23 @@ def test_choices_compile() -> None:
     check(program, masked, (x, y, mask))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_functions_compile(dtype: torch.dtype) -> None:
+    """All in one kernel; sine and cosine for angles of any size."""
+
+    def functions(x: Tensor) -> Tensor:
+        waves = torch.sin(x) * torch.cos(x)
+        steps = torch.floor(x) + torch.ceil(x) - torch.round(x) * torch.trunc(x)
+        return waves + steps + torch.log1p(x * x) + torch.expm1(x)
+
+    x = randn(64, 256).to(dtype)
+    program = cs.superoptimize(functions, (x,), target="h200")
+    ptx = program.kernel.ptx
+    assert len(program.kernel.kernels) == 1
+    assert not re.search(r"(sin|cos)\.approx", ptx) and "cvt.rmi" in ptx and "cvt.rni" in ptx
+    check(program, functions, (x,))
+
+
 def test_a_layer_of_torch_nn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout that drops nothing stands between its regions."""
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
@@ -197,10 +218,11 @@ def test_a_layer_of_torch_nn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_regions_that_need_each_other_through_the_rest() -> None:
-    """log1p, which no kernel computes, stands between two of them."""
+    """cumsum, which no kernel computes, stands between two of them."""
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
-        return F.binary_cross_entropy(x.sigmoid(), y.sigmoid())
+        p = x.sigmoid()
+        return ((p * 2).cumsum(-1) * y + p * y.exp()).mean()
 
     call, _ = compiled(loss)
     check(call, loss, (X, X + 0.1))
