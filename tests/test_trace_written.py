@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from math import inf, nan
@@ -16,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cutesuper as cs
 from cutesuper.errors import TraceError
 from tests.backends import compiled
+from tests.complex_numbers import COMPLEX, Rotated, rotary
 from tests.small_models import MODELS
 from tests.tracing import check, randn, traced
 from tests.written import WRITTEN
@@ -32,6 +34,49 @@ def test_traced_is_eager(monkeypatch: pytest.MonkeyPatch, fn: Any, inputs: Any) 
 @pytest.mark.parametrize(("fn", "inputs"), [c[1:] for c in MODELS], ids=[c[0] for c in MODELS])
 def test_models_are_traced_whole(monkeypatch: pytest.MonkeyPatch, fn: Any, inputs: Any) -> None:
     check(traced(monkeypatch, fn, inputs), fn, inputs)
+
+
+@pytest.mark.parametrize(("fn", "inputs"), [c[1:] for c in COMPLEX], ids=[c[0] for c in COMPLEX])
+def test_complex_numbers(monkeypatch: pytest.MonkeyPatch, fn: Any, inputs: Any) -> None:
+    check(traced(monkeypatch, fn, inputs), fn, inputs)
+
+
+def test_complex_numbers_of_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn = Rotated()
+    shapes = {"x": {0: torch.export.Dim("batch")}}
+    program = traced(monkeypatch, fn, (randn(2, 6, 32),), dynamic_shapes=shapes)
+    for batch in (1, 2, 5):
+        check(program, fn, (randn(batch, 6, 32),))
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_rotary_embeddings_compile(length: int) -> None:
+    """Queries and keys are rows of their heads; angles are made ready once for both."""
+    q, k, freqs = randn(2, length, 4, 64), randn(2, length, 2, 64), randn(length, 32)
+    inputs = (q.bfloat16(), k.bfloat16(), torch.polar(torch.ones_like(freqs), freqs))
+    program = cs.superoptimize(rotary, inputs, target="h200")
+    check(program, rotary, inputs)
+    for region in program.regions:
+        graph = region.kernel.graph
+        assert len(region.kernel.kernels) == 1
+        assert all(graph.nodes[i].shape[-1] == 64 for i in (*graph.inputs, *graph.outputs))
+        assert [graph.nodes[i].dtype.name for i in graph.outputs] == ["bfloat16"]
+    moved = [line.split()[0] for line in program.outside]
+    assert sorted(moved) == sorted(["aten.view_as_real.default", "aten.index_select.default",
+                                    *["aten.flip.default"] * moved.count("aten.flip.default")])
+    targets = [str(n.target) for n in program.graph_module.graph.nodes]
+    assert targets.count("aten.index_select.default") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [c[0] for c in COMPLEX if c[0] != "attention of Llama"])
+def test_complex_numbers_on_a_gpu(name: str) -> None:
+    """Attention in half only: there are no products of float32."""
+    [(fn, inputs)] = [c[1:] for c in COMPLEX if c[0] == name]
+    fn = copy.deepcopy(fn).cuda() if isinstance(fn, nn.Module) else fn
+    given = [t.cuda() for t in inputs]
+    with torch.device("cuda"):
+        check(cs.superoptimize(fn, given), fn, given)
 
 
 @pytest.mark.parametrize(("mask", "length"), [

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
 from cutesuper.frontend.internals import autograd_functions, decompositions
+from cutesuper.frontend.pairs import is_complex, pair_complex
 from cutesuper.frontend.partition import partition
 from cutesuper.frontend.positions import unread
 from cutesuper.frontend.region import Region, places, source_lines
@@ -215,7 +216,7 @@ def _exported(
             )
         undifferentiable = _undifferentiable(program, own)
         nodes = list(program.graph.nodes)
-        if any(map(_is_unknown, nodes)):
+        if any(_is_unknown(n) or is_complex(n) for n in nodes):
             program = program.run_decompositions(decompositions(is_known))
         elif any(map(_is_nested, nodes)):
             # mutation becomes new values, and what stands under autocast, no_grad or vmap comes
@@ -304,6 +305,7 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
         TraceError: naming the first operator that is in no region.
     """
     _fill_values(module)
+    pair_complex(module)
     graph = module.graph
     _drop_checks(graph)
     found = partition(graph, constants=[n for n in graph.nodes if n.op == "get_attr"])
@@ -358,9 +360,11 @@ def _reason(node: fx.Node) -> str:
 
 
 def _complex(node: fx.Node) -> str | None:
-    values = (_dtype(n.meta.get("val")) for n in (node, *node.all_input_nodes))
-    if any(d is not None and d.is_complex for d in values):
-        return "computes complex numbers; write it with their real and imaginary parts"
+    if any(map(is_complex, (node, *node.all_input_nodes))):
+        return (
+            "computes complex numbers, of which there are products, sums and views in complex64; "
+            "write it with their real and imaginary parts"
+        )
     return None
 
 
