@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
+from cutesuper.frontend.blame import NO_KERNEL, refusal, without_kernel
 from cutesuper.frontend.internals import autograd_functions, decompositions
 from cutesuper.frontend.pairs import is_complex, pair_complex
 from cutesuper.frontend.partition import partition
@@ -171,7 +172,9 @@ def superoptimize_callable(
 
     Raises:
         TraceError: something in it is no operator of kernel graphs; names the user's line.
-        SearchError, LoweringError, ScheduleError, CompileError: as for a kernel graph.
+        SearchError, LoweringError, ScheduleError: no kernel can run some of it; names the user's
+            line.
+        CompileError: as for a kernel graph.
     """
     name = getattr(fn, "__qualname__", type(fn).__name__)
     module, undifferentiable = _exported(
@@ -196,6 +199,8 @@ def superoptimize_callable(
 def _kernel(name: str, region: Region, options: dict[str, Any]) -> Kernel:
     try:
         return optimize_graph(region.graph, **options)
+    except NO_KERNEL as error:
+        raise without_kernel(name, region, error, options.get("target")) from error
     except CutesuperError as error:
         error.add_note(f"in {name}, {region.place or 'no source'}:\n{region.graph!r}")
         raise
@@ -315,7 +320,8 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
     for node in left:
         # of what belongs together the last says why; a condition alone is never a kernel graph
         if not any(u in left for u in _readers(node)):
-            raise _refusal(name, node, _complex(node) or found.refused.get(node) or _reason(node))
+            reason = _complex(node) or found.refused.get(node) or _reason(node)
+            raise refusal(TraceError, name, node, reason)
     if not found.regions:
         raise TraceError(f"superoptimize({name}): it computes nothing that kernels could, "
             "no numbers in float16, bfloat16 or float32")
@@ -399,15 +405,6 @@ def _drop_checks(graph: fx.Graph) -> None:
         check = str(node.target).startswith(_CHECKS) or node.target == "_guards_fn"
         if check and not node.users and node.op in ("call_function", "call_module"):
             graph.erase_node(node)
-
-
-def _refusal(name: str, node: fx.Node, reason: str) -> TraceError:
-    lines = source_lines(node) or next(filter(None, map(source_lines, node.all_input_nodes)), [])
-    where = f", at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
-    return TraceError(
-        f"superoptimize({name}): {node.target}{where}: {reason}. Leave it outside of the function, "
-        'or use torch.compile(fn, backend="cutesuper"), which leaves it to Inductor'
-    )
 
 
 # ---------------------------------------------------------------------------------------- decorator
