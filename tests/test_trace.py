@@ -220,7 +220,7 @@ def test_what_is_not_supported_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     (lambda x: x**0.3, "exponent 0.3; write it with log and exp"),
     (lambda x: x.double() * 2, "float64"),
     (lambda x: x.to(torch.int32) + 1, "computes nothing"),
-    (lambda x: x.unsqueeze(1).softmax(1), "softmax.int.*extent of 1|of extent 1"),
+    (lambda x: x.sum(-1, True).expand(3, 5, 32).softmax(-1), "softmax.int.*repeated elements"),
     (lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=x @ x.mT), "mask tensor"),
     (lambda x: torch.linalg.vector_norm(x, ord=3, dim=-1), "another order than 1"),
     (lambda x: (x * 2).cumsum(-1), "cumsum.default is not an operator"),

@@ -157,6 +157,12 @@ def _as(fn: nn.Module, dtype: torch.dtype) -> nn.Module:
 SPECIAL = torch.tensor([nan, inf, -inf, 0.0, -0.0, 1.0, -1.0])
 A, B = (t.clone() for t in torch.meshgrid(SPECIAL, SPECIAL, indexing="ij"))
 
+
+
+def _no_nan(x: Tensor, y: Tensor) -> Tensor:
+    return torch.where(torch.isnan(x) | torch.isnan(y), 1.0, torch.minimum(x, y))
+
+
 RULES: dict[str, Any] = {
     "at most": lambda x, y: torch.where(x <= y, 0.0, x),
     "at most a number": lambda x, y: torch.where(x <= 0, 0.0, y),
@@ -187,6 +193,9 @@ RULES: dict[str, Any] = {
     "log1p and expm1": lambda x, y: (torch.log1p(x), torch.expm1(x)),
     "angles": lambda x, y: torch.sin(x) + torch.cos(x),
     "rounding": lambda x, y: (torch.floor(x), torch.ceil(x), torch.round(x), torch.trunc(x)),
+    "logsumexp": lambda x, y: (x.logsumexp(-1), y.logsumexp(0), _no_nan(x, y).logsumexp(-1)),
+    "softmax of one": lambda x, y: (x.unsqueeze(0).softmax(0), y.unsqueeze(-1).log_softmax(-1)),
+    "layer norm of one": lambda x, y: F.layer_norm(x.unsqueeze(-1), (1,)),
     "hard functions": lambda x, y: F.hardtanh(x) + F.relu6(y),
     "amax and amin": lambda x, y: x.amax(-1) + y.amin(0),
     "xlogy": torch.xlogy,
