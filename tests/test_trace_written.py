@@ -265,6 +265,36 @@ def test_functions_compile(dtype: torch.dtype) -> None:
     check(program, functions, (x,))
 
 
+def _infinite_rows(n: int) -> Tensor:
+    """Of half infinities, of those only, with inf, with both, with NaN, and one of numbers."""
+    x = randn(6, n)
+    x[0, : n // 2] = x[1] = x[3, 1] = -inf
+    x[2, n // 3] = x[3, 0] = inf
+    x[4, -1] = nan
+    return x
+
+
+def _logsumexp(x: Tensor) -> Tensor:
+    return x.logsumexp(-1)
+
+
+@pytest.mark.parametrize("n", [40, 70000])
+def test_logsumexp_of_infinite_rows_compiles(n: int) -> None:
+    x = _infinite_rows(n)
+    program = cs.superoptimize(_logsumexp, (x,), target="h200")
+    assert len(program.kernel.kernels) == 1
+    torch.testing.assert_close(program(x), _logsumexp(x), equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [40, 4096, 70000, 200000])
+def test_logsumexp_of_infinite_rows_on_a_gpu(n: int, dtype: torch.dtype) -> None:
+    x = _infinite_rows(n).to("cuda", dtype)
+    program = cs.superoptimize(_logsumexp, (x,))
+    torch.testing.assert_close(program(x), _logsumexp(x), equal_nan=True)
+
+
 def test_a_layer_of_torch_nn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout that drops nothing stands between its regions."""
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
