@@ -64,6 +64,10 @@ def _real(z: Any) -> Tensor:
     return torch.view_as_real(z).flatten(-2)
 
 
+def _draw(*shape: int) -> Tensor:
+    return torch.complex(randn(*shape), randn(*shape).flip(-1) + 0.3)
+
+
 Q, K = randn(2, 6, 4, 16), randn(2, 6, 2, 16)
 POSITIONS = torch.tensor([[3, 1, 0, 5, 2, 4], [0, 1, 2, 3, 4, 5]])
 
@@ -86,5 +90,15 @@ COMPLEX: list[Case] = [
      .squeeze(-2).permute(0, 2, 1, 3).flip(-1)[:, 1:].sum(1)), (Q, FREQS)),
     ("put together", lambda x, f: _real(torch.cat([z := as_complex(x) * f[:, None], -z], -1)),
      (Q, FREQS)),
+    ("powers", lambda z: z * z * z, (_draw(3, 8),)),
+    ("a column", lambda z, c: z * c, (_draw(3, 8), _draw(3, 1))),
+    ("one row", lambda z, r: z * r, (_draw(8), _draw(8).flip(0))),
+    ("a number at the call", lambda x, z: _real(as_complex(x) * z), (Q, torch.tensor(1 + 2j))),
+    ("sums", lambda z: (z.sum(), z.mean(0), z.sum((0, 1), keepdim=True), z.mean() * 2),
+     (_draw(3, 8),)),
+    ("beside real numbers", lambda z, r: (z + r, r - z, z / (r * r + 1)), (_draw(3, 8), randn(8))),
+    ("of half as exponents", lambda x: torch.exp(1j * x.float()), (randn(3, 8).half(),)),
+    ("repeated", lambda z: z.repeat(2, 1).T[None].expand(4, 8, 6) * 2j, (_draw(3, 8),)),
+    ("nothing computed", lambda z, x: (z, torch.view_as_real(z) * x), (_draw(3, 8), randn(2))),
     ("complex results", lambda x, f: (as_complex(x) * f[:, None], x * 2), (Q, FREQS)),
 ]  # fmt: skip

@@ -177,6 +177,8 @@ class _Pairs:
 def _same(p: _Pairs, node: fx.Node, a: Arguments) -> fx.Node | None:
     rank = node.meta["val"].dim() if "unsqueeze" in str(node.target) else _rank(a)
     if "dtype" in a:  # sums and means: of no dimensions are those of all but the parts
+        if not rank:
+            return p.pair(node, a["self"])
         a = {**a, "dim": a["dim"] or list(range(rank))}
     given: list[Any] = []
     for name, value in a.items():
@@ -189,7 +191,7 @@ def _same(p: _Pairs, node: fx.Node, a: Arguments) -> fx.Node | None:
             if None in value:
                 return None
         elif name == "dtype" and value is not None:
-            return None
+            return None  # of complex numbers
         elif name in ("dim", "dims", "dim0", "dim1"):
             value = _counted(value, rank)
         given.append(value)
@@ -197,6 +199,14 @@ def _same(p: _Pairs, node: fx.Node, a: Arguments) -> fx.Node | None:
     k = len(positional)
     named = {n: v for n, v in zip(list(a)[k:], given[k:], strict=True) if v is not None}
     return p.call(node, node.target, *given[:k], **named)
+
+
+def _total(p: _Pairs, node: fx.Node, a: Arguments) -> fx.Node | None:
+    x, dims = p.pair(node, a["self"]), list(range(_rank(a)))
+    if x is None or a["dtype"] is not None or not dims:
+        return None
+    mean = "mean" in str(node.target)
+    return p.call(node, _aten.mean.dim if mean else _aten.sum.dim_IntList, x, dims)
 
 
 def _rank(a: Arguments) -> int:
@@ -293,7 +303,8 @@ def _of_real(p: _Pairs, node: fx.Node, a: Arguments) -> fx.Node | None:
 
 _FORMULAS: dict[str, _Formula] = {
     **dict.fromkeys(_SAME, _same), **dict.fromkeys(_SIZED, _sized),
-    "permute.default": _permuted, "mul.Tensor": _product, "div.Tensor": _quotient,
+    "sum.default": _total, "mean.default": _total, "permute.default": _permuted,
+    "mul.Tensor": _product, "div.Tensor": _quotient,
     "_conj.default": _conjugate, "conj_physical.default": _conjugate,
     "_conj_physical.default": _conjugate, "resolve_conj.default": _converted,
     "polar.default": _polar, "exp.default": _exponential,
