@@ -176,10 +176,13 @@ CASES: dict[str, tuple[Build, tuple[tuple[Any, ...], ...]]] = {
         ((3, 2), (3, 2), (3, 2)),
     ),
 }  # fmt: skip
-for _name in ("exp", "log", "sqrt", "rsqrt", "square", "silu", "gelu", "sigmoid", "tanh", "erf"):
-    _shift = 0.0 if _name in ("log", "sqrt", "rsqrt") else 1.7
+for _name in ("exp", "log", "sqrt", "rsqrt", "square", "silu", "gelu", "sigmoid", "tanh", "erf",
+              "log1p", "expm1", "sin", "cos"):
+    _shift = 0.0 if _name in ("log", "sqrt", "rsqrt", "log1p") else 1.7
     CASES[_name] = (lambda g, x, n=_name, s=_shift: g.apply(n, x * 2 - s), ((3, 4),))
 CASES["relu"] = (lambda g, x: g.relu(x - 1), ((5, 6),))
+CASES["floor"] = (lambda g, x: g.floor(x * 3 - 1) * x, ((5, 6),))
+CASES["round"] = (lambda g, x: g.round(x * 3 - 1) * x, ((5, 6),))
 CASES["step"] = (lambda g, x: g.step(x - 1) * x, ((5, 6),))
 CASES["at_least"] = (lambda g, x, y: g.at_least(x, y) * x * y, ((5, 6), (6,)))
 CASES["maximum"] = (lambda g, x, y: g.maximum(x, y), ((5, 6), (6,)))
@@ -213,7 +216,8 @@ def test_every_operator_has_a_derivative() -> None:
 
 
 def test_second_derivatives() -> None:
-    for name in ("gelu", "erf", "silu", "tanh", "rsqrt", "sigmoid"):
+    for name in ("gelu", "erf", "silu", "tanh", "rsqrt", "sigmoid", "log1p", "expm1", "sin",
+                 "cos"):
         g = graph(lambda g, x, n=name: g.apply(n, x), (3, 4))
         check(cs.grad(g))
     check(cs.grad(graph(lambda g, x, y: g.rms_norm(x, y), (3, 4), (4,))))

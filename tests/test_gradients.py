@@ -28,6 +28,7 @@ from cutesuper.graph.evaluate import evaluate
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.search.known import KnownRegions
+from tests.complex_numbers import Rotated
 from tests.gradients import (
     CASES,
     judge,
@@ -600,6 +601,7 @@ MODELS: dict[str, Any] = {
     "gated MLP": lambda: (GatedMLP(), randn(3, 5, 32)),
     "decoder layer": lambda: (Block(), randn(3, 5, 32)),
     "mixed": lambda: (Mixed(), torch.randint(16, (3, 5))),
+    "angles as complex numbers": lambda: (Rotated(), randn(3, 5, 32)),
 }
 
 

@@ -30,7 +30,7 @@ from cutesuper.graph.serial import dumps, loads
 M = Symbol("M", 32)
 
 UNARY = ("exp", "log", "sqrt", "rsqrt", "square", "silu", "gelu", "relu", "sigmoid", "tanh", "erf",
-         "step")
+         "step", "log1p", "expm1", "sin", "cos", "floor", "round")
 BINARY = ("add", "sub", "mul", "div")
 
 # ---------------------------------------------------------------------------------------- shapes
@@ -501,7 +501,8 @@ def reference_cases() -> dict[str, tuple[Callable[..., Any], Callable[..., torch
             lambda g, a, b: g.keep(g.step(a - b), a), lambda a, b: torch.where(a > b, a, 0.0)
         ),
     }
-    for name in ("exp", "log", "sqrt", "rsqrt", "relu", "sigmoid", "tanh", "erf"):
+    for name in ("exp", "log", "sqrt", "rsqrt", "relu", "sigmoid", "tanh", "erf", "log1p", "expm1",
+                 "sin", "cos", "floor", "round"):
         cases[name] = (
             lambda g, a, b, n=name: g.apply(n, a), lambda a, b, n=name: getattr(torch, n)(a)
         )  # fmt: skip
@@ -539,11 +540,13 @@ def test_scalar_formulas_are_the_references() -> None:
         kept = staticmethod(lambda c, a, other: a if c > 0.5 else other)
         maximum, minimum = max, min
         exp, log, sqrt, tanh, erf = math.exp, math.log, math.sqrt, math.tanh, math.erf
+        log1p, expm1, sin, cos, floor = math.log1p, math.expm1, math.sin, math.cos, math.floor
+        round = round
 
     for name in (*UNARY, *BINARY, "clamp", "at_least", "maximum", "keep", "hide"):
         op = TABLE[name]
         attributes = {"min": 0.25, "max": 0.5} if name == "clamp" else {}
-        for value in (0.125, 0.375, 2.0):
+        for value in (0.125, 0.375, 2.0, 2.5):
             args = [value, 0.75][: op.arity]
             tensors = [torch.tensor(v, dtype=torch.float64) for v in args]
             want = float(op.reference(tensors, attributes))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cutesuper as cs
-from cutesuper.errors import GraphError, OptionError, ShapeError, TraceError
+from cutesuper.errors import GraphError, OptionError, SearchError, ShapeError, TraceError
 from cutesuper.frontend import trace
 from cutesuper.frontend.partition import partition
 from tests.tracing import CORPUS, Attention, Block, FusedMLP, GatedMLP, check, randn, traced
@@ -220,7 +220,7 @@ def test_what_is_not_supported_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     (lambda x: x**0.3, "exponent 0.3; write it with log and exp"),
     (lambda x: x.double() * 2, "float64"),
     (lambda x: x.to(torch.int32) + 1, "computes nothing"),
-    (lambda x: x.unsqueeze(1).softmax(1), "softmax.int.*extent of 1|of extent 1"),
+    (lambda x: x.sum(-1, True).expand(3, 5, 32).softmax(-1), "softmax.int.*repeated elements"),
     (lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=x @ x.mT), "mask tensor"),
     (lambda x: torch.linalg.vector_norm(x, ord=3, dim=-1), "another order than 1"),
     (lambda x: (x * 2).cumsum(-1), "cumsum.default is not an operator"),
@@ -228,13 +228,63 @@ def test_what_is_not_supported_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     (lambda x: x.mul_(2) + 1, r"changes an argument, .*\(x\); return its new value instead"),
     (lambda x: torch.cond(x.sum() > 0, torch.exp, torch.neg, (x,)), r"cond, at .*test_trace.py"),
     (torch.func.grad(lambda y: y.square().sum()), "torch.export cannot trace it"),
-    (lambda x: torch.view_as_real(torch.view_as_complex(x.view(3, 5, 16, 2)) * 2j),
-     "computes complex numbers; write it with their real"),
+    (lambda x: torch.view_as_complex(x.view(3, 5, 16, 2)).abs(),
+     "abs.default, at .*computes complex numbers, of which .* in complex64; write it with"),
+    (lambda x: torch.view_as_real(torch.view_as_complex(x.view(3, 5, 16, 2)) ** 2.5),
+     "computes complex numbers, of which"),
     (lambda x: x.sum().softmax(0), "a tensor of no dimensions"),
 ], ids=lambda v: v if isinstance(v, str) else "")  # fmt: skip
 def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, fn: Any, text: str) -> None:
     with pytest.raises(TraceError, match=text):
         traced(monkeypatch, fn, (X,))
+
+
+def _odd(x: Tensor, w: Tensor) -> Tensor:
+    y = F.silu(x) + 1
+    return y @ w
+
+
+def _padded(x: Tensor, w: Tensor) -> Tensor:
+    y = F.silu(x) + 1
+    return F.pad(y, (0, 4)) @ F.pad(w, (0, 0, 0, 4))
+
+
+def _float32(x: Tensor, w: Tensor) -> Tensor:
+    y = x.float() * 2
+    return torch.relu(y @ w.float())
+
+
+_PAD = "matmul.*100 of an inner .*pad the tensor with zeros to 104"
+_TYPE = "matmul in float32: .*convert the operands to one of them"
+
+
+@pytest.mark.parametrize(("fn", "better", "k", "message"), [
+    (_odd, _padded, 100, _PAD), (_float32, lambda x, w: torch.relu(2 * x @ w), 96, _TYPE),
+], ids=["an odd extent", "float32"])  # fmt: skip
+def test_what_no_kernel_runs_is_named_with_the_line_and_what_helps(
+    fn: Any, better: Any, k: int, message: str
+) -> None:
+    inputs = randn(16, k).bfloat16(), randn(k, 64).bfloat16()
+    where = rf"aten.matmul.default, at .*test_trace\.py:{inspect.getsourcelines(fn)[1] + 2}"
+    text = rf"superoptimize\({fn.__name__}\): {where}: no kernel .*{message}\. Leave it outside"
+    with pytest.raises(SearchError, match=text):
+        cs.superoptimize(fn, inputs, target="h200")
+    check(cs.superoptimize(better, inputs, target="h200"), better, inputs)
+
+
+def test_what_no_kernel_runs_together_is_named_with_its_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each operator has a kernel: the error of all stands, with the lines of the region."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise SearchError("nothing was found")
+
+    monkeypatch.setattr(trace, "optimize_graph", refuse)
+    first = inspect.getsourcelines(_odd)[1] + 1
+    place = rf"at test_trace\.py:{first}-{first + 1}: nothing was found\. Leave it outside"
+    with pytest.raises(SearchError, match=rf"superoptimize\(_odd\), {place}"):
+        cs.superoptimize(_odd, (randn(16, 64).bfloat16(), randn(64, 64).bfloat16()), target="h200")
 
 
 def test_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import re
 from math import inf, nan
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cutesuper as cs
 from cutesuper.errors import TraceError
 from tests.backends import compiled
+from tests.complex_numbers import COMPLEX, Rotated, rotary
 from tests.small_models import MODELS
 from tests.tracing import check, randn, traced
 from tests.written import WRITTEN
@@ -31,6 +34,49 @@ def test_traced_is_eager(monkeypatch: pytest.MonkeyPatch, fn: Any, inputs: Any) 
 @pytest.mark.parametrize(("fn", "inputs"), [c[1:] for c in MODELS], ids=[c[0] for c in MODELS])
 def test_models_are_traced_whole(monkeypatch: pytest.MonkeyPatch, fn: Any, inputs: Any) -> None:
     check(traced(monkeypatch, fn, inputs), fn, inputs)
+
+
+@pytest.mark.parametrize(("fn", "inputs"), [c[1:] for c in COMPLEX], ids=[c[0] for c in COMPLEX])
+def test_complex_numbers(monkeypatch: pytest.MonkeyPatch, fn: Any, inputs: Any) -> None:
+    check(traced(monkeypatch, fn, inputs), fn, inputs)
+
+
+def test_complex_numbers_of_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn = Rotated()
+    shapes = {"x": {0: torch.export.Dim("batch")}}
+    program = traced(monkeypatch, fn, (randn(2, 6, 32),), dynamic_shapes=shapes)
+    for batch in (1, 2, 5):
+        check(program, fn, (randn(batch, 6, 32),))
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_rotary_embeddings_compile(length: int) -> None:
+    """Queries and keys are rows of their heads; angles are made ready once for both."""
+    q, k, freqs = randn(2, length, 4, 64), randn(2, length, 2, 64), randn(length, 32)
+    inputs = (q.bfloat16(), k.bfloat16(), torch.polar(torch.ones_like(freqs), freqs))
+    program = cs.superoptimize(rotary, inputs, target="h200")
+    check(program, rotary, inputs)
+    for region in program.regions:
+        graph = region.kernel.graph
+        assert len(region.kernel.kernels) == 1
+        assert all(graph.nodes[i].shape[-1] == 64 for i in (*graph.inputs, *graph.outputs))
+        assert [graph.nodes[i].dtype.name for i in graph.outputs] == ["bfloat16"]
+    moved = [line.split()[0] for line in program.outside]
+    assert sorted(moved) == sorted(["aten.view_as_real.default", "aten.index_select.default",
+                                    *["aten.flip.default"] * moved.count("aten.flip.default")])
+    targets = [str(n.target) for n in program.graph_module.graph.nodes]
+    assert targets.count("aten.index_select.default") == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [c[0] for c in COMPLEX if c[0] != "attention of Llama"])
+def test_complex_numbers_on_a_gpu(name: str) -> None:
+    """Attention in half only: there are no products of float32."""
+    [(fn, inputs)] = [c[1:] for c in COMPLEX if c[0] == name]
+    fn = copy.deepcopy(fn).cuda() if isinstance(fn, nn.Module) else fn
+    given = [t.cuda() for t in inputs]
+    with torch.device("cuda"):
+        check(cs.superoptimize(fn, given), fn, given)
 
 
 @pytest.mark.parametrize(("mask", "length"), [
@@ -111,6 +157,12 @@ def _as(fn: nn.Module, dtype: torch.dtype) -> nn.Module:
 SPECIAL = torch.tensor([nan, inf, -inf, 0.0, -0.0, 1.0, -1.0])
 A, B = (t.clone() for t in torch.meshgrid(SPECIAL, SPECIAL, indexing="ij"))
 
+
+
+def _no_nan(x: Tensor, y: Tensor) -> Tensor:
+    return torch.where(torch.isnan(x) | torch.isnan(y), 1.0, torch.minimum(x, y))
+
+
 RULES: dict[str, Any] = {
     "at most": lambda x, y: torch.where(x <= y, 0.0, x),
     "at most a number": lambda x, y: torch.where(x <= 0, 0.0, y),
@@ -138,6 +190,12 @@ RULES: dict[str, Any] = {
     "sign": lambda x, y: torch.sign(x),
     "leaky relu": lambda x, y: F.leaky_relu(x),
     "elu": lambda x, y: F.elu(x),
+    "log1p and expm1": lambda x, y: (torch.log1p(x), torch.expm1(x)),
+    "angles": lambda x, y: torch.sin(x) + torch.cos(x),
+    "rounding": lambda x, y: (torch.floor(x), torch.ceil(x), torch.round(x), torch.trunc(x)),
+    "logsumexp": lambda x, y: (x.logsumexp(-1), y.logsumexp(0), _no_nan(x, y).logsumexp(-1)),
+    "softmax of one": lambda x, y: (x.unsqueeze(0).softmax(0), y.unsqueeze(-1).log_softmax(-1)),
+    "layer norm of one": lambda x, y: F.layer_norm(x.unsqueeze(-1), (1,)),
     "hard functions": lambda x, y: F.hardtanh(x) + F.relu6(y),
     "amax and amin": lambda x, y: x.amax(-1) + y.amin(0),
     "xlogy": torch.xlogy,
@@ -190,6 +248,53 @@ def test_choices_compile() -> None:
     check(program, masked, (x, y, mask))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_functions_compile(dtype: torch.dtype) -> None:
+    """All in one kernel; sine and cosine for angles of any size."""
+
+    def functions(x: Tensor) -> Tensor:
+        waves = torch.sin(x) * torch.cos(x)
+        steps = torch.floor(x) + torch.ceil(x) - torch.round(x) * torch.trunc(x)
+        return waves + steps + torch.log1p(x * x) + torch.expm1(x)
+
+    x = randn(64, 256).to(dtype)
+    program = cs.superoptimize(functions, (x,), target="h200")
+    ptx = program.kernel.ptx
+    assert len(program.kernel.kernels) == 1
+    assert not re.search(r"(sin|cos)\.approx", ptx) and "cvt.rmi" in ptx and "cvt.rni" in ptx
+    check(program, functions, (x,))
+
+
+def _infinite_rows(n: int) -> Tensor:
+    """Of half infinities, of those only, with inf, with both, with NaN, and one of numbers."""
+    x = randn(6, n)
+    x[0, : n // 2] = x[1] = x[3, 1] = -inf
+    x[2, n // 3] = x[3, 0] = inf
+    x[4, -1] = nan
+    return x
+
+
+def _logsumexp(x: Tensor) -> Tensor:
+    return x.logsumexp(-1)
+
+
+@pytest.mark.parametrize("n", [40, 70000])
+def test_logsumexp_of_infinite_rows_compiles(n: int) -> None:
+    x = _infinite_rows(n)
+    program = cs.superoptimize(_logsumexp, (x,), target="h200")
+    assert len(program.kernel.kernels) == 1
+    torch.testing.assert_close(program(x), _logsumexp(x), equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [40, 4096, 70000, 200000])
+def test_logsumexp_of_infinite_rows_on_a_gpu(n: int, dtype: torch.dtype) -> None:
+    x = _infinite_rows(n).to("cuda", dtype)
+    program = cs.superoptimize(_logsumexp, (x,))
+    torch.testing.assert_close(program(x), _logsumexp(x), equal_nan=True)
+
+
 def test_a_layer_of_torch_nn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout that drops nothing stands between its regions."""
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
@@ -197,10 +302,11 @@ def test_a_layer_of_torch_nn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_regions_that_need_each_other_through_the_rest() -> None:
-    """log1p, which no kernel computes, stands between two of them."""
+    """cumsum, which no kernel computes, stands between two of them."""
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
-        return F.binary_cross_entropy(x.sigmoid(), y.sigmoid())
+        p = x.sigmoid()
+        return ((p * 2).cumsum(-1) * y + p * y.exp()).mean()
 
     call, _ = compiled(loss)
     check(call, loss, (X, X + 0.1))

@@ -49,6 +49,30 @@ class DeviceMath:
         """Error function."""
         return cute.math.erf(x)
 
+    def log1p(self, x: Any) -> Any:
+        """log(1 + x)."""
+        return cute.math.log1p(x)
+
+    def expm1(self, x: Any) -> Any:
+        """e^x - 1."""
+        return cute.math.expm1(x)
+
+    def sin(self, x: Any) -> Any:
+        """Sine, accurate for any x: the approximate unit's error grows with x."""
+        return cute.math.sin(x)
+
+    def cos(self, x: Any) -> Any:
+        """Cosine, as `sin`."""
+        return cute.math.cos(x)
+
+    def floor(self, x: Any) -> Any:
+        """The largest integer that is at most x."""
+        return cute.math.floor(x)
+
+    def round(self, x: Any) -> Any:
+        """The nearest integer, the even one of two."""
+        return cute.math.roundeven(x)
+
     def sigmoid(self, x: Any) -> Any:
         """1 / (1 + e^-x)."""
         return 1.0 / (1.0 + self.exp(-x))

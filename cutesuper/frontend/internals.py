@@ -10,6 +10,8 @@
 * ``torch._inductor.decomposition``: what operators are made of that ``torch.export`` leaves whole.
 * ``torch.autograd.Function.apply`` is exchanged while a function is traced: ``torch.export`` looks
   through it, and nothing in its graph says that a formula of the function itself was there.
+* ``torch._subclasses.fake_tensor``: shapes and strides of what is added to a traced program are
+  found as those of the rest were, with tensors of no memory.
 * ``SymInt.node.hint``: the size that a symbolic extent has in the call that is compiled for; the
   documented ways to ask would make guards of it.
 """
@@ -24,6 +26,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 T = TypeVar("T")
 
@@ -124,6 +127,23 @@ def forget_cuda_graphs() -> None:
     reset_cudagraph_trees()
 
 
+def fake_result(node: fx.Node) -> Any:
+    """What a new node of a traced program gives, of the values that its operands have in it."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    values = (n.meta.get("val") for n in node.graph.nodes)
+    mode = next(v.fake_mode for v in values if isinstance(v, FakeTensor))
+
+    def operand(n: fx.Node) -> Any:
+        val = n.meta["val"]
+        real = isinstance(val, torch.Tensor) and not isinstance(val, FakeTensor)
+        return mode.from_tensor(val, static_shapes=True) if real else val
+
+    args, kwargs = map_arg((node.args, node.kwargs), operand)
+    with mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def hint_of(value: Any) -> int | None:
     """The number behind an extent; None where nobody knows it before the call."""
     if isinstance(value, torch.SymInt):
@@ -152,6 +172,7 @@ __all__ = [
     "apart",
     "compile_inner",
     "compile_with",
+    "fake_result",
     "forget_cuda_graphs",
     "hint_of",
     "inductor_options",

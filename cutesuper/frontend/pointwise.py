@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import exp, inf, isfinite, isnan, log, sqrt
+from math import inf, isfinite, isnan, log, sqrt
 from typing import Any
 
 import torch
@@ -345,28 +345,27 @@ def absolute(g: KernelGraph, x: Tensor) -> Tensor:
     return g.add(g.relu(x), g.relu(g.mul(x, -1.0)))
 
 
+def _sign(g: KernelGraph, x: Tensor) -> Tensor:
+    return g.sub(g.step(x), g.step(g.mul(x, -1.0)))
+
+
+def _trunc(g: KernelGraph, x: Tensor) -> Operand:
+    return g.mul(g.floor(absolute(g, x)), _sign(g, x))
+
+
 def _softplus(
     g: KernelGraph, x: Tensor, beta: float = 1, threshold: float = 20
 ) -> Operand:
-    """max(b x, 0) + log(1 + exp(-|b x|)), over b: nothing overflows. Above the threshold PyTorch
+    """max(b x, 0) + log1p(exp(-|b x|)), over b: nothing overflows. Above the threshold PyTorch
     returns x, which is this value rounded."""
     scaled = x if beta == 1 else g.mul(x, float(beta))
-    tail = g.log(g.add(g.exp(g.mul(absolute(g, scaled), -1.0)), 1.0))
+    tail = g.log1p(g.exp(g.mul(absolute(g, scaled), -1.0)))
     y = g.add(g.relu(scaled), tail)
     return y if beta == 1 else g.div(y, float(beta))
 
 
 def _leaky_relu(g: KernelGraph, x: Tensor, negative_slope: float = 0.01) -> Operand:
     return g.sub(g.relu(x), g.mul(g.relu(g.mul(x, -1.0)), float(negative_slope)))
-
-
-def _expm1(g: KernelGraph, x: Tensor) -> Operand:
-    """exp(x) - 1 = 2 tanh(x/2) / (1 - tanh(x/2)): nothing cancels next to zero. Above 1, where that
-    divides by what cancels, exp(x) - 1."""
-    t = g.tanh(g.mul(g.clamp(x, -inf, 1.0), 0.5))
-    small = g.div(g.mul(t, 2.0), g.sub(1.0, t))
-    rest = g.sub(g.exp(g.clamp(x, 1.0, inf)), exp(1.0))
-    return g.add(small, rest)
 
 
 def _xlogy(g: KernelGraph, x: Operand, y: Operand) -> Operand:
@@ -381,7 +380,7 @@ def _elu(
     g: KernelGraph, x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1
 ) -> Operand:
     """x above 0, alpha (exp(x) - 1) below; what is above is 0 on the other side."""
-    below = g.mul(_expm1(g, g.mul(g.clamp(x, -inf, 0.0), float(input_scale))), float(alpha))
+    below = g.mul(g.expm1(g.mul(g.clamp(x, -inf, 0.0), float(input_scale))), float(alpha))
     return g.mul(g.add(g.relu(x), below), float(scale))
 
 
@@ -488,6 +487,16 @@ enter_all({
     "aten.exp2.default": _unary(lambda g, x: g.exp(g.mul(x, log(2.0)))),
     "aten.log.default": _unary(lambda g, x: g.log(x)),
     "aten.log2.default": _unary(lambda g, x: g.mul(g.log(x), 1 / log(2.0))),
+    "aten.log10.default": _unary(lambda g, x: g.mul(g.log(x), 1 / log(10.0))),
+    "aten.log1p.default": _unary(lambda g, x: g.log1p(x)),
+    "aten.expm1.default": _unary(lambda g, x: g.expm1(x)),
+    "aten.sin.default": _unary(lambda g, x: g.sin(x)),
+    "aten.cos.default": _unary(lambda g, x: g.cos(x)),
+    "aten.tan.default": _unary(lambda g, x: g.div(g.sin(x), g.cos(x))),
+    "aten.floor.default": _unary(lambda g, x: g.floor(x)),
+    "aten.ceil.default": _unary(lambda g, x: g.mul(g.floor(g.mul(x, -1.0)), -1.0)),
+    "aten.trunc.default": _unary(_trunc),
+    "aten.round.default": _unary(lambda g, x: g.round(x)),
     "aten.sqrt.default": _unary(lambda g, x: g.sqrt(x)),
     "aten.rsqrt.default": _unary(lambda g, x: g.rsqrt(x)),
     "aten.square.default": _unary(lambda g, x: g.square(x)),
@@ -504,7 +513,6 @@ enter_all({
         lambda g, x: g.mul(_softplus(g, g.mul(x, -1.0)), -1.0)),
     "aten.mish.default": _unary(lambda g, x: g.mul(x, g.tanh(_softplus(g, x)))),
     "aten.leaky_relu.default": _unary(_leaky_relu, "negative_slope"),
-    "aten.expm1.default": _unary(_expm1),
     "aten.elu.default": _unary(_elu, "alpha", "scale", "input_scale"),
     "aten.hardsigmoid.default": _unary(_hardsigmoid),
     "aten.hardswish.default": _unary(lambda g, x: g.mul(x, _hardsigmoid(g, x))),
@@ -516,7 +524,7 @@ enter_all({
     "aten.clamp_min.Tensor": Pointwise(("self", "min"), _between),
     "aten.clamp_max.Tensor": Pointwise(
         ("self", "max"), lambda g, x, high: _between(g, x, None, high)),
-    "aten.sign.default": _unary(lambda g, x: g.sub(g.step(x), g.step(g.mul(x, -1.0)))),
+    "aten.sign.default": _unary(_sign),
     "aten.xlogy.Tensor": _binary(_xlogy),
     "aten.isnan.default": Pointwise(
         _X, lambda g, x: g.sub(1.0, _is_number(g, x)), (), True),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from cutesuper.frontend.factors import Dims, leaves, unify
+from cutesuper.frontend.factors import Dims, equal, leaves, unify
 from cutesuper.frontend.pointwise import absolute
 from cutesuper.frontend.table import Arguments, Entry, enter, enter_all, integers, number
 from cutesuper.frontend.values import (
@@ -191,7 +191,13 @@ class Variance(Entry):
 
 
 class _AlongOne(Entry):
-    """An operator along one dimension whose result has it too."""
+    """An operator along one dimension whose result has it too.
+
+    Attributes:
+        of_one: the result along an extent of 1; NaN of what is infinite.
+    """
+
+    of_one: ClassVar[float]
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         if fake(node).dtype not in FLOATS:
@@ -206,8 +212,10 @@ class _AlongOne(Entry):
         x = b.value(a["self"])
         t, slots = whole_tensor(b, node, a["self"])
         group = b.one(node, x.dims[self._dim(node, a, len(x.dims))])
-        if group is None or group not in slots:
-            raise Unsupported(node, "works along a dimension of extent 1, or of repeated elements")
+        if group is None:
+            return Built(b.g.add(b.g.mul(t, 0.0), self.of_one), slots)
+        if group not in slots:
+            raise Unsupported(node, "works along a dimension of repeated elements")
         return Built(self.formula(b.g, t, slots.index(group)), slots)
 
     def _dim(self, node: fx.Node, a: Arguments, rank: int) -> int:
@@ -221,6 +229,8 @@ class _AlongOne(Entry):
 class Softmax(_AlongOne):
     """exp(x - max x), divided by its sum."""
 
+    of_one = 1.0
+
     def formula(self, g: KernelGraph, t: Tensor, dim: int) -> Tensor:
         return g.softmax(t, dim)
 
@@ -228,6 +238,8 @@ class Softmax(_AlongOne):
 @enter("aten.log_softmax.int", "aten._log_softmax.default", "aten.special_log_softmax.int")
 class LogSoftmax(_AlongOne):
     """The logarithm of softmax."""
+
+    of_one = 0.0
 
     def formula(self, g: KernelGraph, t: Tensor, dim: int) -> Tensor:
         return g.log_softmax(t, dim)
@@ -244,8 +256,6 @@ class _Norm(Entry):
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         x, n = s.of(a["input"]), len(a["normalized_shape"])
         last = tuple(f for d in x.dims[len(x.dims) - n :] for f in d)
-        if not last:
-            raise Unsupported(node, "normalizes rows of one element")
         s.whole(last)
         for name in ("weight", "bias"):
             if isinstance(a.get(name), fx.Node):
@@ -254,15 +264,20 @@ class _Norm(Entry):
                 s.whole(last)
         return x
 
+    def one_element(self, a: Arguments) -> bool:
+        """Whether there is nothing to sum over."""
+        return all(equal(n, 1) for n in a["normalized_shape"])
+
     def operands(self, b: Builder, node: fx.Node, a: Arguments) -> tuple[list[Any], Slots]:
         """Input, weight and bias (None where there is none), rows along the last dimension."""
         x, n = b.value(a["input"]), len(a["normalized_shape"])
         group = b.one(node, tuple(f for d in x.dims[len(x.dims) - n :] for f in d))
         own = b.of(a["input"])
         slots = own.slots if isinstance(own.tensor, Tensor) else b.natural(x)
-        if group not in slots:
+        if group is not None and group not in slots:
             raise Unsupported(node, "normalizes elements that repeat")
-        slots = (*(s for s in slots if s != group), group)
+        if group is not None:
+            slots = (*(s for s in slots if s != group), group)
         t = b.tensor(node, a["input"], slots)
         others = [
             b.tensor(node, a[k], b.groups(b.value(a[k]).present()))
@@ -280,7 +295,10 @@ class RMSNorm(_Norm):
         [x, weight, _], slots = self.operands(b, node, a)
         eps = a.get("eps")
         eps = torch.finfo(fake(a["input"]).dtype).eps if eps is None else number(node, eps)
-        return Built(b.g.rms_norm(x, weight, eps=eps), slots)
+        if not self.one_element(a):
+            return Built(b.g.rms_norm(x, weight, eps=eps), slots)
+        y = b.g.mul(x, b.g.rsqrt(b.g.add(b.g.square(x), eps)))
+        return Built(y if weight is None else b.g.mul(y, weight), slots)
 
 
 @enter("aten.layer_norm.default")
@@ -289,7 +307,12 @@ class LayerNorm(_Norm):
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
         [x, weight, bias], slots = self.operands(b, node, a)
-        return Built(b.g.layer_norm(x, weight, bias, eps=number(node, a.get("eps", 1e-5))), slots)
+        if not self.one_element(a):
+            eps = number(node, a.get("eps", 1e-5))
+            return Built(b.g.layer_norm(x, weight, bias, eps=eps), slots)
+        y = b.g.mul(x, 0.0)  # x - x, NaN where x is infinite
+        y = y if weight is None else b.g.mul(y, weight)
+        return Built(y if bias is None else b.g.add(y, bias), slots)
 
 
 @enter("aten.native_layer_norm.default")
@@ -297,6 +320,8 @@ class NativeLayerNorm(LayerNorm):
     """With mean and 1 / sqrt(var + eps) of every row, which are results of their own."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        if self.one_element(a):
+            raise Unsupported(node, "has mean and deviation of rows of one element")
         x, n = super().shape(s, node, a), len(a["normalized_shape"])
         rows = reduced_shape(x, range(len(x.dims) - n, len(x.dims)), True)
         return x, rows, rows

@@ -91,6 +91,7 @@ _MOVES = frozenset(f"aten.{name}" for name in (
     "masked_scatter.default", "sort.default", "sort.stable", "topk.default", "kthvalue.default",
     "median.dim", "cummax.default", "cummin.default", "slice.Tensor", "diagonal.default",
     "unfold.default", "copy.default", "tril.default", "triu.default", "as_strided.default",
+    "view_as_real.default", "view_as_complex.default",
 ))
 
 

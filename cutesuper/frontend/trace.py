@@ -15,7 +15,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
+from cutesuper.frontend.blame import NO_KERNEL, refusal, without_kernel
 from cutesuper.frontend.internals import autograd_functions, decompositions
+from cutesuper.frontend.pairs import is_complex, pair_complex
 from cutesuper.frontend.partition import partition
 from cutesuper.frontend.positions import unread
 from cutesuper.frontend.region import Region, places, source_lines
@@ -170,7 +172,9 @@ def superoptimize_callable(
 
     Raises:
         TraceError: something in it is no operator of kernel graphs; names the user's line.
-        SearchError, LoweringError, ScheduleError, CompileError: as for a kernel graph.
+        SearchError, LoweringError, ScheduleError: no kernel can run some of it; names the user's
+            line.
+        CompileError: as for a kernel graph.
     """
     name = getattr(fn, "__qualname__", type(fn).__name__)
     module, undifferentiable = _exported(
@@ -195,6 +199,8 @@ def superoptimize_callable(
 def _kernel(name: str, region: Region, options: dict[str, Any]) -> Kernel:
     try:
         return optimize_graph(region.graph, **options)
+    except NO_KERNEL as error:
+        raise without_kernel(name, region, error, options.get("target")) from error
     except CutesuperError as error:
         error.add_note(f"in {name}, {region.place or 'no source'}:\n{region.graph!r}")
         raise
@@ -215,7 +221,7 @@ def _exported(
             )
         undifferentiable = _undifferentiable(program, own)
         nodes = list(program.graph.nodes)
-        if any(map(_is_unknown, nodes)):
+        if any(_is_unknown(n) or is_complex(n) for n in nodes):
             program = program.run_decompositions(decompositions(is_known))
         elif any(map(_is_nested, nodes)):
             # mutation becomes new values, and what stands under autocast, no_grad or vmap comes
@@ -304,6 +310,7 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
         TraceError: naming the first operator that is in no region.
     """
     _fill_values(module)
+    pair_complex(module)
     graph = module.graph
     _drop_checks(graph)
     found = partition(graph, constants=[n for n in graph.nodes if n.op == "get_attr"])
@@ -313,7 +320,8 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
     for node in left:
         # of what belongs together the last says why; a condition alone is never a kernel graph
         if not any(u in left for u in _readers(node)):
-            raise _refusal(name, node, _complex(node) or found.refused.get(node) or _reason(node))
+            reason = _complex(node) or found.refused.get(node) or _reason(node)
+            raise refusal(TraceError, name, node, reason)
     if not found.regions:
         raise TraceError(f"superoptimize({name}): it computes nothing that kernels could, "
             "no numbers in float16, bfloat16 or float32")
@@ -358,9 +366,11 @@ def _reason(node: fx.Node) -> str:
 
 
 def _complex(node: fx.Node) -> str | None:
-    values = (_dtype(n.meta.get("val")) for n in (node, *node.all_input_nodes))
-    if any(d is not None and d.is_complex for d in values):
-        return "computes complex numbers; write it with their real and imaginary parts"
+    if any(map(is_complex, (node, *node.all_input_nodes))):
+        return (
+            "computes complex numbers, of which there are products, sums and views in complex64; "
+            "write it with their real and imaginary parts"
+        )
     return None
 
 
@@ -395,15 +405,6 @@ def _drop_checks(graph: fx.Graph) -> None:
         check = str(node.target).startswith(_CHECKS) or node.target == "_guards_fn"
         if check and not node.users and node.op in ("call_function", "call_module"):
             graph.erase_node(node)
-
-
-def _refusal(name: str, node: fx.Node, reason: str) -> TraceError:
-    lines = source_lines(node) or next(filter(None, map(source_lines, node.all_input_nodes)), [])
-    where = f", at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
-    return TraceError(
-        f"superoptimize({name}): {node.target}{where}: {reason}. Leave it outside of the function, "
-        'or use torch.compile(fn, backend="cutesuper"), which leaves it to Inductor'
-    )
 
 
 # ---------------------------------------------------------------------------------------- decorator

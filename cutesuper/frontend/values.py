@@ -279,7 +279,11 @@ class Builder:
                     self._check(node, v.present())
                     found.append(v)
         self._groups = self.shapes.grouping.groups()
-        flat = [v for v in found if self._is_one_row(v)]
+        own = [{self._groups[p.factor] for p in leaves(v.present())} for v in found]
+        beside = {g for groups in own if len(groups) > 1 for g in groups}
+        flat = [
+            v for v, g in zip(found, own, strict=True) if self._is_one_row(v) and not g & beside
+        ]
         for v in flat:
             self.shapes.whole(v.dims[-1])
         if flat:
@@ -287,7 +291,8 @@ class Builder:
 
     def _is_one_row(self, value: Value) -> bool:
         """Whether rows and what is in them have become one dimension, as where all work is
-        element-wise: kernels walk over rows, of which there may be any number."""
+        element-wise: kernels walk over rows, of which there may be any number. (A row that others
+        have rows of is one.)"""
         present = value.present()
         last = leaves(value.dims[-1]) if value.dims else ()
         return 0 < len(last) < len(present) and len(self.groups(present)) == 1

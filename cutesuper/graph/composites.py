@@ -204,9 +204,12 @@ class LogSumExp(Operator):
         return args[0].logsumexp(attributes["dim"], keepdim=True)
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
+        """A maximum that is infinite is the result: inf - inf would be NaN. (One whose square
+        overflows is as good as that: the logarithm that is left out is lost beside it.)"""
         dim = attributes["dim"]
         largest = g.max(args[0], dim)
-        return g.add(g.log(g.sum(g.exp(g.sub(args[0], largest)), dim)), largest)
+        rest = g.log(g.sum(g.exp(g.sub(args[0], largest)), dim))
+        return g.add(g.keep(g.at_least(LARGEST, g.square(largest)), rest), largest)
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor

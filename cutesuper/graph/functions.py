@@ -238,6 +238,78 @@ class Erf(_Unary):
 
 
 @operator
+class Log1p(_Unary):
+    """log(1 + x), where nothing is lost next to x = 0."""
+
+    name = "log1p"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].log1p()
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.div(dy, g.add(args[0], 1.0)),)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.log1p(args[0])
+
+
+@operator
+class Expm1(_Unary):
+    """e^x - 1, where nothing is lost next to x = 0."""
+
+    name = "expm1"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].expm1()
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(dy, g.exp(args[0])),)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.expm1(args[0])
+
+
+@operator
+class Sin(_Unary):
+    """Sine, of radians of any size."""
+
+    name = "sin"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].sin()
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(dy, g.cos(args[0])),)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.sin(args[0])
+
+
+@operator
+class Cos(_Unary):
+    """Cosine, of radians of any size."""
+
+    name = "cos"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].cos()
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(g.mul(dy, g.sin(args[0])), -1.0),)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.cos(args[0])
+
+
+@operator
 class Step(_Unary):
     """1 where x > 0, 0 elsewhere (NaN too): the derivative of relu, and comparisons."""
 
@@ -253,6 +325,42 @@ class Step(_Unary):
 
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
         return m.step(args[0])
+
+
+@operator
+class Floor(_Unary):
+    """The largest integer that is at most x."""
+
+    name = "floor"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].floor()
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (None,)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.floor(args[0])
+
+
+@operator
+class Round(_Unary):
+    """The nearest integer, the even one of two."""
+
+    name = "round"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].round()
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (None,)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.round(args[0])
 
 
 @operator

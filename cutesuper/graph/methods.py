@@ -86,6 +86,30 @@ class NamedOperators:
         """The error function."""
         return self.apply("erf", a)
 
+    def log1p(self, a: Tensor) -> Tensor:
+        """``log(1 + a)``, exact next to 0."""
+        return self.apply("log1p", a)
+
+    def expm1(self, a: Tensor) -> Tensor:
+        """``exp(a) - 1``, exact next to 0."""
+        return self.apply("expm1", a)
+
+    def sin(self, a: Tensor) -> Tensor:
+        """Sine of radians."""
+        return self.apply("sin", a)
+
+    def cos(self, a: Tensor) -> Tensor:
+        """Cosine of radians."""
+        return self.apply("cos", a)
+
+    def floor(self, a: Tensor) -> Tensor:
+        """The largest integer that is at most ``a``."""
+        return self.apply("floor", a)
+
+    def round(self, a: Tensor) -> Tensor:
+        """The nearest integer, the even one of two."""
+        return self.apply("round", a)
+
     def step(self, a: Tensor) -> Tensor:
         """1 where ``a > 0``, 0 elsewhere."""
         return self.apply("step", a)

@@ -13,6 +13,12 @@ class HostMath:
     sqrt = staticmethod(math.sqrt)
     tanh = staticmethod(math.tanh)
     erf = staticmethod(math.erf)
+    log1p = staticmethod(math.log1p)
+    expm1 = staticmethod(math.expm1)
+    sin = staticmethod(math.sin)
+    cos = staticmethod(math.cos)
+    floor = staticmethod(math.floor)
+    round = staticmethod(round)
     maximum = staticmethod(max)
     minimum = staticmethod(min)
 

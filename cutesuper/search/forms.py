@@ -415,7 +415,8 @@ def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
         if extent % ALIGN:
             raise SearchError(
                 f"matmul: the extent {extent} of an inner or column dimension is no multiple of "
-                f"{ALIGN} (16-byte copies); pad the tensor"
+                f"{ALIGN} (16-byte copies); pad the tensor with zeros to "
+                f"{extent + -extent % ALIGN}"
             )
         if name in form.hidden and extent > MAX_HIDDEN:
             raise SearchError(
@@ -437,7 +438,8 @@ def _staged(region: Region, op: LabelledOp, form: MatmulForm) -> bool:
     staged = form.contracted in mapping or (matrix and operands and form.column in mapping)
     if staged and region.input_dtypes[tensor].itemsize != 2:
         raise SearchError(
-            f"matmul in {region.input_dtypes[tensor]}: the tensor cores take float16 and bfloat16"
+            f"matmul in {region.input_dtypes[tensor]}: the tensor cores take float16 and bfloat16; "
+            "convert the operands to one of them"
         )
     inner = {form.contracted, form.column}
     labels = (form.contracted, form.column, *form.hidden)

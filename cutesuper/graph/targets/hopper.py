@@ -117,7 +117,7 @@ RATES = Rates(
     lanes_per_us=128 * 1750 / 2,
     instructions={
         "exp": 8, "sqrt": 8, "rsqrt": 8, "div": 8, "silu": 16, "gelu": 24, "sigmoid": 16,
-        "tanh": 16, "erf": 16,
+        "tanh": 16, "erf": 16, "log1p": 16, "expm1": 16, "sin": 24, "cos": 24,
     },
 )  # fmt: skip
 
