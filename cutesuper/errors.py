@@ -94,3 +94,26 @@ class CacheError(CutesuperError, RuntimeError):
 
 class PatchError(CutesuperError, RuntimeError):
     """A model that cannot be patched, or a patch that cannot be undone."""
+
+
+__all__ = [
+    "CacheError",
+    "CompileError",
+    "CutesuperError",
+    "DTypeError",
+    "DeviceError",
+    "FormatError",
+    "GraphError",
+    "LayoutError",
+    "LoweringError",
+    "OperatorError",
+    "OptionError",
+    "PatchError",
+    "ScheduleError",
+    "SearchError",
+    "ShapeError",
+    "TraceError",
+    "TuningError",
+    "VerificationError",
+    "frameless",
+]
