@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import functools
 import os
 import pickle
@@ -306,15 +307,17 @@ def test_what_it_says(one: Path) -> None:
 # --- files from outside --------------------------------------------------------------------------
 
 
-def test_nothing_runs_before_validation(
-    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import ctypes
+@pytest.fixture
+def unopened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever opens a library fails."""
 
     def refuse(*args: Any) -> None:
         raise AssertionError("the library was opened")
 
     monkeypatch.setattr(ctypes, "CDLL", refuse)
+
+
+def test_nothing_runs_before_validation(two: Path, tmp_path: Path, unopened: None) -> None:
     content = two.read_bytes()
     for old, new in ((b'"M"', b'"Q"'), (b'"places": [0, 3]', b'"places": [0, 0]'),
                      (b'"graph"', b'"grape"'), (b'"steps"', b'"stops"')):  # fmt: skip
@@ -328,15 +331,9 @@ def test_nothing_runs_before_validation(
 
 
 def test_a_library_that_is_damaged_anywhere_is_refused(
-    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two: Path, tmp_path: Path, unopened: None
 ) -> None:
     """Damaged code would not fail, it would end the process."""
-    import ctypes
-
-    def refuse(*args: Any) -> None:
-        raise AssertionError("the library was opened")
-
-    monkeypatch.setattr(ctypes, "CDLL", refuse)
     content, broken = two.read_bytes(), tmp_path / "broken.so"
     for place in range(100, len(content), len(content) // 40):
         damaged = bytearray(content)

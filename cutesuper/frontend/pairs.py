@@ -74,14 +74,14 @@ class _Pairs:
         """Find the pairs of a node, or replace a real one that reads pairs."""
         if node.op in ("placeholder", "get_attr") and is_complex(node):
             if node.meta["val"].dtype is torch.complex64:
-                with self.module.graph.inserting_after(self._behind(node)):
+                with self.module.graph.inserting_after(self._last_input()):
                     self.found[node] = self.call(node, _aten.view_as_real.default, node)
         elif node.op == "call_function":
             with self.module.graph.inserting_before(node):
                 self._computed(node)
 
-    def _behind(self, node: fx.Node) -> fx.Node:
-        """Where something may be inserted after an input."""
+    def _last_input(self) -> fx.Node:
+        """Behind which nodes may be inserted."""
         return [n for n in self.module.graph.nodes if n.op in ("placeholder", "get_attr")][-1]
 
     def _computed(self, node: fx.Node) -> None:

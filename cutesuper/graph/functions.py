@@ -21,14 +21,21 @@ class _Unary(Elementwise):
         return opaque(self.name, a, args, attributes)
 
 
+class _Named(_Unary):
+    """A function that PyTorch's tensors and the math of kernels have under its own name."""
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return getattr(args[0], self.name)()
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return getattr(m, self.name)(args[0])
+
+
 @operator
-class Exp(_Unary):
+class Exp(_Named):
     """e^x."""
 
     name = "exp"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].exp()
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -38,54 +45,36 @@ class Exp(_Unary):
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         return a.exp(args[0])
 
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.exp(args[0])
-
 
 @operator
-class Log(_Unary):
+class Log(_Named):
     """Natural logarithm. Opaque: a verified program has the same arguments, not e^log(x) = x."""
 
     name = "log"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].log()
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor | None]:
         return (g.div(dy, args[0]),)
 
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.log(args[0])
-
 
 @operator
-class Sqrt(_Unary):
+class Sqrt(_Named):
     """Square root."""
 
     name = "sqrt"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].sqrt()
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor | None]:
         return (g.mul(g.div(dy, y), 0.5),)
 
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.sqrt(args[0])
-
 
 @operator
-class Rsqrt(_Unary):
+class Rsqrt(_Named):
     """1 / sqrt(x): defined through `Sqrt` so that dividing by a root and this are one thing."""
 
     name = "rsqrt"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].rsqrt()
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -94,9 +83,6 @@ class Rsqrt(_Unary):
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         return a.div(a.constant(1.0), a.opaque("sqrt", args[0]))
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.rsqrt(args[0])
 
 
 @operator
@@ -219,13 +205,10 @@ class Tanh(_Unary):
 
 
 @operator
-class Erf(_Unary):
+class Erf(_Named):
     """The error function."""
 
     name = "erf"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].erf()
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -233,80 +216,53 @@ class Erf(_Unary):
         slope = g.mul(g.exp(g.mul(g.square(args[0]), -1.0)), 2 / sqrt(pi))
         return (g.mul(dy, slope),)
 
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.erf(args[0])
-
 
 @operator
-class Log1p(_Unary):
+class Log1p(_Named):
     """log(1 + x), where nothing is lost next to x = 0."""
 
     name = "log1p"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].log1p()
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor | None]:
         return (g.div(dy, g.add(args[0], 1.0)),)
 
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.log1p(args[0])
-
 
 @operator
-class Expm1(_Unary):
+class Expm1(_Named):
     """e^x - 1, where nothing is lost next to x = 0."""
 
     name = "expm1"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].expm1()
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor | None]:
         return (g.mul(dy, g.exp(args[0])),)
 
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.expm1(args[0])
-
 
 @operator
-class Sin(_Unary):
+class Sin(_Named):
     """Sine, of radians of any size."""
 
     name = "sin"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].sin()
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor | None]:
         return (g.mul(dy, g.cos(args[0])),)
 
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.sin(args[0])
-
 
 @operator
-class Cos(_Unary):
+class Cos(_Named):
     """Cosine, of radians of any size."""
 
     name = "cos"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].cos()
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor | None]:
         return (g.mul(g.mul(dy, g.sin(args[0])), -1.0),)
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.cos(args[0])
 
 
 @operator
@@ -328,39 +284,27 @@ class Step(_Unary):
 
 
 @operator
-class Floor(_Unary):
+class Floor(_Named):
     """The largest integer that is at most x."""
 
     name = "floor"
 
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].floor()
-
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor | None]:
         return (None,)
 
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.floor(args[0])
-
 
 @operator
-class Round(_Unary):
+class Round(_Named):
     """The nearest integer, the even one of two."""
 
     name = "round"
 
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].round()
-
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor | None]:
         return (None,)
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.round(args[0])
 
 
 @operator

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,12 @@ from cutesuper.runtime.checks import ORDINARY, oddity
 
 #: its kernels read memory in the order that they were given, so a compiler must not change it
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+
+#: arguments of the registered operator, in order
+_TENSORS = (
+    "query", "key", "value", "key_lengths", "page_table", "query_norm_weight", "key_norm_weight",
+)  # fmt: skip
+_NUMBERS = ("is_causal", "scale", "norm_eps")
 
 _library = torch.library.Library("cutesuper", "FRAGMENT")
 _library.define(
@@ -123,38 +129,24 @@ def attention(
                             "0.0, as in inference")
     if not isinstance(enable_gqa, int):
         raise OperatorError(f"attention(enable_gqa={shown(enable_gqa)}): must be True or False")
+    tensors = (
+        query, key, value, key_lengths, page_table, query_norm_weight, key_norm_weight,
+    )  # fmt: skip
+    numbers = (is_causal, scale, norm_eps)
     try:
-        return _call(
-            query, key, value, key_lengths, page_table, query_norm_weight, key_norm_weight,
-            is_causal, scale, norm_eps, enable_gqa,
-        )  # fmt: skip
+        _check_call(tensors, enable_gqa)
+        return torch.ops.cutesuper.attention.default(*tensors, *numbers)
     except (AttributeError, RuntimeError) as error:
         if not isinstance(error, CutesuperError):  # of PyTorch, about arguments of another kind
-            tensors = {
-                "query": query, "key": key, "value": value, "key_lengths": key_lengths,
-                "page_table": page_table, "query_norm_weight": query_norm_weight,
-                "key_norm_weight": key_norm_weight,
-            }  # fmt: skip
-            _refuse_kinds(tensors, {"is_causal": is_causal, "scale": scale, "norm_eps": norm_eps})
+            _refuse_kinds(tensors, numbers)
         raise
 
 
-def _call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_lengths: Maybe,
-    page_table: Maybe,
-    query_norm_weight: Maybe,
-    key_norm_weight: Maybe,
-    is_causal: bool,
-    scale: float | None,
-    norm_eps: float,
-    enable_gqa: bool,
-) -> torch.Tensor:
-    weights = (query_norm_weight, key_norm_weight)
-    tensors = (query, key, value, *(w for w in weights if w is not None))
-    if torch.is_grad_enabled() and True in [t.requires_grad for t in tensors]:
+def _check_call(tensors: Sequence[Any], enable_gqa: bool) -> None:
+    """Refuse gradients, and heads that nobody has said are shared."""
+    query, key, value, _, page_table, *weights = tensors
+    floats = (query, key, value, *(w for w in weights if w is not None))
+    if torch.is_grad_enabled() and True in [t.requires_grad for t in floats]:
         raise GraphError("attention: a tensor requires a gradient, and there is no backward yet; "
                          "call it under torch.no_grad(), or detach the tensors")
     if not enable_gqa and query.dim() == key.dim() == 4:
@@ -164,20 +156,17 @@ def _call(
                 f"attention(query{list(query.shape)}, key{list(key.shape)}): {query.shape[1]} "
                 f"query heads for {heads} heads of keys; pass enable_gqa=True if groups share them"
             )
-    return torch.ops.cutesuper.attention.default(
-        query, key, value, key_lengths, page_table, *weights, is_causal, scale, norm_eps
-    )
 
 
-def _refuse_kinds(tensors: Mapping[str, Any], numbers: Mapping[str, Any]) -> None:
+def _refuse_kinds(tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
     """Raise for the first argument that is no ordinary tensor, or no number."""
-    for name, t in tensors.items():
+    for name, t in zip(_TENSORS, tensors, strict=True):
         optional = name not in ("query", "key", "value")
         if not (isinstance(t, torch.Tensor) or (t is None and optional)):
             raise DTypeError(f"attention: {name} is a {type(t).__name__}, must be a torch tensor")
         if t is not None and (kind := oddity(t)):
             raise LayoutError(f"attention: {name} is not an ordinary tensor ({kind}); {ORDINARY}")
-    for name, n in numbers.items():
+    for name, n in zip(_NUMBERS, numbers, strict=True):
         if not (isinstance(n, int | float) or (n is None and name == "scale")):
             raise OperatorError(f"attention({name}={shown(n)}): must be a number")
 

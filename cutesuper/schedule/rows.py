@@ -300,6 +300,7 @@ def _default_schedule(
             "holds in registers"
         )
     contiguous = [v for v in views if v.stride(column) == 1]
+    loads = views[: -len(list(program.stores()))]
     total = prod(extent(d) for label, d in program.dims.items() if label != column)
     if reduces and not contiguous and length <= MAX_STRIDED:
         lanes = min(32, power_of_two(ceil_div(length, 32)))
@@ -321,14 +322,13 @@ def _default_schedule(
     if reduces and length > MAX_ROW // 4:
         # twice as many in long ones, unless two blocks of 512 threads share an SM: 4096x16384 took
         # 71.7 us with 256 threads and 8 accesses, 93.8 with one block of 512 and 4
-        loads = views[:-len(list(program.stores()))]
         few = loaded_bytes(LARGE_HELD, column, arguments, loads) <= MAX_LOADED
         per_thread = LARGE_HELD // vector if few else 8
     if reduces and total <= 4 * target.sms:
         # so few blocks hide nothing of what one of them waits for: where all loads fit into the
         # registers of 256 threads they are asked for at once. An update of nGPT, 8x4096, asked for
         # two of three operands after its first sum: 3.3 us
-        inputs = sum(column in v.labels for v in views[: -len(list(program.stores()))])
+        inputs = sum(column in v.labels for v in loads)
         while (
             vector * per_thread * inputs > MAX_PER_THREAD
             and 2 * ceil_div(length, vector * per_thread) < LARGE
