@@ -30,6 +30,9 @@ def row_loop_lines(plan: RowLoopPlan) -> list[str]:
     exchanges = sum(bool(level.reductions) for level in plan.levels)
     reductions = sum(len(level.reductions) for level in plan.levels)
     lines.append(f"reductions along {plan.column}: {reductions}, in {exchanges} exchange(s)")
+    if plan.pairs:
+        lines.append(f"exchanged as pairs: {len(plan.pairs)} maximum and the sum of exponentials "
+                     "below it, of each part of a row")
     if plan.picked:
         lines.append(f"read by itself: {len(plan.picked)} element(s) of a row, where its label is")
     if plan.sums:

@@ -323,6 +323,58 @@ def losses(
     return g, one_kernel(g, b.step("losses"), "loss", "picked")
 
 
+def shares(
+    m: Dim, n: int, cluster: int = 1, dtype: DType = bfloat16, labels: DType = int64
+) -> Case:
+    """Of rows t = x / rms(x), x [M, N], with a label each: their softmax, its mean of x, its
+    element at the label, and log-sum-exp. A sum of exponentials comes with its maximum, after a
+    reduction; one of their products comes later, and one of them is read by itself."""
+    g = new_kernel_graph()
+    (x,) = _inputs(g, (m, n), "x", dtype)
+    (label,) = _inputs(g, (m, 1), "label", labels)
+    t = x * g.rsqrt(g.mean(g.square(x), -1) + 1e-6)
+    top = g.max(t, -1)
+    e = g.exp(t - top)
+    total = g.sum(e, -1)
+    g.mark_output(e / total)
+    g.mark_output(g.sum(e * x, -1) / total, dtype=float32)
+    g.mark_output(g.sum(g.pick(e, label), -1) / total, dtype=float32)
+    g.mark_output(g.log(total) + top, dtype=float32)
+
+    b = _forward_block(m, n, cluster)
+    bx, blabel = b.load("x", "M", "N"), b.load("label", "M", None)
+    mean = whole(b, "mean", b.op("square", bx))
+    bt = b.op("mul", bx, b.op("rsqrt", b.op("add", mean, b.const(1e-6))))
+    btop = whole(b, "max", bt)
+    be = b.op("exp", b.op("sub", bt, btop))
+    btotal = whole(b, "sum", be)
+    own = whole(b, "sum", b.op("pick", be, blabel, columns="N", rows=None))
+    b.store("y", b.op("div", be, btotal), "M", "N")
+    b.store("mean", b.op("div", whole(b, "sum", b.op("mul", be, bx)), btotal), "M", None)
+    b.store("own", b.op("div", own, btotal), "M", None)
+    b.store("lse", b.op("add", b.op("log", btotal), btop), "M", None)
+    return g, one_kernel(g, b.step("shares"), "y", "mean", "own", "lse")
+
+
+def softmax_and_columns(
+    m: Dim, n: int, grid: int, rows: int, cluster: int = 1, dtype: DType = bfloat16
+) -> Case:
+    """The softmax of rows x [M, N], times 2, and its sum over the rows."""
+    g = new_kernel_graph()
+    (x,) = _inputs(g, (m, n), "x", dtype)
+    y = g.softmax(x)
+    g.mark_output(y * 2)
+    g.mark_output(g.sum(y, 0))
+
+    b = rows_of(m, n, grid, rows, cluster)
+    bx = b.load("x", "M", "N")
+    e = b.op("exp", b.op("sub", bx, whole(b, "max", bx)))
+    by = b.op("div", e, whole(b, "sum", e))
+    b.store("y", b.op("mul", by, b.const(2.0)), "M", "N")
+    b.store("columns", over_rows(b, by), None, "N")
+    return g, one_kernel(g, b.step("softmax_and_columns"), "y", "columns")
+
+
 def _forward_block(m: Dim, n: int, cluster: int) -> Block:
     axes: dict[str, int | None] = {"M.grid": None if isinstance(m, Symbol) else m}
     axes |= {"N.cluster": cluster} if cluster > 1 else {}
@@ -355,12 +407,17 @@ CASES: dict[str, Callable[[], Case]] = {
     "squared error": lambda: squared_error(4096, 4096, 128, 2),
     "squared error, symbolic": lambda: squared_error(M, 16384, 66, 1, cluster=2),
     "softmax, long rows": lambda: softmax_forward(4096, 131072, 8),
+    "softmax, pairs": lambda: softmax_forward(4096, 262144, 8),
     "softmax, long rows, symbolic": lambda: softmax_forward(M, 65536, 4),
     "softmax, odd rows": lambda: softmax_forward(64, 100001, 8),
     "causal softmax": lambda: causal_softmax(300, 1000),
     "losses": lambda: losses(300, 1000),
     "losses, long rows": lambda: losses(64, 131072, 8),
     "losses, symbolic": lambda: losses(M, 65536, 4),
+    "shares": lambda: shares(300, 1000),
+    "shares, long rows": lambda: shares(64, 65536, 4),
+    "softmax and columns": lambda: softmax_and_columns(1000, 4096, 125, 2),
+    "softmax and columns, long rows": lambda: softmax_and_columns(300, 32768, 60, 1, cluster=2),
     "rms forward, long rows": lambda: rms_forward(4096, 262144, 16),
     "rms forward, long rows, symbolic": lambda: rms_forward(M, 65536, 4),
 }

@@ -33,6 +33,8 @@ from tests.row_programs import (
     rms_backward,
     rms_forward,
     rows_of,
+    shares,
+    softmax_and_columns,
     softmax_forward,
     squared_error,
     whole,
@@ -55,6 +57,8 @@ SMALL: dict[str, Callable[[], Case]] = {
     "squared error": lambda: squared_error(23, 37, 4, 2, cluster=2),
     "softmax": lambda: softmax_forward(M, 61, 4),
     "losses": lambda: losses(M, 61, 4),
+    "shares": lambda: shares(M, 61, 4),
+    "softmax and columns": lambda: softmax_and_columns(23, 37, 4, 2, cluster=2),
     "rms forward": lambda: rms_forward(5, 61, 4),
 }
 
@@ -69,7 +73,7 @@ def test_written_programs_are_legal_and_right(name: str) -> None:
     assert loads(dumps(mu)) == mu
     result = verify(graph, mu)
     assert result, result.summary()
-    if name.startswith("losses"):  # what a label picks of a row minus its maximum
+    if name.startswith(("losses", "shares")):  # what a label picks of a row minus its maximum
         assert "a maximum shows an element only where it is the largest" in result.summary()
     else:
         assert result.bound_log2 is not None and result.bound_log2 < -60, result.summary()

@@ -20,7 +20,7 @@ from cutesuper.graph.dims import Symbol, ceil_div, extent
 from cutesuper.graph.target import Target
 from cutesuper.schedule.plan import arguments_of, view_of
 from cutesuper.schedule.row_loop import BULK, RowLoopPlan
-from cutesuper.schedule.row_loop_roles import LONG, check_views, find_roles
+from cutesuper.schedule.row_loop_roles import LONG, Roles, check_views, find_roles
 from cutesuper.schedule.rows import inverted_divisors, power_of_two
 from cutesuper.schedule.schedule import RowLoopSchedule
 
@@ -74,11 +74,12 @@ def plan_row_loop(
     inverted = inverted_divisors(program, roles.column, arguments)
     plan = RowLoopPlan(
         program, arguments, roles.column, roles.rows, roles.outer, loads, stores, roles.complete,
-        roles.picked, roles.levels, roles.sums, inverted, RowLoopSchedule(1, 1, 1, 1),
+        roles.picked, {}, roles.levels, roles.sums, inverted, RowLoopSchedule(1, 1, 1, 1),
     )  # fmt: skip
     plan = replace(plan, program=_with_part(plan))
     if schedule is None:
         schedule = _whole_warps(plan, _default_schedule(plan, target, dependent_launch))
+        schedule = replace(schedule, paired=_pays_to_pair(replace(plan, schedule=schedule), roles))
         if schedule.kept and schedule.vector * schedule.chunks > MAX_HELD:
             raise LoweringError(
                 f"{where}: rows of {plan.width} elements are longer than the "
@@ -86,6 +87,11 @@ def plan_row_loop(
                 "a cluster"
             )
     plan = replace(plan, schedule=schedule)
+    if schedule.paired:
+        if not roles.pairs:
+            raise ScheduleError(f"{where}: paired=True, but rows have no maximum m of values t and "
+                                "a sum of exp(t - m)")
+        plan = replace(plan, pairs=roles.pairs, levels=roles.paired_levels)
     _check_schedule(plan, target, where)
     return replace(plan, program=_retiled(plan), shared_percent=_shared_percent(plan, target))
 
@@ -163,6 +169,21 @@ def _default_schedule(
     least = 2 if kept or stage > STAGE_BYTES else 3
     stages = max(1, min(room, max(least, 2 * STAGE_BYTES // stage), 3))
     return replace(schedule, stages=stages, kept=kept)
+
+
+def _pays_to_pair(plan: RowLoopPlan, roles: Roles) -> bool:
+    """Whether an SM computes nothing while a block waits for its cluster (in one block, two
+    exchanges through a ring are as many barriers as one with pairs; of two blocks that share an SM,
+    one computes while the other one waits), and pairs save an exchange without computing
+    exponentials twice.
+
+    In float32 one takes 16 instructions: with 64 elements a thread an SM would need 14,400 cycles
+    for a row of 65536 in a cluster of two, the memory 14,600.
+    """
+    paired = replace(plan, pairs=roles.pairs, levels=roles.paired_levels)
+    fewer, exchanges = (sum(bool(n.reductions) for n in p.levels) for p in (paired, plan))
+    waits = plan.cluster > 1 and plan.schedule.resident == 1
+    return waits and fewer < exchanges and not any(map(paired.repeats_exps, roles.pairs))
 
 
 def _adds_two_rows(plan: RowLoopPlan, rows: int, walkers: int) -> bool:

@@ -31,7 +31,14 @@ LONG = 8192
 
 @dataclass(frozen=True)
 class Roles:
-    """What the operations of a program are to a row loop."""
+    """What the operations of a program are to a row loop.
+
+    Attributes:
+        pairs: sums along the row that may be exchanged with the maximum below which they are.
+        paired_levels: the levels where they are; `levels` where they come after their maxima.
+
+    The others are those of `RowLoopPlan`.
+    """
 
     column: str
     rows: tuple[str, ...]
@@ -39,7 +46,9 @@ class Roles:
     complete: dict[int, int]
     picked: dict[int, int]
     sums: tuple[RowSum, ...]
+    pairs: dict[int, int]
     levels: tuple[Level, ...]
+    paired_levels: tuple[Level, ...]
 
 
 def walks(step: KernelStep) -> bool:
@@ -86,8 +95,11 @@ def find_roles(
     complete = _complete(program, column, chain, where)
     picked = {end: i for i, end in complete.items() if _picks(program, i)}
     complete = {i: end for i, end in complete.items() if end not in picked}
-    levels = _levels(program, complete, sums, chain, where)
-    return Roles(column, rows, outer, complete, picked, sums, levels)
+    pairs = _pairs(program, complete)
+    levels, paired = (
+        _levels(program, complete, sums, chain, joined, where) for joined in ({}, pairs)
+    )
+    return Roles(column, rows, outer, complete, picked, sums, pairs, levels, paired)
 
 
 def _column(
@@ -210,21 +222,42 @@ def _picks(program: BlockProgram, i: int) -> bool:
     ]
 
 
+def _pairs(program: BlockProgram, complete: dict[int, int]) -> dict[int, int]:
+    """For each sum (or mean) of exp(t - max t) along the row the maximum; one sum for each.
+
+    before: ``1 max(0)``, ``2 sub(0, 1)``, ``3 exp(2)``, ``4 sum(3)``; after: ``{4: 1}``.
+    """
+    ops = program.ops
+    maxima = {end: i for i, end in complete.items() if ops[i].kind == "max"}
+    found: dict[int, int] = {}
+    for i in complete:
+        power = ops[ops[i].inputs[0]]
+        shifted = ops[power.inputs[0]] if power.kind == "exp" else power
+        if ops[i].kind not in ("sum", "mean") or power.kind != "exp" or shifted.kind != "sub":
+            continue
+        t, top = shifted.inputs
+        if top in maxima and ops[maxima[top]].inputs == (t,) and maxima[top] not in found.values():
+            found[i] = maxima[top]
+    return found
+
+
 def _levels(
     program: BlockProgram,
     complete: dict[int, int],
     sums: tuple[RowSum, ...],
     chain: dict[int, int],
+    pairs: dict[int, int],
     where: str,
 ) -> tuple[Level, ...]:
-    """Divide the tile by the reductions that a value needs, counted along the longest path."""
+    """Divide the tile by the reductions that a value needs, counted along the longest path; a sum
+    that is exchanged with its maximum is known when that is."""
     level: dict[int, int] = {}
     after: set[int] = {s.final for s in sums}
     for i, op in enumerate(program.ops):
         if not after.isdisjoint(op.inputs):
             after.add(i)
         own = max([level[j] for j in op.inputs], default=0)
-        level[i] = own + (i in complete)
+        level[i] = own + (i in complete and i not in pairs)
     last = max(level.values())
     found = []
     for n in range(last + 1):

@@ -88,6 +88,8 @@ class RowLoopSchedule:
         sliced: sums over rows are computed a second time, each block some columns of all rows:
             blocks do not meet. For few rows.
         dependent_launch: launch before the predecessor in the stream has ended.
+        paired: a maximum m of values t of a row, and the sum of exp(t - m), are exchanged together:
+            each warp has its own maximum, and its sum below that.
     """
 
     lanes: int
@@ -101,6 +103,7 @@ class RowLoopSchedule:
     resident: int = 1
     sliced: bool = False
     dependent_launch: bool = False
+    paired: bool = False
 
 
 @dataclass(frozen=True)
