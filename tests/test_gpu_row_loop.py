@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,8 +22,10 @@ import cutesuper as cs
 from cutesuper.graph.dims import Symbol
 from cutesuper.graph.dtypes import DType, bfloat16, float16, float32, int32, int64
 from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.target import H200
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.scratch import ScratchMemory
+from cutesuper.schedule.planner import make_plan
 from cutesuper.schedule.row_loop import RowLoopPlan
 from cutesuper.schedule.schedule import RowLoopSchedule
 from tests import zoo
@@ -39,6 +42,8 @@ from tests.row_programs import (
     rms_forward,
     row_kernel,
     scaled_heads,
+    shares,
+    softmax_and_columns,
     softmax_forward,
     squared_error,
 )
@@ -133,6 +138,9 @@ FIXED: dict[str, Callable[[], Case]] = {
     "softmax, odd rows": lambda: softmax_forward(64, 100001, 8),
     "softmax, 64 elements a thread": lambda: softmax_forward(200, 65536, 2),
     "softmax, 64 elements in 8 blocks": lambda: softmax_forward(50, 262144, 8),
+    "softmax, 128 elements a thread": lambda: softmax_forward(40, 524288, 8),
+    "softmax and columns": lambda: softmax_and_columns(1001, 4096, 132, 2),
+    "softmax and columns, long rows": lambda: softmax_and_columns(301, 32768, 60, 1, cluster=2),
     "softmax, float32": lambda: softmax_forward(70, 65536, 2, dtype=float32),
     "rms forward, long rows": lambda: rms_forward(20, 262144, 16),
     "rms forward, weights read for every row": lambda: rms_forward(300, 65536, 2),
@@ -266,6 +274,122 @@ def test_maxima_of_extremes() -> None:
     torch.testing.assert_close(
         y[rest].float(), x[rest].float().softmax(-1), rtol=2**-7, atol=1e-5
     )
+
+
+#: maxima and sums of exponentials exchanged together, as the planner does and as it does not:
+#: parts of a row are those of blocks or of warps; tiles in a ring, read again, straight
+PAIRS: dict[str, tuple[Callable[[], Case], RowLoopSchedule | None]] = {
+    "2 blocks": (lambda: softmax_forward(300, 65536, 2), None),
+    "8 blocks": (lambda: softmax_forward(70, 262144, 8), None),
+    "16 blocks": (lambda: softmax_forward(40, 262144, 16), None),
+    "any number of rows": (lambda: softmax_forward(M, 65536, 2, dtype=float16), None),
+    "odd rows": (lambda: softmax_forward(64, 100001, 8), None),
+    "odd rows, float32": (lambda: softmax_forward(64, 50257, 4, dtype=float32), None),
+    "float32": (lambda: softmax_forward(70, 65536, 4, dtype=float32), None),
+    "parts without columns": (lambda: softmax_forward(600, 72, 8), None),
+    "read again": (
+        lambda: softmax_forward(100, 32768, 2),
+        RowLoopSchedule(512, 8, 4, 1, kept=False, blocks=66),
+    ),
+    "one block": (
+        lambda: softmax_forward(500, 28672, 1), RowLoopSchedule(512, 8, 7, 1, blocks=132),
+    ),
+    "straight": (
+        lambda: softmax_and_columns(1001, 1024, 125, 2),
+        RowLoopSchedule(64, 4, 4, 4, stages=0, blocks=125),
+    ),
+    "a thread has four rows": (
+        lambda: softmax_and_columns(1001, 1024, 125, 2),
+        RowLoopSchedule(128, 8, 1, 1, depth=4, blocks=125),
+    ),
+    "warps with four rows": (
+        lambda: softmax_and_columns(1001, 256, 125, 4),
+        RowLoopSchedule(8, 8, 4, 16, stages=2, blocks=125),
+    ),
+    "causal": (lambda: causal_softmax(300, 1000), None),
+    "columns, long rows": (lambda: softmax_and_columns(301, 32768, 60, 1, cluster=2), None),
+}
+
+
+def paired(case: Case, schedule: RowLoopSchedule | None = None, pairs: bool = True) -> Kernel:
+    """With pairs, or without, whatever the planner would do."""
+    _, mu = case
+    if schedule is None:
+        plan = make_plan(mu.steps[0], mu.tensors, H200)
+        assert isinstance(plan, RowLoopPlan)
+        schedule = plan.schedule
+    return row_kernel(case, schedule=replace(schedule, paired=pairs))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs(name: str) -> None:
+    make, schedule = PAIRS[name]
+    kernel = paired(make(), schedule)
+    for seed, m in enumerate((1, 2, 133, 301) if name == "any number of rows" else (1, 2)):
+        same_bits(kernel, zoo.draw(kernel.graph, seed, "cuda", {"M": m}))
+    assert plan_of(kernel).pairs
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(("n", "cluster"), [(4096, 1), (65536, 4)])
+def test_exponentials_of_pairs(n: int, cluster: int, pairs: bool) -> None:
+    """They go into a sum of products, one of them is read by itself, beside log-sum-exp."""
+    kernel = paired(shares(200, n, cluster), pairs=pairs)
+    for seed in range(2):
+        [x, _] = zoo.draw(kernel.graph, seed, "cuda")
+        same_bits(kernel, [x, labels_of(200, n, seed).cuda()])
+
+
+#: where a row is -inf: everywhere, but for one element, in the first or the last block
+HIDDEN = (slice(None), slice(1, None), slice(0, -1), slice(0, 20000), slice(-20000, None))
+
+
+def infinities(m: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows with -inf, +inf, NaN and large numbers in several places, and some without."""
+    x = torch.randn(m, n, generator=torch.Generator().manual_seed(3))
+    for i, hidden in enumerate(HIDDEN):
+        x[i, hidden] = -torch.inf
+    x[5, n // 2] = torch.inf
+    x[6, 0], x[6, n - 1] = torch.inf, -torch.inf
+    x[7, : n // 2], x[7, n - 1] = -torch.inf, torch.inf
+    x[8, n - 1] = torch.nan
+    x[9, 0], x[9, 1:] = torch.nan, -torch.inf
+    x[10] *= 1e4
+    x[11, : n // 2] -= 3e4
+    return x.to("cuda", dtype)
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize(("n", "cluster", "dtype"), [
+    (65536, 2, bfloat16), (65536, 4, float16), (100001, 8, bfloat16), (65536, 4, float32),
+    (28672, 1, bfloat16), (262144, 8, bfloat16), (524288, 8, bfloat16),
+])  # fmt: skip
+def test_infinities(n: int, cluster: int, dtype: DType, pairs: bool) -> None:
+    """NaN where PyTorch has it: rows of -inf alone, and those with +inf or NaN. Parts of a row that
+    are -inf have no weight."""
+    kernel = paired(softmax_forward(32, n, cluster, dtype), pairs=pairs)
+    x = infinities(32, n, dtype.torch)
+    [y] = run(kernel, [x])
+    want = x.double().softmax(-1)
+    assert want[[0, 5, 6, 7, 8, 9]].isnan().all() and not want[1:5].isnan().any()
+    assert torch.equal(y.isnan(), want.isnan())
+    torch.testing.assert_close(
+        y.double(), want, rtol=2**-7 if dtype != float32 else 1e-5, atol=1e-6, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_losses_of_infinities(pairs: bool) -> None:
+    n = 65536
+    kernel = paired(losses(32, n, 4), pairs=pairs)
+    x = infinities(32, n, torch.bfloat16)
+    x[12, 77] = -torch.inf
+    label = torch.full((32, 1), 77, device="cuda")
+    w = torch.ones(n, device="cuda", dtype=torch.bfloat16)
+    loss, _ = run(kernel, [x, w, label, label])
+    want = torch.nn.functional.cross_entropy(x.double(), label[:, 0], reduction="none")[:, None]
+    assert want[12] == torch.inf
+    torch.testing.assert_close(loss.double(), want, rtol=1e-5, atol=1e-4, equal_nan=True)
 
 
 def random_case(i: int) -> Case:

@@ -133,6 +133,26 @@ def test_extreme_rows(name: str) -> None:
     judge(name, given)
 
 
+@pytest.mark.parametrize("n", [4096, 32768, 65536, 262144])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "cross_entropy, none"])
+def test_infinities(name: str, n: int) -> None:
+    """NaN where PyTorch has it: in rows of -inf alone, and those with +inf or NaN. Parts of long
+    rows are computed by themselves; one of -inf has no weight."""
+    given = tensors(name, (64,), n)
+    x = given[0]
+    if CASES[name].labels:
+        given[1][:8] = n // 3
+    for i, hidden in enumerate((slice(None), slice(1, None), slice(0, n // 2), slice(n // 2, n))):
+        x[i, hidden] = -torch.inf
+    x[4, 0], x[5, n - 1], x[6, n // 2] = torch.inf, torch.inf, torch.nan
+    x[7, : n // 2], x[7, n - 1] = -torch.inf, torch.nan
+    found = CASES[name].ours(*given).double()
+    want = CASES[name].theirs(x.double(), *given[1:]).double()
+    rows = want.reshape(64, -1).isnan().any(1).nonzero().flatten().tolist()
+    assert rows == [0, 4, 5, 6, 7] and torch.equal(found.isnan(), want.isnan())
+    torch.testing.assert_close(found, want, rtol=2**-7, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_no_rows(name: str) -> None:
     given = leaves(name, (0, 3), 256)
