@@ -276,6 +276,13 @@ def test_maxima_of_extremes() -> None:
     )
 
 
+def test_32_warps_of_2_blocks() -> None:
+    """What a block's warps leave is read 16 bytes at a time, behind 8 bytes of what is sent."""
+    schedule = RowLoopSchedule(1024, 8, 4, 1, blocks=66)
+    kernel = row_kernel(rms_forward(100, 65536, 2), schedule=schedule)
+    same_bits(kernel, zoo.draw(kernel.graph, 1, "cuda"))
+
+
 #: maxima and sums of exponentials exchanged together, as the planner does and as it does not:
 #: parts of a row are those of blocks or of warps; tiles in a ring, read again, straight
 PAIRS: dict[str, tuple[Callable[[], Case], RowLoopSchedule | None]] = {

@@ -661,6 +661,14 @@ def test_large_clusters_meet_in_their_blocks_first(
     assert p.slots == 2 * count * (senders + 16 * first)
 
 
+def test_slots_of_a_block_are_whole_accesses() -> None:
+    """They are read 16 bytes at a time: of 2 blocks with 32 warps there are 2 senders."""
+    p = plan_case(rms_forward(M, 65536, 2), schedule=RowLoopSchedule(1024, 8, 4, 1, blocks=66))
+    check(p)
+    assert p.meets_in_block and p.senders == 2
+    assert (p.sent_slots, p.block_slots, p.slots) == (4, 32, 72)
+
+
 def test_maxima_and_sums_in_pairs() -> None:
     """Where a block has an SM and waits for its cluster, and no exponential is computed twice."""
     softmax = plan_case(softmax_forward(M, 65536, 2))

@@ -42,7 +42,6 @@ class Exchange:
         counts = [len(level.reductions) for level in plan.levels]
         #: slots before those of each level, in values of rows
         self.before = [sum(counts[:n]) for n in range(len(counts))]
-        self.values = sum(counts) * plan.tile_rows
         #: slots of a set: of the warps of this block, where they meet first, behind those of all
         self.each = plan.slots // 2
 
@@ -171,7 +170,7 @@ class Exchange:
     def block_slot(self, n: int, i: int, r: int, it: Any, smem: dict[str, Any],
                    place: dict[str, Any]) -> cute.Pointer:
         """The same of the warps of this block, which only they write."""
-        at = self.values * self.senders + self.value_of(n, i, r, place) * self.warps
+        at = self.plan.sent_slots + self.value_of(n, i, r, place) * self.warps
         return smem["slots"] + ((it % 2) * self.each + at)
 
     def value_of(self, n: int, i: int, r: int, place: dict[str, Any]) -> Any:

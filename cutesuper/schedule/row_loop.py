@@ -418,9 +418,22 @@ class RowLoopPlan:
     @property
     def slots(self) -> int:
         """fp32 values through which a tile's reductions travel, twice: tiles take turns."""
+        return 2 * (self.sent_slots + self.block_slots)
+
+    @property
+    def sent_slots(self) -> int:
+        """Those that all senders write, of a tile; whole accesses of 16 bytes where others follow:
+        2 senders with 32 warps each left 8 bytes for one reduction."""
+        count = sum(len(level.reductions) for level in self.levels) * self.tile_rows * self.senders
+        return 4 * ceil_div(count, 4) if self.block_slots else count
+
+    @property
+    def block_slots(self) -> int:
+        """Those that only the warps of the block write, of a tile."""
+        if not (self.meets_in_block or self.tops_meet):
+            return 0
         count = sum(len(level.reductions) for level in self.levels)
-        own = self.warps_per_row if self.meets_in_block or self.tops_meet else 0
-        return 2 * count * self.tile_rows * (self.senders + own)
+        return 4 * ceil_div(count * self.tile_rows * self.warps_per_row, 4)
 
     @property
     def finish_bytes(self) -> int:
