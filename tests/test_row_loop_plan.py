@@ -793,6 +793,20 @@ def test_sums_in_float32_add_fewer_rows(weight: DType, groups: int) -> None:
     assert isinstance(plan, RowLoopPlan) and plan.schedule.groups == groups
 
 
+@pytest.mark.parametrize(
+    ("rows", "n", "dtype", "carries"),
+    [(M, 512, float32, True), (131072, 512, float32, True), (131072, 512, bfloat16, False),
+     (4096, 512, float32, False), (131072, 4096, float32, True), (131072, 16384, float32, False)],
+)  # fmt: skip
+def test_long_sums_in_float32_are_added_in_groups(
+    rows: Dim, n: int, dtype: DType, carries: bool
+) -> None:
+    """Where a thread has registers for both, and results show it."""
+    plan = plan_case(column_sum(rows, n, 132, 2, dtype=dtype))
+    check(plan)
+    assert plan.carries_sums == carries
+
+
 def test_blocks_with_one_tile_have_256_threads() -> None:
     """But for few rows, of which every SM should have some."""
     for rows, n, lanes, groups in ((32768, 256, 8, 32), (32768, 4096, 128, 2), (256, 4096, 128, 1)):

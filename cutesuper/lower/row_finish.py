@@ -232,8 +232,13 @@ class Finish:
             found = []
             for n in cutlass.range_constexpr(ahead):
                 found.append(self.get_inside(base, first + n * self.down, each, neutral))
-            for n in cutlass.range_constexpr(ahead):
-                self.merge(values, found[n], item)
+            # in pairs: rounded 4 times at most in place of 8
+            distance = 1
+            while cutlass.const_expr(distance < ahead):
+                for n in cutlass.range_constexpr(0, ahead - distance, 2 * distance):
+                    self.merge(found[n], found[n + distance], item)
+                distance = 2 * distance
+            self.merge(values, found[0], item)
         return values
 
     def get_inside(self, base: Any, part: Any, each: int, neutral: Any) -> cute.Tensor:
@@ -285,9 +290,9 @@ class Finish:
         count: Any = 1
         for d in labels:
             count = count * self.k.extents.of(d, tensors)
-        if isinstance(count, int):
-            return values * (1.0 / count) if count > 1 else values
-        return values * (1.0 / Float32(count))
+        if isinstance(count, int) and count & (count - 1) == 0:
+            return values * (1.0 / count)
+        return values / Float32(count)  # rounded once; there are few of them
 
     def in_loop(self) -> set[int]:
         """Stores that every tile makes."""

@@ -26,7 +26,7 @@ from cutesuper.lower.row_picks import Asked, Picks
 from cutesuper.lower.row_slices import Slices
 from cutesuper.lower.row_tiles import Tiles
 from cutesuper.schedule.plan import View
-from cutesuper.schedule.row_loop import RowLoopPlan, RowSum
+from cutesuper.schedule.row_loop import SUM_TILES, RowLoopPlan, RowSum
 
 
 class RowLoopKernel:
@@ -113,8 +113,16 @@ class RowLoopKernel:
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         sums = [self.new_sum(s) for s in plan.sums] if plan.meets else []
-        for it in cutlass.range(count - int(plan.leaves_early), unroll=1):
-            self.tile(it, count, smem, tensors, place, vectors, sums)
+        last = count - int(plan.leaves_early)
+        if cutlass.const_expr(plan.carries_sums):
+            some = [self.new_sum(s) for s in plan.sums]
+            for first in cutlass.range(0, last, SUM_TILES, unroll=1):
+                for it in cutlass.range(first, cutlass.min(first + SUM_TILES, last), unroll=1):
+                    self.tile(it, count, smem, tensors, place, vectors, some)
+                self.carry(some, sums)
+        else:
+            for it in cutlass.range(last, unroll=1):
+                self.tile(it, count, smem, tensors, place, vectors, sums)
         if cutlass.const_expr(plan.meets):
             self.leave(count, smem, tensors, scratch, place, vectors, sums)
             self.finish.run(smem, tensors, scratch, place)
@@ -281,6 +289,14 @@ class RowLoopKernel:
             acc.fill(NEUTRAL[s.op])
             found.append(acc)
         return found
+
+    def carry(self, some: list[list[Any]], sums: list[list[Any]]) -> None:
+        """Add the sums of some tiles to those of all, and begin anew."""
+        for s, parts, wholes in zip(self.plan.sums, some, sums, strict=True):
+            for part, whole in zip(parts, wholes, strict=True):
+                for n in range(cute.size(whole.shape)):
+                    whole[n] = combine(s.op, whole[n], part[n])
+                part.fill(NEUTRAL[s.op])
 
     @cute.jit
     def add_number(self, acc, value, valid, op: cutlass.Constexpr):

@@ -310,7 +310,7 @@ def _check_schedule(plan: RowLoopPlan, target: Target, where: str) -> None:
     if plan.covered < plan.width:
         raise ScheduleError(f"{where}: {s.lanes} lanes of {s.vector * s.chunks} elements do not "
                             f"cover the {plan.width} of a row")
-    if s.resident not in (1, 2) or s.resident * s.lanes * s.groups > 1024:
+    if s.resident not in (1, 2, 3, 4, 6, 8) or s.resident * s.lanes * s.groups > 2048:
         raise ScheduleError(f"{where}: {s.resident} blocks of {s.lanes * s.groups} threads on an "
                             "SM; one or two, of at most 1024 threads together")
     if s.resident * (plan.shared_bytes + target.reserved_bytes) > target.sm_shared_bytes:
