@@ -222,6 +222,13 @@ CASES: dict[str, Callable[[int], bool]] = {
     "rows, pairs after a norm": walking(
         shares(20, 8192, 2), RowLoopSchedule(256, 8, 2, 1, blocks=4, paired=True)
     ),
+    "rows, one tile in a cluster": walking(
+        softmax_forward(200, 16384, 2), RowLoopSchedule(256, 8, 4, 1, stages=0, blocks=0)
+    ),
+    "rows, one tile of pairs": walking(
+        softmax_forward(200, 32768, 4),
+        RowLoopSchedule(256, 8, 4, 1, stages=0, blocks=0, paired=True),
+    ),
     "rows, symbolic": walking(rms_backward(Symbol("M", 4096), 512, 16, 4), rows=37),
     "rows, forward in a cluster": walking(softmax_forward(20, 8200, 4)),
     "rows, forward, symbolic": walking(rms_forward(Symbol("M", 64), 8192, 2), rows=5),

@@ -280,14 +280,14 @@ def test_maxima_of_extremes() -> None:
 
 
 def test_long_sums_in_float32() -> None:
-    """About 248 tiles of each block; added to one sum one after the other they are off by 2.3e-7 of
-    the whole (as in quack), in groups of 16 by a third of that."""
+    """A thread adds 248 rows. A running sum of n numbers of random signs is off by sqrt(n / 6) u of
+    itself, u = 2^-24: 3.8e-7 one after the other, 1.4e-7 in groups of 16."""
     kernel = row_kernel(column_sum(131072, 512, 132, 4, dtype=float32))
     assert plan_of(kernel).carries_sums
     [x] = zoo.draw(kernel.graph, 1, "cuda")
     [y] = run(kernel, [x])
     exact = x.double().sum(0)
-    assert (y.double() - exact).norm() < 1.2e-7 * exact.norm()
+    assert (y.double() - exact).norm() < 2e-7 * exact.norm()
 
 
 def test_32_warps_of_2_blocks() -> None:

@@ -26,7 +26,7 @@ from cutesuper.lower.row_picks import Asked, Picks
 from cutesuper.lower.row_slices import Slices
 from cutesuper.lower.row_tiles import Tiles
 from cutesuper.schedule.plan import View
-from cutesuper.schedule.row_loop import SUM_TILES, RowLoopPlan, RowSum
+from cutesuper.schedule.row_loop import RowLoopPlan, RowSum
 
 
 class RowLoopKernel:
@@ -111,13 +111,14 @@ class RowLoopKernel:
         cute.arch.sync_threads()
         if cutlass.const_expr(plan.cluster > 1):
             cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
+            if cutlass.const_expr(not plan.waits_late):
+                cute.arch.cluster_wait()
         sums = [self.new_sum(s) for s in plan.sums] if plan.meets else []
         last = count - int(plan.leaves_early)
         if cutlass.const_expr(plan.carries_sums):
             some = [self.new_sum(s) for s in plan.sums]
-            for first in cutlass.range(0, last, SUM_TILES, unroll=1):
-                for it in cutlass.range(first, cutlass.min(first + SUM_TILES, last), unroll=1):
+            for first in cutlass.range(0, last, plan.sum_tiles, unroll=1):
+                for it in cutlass.range(first, cutlass.min(first + plan.sum_tiles, last), unroll=1):
                     self.tile(it, count, smem, tensors, place, vectors, some)
                 self.carry(some, sums)
         else:
@@ -128,9 +129,8 @@ class RowLoopKernel:
             self.finish.run(smem, tensors, scratch, place)
         if cutlass.const_expr(plan.schedule.sliced):
             self.slices.run(asked, smem, tensors, here)
-        if cutlass.const_expr(plan.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        # a block has waited for all that others of its cluster send to it, so it may end before
+        # them: nobody reads its memory from outside
 
     def allocate(self) -> dict[str, Any]:
         """Shared memory: the ring (later the end's), slots of reductions, barriers."""
@@ -196,6 +196,8 @@ class RowLoopKernel:
         plan = self.plan
         self.exchange.arm(it, smem, place)
         rows = self.tiles.read(it, smem, tensors, place)
+        if plan.waits_late:
+            cute.arch.cluster_wait()
         known: list[dict[int, Any]] = [dict(row["scalars"]) for row in rows]
         for n, level in enumerate(plan.levels):
             partial: dict[tuple[int, int], Any] = {}

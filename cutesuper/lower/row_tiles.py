@@ -70,7 +70,7 @@ class Tiles:
     def of_block(self, tensors: list[cute.Tensor], place: dict[str, Any]) -> Any:
         """Tiles that this block walks over."""
         walkers = place["walkers"]
-        if self.plan.walkers is None and self.plan.schedule.blocks == 0:
+        if self.plan.one_tile:
             return 1  # a block for each tile; 30 instructions before the first load less
         return (self.count(tensors) - place["walker"] + (walkers - 1)) // walkers
 
@@ -84,12 +84,12 @@ class Tiles:
     def start_barriers(self, smem, tidx):
         """One arrival for the bytes of a stage, and one of every lane for its values of rows."""
         if cutlass.const_expr(self.stages > 0):
-            if tidx == 0:
-                for s in cutlass.range_constexpr(self.stages):
-                    lanes = 32 if cutlass.const_expr(self.async_scalars) else 0
-                    cute.arch.mbarrier_init(smem["full"] + s, 1 + lanes)
-                cute.arch.mbarrier_init_fence()
             if tidx < 32:
+                if tidx == 0:
+                    for s in cutlass.range_constexpr(self.stages):
+                        lanes = 32 if cutlass.const_expr(self.async_scalars) else 0
+                        cute.arch.mbarrier_init(smem["full"] + s, 1 + lanes)
+                    cute.arch.mbarrier_init_fence()
                 # the lanes that fill the ring arrive at these before the block meets; nothing is
                 # on its way yet that the fence would wait for
                 cute.arch.sync_warp()

@@ -34,9 +34,9 @@ MAX_SLICE_ROWS = 4
 MAX_SENDERS = 32
 #: columns of a vector that a thread keeps in registers
 MAX_VECTORS = 32
-#: tiles whose sums meet before they are added to those of all tiles: of 248 tiles one after the
-#: other, sums of random signs are off by 2.3e-7 (RMSNorm's backward pass, 32768x4096)
-SUM_TILES = 16
+#: rows whose sum a thread adds to that of all its rows: where it adds 248 rows one after the other,
+#: dw of 32768x4096 is off by 2.3e-7, so by 1.4e-7
+SUM_ROWS = 16
 #: fp32 sums of a thread that may be kept twice
 MAX_CARRIED = 16
 
@@ -314,16 +314,32 @@ class RowLoopPlan:
 
     @property
     def carries_sums(self) -> bool:
-        """Whether groups of `SUM_TILES` tiles are summed first, then these sums: results in fp32
-        show the rounding of long sums."""
+        """Whether groups of `SUM_ROWS` rows are summed first, then these sums: results in fp32 show
+        the rounding of long sums."""
         s = self.schedule
         own = sum(s.vector * s.chunks if self.has_columns(x) else 1 for x in self.sums)
         wide = any(self.itemsize(v) == 4 for v in self.stores.values() if not self.varies(v))
         dims = [self.program.dims[d] for d in self.rows]
         opened = any(isinstance(d, Symbol) for d in dims)  # code does not depend on a hint
         tiles = prod(extent(d) for d in dims) // (self.tile_rows * (self.walkers or 1))
-        long = opened or tiles >= 2 * SUM_TILES
+        long = opened or tiles * s.depth >= 2 * SUM_ROWS
         return self.meets and wide and long and own <= MAX_CARRIED
+
+    @property
+    def sum_tiles(self) -> int:
+        """Tiles of such a group."""
+        return max(1, SUM_ROWS // self.schedule.depth)
+
+    @property
+    def one_tile(self) -> bool:
+        """Whether a block has one tile."""
+        return self.walkers is None and self.schedule.blocks == 0
+
+    @property
+    def waits_late(self) -> bool:
+        """Whether the blocks of a cluster wait for one another to begin when the loads of their
+        only tile are on their way, not before."""
+        return self.cluster > 1 and self.one_tile and not self.schedule.stages
 
     @property
     def last_sum(self) -> int:
