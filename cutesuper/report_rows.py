@@ -10,13 +10,13 @@ def row_loop_lines(plan: RowLoopPlan) -> list[str]:
     s = plan.schedule
     rows = " x ".join(plan.rows)
     per = f"{plan.width} of {plan.length}" if plan.parts > 1 else f"{plan.length}"
-    walkers = "clusters" if plan.cluster > 1 else "blocks"
-    count = plan.walkers or s.blocks or "as many as there are tiles"
+    who = "cluster" if plan.cluster > 1 else "block"
+    tile = f"{plan.tile_rows} row(s) of {per} elements"
+    walk = f"{plan.walkers or s.blocks} {who}s walk over {rows}, {tile} at a time"
+    if plan.one_tile:
+        walk = f"a {who} for each tile of {rows}, {tile}"
     lines = [
-        (
-            f"row loop: {count} {walkers} walk over {rows}, {plan.tile_rows} row(s) of {per} "
-            f"elements at a time, {plan.threads} threads each"
-        ),
+        f"row loop: {walk}, {plan.threads} threads each",
         (
             f"{s.lanes} threads share a row, {s.chunks} access(es) of {s.vector} elements each; "
             f"{'rows stay in registers' if s.kept else 'rows are read again after a reduction'}"
@@ -30,9 +30,6 @@ def row_loop_lines(plan: RowLoopPlan) -> list[str]:
     exchanges = sum(bool(level.reductions) for level in plan.levels)
     reductions = sum(len(level.reductions) for level in plan.levels)
     lines.append(f"reductions along {plan.column}: {reductions}, in {exchanges} exchange(s)")
-    if plan.pairs:
-        lines.append(f"exchanged as pairs: {len(plan.pairs)} maximum and the sum of exponentials "
-                     "below it, of each part of a row")
     if plan.picked:
         lines.append(f"read by itself: {len(plan.picked)} element(s) of a row, where its label is")
     if plan.sums:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,6 @@ from tests.row_programs import (
     rms_forward,
     row_kernel,
     scaled_heads,
-    shares,
     softmax_and_columns,
     softmax_forward,
     squared_error,
@@ -146,8 +144,6 @@ def served(page: int) -> Callable[[int], bool]:
     return case
 
 
-#: few clusters, so that each has several tiles; a maximum and a sum of exponentials in one exchange
-PAIRED = RowLoopSchedule(512, 8, 4, 1, blocks=4, paired=True)
 CASES: dict[str, Callable[[int], bool]] = {
     "one row": searched(zoo.rms_norm_linear(1, K, N)),
     "17 rows": searched(zoo.rms_norm_linear(17, K, N)),
@@ -204,30 +200,15 @@ CASES: dict[str, Callable[[int], bool]] = {
     "rows, losses": walking(losses(600, 512)),
     "rows, losses in a cluster": walking(losses(50, 4104, 4)),
     "rows, blocks of a cluster meet": walking(softmax_forward(20, 65536, 8)),
-    "rows, pairs": walking(softmax_forward(20, 32768, 2), PAIRED),
-    "rows, pairs of blocks that meet": walking(
-        softmax_forward(20, 65536, 8), replace(PAIRED, lanes=512, chunks=2)
+    "rows, tiles of a cluster": walking(
+        softmax_forward(20, 32768, 2), RowLoopSchedule(512, 8, 4, 1, blocks=4)
     ),
-    "rows, pairs read again": walking(
-        softmax_forward(20, 32768, 2), replace(PAIRED, kept=False)
+    "rows, read again in a cluster": walking(
+        softmax_forward(20, 32768, 2), RowLoopSchedule(512, 8, 4, 1, kept=False, blocks=4)
     ),
-    "rows, pairs of warps": walking(
-        softmax_and_columns(599, 512, 16, 4),
-        RowLoopSchedule(64, 8, 1, 2, depth=2, blocks=16, paired=True),
-    ),
-    "rows, pairs and sums": walking(softmax_and_columns(40, 32768, 4, 1, cluster=2), PAIRED),
-    "rows, pairs of odd rows": walking(
-        softmax_forward(20, 8201, 4), RowLoopSchedule(256, 1, 9, 1, stages=0, paired=True)
-    ),
-    "rows, pairs after a norm": walking(
-        shares(20, 8192, 2), RowLoopSchedule(256, 8, 2, 1, blocks=4, paired=True)
-    ),
+    "rows, sums in a cluster": walking(softmax_and_columns(40, 32768, 4, 1, cluster=2)),
     "rows, one tile in a cluster": walking(
         softmax_forward(200, 16384, 2), RowLoopSchedule(256, 8, 4, 1, stages=0, blocks=0)
-    ),
-    "rows, one tile of pairs": walking(
-        softmax_forward(200, 32768, 4),
-        RowLoopSchedule(256, 8, 4, 1, stages=0, blocks=0, paired=True),
     ),
     "rows, symbolic": walking(rms_backward(Symbol("M", 4096), 512, 16, 4), rows=37),
     "rows, forward in a cluster": walking(softmax_forward(20, 8200, 4)),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -22,10 +21,8 @@ import cutesuper as cs
 from cutesuper.graph.dims import Symbol
 from cutesuper.graph.dtypes import DType, bfloat16, float16, float32, int32, int64
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.target import H200
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.scratch import ScratchMemory
-from cutesuper.schedule.planner import make_plan
 from cutesuper.schedule.row_loop import RowLoopPlan
 from cutesuper.schedule.schedule import RowLoopSchedule
 from tests import zoo
@@ -297,65 +294,44 @@ def test_32_warps_of_2_blocks() -> None:
     same_bits(kernel, zoo.draw(kernel.graph, 1, "cuda"))
 
 
-#: maxima and sums of exponentials exchanged together, as the planner does and as it does not:
-#: parts of a row are those of blocks or of warps; tiles in a ring, read again, straight
-PAIRS: dict[str, tuple[Callable[[], Case], RowLoopSchedule | None]] = {
-    "2 blocks": (lambda: softmax_forward(300, 65536, 2), None),
-    "8 blocks": (lambda: softmax_forward(70, 262144, 8), None),
-    "16 blocks": (lambda: softmax_forward(40, 262144, 16), None),
-    "any number of rows": (lambda: softmax_forward(M, 65536, 2, dtype=float16), None),
-    "odd rows": (lambda: softmax_forward(64, 100001, 8), None),
-    "odd rows, float32": (lambda: softmax_forward(64, 50257, 4, dtype=float32), None),
-    "float32": (lambda: softmax_forward(70, 65536, 4, dtype=float32), None),
-    "parts without columns": (lambda: softmax_forward(600, 72, 8), None),
-    "read again": (
-        lambda: softmax_forward(100, 32768, 2),
+#: rows in clusters that walk, or have one tile each, as the planner does and as it does not
+CLUSTERS: dict[str, tuple[Callable[[], Case], RowLoopSchedule | None]] = {
+    "one tile": (lambda: softmax_forward(3000, 65536, 4), None),
+    "one tile, 2 blocks": (lambda: softmax_forward(3000, 32768, 2), None),
+    "one tile, 16 blocks": (lambda: softmax_forward(700, 262144, 16), None),
+    "one tile, any number of rows": (lambda: softmax_forward(M, 65536, 4, dtype=float16), None),
+    "one tile, float32": (lambda: softmax_forward(700, 65536, 8, dtype=float32), None),
+    "one tile, several rows": (
+        lambda: softmax_forward(1001, 8192, 4), RowLoopSchedule(64, 8, 4, 4, stages=0, blocks=0),
+    ),
+    "one tile of a ring": (
+        lambda: softmax_forward(301, 32768, 2), RowLoopSchedule(512, 8, 4, 1, stages=1, blocks=0),
+    ),
+    "many tiles": (
+        lambda: softmax_forward(3000, 65536, 2), RowLoopSchedule(512, 8, 8, 1, blocks=66),
+    ),
+    "many tiles, read again": (
+        lambda: softmax_forward(1001, 32768, 2),
         RowLoopSchedule(512, 8, 4, 1, kept=False, blocks=66),
     ),
-    "one block": (
-        lambda: softmax_forward(500, 28672, 1), RowLoopSchedule(512, 8, 7, 1, blocks=132),
-    ),
-    "straight": (
-        lambda: softmax_and_columns(1001, 1024, 125, 2),
-        RowLoopSchedule(64, 4, 4, 4, stages=0, blocks=125),
-    ),
-    "a thread has four rows": (
-        lambda: softmax_and_columns(1001, 1024, 125, 2),
-        RowLoopSchedule(128, 8, 1, 1, depth=4, blocks=125),
-    ),
-    "warps with four rows": (
-        lambda: softmax_and_columns(1001, 256, 125, 4),
-        RowLoopSchedule(8, 8, 4, 16, stages=2, blocks=125),
-    ),
-    "causal": (lambda: causal_softmax(300, 1000), None),
-    "columns, long rows": (lambda: softmax_and_columns(301, 32768, 60, 1, cluster=2), None),
+    "parts without columns": (lambda: softmax_forward(600, 72, 8), None),
 }
 
 
-def paired(case: Case, schedule: RowLoopSchedule | None = None, pairs: bool = True) -> Kernel:
-    """With pairs, or without, whatever the planner would do."""
-    _, mu = case
-    if schedule is None:
-        plan = make_plan(mu.steps[0], mu.tensors, H200)
-        assert isinstance(plan, RowLoopPlan)
-        schedule = plan.schedule
-    return row_kernel(case, schedule=replace(schedule, paired=pairs))
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_pairs(name: str) -> None:
-    make, schedule = PAIRS[name]
-    kernel = paired(make(), schedule)
-    for seed, m in enumerate((1, 2, 133, 301) if name == "any number of rows" else (1, 2)):
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_clusters(name: str) -> None:
+    """Blocks end as soon as they have what they wait for: many of them, one after the other."""
+    make, schedule = CLUSTERS[name]
+    kernel = row_kernel(make(), schedule=schedule)
+    assert plan_of(kernel).waits_late == (name.startswith("one tile") and "ring" not in name)
+    for seed, m in enumerate((1, 2, 133, 1001) if "any number" in name else (1, 2)):
         same_bits(kernel, zoo.draw(kernel.graph, seed, "cuda", {"M": m}))
-    assert plan_of(kernel).pairs
 
 
-@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize(("n", "cluster"), [(4096, 1), (65536, 4)])
-def test_exponentials_of_pairs(n: int, cluster: int, pairs: bool) -> None:
-    """They go into a sum of products, one of them is read by itself, beside log-sum-exp."""
-    kernel = paired(shares(200, n, cluster), pairs=pairs)
+def test_several_exchanges(n: int, cluster: int) -> None:
+    """Exponentials of a norm go into a sum of products, one of them is read by itself."""
+    kernel = row_kernel(shares(200, n, cluster))
     for seed in range(2):
         [x, _] = zoo.draw(kernel.graph, seed, "cuda")
         same_bits(kernel, [x, labels_of(200, n, seed).cuda()])
@@ -380,15 +356,13 @@ def infinities(m: int, n: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to("cuda", dtype)
 
 
-@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize(("n", "cluster", "dtype"), [
     (65536, 2, bfloat16), (65536, 4, float16), (100001, 8, bfloat16), (65536, 4, float32),
     (28672, 1, bfloat16), (262144, 8, bfloat16), (524288, 8, bfloat16),
 ])  # fmt: skip
-def test_infinities(n: int, cluster: int, dtype: DType, pairs: bool) -> None:
-    """NaN where PyTorch has it: rows of -inf alone, and those with +inf or NaN. Parts of a row that
-    are -inf have no weight."""
-    kernel = paired(softmax_forward(32, n, cluster, dtype), pairs=pairs)
+def test_infinities(n: int, cluster: int, dtype: DType) -> None:
+    """NaN where PyTorch has it: rows of -inf alone, and those with +inf or NaN."""
+    kernel = row_kernel(softmax_forward(32, n, cluster, dtype))
     x = infinities(32, n, dtype.torch)
     [y] = run(kernel, [x])
     want = x.double().softmax(-1)
@@ -399,10 +373,9 @@ def test_infinities(n: int, cluster: int, dtype: DType, pairs: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("pairs", [False, True])
-def test_losses_of_infinities(pairs: bool) -> None:
+def test_losses_of_infinities() -> None:
     n = 65536
-    kernel = paired(losses(32, n, 4), pairs=pairs)
+    kernel = row_kernel(losses(32, n, 4))
     x = infinities(32, n, torch.bfloat16)
     x[12, 77] = -torch.inf
     label = torch.full((32, 1), 77, device="cuda")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -31,7 +30,6 @@ from tests.row_programs import (
     per_head_backward,
     rms_backward,
     rms_forward,
-    softmax_and_columns,
     softmax_forward,
     squared_error,
 )
@@ -54,9 +52,6 @@ CASES: dict[str, tuple[Any, bool]] = {
     "losses_odd": (lambda: losses(1000, 1001, dtype=cs.float32), False),
     "losses_long_rows": (lambda: losses(M, 65536, 4), True),
     "softmax_long_rows": (lambda: softmax_forward(M, 65536, 4), False),
-    "softmax_pairs": (lambda: softmax_forward(M, 65536, 2), False),
-    "softmax_pairs_read_again": (lambda: softmax_forward(64, 524288, 8), True),
-    "columns_pairs": (lambda: softmax_and_columns(M, 32768, 60, 1, cluster=2), False),
     "rms_norm_long_rows": (lambda: rms_forward(64, 100000, 8), True),
 }
 #: opcodes that a plan decides; the others move with every version of the compiler
@@ -116,30 +111,6 @@ def test_row_loops_compile(name: str, golden: Any) -> None:
     lines += [f"{k:<12}{r.instructions[k]:>4}" for k in KEPT if r.instructions.get(k)]
     golden(f"instructions/row_loop_{name}.txt", "\n".join(lines))
     golden(f"plans/row_loop_{name}.txt", plan_text("k0", plan))
-
-
-def loop_of(sass: str) -> str:
-    """From the wait for a tile on."""
-    return sass[sass.index("SYNCS.PHASECHK") :]
-
-
-@needs_sass
-@pytest.mark.parametrize(("n", "cluster"), [(65536, 2), (262144, 8)])
-def test_pairs_do_not_cost_exponentials_twice(n: int, cluster: int) -> None:
-    """One for each of 64 elements, and few beside; the stage is filled again before them."""
-    [(_, mu), plans] = softmax_forward(M, n, cluster), []
-    for paired in (True, False):
-        default = make_plan(mu.steps[0], mu.tensors, H200)
-        assert isinstance(default, RowLoopPlan) and default.schedule.paired
-        schedule = replace(default.schedule, paired=paired)
-        plans.append(make_plan(mu.steps[0], mu.tensors, H200, schedule))
-    pairs, apart = (check(plan).resources for plan in plans)
-    assert pairs.instructions["MUFU"] <= apart.instructions["MUFU"] + 4 <= 64 + 10
-    assert instructions(pairs.instructions) <= 1.03 * instructions(apart.instructions)
-    loop = loop_of(compiled(plans[0]).sass)
-    assert loop.index("BAR.SYNC") < loop.index("UBLKCP") < loop.index("MUFU.EX2")
-    # for the tile and for each exchange
-    assert [compiled(p).ptx.count("mbarrier.try_wait") for p in plans] == [2, 3]
 
 
 @needs_sass
@@ -206,7 +177,6 @@ def test_every_way_occurs() -> None:
         {p.schedule.stages > 0 for p in plans}, {p.schedule.kept for p in plans},
         {p.schedule.sliced for p in plans}, {p.cluster > 1 for p in plans},
         {p.meets for p in plans}, {p.ragged for p in plans}, {bool(p.outer) for p in plans},
-        {p.schedule.paired for p in plans}, {p.meets_in_block for p in plans if p.pairs},
     ):  # fmt: skip
         assert ways == {False, True}
 

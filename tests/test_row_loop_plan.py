@@ -46,8 +46,6 @@ from tests.row_programs import (
     rms_backward,
     rms_forward,
     rows_of,
-    shares,
-    softmax_and_columns,
     softmax_forward,
     squared_error,
     whole,
@@ -139,12 +137,6 @@ ROLES: dict[str, tuple[str, str, str, list[tuple[str, str, int]]]] = {
     "column sum, wide": ("N", "M", "", [("", "", 1)]),
     "squared error": ("N", "M", "", [("sum", "dx", 0), ("", "", 1)]),
     "softmax, long rows": ("N", "M", "", [("max", "", 0), ("sum", "", 0), ("", "y", 0)]),
-    "softmax, pairs": ("N", "M", "", [("max sum", "", 0), ("", "y", 0)]),
-    "softmax and columns, long rows": ("N", "M", "", [("max sum", "", 0), ("", "y", 1)]),
-    "shares, long rows": (
-        "N", "M", "",
-        [("mean", "", 0), ("max", "", 0), ("sum sum", "", 0), ("", "y mean own lse", 0)],
-    ),
     "rms forward, long rows": ("N", "M", "", [("mean", "", 0), ("", "y rstd", 0)]),
 }
 
@@ -261,11 +253,10 @@ def test_plans_of_any_extents(
 
 @pytest.mark.parametrize("cluster", [1, 4])
 def test_sums_of_one_element(cluster: int) -> None:
-    """What a label picks is no reduction: the maximum and the sum of exponentials travel alone, and
-    in a cluster together."""
+    """What a label picks is no reduction: the maximum and the sum of exponentials travel alone."""
     p = plan_case(losses(M, 65536, 4) if cluster > 1 else losses(M, 4096))
     kinds = [[p.program.ops[i].kind for i in level.reductions] for level in p.levels]
-    assert kinds == ([["max", "sum"], []] if cluster > 1 else [["max"], ["sum"], []])
+    assert kinds == [["max"], ["sum"], []]
     assert [p.program.ops[i].kind for i in p.picked.values()] == ["sum", "mean"]
     for end, i in p.picked.items():
         assert end == i if cluster == 1 else p.program.ops[end].inputs == (i,)
@@ -490,8 +481,9 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "no slices": (SLICED, {"blocks": 0}, "sliced=True, and no blocks to have the slices"),
     "many slices": (SLICED, {"blocks": 1, "lanes": 256, "groups": 1, "chunks": 2},
                     "256 threads do not hold slices of 4096 columns"),
-    "nothing to pair": (BACKWARD, {"paired": True}, "paired=True, but rows have no maximum m of"),
-    "nothing to slice": ("softmax, long rows", {"sliced": True}, "nothing is summed over rows"),
+    "nothing to slice": (
+        "softmax, long rows", {"sliced": True, "blocks": 132}, "nothing is summed over rows",
+    ),
     "slices of a cluster": (
         "rms backward, long rows", {"sliced": True}, "rows are divided among blocks",
     ),
@@ -588,7 +580,10 @@ def test_variants() -> None:
     few = neighbours(SLICED, RowLoopSchedule(256, 8, 2, 1, stages=0, blocks=132, sliced=True))
     assert "resident=2" in few and "stages=2 sliced=no" in few and "blocks=264" in few
     assert not any("stages" in s and "sliced" not in s for s in few)
-    assert any(s.startswith("blocks=") for s in neighbours("softmax, long rows"))
+    assert any(s.startswith("blocks=") for s in neighbours("rms forward, long rows"))
+    # a block for each tile: how many of them share an SM
+    straight = neighbours("softmax, long rows")
+    assert "resident=1" in straight and "resident=2" in straight
 
 
 def test_blocks_that_the_program_fixes_are_no_knob() -> None:
@@ -669,99 +664,6 @@ def test_slots_of_a_block_are_whole_accesses() -> None:
     assert (p.sent_slots, p.block_slots, p.slots) == (4, 32, 72)
 
 
-def test_maxima_and_sums_in_pairs() -> None:
-    """Where a block has an SM and waits for its cluster, and no exponential is computed twice."""
-    softmax = plan_case(softmax_forward(M, 65536, 2))
-    [(total, top)] = softmax.pairs.items()
-    assert [softmax.program.ops[i].kind for i in (total, top)] == ["sum", "max"]
-    assert softmax.keeps_exps(total) and not softmax.repeats_exps(total)
-    # maxima meet in the block, sums too where a cluster has more than 32 warps
-    large = plan_case(softmax_forward(M, 262144, 8))
-    assert (softmax.tops_meet, softmax.meets_in_block) == (True, False)
-    assert (large.tops_meet, large.meets_in_block) == (True, True)
-    assert softmax.slots == 2 * 2 * (32 + 16) and large.slots == 2 * 2 * (8 + 16)
-    for case in (
-        softmax_forward(M, 65536, 4),  # of two blocks of an SM one computes
-        softmax_forward(M, 65536, 2, dtype=float32),  # exponentials would be computed twice
-        softmax_forward(M, 28672, 1),  # one block
-        shares(64, 131072, 4),  # a sum of products needs an exchange of its own
-        losses(M, 4096),
-    ):
-        p = plan_case(case)
-        assert not p.schedule.paired and not p.pairs and not p.tops_meet
-    assert plan_case(losses(64, 131072, 8)).schedule.paired
-
-
-def test_exponentials_of_pairs() -> None:
-    """They take the place of the tile where nothing else of it is needed; they are not kept for
-    nobody."""
-    def kept(case: Case, **knobs: Any) -> tuple[bool, bool]:
-        s = replace(plan_case(case).schedule, paired=True, **knobs)
-        p = plan_case(case, schedule=s)
-        check(p)
-        [total] = p.pairs
-        return p.keeps_exps(total), p.repeats_exps(total)
-
-    assert kept(softmax_forward(M, 65536, 4)) == (True, False)
-    assert kept(softmax_forward(M, 65536, 4), kept=False, stages=2) == (False, False)
-    assert kept(softmax_forward(M, 65536, 4, dtype=float32)) == (False, True)
-    assert kept(softmax_and_columns(1000, 4096, 125, 2)) == (True, False)
-    assert kept(shares(64, 65536, 4)) == (False, True)  # x is needed as well
-    assert kept(losses(64, 131072, 8)) == (False, False)
-
-
-def test_pairs_are_a_knob() -> None:
-    assert "paired=no" in neighbours("softmax, pairs")
-    assert "paired=yes" in neighbours("softmax, long rows")
-    assert not any("paired" in s for s in neighbours("rms forward, long rows"))
-
-
-def two_sums(b: Block) -> None:
-    """Of the same exponentials: one of them travels with the maximum."""
-    e = b.op("exp", b.op("sub", x := b.load("x", "M", "N"), whole(b, "max", x)))
-    both = b.op("add", whole(b, "sum", e), whole(b, "mean", e))
-    b.store("y", b.op("mul", x, both), "M", "N")
-
-
-def another_maximum(b: Block) -> None:
-    """It is not that of what it is subtracted from."""
-    x = b.load("x", "M", "N")
-    top = whole(b, "max", b.op("square", x))
-    b.store("y", b.op("mul", x, whole(b, "sum", b.op("exp", b.op("sub", x, top)))), "M", "N")
-
-
-def maximum_less_values(b: Block) -> None:
-    """exp(m - t)."""
-    x = b.load("x", "M", "N")
-    e = b.op("exp", b.op("sub", whole(b, "max", x), x))
-    b.store("y", b.op("mul", x, whole(b, "sum", e)), "M", "N")
-
-
-def maximum_of_exponentials(b: Block) -> None:
-    """Not their sum."""
-    x = b.load("x", "M", "N")
-    e = b.op("exp", b.op("sub", x, whole(b, "max", x)))
-    b.store("y", b.op("mul", x, whole(b, "max", e)), "M", "N")
-
-
-@pytest.mark.parametrize(("build", "found"), [
-    (two_sums, ["sum"]), (another_maximum, []), (maximum_less_values, []),
-    (maximum_of_exponentials, []),
-])  # fmt: skip
-def test_which_reductions_are_pairs(build: Callable[[Block], None], found: list[str]) -> None:
-    b = Block({"M": 66, "N": 65536}, {"M.grid": 66, "N.cluster": 2}, {"M": 1, "N": 32768})
-    build(b)
-    shapes = specs({"x": (66, 65536), "y": (66, 65536)})
-    s = RowLoopSchedule(512, 8, 8, 1, blocks=66, paired=True)
-    if not found:
-        with pytest.raises(ScheduleError, match="no maximum m of values t"):
-            make_plan(b.step(), shapes, H200, s)
-        return
-    p = make_plan(b.step(), shapes, H200, s)
-    assert isinstance(p, RowLoopPlan)
-    assert [p.program.ops[i].kind for i in p.pairs] == found
-
-
 def test_what_a_thread_keeps() -> None:
     """Tiles and sums in 80 registers of 128; vectors of 32 elements."""
     softmax = plan_case(softmax_forward(M, 65536, 2))
@@ -823,7 +725,7 @@ def test_rows_that_are_only_read_share_an_sm() -> None:
         g.mark_output(build(g, g.new_input((M, 65536), bfloat16)))
         [plan] = choose(g, Options(target=H200))[1].plans
         found.append((plan.cluster, plan.schedule.resident, plan.schedule.stages))
-    assert found == [(2, 2, 1), (2, 1, 2)]
+    assert found == [(2, 2, 1), (4, 3, 0)]
 
 
 def test_keys_and_code_do_not_see_hints() -> None:
@@ -883,8 +785,6 @@ def test_other_plans_in_words() -> None:
     assert "summed over rows: loss;" in loss and "cluster" not in loss
     softmax = plan_text("k0", plan_of("softmax, long rows"))
     assert "reductions along N: 2, in 2 exchange(s)" in softmax and "summed" not in softmax
-    told(plan_of("softmax, pairs"), "reductions along N: 2, in 1 exchange(s)",
-         "exchanged as pairs: 1 maximum and the sum of exponentials below it, of each part of a")
     schedule = RowLoopSchedule(512, 8, 7, 1, 1, 1, kept=False)
     told(plan_case(rms_backward(4096, 28672, 132, 1), schedule=schedule),
          "7 access(es) of 8 elements each; rows are read again after a reduction")

@@ -279,16 +279,16 @@ def test_more_heads_than_blocks_are_several_kernels() -> None:
 
 
 LONG: dict[str, tuple[Graph, str]] = {
-    "softmax": (softmax(4096, 131072), "M.grid(4096) K.cluster(4), tile M=1 K=32768"),
-    "softmax, symbolic": (softmax(M, 65536), "M.grid(?) K.cluster(2), tile M=1 K=32768"),
-    "rms norm": (rms_norm(4096, 40000), "M.grid(4096) K.cluster(2), tile M=1 K=20000"),
+    "softmax": (softmax(4096, 131072), "M.grid(4096) K.cluster(8), tile M=1 K=16384"),
+    "softmax, symbolic": (softmax(M, 65536), "M.grid(?) K.cluster(4), tile M=1 K=16384"),
+    "rms norm": (rms_norm(4096, 40000), "M.grid(4096) K.cluster(4), tile M=1 K=10000"),
     "rms norm, the longest": (
-        rms_norm(M, 262144), "M.grid(?) K.cluster(8), tile M=1 K=32768"
+        rms_norm(M, 262144), "M.grid(?) K.cluster(16), tile M=1 K=16384"
     ),
     "odd": (rms_norm(64, 100001), "M.grid(64) K.cluster(16), tile M=1 K=6256"),
     "two tensors": (
         rows((M, 32768), (M, 32768), build=lambda g, x, r: (x + r, g.rms_norm(x + r))),
-        "M.grid(?) K.cluster(2), tile M=1 K=16384",
+        "M.grid(?) K.cluster(4), tile M=1 K=8192",
     ),
 }
 
@@ -301,9 +301,23 @@ def test_long_rows_lie_in_a_cluster(name: str) -> None:
     assert any(op.kind == CLUSTER_REDUCE for op in p.ops)
 
 
-@pytest.mark.parametrize("n", [1024, 8192, 32768])
+@pytest.mark.parametrize("n", [1024, 8192, 16384])
 def test_rows_that_a_block_holds_need_no_cluster(n: int) -> None:
     assert describe(program(softmax(4096, n))) == f"M.grid(4096), tile M=1 K={n}"
+
+
+def test_rows_of_more_than_one_tile_are_better_in_a_cluster() -> None:
+    """But for those that are only read, or need a cluster's vectors twice, and single rows."""
+    both = {"x": (M, 16384), "y": (M, 16384)}
+    assert describe(program(softmax(M, 32768))) == "M.grid(?) K.cluster(2), tile M=1 K=16384"
+    added = rows(*both.values(), build=lambda g, x, y: g.softmax(x + y))
+    assert describe(program(added)) == "M.grid(?) K.cluster(2), tile M=1 K=8192"
+    scaled = rows(*both.values(), (16384,), build=lambda g, x, y, w: g.softmax(x + y) * w)
+    read = rows((M, 32768), build=lambda g, x: g.max(x, -1))
+    odd = rows((M, 32765), build=lambda g, x: g.softmax(x))
+    single = rows((32768,), build=lambda g, x: g.softmax(x))
+    for g in (scaled, read, odd, single):
+        assert "cluster" not in describe(program(g))
 
 
 REFUSED: dict[str, tuple[Graph, str]] = {

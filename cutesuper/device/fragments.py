@@ -108,27 +108,6 @@ def _packed_max(a: Int32, b: Int32, name: str, *, loc: Any = None, ip: Any = Non
     )  # fmt: skip
 
 
-def computed_once(fragment: cute.TensorSSA) -> cute.TensorSSA:
-    """A fragment in fp32 that stays in registers: where these are few (64 for softmax of 65536
-    elements in clusters of 4) the compiler computed 32 exponentials again in place of keeping
-    them."""
-    found = cute.make_rmem_tensor(cute.make_layout(fragment.shape), Float32)
-    for n in range(cute.size(fragment.shape)):
-        found[n] = _opaque(fragment[n])
-    return found.load()
-
-
-@dsl_user_op
-def _opaque(x: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
-    return Float32(
-        llvm.inline_asm(
-            T.f32(), [Float32(x).ir_value(loc=loc, ip=ip)], "mov.b32 $0, $1;", "=f,f",
-            has_side_effects=True, is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
-        )
-    )  # fmt: skip
-
-
 def combine(kind: str, a: Any, b: Any) -> Any:
     """a + b or max(a, b)."""
     return nan_max(a, b) if kind == "max" else a + b
@@ -150,4 +129,4 @@ def total(kind: str, values: Sequence[Any]) -> Any:
     return tree(kind, running)
 
 
-__all__ = ["NEUTRAL", "combine", "computed_once", "packed", "reduced", "tree", "widen"]
+__all__ = ["NEUTRAL", "combine", "packed", "reduced", "tree", "widen"]

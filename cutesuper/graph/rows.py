@@ -14,6 +14,8 @@ MAX_THREADS = 1024
 MAX_PER_THREAD = 64
 #: longest row that a block can hold and reduce
 MAX_ROW = MAX_THREADS * MAX_PER_THREAD // 2
+#: rows from which several tensors are too long for one tile of a block, or twice that for one
+LONG_ROW = 8192
 
 
 def row_label(

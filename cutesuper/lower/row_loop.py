@@ -21,7 +21,6 @@ from cutesuper.graph.operators import lookup
 from cutesuper.lower.common import ELEMENT, Extents, unravel
 from cutesuper.lower.row_exchange import Exchange
 from cutesuper.lower.row_finish import Finish
-from cutesuper.lower.row_pairs import Pairs
 from cutesuper.lower.row_picks import Asked, Picks
 from cutesuper.lower.row_slices import Slices
 from cutesuper.lower.row_tiles import Tiles
@@ -39,9 +38,11 @@ class RowLoopKernel:
         self.lanes, self.vector, self.chunks = s.lanes, s.vector, s.chunks
         #: chunks that are computed at a time
         self.piece = plan.piece
-        self.math = DeviceMath(fast=plan.narrow)
+        streamed = [plan.loads[i] for i in plan.streamed]
+        written = [v for v in plan.stores.values() if plan.column in v.labels]
+        wide = any(plan.itemsize(v) > 2 for v in (*streamed, *written))
+        self.math = DeviceMath(fast=not wide)
         self.tiles = Tiles(self)
-        self.pairs = Pairs(self)
         self.exchange = Exchange(self)
         self.finish = Finish(self)
         self.slices = Slices(self)
@@ -201,13 +202,10 @@ class RowLoopKernel:
         known: list[dict[int, Any]] = [dict(row["scalars"]) for row in rows]
         for n, level in enumerate(plan.levels):
             partial: dict[tuple[int, int], Any] = {}
-            pairs = self.pairs.of(level)
             for r, row in enumerate(rows):
                 for p in range(self.chunks // self.piece):
                     values = Values(self, row, p, known[r], tensors, place, vectors)
                     for i in level.reductions:
-                        if i in pairs:
-                            continue
                         x = self.reduced(i, values, p, place)
                         old = partial.get((i, r))
                         partial[i, r] = x if old is None else combine(self.kind(i), old, x)
@@ -220,28 +218,20 @@ class RowLoopKernel:
                     for i in level.stores:
                         value = values.of(plan.program.ops[i].inputs[0])
                         self.store(i, value, p, row, tensors, place)
-            early = n == 0 and bool(pairs)  # the stage does not wait for exponentials
-            if pairs:
-                self.pairs.meet(n, it, partial, smem, place)
-                if early and plan.schedule.kept and scratch is None:
-                    self.tiles.refill(it, count, smem, tensors, place)
-                self.pairs.take(n, it, partial, smem, place)
-                self.pairs.add(level, partial, rows, known, tensors, place, vectors)
             if level.reductions:
-                reduced = self.exchange.meet(n, it, partial, smem, place, early)
+                reduced = self.exchange.meet(n, it, partial, smem, place)
             elif n == 0:
                 reduced = {}
                 self.tiles.everybody_has_read()
             else:
                 continue
-            if n == 0 and plan.schedule.kept and scratch is None and not early:
+            if n == 0 and plan.schedule.kept and scratch is None:
                 self.tiles.refill(it, count, smem, tensors, place)
             if n == plan.last_sum and scratch is not None:
                 self.finish.leave_all(sums, smem, scratch, place)
             for (i, r), x in self.exchange.gather(n, it, reduced, smem, place).items():
                 mean = plan.program.ops[i].kind == "mean"
                 known[r][plan.complete[i]] = x * (1.0 / plan.length) if mean else x
-            self.pairs.settle(level, reduced, rows, known)
         if not plan.schedule.kept and scratch is None:
             self.tiles.everybody_has_read()
             self.tiles.refill(it, count, smem, tensors, place)
@@ -498,22 +488,13 @@ class Values:
             return self.load(i)
         if i in plan.picked:
             return self.k.picks.value(i, self)
-        if self.element is None and i in self.row["factors"]:
-            return self.scaled(i)
         if op.kind == "div" and plan.column in op.dims and op.inputs[1] in plan.inverted:
-            return self.scaled(op.inputs[0], self.inverse(op.inputs[1]))
+            return self.of(op.inputs[0]) * self.inverse(op.inputs[1])
         args = [self.of(j) for j in op.inputs]
         operator = lookup(op.kind)
         if operator.masks:
             return self.masked(op, args)
         return operator.scalar(self.k.math, args, op.attributes)
-
-    def scaled(self, i: int, factor: Any = 1.0) -> Any:
-        """The value of an operation times a value of the row; exponentials that are kept are
-        multiplied once, by both that and their own factor (`row_pairs`)."""
-        if self.element is None and i in self.row["factors"]:
-            return self.row["exps"][i] * (self.row["factors"][i] * factor)
-        return self.of(i) * factor
 
     def masked(self, op: BlockOp, args: list[Any]) -> Any:
         """An operator that takes positions: columns along the row, rows where they are walked."""

@@ -58,7 +58,7 @@ class Slices:
         for n in range(plan.slice_rows):
             row = first + n * self.down
             valid = self.valid(row, here, tensors)
-            entry = {"row": row, "valid": valid, "memory": None, "factors": {}}
+            entry = {"row": row, "valid": valid, "memory": None}
             entry["fragments"] = {
                 i: k.read(plan.loads[i], tensors, k.tiles.existing(row, tensors), 0, here)
                 for i in plan.streamed if i in plan.summed_loads

@@ -286,7 +286,7 @@ class Tiles:
             local = place["group"] * plan.schedule.depth + r
             row = first + local
             entry = {"row": row, "local": local, "valid": True if exact else row < rows,
-                     "memory": memory, "fragments": {}, "exps": {}, "factors": {}}
+                     "memory": memory, "fragments": {}}
             found.append(entry)
         for entry in found:
             entry["scalars"] = {i: self.scalar(i, entry, tensors, place) for i in plan.scalars}

@@ -89,8 +89,6 @@ class RowLoopPlan:
             cluster).
         picked: for what has a sum along the row of which one element is not 0 that sum (the same
             operation without a cluster): it is read by itself, and not reduced.
-        pairs: for each sum of exp(t - max t) that is exchanged with its maximum the reduction that
-            makes the maximum; empty unless the schedule is `paired`.
         levels: the tile, from one exchange to the next.
         sums: what is combined over rows.
         inverted: values of rows whose reciprocal is computed once; see `schedule.rows`.
@@ -108,7 +106,6 @@ class RowLoopPlan:
     stores: dict[int, View]
     complete: dict[int, int]
     picked: dict[int, int]
-    pairs: dict[int, int]
     levels: tuple[Level, ...]
     sums: tuple[RowSum, ...]
     inverted: tuple[int, ...]
@@ -204,48 +201,6 @@ class RowLoopPlan:
         return next(n for n in range(most, 0, -1) if s.chunks % n == 0)
 
     @property
-    def narrow(self) -> bool:
-        """Whether nothing that is read row by row, or written and has columns, is wider than 16
-        bits: functions are approximate then."""
-        written = (v for v in self.stores.values() if self.column in v.labels)
-        views = (*(self.loads[i] for i in self.streamed), *written)
-        return all(self.itemsize(v) <= 2 for v in views)
-
-    def keeps_exps(self, i: int) -> bool:
-        """Whether exponentials that were summed (by operation i of a pair) below the maximum of a
-        block or warp are kept, and scaled when that of the row is known.
-
-        In float32 the rounding of one more factor would be seen. A thread that keeps the tile as
-        well has no registers for both (softmax of 65536 elements that is multiplied by them: 80
-        bytes spilled in clusters of 4, 88 of 2).
-        """
-        power = self.program.ops[i].inputs[0]
-        return self.schedule.kept and self.narrow and self._asked_after(i) == {power}
-
-    def repeats_exps(self, i: int) -> bool:
-        """Whether exponentials of a pair are computed once more because they are one."""
-        asked = self.program.ops[i].inputs[0] in self._asked_after(i)
-        return self.schedule.kept and asked and not self.keeps_exps(i)
-
-    def _asked_after(self, i: int) -> set[int]:
-        """What of a tile is needed after the exchange of a pair: loads, and its exponentials."""
-        n = next(n for n, level in enumerate(self.levels) if i in level.reductions)
-        work = [self.sums[k].source for level in self.levels[n + 1 :] for k in level.sums]
-        for level in self.levels[n + 1 :]:
-            work += [j for s in (*level.stores, *level.reductions)
-                     for j in self.program.ops[s].inputs]
-        wanted = {self.program.ops[i].inputs[0], *self.streamed}
-        passed, found = {*self.complete.values(), *self.picked}, set[int]()
-        while work:
-            j = work.pop()
-            if j in wanted:
-                found.add(j)
-            elif j not in passed:
-                passed.add(j)
-                work += self.program.ops[j].inputs
-        return found
-
-    @property
     def held(self) -> float:
         """Registers of a thread for sums over rows, and for a tile of all operands if it keeps
         one."""
@@ -293,12 +248,6 @@ class RowLoopPlan:
         """Whether the warps of a block combine what they have of a row before the blocks of the
         cluster do."""
         return self.cluster > 1 and self.warps_per_row * self.cluster > MAX_SENDERS
-
-    @property
-    def tops_meet(self) -> bool:
-        """Whether the maxima of pairs meet in the block, before its sums: rows have several warps
-        in each of several blocks. In one block each warp has its own, for a barrier less."""
-        return bool(self.pairs) and self.cluster > 1 and self.warps_per_row > 1
 
     @property
     def senders(self) -> int:
@@ -464,7 +413,7 @@ class RowLoopPlan:
     @property
     def block_slots(self) -> int:
         """Those that only the warps of the block write, of a tile."""
-        if not (self.meets_in_block or self.tops_meet):
+        if not self.meets_in_block:
             return 0
         count = sum(len(level.reductions) for level in self.levels)
         return 4 * ceil_div(count * self.tile_rows * self.warps_per_row, 4)

@@ -17,10 +17,11 @@ from cutesuper.graph.block import (
     TensorSpec,
 )
 from cutesuper.graph.dims import Symbol, ceil_div, extent
+from cutesuper.graph.rows import LONG_ROW
 from cutesuper.graph.target import Target
 from cutesuper.schedule.plan import arguments_of, view_of
 from cutesuper.schedule.row_loop import BULK, RowLoopPlan
-from cutesuper.schedule.row_loop_roles import LONG, Roles, check_views, find_roles
+from cutesuper.schedule.row_loop_roles import check_views, find_roles
 from cutesuper.schedule.rows import inverted_divisors, power_of_two
 from cutesuper.schedule.schedule import RowLoopSchedule
 
@@ -74,12 +75,11 @@ def plan_row_loop(
     inverted = inverted_divisors(program, roles.column, arguments)
     plan = RowLoopPlan(
         program, arguments, roles.column, roles.rows, roles.outer, loads, stores, roles.complete,
-        roles.picked, {}, roles.levels, roles.sums, inverted, RowLoopSchedule(1, 1, 1, 1),
+        roles.picked, roles.levels, roles.sums, inverted, RowLoopSchedule(1, 1, 1, 1),
     )  # fmt: skip
     plan = replace(plan, program=_with_part(plan))
     if schedule is None:
         schedule = _whole_warps(plan, _default_schedule(plan, target, dependent_launch))
-        schedule = replace(schedule, paired=_pays_to_pair(replace(plan, schedule=schedule), roles))
         if schedule.kept and schedule.vector * schedule.chunks > MAX_HELD:
             raise LoweringError(
                 f"{where}: rows of {plan.width} elements are longer than the "
@@ -87,11 +87,6 @@ def plan_row_loop(
                 "a cluster"
             )
     plan = replace(plan, schedule=schedule)
-    if schedule.paired:
-        if not roles.pairs:
-            raise ScheduleError(f"{where}: paired=True, but rows have no maximum m of values t and "
-                                "a sum of exp(t - m)")
-        plan = replace(plan, pairs=roles.pairs, levels=roles.paired_levels)
     _check_schedule(plan, target, where)
     return replace(plan, program=_retiled(plan), shared_percent=_shared_percent(plan, target))
 
@@ -121,18 +116,8 @@ def _default_schedule(
         if held <= MAX_KEPT and _unsliced(replace(plan, schedule=sliced)) is None:
             return sliced
     row_bytes = max(1, sum(plan.width * plan.itemsize(v) for v in views))
-    if not plan.sums and plan.parts == 1 and ring:
-        # a block for each row, at least two on an SM, so that threads have 128 registers: with
-        # more, and one block, 4096x16384 forward took 92.6 us. Weights do not fit into them
-        accesses = MAX_ACCESSES if plan.width > LONG else MAX_ACCESSES // 2
-        lanes = power_of_two(ceil_div(pieces, max(1, accesses // max(1, len(views)))))
-        fits = not plan.vectors or plan.width <= LONG
-        if lanes <= MAX_THREADS // 2 and fits:
-            groups = _straight_groups(lanes, rows, target)
-            return RowLoopSchedule(
-                lanes, vector, ceil_div(pieces, lanes), groups, 1, 0, True, 0,
-                2, dependent_launch=dependent_launch,
-            )
+    if not plan.sums and ring and (straight := _straight_schedule(plan, target, vector, rows)):
+        return replace(straight, dependent_launch=dependent_launch)
     # 64 registers do not hold vectors as well. Rows that are only read may be twice as long: the
     # loss of 16384x65536 took 629 us with one block and two stages, 553 with two blocks and one
     # stage each; softmax, which spills then, 1095 and 1921
@@ -171,21 +156,6 @@ def _default_schedule(
     return replace(schedule, stages=stages, kept=kept)
 
 
-def _pays_to_pair(plan: RowLoopPlan, roles: Roles) -> bool:
-    """Whether an SM computes nothing while a block waits for its cluster (in one block, two
-    exchanges through a ring are as many barriers as one with pairs; of two blocks that share an SM,
-    one computes while the other one waits), and pairs save an exchange without computing
-    exponentials twice.
-
-    In float32 one takes 16 instructions: with 64 elements a thread an SM would need 14,400 cycles
-    for a row of 65536 in a cluster of two, the memory 14,600.
-    """
-    paired = replace(plan, pairs=roles.pairs, levels=roles.paired_levels)
-    fewer, exchanges = (sum(bool(n.reductions) for n in p.levels) for p in (paired, plan))
-    waits = plan.cluster > 1 and plan.schedule.resident == 1
-    return waits and fewer < exchanges and not any(map(paired.repeats_exps, roles.pairs))
-
-
 def _adds_two_rows(plan: RowLoopPlan, rows: int, walkers: int) -> bool:
     """Whether threads add two rows of up to 4096 columns, in place of twice as many threads one.
 
@@ -199,10 +169,46 @@ def _adds_two_rows(plan: RowLoopPlan, rows: int, walkers: int) -> bool:
     return len(plan.sums) == 1 and narrow and rows <= MANY_VISITS * walkers
 
 
-def _straight_groups(lanes: int, rows: int, target: Target) -> int:
-    """Rows of a block that has one tile: 256 threads, but not fewer blocks than SMs. An SM starts
+def _straight_schedule(
+    plan: RowLoopPlan, target: Target, vector: int, rows: int
+) -> RowLoopSchedule | None:
+    """A block (or cluster) for each tile, whose rows come straight to registers; None where threads
+    would not hold them.
+
+    One block: at least two on an SM, so that threads have 128 registers; with more, and one block,
+    4096x16384 forward took 92.6 us. Weights do not fit into them. Where nothing is reduced, 128
+    threads with two accesses of each operand: the gradient of cross entropy, 32768x4096, takes 136
+    us, through a ring 144.
+
+    A cluster: three blocks of 256 threads on an SM, and 8 accesses. While one loads, the others
+    reduce and store: softmax of 16384x65536 takes 1013 us in clusters of 4, one block that walks
+    1112; its gradient in clusters of 8 1462, 1550. Rows that are only read keep the ring, which
+    reaches 95% of the memory (the loss of 16384x65536: 481 us).
+    """
+    operands = max(1, len(plan.streamed))
+    pieces = ceil_div(plan.width, vector)
+    written = any(plan.column in v.labels for v in plan.stores.values())
+    if plan.cluster > 1 and (plan.vectors or not written):
+        return None
+    if plan.cluster > 1 or plan.width > LONG_ROW:
+        accesses = MAX_ACCESSES // operands
+    else:
+        accesses = MAX_ACCESSES // 2 // operands if plan.complete else 2
+    lanes = power_of_two(ceil_div(pieces, max(1, accesses)))
+    if lanes > MAX_THREADS // 2 or (plan.vectors and plan.width > LONG_ROW):
+        return None
+    threads = MAX_THREADS // 2 if plan.complete else MAX_THREADS // 4
+    groups = _straight_groups(lanes, threads, rows, target)
+    resident = 3 if plan.cluster > 1 else 2
+    return RowLoopSchedule(
+        lanes, vector, ceil_div(pieces, lanes), groups, 1, 0, True, 0, resident
+    )
+
+
+def _straight_groups(lanes: int, threads: int, rows: int, target: Target) -> int:
+    """Rows of a block that has one tile: some threads, but not fewer blocks than SMs. An SM starts
     one block in about 0.3 us: the loss of 32768x4096 took 96 us with 128 threads, 72 with 256."""
-    groups = max(1, MAX_THREADS // 2 // lanes)
+    groups = max(1, threads // lanes)
     while groups * lanes > max(lanes, WARP) and ceil_div(rows, groups) < target.sms:
         groups //= 2
     return groups
@@ -310,9 +316,9 @@ def _check_schedule(plan: RowLoopPlan, target: Target, where: str) -> None:
     if plan.covered < plan.width:
         raise ScheduleError(f"{where}: {s.lanes} lanes of {s.vector * s.chunks} elements do not "
                             f"cover the {plan.width} of a row")
-    if s.resident not in (1, 2, 3, 4, 6, 8) or s.resident * s.lanes * s.groups > 2048:
+    if s.resident not in (1, 2, 3) or s.resident * s.lanes * s.groups > 1024:
         raise ScheduleError(f"{where}: {s.resident} blocks of {s.lanes * s.groups} threads on an "
-                            "SM; one or two, of at most 1024 threads together")
+                            "SM; one to three, of at most 1024 threads together")
     if s.resident * (plan.shared_bytes + target.reserved_bytes) > target.sm_shared_bytes:
         raise ScheduleError(f"{where}: {plan.shared_bytes} bytes of shared memory; the device has "
                             f"{target.shared_bytes}")

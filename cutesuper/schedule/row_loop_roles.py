@@ -19,26 +19,14 @@ from cutesuper.graph.block import (
 )
 from cutesuper.graph.dims import Symbol, extent
 from cutesuper.graph.operators import lookup
-from cutesuper.graph.rows import row_label
+from cutesuper.graph.rows import LONG_ROW, row_label
 from cutesuper.schedule.plan import Argument, View
 from cutesuper.schedule.row_loop import Level, RowSum
-
-#: rows from which a row loop is better than what `schedule.rows` does, or twice that where one
-#: tensor has rows: RMSNorm of 4096x16384 took 71.7 us there and 77 in a ring, of 2048x32768 78.5
-#: and 76.7; LayerNorm of 32768x16384 809 in a ring, where the memory takes 504
-LONG = 8192
 
 
 @dataclass(frozen=True)
 class Roles:
-    """What the operations of a program are to a row loop.
-
-    Attributes:
-        pairs: sums along the row that may be exchanged with the maximum below which they are.
-        paired_levels: the levels where they are; `levels` where they come after their maxima.
-
-    The others are those of `RowLoopPlan`.
-    """
+    """What the operations of a program are to a row loop."""
 
     column: str
     rows: tuple[str, ...]
@@ -46,14 +34,14 @@ class Roles:
     complete: dict[int, int]
     picked: dict[int, int]
     sums: tuple[RowSum, ...]
-    pairs: dict[int, int]
     levels: tuple[Level, ...]
-    paired_levels: tuple[Level, ...]
 
 
 def walks(step: KernelStep) -> bool:
     """Whether a program without products is a row loop: by its axes, by what ends them, because it
-    takes positions, or because its rows are long."""
+    takes positions, or because its rows are long: RMSNorm of 4096x16384 took 71.7 us as
+    `schedule.rows` does it and 77 in a ring, of 2048x32768 78.5 and 76.7; LayerNorm of 32768x16384
+    809 in a ring, where the memory takes 504."""
     program = step.program
     kinds = {a.kind for a in program.axes} - {AxisKind.GRID}
     ops = [op.kind for op in program.ops if op.kind not in (LOAD, STORE)]
@@ -61,7 +49,7 @@ def walks(step: KernelStep) -> bool:
         return True
     along = {op.attributes["over"] for op in program.ops if reduces(op.kind)}
     loads = [len(op.dims) > 1 for op in program.loads() if not along.isdisjoint(op.dims)]
-    longest = 2 * LONG if sum(loads) == 1 else LONG
+    longest = 2 * LONG_ROW if sum(loads) == 1 else LONG_ROW
     maps = [op.attributes["map"] for op in (*program.loads(), *program.stores())]
     return len(along) == 1 < len(program.dims) and all(
         extent(program.dims[d]) > longest and all(m[-1] == d for m in maps if d in m) for d in along
@@ -95,11 +83,8 @@ def find_roles(
     complete = _complete(program, column, chain, where)
     picked = {end: i for i, end in complete.items() if _picks(program, i)}
     complete = {i: end for i, end in complete.items() if end not in picked}
-    pairs = _pairs(program, complete)
-    levels, paired = (
-        _levels(program, complete, sums, chain, joined, where) for joined in ({}, pairs)
-    )
-    return Roles(column, rows, outer, complete, picked, sums, pairs, levels, paired)
+    levels = _levels(program, complete, sums, chain, where)
+    return Roles(column, rows, outer, complete, picked, sums, levels)
 
 
 def _column(
@@ -222,42 +207,21 @@ def _picks(program: BlockProgram, i: int) -> bool:
     ]
 
 
-def _pairs(program: BlockProgram, complete: dict[int, int]) -> dict[int, int]:
-    """For each sum (or mean) of exp(t - max t) along the row the maximum; one sum for each.
-
-    before: ``1 max(0)``, ``2 sub(0, 1)``, ``3 exp(2)``, ``4 sum(3)``; after: ``{4: 1}``.
-    """
-    ops = program.ops
-    maxima = {end: i for i, end in complete.items() if ops[i].kind == "max"}
-    found: dict[int, int] = {}
-    for i in complete:
-        power = ops[ops[i].inputs[0]]
-        shifted = ops[power.inputs[0]] if power.kind == "exp" else power
-        if ops[i].kind not in ("sum", "mean") or power.kind != "exp" or shifted.kind != "sub":
-            continue
-        t, top = shifted.inputs
-        if top in maxima and ops[maxima[top]].inputs == (t,) and maxima[top] not in found.values():
-            found[i] = maxima[top]
-    return found
-
-
 def _levels(
     program: BlockProgram,
     complete: dict[int, int],
     sums: tuple[RowSum, ...],
     chain: dict[int, int],
-    pairs: dict[int, int],
     where: str,
 ) -> tuple[Level, ...]:
-    """Divide the tile by the reductions that a value needs, counted along the longest path; a sum
-    that is exchanged with its maximum is known when that is."""
+    """Divide the tile by the reductions that a value needs, counted along the longest path."""
     level: dict[int, int] = {}
     after: set[int] = {s.final for s in sums}
     for i, op in enumerate(program.ops):
         if not after.isdisjoint(op.inputs):
             after.add(i)
         own = max([level[j] for j in op.inputs], default=0)
-        level[i] = own + (i in complete and i not in pairs)
+        level[i] = own + (i in complete)
     last = max(level.values())
     found = []
     for n in range(last + 1):

@@ -25,6 +25,8 @@ from cutesuper.schedule.schedule import RowSchedule
 LARGE = 512
 #: elements of a row that a thread of these has
 LARGE_HELD = 32
+#: rows for each SM, where there are many
+MANY_ROWS = 32
 #: threads of a block that has a strip of an element-wise program: SwiGLU of 8192x4096 takes 96.4 us
 #: with 128, 98.5 with 256
 MAX_STRIP = 128
@@ -319,9 +321,12 @@ def _default_schedule(
         chunks = min(2, ceil_div(length, lanes * vector))
         return RowSchedule(lanes, vector, chunks, 32, True, dependent_launch)
     # four 16-byte accesses in flight per thread and tensor; fewer threads hold longer rows. Two
-    # where two vectors are held as well: LayerNorm of 32768x1024 takes 34.8 us, 37.2 with four
+    # where two vectors are held as well: LayerNorm of 32768x1024 takes 34.8 us, 37.2 with four; but
+    # of 32768x4096 140.5, and 136.1 with four
+    many = total >= MANY_ROWS * target.sms
     vectors = sum(v.labels == (column,) for v in views)
-    per_thread = 4 if reduces and (vectors < 2 or length > MAX_ROW // 8) else 2
+    long = length > MAX_ROW // 8 or (many and length == MAX_ROW // 8)
+    per_thread = 4 if reduces and (vectors < 2 or long) else 2
     if reduces and length > MAX_ROW // 4:
         # twice as many in long ones, unless two blocks of 512 threads share an SM: 4096x16384 took
         # 71.7 us with 256 threads and 8 accesses, 93.8 with one block of 512 and 4
@@ -344,8 +349,9 @@ def _default_schedule(
     lanes = lanes if reduces else _strip(length, vector, min(lanes, MAX_STRIP))
     chunks = ceil_div(length, lanes * vector)
     chunks = chunks if reduces else min(per_thread, chunks)
-    # full warps, 128 threads or more, but not fewer blocks than SMs
-    rows = max(1, 128 // lanes)
+    # full warps, 128 threads or more, but not fewer blocks than SMs; 256 of many rows where threads
+    # have four accesses (RMSNorm of 32768x2048: 69.7 us, 71.3 with 128)
+    rows = max(1, (256 if many and per_thread == 4 else 128) // lanes)
     while rows > max(1, 32 // lanes) and ceil_div(total, rows) < target.sms:
         rows //= 2
     return RowSchedule(lanes, vector, chunks, rows, False, dependent_launch)

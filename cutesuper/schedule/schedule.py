@@ -83,13 +83,11 @@ class RowLoopSchedule:
             again after every reduction.
         blocks: blocks (or clusters) that walk over the rows, where the program leaves it open; 0:
             one for each tile.
-        resident: blocks that share an SM: where a tile waits for several exchanges, one computes
-            while the other one waits.
+        resident: blocks that share an SM, which decides how many registers threads have: while one
+            waits for an exchange or for loads, another one computes.
         sliced: sums over rows are computed a second time, each block some columns of all rows:
             blocks do not meet. For few rows.
         dependent_launch: launch before the predecessor in the stream has ended.
-        paired: a maximum m of values t of a row, and the sum of exp(t - m), are exchanged together:
-            each warp has its own maximum, and its sum below that.
     """
 
     lanes: int
@@ -103,7 +101,6 @@ class RowLoopSchedule:
     resident: int = 1
     sliced: bool = False
     dependent_launch: bool = False
-    paired: bool = False
 
 
 @dataclass(frozen=True)

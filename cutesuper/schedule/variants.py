@@ -52,7 +52,7 @@ KNOBS: dict[type[Schedule], dict[str, Values]] = {
         "depth": lambda s: (s.depth * 2, s.depth // 2),
         "stages": lambda s: (s.stages + 1, s.stages - 1) if s.stages else (),
         "blocks": lambda s: (s.blocks * 2, s.blocks // 2),
-        "resident": lambda s: (3 - s.resident,),
+        "resident": lambda s: (s.resident % 3 + 1, (s.resident + 1) % 3 + 1),
     },
     AttentionSchedule: {
         "stages": lambda s: (s.stages - s.key_groups, s.stages + s.key_groups),

@@ -27,9 +27,13 @@ ALIGN = 8
 #: stages in flight, of this size, or up to twice of it where a row does not fit
 STAGES, MAX_STAGE_BYTES = 2, 2 * STAGE_BYTES
 #: bytes that a block of a cluster has of a row, of all tensors with rows, at most; the smallest
-#: cluster that keeps to it is best, since what is exchanged takes longer in a larger one: softmax
-#: of 4096x65536 282 us in clusters of 2, 298 of 4, 322 of 8; of 1024x262144 385 of 8 and 563 of 16
-CLUSTER_BYTES = 64 * 1024
+#: cluster that keeps to it is best, since what is exchanged takes longer in a larger one. Three
+#: such blocks share an SM (softmax of 16384x65536: 1013 us in clusters of 4, 1023 of 8, 1105 of 2,
+#: where one walks), or threads hold as much of weights too (LayerNorm 1104 of 4, 1127 of 8, 1313
+#: of 2)
+CLUSTER_BYTES = 32 * 1024
+#: the same of rows that are only read
+READ_BYTES = 64 * 1024
 #: the same where rows do not begin at 16 bytes: threads read them element by element, each access
 #: an instruction of its own
 ODD_BYTES = 16 * 1024
@@ -136,7 +140,8 @@ def cluster_sizes(
     streamed = [op for op in structure.loads() if row in op.dims and len(op.dims) > 1]
     each = sum(itemsizes[op.attributes["tensor"]] for op in streamed)
     parts = {c: _part(whole, c) * max(1, each) for c in CLUSTERS if c in target.clusters}
-    most = CLUSTER_BYTES if whole % ALIGN == 0 else ODD_BYTES
+    written = any(row in op.dims for op in structure.stores())
+    most = (CLUSTER_BYTES if written else READ_BYTES) if whole % ALIGN == 0 else ODD_BYTES
     fitting = [c for c, size in parts.items() if size <= most]
     # one tile at a time, in the largest cluster, is better than another kernel
     fitting = fitting or [
