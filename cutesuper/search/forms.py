@@ -508,7 +508,7 @@ def _better_in_a_cluster(program: LabelledProgram, row: str) -> bool:
     of 64 (1313). Rows that are only read are no matter of registers."""
     whole, tensors = dim_extent(program.dims[row]), _with_rows(program, row)
     written = any(row in labels_of(m) for _, m in program.outputs)
-    vectors = any(op.labels == {row} for op in program.of_kind("load"))
+    vectors = any(op.labels == frozenset({row}) for op in program.of_kind("load"))
     long = whole > 2 * LONG_ROW if tensors == 1 else whole > LONG_ROW and not vectors
     if not (long and written and whole % ALIGN == 0 and len(program.dims) > 1):
         return False
