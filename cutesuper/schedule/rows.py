@@ -27,8 +27,8 @@ LARGE = 512
 LARGE_HELD = 32
 #: rows for each SM, where there are many
 MANY_ROWS = 32
-#: threads of a block that has a strip of an element-wise program: SwiGLU of 16384x4096 takes 96.4 us
-#: with 128, 98.5 with 256
+#: threads of a block that has a strip of an element-wise program: SwiGLU of 16384x4096 takes 96.4
+#: us with 128, 98.5 with 256
 MAX_STRIP = 128
 #: bytes of a thread, of all rows that are loaded, for which 64 registers are enough: LayerNorm with
 #: 32 elements, two vectors beside the row, needs all of them
