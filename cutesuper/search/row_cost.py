@@ -10,7 +10,7 @@ from math import prod
 
 from cutesuper.graph.block import LOAD, STORE, AxisKind, BlockOp, BlockProgram
 from cutesuper.graph.dims import ceil_div, extent
-from cutesuper.graph.rows import MAX_ROW, row_label
+from cutesuper.graph.rows import row_label
 from cutesuper.graph.target import Target
 from cutesuper.search.cost import (
     Cost,
