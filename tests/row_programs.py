@@ -327,8 +327,8 @@ def shares(
     m: Dim, n: int, cluster: int = 1, dtype: DType = bfloat16, labels: DType = int64
 ) -> Case:
     """Of rows t = x / rms(x), x [M, N], with a label each: their softmax, its mean of x, its
-    element at the label, and log-sum-exp. A sum of exponentials comes with its maximum, after a
-    reduction; one of their products comes later, and one of them is read by itself."""
+    element at the label, and log-sum-exp. Exponentials are summed after two reductions, and so are
+    their products; one of them is read by itself."""
     g = new_kernel_graph()
     (x,) = _inputs(g, (m, n), "x", dtype)
     (label,) = _inputs(g, (m, 1), "label", labels)

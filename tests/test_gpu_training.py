@@ -136,8 +136,7 @@ def test_extreme_rows(name: str) -> None:
 @pytest.mark.parametrize("n", [4096, 32768, 65536, 262144])
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "cross_entropy, none"])
 def test_infinities(name: str, n: int) -> None:
-    """NaN where PyTorch has it: in rows of -inf alone, and those with +inf or NaN. Parts of long
-    rows are computed by themselves; one of -inf has no weight."""
+    """NaN where PyTorch has it: in rows of -inf alone, and those with +inf or NaN."""
     given = tensors(name, (64,), n)
     x = given[0]
     if CASES[name].labels:

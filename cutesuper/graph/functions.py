@@ -265,8 +265,17 @@ class Cos(_Named):
         return (g.mul(g.mul(dy, g.sin(args[0])), -1.0),)
 
 
+class _Flat(_Unary):
+    """A function that is constant between its steps."""
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (None,)
+
+
 @operator
-class Step(_Unary):
+class Step(_Flat):
     """1 where x > 0, 0 elsewhere (NaN too): the derivative of relu, and comparisons."""
 
     name = "step"
@@ -274,37 +283,22 @@ class Step(_Unary):
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return (args[0] > 0).to(args[0].dtype)
 
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (None,)
-
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
         return m.step(args[0])
 
 
 @operator
-class Floor(_Named):
+class Floor(_Flat, _Named):
     """The largest integer that is at most x."""
 
     name = "floor"
 
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (None,)
-
 
 @operator
-class Round(_Named):
+class Round(_Flat, _Named):
     """The nearest integer, the even one of two."""
 
     name = "round"
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (None,)
 
 
 @operator

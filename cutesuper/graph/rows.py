@@ -14,8 +14,13 @@ MAX_THREADS = 1024
 MAX_PER_THREAD = 64
 #: longest row that a block can hold and reduce
 MAX_ROW = MAX_THREADS * MAX_PER_THREAD // 2
-#: rows from which several tensors are too long for one tile of a block, or twice that for one
+#: elements of rows of several tensors that are one tile of a block, at most
 LONG_ROW = 8192
+
+
+def longest_tile(tensors: int) -> int:
+    """Elements of the longest row that is one tile of a block, where so many tensors have rows."""
+    return 2 * LONG_ROW if tensors == 1 else LONG_ROW
 
 
 def row_label(

@@ -19,7 +19,7 @@ from cutesuper.graph.block import (
 )
 from cutesuper.graph.dims import Symbol, extent
 from cutesuper.graph.operators import lookup
-from cutesuper.graph.rows import LONG_ROW, row_label
+from cutesuper.graph.rows import longest_tile, row_label
 from cutesuper.schedule.plan import Argument, View
 from cutesuper.schedule.row_loop import Level, RowSum
 
@@ -49,7 +49,7 @@ def walks(step: KernelStep) -> bool:
         return True
     along = {op.attributes["over"] for op in program.ops if reduces(op.kind)}
     loads = [len(op.dims) > 1 for op in program.loads() if not along.isdisjoint(op.dims)]
-    longest = 2 * LONG_ROW if sum(loads) == 1 else LONG_ROW
+    longest = longest_tile(sum(loads))
     maps = [op.attributes["map"] for op in (*program.loads(), *program.stores())]
     return len(along) == 1 < len(program.dims) and all(
         extent(program.dims[d]) > longest and all(m[-1] == d for m in maps if d in m) for d in along

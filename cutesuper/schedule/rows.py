@@ -325,8 +325,8 @@ def _default_schedule(
     # of 32768x4096 140.5, and 136.1 with four
     many = total >= MANY_ROWS * target.sms
     vectors = sum(v.labels == (column,) for v in views)
-    long = length > MAX_ROW // 8 or (many and length == MAX_ROW // 8)
-    per_thread = 4 if reduces and (vectors < 2 or long) else 2
+    least = MAX_ROW // 8 if many else MAX_ROW // 8 + 1
+    per_thread = 4 if reduces and (vectors < 2 or length >= least) else 2
     if reduces and length > MAX_ROW // 4:
         # twice as many in long ones, unless two blocks of 512 threads share an SM: 4096x16384 took
         # 71.7 us with 256 threads and 8 accesses, 93.8 with one block of 512 and 4

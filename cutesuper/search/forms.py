@@ -25,7 +25,7 @@ from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.dims import extent as dim_extent
 from cutesuper.graph.hidden import MAX_HIDDEN
 from cutesuper.graph.operators import Counts, lookup
-from cutesuper.graph.rows import LONG_ROW, MAX_ROW, row_label
+from cutesuper.graph.rows import MAX_ROW, longest_tile, row_label
 from cutesuper.graph.shift import find_shift
 from cutesuper.graph.vectors import MAX_VECTORS, vector_products
 from cutesuper.search.chained_form import ALIGN, ChainedForm, chained_form
@@ -509,7 +509,7 @@ def _better_in_a_cluster(program: LabelledProgram, row: str) -> bool:
     whole, tensors = dim_extent(program.dims[row]), _with_rows(program, row)
     written = any(row in labels_of(m) for _, m in program.outputs)
     vectors = any(op.labels == frozenset({row}) for op in program.of_kind("load"))
-    long = whole > 2 * LONG_ROW if tensors == 1 else whole > LONG_ROW and not vectors
+    long = whole > longest_tile(tensors) and (tensors == 1 or not vectors)
     if not (long and written and whole % ALIGN == 0 and len(program.dims) > 1):
         return False
     try:

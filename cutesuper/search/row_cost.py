@@ -124,6 +124,11 @@ def _arithmetic(program: BlockProgram, target: Target) -> float:
     return count
 
 
+def writes_rows(program: BlockProgram, row: str) -> bool:
+    """Whether results run along the rows; otherwise these are only read."""
+    return any(row in op.dims for op in program.stores())
+
+
 def cluster_cost(program: BlockProgram, target: Target, itemsizes: dict[str, int]) -> Cost:
     """Rows that lie in clusters, one in each: waves of blocks that load, exchange and store; what
     is loaded and stored overlaps with what they wait for. Three blocks share an SM where each has
@@ -132,9 +137,8 @@ def cluster_cost(program: BlockProgram, target: Target, itemsizes: dict[str, int
     """
     rates, (axis,) = target.rates, program.of_kind(AxisKind.CLUSTER)
     cluster, row = program.parts(axis), axis.dim
-    written = any(row in op.dims for op in program.stores())
     vectors = any(op.dims == (row,) for op in program.loads())
-    resident = 3 if written and not vectors else 2
+    resident = 3 if writes_rows(program, row) and not vectors else 2
     at_once = resident * cluster * target.clusters[cluster]
     reductions = sum("over" in op.attributes for op in program.ops)
     waits = reductions * (rates.reduction_us + target.rows.cluster_us * (cluster - 1))

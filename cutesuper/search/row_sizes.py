@@ -16,7 +16,12 @@ from cutesuper.graph.dims import Symbol, ceil_div, extent
 from cutesuper.graph.target import Target
 from cutesuper.search.cost import Cost
 from cutesuper.search.persistent_form import CLUSTERS, STAGE_BYTES, PersistentForm
-from cutesuper.search.row_cost import cluster_cost, persistent_cost, stage_bytes
+from cutesuper.search.row_cost import (
+    cluster_cost,
+    persistent_cost,
+    stage_bytes,
+    writes_rows,
+)
 
 #: rows of a tile
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -140,8 +145,8 @@ def cluster_sizes(
     streamed = [op for op in structure.loads() if row in op.dims and len(op.dims) > 1]
     each = sum(itemsizes[op.attributes["tensor"]] for op in streamed)
     parts = {c: _part(whole, c) * max(1, each) for c in CLUSTERS if c in target.clusters}
-    written = any(row in op.dims for op in structure.stores())
-    most = (CLUSTER_BYTES if written else READ_BYTES) if whole % ALIGN == 0 else ODD_BYTES
+    most = CLUSTER_BYTES if writes_rows(structure, row) else READ_BYTES
+    most = most if whole % ALIGN == 0 else ODD_BYTES
     fitting = [c for c, size in parts.items() if size <= most]
     # one tile at a time, in the largest cluster, is better than another kernel
     fitting = fitting or [
