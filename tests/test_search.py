@@ -640,3 +640,21 @@ def test_norm_of_a_norm_is_one_kernel() -> None:
     result = run(g)
     assert len(result.candidates[0].mugraph.steps) == 1
     assert result.statistics.pruned["too many classes: more values sealed"] > 0
+
+
+def test_a_choice_is_made_of_what_the_program_chooses_of() -> None:
+    """The derivative of relu in a larger one: `keep` has no algebra, and was tried of every two
+    values (10,591 results)."""
+    g = new_kernel_graph()
+    p, t, w, y, b = (
+        g.new_input(shape, name=name)
+        for name, shape in {
+            "p": (64, 1), "t": (64, 1), "w": (1, 256), "y": (64, 256), "b": (256, 16)
+        }.items()
+    )  # fmt: skip
+    slope = p * (1.0 - p)
+    delta = (p - t) / (slope + 1e-4) * slope
+    dy = g.keep(delta * w, y)
+    g.mark_output(dy)
+    g.mark_output(g.matmul(dy, b))
+    assert run(g).statistics.tried < 5000

@@ -54,7 +54,7 @@ class Goal:
         """Whether x, now or after later sums have bound more labels, is part of a target."""
         known = self._useful.get(x)
         if known is None:
-            forms = self._later(self.whole(x)) if self.fits(x, ONE) else []
+            forms = self.later(x) if self.fits(x, ONE) else []
             known = self._useful[x] = any(map(self._part_of_one, forms))
         return known
 
@@ -98,6 +98,10 @@ class Goal:
     def whole(self, x: int) -> int:
         """x with maxima over some parts of a label taken over all of them."""
         return self.table.completed(x, self._all_parts) if self.table.maxima(x) else x
+
+    def later(self, x: int) -> list[int]:
+        """What x may be a part of a target as: with whole maxima, and more labels bound."""
+        return self._later(self.whole(x))
 
     def _later(self, x: int) -> list[int]:
         """x with every subset of the reduced labels bound."""
@@ -147,7 +151,7 @@ class Goal:
         known = self._quotients.get(x)
         if known is None:
             found: set[tuple[int, int]] = set()
-            for z in self._later(self.whole(x)):
+            for z in self.later(x):
                 terms = self.table.polynomials[z]
                 weight = sum(abs(c) for _, c in terms)
                 for t in self.targets:

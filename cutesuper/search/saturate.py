@@ -465,7 +465,11 @@ class Table:
             if "sub" in kinds and i != j:
                 yield "sub", i, j
                 yield "sub", j, i
-        yield from ((k, *o) for k in kinds if k not in ARITHMETIC for o in {(i, j), (j, i)})
+        for kind, swapped in pairing.chosen:
+            if not swapped:
+                yield kind, i, j
+            elif i != j:
+                yield kind, j, i
 
     def _elementwise(
         self, kind: str, i: int, j: int, labels: frozenset[str], state: State
