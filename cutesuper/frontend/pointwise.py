@@ -96,7 +96,10 @@ class Pointwise(Entry):
         if dtype not in FLOATS and not (self.condition and dtype is torch.bool):
             raise Unsupported(node, f"computes {dtype}")
         if a.get("rounding_mode") is not None:
-            raise Unsupported(node, "rounds to integers")
+            raise Unsupported(
+                node, "rounds to integers; write it as torch."
+                f"{'floor' if a['rounding_mode'] == 'floor' else 'trunc'}(x / y)"
+            )
         given = [a[o] for o in self.operands if isinstance(a[o], fx.Node)]
         if self.condition and any(fake(o).dtype in INTEGERS for o in given):
             raise Unsupported(node, "compares integers, which kernels read as float32")
