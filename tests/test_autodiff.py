@@ -204,6 +204,16 @@ def _overlap(g: KernelGraph, t: Tensor) -> Tensor:
     return g.slice(t, 1, 0, 4) * g.slice(t, 1, 2, 6)
 
 
+def test_rows_are_summed_before_they_meet() -> None:
+    """The gradient of a number that multiplies rows: one kernel, where the sum over the rows came
+    first it was two, and 480 segments to search."""
+    g = cs.new_kernel_graph()
+    x, a = g.new_input((24, 64)), g.new_input((1,))
+    g.mark_output(g.mul(g.rms_norm(x), a))
+    sums = [n for n in cs.grad(g, wrt=[a]).nodes if n.operator == "sum"]
+    assert [n.shape for n in sums] == [(24, 1), (1, 1)]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_derivative_is_pytorchs(name: str) -> None:
     build, shapes = CASES[name]
