@@ -81,6 +81,11 @@ def superoptimize(
             f"superoptimize({type(program).__name__}): give it a kernel graph, made with "
             "cutesuper.new_kernel_graph(), or a function or module of PyTorch"
         )
+    if isinstance(program, type):
+        raise GraphError(
+            f"superoptimize({program.__qualname__}): it is a class; give it a module made of it, "
+            f"as superoptimize({program.__name__}(...), example_inputs)"
+        )
     from cutesuper.frontend.trace import Lazy, superoptimize_callable
 
     if not isinstance(example_inputs, list | tuple | None):

@@ -180,6 +180,11 @@ for _name in ("exp", "log", "sqrt", "rsqrt", "square", "silu", "gelu", "sigmoid"
               "log1p", "expm1", "sin", "cos"):
     _shift = 0.0 if _name in ("log", "sqrt", "rsqrt", "log1p") else 1.7
     CASES[_name] = (lambda g, x, n=_name, s=_shift: g.apply(n, x * 2 - s), ((3, 4),))
+for _name in ("atan", "sinh", "cosh", "asinh", "erfc"):
+    CASES[_name] = (lambda g, x, n=_name: g.apply(n, x * 2 - 1.7), ((3, 4),))
+for _name in ("asin", "acos", "atanh"):
+    CASES[_name] = (lambda g, x, n=_name: g.apply(n, g.tanh(x - 0.7)), ((3, 4),))
+CASES["acosh"] = (lambda g, x: g.acosh(g.square(x) + 1.5), ((3, 4),))
 CASES["relu"] = (lambda g, x: g.relu(x - 1), ((5, 6),))
 CASES["floor"] = (lambda g, x: g.floor(x * 3 - 1) * x, ((5, 6),))
 CASES["round"] = (lambda g, x: g.round(x * 3 - 1) * x, ((5, 6),))
@@ -197,6 +202,16 @@ def _gate(g: KernelGraph, both: Tensor) -> Tensor:
 
 def _overlap(g: KernelGraph, t: Tensor) -> Tensor:
     return g.slice(t, 1, 0, 4) * g.slice(t, 1, 2, 6)
+
+
+def test_rows_are_summed_before_they_meet() -> None:
+    """The gradient of a number that multiplies rows: one kernel, where the sum over the rows came
+    first it was two, and 480 segments to search."""
+    g = cs.new_kernel_graph()
+    x, a = g.new_input((24, 64)), g.new_input((1,))
+    g.mark_output(g.mul(g.rms_norm(x), a))
+    sums = [n for n in cs.grad(g, wrt=[a]).nodes if n.operator == "sum"]
+    assert [n.shape for n in sums] == [(24, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -217,7 +232,7 @@ def test_every_operator_has_a_derivative() -> None:
 
 def test_second_derivatives() -> None:
     for name in ("gelu", "erf", "silu", "tanh", "rsqrt", "sigmoid", "log1p", "expm1", "sin",
-                 "cos"):
+                 "cos", "atan", "sinh", "cosh", "asinh", "erfc"):
         g = graph(lambda g, x, n=name: g.apply(n, x), (3, 4))
         check(cs.grad(g))
     check(cs.grad(graph(lambda g, x, y: g.rms_norm(x, y), (3, 4), (4,))))

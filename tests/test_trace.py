@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import pickle
 import threading
 from typing import Any
 
@@ -16,7 +18,17 @@ import cutesuper as cs
 from cutesuper.errors import GraphError, OptionError, SearchError, ShapeError, TraceError
 from cutesuper.frontend import trace
 from cutesuper.frontend.partition import partition
-from tests.tracing import CORPUS, Attention, Block, FusedMLP, GatedMLP, check, randn, traced
+from tests.tracing import (
+    CORPUS,
+    Attention,
+    Block,
+    FusedMLP,
+    GatedMLP,
+    Reference,
+    check,
+    randn,
+    traced,
+)
 
 X = randn(3, 5, 32)
 
@@ -217,6 +229,13 @@ def test_what_is_not_supported_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     (lambda x: F.dropout(x, 0.5), "drops elements at random; call .eval"),
     (lambda x: torch.where(x > 0, float("nan"), x), "fills with nan"),
     (lambda x: x * 2 // 3, "rounds to integers"),
+    (lambda x: x * 2 // 3, r"write it as torch\.floor\(x / y\)"),
+    (lambda x: torch.div(x, 3, rounding_mode="trunc"), r"write it as torch\.trunc\(x / y\)"),
+    (lambda x: x % 1.0, r"remainder.*write it as x - y \* torch\.floor\(x / y\)"),
+    (lambda x: F.bilinear(x, x, randn(4, 32, 32)), r"write it as torch\.einsum"),
+    (lambda x: F.max_pool1d(x, 2) * 2, r"aten\.max_pool2d_with_indices.* at .*test_trace\.py"),
+    (lambda x: x * x.max().item(), r"a number that is known only at the call \(made of \.item"),
+    (lambda x: x.to_sparse() * 2, r"reads a tensor of torch.sparse_coo; make it dense"),
     (lambda x: x**0.3, "exponent 0.3; write it with log and exp"),
     (lambda x: x.double() * 2, "float64"),
     (lambda x: x.to(torch.int32) + 1, "computes nothing"),
@@ -237,6 +256,12 @@ def test_what_is_not_supported_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, fn: Any, text: str) -> None:
     with pytest.raises(TraceError, match=text):
         traced(monkeypatch, fn, (X,))
+
+
+def test_nothing_is_computed_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = r"add.Tensor, at .*test_trace\.py:.* reads an empty tensor, \[0, 32\]; there is nothing"
+    with pytest.raises(TraceError, match=text):
+        traced(monkeypatch, lambda x: x + 1, (torch.zeros(0, 32),))
 
 
 def _odd(x: Tensor, w: Tensor) -> Tensor:
@@ -296,6 +321,94 @@ def test_other_shapes_than_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     program = traced(monkeypatch, GatedMLP(), (X,))
     with torch.no_grad(), pytest.raises((TraceError, ShapeError), match=r"dynamic_|must be"):
         program(randn(4, 5, 32))
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [
+    ((X,), {}), ((), {"x": X}), ((X, None), {}), ((X,), {"mask": None}), ((X,), {"scale": 2.0}),
+])  # fmt: skip
+def test_arguments_by_place_and_by_name(monkeypatch: pytest.MonkeyPatch, args: Any,
+                                        kwargs: Any) -> None:
+    program = traced(monkeypatch, _scaled, (X,))
+    torch.testing.assert_close(program(*args, **kwargs), _scaled(X))
+    other = traced(monkeypatch, _scaled, (), example_kwargs={"scale": 2.0, "x": X})
+    torch.testing.assert_close(other(*args, **kwargs), _scaled(X))
+
+
+def _scaled(x: Tensor, mask: Tensor | None = None, scale: float = 2.0) -> Tensor:
+    return x * scale if mask is None else x * mask
+
+
+@pytest.mark.parametrize(("args", "kwargs", "text"), [
+    ((X, X), {}, "'mask' was left to its default"), ((X,), {"scale": 3.0}, "'scale' was left"),
+    ((), {}, "missing a required argument: 'x'"), ((X, None, 2.0, 4), {}, "too many positional"),
+    ((X,), {"size": 3}, "unexpected keyword argument 'size'"),
+])  # fmt: skip
+def test_arguments_that_it_was_not_traced_with(monkeypatch: pytest.MonkeyPatch, args: Any,
+                                               kwargs: Any, text: str) -> None:
+    program = traced(monkeypatch, _scaled, (X,))
+    with pytest.raises(TraceError, match=rf"_scaled: these arguments .*{text}.*trace it again"):
+        program(*args, **kwargs)
+
+
+def test_other_strides_than_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that were one dimension are copied where they are none."""
+    program = traced(monkeypatch, lambda x: x * 2 + 1, (X,))
+    for x in (randn(32, 5, 3).permute(2, 1, 0), randn(3, 5, 64)[..., ::2], X[:1].expand(3, 5, 32)):
+        assert torch.equal(program(x), x * 2 + 1)
+
+
+def test_transforms_of_a_traced_program_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = traced(monkeypatch, lambda x: x * 2 + 1, (X,))
+    program.graph_module.region_0.forward = lambda tensors: [t.data_ptr() for t in tensors]  # type: ignore[union-attr]
+    with pytest.raises(TraceError, match=r"torch\.vmap.*; transform the function first"):
+        torch.vmap(program)(X[None].clone())
+
+
+def test_copies_of_a_traced_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = GatedMLP()
+    program = traced(monkeypatch, module, (X,))
+    other = copy.deepcopy(program)
+    assert copy.copy(program) is program
+    with torch.no_grad():
+        expected = module(X)
+        module.down.weight.zero_()
+        assert not program(X).any()
+        torch.testing.assert_close(other(X), expected)
+    with pytest.raises(GraphError, match=r"cannot be pickled.*state_dict\(\) of the module"):
+        pickle.dumps(program)
+
+
+def test_largest_elements_and_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks for places stays PyTorch's, like sorting; what does not is computed."""
+
+    def largest(x: Tensor) -> Any:
+        y = x.exp()
+        return y.max(-1), y.min(1).values
+
+    program = traced(monkeypatch, largest, (X,))
+    assert any("aten.max.dim" in line for line in program.outside)
+    assert not any("aten.min.dim" in line for line in program.outside)
+    torch.testing.assert_close(program(X), largest(X))
+
+
+def test_rows_are_reduced_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum over everything of what was computed in rows: one kernel, where the first dimension
+    first was two, and 426 segments to search."""
+    program = traced(monkeypatch, lambda x, y: F.kl_div(
+        x.log_softmax(-1), y.softmax(-1), reduction="batchmean"), (X, X + 1))
+    graph = program.kernel.graph
+    assert [n.shape for n in graph.nodes if n.operator == "sum"] == [(15, 1), (1, 1)]
+
+
+def test_a_division_by_zero_is_named() -> None:
+    with pytest.raises(SearchError, match=r"superoptimize\(.*<lambda>\), at test_trace\.py:"
+                                          ".*divides by what is 0 whatever the inputs are"):
+        cs.superoptimize(lambda x: x / 0, (X,), target="h200")
+
+
+def test_a_class_is_no_module() -> None:
+    with pytest.raises(GraphError, match=r"superoptimize\(Linear\): it is a class; .*Linear\(\.\."):
+        cs.superoptimize(nn.Linear, (X,))
 
 
 def test_neither_a_graph_nor_a_function() -> None:
@@ -360,6 +473,41 @@ def test_decorator_traces_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.equal(scaled(x), x * 2 + 1) and len(made) == 1
     assert torch.equal(scaled(x, factor=3.0), x * 3 + 1) and len(made) == 2
     assert torch.equal(scaled(x[:2].clone()), x[:2] * 2 + 1) and len(made) == 3
+
+
+def test_a_module_that_changes_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "optimize_graph", lambda graph, **_: Reference(graph))
+    module = nn.Sequential(nn.Linear(32, 8), nn.Dropout(0.5)).eval()
+    program = cs.superoptimize(module)
+    torch.testing.assert_close(program(X), module(X))
+    with torch.no_grad():
+        module[0].weight.zero_()
+    torch.testing.assert_close(program(X), module(X))
+    module[0].weight = nn.Parameter(randn(8, 32))
+    torch.testing.assert_close(program(X), module(X))
+    module.train()
+    with pytest.raises(TraceError, match="drops elements at random"):
+        program(X)
+
+
+def test_numbers_that_are_equal_and_not_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "optimize_graph", lambda graph, **_: Reference(graph))
+    program = cs.superoptimize(lambda x, s: x.abs() * s)
+    assert not program(X, 0.0).signbit().any() and program(X, -0.0).signbit().all()
+
+
+@cs.superoptimize
+def _decorated(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_a_decorated_function_is_copied_and_pickled_like_a_function() -> None:
+    assert copy.deepcopy(_decorated) is _decorated
+    assert pickle.loads(pickle.dumps(_decorated)) is _decorated
+    module = nn.Linear(4, 4)
+    assert isinstance(copy.deepcopy(cs.superoptimize(module)), type(_decorated))
+    with pytest.raises(GraphError, match=r"superoptimize\(Linear\): .* cannot be pickled"):
+        pickle.dumps(cs.superoptimize(module))
 
 
 def test_arguments_of_another_kind_are_refused() -> None:

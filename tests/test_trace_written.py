@@ -192,6 +192,10 @@ RULES: dict[str, Any] = {
     "elu": lambda x, y: F.elu(x),
     "log1p and expm1": lambda x, y: (torch.log1p(x), torch.expm1(x)),
     "angles": lambda x, y: torch.sin(x) + torch.cos(x),
+    "inverse angles": lambda x, y: (torch.asin(x), torch.acos(x), torch.atan(x)),
+    "hyperbolic functions": lambda x, y: (torch.sinh(x), torch.cosh(x), torch.asinh(x)),
+    "inverse hyperbolic functions": lambda x, y: (torch.acosh(x), torch.atanh(x)),
+    "erfc": lambda x, y: torch.erfc(x),
     "rounding": lambda x, y: (torch.floor(x), torch.ceil(x), torch.round(x), torch.trunc(x)),
     "logsumexp": lambda x, y: (x.logsumexp(-1), y.logsumexp(0), _no_nan(x, y).logsumexp(-1)),
     "softmax of one": lambda x, y: (x.unsqueeze(0).softmax(0), y.unsqueeze(-1).log_softmax(-1)),
@@ -262,6 +266,20 @@ def test_functions_compile(dtype: torch.dtype) -> None:
     ptx = program.kernel.ptx
     assert len(program.kernel.kernels) == 1
     assert not re.search(r"(sin|cos)\.approx", ptx) and "cvt.rmi" in ptx and "cvt.rni" in ptx
+    check(program, functions, (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inverse_and_hyperbolic_functions_compile(dtype: torch.dtype) -> None:
+    def functions(x: Tensor) -> Tensor:
+        inside = (x * 0.25).clamp(-0.9, 0.9)
+        inverse = torch.asin(inside) - torch.acos(inside) + torch.atan(x) + torch.atanh(inside)
+        hyperbolic = torch.sinh(x) - torch.cosh(x) + torch.asinh(x) - torch.acosh(x * x + 1.5)
+        return inverse + hyperbolic + torch.erfc(x)
+
+    x = randn(64, 256).to(dtype)
+    program = cs.superoptimize(functions, (x,), target="h200")
+    assert len(program.kernel.kernels) == 1 and program.kernel.ptx
     check(program, functions, (x,))
 
 

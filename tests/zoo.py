@@ -216,6 +216,11 @@ def linear(m: Dim, k: int, n: int, dtype: Any = "float16", tail: str = "") -> Ke
 #: what happens to rows: takes the graph and X, returns the outputs
 RowProgram = Callable[[KernelGraph, Any], Sequence[Any]]
 
+def _inside(g: KernelGraph, x: Any) -> Any:
+    """Numbers of (-1, 1), far enough from the ends for all of them to have a slope."""
+    return g.clamp(g.mul(x, 0.25), -0.9, 0.9)
+
+
 ROWS: dict[str, RowProgram] = {
     "exp": lambda g, x: [g.exp(x)],
     "silu": lambda g, x: [g.silu(x)],
@@ -224,6 +229,12 @@ ROWS: dict[str, RowProgram] = {
     "expm1": lambda g, x: [g.expm1(x), g.expm1(g.mul(x, 1e-3))],
     "sin and cos": lambda g, x: [g.sin(x), g.cos(x)],
     "angles of any size": lambda g, x: [g.sin(g.mul(x, 2.0**20)), g.cos(g.mul(x, -4096.0))],
+    "inverse angles": lambda g, x: [g.asin(_inside(g, x)), g.acos(_inside(g, x)), g.atan(x)],
+    "hyperbolic": lambda g, x: [g.sinh(x), g.cosh(x), g.asinh(g.mul(x, 10.0))],
+    "inverse hyperbolic": lambda g, x: [
+        g.acosh(g.add(g.square(x), 1.5)), g.atanh(_inside(g, x))
+    ],
+    "erfc": lambda g, x: [g.erfc(x), g.erfc(g.mul(x, 2.0))],
     "rounding": lambda g, x: [g.floor(x), g.round(g.mul(x, 2.0))],
     "polynomial": lambda g, x: [g.add(g.mul(g.square(x), 0.5), g.sub(1.0, x))],
     "clamp": lambda g, x: [g.clamp(g.tanh(x), -0.5, 0.25)],

@@ -65,6 +65,42 @@ class DeviceMath:
         """Cosine, as `sin`."""
         return cute.math.cos(x)
 
+    def asin(self, x: Any) -> Any:
+        """Inverse sine."""
+        return cute.math.asin(x)
+
+    def acos(self, x: Any) -> Any:
+        """Inverse cosine."""
+        return cute.math.acos(x)
+
+    def atan(self, x: Any) -> Any:
+        """Inverse tangent."""
+        return cute.math.atan(x)
+
+    def sinh(self, x: Any) -> Any:
+        """Hyperbolic sine."""
+        return cute.math.sinh(x)
+
+    def cosh(self, x: Any) -> Any:
+        """Hyperbolic cosine."""
+        return cute.math.cosh(x)
+
+    def asinh(self, x: Any) -> Any:
+        """Inverse hyperbolic sine."""
+        return cute.math.asinh(x)
+
+    def acosh(self, x: Any) -> Any:
+        """Inverse hyperbolic cosine."""
+        return cute.math.acosh(x)
+
+    def atanh(self, x: Any) -> Any:
+        """Inverse hyperbolic tangent."""
+        return cute.math.atanh(x)
+
+    def erfc(self, x: Any) -> Any:
+        """1 - erf(x)."""
+        return cute.math.erfc(x)
+
     def floor(self, x: Any) -> Any:
         """The largest integer that is at most x."""
         return cute.math.floor(x)

@@ -84,6 +84,10 @@ def autograd_functions() -> Iterator[list[str]]:
             torch.autograd.Function.apply = own
 
 
+#: operators that Inductor makes others of for its own code, which it has to have loaded by then
+_POOLING = ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices")
+
+
 def decompositions(known: Callable[[object], bool]) -> Any:
     """What operators are made of, but for those that are known: as ``torch.export`` says, and for
     those that it leaves whole as Inductor does."""
@@ -91,7 +95,8 @@ def decompositions(known: Callable[[object], bool]) -> Any:
 
     table = torch.export.default_decompositions()
     for op, how in select_decomp_table().items():
-        if isinstance(op, torch._ops.OpOverload) and op not in table:
+        own = str(op).startswith(_POOLING)
+        if isinstance(op, torch._ops.OpOverload) and op not in table and not own:
             table[op] = how
     for op in [op for op in table if known(op)]:
         table.pop(op)

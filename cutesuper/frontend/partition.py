@@ -15,7 +15,7 @@ from torch import fx
 
 from cutesuper.frontend.positions import unread
 from cutesuper.frontend.region import Region, convert
-from cutesuper.frontend.table import entry_of, is_free
+from cutesuper.frontend.table import entry_of, is_free, unknown
 from cutesuper.frontend.values import INTEGERS, Unsupported
 
 #: nodes and products of a region: a search of more takes longer than 10 s and finds no more
@@ -106,7 +106,7 @@ class _Growing:
 
     def _add(self, node: fx.Node) -> None:
         if entry_of(node) is None:
-            self.refused[node] = f"{node.target} is not an operator of kernel graphs"
+            self.refused[node] = unknown(node)
             return
         loose = self._loose(node)
         if self._placed(loose):

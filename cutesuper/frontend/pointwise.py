@@ -96,7 +96,10 @@ class Pointwise(Entry):
         if dtype not in FLOATS and not (self.condition and dtype is torch.bool):
             raise Unsupported(node, f"computes {dtype}")
         if a.get("rounding_mode") is not None:
-            raise Unsupported(node, "rounds to integers")
+            raise Unsupported(
+                node, "rounds to integers; write it as torch."
+                f"{'floor' if a['rounding_mode'] == 'floor' else 'trunc'}(x / y)"
+            )
         given = [a[o] for o in self.operands if isinstance(a[o], fx.Node)]
         if self.condition and any(fake(o).dtype in INTEGERS for o in given):
             raise Unsupported(node, "compares integers, which kernels read as float32")
@@ -493,6 +496,15 @@ enter_all({
     "aten.sin.default": _unary(lambda g, x: g.sin(x)),
     "aten.cos.default": _unary(lambda g, x: g.cos(x)),
     "aten.tan.default": _unary(lambda g, x: g.div(g.sin(x), g.cos(x))),
+    "aten.asin.default": _unary(lambda g, x: g.asin(x)),
+    "aten.acos.default": _unary(lambda g, x: g.acos(x)),
+    "aten.atan.default": _unary(lambda g, x: g.atan(x)),
+    "aten.sinh.default": _unary(lambda g, x: g.sinh(x)),
+    "aten.cosh.default": _unary(lambda g, x: g.cosh(x)),
+    "aten.asinh.default": _unary(lambda g, x: g.asinh(x)),
+    "aten.acosh.default": _unary(lambda g, x: g.acosh(x)),
+    "aten.atanh.default": _unary(lambda g, x: g.atanh(x)),
+    "aten.erfc.default": _unary(lambda g, x: g.erfc(x)),
     "aten.floor.default": _unary(lambda g, x: g.floor(x)),
     "aten.ceil.default": _unary(lambda g, x: g.mul(g.floor(g.mul(x, -1.0)), -1.0)),
     "aten.trunc.default": _unary(_trunc),

@@ -12,7 +12,15 @@ from torch import fx
 
 from cutesuper.frontend.factors import Dims, equal, leaves, unify
 from cutesuper.frontend.pointwise import absolute
-from cutesuper.frontend.table import Arguments, Entry, enter, enter_all, integers, number
+from cutesuper.frontend.table import (
+    Arguments,
+    Entry,
+    enter,
+    enter_all,
+    integers,
+    number,
+    reads_places,
+)
 from cutesuper.frontend.values import (
     FLOATS,
     Builder,
@@ -35,6 +43,18 @@ def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
     if given is None or given == [] or not rank:
         return list(range(rank))
     return sorted(d % rank for d in integers(node, given))
+
+
+def reduced_together(x: Value, dims: Sequence[int]) -> list[Dims]:
+    """The dimensions that are reduced, the last ones first; those that stand side by side are one,
+    but for the last of all, which is a row: rows are reduced first, and where they meet next."""
+    runs: list[list[int]] = []
+    for d in dims:
+        if runs and runs[-1][-1] == d - 1 and d != len(x.dims) - 1:
+            runs[-1].append(d)
+        else:
+            runs.append([d])
+    return [tuple(f for d in run for f in x.dims[d]) for run in reversed(runs)]
 
 
 def reduced_shape(x: Value, dims: Sequence[int], keep: bool) -> Value:
@@ -87,14 +107,14 @@ class Reduction(Entry):
             raise Unsupported(node, f"computes {a.get('dtype') or dtype}")
         x = s.of(a["self"])
         dims = reduced_dims(node, a, len(x.dims))
-        for d in dims:
-            s.whole(x.dims[d])
+        for d in reduced_together(x, dims):
+            s.whole(d)
         return reduced_shape(x, dims, bool(a.get("keepdim", False)))
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
         x = b.value(a["self"])
         t, slots = whole_tensor(b, node, a["self"])
-        dims = [x.dims[d] for d in reduced_dims(node, a, len(x.dims))]
+        dims = reduced_together(x, reduced_dims(node, a, len(x.dims)))
         if not any(b.groups(d) for d in dims):
             return Built(b.g.mul(t, 1.0), slots)
         return along(b, node, t, slots, dims, self.formula)
@@ -104,6 +124,8 @@ class _Extreme(Reduction):
     """The largest or smallest elements; where they are is not computed."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        if reads_places(node):
+            raise Unsupported(node, "gives places of elements, which kernels do not compute")
         return super().shape(s, node, a), None
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
@@ -118,8 +140,8 @@ class _Truth(Reduction):
         if fake(a["self"]).dtype is not torch.bool:
             raise Unsupported(node, "asks for numbers other than 0; compare them first")
         dims = reduced_dims(node, a, len(x.dims))
-        for d in dims:
-            s.whole(x.dims[d])
+        for d in reduced_together(x, dims):
+            s.whole(d)
         return reduced_shape(x, dims, bool(a.get("keepdim", False)))
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
@@ -138,7 +160,7 @@ class _Norm2(Reduction):
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
         x, order, g = b.value(a["self"]), self._order(a), b.g
         t, slots = whole_tensor(b, node, a["self"])
-        dims = [x.dims[d] for d in reduced_dims(node, a, len(x.dims))]
+        dims = reduced_together(x, reduced_dims(node, a, len(x.dims)))
         if order == 2.0:
             squares = along(b, node, g.square(t), slots, dims, _sum)
             return Built(g.sqrt(squares.tensor), squares.slots)  # type: ignore[arg-type]
@@ -158,8 +180,8 @@ class Variance(Entry):
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         x = s.of(a["self"])
         dims = reduced_dims(node, a, len(x.dims))
-        for d in dims:
-            s.whole(x.dims[d])
+        for d in reduced_together(x, dims):
+            s.whole(d)
         if not all(isinstance(fake(a["self"]).shape[d], int) for d in dims):
             raise Unsupported(node, "is a variance over an extent that is known only at the call")
         value = reduced_shape(x, dims, bool(a.get("keepdim", False)))
@@ -169,7 +191,7 @@ class Variance(Entry):
         x, g = b.value(a["self"]), b.g
         t, slots = whole_tensor(b, node, a["self"])
         places = reduced_dims(node, a, len(x.dims))
-        dims = [x.dims[d] for d in places]
+        dims = reduced_together(x, places)
         mean = along(b, node, t, slots, dims, _mean)
         squares = g.square(g.sub(t, mean.tensor))  # type: ignore[arg-type]
         y = along(b, node, squares, slots, dims, _mean).tensor

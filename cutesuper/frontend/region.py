@@ -18,7 +18,7 @@ from torch import fx
 from cutesuper.errors import CutesuperError
 from cutesuper.frontend.factors import Extent, Mismatch, equal, extent_of, leaves
 from cutesuper.frontend.positions import reads
-from cutesuper.frontend.table import arguments_of, entry_of, is_free
+from cutesuper.frontend.table import arguments_of, entry_of, is_free, unknown
 from cutesuper.frontend.values import (
     FLOATS,
     Builder,
@@ -228,7 +228,7 @@ class _Inside:
 def _entry(node: fx.Node) -> Any:
     entry = entry_of(node)
     if entry is None:
-        raise Unsupported(node, f"{node.target} is not an operator of kernel graphs")
+        raise Unsupported(node, unknown(node))
     return entry
 
 
@@ -334,7 +334,10 @@ def _outputs(b: Builder, ends: Sequence[fx.Node]) -> tuple[Result, ...]:
 
 def _output(b: Builder, node: fx.Node, place: int) -> tuple[Tensor, Result]:
     built, value, t = b.of(node), b.value(node), fake(node)
-    if not isinstance(built, Built) or not isinstance(built.tensor, Tensor) or built.condition:
+    if isinstance(built, Built) and built.condition:
+        raise Unsupported(node, "is a condition that leaves the region, and kernels write numbers; "
+                                "make it one with torch.where or .to()")
+    if not isinstance(built, Built) or not isinstance(built.tensor, Tensor):
         raise Unsupported(node, "leaves the region, and no kernel computes it as a tensor")
     if t.dtype not in FLOATS:
         raise Unsupported(node, f"is {t.dtype}")

@@ -72,8 +72,9 @@ def _rewrite(graph: fx.Graph, call: Call, replaced: dict[fx.Node, fx.Node]) -> f
     place = {n: i for i, n in enumerate(graph.nodes)}
     last = max(region.nodes, key=place.__getitem__)
     with graph.inserting_before(last.next):
-        inputs = [_operand(graph, o, replaced) for o in region.inputs]
-        kind = "call_module" if isinstance(call.target, str) else "call_function"
+        traced = isinstance(call.target, str)
+        inputs = [_operand(graph, o, replaced, any_strides=traced) for o in region.inputs]
+        kind = "call_module" if traced else "call_function"
         made = graph.create_node(kind, call.target, (*call.prefix, inputs))
         parts = [
             graph.call_function(operator.getitem, (made, i))
@@ -89,7 +90,9 @@ def _rewrite(graph: fx.Graph, call: Call, replaced: dict[fx.Node, fx.Node]) -> f
     return made
 
 
-def _operand(graph: fx.Graph, o: Operand, replaced: dict[fx.Node, fx.Node]) -> fx.Node:
+def _operand(
+    graph: fx.Graph, o: Operand, replaced: dict[fx.Node, fx.Node], any_strides: bool
+) -> fx.Node:
     node = replaced.get(o.node, o.node)
     val = node.meta["val"]
     shape = list(val.shape)
@@ -104,7 +107,10 @@ def _operand(graph: fx.Graph, o: Operand, replaced: dict[fx.Node, fx.Node]) -> f
         node = graph.call_function(_aten.clone.default, (node,),
                                    {"memory_format": torch.contiguous_format})
     if not all(type(n) is int for n in shape) or list(o.shape) != shape:
-        node = graph.call_function(_aten.view.default, (node, list(o.shape)))
+        # a traced program may be given other strides than it was traced with; a graph of Inductor
+        # is compiled for its strides
+        reshaped = _aten.reshape.default if any_strides else _aten.view.default
+        node = graph.call_function(reshaped, (node, list(o.shape)))
     if o.part is not None:
         node = graph.call_function(_aten.slice.Tensor, (node, 0, *o.part))
     return node

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from operator import getitem
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -95,10 +96,41 @@ _MOVES = frozenset(f"aten.{name}" for name in (
 ))
 
 
+#: operators that are kernels where nobody asks at which places they found what they give
+_EXTREMES = ("aten.max.dim", "aten.min.dim")
+
+
 def moves(node: fx.Node) -> bool:
     """Whether a node only puts elements elsewhere."""
-    found = node.op == "call_function" and str(node.target) in _MOVES
-    return found and not arguments_of(node).get("accumulate")
+    if node.op != "call_function":
+        return False
+    if str(node.target) in _EXTREMES:
+        return reads_places(node)
+    return str(node.target) in _MOVES and not arguments_of(node).get("accumulate")
+
+
+def reads_places(node: fx.Node) -> bool:
+    """Whether something reads the second result of an operator, where its elements were found."""
+    return any(u.target is not getitem or u.args[1] == 1 for u in node.users)
+
+
+#: what to write in place of operators that have no entry, where that is short
+_INSTEAD = {
+    "aten.remainder.Scalar": "x - y * torch.floor(x / y)",
+    "aten.remainder.Tensor": "x - y * torch.floor(x / y)",
+    "aten.fmod.Scalar": "x - y * torch.trunc(x / y)",
+    "aten.fmod.Tensor": "x - y * torch.trunc(x / y)",
+    "aten.hypot.default": "torch.sqrt(x * x + y * y)",
+    "aten.copysign.Tensor": "torch.where(y < 0, -x.abs(), x.abs())",
+    "aten._trilinear.default": 'torch.einsum("bi,oij,bj->bo", x, weight, y)',
+}
+
+
+def unknown(node: fx.Node) -> str:
+    """Why a node without an entry is in no region, and what could be written instead."""
+    instead = _INSTEAD.get(str(node.target))
+    hint = f"; write it as {instead}" if instead else ""
+    return f"{node.target} is not an operator of kernel graphs{hint}"
 
 
 def entry_of(node: fx.Node) -> Entry | None:
@@ -165,4 +197,6 @@ __all__ = [
     "is_known",
     "moves",
     "number",
+    "reads_places",
+    "unknown",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import threading
@@ -69,15 +70,79 @@ class TracedRegion:
     kernel: Kernel
 
 
+#: what PyTorch says of arguments that a traced program cannot take, and what helps
+_ADVICE = (
+    (
+        "view size is not compatible",
+        "a tensor has other strides than it was traced with; call .contiguous() on it",
+    ),
+    (
+        "Cannot access data pointer",
+        (
+            "an argument is no tensor in memory, as under torch.func, torch.vmap and torch.export; "
+            "transform the function first, and superoptimize what comes out"
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a function was called when it was traced.
+
+    Attributes:
+        signature: of the function; None where nobody knows it.
+        places: how many arguments were given by place.
+        names: of those that were given by name.
+    """
+
+    signature: inspect.Signature | None
+    places: int
+    names: frozenset[str]
+
+    def fit(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The same arguments, by place and by name as they were given then.
+
+        Raises:
+            TypeError: one that is missing, or was left to its default then.
+        """
+        if len(args) == self.places and kwargs.keys() == self.names:
+            return args, kwargs
+        if self.signature is None:
+            raise TypeError(f"it was traced with {self.places} argument(s) by place and "
+                            f"{sorted(self.names)} by name, and got {len(args)} and "
+                            f"{sorted(kwargs)}")
+        given = self.signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        by_place = list(given.arguments)[: self.places]
+        for name, value in given.arguments.items():
+            traced = name in by_place or name in self.names
+            if not traced and value is not self.signature.parameters[name].default:
+                raise TypeError(f"the argument {name!r} was left to its default when it was traced")
+        values = given.arguments
+        return tuple(values[n] for n in by_place), {n: values[n] for n in sorted(self.names)}
+
+
+def _form(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> _Form:
+    try:
+        signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
+    except (TypeError, ValueError):  # functions of C have none
+        signature = None
+    kinds = (p.kind for p in signature.parameters.values()) if signature else ()
+    if any(k in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD) for k in kinds):
+        signature = None
+    return _Form(signature, len(args), frozenset(kwargs or {}))
+
+
 class TracedProgram:
     """A function or a module of PyTorch whose operators run as superoptimized kernels.
 
     It is called like the original, with tensors of the shapes that it was traced with (extents that
-    were declared dynamic may differ). Parameters are read at every call, where they are, and get
-    gradients like inputs: the first call that records some makes kernels for them
-    (`Kernel.gradient`). Where the function leaves a way out of its gradient (``detach``,
-    ``torch.no_grad``) or has formulas of its own (``torch.autograd.Function``), calls that record
-    gradients are refused.
+    were declared dynamic may differ), by place or by name. Parameters are read at every call, where
+    they are (a module that is given other ones has to be traced again), and get gradients like
+    inputs: the first call that records some makes kernels for them (`Kernel.gradient`). Where the
+    function leaves a way out of its gradient (``detach``, ``torch.no_grad``) or has formulas of its
+    own (``torch.autograd.Function``), calls that record gradients are refused.
 
     Attributes:
         regions: its parts, each a kernel graph of its own; views stand between them.
@@ -88,13 +153,14 @@ class TracedProgram:
 
     def __init__(
         self, module: fx.GraphModule, regions: Sequence[TracedRegion], name: str,
-        outside: Sequence[str] = (), undifferentiable: str = "",
+        outside: Sequence[str] = (), undifferentiable: str = "", form: _Form | None = None,
     ) -> None:
         self.graph_module = module
         self.regions = tuple(regions)
         self.outside = tuple(outside)
         self._name = name
         self._undifferentiable = undifferentiable
+        self._form = form
 
     @property
     def kernel(self) -> Kernel:
@@ -120,14 +186,27 @@ class TracedProgram:
         """
         if self._undifferentiable and torch.is_grad_enabled():
             self._refuse_gradients((args, kwargs))
+        if self._form is not None:
+            args, kwargs = self._fit(self._form, args, kwargs)
         try:
             return self.graph_module(*args, **kwargs)
         except CutesuperError:
             raise
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            advice = next((a for text, a in _ADVICE if text in str(error)),
+                          "trace it again, or declare the extent in dynamic_shapes=")
             raise TraceError(
                 f"{self._name}: these arguments do not fit the ones it was traced with: {error}; "
-                "trace it again, or declare the extent in dynamic_shapes="
+                f"{advice}"
+            ) from error
+
+    def _fit(self, form: _Form, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        try:
+            return form.fit(args, kwargs)
+        except TypeError as error:
+            raise TraceError(
+                f"{self._name}: these arguments do not fit the ones it was traced with: {error}; "
+                "trace it again with arguments like these"
             ) from error
 
     def _refuse_gradients(self, arguments: Any) -> None:
@@ -148,6 +227,24 @@ class TracedProgram:
         if self.outside:
             parts.append("PyTorch computes\n" + "\n".join(f"  {line}" for line in self.outside))
         return "\n\n".join(parts)
+
+    def __copy__(self) -> TracedProgram:
+        """Itself: nothing about it changes."""
+        return self
+
+    def __deepcopy__(self, memo: Any) -> TracedProgram:
+        """With parameters of its own, and the same kernels."""
+        return TracedProgram(
+            copy.deepcopy(self.graph_module, memo), self.regions, self._name, self.outside,
+            self._undifferentiable, self._form,
+        )
+
+    def __reduce__(self) -> Any:
+        raise GraphError(
+            f"{self!r}: traced programs cannot be pickled, since they hold loaded code; save the "
+            "state_dict() of the module, and superoptimize it again where it is loaded (what was "
+            "compiled is in the cache)"
+        )
 
     def __repr__(self) -> str:
         return f"TracedProgram({self._name}: {len(self.regions)} region(s))"
@@ -193,7 +290,8 @@ def superoptimize_callable(
     rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
     module.graph.lint()
     module.recompile()
-    return TracedProgram(module, traced, name, outside, undifferentiable)
+    form = _form(fn, example_inputs, example_kwargs)
+    return TracedProgram(module, traced, name, outside, undifferentiable, form)
 
 
 def _kernel(name: str, region: Region, options: dict[str, Any]) -> Kernel:
@@ -414,7 +512,9 @@ class Lazy:
     """A function that is traced at its first call with tensors of a kind.
 
     A kind is the structure of the arguments with shapes, element types and devices of the tensors
-    and the values of everything else.
+    and the values of everything else; of a module also whether its parts are in training, and
+    which parameters and buffers it has (their values are read at every call). Other attributes
+    are read when it is traced.
     """
 
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -427,7 +527,7 @@ class Lazy:
     def program(self, *args: Any, **kwargs: Any) -> TracedProgram:
         """The traced program for these arguments; see `superoptimize_callable`."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        kind = (structure, *map(_facts, leaves))
+        kind = (structure, *map(_facts, leaves), _state(self._fn))
         with self._lock:
             if kind not in self._programs:
                 self._programs[kind] = superoptimize_callable(
@@ -439,6 +539,21 @@ class Lazy:
         """Run it, traced before or now."""
         return self.program(*args, **kwargs)(*args, **kwargs)
 
+    def __deepcopy__(self, memo: Any) -> Lazy:
+        """Itself, like a function; of a module what traces a copy of it."""
+        if not isinstance(self._fn, nn.Module):
+            return self
+        return Lazy(copy.deepcopy(self._fn, memo), self._options)
+
+    def __reduce__(self) -> Any:
+        """By its name, like a function."""
+        if isinstance(self._fn, types.FunctionType):
+            return self._fn.__qualname__
+        raise GraphError(
+            f"superoptimize({type(self._fn).__name__}): what it returns cannot be pickled; pickle "
+            "what it was made of, and superoptimize that again"
+        )
+
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         if instance is None:
             return self
@@ -446,6 +561,15 @@ class Lazy:
             f"superoptimize({self._fn.__qualname__}): it decorates a method; decorate a function, "
             "or call cutesuper.superoptimize(module, example_inputs)"
         )
+
+
+def _state(fn: Callable[..., Any]) -> Any:
+    """What a module is traced with besides its arguments. A program keeps the tensors that it
+    reads, so no other ones have their identities."""
+    if not isinstance(fn, nn.Module):
+        return ()
+    tensors = (*fn.parameters(), *fn.buffers())
+    return tuple(m.training for m in fn.modules()), tuple(map(id, tensors))
 
 
 def _facts(leaf: Any) -> Any:
@@ -458,7 +582,8 @@ def _facts(leaf: Any) -> Any:
             f"superoptimize: an argument is a {type(leaf).__name__}, which is no tensor and cannot "
             "tell calls apart; give torch tensors, numbers and texts"
         ) from None
-    return type(leaf), leaf
+    # 0.0 == -0.0, and nan is not nan
+    return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
 
 
 __all__ = ["Lazy", "TracedProgram", "TracedRegion", "regions_of", "superoptimize_callable"]

@@ -138,6 +138,11 @@ class Given:
 def fake(node: fx.Node) -> torch.Tensor:
     """The shape, element type and strides of a node's tensor. Raises Unsupported."""
     val = node.meta.get("val")
+    if isinstance(val, torch.SymFloat | torch.SymInt | torch.SymBool):
+        raise Unsupported(
+            node, "takes a number that is known only at the call (made of .item() or of an "
+            "extent); give it as a tensor of no dimensions"
+        )
     if not isinstance(val, torch.Tensor):
         raise Unsupported(node, "is no tensor")
     return val
@@ -206,7 +211,10 @@ class Shapes:
         """The value of an operand. Raises Unsupported."""
         value = self.values.get(node)
         if value is None:
-            raise Unsupported(node, "is a number that is known only at the call")
+            raise Unsupported(
+                node, "takes a number that is known only at the call; give it as a tensor of no "
+                "dimensions"
+            )
         if not isinstance(value, Value):
             raise Unsupported(node, "has several results")
         return value
@@ -216,8 +224,12 @@ class Shapes:
         t = fake(node)
         if t.dtype not in (*FLOATS, *CONDITIONS, *INTEGERS):
             raise Unsupported(node, f"is {t.dtype}; kernels read float16, bfloat16 and float32")
-        if t.layout is not torch.strided or any(equal(n, 0) for n in t.shape):
-            raise Unsupported(node, "is empty, or not a strided tensor")
+        if t.layout is not torch.strided:
+            raise Unsupported(node, f"reads a tensor of {t.layout}; make it dense")
+        if any(equal(n, 0) for n in t.shape):
+            raise Unsupported(
+                node, f"reads an empty tensor, {list(t.shape)}; there is nothing to compute"
+            )
         self.values[node] = value = Value(tuple(dims_of(n) for n in t.shape))
         self.inputs.append(node)
         self.grouping.add(f for d in copied_order(t) for f in value.dims[d])

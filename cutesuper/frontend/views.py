@@ -185,7 +185,7 @@ class Dropout(_Free):
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         if not self.free(a):
-            raise Unsupported(node, "drops elements at random; call .eval(), or leave it outside")
+            raise Unsupported(node, "drops elements at random; call .eval() of the module")
         return s.of(a["input"])
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:

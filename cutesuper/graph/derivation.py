@@ -98,7 +98,8 @@ class Derivation(KernelGraph):
     def unbroadcast(self, t: Tensor, result: Tensor, operand: Tensor, repeats: bool) -> Tensor:
         """The cotangent of an operand, from its contributions to every element of a result.
 
-        before: ``[B, M, N]`` for an operand ``[M, 1]``; after: sums over B and N, ``[1, M, 1]``.
+        before: ``[B, M, N]`` for an operand ``[M, 1]``; after: sums over N and B, ``[1, M, 1]``.
+        Rows are summed first, and where they meet next: one kernel does both in that order.
 
         Args:
             t: broadcasts to the result's shape.
@@ -108,13 +109,15 @@ class Derivation(KernelGraph):
                 and the result has n, there are n equal contributions.
         """
         rank = len(t.shape)
-        for d, n in enumerate(_padded(result.shape, rank) if repeats else t.shape):
-            if _padded(operand.shape, rank)[d] != 1:
-                continue
+        full = _padded(result.shape, rank) if repeats else t.shape
+        summed = [d for d, n in enumerate(_padded(operand.shape, rank)) if n == 1]
+        # a sum that counts has the result's shape again, so it comes before all others
+        counted = [d for d in summed if t.shape[d] == 1 and isinstance(full[d], Symbol)]
+        for d in (*counted, *(d for d in reversed(summed) if d not in counted)):
             if t.shape[d] != 1:
                 t = self.sum(t, d)
-            elif n != 1:
-                t = self._repeated(t, d, n, result)
+            elif full[d] != 1:
+                t = self._repeated(t, d, full[d], result)
         return t
 
     def _repeated(self, t: Tensor, d: int, n: int | Symbol, result: Tensor) -> Tensor:

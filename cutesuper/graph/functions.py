@@ -265,6 +265,115 @@ class Cos(_Named):
         return (g.mul(g.mul(dy, g.sin(args[0])), -1.0),)
 
 
+@operator
+class Asin(_Named):
+    """Inverse sine."""
+
+    name = "asin"
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(dy, g.rsqrt(g.sub(1.0, g.square(args[0])))),)
+
+
+@operator
+class Acos(_Named):
+    """Inverse cosine."""
+
+    name = "acos"
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(g.mul(dy, g.rsqrt(g.sub(1.0, g.square(args[0])))), -1.0),)
+
+
+@operator
+class Atan(_Named):
+    """Inverse tangent."""
+
+    name = "atan"
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.div(dy, g.add(g.square(args[0]), 1.0)),)
+
+
+@operator
+class Sinh(_Named):
+    """Hyperbolic sine."""
+
+    name = "sinh"
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(dy, g.cosh(args[0])),)
+
+
+@operator
+class Cosh(_Named):
+    """Hyperbolic cosine."""
+
+    name = "cosh"
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(dy, g.sinh(args[0])),)
+
+
+@operator
+class Asinh(_Named):
+    """Inverse hyperbolic sine."""
+
+    name = "asinh"
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(dy, g.rsqrt(g.add(g.square(args[0]), 1.0))),)
+
+
+@operator
+class Acosh(_Named):
+    """Inverse hyperbolic cosine."""
+
+    name = "acosh"
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.mul(dy, g.rsqrt(g.sub(g.square(args[0]), 1.0))),)
+
+
+@operator
+class Atanh(_Named):
+    """Inverse hyperbolic tangent."""
+
+    name = "atanh"
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        return (g.div(dy, g.sub(1.0, g.square(args[0]))),)
+
+
+@operator
+class Erfc(_Named):
+    """1 - erf(x), where nothing is lost next to a result of 0."""
+
+    name = "erfc"
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None]:
+        slope = g.mul(g.exp(g.mul(g.square(args[0]), -1.0)), -2 / sqrt(pi))
+        return (g.mul(dy, slope),)
+
+
 class _Flat(_Unary):
     """A function that is constant between its steps."""
 

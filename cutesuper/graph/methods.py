@@ -102,6 +102,42 @@ class NamedOperators:
         """Cosine of radians."""
         return self.apply("cos", a)
 
+    def asin(self, a: Tensor) -> Tensor:
+        """Inverse sine, in radians."""
+        return self.apply("asin", a)
+
+    def acos(self, a: Tensor) -> Tensor:
+        """Inverse cosine, in radians."""
+        return self.apply("acos", a)
+
+    def atan(self, a: Tensor) -> Tensor:
+        """Inverse tangent, in radians."""
+        return self.apply("atan", a)
+
+    def sinh(self, a: Tensor) -> Tensor:
+        """Hyperbolic sine."""
+        return self.apply("sinh", a)
+
+    def cosh(self, a: Tensor) -> Tensor:
+        """Hyperbolic cosine."""
+        return self.apply("cosh", a)
+
+    def asinh(self, a: Tensor) -> Tensor:
+        """Inverse hyperbolic sine."""
+        return self.apply("asinh", a)
+
+    def acosh(self, a: Tensor) -> Tensor:
+        """Inverse hyperbolic cosine."""
+        return self.apply("acosh", a)
+
+    def atanh(self, a: Tensor) -> Tensor:
+        """Inverse hyperbolic tangent."""
+        return self.apply("atanh", a)
+
+    def erfc(self, a: Tensor) -> Tensor:
+        """``1 - erf(a)``, exact next to a result of 0."""
+        return self.apply("erfc", a)
+
     def floor(self, a: Tensor) -> Tensor:
         """The largest integer that is at most ``a``."""
         return self.apply("floor", a)

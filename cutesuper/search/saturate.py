@@ -109,7 +109,13 @@ class Table:
         """Enter loads and constants; return form, labels and value of each goal."""
         program, values = self.space.program, []
         for i, op in enumerate(program.ops):
-            values.append(self._source_value(i, op, [values[j] for j in op.inputs]))
+            try:
+                values.append(self._source_value(i, op, [values[j] for j in op.inputs]))
+            except DivisionByZero as error:
+                raise SearchError(
+                    f"{op.kind}: it divides by what is 0 whatever the inputs are, so no program "
+                    "can be compared with it"
+                ) from error
             if op.kind in ("load", "constant"):
                 inside = frozenset(
                     n for n, a in self.axes.items() if a.dim in op.labels and self._encloses(a)
