@@ -343,6 +343,7 @@ def test_graphs_that_are_refused(make: Any, error: type[CutesuperError], message
         ("seed", None, "seed=None: must be an int"),
         ("budget_s", "5", "budget_s='5': must be a number of seconds, or None"),
         ("budget_s", float("nan"), "budget_s=nan: must be a number of seconds"),
+        ("budget_s", -1.0, "None for no limit, and not below 0"),
         ("budget_s", 10**400, "budget_s=1000"),
         ("executor", 4, "executor=4: must be a concurrent.futures.Executor"),
         ("dependent_launch", "yes", "dependent_launch='yes': must be True or False"),

@@ -89,6 +89,26 @@ def test_a_large_budget_changes_nothing() -> None:
     assert result.candidates == search(g, H200).candidates
 
 
+def test_a_small_budget_is_the_reason(ticking: Clock) -> None:
+    """Not that a first operator, which no kernel runs alone, was met with no others yet."""
+    g = new_kernel_graph()
+    scale, x, w, v = (
+        g.new_input(shape, name=name)
+        for name, shape in {"s": (1,), "x": (64, 128), "w": (128, 64), "v": (64, 64)}.items()
+    )
+    scaled = g.exp(g.relu(scale)) * x
+    g.mark_output(g.softmax(g.matmul(g.softmax(g.matmul(scaled, w), -1), v), -1))
+    reasons: list[str] = []
+    for budget in range(1, 90, 8):
+        ticking.now = 0.0
+        try:
+            search(g, H200, options=SearchOptions(lowered=True), budget_s=float(budget))
+        except SearchError as error:
+            reasons.append(str(error))
+    assert 0 < len(reasons) < 12
+    assert all("s is used up; raise budget_s" in reason for reason in reasons), reasons
+
+
 def test_no_budget_at_all() -> None:
     with pytest.raises(SearchError, match=r"budget of 0 s is used up; raise budget_s"):
         search(several(), H200, budget_s=0.0)

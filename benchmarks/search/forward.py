@@ -20,14 +20,13 @@ from cutesuper.search.extract import extract
 from cutesuper.search.goal import Goal
 from cutesuper.search.labels import LabelledProgram
 from cutesuper.search.saturate import Derivation, Table, saturate
-from cutesuper.search.space import Pairing, Space
+from cutesuper.search.space import ARITHMETIC, Pairing, Space
 from cutesuper.search.splits import AnyRules, Split
 
 #: states between two looks at the clock (one takes some 3 us)
 _PATIENCE = 256
 #: operators whose operands have no order (of a contraction, labels tell them apart)
 _UNORDERED = ("mul", "add", "matmul")
-_ANYTHING = Pairing(True, True, True, True, False)
 
 #: a program: for every output its expression
 Canonical = tuple[str, ...]
@@ -72,10 +71,13 @@ class AnySpace(Space):
     def __init__(self, program: LabelledProgram) -> None:
         super().__init__(program)
         self.goal = cast(Goal, _Useful())
+        others = (kind for kind in self.binary if kind not in ARITHMETIC)
+        chosen = tuple(product(others, (False, True)))
+        self._anything = Pairing(True, True, True, True, chosen, False)
 
     def pairing(self, x: int, y: int) -> Pairing:
         """Every operator may take every two values."""
-        return _ANYTHING
+        return self._anything
 
 
 class _OutOfTime(Exception):

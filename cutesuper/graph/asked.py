@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from math import isnan
 from numbers import Integral, Real
 from typing import Any
 
@@ -55,7 +54,7 @@ def _is_seconds(value: Any) -> bool:
     if value is None or not isinstance(value, Real) or isinstance(value, bool):
         return value is None
     try:
-        return not isnan(value)
+        return float(value) >= 0  # NaN is not
     except OverflowError:  # an int that is no float
         return False
 
@@ -66,7 +65,7 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "keep": (_is_count(1), "an int of at least 1"),
     "trials": (_is_count(1), "an int of at least 1"),
     "candidates": (_is_count(1), "an int of at least 1"),
-    "budget_s": (_is_seconds, "a number of seconds, or None for no limit"),
+    "budget_s": (_is_seconds, "a number of seconds, or None for no limit, and not below 0"),
     "executor": (
         lambda v: v is None or callable(getattr(v, "submit", None)),
         "a concurrent.futures.Executor, or None",

@@ -255,7 +255,7 @@ class _Search:
             if self._interrupt is not None:
                 raise self._interrupt
             assert error is not None
-            raise error
+            raise self._out_of_budget() or error
         return sorted(found, key=lambda f: f[1].cost)[:keep]
 
     def _variants(self, plain: Flat) -> Iterator[Flat]:
@@ -381,9 +381,15 @@ class _Search:
             if found is not None and not found.counts.pruned[OUT_OF_TIME]:
                 assert found.error is not None
                 raise found.error
-        if not self.statistics.complete and self.budget_s is not None:
-            raise SearchError(f"the budget of {self.budget_s:g} s is used up; raise budget_s")
-        raise SearchError("not looked at: it neither starts nor ends where little is stored")
+        raise self._out_of_budget() or SearchError(
+            "not looked at: it neither starts nor ends where little is stored"
+        )
+
+    def _out_of_budget(self) -> SearchError | None:
+        """Why nothing was found, if it is for want of time."""
+        if self.statistics.complete or self.budget_s is None:
+            return None
+        return SearchError(f"the budget of {self.budget_s:g} s is used up; raise budget_s")
 
     # ----------------------------------------------------------------------------------- verdicts
 
