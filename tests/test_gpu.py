@@ -20,7 +20,7 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
-from cutesuper.errors import DeviceError, LayoutError
+from cutesuper.errors import DeviceError, LayoutError, OperatorError
 from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.runtime.kernel import Kernel
@@ -404,6 +404,15 @@ def test_kernels_for_another_architecture_are_refused() -> None:
         pytest.skip("this is that architecture")
     with pytest.raises(DeviceError, match=r"compiled for sm_100, called with tensors on cuda:0"):
         kernel(torch.zeros(4, 64, dtype=torch.float16, device="cuda"))
+
+
+def test_a_tangent_is_not_dropped() -> None:
+    kernel, x = norm_linear(4, 64, 64), torch.randn(4, 64, dtype=torch.float16, device="cuda")
+    w = torch.randn(64, 64, dtype=torch.float16, device="cuda")
+    with torch.autograd.forward_ad.dual_level():
+        assert kernel(x, w).shape == (4, 64)
+        with pytest.raises(OperatorError, match="no forward-mode derivative"):
+            kernel(torch.autograd.forward_ad.make_dual(x, x), w)
 
 
 def test_mixed_devices_and_odd_addresses() -> None:

@@ -212,6 +212,24 @@ def test_long_graphs_are_not_cut_inside_of_chains(monkeypatch: pytest.MonkeyPatc
     assert long.statistics.regions < short.statistics.regions
 
 
+def test_long_graphs_are_not_cut_on_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor between `y * s` and `y * t`, where y and one of them would have to be stored."""
+    g = new_kernel_graph()
+    x, w, v, s, t = (
+        g.new_input(size) for size in ((16, 256), (256, 256), (256, 256), (16, 256), (16, 256))
+    )
+    y = g.matmul(x, w)
+    g.mark_output(g.matmul(g.add(g.silu(g.mul(y, s)), g.exp(g.mul(y, t))), v))
+    options = SearchOptions(keep=4, lowered=True)
+    short = search(g, H200, options=options)
+    monkeypatch.setattr(kernels, "MANY_OPERATORS", 0)
+    long = search(g, H200, options=options)
+    monkeypatch.setattr(kernels.Segments, "slopes", lambda self, order: set[int]())
+    chains = search(g, H200, options=options)
+    assert long.candidates[0] == short.candidates[0]
+    assert long.statistics.regions < chains.statistics.regions <= short.statistics.regions
+
+
 # ------------------------------------------------------------------------------------ determinism
 
 _NAMES = ["softmax(X W)", "GQA", "attention, scale", "nTrans", "LoRA"]

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from cutesuper.errors import GraphError, OperatorError
 from cutesuper.ops.definition import Definition, Kind, Maybe, Option, first_of, kind_of
@@ -33,6 +32,7 @@ from cutesuper.ops.steps import (
     plan_of,
     result_shape,
 )
+from cutesuper.runtime.checks import refuse_tangents
 
 _fragment = torch.library.Library("cutesuper", "FRAGMENT")
 
@@ -228,11 +228,7 @@ def refuse_transforms(name: str, tensors: Sequence[Any]) -> None:
             f"{name}: it cannot be called under vmap and other transforms of torch.func; give it "
             "a tensor with one more leading dimension, and use torch.autograd for gradients"
         )
-    for t in tensors if forward_ad._current_level >= 0 else ():
-        if isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-            raise OperatorError(
-                f"{name}: it has no forward-mode derivative; use reverse mode, torch.autograd.grad"
-            )
+    refuse_tangents(name, (t for t in tensors if isinstance(t, torch.Tensor)))
 
 
 __all__ = ["Library", "double_backward", "kept", "refuse_transforms"]

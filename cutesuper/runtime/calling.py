@@ -13,7 +13,7 @@ from cutesuper.errors import DeviceError, DTypeError, GraphError
 from cutesuper.graph.dims import Shape, Symbol
 from cutesuper.graph.evaluate import run_reference
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.runtime.checks import Signature, check_size
+from cutesuper.runtime.checks import Signature, check_size, refuse_tangents
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +91,7 @@ class Program(ABC):
             ShapeError, DTypeError, LayoutError, DeviceError: an argument that does not fit; the
                 message names it. Nothing has run then.
             GraphError: a gradient that cannot be recorded.
-            OperatorError: under a transform of ``torch.func``.
+            OperatorError: under a transform of ``torch.func``, or with tangents on a GPU.
         """
         if inputs is None:
             as_list = len(args) == 1 and isinstance(args[0], list | tuple)
@@ -129,6 +129,8 @@ class Program(ABC):
         launches = self._launches(extents)
         import torch
 
+        if torch.autograd.forward_ad._current_level >= 0:
+            refuse_tangents(repr(self), inputs)
         if out is None:
             outputs = [
                 torch.empty(shape, dtype=dtype, device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -29,6 +29,19 @@ TRANSFORMED = (
     "torch.func; give it a tensor with one more leading dimension, and use torch.autograd for "
     "gradients"
 )
+
+
+def refuse_tangents(what: str, tensors: Iterable[Any]) -> None:
+    """Refuse tensors with tangents, which kernels would drop. Raises OperatorError."""
+    from torch.autograd import forward_ad
+
+    if forward_ad._current_level < 0:
+        return
+    for t in tensors:
+        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+            raise OperatorError(
+                f"{what}: it has no forward-mode derivative; use reverse mode, torch.autograd.grad"
+            )
 
 
 def check_size(what: str, shape: Sequence[int]) -> None:
