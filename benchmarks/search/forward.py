@@ -20,7 +20,7 @@ from cutesuper.search.extract import extract
 from cutesuper.search.goal import Goal
 from cutesuper.search.labels import LabelledProgram
 from cutesuper.search.saturate import Derivation, Table, saturate
-from cutesuper.search.space import ARITHMETIC, Pairing, Space
+from cutesuper.search.space import Pairing, Space
 from cutesuper.search.splits import AnyRules, Split
 
 #: states between two looks at the clock (one takes some 3 us)
@@ -71,8 +71,7 @@ class AnySpace(Space):
     def __init__(self, program: LabelledProgram) -> None:
         super().__init__(program)
         self.goal = cast(Goal, _Useful())
-        others = (kind for kind in self.binary if kind not in ARITHMETIC)
-        chosen = tuple(product(others, (False, True)))
+        chosen = tuple(product(self.uninterpreted, (False, True)))
         self._anything = Pairing(True, True, True, True, chosen, False)
 
     def pairing(self, x: int, y: int) -> Pairing:

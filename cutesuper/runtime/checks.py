@@ -35,10 +35,8 @@ def refuse_tangents(what: str, tensors: Iterable[Any]) -> None:
     """Refuse tensors with tangents, which kernels would drop. Raises OperatorError."""
     from torch.autograd import forward_ad
 
-    if forward_ad._current_level < 0:
-        return
     for t in tensors:
-        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+        if forward_ad.unpack_dual(t).tangent is not None:
             raise OperatorError(
                 f"{what}: it has no forward-mode derivative; use reverse mode, torch.autograd.grad"
             )

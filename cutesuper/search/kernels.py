@@ -421,7 +421,7 @@ class Segments:
     def slopes(self, order: tuple[int, ...]) -> set[int]:
         """Positions between two element-wise operators of which a neighbour stores fewer elements:
         whatever computes one of them can compute both. Most of the backward pass of an nGPT block,
-        51 operators, has 1304 segments, and 495 that give the same program."""
+        51 operators, has 1304 segments, and 495 that give as cheap a program."""
         nodes, crossing = self.flat.graph.nodes, self._crossing(order)
         movable = [lookup(nodes[i].operator).elementwise for i in order]
         return {

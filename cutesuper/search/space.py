@@ -82,10 +82,12 @@ class Space:
         self.reductions = sorted(
             {("sum" if op.kind == "matmul" else op.kind, op.over) for op in program.ops if op.over}
         )
-        #: of operators without algebra: normal forms that each of their operands may have
+        #: those of `binary` without algebra
+        self.uninterpreted = [kind for kind in self.binary if kind not in ARITHMETIC]
+        #: of these, normal forms that each of their operands may have
         self._taken: dict[tuple[str, int], set[int]] = {}
         for op in program.ops:
-            if op.kind in self.binary and op.kind not in ARITHMETIC:
+            if op.kind in self.uninterpreted:
                 for side, i in enumerate(op.inputs):
                     forms = self._taken.setdefault((op.kind, side), set())
                     forms.update(self.goal.later(values[i]))
