@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cutesuper.errors import CutesuperError, LoweringError, ScheduleError, VerificationError
-from cutesuper.graph.block import Axis, AxisKind, BlockProgram, KernelStep, MuGraph
-from cutesuper.graph.check import check_is_mugraph
-from cutesuper.graph.dims import extent
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.rows import row_label
-from cutesuper.graph.target import Target
-from cutesuper.optimize import (
+from cutesuper.ir.block import Axis, AxisKind, BlockProgram, KernelStep, MuGraph
+from cutesuper.ir.check import check_is_mugraph
+from cutesuper.ir.dims import extent
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.pipeline import (
     Choice,
     Options,
     as_target,
@@ -23,11 +21,13 @@ from cutesuper.optimize import (
 )
 from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.kernel import Kernel, Variant
-from cutesuper.schedule.planner import KernelPlan, make_plan
-from cutesuper.search.cost import Cost
 from cutesuper.search.forms import MatmulForm, RowForm
 from cutesuper.search.search import Candidate, SearchResult, Statistics, show
 from cutesuper.search.sizing import sized
+from cutesuper.skeletons.matmul.cost import Cost
+from cutesuper.skeletons.planner import KernelPlan, make_plan
+from cutesuper.skeletons.rows.limits import row_label
+from cutesuper.targets import Target
 
 
 def compile_mugraph(

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from cutesuper.graph.block import ENDING, LOAD, STORE, BlockOp, MuGraph
-from cutesuper.graph.operators import lookup
+from cutesuper.ir.block import ENDING, LOAD, STORE, BlockOp, MuGraph
+from cutesuper.ir.operators.base import lookup
 
 
 def change(mu: MuGraph, step: int, i: int, **fields: Any) -> MuGraph:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
-from cutesuper.graph.target import H200
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.search.search import SearchOptions, search
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verifier
 
 NAMES = ("at_least", "maximum", "keep", "hide")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutesuper.graph.field import (
+from cutesuper.ir.field import (
     OMEGA,
     DivisionByZero,
     FieldAlgebra,

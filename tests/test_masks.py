@@ -12,19 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cutesuper.egraph.labelled import Region, RegionOp, View, label
 from cutesuper.errors import CutesuperError, GraphError, LoweringError, OperatorError, ShapeError
-from cutesuper.graph.block import ACCUMULATE, MuGraph
-from cutesuper.graph.check import check_mugraph
-from cutesuper.graph.dims import Dim
-from cutesuper.graph.dtypes import float16
-from cutesuper.graph.evaluate import evaluate
-from cutesuper.graph.field import FieldAlgebra, FieldValue, P, Unbounded, uniform
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph, symbol
-from cutesuper.graph.serial import dumps, loads
-from cutesuper.graph.target import H200
-from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.row_loop import RowLoopPlan
-from cutesuper.search.labels import Region, RegionOp, View, label
+from cutesuper.ir.block import ACCUMULATE, MuGraph
+from cutesuper.ir.check import check_mugraph
+from cutesuper.ir.dims import Dim
+from cutesuper.ir.dtypes import float16
+from cutesuper.ir.evaluate import evaluate
+from cutesuper.ir.field import FieldAlgebra, FieldValue, P, Unbounded, uniform
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph, symbol
+from cutesuper.ir.serial import dumps, loads
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import verify
 from cutesuper.verify.extents import SizeChooser
 from cutesuper.verify.numeric import compare

@@ -20,8 +20,8 @@ from cutesuper.frontend.options import BackendOptions
 from cutesuper.frontend.partition import halves
 from cutesuper.frontend.region import Region
 from cutesuper.frontend.sample import Sample
-from cutesuper.graph.operators import lookup
-from cutesuper.optimize import Choice
+from cutesuper.ir.operators.base import lookup
+from cutesuper.pipeline import Choice
 from cutesuper.search.search import show
 from cutesuper.tune.device import Device
 

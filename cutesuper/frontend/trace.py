@@ -25,7 +25,7 @@ from cutesuper.frontend.region import Region, places, source_lines
 from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.table import is_free, is_known, moves
 from cutesuper.frontend.values import CONDITIONS, INTEGERS
-from cutesuper.optimize import superoptimize as optimize_graph
+from cutesuper.pipeline import superoptimize as optimize_graph
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.tensors import usable
 

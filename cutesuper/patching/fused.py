@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutesuper.entry import superoptimize
+from cutesuper.api import superoptimize
 from cutesuper.errors import CutesuperError
 from cutesuper.patching.conditions import MOST_POSITIONS, is_usual
 from cutesuper.patching.probing import Failed, within_rule

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cutesuper.errors import CacheError, OptionError
-from cutesuper.graph.asked import shown
+from cutesuper.ir.arguments import shown
 from cutesuper.runtime.toolchain import dsl_versions, host_machine
 
 try:
@@ -214,7 +214,7 @@ def source_fingerprint() -> str:
     expressions), what operators expand to and what they compute is in the sources only.
     """
     package = Path(__file__).resolve().parent.parent
-    folders = ("graph", "schedule", "lower", "device")
+    folders = ("ir", "skeletons", "targets", "device")
     sources = [path for folder in folders for path in package.glob(f"{folder}/**/*.py")]
     runtime = ("arguments", "compile", "dsl", "host_module")
     sources += [package / "runtime" / f"{name}.py" for name in runtime]

@@ -3,7 +3,7 @@
 `cutesuper.runtime.export` holds the kernels; this is what makes a program of them. Metadata
 ``program``, where a shape is a list of extents, symbols by name::
 
-    {"graph": {...},                       # the kernel graph, see cutesuper.graph.serial
+    {"graph": {...},                       # the kernel graph, see cutesuper.ir.serial
      "inputs": [{"name": "X", "shape": ["M", 4096], "dtype": "float16"}, ...],
      "outputs": [...], "intermediates": [...],
      "scratch": [{"name": "scratch0", "shape": ["M", 4], "dtype": "int32", "zeroed": true}, ...],
@@ -24,10 +24,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from cutesuper.errors import CutesuperError, FormatError, ShapeError
-from cutesuper.graph import serial
-from cutesuper.graph.dims import Shape, Symbol
-from cutesuper.graph.dtypes import ALL
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ir import serial
+from cutesuper.ir.dims import Shape, Symbol
+from cutesuper.ir.dtypes import ALL
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.arguments import RawTensor
 from cutesuper.runtime.calling import Launches, Program
 from cutesuper.runtime.checks import ALIGNMENT

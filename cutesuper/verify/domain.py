@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cutesuper.errors import VerificationError
-from cutesuper.graph.field import (
+from cutesuper.ir.field import (
     FieldAlgebra,
     FieldValue,
     P,
@@ -18,7 +18,7 @@ from cutesuper.graph.field import (
     align,
     uniform_residues,
 )
-from cutesuper.graph.operators import Attributes, Operator, lookup
+from cutesuper.ir.operators.base import Attributes, Operator, lookup
 from cutesuper.verify.source import names_of
 from cutesuper.verify.tiles import Mapped, Window
 

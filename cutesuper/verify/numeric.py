@@ -19,13 +19,13 @@ import torch
 from numpy.typing import NDArray
 
 from cutesuper.errors import ShapeError
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.check import check_mugraph
-from cutesuper.graph.dims import extent, show_shape
-from cutesuper.graph.dtypes import as_dtype
-from cutesuper.graph.evaluate import evaluate, reference
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import Attributes, Operator
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.check import check_mugraph
+from cutesuper.ir.dims import extent, show_shape
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.evaluate import evaluate, reference
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import Attributes, Operator
 from cutesuper.verify.equivalence import check_interface, evaluate_mugraph
 from cutesuper.verify.extents import real_sizes
 from cutesuper.verify.integers import Integers, draw_integers
@@ -53,7 +53,7 @@ class TorchDomain:
             return self.constant(attributes["value"])
         dims = tuple(dict.fromkeys(d for x in args for d in x.dims))
         data = [_align(x, dims) for x in args]
-        # -inf - -inf = -inf, see `cutesuper.graph.field`
+        # -inf - -inf = -inf, see `cutesuper.ir.field`
         return TorchValue(dims, reference(kind, data, attributes, True, self.empty_rows))
 
     def add(self, x: TorchValue, y: TorchValue) -> TorchValue:

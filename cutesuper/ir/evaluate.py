@@ -1,0 +1,89 @@
+"""Reference execution of a kernel graph with PyTorch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cutesuper.errors import ShapeError
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import Attributes, lookup
+
+if TYPE_CHECKING:
+    import torch
+
+
+def reference(
+    kind: str, args: list[Any], attributes: Attributes, hidden: bool, empty: bool
+) -> Any:
+    """The reference of an operator, where rows may be masked.
+
+    Args:
+        kind: the operator.
+        args: torch tensors that broadcast.
+        attributes: of the operator.
+        hidden: -inf minus -inf is -inf: what a row or a tile without visible elements has for a
+            maximum is subtracted from hidden elements only.
+        empty: 0 / 0 is 0: the quotient of sums over no visible element.
+    """
+    import torch
+
+    result = lookup(kind).reference(args, attributes)
+    if hidden and kind == "sub":
+        gone = (args[0] == -torch.inf) & (args[1] == -torch.inf)
+        return result.masked_fill(gone, -torch.inf)
+    if empty and kind == "div":
+        return result.masked_fill((args[0] == 0) & (args[1] == 0), 0.0)
+    return result
+
+
+def evaluate(graph: KernelGraph, inputs: list[torch.Tensor], dtype: Any = None) -> list[Any]:
+    """Compute the outputs operator by operator.
+
+    Where lengths mask rows, the two rules of `reference` hold: rows that see nothing are 0 after a
+    softmax, written as one operator or as several.
+
+    Args:
+        graph: any kernel graph.
+        inputs: one tensor for each input, on one device.
+        dtype: compute in this torch dtype (``torch.float64`` is the reference that everything is
+            compared with); None computes each operator in the dtype of its arguments, as PyTorch
+            would; what it makes of arguments of different types is rounded to the graph's.
+
+    Returns:
+        The outputs in ``dtype`` (None: in the types in which they were computed).
+
+    Raises:
+        ShapeError: not one tensor for each input.
+    """
+    if len(inputs) != len(graph.inputs):
+        raise ShapeError(f"the graph has {len(graph.inputs)} input(s), got {len(inputs)} tensor(s)")
+    empty = any(lookup(n.operator).empties for n in graph.nodes)
+    values: dict[int, Any] = {}
+    feed = iter(inputs)
+    for i, node in enumerate(graph.nodes):
+        if node.operator == "input":
+            value = next(feed)
+            values[i] = value if dtype is None or node.dtype.integer else value.to(dtype)
+        else:
+            args = [values[j] for j in node.inputs]
+            value = reference(node.operator, args, dict(node.attributes), empty, empty)
+            types = {x.dtype for x in args if x.dim() and x.is_floating_point()}
+            mixed = dtype is None and len(types) > 1
+            values[i] = value.to(node.dtype.torch) if mixed else value
+    return [values[i] for i in graph.outputs]
+
+
+def run_reference(graph: KernelGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs in the graph's element types, computed in float32 like the kernels do, under
+    autocast too."""
+    import torch
+
+    device = inputs[0].device.type if inputs else "cpu"
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return run_reference(graph, inputs)
+    outputs = evaluate(graph, inputs, torch.float32)
+    return [
+        o.to(graph.nodes[i].dtype.torch).contiguous()
+        for o, i in zip(outputs, graph.outputs, strict=True)
+    ]
