@@ -20,14 +20,13 @@ from cutesuper.runtime.program import load
 from cutesuper.targets import B200, H100, H200, Target
 from cutesuper.tune.tuner import tune
 from cutesuper.verify.equivalence import Verification, verify
+from cutesuper.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from cutesuper import nn, ops
     from cutesuper.frontend.explain import explain
     from cutesuper.frontend.trace import TracedProgram
     from cutesuper.patching import Patch, patch
-
-__version__ = "0.1.0"
 
 __all__ = [
     "B200",

@@ -101,4 +101,6 @@ def superoptimize(
     )  # fmt: skip
 
 
+KernelGraph.superoptimize = pipeline.superoptimize
+
 __all__ = ["superoptimize"]

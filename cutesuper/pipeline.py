@@ -28,7 +28,7 @@ from cutesuper.ir.dims import Symbol, extent
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import lookup
 from cutesuper.progress import progress_bar
-from cutesuper.report import variant_report
+from cutesuper.report import kernel_notes, variant_report
 from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.checks import check_size
 from cutesuper.runtime.compile import CompileRequest, compile_many
@@ -356,7 +356,8 @@ def compiled(
     steps = compile_plans(choice, options, cache)
     report = variant_report(graph, options, result, choice, steps)
     candidate = choice.candidate
-    return Variant(candidate.mugraph, steps, report, candidate.kernels, choice.verification)
+    notes = tuple(map(kernel_notes, steps))
+    return Variant(candidate.mugraph, steps, report, candidate.kernels, choice.verification, notes)
 
 
 def choose(

@@ -28,7 +28,8 @@ from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.serial import from_dict, to_dict
 from cutesuper.runtime.cache import default_root
-from cutesuper.skeletons.schedule import Schedule, read_schedule, schedule_dict
+from cutesuper.skeletons.registry import read_schedule
+from cutesuper.skeletons.schedule import Schedule, schedule_dict
 
 FORMAT, VERSION = "tuned_schedule", 1
 MAX_BYTES = 16 << 20

@@ -17,7 +17,7 @@ from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.runtime.compile import compile_kernel
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
 from cutesuper.skeletons.planner import make_plan
-from cutesuper.skeletons.schedule import RowLoopSchedule
+from cutesuper.skeletons.rows.schedule import RowLoopSchedule
 from cutesuper.targets import H200
 from tests.mugraphs import Block
 from tests.plans import request_of

@@ -31,7 +31,7 @@ from cutesuper.ir.dims import Symbol
 from cutesuper.ir.evaluate import evaluate
 from cutesuper.pipeline import superoptimize
 from cutesuper.runtime.compile import compile_kernel
-from cutesuper.skeletons.schedule import RowLoopSchedule
+from cutesuper.skeletons.rows.schedule import RowLoopSchedule
 from tests import zoo
 from tests.attention import Attention, serving_inputs
 from tests.chains import Chain

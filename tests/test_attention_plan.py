@@ -11,16 +11,14 @@ import pytest
 from cutesuper.errors import CutesuperError, FormatError, LoweringError, ScheduleError
 from cutesuper.ir.block import Axis, AxisKind
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
-from cutesuper.ir.text import mugraph_svg
 from cutesuper.report import plan_text
+from cutesuper.show.svg import mugraph_svg
 from cutesuper.skeletons.attention.plan import AttentionPlan, Mask
+from cutesuper.skeletons.attention.schedule import AttentionSchedule
+from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.planner import make_plan
-from cutesuper.skeletons.schedule import (
-    AttentionSchedule,
-    MatmulSchedule,
-    read_schedule,
-    schedule_dict,
-)
+from cutesuper.skeletons.registry import read_schedule
+from cutesuper.skeletons.schedule import schedule_dict
 from cutesuper.skeletons.variants import changed, planned, variants
 from cutesuper.targets import B200, H200
 from tests.attention import Attention

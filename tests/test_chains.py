@@ -24,8 +24,8 @@ from cutesuper.search.region import Found, SearchOptions, search_region
 from cutesuper.search.search import SearchResult, search
 from cutesuper.skeletons.matmul.hidden import MAX_HIDDEN, hidden_width
 from cutesuper.skeletons.matmul.plan import MatmulPlan
+from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.planner import make_plan
-from cutesuper.skeletons.schedule import MatmulSchedule
 from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verifier
 from cutesuper.verify.numeric import compare

@@ -16,8 +16,10 @@ from cutesuper.errors import GraphError
 from cutesuper.ir.block import BlockProgram, KernelStep, MuGraph, TensorSpec
 from cutesuper.ir.dtypes import float32
 from cutesuper.ir.graph import new_kernel_graph
+from cutesuper.ir.graph_text import kernel_graph_text
 from cutesuper.ir.outline import sections, show_bytes
-from cutesuper.ir.text import kernel_graph_text, mugraph_svg, mugraph_text, program_text
+from cutesuper.ir.text import mugraph_text, program_text
+from cutesuper.show.svg import mugraph_svg
 from tests import programs
 from tests.programs import GRID, Axis, op
 

@@ -24,7 +24,7 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.scratch import ScratchMemory
 from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
-from cutesuper.skeletons.schedule import RowLoopSchedule
+from cutesuper.skeletons.rows.schedule import RowLoopSchedule
 from tests import zoo
 from tests.row_programs import (
     Case,

@@ -31,7 +31,8 @@ from cutesuper.ir.dtypes import float16, int32
 from cutesuper.ir.evaluate import evaluate, run_reference
 from cutesuper.ir.field import DivisionByZero, FieldAlgebra, FieldValue, uniform
 from cutesuper.ir.graph import KernelGraph, new_kernel_graph, symbol
-from cutesuper.ir.text import kernel_graph_text, mugraph_text
+from cutesuper.ir.graph_text import kernel_graph_text
+from cutesuper.ir.text import mugraph_text
 from cutesuper.runtime.checks import Signature
 from cutesuper.search.cuts import Flat, Segments
 from cutesuper.search.search import SearchOptions, search

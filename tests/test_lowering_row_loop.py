@@ -19,7 +19,7 @@ from cutesuper.runtime.toolchain import find_nvdisasm
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
 from cutesuper.skeletons.rows.plan import RowPlan
-from cutesuper.skeletons.schedule import RowLoopSchedule
+from cutesuper.skeletons.rows.schedule import RowLoopSchedule
 from cutesuper.targets import H200
 from tests.fake_runtime import Launch, record_launches
 from tests.plans import compiled

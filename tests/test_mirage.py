@@ -16,7 +16,8 @@ from cutesuper.errors import GraphError, LoweringError
 from cutesuper.ir.block import KernelStep, MuGraph
 from cutesuper.ir.check import check_mugraph
 from cutesuper.ir.graph import KernelGraph, Tensor
-from cutesuper.ir.text import mugraph_svg, mugraph_text
+from cutesuper.ir.text import mugraph_text
+from cutesuper.show.svg import mugraph_svg
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.verify.numeric import compare, execute
 from tests import mirage_json as mj

@@ -20,16 +20,13 @@ from cutesuper.ir.dtypes import DType, bfloat16, float32, int64
 from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.pipeline import Options, choose
 from cutesuper.report import plan_text
+from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.registry import read_schedule
 from cutesuper.skeletons.rows.loop_plan import LINE, RowLoopPlan
 from cutesuper.skeletons.rows.plan import RowPlan
-from cutesuper.skeletons.schedule import (
-    MatmulSchedule,
-    RowLoopSchedule,
-    RowSchedule,
-    read_schedule,
-    schedule_dict,
-)
+from cutesuper.skeletons.rows.schedule import RowLoopSchedule, RowSchedule
+from cutesuper.skeletons.schedule import schedule_dict
 from cutesuper.skeletons.variants import changed, planned, variants
 from cutesuper.targets import H200
 from tests.mugraphs import Block

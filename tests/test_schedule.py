@@ -11,11 +11,14 @@ import pytest
 from cutesuper.errors import CutesuperError, FormatError, LoweringError, ScheduleError
 from cutesuper.ir.dims import Symbol
 from cutesuper.skeletons.matmul.plan import MatmulPlan, grid_shape
+from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.registry import read_schedule
 from cutesuper.skeletons.rows.limits import MAX_PER_THREAD, MAX_ROW
 from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
 from cutesuper.skeletons.rows.plan import RowPlan, plan_rows
-from cutesuper.skeletons.schedule import MatmulSchedule, RowSchedule, read_schedule, schedule_dict
+from cutesuper.skeletons.rows.schedule import RowSchedule
+from cutesuper.skeletons.schedule import schedule_dict
 from cutesuper.targets import B200, H200
 from tests.mugraphs import Block
 from tests.plans import Linear, rows_block, rows_plan, specs
@@ -534,10 +537,10 @@ def test_row_programs_that_are_refused(make: Any, message: str) -> None:
     "schedule",
     [
         MatmulSchedule(4),
-        MatmulSchedule(7, 2, 3, True, False),
+        MatmulSchedule(7, 2, 3, stream_columns=False, dependent_launch=True),
         MatmulSchedule(4, 2, share_rows=2, persistent=132, helpers=2, bulk_store=True),
         RowSchedule(32, 8, 4, 2),
-        RowSchedule(8, 1, 4, 32, True, True),
+        RowSchedule(8, 1, 4, 32, interleaved=True, dependent_launch=True),
     ],
 )
 def test_schedules_survive_json(schedule: MatmulSchedule | RowSchedule) -> None:

@@ -20,7 +20,8 @@ from cutesuper import store
 from cutesuper.errors import FormatError
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.pipeline import Choice, Options, choose, stored_choice
-from cutesuper.skeletons.schedule import AttentionSchedule, MatmulSchedule
+from cutesuper.skeletons.attention.schedule import AttentionSchedule
+from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.store import Measured, canonical, file_name, find, read_entry, save
 from tests import zoo
 

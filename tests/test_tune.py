@@ -24,9 +24,12 @@ from cutesuper.errors import CompileError, DeviceError, GraphError, ScheduleErro
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.pipeline import Options, choose
 from cutesuper.runtime.cache import KernelCache
+from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.planner import make_plan
-from cutesuper.skeletons.schedule import MatmulSchedule, RowSchedule, Schedule
-from cutesuper.skeletons.variants import FIXED, KNOBS, changed, planned, variants
+from cutesuper.skeletons.registry import SKELETONS
+from cutesuper.skeletons.rows.schedule import RowSchedule
+from cutesuper.skeletons.schedule import Schedule
+from cutesuper.skeletons.variants import changed, planned, variants
 from cutesuper.tune import candidates, measure, tuner
 from cutesuper.tune.candidates import Trial, make_trials
 from cutesuper.tune.measure import make_sets
@@ -95,10 +98,10 @@ def test_rows_keep_their_width() -> None:
 
 
 def test_every_number_has_values_to_try() -> None:
-    """A knob that is added to a schedule needs a line in KNOBS, unless it is true or false."""
-    for kind, knobs in KNOBS.items():
+    """A knob that is added to a schedule needs a line in its ``knobs``, unless it is a truth."""
+    for kind in (k for s in SKELETONS for k in s.schedules):
         numbers = {f.name for f in fields(kind) if f.type == "int"}
-        assert numbers - set(FIXED) == set(knobs)
+        assert numbers - set(kind.fixed) == set(kind.knobs)
 
 
 MISTAKES: list[tuple[str, dict[str, Any]]] = [

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from cutesuper.errors import DTypeError, GraphError, OperatorError, ShapeError
 from cutesuper.ir.arguments import check_options, shown
@@ -13,9 +13,6 @@ from cutesuper.ir.dims import Dim, Shape, Symbol, show_shape
 from cutesuper.ir.dtypes import ALL, DType, as_dtype, float16, float32
 from cutesuper.ir.operators.base import Attributes, Operator, lookup
 from cutesuper.ir.operators.builders import NamedOperators
-
-if TYPE_CHECKING:
-    from cutesuper.runtime.kernel import Kernel
 
 
 @dataclass(frozen=True)
@@ -99,6 +96,10 @@ class KernelGraph(NamedOperators):
     Every method takes tensors of this graph (numbers where an operand may be a scalar), checks
     shapes and element types at once, and returns the new tensor.
     """
+
+    #: `cutesuper.superoptimize` of this graph; the package puts it here, since the IR knows no
+    #: stage that uses it
+    superoptimize: ClassVar[Callable[..., Any]]
 
     nodes: list[Node] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
@@ -210,12 +211,6 @@ class KernelGraph(NamedOperators):
         """The builder's handle of node ``index``."""
         return Tensor(self, index)
 
-    def superoptimize(self, **options: Any) -> Kernel:
-        """Search, verify and compile the best program; see `cutesuper.superoptimize`."""
-        from cutesuper.pipeline import superoptimize
-
-        return superoptimize(self, **options)
-
     def result_dtype(self, operator: str, args: Sequence[Tensor]) -> DType:
         """The element type of an operator's result, unless an output says another one.
 
@@ -315,7 +310,7 @@ class KernelGraph(NamedOperators):
         return g
 
     def __repr__(self) -> str:
-        from cutesuper.ir.text import kernel_graph_text
+        from cutesuper.ir.graph_text import kernel_graph_text
 
         return kernel_graph_text(self)
 

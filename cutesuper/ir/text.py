@@ -1,48 +1,12 @@
-"""Graphs as text that lines up; pictures are made in `cutesuper.show.svg`."""
+"""MuGraphs as text that lines up; pictures are made in `cutesuper.show.svg`."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from cutesuper.ir.block import AxisKind, BlockProgram, MuGraph, TensorSpec
 from cutesuper.ir.check import ValueState, check_block_program
 from cutesuper.ir.dims import Symbol, extent, show_shape, size
-from cutesuper.ir.graph import KernelGraph, Node
+from cutesuper.ir.graph_text import INDENT, aligned, counted
 from cutesuper.ir.outline import call, loop_titles, sections, show_bytes, tile_of
-from cutesuper.show.svg import mugraph_svg
-
-INDENT = "  "
-
-
-def kernel_graph_text(graph: KernelGraph) -> str:
-    """One line for each node; outputs end in ``-> output 0``.
-
-    ::
-
-        kernel graph: 2 inputs, 1 output
-          X   input          [16, 4096]    float16
-          W   input          [4096, 6144]  float16
-          t2  rms_norm(X)    [16, 4096]    float16  eps=1e-06
-          t3  matmul(t2, W)  [16, 6144]    float16  -> output 0
-    """
-    rows = [_node_row(graph, i, n) for i, n in enumerate(graph.nodes)]
-    head = f"kernel graph: {_count(graph.inputs, 'input')}, {_count(graph.outputs, 'output')}"
-    return "\n".join([head, *_aligned(rows)])
-
-
-def _node_row(graph: KernelGraph, index: int, node: Node) -> tuple[str, ...]:
-    operands = ", ".join(graph.nodes[j].name for j in node.inputs)
-    what = node.operator if not node.inputs else f"{node.operator}({operands})"
-    notes = [f"{k}={_value(v)}" for k, v in node.attributes.items()]
-    if node.constant:
-        notes.append("constant")
-    if index in graph.outputs:
-        notes.append(f"-> output {graph.outputs.index(index)}")
-    return node.name, what, show_shape(node.shape), str(node.dtype), " ".join(notes)
-
-
-def _value(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def program_text(program: BlockProgram) -> str:
@@ -106,8 +70,8 @@ def mugraph_text(mu: MuGraph) -> str:
     Raises:
         GraphError: a program is illegal.
     """
-    lines = [f"muGraph: {_count(mu.steps, 'kernel')}"]
-    lines += _aligned([_tensor_row(mu, t) for t in mu.tensors.values()])
+    lines = [f"muGraph: {counted(mu.steps, 'kernel')}"]
+    lines += aligned([_tensor_row(mu, t) for t in mu.tensors.values()])
     for step in mu.steps:
         lines += ["", f"kernel {step.name}: {', '.join(step.reads)} -> {', '.join(step.writes)}"]
         lines += [INDENT + line for line in program_text(step.program).splitlines()]
@@ -118,19 +82,6 @@ def _tensor_row(mu: MuGraph, t: TensorSpec) -> tuple[str, ...]:
     count = show_bytes(size(t.shape) * t.dtype.itemsize)
     role = "in" if t.name in mu.inputs else "out" if t.name in mu.outputs else "between"
     return role, t.name, show_shape(t.shape), str(t.dtype), count, "constant" if t.constant else ""
-
-
-def _count(things: Iterable[object], noun: str) -> str:
-    n = len(list(things))
-    return f"{n} {noun}{'' if n == 1 else 's'}"
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        (INDENT + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True))).rstrip()
-        for r in rows
-    ]
 
 
 def _aligned_nested(rows: list[tuple[int, tuple[str, ...] | str]]) -> list[str]:
@@ -149,4 +100,4 @@ def _aligned_nested(rows: list[tuple[int, tuple[str, ...] | str]]) -> list[str]:
     return lines
 
 
-__all__ = ["blocks_text", "kernel_graph_text", "mugraph_svg", "mugraph_text", "program_text"]
+__all__ = ["blocks_text", "mugraph_text", "program_text"]

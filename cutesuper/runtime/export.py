@@ -35,6 +35,7 @@ from cutesuper.runtime.toolchain import (
     require_dialect_archive,
     run_tool,
 )
+from cutesuper.version import __version__
 
 if TYPE_CHECKING:
     from cutesuper.runtime.compile import Artifact
@@ -149,8 +150,6 @@ def _metadata_text(
     entries: Sequence[CacheEntry],
     program: Mapping[str, Any],
 ) -> str:
-    from cutesuper import __version__
-
     kernels = [
         {
             "name": artifact.name,

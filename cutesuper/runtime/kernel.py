@@ -20,9 +20,10 @@ from cutesuper.runtime.calling import Launches, Picker, Program, picker
 from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.resources import Resources, combine
 from cutesuper.runtime.scratch import Need, ScratchMemory, rows_of
+from cutesuper.show.page import Facts, mugraph_page
+from cutesuper.show.svg import mugraph_svg
 from cutesuper.skeletons.base import Scratch
 from cutesuper.skeletons.planner import KernelPlan
-from cutesuper.skeletons.rows.plan import RowPlan
 from cutesuper.targets import Target
 
 if TYPE_CHECKING:
@@ -58,14 +59,9 @@ class CompiledStep:
         return self.artifact.name
 
     @property
-    def stages(self) -> int:
-        """Slots of the shared-memory ring; 1 where operands go straight to registers."""
-        return 1 if isinstance(self.plan, RowPlan) else max(1, self.plan.schedule.stages)
-
-    @property
     def resources(self) -> Resources:
         """Registers, spills, shared memory, stages, instruction mix."""
-        return replace(self.artifact.resources, stages=self.stages)
+        return replace(self.artifact.resources, stages=self.plan.stages)
 
 
 @dataclass(frozen=True)
@@ -78,6 +74,7 @@ class Variant:
         report: how it was found, verified and priced; what `Kernel.explain` prints.
         costs: predicted, one for each kernel; empty if nobody asked a model.
         verification: that the program computes the graph; None if that was not checked.
+        notes: the plan and the figures of every kernel in words.
     """
 
     mugraph: MuGraph
@@ -85,6 +82,7 @@ class Variant:
     report: str
     costs: tuple[Cost, ...] = ()
     verification: Verification | None = None
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def wiring(self) -> tuple[tuple[int, ...], ...]:
@@ -309,14 +307,15 @@ class Kernel(Program):
         """
         from pathlib import Path
 
-        from cutesuper.ir.text import mugraph_svg
-        from cutesuper.report import variant_page
-
         file = Path(as_path("draw", path))
-        page = file.suffix.lower() in (".html", ".htm")
-        text = variant_page(self.graph, self.target, self._main) if page else (
-            mugraph_svg(self.mugraph)
-        )
+        if file.suffix.lower() in (".html", ".htm"):
+            variant, target = self._main, f"{self.target.name} ({self.target.arch})"
+            verified = variant.verification
+            said = (verified.summary(), verified.bound_log2) if verified else ("", None)
+            facts = Facts(self.graph, target, variant.costs, *said, variant.notes)
+            text = mugraph_page(variant.mugraph, facts)
+        else:
+            text = mugraph_svg(self.mugraph)
         try:
             file.write_text(text, encoding="utf-8")
         except OSError as error:

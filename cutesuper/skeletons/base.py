@@ -1,20 +1,28 @@
-"""Plans: everything the lowering needs to know of one kernel, decided, and printable.
+"""What skeletons have in common: the protocol they implement, and the common part of their plans.
 
-`make_plan` recognises which loop skeleton a block program fits, gives every operation its place in
-it, picks a schedule if none is given, and refuses with a reason what no skeleton can run.
+A plan is everything the kernel needs to know, decided, and printable. `skeletons.planner.make_plan`
+asks each skeleton in turn whether it runs a block program; the one that does gives every operation
+its place, picks a schedule if none is given, and refuses with a reason what it cannot run.
 """
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import Any, Generic, Protocol, TypeVar
 
 from cutesuper.ir.block import LOAD, BlockOp, BlockProgram, KernelStep, TensorSpec
 from cutesuper.ir.dims import Dim, Symbol, extent
+from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.serial import program_dict
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.schedule import Schedule, schedule_dict
+from cutesuper.targets import Target
+
+Knobs = TypeVar("Knobs", bound=Schedule)
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,95 @@ class Scratch:
     shape: tuple[Dim, ...]
     dtype: str
     zeroed: bool
+
+
+class Plan(ABC, Generic[Knobs]):
+    """One kernel, decided: the common part.
+
+    Attributes:
+        program: the block program, tiled as the kernel runs it.
+        arguments: tensor arguments in order, inputs first.
+        schedule: the knobs.
+    """
+
+    program: BlockProgram
+    arguments: tuple[Argument, ...]
+    schedule: Knobs
+
+    @property
+    @abstractmethod
+    def threads(self) -> int:
+        """Threads of a block."""
+
+    @property
+    @abstractmethod
+    def shared_bytes(self) -> int:
+        """Bytes of shared memory of a block."""
+
+    @property
+    def stages(self) -> int:
+        """Slots of the shared-memory ring; 1 where operands go straight to registers."""
+        return max(1, getattr(self.schedule, "stages", 1))
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """Device memory beside the tensors; none where blocks do not meet in it."""
+        return ()
+
+    @property
+    def key(self) -> str:
+        """Canonical text of everything that decides the generated code."""
+        return content_key(self.program, self.arguments, self.schedule)
+
+    def itemsize(self, view: View) -> int:
+        """Bytes of an element of the tensor behind a view."""
+        return as_dtype(self.arguments[view.argument].dtype).itemsize
+
+    def names(self, views: Iterable[View]) -> str:
+        """The tensors behind some views, for a report."""
+        return ", ".join(self.arguments[v.argument].name for v in views)
+
+
+class Skeleton(Protocol):
+    """A loop that block programs are lowered to, and everything the stages ask of it.
+
+    Attributes:
+        name: for messages, with its article: ``a matmul loop``.
+        plans: the classes of its plans.
+        schedules: the classes of their knobs.
+    """
+
+    name: str
+    plans: tuple[type[Plan[Any]], ...]
+    schedules: tuple[type[Schedule], ...]
+
+    def runs(self, step: KernelStep) -> bool:
+        """Whether a kernel is one for this skeleton, if no skeleton before it took it."""
+        ...
+
+    def plan(
+        self,
+        step: KernelStep,
+        tensors: dict[str, TensorSpec],
+        target: Target,
+        schedule: Any,
+        dependent_launch: bool,
+    ) -> Plan[Any]:
+        """The plan, with a schedule of `schedules` or, for None, one of its own choice.
+
+        Raises:
+            LoweringError: it has a structure that this skeleton cannot run.
+            ScheduleError: it does not fit the target.
+        """
+        ...
+
+    def explain(self, plan: Any) -> list[str]:
+        """Where everything lives and who does what, line by line."""
+        ...
+
+    def build(self, plan: Any) -> Any:
+        """The kernel that CuTe DSL traces. Imports CuTe DSL."""
+        ...
 
 
 def arguments_of(step: KernelStep, tensors: dict[str, TensorSpec]) -> tuple[Argument, ...]:

@@ -19,16 +19,16 @@ from math import prod
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
+from cutesuper.skeletons.attention.schedule import AttentionSchedule
 from cutesuper.skeletons.base import (
     Argument,
     Output,
     Pages,
+    Plan,
     Scratch,
     View,
-    content_key,
     view_of,
 )
-from cutesuper.skeletons.schedule import AttentionSchedule
 
 #: rows of the tensor-core instruction
 ROW_BLOCK = 64
@@ -89,7 +89,7 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class AttentionPlan:
+class AttentionPlan(Plan[AttentionSchedule]):
     """An attention-loop kernel, decided.
 
     Attributes:
@@ -358,8 +358,3 @@ class AttentionPlan:
             else:
                 each *= ceil_div(dim, self.tile(d))
         return (*shape, each)
-
-    @property
-    def key(self) -> str:
-        """Canonical text of everything that decides the generated code."""
-        return content_key(self.program, self.arguments, self.schedule)

@@ -10,9 +10,9 @@ from cutesuper.ir.block import KernelStep, TensorSpec
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.skeletons.attention.plan import ROW_BLOCK, AttentionPlan
 from cutesuper.skeletons.attention.roles import AttentionRoles
+from cutesuper.skeletons.attention.schedule import AttentionSchedule
 from cutesuper.skeletons.base import Pages, View, arguments_of
 from cutesuper.skeletons.operands import check_element_type, check_same_type, unaligned
-from cutesuper.skeletons.schedule import AttentionSchedule
 from cutesuper.targets import Target
 
 #: rows of the tensor-core instruction that one warp has

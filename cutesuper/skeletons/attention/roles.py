@@ -17,8 +17,8 @@ from cutesuper.ir.thread import (
     reciprocal,
 )
 from cutesuper.skeletons.attention.plan import AttentionPlan, Mask, Reduction, Sum
+from cutesuper.skeletons.attention.schedule import AttentionSchedule
 from cutesuper.skeletons.base import Argument, Output, View, view_of
-from cutesuper.skeletons.schedule import AttentionSchedule
 
 CLOSES = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
 REDUCES = ("sum", "mean", "max")

@@ -22,11 +22,11 @@ from cutesuper.ir.thread import (
 from cutesuper.skeletons.base import (
     Argument,
     Output,
-    Scratch,
+    Plan,
     View,
-    content_key,
     view_of,
 )
+from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.matmul.tails import ColumnReduction, Tail
 from cutesuper.skeletons.matmul.tiles import store_bytes, tile_grid
 from cutesuper.skeletons.matmul.vector_roles import (
@@ -34,7 +34,6 @@ from cutesuper.skeletons.matmul.vector_roles import (
     VectorRows,
 )
 from cutesuper.skeletons.matmul.vectors import MAX_VECTORS
-from cutesuper.skeletons.schedule import MatmulSchedule
 
 #: rows of the tensor-core instruction's first operand: the unit of the column label
 COLUMN_BLOCK = 64
@@ -78,7 +77,7 @@ class Shift:
 
 
 @dataclass(frozen=True)
-class MatmulPlan:
+class MatmulPlan(Plan[MatmulSchedule]):
     """A matmul-loop kernel, decided.
 
     Attributes:
@@ -300,16 +299,6 @@ class MatmulPlan:
         after = self.tail_bytes + self.reduction_bytes + store_bytes(self)
         fixed = self.exchange_bytes + after + statistics + alignment
         return self.slot_bytes * self.schedule.stages + fixed
-
-    @property
-    def scratch(self) -> tuple[Scratch, ...]:
-        """None: its blocks meet in distributed shared memory at most."""
-        return ()
-
-    @property
-    def key(self) -> str:
-        """Canonical text of everything that decides the generated code."""
-        return content_key(self.program, self.arguments, self.schedule)
 
 
 def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, int, int]:

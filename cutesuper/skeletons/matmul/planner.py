@@ -11,10 +11,10 @@ from cutesuper.ir.dims import extent
 from cutesuper.skeletons.base import View, arguments_of
 from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK, ROW_TILES, MatmulPlan
 from cutesuper.skeletons.matmul.roles import Roles
+from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.matmul.shift import MAX_SHIFTED_ROWS
 from cutesuper.skeletons.matmul.tiles import check_tiles, with_tiles
 from cutesuper.skeletons.operands import check_element_type, check_same_type, unaligned
-from cutesuper.skeletons.schedule import MatmulSchedule
 from cutesuper.targets import Target
 
 

@@ -32,13 +32,13 @@ from cutesuper.skeletons.matmul.plan import (
     Shift,
     Statistic,
 )
+from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.matmul.shift import find_shift
 from cutesuper.skeletons.matmul.tails import ColumnReduction, Tail
 from cutesuper.skeletons.matmul.vector_roles import (
     products_of_vectors,
     refusal,
 )
-from cutesuper.skeletons.schedule import MatmulSchedule
 
 
 class Roles:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from cutesuper.errors import ScheduleError
 from cutesuper.ir.dims import ceil_div, extent
+from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.matmul.sharing import LARGE_TILE, rows_shared_by
-from cutesuper.skeletons.schedule import MatmulSchedule
 from cutesuper.targets import Target
 
 if TYPE_CHECKING:

@@ -16,10 +16,9 @@ from math import prod
 
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, ceil_div, extent
-from cutesuper.ir.dtypes import as_dtype
-from cutesuper.skeletons.base import Argument, Scratch, View, content_key
+from cutesuper.skeletons.base import Argument, Plan, Scratch, View
 from cutesuper.skeletons.rows.plan import power_of_two
-from cutesuper.skeletons.schedule import RowLoopSchedule
+from cutesuper.skeletons.rows.schedule import RowLoopSchedule
 
 #: bytes of a bulk load and of its addresses are multiples of it
 BULK = 16
@@ -74,7 +73,7 @@ class RowSum:
 
 
 @dataclass(frozen=True)
-class RowLoopPlan:
+class RowLoopPlan(Plan[RowLoopSchedule]):
     """A row loop, decided.
 
     Attributes:
@@ -136,10 +135,6 @@ class RowLoopPlan:
     def varies(self, view: View) -> bool:
         """Whether a tensor differs from row to row."""
         return any(d in view.labels for d in self.rows)
-
-    def itemsize(self, view: View) -> int:
-        """Bytes of an element."""
-        return as_dtype(self.arguments[view.argument].dtype).itemsize
 
     def row_stride(self, view: View) -> int | None:
         """Elements between neighbouring rows; None where that differs from row to row."""
@@ -441,8 +436,3 @@ class RowLoopPlan:
         """Shared memory of a block: the ring, slots, barriers, and what aligns them."""
         barriers = max(1, self.schedule.stages) + 2 * len(self.levels)
         return self.ring_bytes + 4 * max(4, self.slots) + 8 * barriers + BULK
-
-    @property
-    def key(self) -> str:
-        """Canonical text of everything that decides the generated code."""
-        return content_key(self.program, self.arguments, self.schedule)

@@ -22,7 +22,7 @@ from cutesuper.skeletons.rows.limits import LONG_ROW
 from cutesuper.skeletons.rows.loop_plan import BULK, RowLoopPlan
 from cutesuper.skeletons.rows.loop_roles import check_views, find_roles
 from cutesuper.skeletons.rows.plan import inverted_divisors, power_of_two
-from cutesuper.skeletons.schedule import RowLoopSchedule
+from cutesuper.skeletons.rows.schedule import RowLoopSchedule
 from cutesuper.targets import Target
 
 #: bytes of a tile, of all operands: two such stages were best for every shape from 25 MB on
@@ -141,8 +141,9 @@ def _default_schedule(
     if not ring:  # a thread asks for all of its rows at once
         depth = max(1, min(depth, MAX_ROWS, MAX_KEPT // (resident * vector * chunks)))
     schedule = RowLoopSchedule(
-        lanes, vector, chunks, groups, depth, 0, True, walkers, resident, False, dependent_launch
-    )
+        lanes, vector, chunks, groups, depth, 0, True, walkers, resident,
+        dependent_launch=dependent_launch,
+    )  # fmt: skip
     if not ring:
         return schedule
     held = replace(plan, schedule=schedule).held * resident * lanes * groups
@@ -244,8 +245,9 @@ def _sliced_schedule(
     groups = max(1, 256 // lanes)
     depth = 2 if rows > walkers * groups else 1
     return RowLoopSchedule(
-        lanes, vector, chunks, groups, depth, 0, True, walkers, 1, True, dependent_launch
-    )
+        lanes, vector, chunks, groups, depth, 0, True, walkers, 1, True,
+        dependent_launch=dependent_launch,
+    )  # fmt: skip
 
 
 def _floor_power(n: int) -> int:

@@ -16,9 +16,9 @@ from cutesuper.ir.block import LOAD, STORE, Axis, AxisKind, BlockProgram, Kernel
 from cutesuper.ir.dims import Symbol, ceil_div, extent
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.operators.base import lookup
-from cutesuper.skeletons.base import Argument, Scratch, View, arguments_of, content_key, view_of
+from cutesuper.skeletons.base import Argument, Plan, View, arguments_of, view_of
 from cutesuper.skeletons.rows.limits import MAX_PER_THREAD, MAX_ROW, MAX_THREADS, row_label
-from cutesuper.skeletons.schedule import RowSchedule
+from cutesuper.skeletons.rows.schedule import RowSchedule
 from cutesuper.targets import Target
 
 #: threads of a block of which two share an SM, with 64 registers each
@@ -38,7 +38,7 @@ MAX_STRIDED = 32 * MAX_PER_THREAD
 
 
 @dataclass(frozen=True)
-class RowPlan:
+class RowPlan(Plan[RowSchedule]):
     """A row kernel, decided.
 
     Attributes:
@@ -98,16 +98,6 @@ class RowPlan:
             return 4 * len(self.reductions) * self.threads
         slots = len(self.reductions) * self.schedule.rows * self.warps_per_row
         return 4 * slots if self.warps_per_row > 1 else 0
-
-    @property
-    def scratch(self) -> tuple[Scratch, ...]:
-        """None: its blocks do not meet."""
-        return ()
-
-    @property
-    def key(self) -> str:
-        """Canonical text of everything that decides the generated code."""
-        return content_key(self.program, self.arguments, self.schedule)
 
 
 def plan_rows(
@@ -312,14 +302,18 @@ def _default_schedule(
         chunks = ceil_div(length, lanes)
         # 1024 threads have 64 registers each: with more than 32 elements they spilled 88 bytes
         rows = 32 if chunks <= 32 else 16
-        return RowSchedule(lanes, 1, chunks, rows, True, dependent_launch)
+        return RowSchedule(
+            lanes, 1, chunks, rows, interleaved=True, dependent_launch=dependent_launch
+        )
     vector = _vector(arguments, views, contiguous, length)
     if not reduces and _strided(views, column):
         # a transposition: a warp reads a piece of 32 neighbouring rows, and each thread writes 16
         # bytes of its own
         lanes = min(8, power_of_two(ceil_div(length, vector)))
         chunks = min(2, ceil_div(length, lanes * vector))
-        return RowSchedule(lanes, vector, chunks, 32, True, dependent_launch)
+        return RowSchedule(
+            lanes, vector, chunks, 32, interleaved=True, dependent_launch=dependent_launch
+        )
     # four 16-byte accesses in flight per thread and tensor; fewer threads hold longer rows. Two
     # where two vectors are held as well: LayerNorm of 32768x1024 takes 34.8 us, 37.2 with four; but
     # of 32768x4096 140.5, and 136.1 with four
@@ -354,7 +348,7 @@ def _default_schedule(
     rows = max(1, (256 if many and per_thread == 4 else 128) // lanes)
     while rows > max(1, 32 // lanes) and ceil_div(total, rows) < target.sms:
         rows //= 2
-    return RowSchedule(lanes, vector, chunks, rows, False, dependent_launch)
+    return RowSchedule(lanes, vector, chunks, rows, dependent_launch=dependent_launch)
 
 
 def _strip(length: int, vector: int, lanes: int) -> int:

@@ -1,8 +1,9 @@
-"""What `Kernel.explain()` says of a row loop."""
+"""The plans of row kernels in words."""
 
 from __future__ import annotations
 
 from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
+from cutesuper.skeletons.rows.plan import RowPlan
 
 
 def row_loop_lines(plan: RowLoopPlan) -> list[str]:
@@ -62,3 +63,18 @@ def _sum_line(plan: RowLoopPlan) -> str:
         "partial results"
     )
     return f"summed over rows: {', '.join(summed)}; {how}"
+
+
+def row_lines(plan: RowPlan) -> list[str]:
+    """Rows, threads and tensors of a row kernel, line by line."""
+    s = plan.schedule
+    rows = " x ".join(plan.rows) or "1"
+    return [
+        f"rows: {rows} rows of {plan.column}, {s.rows} per block of {plan.threads} threads",
+        (
+            f"{s.lanes} threads share a row, {s.chunks} access(es) of {s.vector} elements each; "
+            "rows stay in registers"
+        ),
+        f"reductions: {len(plan.reductions)}; {plan.shared_bytes} bytes of shared memory",
+        f"reads {plan.names(plan.loads.values())}; writes {plan.names(plan.stores.values())}",
+    ]

@@ -1,0 +1,51 @@
+"""Refusals that several skeletons share: structures that the checker allows and no loop runs."""
+
+from __future__ import annotations
+
+from cutesuper.errors import LoweringError
+from cutesuper.ir.block import KernelStep
+from cutesuper.ir.check import check_block_program, passes
+
+
+def refuse_further_walks(step: KernelStep) -> None:
+    """Refuse loops that are walked again. Raises LoweringError."""
+    where = f"kernel {step.name}"
+    for name, count in passes(step.program, check_block_program(step.program)).items():
+        if count > 1:
+            raise LoweringError(
+                f"{where}: it walks {name} {count} times, and kernels walk a loop once; split the "
+                "program where a walk ends, or let a block hold the whole label"
+            )
+
+
+def refuse_running_maxima(step: KernelStep) -> None:
+    """Refuse sums rescaled by a running maximum. Raises LoweringError."""
+    for i, op in enumerate(step.program.ops):
+        if op.rescaled:
+            raise LoweringError(
+                f"kernel {step.name}: operation {i} is a sum rescaled by a running maximum over "
+                f"{op.attributes['axis']}, which only a loop between two products keeps; let a "
+                "block hold the whole label"
+            )
+
+
+def refuse_tables(step: KernelStep) -> None:
+    """Refuse loads of pages through a table. Raises LoweringError."""
+    for op in step.program.loads():
+        if "table" in op.attributes:
+            raise LoweringError(
+                f"kernel {step.name}, load of {op.attributes['tensor']} through the table "
+                f"{op.attributes['table']}: only the keys and values of attention are read through "
+                "a table; gather the pages before"
+            )
+
+
+def refuse_shared_dims(step: KernelStep) -> None:
+    """Refuse dimensions of tensors that several labels share. Raises LoweringError."""
+    for op in (*step.program.loads(), *step.program.stores()):
+        shared = next((e for e in op.attributes["map"] if isinstance(e, tuple)), None)
+        if shared is not None:
+            raise LoweringError(
+                f"kernel {step.name}, {op.kind} of {op.attributes['tensor']}: the labels "
+                f"{', '.join(shared)} share a dimension; skeletons take one label for each"
+            )

@@ -1,0 +1,149 @@
+"""The plan of a matmul loop in words."""
+
+from __future__ import annotations
+
+from cutesuper.ir.block import LOAD
+from cutesuper.ir.thread import ThreadExpression
+from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK, MatmulPlan, grid_shape
+from cutesuper.skeletons.matmul.tails import Tail
+from cutesuper.skeletons.matmul.tiles import STORE_COLUMNS, STORE_ROWS
+
+
+def _leaf_names(plan: MatmulPlan, leaves: tuple[int, ...]) -> list[str]:
+    """How a person calls the leaves of an expression."""
+    values = {final: f"accumulator{n}" for final, n in plan.finals.items()}
+    values |= {final: f"hidden{n}" for n, (_, final) in enumerate(_hidden_products(plan))}
+    values |= {p.value: f"vector{n}" for n, p in enumerate(plan.vector_products)}
+    values |= {s.value: f"statistic{n}" for n, s in enumerate(plan.statistics)}
+    values |= {r.value: f"reduction{n}" for n, r in enumerate(plan.reductions)}
+    values |= {i: f"row{n}" for n, i in enumerate(plan.row_values) if i not in values}
+    values |= {} if plan.shift is None else {plan.shift.value: "shifted"}
+    ops = plan.program.ops
+    return [
+        values.get(i) or (str(ops[i].attributes["tensor"]) if ops[i].kind == LOAD else f"value{i}")
+        for i in leaves
+    ]
+
+
+def _hidden_products(plan: MatmulPlan) -> list[tuple[int, int]]:
+    """Column operand and accumulator of every product of the loop along a hidden label."""
+    return [product for t in plan.tails for product in t.products]
+
+
+def _text(plan: MatmulPlan, expression: ThreadExpression) -> str:
+    return expression.text(_leaf_names(plan, expression.leaves))
+
+
+def matmul_lines(plan: MatmulPlan) -> list[str]:
+    """Tiles, grid, ring, and every expression, line by line."""
+    m, n, k = plan.tile
+    s = plan.schedule
+    x, y, z = grid_shape(plan)
+    lines = [
+        (
+            f"matmul loop: {plan.row} {m} x {plan.column} {n} per tile, {plan.contracted} {k} per "
+            f"stage, {plan.iterations} iterations"
+        ),
+        f"grid {x} x {y} x {z} blocks in clusters of {plan.cluster_size * s.share_rows}, "
+        f"{plan.threads} threads: {s.warpgroups} consumer warpgroup(s)"
+        + (f", {plan.helpers} helper warps" if plan.has_helpers else "")
+        + ", 1 producer warp",
+        f"ring of {s.stages} stages x {plan.stage_bytes} bytes: {_ring(plan)}",
+    ]
+    if s.share_rows > 1:
+        lines.append(
+            f"cluster: {s.share_rows} blocks along {plan.column} load the row tile together"
+        )
+    if s.persistent:
+        lines.append(f"every cluster walks a run of tiles along {plan.column}")
+    if plan.shift is not None:
+        names = [plan.arguments[plan.staged(i).argument].name for i in plan.shift.source.leaves]
+        lines.append(
+            f"shifted: {plan.shift.source.text(names)}, less the mean of a sample of its row"
+            + ("" if plan.shift.products else " (in statistics)")
+        )
+    if plan.prologue is not None:
+        lines.append(f"row operand, rewritten in the stage: {_text(plan, plan.prologue)}")
+    for i, p in enumerate(plan.vector_products):
+        vector = plan.vector_rows[p.vector]
+        text = "ones" if vector is None else _text(plan, vector)
+        weight = plan.arguments[plan.columns[p.column].argument].name
+        lines.append(f"vector{i} per column, in the same loop: {text} times {weight}")
+    for i, st in enumerate(plan.statistics):
+        scale = f" * {st.scale:g}" if st.scale != 1 else ""
+        text = _text(plan, st.source)
+        lines.append(f"statistic{i} per row, in the same loop: {st.op} of {text}{scale}")
+    lines += [_tail_line(plan, t) for t in plan.tails]
+    if plan.cluster > 1:
+        lines.append(
+            f"cluster: each block finishes {n // plan.cluster} columns; {plan.exchange_bytes} "
+            "bytes of partial sums arrive through distributed shared memory"
+        )
+    for i, e in enumerate(plan.row_values.values()):
+        lines.append(f"row{i}, once per row: {_text(plan, e)}")
+    lines += _reduction_lines(plan)
+    for o in plan.outputs:
+        name = plan.arguments[o.view.argument].name
+        whole = plan.column in o.view.labels
+        how = f", {STORE_ROWS}x{STORE_COLUMNS} a bulk store" if whole and s.bulk_store else ""
+        how = how if whole else ", once per row"
+        lines.append(f"{name} = {_text(plan, o.expression)}{how}")
+    lines.append(f"barriers: {_barriers(plan)}; {plan.shared_bytes} bytes of shared memory")
+    if s.dependent_launch:
+        early = [a.name for a in plan.arguments if a.constant] or ["nothing"]
+        lines.append(f"dependent launch: {', '.join(early)} loaded before the dependency wait")
+    return lines
+
+
+def _ring(plan: MatmulPlan) -> str:
+    """What a stage holds: column operands, those along hidden labels, row operands."""
+    columns = plan.names(plan.columns.values())
+    parts = [f"{columns} ({COLUMN_BLOCK} columns a box)"] if columns else []
+    number = 0
+    for t in plan.tails:
+        width = min(COLUMN_BLOCK, t.width(bool(plan.columns)))
+        for load, _ in t.products:
+            name = plan.arguments[plan.hidden[load].argument].name
+            parts.append(f"{name} for hidden{number} ({width} columns a box)")
+            number += 1
+    return ", ".join([*parts, plan.names((plan.rows | plan.vectors).values())])
+
+
+def _tail_line(plan: MatmulPlan, tail: Tail) -> str:
+    """A product after the loop: what is multiplied, where it comes from, where the result goes."""
+    shared = sum(final == tail.final for _, final in plan.products)
+    shared += sum(t.final == tail.final for t in plan.tails)
+    how = "by a bulk load" if plan.loaded(tail) else f"rounded to {plan.dtype}"
+    who = ""
+    if plan.cluster > 1:
+        who = " by one block of the cluster" if tail.once else " by every block with its part"
+    return (
+        f"after the loop: {_text(plan, tail.source)} [{plan.row}, {tail.hidden} {tail.extent}], "
+        f"{how}, times {plan.arguments[tail.view.argument].name}, "
+        f"{'added to' if shared > 1 else 'into'} accumulator{plan.finals[tail.final]}{who}"
+    )
+
+
+def _reduction_lines(plan: MatmulPlan) -> list[str]:
+    """Reductions along the columns, and how blocks share them."""
+    lines = [
+        f"reduction{i} along {plan.column}: {r.op} of {_text(plan, r.source)}"
+        + (f" * {r.scale:g}" if r.scale != 1 else "")
+        for i, r in enumerate(plan.reductions)
+    ]
+    if lines and plan.column_cluster > 1:
+        lines.append(
+            f"cluster: each block has {plan.tile[1]} columns and sends what it has reduced of "
+            f"{plan.tile[0]} rows to all {plan.column_cluster}"
+        )
+    return lines
+
+
+def _barriers(plan: MatmulPlan) -> str:
+    names = ["full", "empty"] + ["ready"] * plan.rewrites
+    names += ["received"] * (plan.cluster > 1)
+    shared = plan.schedule.share_rows > 1 and plan.prologue is None
+    names += ["reduced"] * (bool(plan.statistics) and (plan.cluster > 1 or shared))
+    names += ["after_full"] * bool(plan.tails)
+    exchanged = bool(plan.reductions) and plan.column_cluster > 1
+    return ", ".join(names + ["columns_reduced"] * exchanged)
