@@ -25,9 +25,9 @@ from benchmarks.rank_report import SUMMARY, overall, summary_rows
 from benchmarks.tables import print_table
 from benchmarks.workloads import RANKED, find_workload
 from cutesuper.ir.block import LOAD, STORE, BlockProgram, KernelStep, MuGraph, TensorSpec
-from cutesuper.search.forms import MatmulForm
 from cutesuper.search.search import SearchOptions, search, show
 from cutesuper.skeletons.matmul.cost import matmul_cost
+from cutesuper.skeletons.matmul.form import MatmulForm
 from cutesuper.skeletons.matmul.plan import MatmulPlan
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.rows.cost import row_cost

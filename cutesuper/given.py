@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cutesuper.errors import CutesuperError, LoweringError, ScheduleError, VerificationError
-from cutesuper.ir.block import Axis, AxisKind, BlockProgram, KernelStep, MuGraph
+from cutesuper.ir.block import BlockProgram, KernelStep, MuGraph
 from cutesuper.ir.check import check_is_mugraph
-from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.pipeline import (
     Choice,
@@ -21,13 +20,14 @@ from cutesuper.pipeline import (
 )
 from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.kernel import Kernel, Variant
-from cutesuper.search.forms import MatmulForm, RowForm
 from cutesuper.search.search import Candidate, SearchResult, Statistics, show
-from cutesuper.search.sizing import sized
-from cutesuper.skeletons.matmul.cost import Cost
+from cutesuper.skeletons.cost import Cost, Device, cheapest
 from cutesuper.skeletons.planner import KernelPlan, make_plan
-from cutesuper.skeletons.rows.limits import row_label
+from cutesuper.skeletons.registry import SKELETONS
 from cutesuper.targets import Target
+
+#: extents that are tried in place of those of a given kernel
+EXTENTS = 16
 
 
 def compile_mugraph(
@@ -113,46 +113,12 @@ def _other_extents(
     step: KernelStep, mugraph: MuGraph, target: Target
 ) -> Iterator[tuple[BlockProgram, Cost]]:
     """The structure of a kernel at the extents that the cost model likes, cheapest first."""
-    program = step.program
-    form = _form(program)
-    if form is None:
-        return
-    reduced = form.contracted if isinstance(form, MatmulForm) else form.row
-    kinds: dict[str, tuple[AxisKind, ...]] = dict.fromkeys(program.dims, (AxisKind.GRID,))
-    if isinstance(form, MatmulForm):
-        kinds[reduced] = tuple(a.kind for a in program.axes_of(reduced))
-    elif form.reduced:
-        kinds[reduced] = ()
-    axes = tuple(Axis(d, k, 1) for d, ks in kinds.items() for k in ks)
-    tile = {d: extent(n) for d, n in program.dims.items()}
-    structure = BlockProgram(program.dims, axes, tile, program.ops)
-    itemsizes = {n: t.dtype.itemsize for n, t in mugraph.tensors.items()}
-    for s in sized(structure, form, target, itemsizes, 16, Counter()):
-        yield s.program, s.cost
-
-
-def _form(program: BlockProgram) -> MatmulForm | RowForm | None:
-    """The skeleton that a kernel looks like; None where its extents are part of its meaning."""
-    stored = [op.attributes["map"] for op in program.stores()]
-    plain = all(isinstance(d, str) and d in program.dims for m in stored for d in m if d)
-    products = [op for op in program.ops if op.kind == "matmul"]
-    over = (op.attributes["over"] for op in program.ops if "over" in op.attributes)
-    reduced = list(dict.fromkeys(over))
-    if not plain or len(reduced) > 1:
-        return None
-    if products:
-        a, b = (set(program.ops[i].dims) for i in products[0].inputs)
-        rows, columns = ([d for d in program.dims if d in x] for x in (a - b, b - a))
-        looped = any(a.kind == AxisKind.LOOP for a in program.axes_of(reduced[0]))
-        if not rows or not columns or not looped:
-            return None
-        batch = [d for d in program.dims if d not in (rows[-1], columns[-1], *reduced)]
-        return MatmulForm(rows[-1], columns[-1], reduced[0], tuple(batch))
-    if any(a.kind != AxisKind.GRID for a in program.axes):
-        return None
-    read = [[d for d in op.attributes["map"] if d] for op in program.loads()]
-    row = row_label(program.dims, reduced, [[d for d in m if d] for m in stored], read)
-    return None if row is None else RowForm(row, bool(reduced))
+    device = Device(target, {n: t.dtype.itemsize for n, t in mugraph.tensors.items()})
+    for skeleton in SKELETONS:
+        if (found := skeleton.restructured(step.program)) is not None:
+            for s in cheapest(skeleton.sizes(*found, device, Counter()), EXTENTS):
+                yield s.program, s.cost
+            return
 
 
 __all__ = ["compile_mugraph"]

@@ -13,15 +13,16 @@ from cutesuper.ir.block import AxisKind, BlockProgram, MuGraph
 from cutesuper.ir.check import check_block_program, passes
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph, symbol
 from cutesuper.search.cuts import Cut, Flat
-from cutesuper.search.forms import MatmulForm, find_form
+from cutesuper.search.forms import find_form
 from cutesuper.search.region import SearchOptions, search_region
 from cutesuper.search.search import assemble, search
-from cutesuper.search.sizing import describe
 from cutesuper.skeletons.attention.cost import ChainedModel, ChainedSize
 from cutesuper.skeletons.attention.form import ChainedForm
 from cutesuper.skeletons.attention.hoist import hoisted
 from cutesuper.skeletons.attention.plan import AttentionPlan
 from cutesuper.skeletons.attention.sizes import row_tiles
+from cutesuper.skeletons.cost import describe
+from cutesuper.skeletons.matmul.form import MatmulForm
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.rows.plan import RowPlan
 from cutesuper.targets import H200
@@ -150,7 +151,7 @@ def region_of(graph: KernelGraph) -> Region:
 
 def form_of(graph: KernelGraph) -> ChainedForm:
     region = region_of(graph)
-    form = find_form(region, label(region))
+    _, form = find_form(region, label(region))
     assert isinstance(form, ChainedForm)
     return form
 
@@ -217,7 +218,7 @@ def test_rows_are_what_keys_have_not() -> None:
 def test_a_short_label_between_products_stays_with_the_matmul_loop(hidden: int) -> None:
     region = region_of(long_mlp(hidden))
     kind = MatmulForm if hidden == 128 else ChainedForm
-    assert isinstance(find_form(region, label(region)), kind)
+    assert isinstance(find_form(region, label(region))[1], kind)
 
 
 #: what results are multiplied by that the loop does not load

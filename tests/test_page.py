@@ -30,7 +30,7 @@ from cutesuper.show.page_fusion import definition_title, kernel_title, kernels_o
 from cutesuper.show.page_kernel import bytes_of
 from cutesuper.show.page_parts import Html, el, micros, shorten
 from cutesuper.show.page_values import lives, loaded, times
-from cutesuper.skeletons.matmul.cost import Cost, bytes_moved
+from cutesuper.skeletons.cost import Cost, bytes_moved
 from cutesuper.verify.equivalence import Verifier
 from tests import programs, zoo
 

@@ -15,7 +15,7 @@ from cutesuper.ir.dtypes import float16
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.show.page import Facts, mugraph_page
 from cutesuper.show.page_parts import micros
-from cutesuper.skeletons.matmul.cost import Cost
+from cutesuper.skeletons.cost import Cost
 from tests import programs
 from tests.browser import Browser, browser, find_browser
 from tests.test_draw import wide

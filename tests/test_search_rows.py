@@ -21,7 +21,7 @@ from cutesuper.ir.block import (
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.search.search import SearchOptions, SearchResult, search
-from cutesuper.search.sizing import describe
+from cutesuper.skeletons.cost import describe
 from cutesuper.targets import B200, H100, H200, Target
 from cutesuper.verify.equivalence import Verifier, verify
 from cutesuper.verify.numeric import compare

@@ -45,3 +45,9 @@ def labels_of(mapping: LabelMap) -> list[str]:
 def shown(labels: Iterable[str]) -> str:
     """``M, N``."""
     return ", ".join(labels)
+
+
+def are_chained(program: LabelledProgram) -> bool:
+    """Whether the last product depends on another one."""
+    products = matrix_products(program)
+    return len(products) > 1 and not after_products(program).isdisjoint(products[-1].inputs)

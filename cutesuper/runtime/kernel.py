@@ -28,7 +28,7 @@ from cutesuper.targets import Target
 
 if TYPE_CHECKING:
     from cutesuper.runtime.gradient import Gradient
-    from cutesuper.skeletons.matmul.cost import Cost
+    from cutesuper.skeletons.cost import Cost
     from cutesuper.verify.equivalence import Verification
 
 #: upper ends of the batch sizes that share one compiled variant; beyond the last, the last

@@ -26,8 +26,7 @@ from cutesuper.ir.block import (
 )
 from cutesuper.ir.dims import extent
 from cutesuper.search.general_sizes import Numbers, Shape, Sizes
-from cutesuper.search.sizing import MIN_STAGES, RESERVED_BYTES
-from cutesuper.skeletons.matmul.cost import Cost, overlapped
+from cutesuper.skeletons.cost import MIN_STAGES, RESERVED_BYTES, Cost, overlapped
 from cutesuper.targets import Target
 
 Reals = NDArray[np.float64]

@@ -14,7 +14,6 @@ from math import prod
 
 import numpy as np
 
-from cutesuper.egraph.distribute import distributed
 from cutesuper.egraph.extract import Partial, Structure, extract, structure
 from cutesuper.egraph.labelled import LabelledProgram, Region, label
 from cutesuper.egraph.saturate import TooLarge, saturate
@@ -24,15 +23,12 @@ from cutesuper.errors import SearchError, frameless
 from cutesuper.ir.block import ENDING, STORE, AxisKind, BlockOp, BlockProgram
 from cutesuper.ir.check import MAX_PASSES, check_block_program
 from cutesuper.ir.dims import extent
-from cutesuper.search.forms import BlockForm, Form, MatmulForm, RowForm, find_form
+from cutesuper.search.forms import BlockForm, find_form
 from cutesuper.search.general_cost import Model
 from cutesuper.search.general_sizes import CLUSTERS, STRIPS, Shape, candidates
-from cutesuper.search.sizing import Sized, sized
-from cutesuper.skeletons.attention.cost import chained_price
-from cutesuper.skeletons.attention.form import ChainedForm
-from cutesuper.skeletons.attention.hoist import hoisted, settled
-from cutesuper.skeletons.matmul.cost import Cost, price
-from cutesuper.skeletons.rows.loop_form import PersistentForm
+from cutesuper.skeletons.base import Skeleton
+from cutesuper.skeletons.cost import Cost, Device, Sized, additive_price, cheapest
+from cutesuper.skeletons.form import Form
 from cutesuper.targets import Target
 
 
@@ -44,8 +40,8 @@ class SearchOptions:
         programs_per_split: structures taken from one split of one region.
         slack: a structure may cost this much more than the cheapest of its split, before sizing.
         max_classes: classes of one split (466 is the most that any tried program of one kernel
-            needed); past that a region is searched with more values sealed. Kernels of one loop
-            over a product may have `PRODUCT_CLASSES` of them.
+            needed); past that a region is searched with more values sealed. A skeleton may have a
+            part of them: `skeletons.base.Skeleton.class_share`.
         sizes_per_structure: sized programs kept of one structure.
         keep: candidates returned.
         seed: of the random field point that tells classes apart.
@@ -131,10 +127,6 @@ class Found:
     counts: Counts
 
 
-#: part of `SearchOptions.max_classes`: none of 1,050 splits of programs around a product that could
-#: be searched at all had more than 159, and to find that one has 500 takes 0.5 s. Of the regions of
-#: a layer of a GPT two thirds have
-PRODUCT_CLASSES = 0.4
 #: how regions are searched that had too many classes: `Space`
 SEALING: tuple[Sealing, ...] = (0, 1, 2)
 #: elements of an operand that is not read again by every block (2 MB), and columns of a product
@@ -179,7 +171,7 @@ def in_a_chain(region: Region) -> bool:
     if sum(op.kind == "matmul" for op in region.ops) < 2:
         return False
     try:
-        return isinstance(find_form(region, label(region)), ChainedForm)
+        return find_form(region, label(region))[0].between_waists
     except SearchError:
         return False
 
@@ -193,6 +185,7 @@ class _RegionSearch:
         self.counts = Counts(regions=1)
         self.itemsizes = {f"in{i}": t.itemsize for i, t in enumerate(region.input_dtypes)}
         self.itemsizes |= {f"out{i}": t.itemsize for i, t in enumerate(region.output_dtypes)}
+        self.device = Device(target, self.itemsizes, options.dependent_launch)
         self._known: dict[object, int] = {}
         self._skeletons = 0  # so many of these structures are run by a skeleton
 
@@ -221,15 +214,13 @@ class _RegionSearch:
             return []
 
     def _by_skeleton(self, program: LabelledProgram) -> list[Way]:
-        form = find_form(self.region, program)
-        if isinstance(form, ChainedForm):
-            moved = hoisted(program, form)
-            return list(self._skeleton(form, Space(moved, sealed=settled(moved, form))))
-        found = self._sealed(program, form)
-        if found or not isinstance(form, MatmulForm):
-            return found
-        other = distributed(program, form.contracted)
-        return found if other is None else self._sealed(other, find_form(self.region, other))
+        skeleton, form = find_form(self.region, program)
+        space = skeleton.prepared(program, form)
+        if space is not None:
+            return list(self._skeleton(skeleton, form, space))
+        found = self._sealed(program, skeleton, form)
+        other = None if found else skeleton.otherwise(program, form)
+        return found if other is None else self._sealed(other, *find_form(self.region, other))
 
     def _general(self, program: LabelledProgram) -> list[Way]:
         if not program.dims:
@@ -238,16 +229,18 @@ class _RegionSearch:
         if again is not None:
             self.counts.pruned[again] += 1
             raise SearchError(again)
-        return self._sealed(program, BlockForm())
+        return self._sealed(program, None, BlockForm())
 
-    def _sealed(self, program: LabelledProgram, form: Form) -> list[Way]:
+    def _sealed(
+        self, program: LabelledProgram, skeleton: Skeleton | None, form: Form
+    ) -> list[Way]:
         """With as little sealed as the limit on classes allows."""
         for level in SEALING:
             try:
                 space = Space(program, level)
-                if isinstance(form, BlockForm):
+                if skeleton is None:
                     return self._blocks(form, space)
-                return list(self._skeleton(form, space))
+                return list(self._skeleton(skeleton, form, space))
             except TooLarge:
                 if level == SEALING[-1]:
                     raise
@@ -257,11 +250,13 @@ class _RegionSearch:
     # ----------------------------------------------------------------------- what skeletons run
 
     def _skeleton(
-        self, form: MatmulForm | ChainedForm | RowForm | PersistentForm, space: Space
+        self, skeleton: Skeleton, form: Form, space: Space
     ) -> Iterator[Way]:
         """Sized programs of all splits of a form that the lowering has."""
         for split in form.splits(space.program):
-            structures = self._structures(form, space, split, self.options.programs_per_split)
+            structures = self._structures(
+                skeleton, form, space, split, self.options.programs_per_split
+            )
             if not structures:
                 return  # a split with one axis more is not feasible either
             for _, found in structures:
@@ -271,28 +266,24 @@ class _RegionSearch:
                     self.counts.pruned[reason] += 1
                     continue
                 number = self._number(program)
-                for s in sized(
-                    program, form, self.target, self.itemsizes,
-                    self.options.sizes_per_structure, self.counts.pruned,
-                    self.options.dependent_launch,
-                ):
+                sizes = skeleton.sizes(program, form, self.device, self.counts.pruned)
+                for s in cheapest(sizes, self.options.sizes_per_structure):
                     yield Way((s.program,), (), (s.cost,), number, True)
 
     def _structures(
-        self, form: Form, space: Space, split: Split, count: int
+        self, skeleton: Skeleton | None, form: Form, space: Space, split: Split, count: int
     ) -> list[tuple[float, Structure]]:
-        limit = self.options.max_classes
-        if isinstance(form, MatmulForm):
-            limit = int(PRODUCT_CLASSES * limit)
+        limit = int((skeleton.class_share if skeleton else 1.0) * self.options.max_classes)
         table = saturate(space, split, form, limit, self.options.seed)
         self.counts.splits += 1
         self.counts.classes += len(table.classes)
         self.counts.tried += table.tried
         self.counts.largest = max(self.counts.largest, len(table.classes))
-        if isinstance(form, ChainedForm):
-            cost = chained_price(table, form, self.target)
+        itemsize = self.region.output_dtypes[0].itemsize
+        if skeleton is None:
+            cost = additive_price(table, None, self.target, itemsize)
         else:
-            cost = price(table, form, self.target, self.region.output_dtypes[0].itemsize)
+            cost = skeleton.price(table, form, self.target, itemsize)
         extracted = extract(table, cost, count, self.options.slack)
         self.counts.feasible += bool(extracted)
         self.counts.programs += len(extracted)
@@ -305,7 +296,7 @@ class _RegionSearch:
 
     # ------------------------------------------------------------------------------ any form
 
-    def _blocks(self, form: BlockForm, space: Space) -> list[Way]:
+    def _blocks(self, form: Form, space: Space) -> list[Way]:
         """Sized programs of all splits that block programs can express."""
         found: list[tuple[float, Structure]] = []
         infeasible: set[tuple[object, ...]] = set()
@@ -333,11 +324,11 @@ class _RegionSearch:
         return ways
 
     def _least_passes(
-        self, form: BlockForm, space: Space, split: Split
+        self, form: Form, space: Space, split: Split
     ) -> list[tuple[float, Structure]]:
         looped = any(a.kind == AxisKind.LOOP for a in split.axes)
         for passes in range(split.passes, (MAX_PASSES if looped else 1) + 1):
-            found = self._structures(form, space, replace(split, passes=passes), 3)
+            found = self._structures(None, form, space, replace(split, passes=passes), 3)
             if found:
                 return found
         return []
@@ -358,7 +349,7 @@ class _RegionSearch:
         loads = program.of_kind("load")
         return any(2 * prod(map(least, op.labels)) > self.target.shared_bytes for op in loads)
 
-    def _sizes(self, form: BlockForm, found: Structure) -> list[Way]:
+    def _sizes(self, form: Form, found: Structure) -> list[Way]:
         reason = form.refuses(found.programs[0])
         if reason is None and len(found.programs) == 2 and _iterates(found.programs[1]):
             reason = "a second kernel with a loop of its own"

@@ -36,7 +36,6 @@ from cutesuper.ir.dims import Dim
 from cutesuper.ir.dtypes import float32
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.search.cuts import Cut, Flat, Groups, Segment, Segments, cuts
-from cutesuper.search.forms import needs_positions
 from cutesuper.search.region import (
     OUT_OF_TIME,
     Counts,
@@ -47,8 +46,8 @@ from cutesuper.search.region import (
     search_region,
 )
 from cutesuper.search.region_cache import KnownRegions
-from cutesuper.search.sizing import describe
-from cutesuper.skeletons.matmul.cost import Cost
+from cutesuper.skeletons.cost import Cost, describe
+from cutesuper.skeletons.form import needs_positions
 from cutesuper.targets import Target
 
 

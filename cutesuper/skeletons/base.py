@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+from cutesuper.egraph.extract import Price
+from cutesuper.egraph.labelled import LabelledProgram, Region
+from cutesuper.egraph.saturate import Table
+from cutesuper.egraph.space import Space
 from cutesuper.ir.block import LOAD, BlockOp, BlockProgram, KernelStep, TensorSpec
 from cutesuper.ir.dims import Dim, Symbol, extent
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.serial import program_dict
 from cutesuper.ir.thread import ThreadExpression
+from cutesuper.skeletons.cost import Device, Sized, additive_price
+from cutesuper.skeletons.form import Form
 from cutesuper.skeletons.schedule import Schedule, schedule_dict
 from cutesuper.targets import Target
 
@@ -154,23 +161,64 @@ class Plan(ABC, Generic[Knobs]):
         return ", ".join(self.arguments[v.argument].name for v in views)
 
 
-class Skeleton(Protocol):
-    """A loop that block programs are lowered to, and everything the stages ask of it.
+class Skeleton(ABC):
+    """A loop that block programs are lowered to, and everything that the stages ask of it.
 
     Attributes:
         name: for messages, with its article: ``a matmul loop``.
         plans: the classes of its plans.
         schedules: the classes of their knobs.
+        class_share: the part of `search.region.SearchOptions.max_classes` that a split may have.
+        between_waists: whether only segments are looked at that begin and end where few values
+            cross.
     """
 
-    name: str
-    plans: tuple[type[Plan[Any]], ...]
-    schedules: tuple[type[Schedule], ...]
+    name: ClassVar[str]
+    plans: ClassVar[tuple[type[Plan[Any]], ...]]
+    schedules: ClassVar[tuple[type[Schedule], ...]]
+    class_share: ClassVar[float] = 1.0
+    between_waists: ClassVar[bool] = False
 
+    # ------------------------------------------------------------------------------ the search
+
+    @abstractmethod
+    def recognize(self, region: Region, program: LabelledProgram) -> Form | None:
+        """The rules for a region; None where it is none for this skeleton.
+
+        Raises:
+            SearchError: it would be one, but for the reason given.
+        """
+
+    def prepared(self, program: LabelledProgram, form: Any) -> Space | None:
+        """The space to search, where the skeleton knows which values to seal."""
+        return None
+
+    def otherwise(self, program: LabelledProgram, form: Any) -> LabelledProgram | None:
+        """The same function in other words, where nothing was found; None if there are none."""
+        return None
+
+    def price(self, table: Table, form: Any, target: Target, itemsize: int) -> Price:
+        """The cost of a derivation while sizes are unknown."""
+        return additive_price(table, None, target, itemsize)
+
+    @abstractmethod
+    def sizes(
+        self, structure: BlockProgram, form: Any, device: Device, pruned: Counter[str]
+    ) -> Iterable[Sized]:
+        """Extents worth a price, in any order; ``pruned`` counts what was left out, by reason."""
+
+    def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
+        """A given program without its extents, to be sized again; None where they are part of its
+        meaning."""
+        return None
+
+    # ------------------------------------------------------------------------------- planning
+
+    @abstractmethod
     def runs(self, step: KernelStep) -> bool:
-        """Whether a kernel is one for this skeleton, if no skeleton before it took it."""
-        ...
+        """Whether a kernel is one for this skeleton; exactly one says yes."""
 
+    @abstractmethod
     def plan(
         self,
         step: KernelStep,
@@ -185,15 +233,14 @@ class Skeleton(Protocol):
             LoweringError: it has a structure that this skeleton cannot run.
             ScheduleError: it does not fit the target.
         """
-        ...
 
+    @abstractmethod
     def explain(self, plan: Any) -> list[str]:
         """Where everything lives and who does what, line by line."""
-        ...
 
+    @abstractmethod
     def build(self, plan: Any) -> Any:
         """The kernel that CuTe DSL traces. Imports CuTe DSL."""
-        ...
 
 
 def arguments_of(step: KernelStep, tensors: dict[str, TensorSpec]) -> tuple[Argument, ...]:

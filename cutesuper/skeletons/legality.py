@@ -1,10 +1,24 @@
-"""Refusals that several skeletons share: structures that the checker allows and no loop runs."""
+"""What several skeletons ask of a block program, and structures that they refuse."""
 
 from __future__ import annotations
 
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import KernelStep
 from cutesuper.ir.check import check_block_program, passes
+
+
+def is_chained(step: KernelStep) -> bool:
+    """Whether a program multiplies what it computes from another product, over a loop axis."""
+    ops = step.program.ops
+    after: list[bool] = []
+    for op in ops:
+        over = op.attributes.get("over")
+        looped = any(str(a.kind) == "loop" and a.dim == over for a in step.program.axes)
+        before = any(after[j] for j in op.inputs)
+        if op.kind == "matmul" and before and looped:
+            return True
+        after.append(before or op.kind == "matmul")
+    return False
 
 
 def refuse_further_walks(step: KernelStep) -> None:

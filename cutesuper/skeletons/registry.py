@@ -1,4 +1,4 @@
-"""The skeletons, in the order in which they are asked. A new one is a folder and a line here."""
+"""The skeletons, in the order in which the search asks them. A new one is a folder and a line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cutesuper.skeletons.matmul.skeleton import Matmul
 from cutesuper.skeletons.rows.skeleton import Rows
 from cutesuper.skeletons.schedule import Schedule, schedule_of
 
-SKELETONS: tuple[Skeleton, ...] = (Attention(), Matmul(), Rows())
+SKELETONS: tuple[Skeleton, ...] = (Matmul(), Attention(), Rows())
 
 
 def skeleton_of(plan: Plan[Any]) -> Skeleton:

@@ -25,7 +25,7 @@ from cutesuper.egraph.saturate import Derivation, Table
 from cutesuper.ir.block import ENDING, LOAD, STORE, BlockOp, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.skeletons.attention.form import ChainedForm, is_mask
-from cutesuper.skeletons.matmul.cost import Cost, bytes_moved, overlapped
+from cutesuper.skeletons.cost import Cost, bytes_moved, overlapped
 from cutesuper.targets import Target
 
 #: rows of one warpgroup's products

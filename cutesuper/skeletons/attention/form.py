@@ -21,9 +21,8 @@ from cutesuper.errors import SearchError
 from cutesuper.ir.block import CLUSTER_REDUCE, GRID_REDUCE, AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.operators.base import lookup
+from cutesuper.skeletons.form import ALIGN
 
-#: 16-byte copies of 16-bit elements
-ALIGN = 8
 #: elements of a row of Q, and of one of V: a warpgroup holds 64 x 256 accumulators
 MAX_HELD = 256
 

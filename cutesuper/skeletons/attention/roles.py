@@ -26,20 +26,6 @@ REDUCES = ("sum", "mean", "max")
 POSITIVE = ("rsqrt",)
 
 
-def is_chained(step: KernelStep) -> bool:
-    """Whether a program multiplies what it computes from another product, over a loop axis."""
-    ops = step.program.ops
-    after: list[bool] = []
-    for op in ops:
-        over = op.attributes.get("over")
-        looped = any(str(a.kind) == "loop" and a.dim == over for a in step.program.axes)
-        before = any(after[j] for j in op.inputs)
-        if op.kind == "matmul" and before and looped:
-            return True
-        after.append(before or op.kind == "matmul")
-    return False
-
-
 class AttentionRoles:
     """Gives every operation of a block program its place in the attention loop."""
 

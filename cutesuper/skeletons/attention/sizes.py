@@ -20,7 +20,7 @@ from cutesuper.skeletons.attention.cost import (
     ChainedSize,
 )
 from cutesuper.skeletons.attention.form import ChainedForm
-from cutesuper.skeletons.matmul.cost import Cost
+from cutesuper.skeletons.cost import Cost
 
 #: rows of a block: of one warpgroup, and of two
 ROWS = (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS)

@@ -2,24 +2,65 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
-from cutesuper.ir.block import KernelStep, TensorSpec
+from cutesuper.egraph.extract import Price
+from cutesuper.egraph.labelled import LabelledProgram, Region
+from cutesuper.egraph.products import are_chained, matrix_products
+from cutesuper.egraph.saturate import Table
+from cutesuper.egraph.space import Space
+from cutesuper.ir.block import BlockProgram, KernelStep, TensorSpec
+from cutesuper.skeletons.attention.cost import ChainedModel, chained_price
 from cutesuper.skeletons.attention.explain import attention_lines
+from cutesuper.skeletons.attention.form import chained_form
+from cutesuper.skeletons.attention.hoist import hoisted, settled
 from cutesuper.skeletons.attention.plan import AttentionPlan
 from cutesuper.skeletons.attention.planner import plan_attention
-from cutesuper.skeletons.attention.roles import is_chained
 from cutesuper.skeletons.attention.schedule import AttentionSchedule
+from cutesuper.skeletons.attention.sizes import chained_sizes
 from cutesuper.skeletons.base import Plan, Skeleton
+from cutesuper.skeletons.cost import Device, Sized
+from cutesuper.skeletons.form import Form, needs_positions
+from cutesuper.skeletons.legality import is_chained
 from cutesuper.targets import Target
 
 
 class Attention(Skeleton):
-    """See the module."""
+    """Chained products. Only segments between waists are looked at: with norms of Q, K and V there
+    are 20 others, 0.3 to 1 s each."""
 
     name = "an attention loop"
     plans = (AttentionPlan,)
     schedules = (AttentionSchedule,)
+    between_waists = True
+
+    def recognize(self, region: Region, program: LabelledProgram) -> Form | None:
+        """Products, of which the last one depends on another."""
+        products = matrix_products(program)
+        positions = needs_positions(region) is not None
+        if not products or (positions and not are_chained(program)):
+            return None
+        return chained_form(region, program, products)
+
+    def prepared(self, program: LabelledProgram, form: Any) -> Space | None:
+        """Factors are moved behind the products first; see `attention.hoist`."""
+        moved = hoisted(program, form)
+        return Space(moved, sealed=settled(moved, form))
+
+    def price(self, table: Table, form: Any, target: Target, itemsize: int) -> Price:
+        """See `attention.cost.chained_price`."""
+        return chained_price(table, form, target)
+
+    def sizes(
+        self, structure: BlockProgram, form: Any, device: Device, pruned: Counter[str]
+    ) -> Iterable[Sized]:
+        """See `attention.sizes.chained_sizes`."""
+        model = ChainedModel(
+            structure, form, device.target, device.itemsizes, device.dependent_launch
+        )
+        return (Sized(*s) for s in chained_sizes(structure, form, model, pruned))
 
     def runs(self, step: KernelStep) -> bool:
         """A product is multiplied by something that is computed from another product."""

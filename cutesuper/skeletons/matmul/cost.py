@@ -1,36 +1,30 @@
-"""What a kernel costs, in microseconds; the constants and their origin are in `targets`.
-
-Two models. `price` is additive and knows no sizes: it orders programs while they are extracted.
-`matmul_cost`, and what is in `row_cost`, know everything and order sized programs. The aim is the
-right order, not the right number: on one H200 the candidates of 24 cases come out within 5% in the
-mean.
-"""
+"""What a kernel of the matmul loop costs, in microseconds; rates stand with the target."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
-from typing import Any
 
-from cutesuper.egraph.extract import Price
-from cutesuper.egraph.saturate import Derivation, Table
 from cutesuper.ir.block import (
-    ENDING,
     LOAD,
-    STORE,
     AxisKind,
     BlockOp,
     BlockProgram,
 )
 from cutesuper.ir.dims import ceil_div, extent
-from cutesuper.search.forms import Form, MatmulForm
+from cutesuper.skeletons.cost import (
+    Cost,
+    bytes_moved,
+    computes,
+    instructions,
+    overlapped,
+    tile_bytes,
+)
+from cutesuper.skeletons.matmul.form import MatmulForm
 from cutesuper.skeletons.matmul.hidden import hidden_width
 from cutesuper.skeletons.matmul.sharing import rows_shared_by
 from cutesuper.skeletons.matmul.vectors import MAX_VECTORS
 from cutesuper.targets import Target
 
-#: rows of a block while sizes are unknown
-NOMINAL_TILE = 64
 #: what the schedule of a matmul kernel keeps in flight, where four stages are not more
 RING_BYTES = 120 * 1024
 #: shared memory of a block beside its stages: barriers, statistics, alignment, and the system's
@@ -47,69 +41,6 @@ MOST_VECTOR_ROWS = 64
 VECTOR_ROWS = 32
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Microseconds by cause; ``total`` is not their sum (memory and arithmetic overlap)."""
-
-    total: float
-    parts: dict[str, float]
-
-
-# -------------------------------------------------------------------------------- before sizing
-
-
-def price(table: Table, form: Form, target: Target, itemsize: int) -> Price:
-    """Cost of one derivation while sizes are unknown; see `extract`.
-
-    A value that lacks a grid label is computed again by every block along it: a prologue on
-    ``X[M, K]`` is paid once for each block of columns, a division of ``[M, N]`` only once.
-    """
-    dims = table.space.program.dims
-    rate = target.rates.lanes_per_us * target.sms
-
-    def elements(labels: frozenset[str]) -> float:
-        own = prod(extent(dims[x]) for x in labels)
-        again = prod(
-            max(1.0, extent(dims[a.dim]) / NOMINAL_TILE)
-            for a in table.split.axes
-            if a.kind == AxisKind.GRID and a.dim not in labels
-        )
-        return own * again
-
-    def cost(i: int, d: Derivation) -> float:
-        labels = table.classes[i].labels
-        if d.kind == "constant":
-            return 0.0
-        if d.kind == LOAD:
-            return prod(extent(dims[x]) for x in labels) * itemsize / target.bandwidth * 1e6
-        over = extent(dims[d.over]) if d.over in dims else 1
-        if d.kind == "matmul":
-            return 2.0 * elements(labels) * over / target.tensor_flops * 1e6
-        if isinstance(form, MatmulForm) and form.contracted in labels:
-            over = 2  # a prologue: operands pass through registers on their way
-        return max(1e-4, elements(labels) * over * target.rates.instructions.get(d.kind, 1) / rate)
-
-    return cost
-
-
-# --------------------------------------------------------------------------------- with all sizes
-
-
-def bytes_moved(program: BlockProgram, itemsizes: dict[str, int]) -> float:
-    """Bytes that device memory must deliver and take: each tensor once."""
-    tensors = {
-        op.attributes["tensor"]: prod(
-            extent(program.dims[x]) for x in op.attributes["map"] if x in program.dims
-        )
-        for op in program.ops
-        if op.kind in (LOAD, STORE)
-    }
-    return sum(n * itemsizes[t] for t, n in tensors.items())
-
-
-def tile_bytes(program: BlockProgram, op: BlockOp, itemsizes: dict[str, int]) -> int:
-    """Bytes of the tile that a load or a store moves at a time."""
-    return prod(program.tile[d] for d in op.dims) * itemsizes[op.attributes["tensor"]]
 
 
 def matmul_cost(
@@ -139,15 +70,6 @@ def matmul_cost(
     parts |= {"launch": target.launch_us, "ramp": ramp, "exchange": exchange, "store": store}
     parts |= {"after": after} if after else {}
     return Cost(target.launch_us + busy + ramp + exchange + store + after, parts)
-
-
-def overlapped(exponent: float, *us: Any) -> Any:
-    """Time of things that wait for each other only in part: the longest one, and somewhat more.
-
-    before: 12 us of memory, 5 us of arithmetic; after, with exponent 4: 12.1. Two equal ones of 12
-    take 14.3.
-    """
-    return sum(x**exponent for x in us) ** (1 / exponent)
 
 
 def _wave(
@@ -343,15 +265,3 @@ def _after_us(program: BlockProgram, form: MatmulForm, target: Target) -> float:
         count = sum(op.attributes.get("over") == form.column for op in program.ops)
         after += count * (r.column_reduction_us + spread * r.cluster_reduction_us)
     return after
-
-
-def computes(op: BlockOp) -> bool:
-    """Whether an operation does arithmetic."""
-    return op.kind not in (LOAD, STORE, "matmul", "constant", *ENDING)
-
-
-def instructions(program: BlockProgram, op: BlockOp, target: Target) -> float:
-    """Instructions per element; where a value of the row divides, its reciprocal multiplies."""
-    if op.kind == "div" and len(program.ops[op.inputs[1]].dims) < len(op.dims):
-        return 1.0
-    return target.rates.instructions.get(op.kind, 1)

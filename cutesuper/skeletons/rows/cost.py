@@ -10,7 +10,7 @@ from math import prod
 
 from cutesuper.ir.block import LOAD, STORE, AxisKind, BlockOp, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
-from cutesuper.skeletons.matmul.cost import (
+from cutesuper.skeletons.cost import (
     Cost,
     bytes_moved,
     computes,

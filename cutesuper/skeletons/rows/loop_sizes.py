@@ -13,7 +13,7 @@ from math import prod
 
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, ceil_div, extent
-from cutesuper.skeletons.matmul.cost import Cost
+from cutesuper.skeletons.cost import Cost
 from cutesuper.skeletons.rows.cost import (
     cluster_cost,
     persistent_cost,
@@ -53,7 +53,7 @@ def persistent_sizes(
     itemsizes: dict[str, int],
     pruned: Counter[str],
 ) -> Iterator[tuple[BlockProgram, Cost]]:
-    """All sizes worth a price, with it; see `search.sizing.sized`."""
+    """All sizes worth a price, with it; ``pruned`` counts what was left out, by reason."""
     rows = extent(structure.dims[form.visited])
     for cluster, width in _widths(structure, form, itemsizes):
         slots = _slots(structure, form, target, cluster, width)
@@ -140,7 +140,7 @@ def cluster_sizes(
     itemsizes: dict[str, int],
     pruned: Counter[str],
 ) -> Iterator[tuple[BlockProgram, Cost]]:
-    """All sizes of rows in clusters, one in each, with their price; see `search.sizing.sized`."""
+    """All sizes of rows in clusters, one in each, with their price."""
     whole = extent(structure.dims[row])
     streamed = [op for op in structure.loads() if row in op.dims and len(op.dims) > 1]
     each = sum(itemsizes[op.attributes["tensor"]] for op in streamed)

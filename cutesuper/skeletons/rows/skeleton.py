@@ -2,26 +2,74 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
-from cutesuper.ir.block import KernelStep, TensorSpec
+from cutesuper.egraph.labelled import LabelledProgram, Region
+from cutesuper.egraph.products import matrix_products
+from cutesuper.errors import SearchError
+from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep, TensorSpec
 from cutesuper.skeletons.base import Plan, Skeleton
+from cutesuper.skeletons.cost import Device, Sized
+from cutesuper.skeletons.form import Form, needs_positions, single_reduction, unsized
 from cutesuper.skeletons.legality import refuse_running_maxima, refuse_tables
 from cutesuper.skeletons.rows.explain import row_lines, row_loop_lines
+from cutesuper.skeletons.rows.form import RowForm, row_form
+from cutesuper.skeletons.rows.limits import row_label
+from cutesuper.skeletons.rows.loop_form import PersistentForm
 from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
 from cutesuper.skeletons.rows.loop_planner import plan_row_loop
 from cutesuper.skeletons.rows.loop_roles import walks
+from cutesuper.skeletons.rows.loop_sizes import cluster_sizes, persistent_sizes
 from cutesuper.skeletons.rows.plan import RowPlan, plan_rows
 from cutesuper.skeletons.rows.schedule import RowLoopSchedule, RowSchedule
+from cutesuper.skeletons.rows.sizes import row_sizes
 from cutesuper.targets import Target
 
 
 class Rows(Skeleton):
-    """See the module."""
+    """Programs without products: whole rows in a block, rows in a cluster, rows visited in turn."""
 
     name = "a row kernel"
-    plans = (RowPlan, RowLoopPlan,)
-    schedules = (RowSchedule, RowLoopSchedule,)
+    plans = (RowPlan, RowLoopPlan)
+    schedules = (RowSchedule, RowLoopSchedule)
+
+    def recognize(self, region: Region, program: LabelledProgram) -> Form | None:
+        """No products, and no positions but those of labels."""
+        if matrix_products(program):
+            return None
+        reason = needs_positions(region)
+        if reason is not None:
+            raise SearchError(reason)
+        return row_form(region, program)
+
+    def sizes(
+        self, structure: BlockProgram, form: Any, device: Device, pruned: Counter[str]
+    ) -> Iterable[Sized]:
+        """By the kind of rows; see `rows.sizes` and `rows.loop_sizes`."""
+        given = device.target, device.itemsizes, pruned
+        if isinstance(form, PersistentForm):
+            return (Sized(*s) for s in persistent_sizes(structure, form, *given))
+        if form.clustered:
+            return (Sized(*s) for s in cluster_sizes(structure, form.row, *given))
+        return row_sizes(structure, form, *given)
+
+    def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
+        """Rows along the reduced label or the last one, where all axes are of the grid."""
+        reduced = single_reduction(program)
+        if reduced is None or any(a.kind != AxisKind.GRID for a in program.axes):
+            return None
+        if any(op.kind == "matmul" for op in program.ops):
+            return None
+        stored = [[d for d in op.attributes["map"] if d] for op in program.stores()]
+        read = [[d for d in op.attributes["map"] if d] for op in program.loads()]
+        row = row_label(program.dims, reduced, stored, read)
+        if row is None:
+            return None
+        kinds: dict[str, tuple[AxisKind, ...]] = dict.fromkeys(program.dims, (AxisKind.GRID,))
+        kinds |= {row: ()} if reduced else {}
+        return unsized(program, kinds), RowForm(row, bool(reduced))
 
     def runs(self, step: KernelStep) -> bool:
         """There is no product."""

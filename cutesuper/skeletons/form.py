@@ -1,0 +1,87 @@
+"""The rules that a skeleton gives the search, and what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from cutesuper.egraph.labelled import LabelledProgram, Region
+from cutesuper.egraph.products import (
+    labels_of,
+)
+from cutesuper.egraph.splits import Operand, Split, State
+from cutesuper.errors import SearchError
+from cutesuper.ir.block import Axis, AxisKind, BlockProgram
+from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.operators.base import Counts, lookup
+
+#: elements of 16 bits in the 16 bytes that bulk copies move: extents are multiples of it
+ALIGN = 8
+
+
+class Form(Protocol):
+    """What a skeleton can run, as rules that the saturation asks; see `egraph.splits.Rules`."""
+
+    @property
+    def vectors(self) -> bool:
+        """Whether a matrix may be contracted with a vector as well."""
+        ...
+
+    def splits(self, program: LabelledProgram) -> Iterable[Split]:
+        """Which axes may divide which labels, simplest first."""
+        ...
+
+    def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
+        """See `egraph.splits.Rules`."""
+        ...
+
+    def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
+        """See `egraph.splits.Rules`."""
+        ...
+
+    def contracts(self, a: Operand, b: Operand, over: str) -> bool:
+        """See `egraph.splits.Rules`."""
+        ...
+
+    def refuses(self, program: BlockProgram) -> str | None:
+        """Why a program that obeys the rules still cannot run, or None."""
+        ...
+
+
+def single_reduction(program: BlockProgram) -> list[str] | None:
+    """The labels that a given program reduces, at most one; None where its extents are part of its
+    meaning: several are reduced, or tensors have slices of partial results."""
+    stored = [op.attributes["map"] for op in program.stores()]
+    plain = all(isinstance(d, str) and d in program.dims for m in stored for d in m if d)
+    over = (op.attributes["over"] for op in program.ops if "over" in op.attributes)
+    reduced = list(dict.fromkeys(over))
+    return reduced if plain and len(reduced) <= 1 else None
+
+
+def unsized(program: BlockProgram, kinds: dict[str, tuple[AxisKind, ...]]) -> BlockProgram:
+    """A program with axes of these kinds, all of extent 1, and whole tiles."""
+    axes = tuple(Axis(d, k, 1) for d, ks in kinds.items() for k in ks)
+    tile = {d: extent(n) for d, n in program.dims.items()}
+    return BlockProgram(program.dims, axes, tile, program.ops)
+
+
+def needs_positions(region: Region) -> str | None:
+    """Why neither products nor rows run a region: masks, and pages; None where they may."""
+    for op in region.ops:
+        operator = lookup(op.kind)
+        if operator.masks and operator.counts != Counts.LABELS:  # rows know the column of a label
+            return f"{op.kind} depends on positions, which only the loop of attention knows"
+    for i, page in region.pages:
+        return (
+            f"input {i} lies in pages of {page}, and only the loop of attention reads through a "
+            "table; gather the pages before"
+        )
+    return None
+
+
+def check_symbols(program: LabelledProgram) -> None:
+    """Strides are numbers: only the outermost dimension of a stored tensor may be symbolic."""
+    for _, m in program.outputs:
+        for name in labels_of(m)[1:]:
+            if isinstance(n := program.dims[name], Symbol):
+                raise SearchError(f"a tensor is stored with {n} not as its first dimension")

@@ -1,0 +1,319 @@
+"""The matmul loop as rules for the search.
+
+One loop over the contracted label, any number of products that share a row operand, statistics of
+the rows, products of what the loop gave, an element-wise epilogue, reductions along the columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+from cutesuper.egraph.labelled import LabelledOp, LabelledProgram, Region
+from cutesuper.egraph.products import (
+    after_products,
+    check_one_type,
+    is_product,
+    labels_of,
+    shown,
+)
+from cutesuper.egraph.splits import Operand, Split, State
+from cutesuper.errors import SearchError
+from cutesuper.ir.block import (
+    CLUSTER_REDUCE,
+    AxisKind,
+    BlockProgram,
+)
+from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.dims import extent as dim_extent
+from cutesuper.skeletons.form import ALIGN
+from cutesuper.skeletons.matmul.hidden import MAX_HIDDEN
+from cutesuper.skeletons.matmul.shift import find_shift
+from cutesuper.skeletons.matmul.vectors import MAX_VECTORS, vector_products
+
+#: columns that are reduced: so many blocks of a cluster hold so many each
+MAX_REDUCED = 8 * 256
+
+
+@dataclass(frozen=True)
+class MatmulForm:
+    """``[batch..., row, contracted] @ [batch..., contracted, column]`` and what may surround it.
+
+    Attributes:
+        row: label of the rows; statistics and prologues belong to this side.
+        column: label of the columns; the operand that has it is a plain load.
+        contracted: the label of the loop.
+        batch: all other labels.
+        hidden: labels between two products, ``(X A) B``: the loop accumulates X A, which is the
+            row operand of a product after the loop. A block holds the whole label.
+        reduced: whether the columns are reduced after the products: one cluster has all of them.
+        vectors: whether vectors along the contracted label are multiplied by a column operand, or
+            a column operand is summed, beside the products of the rows: ``G[K] @ W[K, N]``. Never
+            together with hidden labels.
+    """
+
+    row: str
+    column: str
+    contracted: str
+    batch: tuple[str, ...]
+    hidden: tuple[str, ...] = ()
+    reduced: bool = False
+    vectors: bool = False
+
+    def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
+        """The loop alone, and the loop with a cluster; everything else is grid."""
+        loop, cluster = (AxisKind.LOOP,), (AxisKind.CLUSTER,)
+        kinds = {d: () if d in self.hidden else (AxisKind.GRID,) for d in program.dims}
+        if self.reduced:
+            choices = ((loop, ()), (loop, cluster))
+        else:
+            choices = ((loop, kinds[self.column]), (cluster + loop, kinds[self.column]))
+        return tuple(
+            Split(tuple((kinds | {self.contracted: k, self.column: c}).items()))
+            for k, c in choices
+        )
+
+    def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
+        """Prologues on staged rows and vectors, epilogues on complete values.
+
+        Nothing on partial sums (but on those between two products, which the loop has completed),
+        nothing on the column side, and no scalar of a row (``[M, 1]``) inside the loop: what is
+        staged has the contracted label.
+        """
+        everything = frozenset[str]().union(*operands)
+        between = not everything.isdisjoint(self.hidden)
+        if state.pending and not (between and self._shared(state)):
+            return False
+        if any(self._column_side(x) for x in operands):
+            return False
+        staged = [self.contracted in x for x in operands if x]
+        return all(staged) or not any(staged)
+
+    def _column_side(self, labels: frozenset[str]) -> bool:
+        """Whether a value is, or is made of, an operand that only products take."""
+        free = {self.column, *self.hidden} & labels
+        return len(free) > 1 or (self.contracted in labels and bool(free))
+
+    def _shared(self, state: State) -> bool:
+        """Whether nothing but a cluster has to end."""
+        return all(name.endswith(AxisKind.CLUSTER) for name in state.pending)
+
+    def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
+        """Statistics of rows, and complete products along the columns; sums of a column operand
+        are products with a vector of ones."""
+        if not labels.isdisjoint(self.hidden):
+            return False
+        if over == self.contracted:
+            return self.vectors or self.column not in labels
+        return self.reduced and over == self.column and not state.pending
+
+    def contracts(self, a: Operand, b: Operand, over: str) -> bool:
+        """Rows or vectors first; the column operand is a plain load, the row operand no partial
+        sum."""
+        if not b.loaded or self.row in b.labels or self.column in a.labels:
+            return False
+        vector = self.vectors and a.labels == frozenset((self.contracted,))
+        if self.row not in a.labels and not vector:
+            return False
+        free = {self.column, *self.hidden} & b.labels
+        if over == self.contracted:
+            return len(free) == 1 and a.labels.isdisjoint(self.hidden) and not a.state.pending
+        return over in self.hidden and free == {self.column, over} and self._shared(a.state)
+
+    def refuses(self, program: BlockProgram) -> str | None:
+        """Why a program that obeys the rules still cannot run, or None."""
+        products = [op for op in program.ops if op.kind == "matmul" and self.row in op.dims]
+        looped = [op for op in products if op.attributes["over"] == self.contracted]
+        if len({op.inputs[0] for op in looped}) > 1:
+            return "products with different row operands"
+        if any(op.kind == CLUSTER_REDUCE and set(self.hidden) & set(op.dims) for op in program.ops):
+            return "a cluster's exchange between two products"
+        after = [op.attributes["over"] for op in products if op not in looped]
+        if len(after) > len(set(after)):
+            return "two products after the loop that contract the same label"
+        if why := self._refuses_vectors(program, {op.inputs[1] for op in looped}):
+            return why
+        for label in (self.column, *self.hidden):
+            stored = {
+                op.attributes["map"][-1] == label
+                for op in program.loads()
+                if {self.contracted, label} <= set(op.dims)
+            }
+            if len(stored) > 1:
+                return "column operands stored in different orders"
+        shifted = find_shift(program, self.row, self.column, self.contracted)
+        if shifted is not None and shifted.refused:
+            return "a difference of large sums that cannot be kept from cancelling"
+        cluster = program.of_kind(AxisKind.CLUSTER)
+        if cluster and not any(op.kind == CLUSTER_REDUCE for op in program.ops):
+            return "an unused cluster axis"
+        return None
+
+    def _refuses_vectors(self, program: BlockProgram, columns: set[int]) -> str | None:
+        """The same for products of vectors; ``columns``: what the rows are multiplied by."""
+        if not self.vectors:
+            return None
+        vectors = vector_products(program, self.row, self.column, self.contracted)
+        if any(op.kind not in ("matmul", "sum") for op in vectors):
+            return "a column operand is reduced by something else than a sum"
+        if not {op.inputs[-1] for op in vectors} <= columns:
+            return "vectors are multiplied by a column operand that the rows are not multiplied by"
+        if len({op.inputs[:-1] for op in vectors}) > MAX_VECTORS:
+            return f"more than {MAX_VECTORS} vectors are multiplied by column operands"
+        return None
+
+
+def matmul_form(
+    region: Region, program: LabelledProgram, products: list[LabelledOp]
+) -> MatmulForm:
+    """The form of a region with products. Raises SearchError with the reason if it has none."""
+    after = after_products(program)
+    first = [op for op in products if after.isdisjoint(op.inputs)]
+    # of products over different labels the longest is the loop's: X W + T B with a T of 16 columns
+    contracted = max((str(op.over) for op in first), key=lambda d: dim_extent(program.dims[d]))
+    looped = [op for op in first if op.over == contracted]
+    tails = [op for op in products if op not in looped]
+    hidden = tuple(dict.fromkeys(op.over for op in tails if op.over is not None))
+    row, column = _rows_and_columns(program, (tails or looped)[0], hidden)
+    over = dict.fromkeys(
+        op.over for i, op in enumerate(program.ops)
+        if op.over is not None and (i not in after or op in looped)
+    )
+    if len(over) > 1:
+        raise SearchError(
+            f"one kernel reduces over one dimension, this needs {shown(map(str, over))}"
+        )
+    reduced = _check_after(program, after, hidden, column)
+    for op in products:
+        _check_product(program, op, row, column, contracted, hidden)
+    inner = (row, column, contracted, *hidden)
+    batch = tuple(d for d in program.dims if d not in inner)
+    vectors = _has_vectors(program, contracted, {column, *hidden})
+    if vectors and hidden:
+        raise SearchError(
+            f"a vector of {column} beside a product over {shown(hidden)}, of what another product "
+            "gives: another kernel"
+        )
+    form = MatmulForm(row, column, contracted, batch, hidden, reduced, vectors)
+    _check_extents(program, form)
+    check_one_type(region, [op for op in program.of_kind("load") if _staged(region, op, form)])
+    return form
+
+
+def _has_vectors(program: LabelledProgram, contracted: str, free: set[str]) -> bool:
+    """Whether something without rows is reduced to a row vector: see `MatmulForm.vectors`."""
+    return any(
+        op.over == contracted and not free.isdisjoint(op.labels) and not is_product(program, op)
+        for op in program.ops
+    )
+
+
+def _rows_and_columns(
+    program: LabelledProgram, product: LabelledOp, hidden: tuple[str, ...]
+) -> tuple[str, str]:
+    """The last two labels of what is stored; of a product, where only rows are stored."""
+    a, b = (program.ops[i].labels for i in product.inputs)
+    ends = {tuple(labels_of(m)[-2:]) for _, m in program.outputs}
+    whole = {e for e in ends if len(e) == 2 and not set(e) <= a and not set(e) <= b}
+    if len(whole) == 1:
+        (end,) = whole
+        return end
+    rows = {labels_of(m)[-1] for _, m in program.outputs if labels_of(m)}
+    free = [d for d in program.dims if d in (a | b) and d not in (product.over, *rows, *hidden)]
+    if whole or len(rows) != 1 or not free:
+        raise SearchError("a matrix product kernel stores tensors with the same rows and columns")
+    return rows.pop(), free[-1]
+
+
+def _check_after(
+    program: LabelledProgram, after: set[int], hidden: tuple[str, ...], column: str
+) -> bool:
+    """What happens to products: one more product, or reductions along the columns; whether so.
+
+    Raises:
+        SearchError: something else is reduced, or stored that depends on no product.
+    """
+    reduced = False
+    for op in program.ops:
+        if op.over is None or after.isdisjoint(op.inputs):
+            continue
+        if is_product(program, op):
+            if op.over not in hidden or any(_tail(program, j, after) for j in op.inputs):
+                raise SearchError("a product of a product of a product: another kernel")
+            continue
+        if op.over != column or hidden:
+            raise SearchError(f"{op.kind} of what a matrix product gives: another kernel")
+        reduced = True
+    if any(i not in after for i, _ in program.outputs):
+        raise SearchError("a matrix product kernel stores only what depends on a product")
+    if any(set(hidden) & set(labels_of(m)) for _, m in program.outputs):
+        raise SearchError("what lies between two products is not stored")
+    return reduced
+
+
+def _tail(program: LabelledProgram, i: int, after: set[int]) -> bool:
+    """Whether an operation depends on a product of what another one gave."""
+    op = program.ops[i]
+    if is_product(program, op) and not after.isdisjoint(op.inputs):
+        return True
+    return any(_tail(program, j, after) for j in op.inputs)
+
+
+def _check_product(
+    program: LabelledProgram, op: LabelledOp, row: str, column: str, contracted: str,
+    hidden: tuple[str, ...],
+) -> None:
+    """One operand has the rows, the other one the columns or a hidden label."""
+    a, b = (program.ops[i].labels - {op.over} for i in op.inputs)
+    free = {column} if op.over != contracted else {column, *hidden}
+    sides = ((a, b), (b, a))
+    if not any(row in x and row not in y and free & y and not free & x for x, y in sides):
+        raise SearchError(f"{row} and {column} are not the rows and columns of every product")
+
+
+def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
+    for name in (form.contracted, form.column, *form.hidden):
+        extent: Dim = program.dims[name]
+        if isinstance(extent, Symbol):
+            raise SearchError(f"matmul: the extent {extent} may only be one of rows or batches")
+        if extent % ALIGN:
+            raise SearchError(
+                f"matmul: the extent {extent} of an inner or column dimension is no multiple of "
+                f"{ALIGN} (16-byte copies); pad the tensor with zeros to "
+                f"{extent + -extent % ALIGN}"
+            )
+        if name in form.hidden and extent > MAX_HIDDEN:
+            raise SearchError(
+                f"matmul: {extent} elements between two products; a block holds {MAX_HIDDEN}"
+            )
+    if form.reduced and program.dims[form.column] > MAX_REDUCED:  # type: ignore[operator]
+        raise SearchError(
+            f"matmul: {program.dims[form.column]} columns are reduced; a cluster holds "
+            f"{MAX_REDUCED}"
+        )
+
+
+def _staged(region: Region, op: LabelledOp, form: MatmulForm) -> bool:
+    """Whether a load goes through shared memory, for products. Raises SearchError."""
+    mapping = labels_of(op.attributes["map"])
+    tensor = op.attributes["tensor"]
+    operands = {form.contracted, *form.hidden} & set(mapping)
+    matrix = len(operands | {form.row, form.column} & set(mapping)) > 1
+    staged = form.contracted in mapping or (matrix and operands and form.column in mapping)
+    if staged and region.input_dtypes[tensor].itemsize != 2:
+        raise SearchError(
+            f"matmul in {region.input_dtypes[tensor]}: the tensor cores take float16 and bfloat16; "
+            "convert the operands to one of them"
+        )
+    inner = {form.contracted, form.column}
+    labels = (form.contracted, form.column, *form.hidden)
+    matrices = [set(p) for p in combinations(labels, 2) if set(p) <= set(mapping)]
+    if matrices:
+        if set(mapping[-2:]) not in matrices:
+            raise SearchError("matmul: a column operand must have its matrix in the last two dims")
+    elif (found := inner & set(mapping)) and mapping[-1] not in found:
+        raise SearchError(
+            f"matmul: a tensor is read with its rows along memory ({', '.join(mapping)}); only a "
+            "plain second operand may be stored either way"
+        )
+    return bool(staged)
