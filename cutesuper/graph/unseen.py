@@ -21,7 +21,7 @@ from math import inf, isnan
 from typing import Any
 
 from cutesuper.graph.block import LOAD, STORE, BlockOp, BlockProgram, MuGraph, TensorSpec
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.kernel import KernelGraph, Node, Tensor
 from cutesuper.graph.operators import LARGEST, TABLE, Attributes
 
 #: what stands for a number that nobody knows; a result that they agree on does not depend on it
@@ -108,6 +108,46 @@ def hides_difference(kind: str, args: Sequence[Fate | None]) -> bool:
 def empties_quotient(kind: str, args: Sequence[Fate | None]) -> bool:
     """Whether an operation may divide by a sum of hidden elements only."""
     return kind == "div" and args[1] is not None and args[1].hidden and args[1].value == 0.0
+
+
+def guarded_graph(graph: KernelGraph, given: Mapping[int, Fate]) -> KernelGraph:
+    """A kernel graph with guards where what an earlier graph made of hidden rows is an input.
+
+    What the graph hides itself is left to its kernels (`guarded`), where guards are not in the way
+    of a running maximum. The same graph where nothing needs one.
+
+    Args:
+        graph: a backward pass, say.
+        given: what inputs are in hidden rows, by node.
+    """
+    known, own = fates_of(graph, given), fates_of(graph)
+    result, new = KernelGraph(), list[Tensor]()
+    for n in graph.nodes:
+        args = [new[j] for j in n.inputs]
+        if n.operator == "input":
+            result.nodes.append(n)
+            new.append(result.tensor(len(result.nodes) - 1))
+            continue
+        if _meets(n, known) and not _meets(n, own):
+            args[1] = _guard(result, n.operator, args[1])
+        new.append(result.apply(n.operator, *args, **dict(n.attributes)))
+    if len(result.nodes) == len(graph.nodes):
+        return graph
+    for i in graph.outputs:
+        result.mark_output(new[i], graph.nodes[i].dtype)
+    return result
+
+
+def _meets(node: Node, fates: Fates) -> bool:
+    args = [fates[j] for j in node.inputs]
+    return hides_difference(node.operator, args) or empties_quotient(node.operator, args)
+
+
+def _guard(g: KernelGraph, kind: str, y: Tensor) -> Tensor:
+    """What is subtracted or divides, as in `guarded`."""
+    if kind == "sub":
+        return g.maximum(y, -LARGEST)
+    return g.add(y, g.mul(g.at_least(y, 0.0), g.at_least(0.0, y)))
 
 
 # -------------------------------------------------------------------------------- block programs
