@@ -13,6 +13,7 @@ from cutesuper.graph.dims import extent
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.rows import row_label
 from cutesuper.graph.target import Target
+from cutesuper.graph.unseen import followed
 from cutesuper.optimize import (
     Choice,
     Options,
@@ -92,10 +93,10 @@ def _planned(
 ) -> tuple[KernelStep, KernelPlan, Cost | None]:
     """The kernel as it is, or else with other extents. Raises LoweringError, ScheduleError."""
 
+    tensors = followed(mugraph)
+
     def plan(s: KernelStep) -> KernelPlan:
-        return make_plan(
-            s, mugraph.tensors, options.target, dependent_launch=options.dependent_launch
-        )
+        return make_plan(s, tensors, options.target, dependent_launch=options.dependent_launch)
 
     try:
         return step, plan(step), None

@@ -28,6 +28,7 @@ from cutesuper.graph.dims import Symbol, extent
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import lookup
 from cutesuper.graph.target import H100, H200, TARGETS, Target, find_target
+from cutesuper.graph.unseen import followed
 from cutesuper.progress import progress_bar
 from cutesuper.report import variant_report
 from cutesuper.runtime.cache import KernelCache, cache_or_default
@@ -337,8 +338,9 @@ def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
         text = "; ".join(f"{s.name}: {show(s.program)}" for s in mu.steps)
         candidate = Candidate(mu, entry.measured.predicted_us, (), text, True)
         try:
+            tensors = followed(mu)
             plans = tuple(
-                planned(step, mu.tensors, target, schedule)
+                planned(step, tensors, target, schedule)
                 for step, schedule in zip(mu.steps, entry.schedules, strict=True)
             )
             verification = _verify(Verifier(graph, seed=options.seed), graph, candidate)
@@ -411,8 +413,9 @@ def choose(
 
 def _plans(candidate: Candidate, options: Options, target: Target) -> tuple[KernelPlan, ...]:
     mu = candidate.mugraph
+    tensors = followed(mu)
     return tuple(
-        make_plan(step, mu.tensors, target, dependent_launch=options.dependent_launch)
+        make_plan(step, tensors, target, dependent_launch=options.dependent_launch)
         for step in mu.steps
     )
 

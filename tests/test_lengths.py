@@ -162,11 +162,17 @@ def test_a_mask_and_softmax_are_the_definition(
 
 
 def test_softmax_of_nothing_is_zero_and_nothing_else_changes() -> None:
+    """Nothing is what the lengths leave. Rows of -inf that an input has are NaN, as in PyTorch and
+    in the kernels of programs without masks."""
+    t = torch.tensor([[0.0, 1, -torch.inf, 2], [-torch.inf] * 4, [torch.nan, 0, 0, 0]])
     g, [x] = graph_of(((3, 4), float16))
     g.mark_output(g.softmax(x))
-    t = torch.tensor([[0.0, 1, -torch.inf, 2], [-torch.inf] * 4, [torch.nan, 0, 0, 0]])
     [y] = evaluate(g, [t])
-    assert torch.equal(y[0], t[0].softmax(0)) and not y[1].any() and y[2].isnan().all()
+    assert torch.equal(y[0], t[0].softmax(0)) and y[1:].isnan().all()
+    g, [x, n] = graph_of(((3, 1, 4), float16), ((3,), int32))
+    g.mark_output(g.softmax(g.length_mask(x, n)))
+    [y] = evaluate(g, [t[:, None], torch.tensor([4, 0, 4], dtype=torch.int32)])
+    assert torch.equal(y[0, 0], t[0].softmax(0)) and not y[1].any() and y[2].isnan().all()
 
 
 @pytest.mark.parametrize("causal", [False, True])

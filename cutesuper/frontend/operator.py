@@ -20,7 +20,7 @@ from math import prod
 import torch
 
 from cutesuper import optimize
-from cutesuper.errors import CutesuperError, DeviceError, FormatError, GraphError
+from cutesuper.errors import CutesuperError, DeviceError, FormatError, GraphError, ShapeError
 from cutesuper.graph import serial
 from cutesuper.graph.dims import Shape, Symbol, extent
 from cutesuper.graph.kernel import KernelGraph
@@ -28,7 +28,7 @@ from cutesuper.graph.target import Target, find_target
 from cutesuper.ops.programs import Runner, launcher, reference_of
 from cutesuper.progress import progress_bar
 from cutesuper.runtime.cache import KernelCache
-from cutesuper.runtime.checks import MAX_ELEMENTS, Signature
+from cutesuper.runtime.checks import MAX_ELEMENTS, Signature, check_size
 from cutesuper.runtime.kernel import Variant, bucket_of
 from cutesuper.runtime.tensors import usable
 from cutesuper.search.search import SearchResult
@@ -65,6 +65,12 @@ class Program:
         self._most_rows = _most(graph.nodes[i].shape for i in (*graph.inputs, *graph.outputs))
 
     @property
+    def most_rows(self) -> int:
+        """How large the symbolic extent may be for kernels, as far as they are made; for more,
+        offsets do not fit into 32 bits."""
+        return self._most_rows
+
+    @property
     def symbols(self) -> tuple[str, ...]:
         """Names of the extents that are known at the call only: `ROWS`, or none."""
         return tuple(s.name for s in self._signature.symbols)
@@ -95,7 +101,10 @@ class Program:
                 graph = self.graph.with_hints({ROWS: bucket})
                 found = self.found(rows, target)
                 made = optimize.compiled(graph, self._options(target), KernelCache(), *found)
-                self._most_rows = min(self._most_rows, _most(s for s, _ in made.intermediates))
+                between = [s for s, _ in made.intermediates]
+                for shape in between:
+                    check_size("a tensor between kernels", [extent(d) for d in shape])
+                self._most_rows = min(self._most_rows, _most(between))
                 self._variants[bucket, target.name] = made
             return self._variants[bucket, target.name]
 
@@ -129,8 +138,8 @@ class Program:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run it. Raises ShapeError, DTypeError, DeviceError, GraphError as a `Kernel` does."""
         given = [usable(t) for t in inputs]
-        if any(not t.numel() or t.numel() > MAX_ELEMENTS for t in given):
-            rows, run = self._rows(given), self._reference
+        if not all(t.numel() for t in given):
+            rows, run = self._rows(given), self._reference  # there is nothing to launch
         else:
             extents = self._signature.bind(given)
             if extents is None:
@@ -164,8 +173,14 @@ class Program:
         ]
 
     def _runner(self, rows: int, device: torch.device) -> Runner:
-        if device.type != "cuda" or rows > self._most_rows:
+        if device.type != "cuda":
             return self._reference
+        if rows > self._most_rows:
+            raise ShapeError(
+                f"cutesuper::region: a compiled model is called with {rows} rows, and its kernels "
+                f"compute offsets of at most {self._most_rows} of them in 32 bits; split the "
+                "batch, or call torch.compiler.reset() to have it compiled for this size"
+            )
         key = (self._bucket(rows), device)
         run = self._runners.get(key)
         if run is None:

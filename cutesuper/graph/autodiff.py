@@ -29,6 +29,7 @@ from cutesuper.graph.dtypes import DType, float32
 from cutesuper.graph.kernel import KernelGraph, Tensor
 from cutesuper.graph.operators import lookup
 from cutesuper.graph.saving import Reuse, choose
+from cutesuper.graph.unseen import fates_of, guarded_graph
 
 #: names or tensors
 Names = str | Tensor | Sequence[str | Tensor]
@@ -283,7 +284,14 @@ class _Joint:
             name: given[i] if i in given else roots.index(i) for name, i in self.gradients.items()
         }
         graph = self.both.extract(inputs, roots)
-        return graph, {i: name for i, name in kept.items() if i in used}, places
+        fates = fates_of(self.both)
+        hidden = {
+            n: found
+            for n, (i, _) in enumerate(inputs)
+            if (found := fates[i]) is not None and found.hidden
+        }
+        saved = {i: name for i, name in kept.items() if i in used}
+        return guarded_graph(graph, hidden), saved, places
 
     def reuse(self) -> Reuse:
         """What the backward pass could be given."""

@@ -199,12 +199,22 @@ def _rank(kind: AxisKind) -> int:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor between kernels, or at the border of a muGraph."""
+    """A tensor between kernels, or at the border of a muGraph.
+
+    Attributes:
+        name: unique in its muGraph.
+        shape: its extents.
+        dtype: its element type.
+        constant: nobody writes it while the program runs.
+        hidden: what it is in rows that are hidden as a whole, if that is known; derived by
+            `cutesuper.graph.unseen.followed`, never stored.
+    """
 
     name: str
     shape: tuple[Dim, ...]
     dtype: DType
     constant: bool = False
+    hidden: float | None = None
 
 
 @dataclass(frozen=True)

@@ -101,3 +101,7 @@ class Hide(_Choice):
 
     name = "hide"
     other = -inf
+
+    @property
+    def empties(self) -> bool:
+        return True

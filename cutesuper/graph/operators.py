@@ -78,6 +78,8 @@ class Operator:
     #: names, so that the sum of the row is one element
     one_column: ClassVar[bool] = False
     composite: ClassVar[bool] = False
+    #: of composite operators: what they make of a row of -inf that is hidden, if it is one number
+    of_hidden: ClassVar[float | None] = None
     #: puts tensors together or takes one apart; `cutesuper.graph.pieces` removes it
     cuts: ClassVar[bool] = False
     #: all operands have one element type: products, and what puts tensors together
@@ -149,8 +151,7 @@ class Operator:
 
     @property
     def empties(self) -> bool:
-        """Whether it may hide rows as a whole: then their sums of exponentials are 0, and 0 / 0 is
-        0 (``docs/verification.md``, "Masks")."""
+        """Whether it may hide rows as a whole: see `cutesuper.graph.unseen`."""
         return self.masks and self.fill == -inf and bool(self.integers)
 
     def numbers(self, integers: NDArray[np.int64], attributes: Attributes) -> NDArray[np.float64]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.graph.block import KernelStep, TensorSpec
 from cutesuper.graph.check import check_block_program, passes
 from cutesuper.graph.target import Target
+from cutesuper.graph.unseen import guarded
 from cutesuper.schedule.attention import AttentionPlan
 from cutesuper.schedule.attention_planner import plan_attention
 from cutesuper.schedule.attention_roles import is_chained
@@ -37,7 +40,7 @@ def make_plan(
 
     Args:
         step: the kernel.
-        tensors: the muGraph's tensors by name.
+        tensors: the muGraph's tensors by name, as `cutesuper.graph.unseen.followed` gives them.
         target: the GPU.
         schedule: knobs to use; None chooses them.
         dependent_launch: for a chosen schedule: launch before the predecessor has ended.
@@ -55,6 +58,7 @@ def make_plan(
         return plan_attention(step, tensors, target, schedule, dependent_launch)
     _check_no_maximum(step)
     _check_no_table(step)
+    step = replace(step, program=guarded(step.program, tensors))
     if any(op.kind == "matmul" for op in step.program.ops):
         if schedule is not None and not isinstance(schedule, MatmulSchedule):
             raise ScheduleError(f"kernel {step.name}: a matmul loop needs a MatmulSchedule")

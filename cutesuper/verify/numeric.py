@@ -23,9 +23,10 @@ from cutesuper.graph.block import MuGraph
 from cutesuper.graph.check import check_mugraph
 from cutesuper.graph.dims import extent, show_shape
 from cutesuper.graph.dtypes import as_dtype
-from cutesuper.graph.evaluate import evaluate, reference
+from cutesuper.graph.evaluate import evaluate, hidden_difference
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import Attributes, Operator
+from cutesuper.graph.operators import Attributes, Operator, lookup
+from cutesuper.graph.unseen import guarded_mugraph
 from cutesuper.verify.equivalence import check_interface, evaluate_mugraph
 from cutesuper.verify.extents import real_sizes
 from cutesuper.verify.integers import Integers, draw_integers
@@ -45,7 +46,6 @@ class TorchDomain:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.empty_rows = False  # a mask may have hidden rows as a whole
 
     def elementwise(self, kind: str, args: list[TorchValue], attributes: Attributes) -> TorchValue:
         """The reference of the operator, operands aligned by name."""
@@ -53,8 +53,9 @@ class TorchDomain:
             return self.constant(attributes["value"])
         dims = tuple(dict.fromkeys(d for x in args for d in x.dims))
         data = [_align(x, dims) for x in args]
+        result = lookup(kind).reference(data, attributes)
         # -inf - -inf = -inf, see `cutesuper.graph.field`
-        return TorchValue(dims, reference(kind, data, attributes, True, self.empty_rows))
+        return TorchValue(dims, hidden_difference(result, data) if kind == "sub" else result)
 
     def add(self, x: TorchValue, y: TorchValue) -> TorchValue:
         """Sum of two values of the same dimensions."""
@@ -106,7 +107,6 @@ class TorchDomain:
         self, x: TorchValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator
     ) -> TorchValue:
         """What a masking operator makes of x, where ``keep`` has the dimensions ``names``."""
-        self.empty_rows |= operator.empties
         return self._where(x, (names, keep), operator.fill)
 
     def literal(self, names: tuple[str, ...], numbers: NDArray[np.float64]) -> TorchValue:
@@ -175,7 +175,8 @@ def _align(x: TorchValue, dims: tuple[str, ...]) -> torch.Tensor:
 def execute(
     mu: MuGraph, inputs: Sequence[torch.Tensor], dtype: torch.dtype = torch.float64
 ) -> list[torch.Tensor]:
-    """Run the block programs of a muGraph with PyTorch, tile by tile.
+    """Run the block programs of a muGraph with PyTorch, tile by tile, with the guards for hidden
+    rows that its kernels have.
 
     Args:
         mu: a legal muGraph.
@@ -200,6 +201,7 @@ def execute(
                 f"execute: input {name} has shape {list(x.shape)}, expected {list(shape)}"
             )
         tensors[name] = _numbers(x, mu.tensors[name].dtype.integer, dtype)
+    mu = guarded_mugraph(mu)
     found = evaluate_mugraph(TorchDomain(dtype), mu, real_sizes(mu), tensors, CHUNK_ELEMENTS)
     return [found[name].data for name in mu.outputs]
 
