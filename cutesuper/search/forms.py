@@ -120,12 +120,14 @@ class MatmulForm:
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
         """Statistics of rows, and complete products along the columns; sums of a column operand
-        are products with a vector of ones."""
+        over what is contracted are products with a vector of ones. Nothing else is made of a column
+        operand: ``sum_N(X W)`` is not ``X sum_N(W)`` here, which has no product to accumulate."""
         if not labels.isdisjoint(self.hidden):
             return False
         if over == self.contracted:
             return self.vectors or self.column not in labels
-        return self.reduced and over == self.column and not state.pending
+        complete = not state.pending and not self._column_side(labels)
+        return self.reduced and over == self.column and complete
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:
         """Rows or vectors first; the column operand is a plain load, the row operand no partial
