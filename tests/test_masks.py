@@ -20,6 +20,7 @@ from cutesuper.graph.dtypes import float16
 from cutesuper.graph.evaluate import evaluate
 from cutesuper.graph.field import FieldAlgebra, FieldValue, P, Unbounded, uniform
 from cutesuper.graph.kernel import KernelGraph, new_kernel_graph, symbol
+from cutesuper.graph.operators import Items
 from cutesuper.graph.serial import dumps, loads
 from cutesuper.graph.target import H200
 from cutesuper.schedule.planner import make_plan
@@ -474,11 +475,11 @@ def test_what_runs_a_mask_outside_of_attention() -> None:
 
 def region(shape: tuple[Dim, ...], alignment: str) -> Region:
     ops = (
-        RegionOp("exp", (View(0, tuple(range(len(shape)))),), (), shape),
+        RegionOp("exp", (View(0, tuple(range(len(shape)))),), Items({}), shape),
         RegionOp(
             "causal_mask",
             (View(1, tuple(range(len(shape)))),),
-            (("alignment", alignment),),
+            Items({"alignment": alignment}),
             shape,
         ),
     )

@@ -17,6 +17,7 @@ from cutesuper.errors import GraphError
 from cutesuper.graph.dims import Shape, Symbol
 from cutesuper.graph.dtypes import DType
 from cutesuper.graph.kernel import KernelGraph, Node, Operand, Tensor
+from cutesuper.graph.operators import Items
 from cutesuper.graph.simplify import RULES
 
 
@@ -58,7 +59,7 @@ class Derivation(KernelGraph):
 
     def known(self, operator: str, args: list[Tensor]) -> Tensor | None:
         """A value that exists already (of an operator without attributes), or None."""
-        i = self._made.get((operator, tuple(a.index for a in args), ()))
+        i = self._made.get((operator, tuple(a.index for a in args), Items({})))
         return None if i is None else self.tensor(i)
 
     @contextmanager
@@ -229,7 +230,7 @@ class Derivation(KernelGraph):
 def _key(n: Node) -> tuple[Any, ...]:
     """Equal for equal values."""
     inputs = sorted(n.inputs) if n.operator in ("add", "mul") else n.inputs
-    return n.operator, tuple(inputs), tuple(sorted(n.attributes.items()))
+    return n.operator, tuple(inputs), Items(n.attributes)
 
 
 def _padded(shape: Shape, rank: int) -> Shape:

@@ -210,6 +210,28 @@ class Operator:
         return full
 
 
+class Items(tuple[tuple[str, Any], ...]):
+    """Attributes as sorted items, for comparing: equal where they are written alike.
+
+    To Python 0.0 equals -0.0, and 1 equals True; the programs of one are not those of the other.
+    """
+
+    def __new__(cls, attributes: Attributes) -> Items:
+        return super().__new__(cls, sorted(attributes.items()))
+
+    def __getnewargs__(self) -> tuple[Attributes]:
+        return (dict(self),)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Items) and repr(self) == repr(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+
 def show_call(name: str, shapes: list[Shape]) -> str:
     """``matmul([16, 4096], [4096, 6144])``: how a call is quoted in messages."""
     return f"{name}({', '.join(show_shape(s) for s in shapes)})"

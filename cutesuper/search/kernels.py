@@ -25,7 +25,7 @@ from cutesuper.errors import SearchError, frameless
 from cutesuper.graph.dims import extent, show_shape, size
 from cutesuper.graph.dtypes import DType, float32
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import lookup
+from cutesuper.graph.operators import Items, lookup
 from cutesuper.search.labels import Region, RegionOp, View
 from cutesuper.search.region import Way
 
@@ -297,7 +297,7 @@ class _SegmentBuilder:
         node = self.flat.graph.nodes[i]
         operands = tuple(View(self.index[v.value], v.order) for v in self.flat.operands(i))
         attributes = {} if i in self.flat.copies else node.attributes
-        return RegionOp(node.operator, operands, tuple(sorted(attributes.items())), node.shape)
+        return RegionOp(node.operator, operands, Items(attributes), node.shape)
 
     def _stored(self) -> Iterable[tuple[View, str, DType]]:
         """What must outlive the kernel: outputs, and values with users elsewhere."""

@@ -21,7 +21,7 @@ from typing import Any
 from cutesuper.errors import SearchError
 from cutesuper.graph.dims import Dim, Shape
 from cutesuper.graph.dtypes import DType
-from cutesuper.graph.operators import Attributes, lookup
+from cutesuper.graph.operators import Attributes, Items, lookup
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class View:
 
 @dataclass(frozen=True)
 class RegionOp:
-    """One operator of a region; ``attributes`` as sorted items, so that regions can be compared."""
+    """One operator of a region; its attributes are such that regions can be compared."""
 
     kind: str
     operands: tuple[View, ...]
-    attributes: tuple[tuple[str, Any], ...]
+    attributes: Items
     shape: Shape
 
 
@@ -68,7 +68,7 @@ class Region:
 LabelMap = tuple[str | None, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LabelledOp:
     """An operator on labelled values.
 
@@ -87,6 +87,15 @@ class LabelledOp:
     labels: frozenset[str]
     attributes: Attributes
     over: str | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LabelledOp):
+            return NotImplemented
+        same = self.kind == other.kind and self.inputs == other.inputs
+        same = same and self.labels == other.labels and self.over == other.over
+        return same and Items(self.attributes) == Items(other.attributes)
+
+    __hash__ = None  # type: ignore[assignment]  # attributes are a dictionary
 
 
 @dataclass(frozen=True)
