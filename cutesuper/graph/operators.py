@@ -95,6 +95,10 @@ class Operator:
         """Shape of the result. Raises ShapeError."""
         raise NotImplementedError
 
+    def dtype(self, attributes: Attributes) -> DType | None:
+        """Element type of the result, where the operands have no say in it."""
+        return None
+
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         """The result on torch tensors, in their element type."""
         raise NotImplementedError

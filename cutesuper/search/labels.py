@@ -371,7 +371,7 @@ class _Unification:
     def _operation(self, i: int, op: RegionOp, args: list[int], ops: list[LabelledOp]) -> int:
         labels = frozenset[str]().union(*(ops[a].labels for a in args))
         kind, over, attributes = op.kind, None, dict(op.attributes)
-        if kind == "transpose":
+        if kind in ("transpose", "convert"):  # the type is that of the tensor that is stored
             return args[0]
         if kind == "matmul":
             over = self.names.get(self.find(self.slots((i, 0))[-1]))
