@@ -221,8 +221,9 @@ class KernelGraph(NamedOperators):
     ) -> DType:
         """The element type of an operator's result, unless an output says another one.
 
-        What it converts to, else that of its operands; float32 where they differ, as in PyTorch. But float32 statistics of
-        rows (last extent 1) leave the type to the other operands: ``x * rstd`` has that of x.
+        What it converts to, else that of its operands; float32 where they differ, as in PyTorch.
+        But float32 statistics of rows (last extent 1) leave the type to the other operands:
+        ``x * rstd`` has that of x.
 
         Raises:
             DTypeError: operands of different types of an operator that multiplies matrices or puts
@@ -237,7 +238,7 @@ class KernelGraph(NamedOperators):
         if len(dtypes) > 1 and lookup(operator).one_type:
             raise DTypeError(
                 f"{operator}({', '.join(map(repr, args))}): element types differ; products take "
-                "operands of one type, and tensors that are put together have one"
+                "operands of one type, and tensors that are put together have one: convert one"
             )
         if len(dtypes) > 1:
             dtypes -= {float32 for t, _ in given if t.shape[-1:] == (1,)}

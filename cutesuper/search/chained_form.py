@@ -223,8 +223,8 @@ def _check_masks(program: LabelledProgram, form: ChainedForm) -> None:
             raise SearchError(
                 f"chained products: {op.kind} hides {columns}"
                 f"{'' if rows is None else f' by the position of {rows}'}, and the loop over "
-                f"{form.keys} may hide {form.keys} by that of {shown(form.rows)}; mask scores whose "
-                "last dimension the second product contracts"
+                f"{form.keys} may hide {form.keys} by that of {shown(form.rows)}; mask scores "
+                "whose last dimension the second product contracts"
             )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from cutesuper.graph.operators import TABLE, Items, lookup
 from cutesuper.search.expression import Expressions
