@@ -282,7 +282,11 @@ def needs_positions(region: Region) -> str | None:
     for op in region.ops:
         operator = lookup(op.kind)
         if operator.masks and operator.counts != Counts.LABELS:  # rows know the column of a label
-            return f"{op.kind} depends on positions, which only the loop of attention knows"
+            return (
+                f"{op.kind} depends on positions, which only the loop of attention knows; mask "
+                "scores [..., queries, keys] between the product that makes them and the one that "
+                "contracts the keys"
+            )
     for i, page in region.pages:
         return (
             f"input {i} lies in pages of {page}, and only the loop of attention reads through a "
@@ -481,7 +485,11 @@ def _row_form(region: Region, program: LabelledProgram) -> RowForm | PersistentF
     if row is None:
         raise SearchError("all tensors have one element; no kernel is made for that")
     if isinstance(program.dims[row], Symbol):
-        raise SearchError(f"rows run along {row}, which has the symbolic extent {row}")
+        raise SearchError(
+            f"rows run along {row}, which has the symbolic extent {program.dims[row]}; of a tensor "
+            "that is read only its first dimension may be symbolic, and another one must be longer "
+            "than 1"
+        )
     if not counted <= {row}:
         raise SearchError(f"positions along {shown(sorted(counted))}, and rows run along {row}")
     clustered = bool(reduced) and _exceeds_a_block(program, row)
