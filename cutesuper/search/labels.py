@@ -377,10 +377,10 @@ class _Unification:
             over = self.names.get(self.find(self.slots((i, 0))[-1]))
             kind = kind if over else "mul"  # an inner dimension of extent 1
         elif lookup(kind).reduces:
-            over = self.names.get(self.find(self.slots((i, 0))[attributes["dim"]]))
-            attributes = {}
-            if over is None:  # of an extent of 1: the operand itself
+            slot = self.slots((i, 0))[attributes["dim"]]
+            if self.extent(slot) == 1:  # the operand itself; a single row may have a label
                 return args[0]
+            over, attributes = self.names[self.find(slot)], {}
         elif lookup(kind).masks and lookup(kind).integers:
             attributes |= self._counted(i, op)
         elif lookup(kind).masks:
