@@ -220,20 +220,24 @@ class Items(tuple[tuple[str, Any], ...]):
     To Python 0.0 equals -0.0, and 1 equals True; the programs of one are not those of the other.
     """
 
+    _text: str
+
     def __new__(cls, attributes: Attributes) -> Items:
-        return super().__new__(cls, sorted(attributes.items()))
+        made = super().__new__(cls, sorted(attributes.items()))
+        made._text = tuple.__repr__(made)
+        return made
 
     def __getnewargs__(self) -> tuple[Attributes]:
         return (dict(self),)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Items) and repr(self) == repr(other)
+        return isinstance(other, Items) and self._text == other._text
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash(repr(self))
+        return hash(self._text)
 
 
 def show_call(name: str, shapes: list[Shape]) -> str:
