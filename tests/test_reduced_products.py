@@ -185,3 +185,14 @@ def test_a_copied_operand_of_a_product_has_its_type() -> None:
         g.mark_output(g.exp(x))
 
     assert sum("matmul" in ops for ops in kernels(build)) == 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "one column"])
+def test_reductions_that_cancel(kind: str) -> None:
+    """Normal forms see that ``s - s`` is nothing, and no label that s is reduced over is left."""
+
+    def build(g: KernelGraph) -> None:
+        s = g.sum(PRODUCTS[kind](g), 1)
+        g.mark_output(g.layer_norm(s) * g.new_input((M, 1), "bf16") + g.new_input((M, 1), "bf16"))
+
+    assert kernels(build)
