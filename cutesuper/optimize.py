@@ -15,6 +15,7 @@ from cutesuper import store
 from cutesuper.differentiate import gradient_of
 from cutesuper.errors import (
     CutesuperError,
+    DeviceError,
     LoweringError,
     ScheduleError,
     SearchError,
@@ -309,8 +310,6 @@ def current_target() -> Target:
             return target
     if torch.cuda.get_device_capability() == (9, 0):
         return H100
-    from cutesuper.errors import DeviceError
-
     raise DeviceError(
         f"GPU {torch.cuda.get_device_name()!r}: kernels are written for {', '.join(TARGETS)}; "
         "pass target= to compile for one of them"

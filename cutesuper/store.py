@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from cutesuper.errors import CutesuperError, FormatError
-from cutesuper.graph.block import BlockProgram, KernelStep, MuGraph
+from cutesuper.graph.block import BlockOp, BlockProgram, KernelStep, MuGraph
 from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.serial import from_dict, to_dict
@@ -186,13 +186,13 @@ def _renamed(mu: MuGraph, names: Mapping[str, str], symbols: Mapping[str, str]) 
         return Symbol(symbols.get(d.name, d.name), d.hint) if isinstance(d, Symbol) else d
 
     def program(p: BlockProgram) -> BlockProgram:
-        ops = tuple(
-            replace(op, attributes={**op.attributes, "tensor": names[op.attributes["tensor"]]})
-            if "tensor" in op.attributes
-            else op
-            for op in p.ops
-        )
+        ops = tuple(replace(op, attributes=renamed(op)) for op in p.ops)
         return replace(p, dims={k: dim(d) for k, d in p.dims.items()}, ops=ops)
+
+    def renamed(op: BlockOp) -> dict[str, Any]:
+        """The attributes of a load or a store name a tensor, and the table of its pages."""
+        named = {k: names[op.attributes[k]] for k in ("tensor", "table") if k in op.attributes}
+        return {**op.attributes, **named}
 
     tensors = {
         names[n]: replace(t, name=names[n], shape=tuple(dim(d) for d in t.shape))

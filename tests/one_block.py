@@ -10,6 +10,7 @@ from typing import Any
 from cutesuper.graph.block import LOAD, STORE, BlockOp, BlockProgram, KernelStep, MuGraph
 from cutesuper.graph.dims import extent
 from cutesuper.graph.kernel import KernelGraph
+from cutesuper.graph.operators import Items
 from cutesuper.search.labels import LabelledOp, LabelMap, Region, RegionOp, View, label
 from tests.mugraphs import mugraph
 
@@ -34,7 +35,7 @@ def region(graph: KernelGraph) -> Region:
             RegionOp(
                 nodes[i].operator,
                 tuple(views[j] for j in nodes[i].inputs),
-                tuple(sorted(nodes[i].attributes.items())),
+                Items(nodes[i].attributes),
                 nodes[i].shape,
             )
             for i in ops

@@ -12,7 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutesuper.errors import CutesuperError, GraphError, LoweringError, OperatorError, ShapeError
+from cutesuper.errors import (
+    CutesuperError,
+    GraphError,
+    LoweringError,
+    OperatorError,
+    SearchError,
+    ShapeError,
+)
 from cutesuper.graph.block import ACCUMULATE, MuGraph
 from cutesuper.graph.check import check_mugraph
 from cutesuper.graph.dims import Dim
@@ -20,11 +27,15 @@ from cutesuper.graph.dtypes import float16
 from cutesuper.graph.evaluate import evaluate
 from cutesuper.graph.field import FieldAlgebra, FieldValue, P, Unbounded, uniform
 from cutesuper.graph.kernel import KernelGraph, new_kernel_graph, symbol
+from cutesuper.graph.operators import Items
 from cutesuper.graph.serial import dumps, loads
 from cutesuper.graph.target import H200
 from cutesuper.schedule.planner import make_plan
 from cutesuper.schedule.row_loop import RowLoopPlan
+from cutesuper.search.forms import find_form
+from cutesuper.search.kernels import Flat
 from cutesuper.search.labels import Region, RegionOp, View, label
+from cutesuper.search.search import SearchOptions, search
 from cutesuper.verify.equivalence import verify
 from cutesuper.verify.extents import SizeChooser
 from cutesuper.verify.numeric import compare
@@ -469,16 +480,33 @@ def test_what_runs_a_mask_outside_of_attention() -> None:
         make_plan(mu.steps[0], mu.tensors, H200)
 
 
+@pytest.mark.parametrize("rows", [(0, 2, 1), (1, 0, 2), (1, 2, 0)])
+def test_masks_that_no_loop_over_keys_can_limit_are_refused(rows: tuple[int, ...]) -> None:
+    """Queries hidden by the position of a key, and positions counted along heads."""
+    g = new_kernel_graph()
+    q, k, v = (g.new_input((4, 64, 64), "bf16") for _ in range(3))
+    scores = g.transpose(g.matmul(q, g.transpose(k)), rows)
+    back = tuple(sorted(range(3), key=lambda d: rows[d]))
+    hidden = g.transpose(g.causal_mask(scores), back)
+    g.mark_output(g.matmul(g.softmax(hidden), v))
+    with pytest.raises(SearchError, match="no kernel can run causal_mask"):
+        search(g, H200, options=SearchOptions(lowered=True))
+    whole = Flat(g.expanded())
+    region = whole.segment(whole.order).region
+    with pytest.raises(SearchError, match=r"causal_mask hides .*, and the loop over N may hide N"):
+        find_form(region, label(region))
+
+
 # ----------------------------------------------------------------------------------------- labels
 
 
 def region(shape: tuple[Dim, ...], alignment: str) -> Region:
     ops = (
-        RegionOp("exp", (View(0, tuple(range(len(shape)))),), (), shape),
+        RegionOp("exp", (View(0, tuple(range(len(shape)))),), Items({}), shape),
         RegionOp(
             "causal_mask",
             (View(1, tuple(range(len(shape)))),),
-            (("alignment", alignment),),
+            Items({"alignment": alignment}),
             shape,
         ),
     )

@@ -262,6 +262,8 @@ class _Joint:
         """What node i adds to the cotangents of its operands."""
         node, args = self.graph.nodes[i], self._operands(i)
         op, y = lookup(node.operator), self.both.tensor(self.values[i])
+        if op.one_type or op.cuts:
+            dy = self.both.converted(dy, y.dtype)
         parts = op.derivative(self.both, args, dict(node.attributes), y, dy)
         return [
             (j, self.both.unbroadcast(t, y, a, op.elementwise))

@@ -17,6 +17,7 @@ from cutesuper.errors import GraphError
 from cutesuper.graph.dims import Shape, Symbol
 from cutesuper.graph.dtypes import DType
 from cutesuper.graph.kernel import KernelGraph, Node, Operand, Tensor
+from cutesuper.graph.operators import Items, lookup
 from cutesuper.graph.simplify import RULES
 
 
@@ -58,7 +59,7 @@ class Derivation(KernelGraph):
 
     def known(self, operator: str, args: list[Tensor]) -> Tensor | None:
         """A value that exists already (of an operator without attributes), or None."""
-        i = self._made.get((operator, tuple(a.index for a in args), ()))
+        i = self._made.get((operator, tuple(a.index for a in args), Items({})))
         return None if i is None else self.tensor(i)
 
     @contextmanager
@@ -69,6 +70,10 @@ class Derivation(KernelGraph):
             yield
         finally:
             self._verbatim = False
+
+    def converted(self, t: Tensor, dtype: DType) -> Tensor:
+        """The same value as an element type, for operators whose operands have one."""
+        return t if t.dtype == dtype else self.convert(t, dtype)
 
     def named(self, t: Tensor, name: str) -> Tensor:
         """The same value, with a name under which a forward pass may keep it."""
@@ -209,10 +214,18 @@ class Derivation(KernelGraph):
                 new[i] = g.new_input(n.shape, self.types.get(i, n.dtype), name)
         for i in sorted(self.between(set(new), outputs)):
             n = self.nodes[i]
-            new[i] = g.apply(n.operator, *(new[j] for j in n.inputs), **dict(n.attributes))
+            args = [self._given_to(n, j, new[j]) for j in n.inputs]
+            new[i] = g.apply(n.operator, *args, **dict(n.attributes))
         for i in outputs:
             g.mark_output(new[i], self.types.get(i))
         return g
+
+    def _given_to(self, n: Node, i: int, t: Tensor) -> Tensor:
+        """An operand in a plain graph. One that is given may be stored as another type than the
+        program computes it in, which products do not take."""
+        own = self.nodes[i].dtype
+        other = lookup(n.operator).one_type and not own.integer and t.dtype != own
+        return t.graph.convert(t, own) if other else t
 
     def between(self, start: set[int], outputs: list[int]) -> set[int]:
         """Nodes from which outputs are computed, where ``start`` is given."""
@@ -229,7 +242,7 @@ class Derivation(KernelGraph):
 def _key(n: Node) -> tuple[Any, ...]:
     """Equal for equal values."""
     inputs = sorted(n.inputs) if n.operator in ("add", "mul") else n.inputs
-    return n.operator, tuple(inputs), tuple(sorted(n.attributes.items()))
+    return n.operator, tuple(inputs), Items(n.attributes)
 
 
 def _padded(shape: Shape, rank: int) -> Shape:

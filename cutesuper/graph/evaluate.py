@@ -52,7 +52,8 @@ def evaluate(graph: KernelGraph, inputs: list[torch.Tensor], dtype: Any = None) 
         inputs: one tensor for each input, on one device.
         dtype: compute in this torch dtype (``torch.float64`` is the reference that everything is
             compared with); None computes each operator in the dtype of its arguments, as PyTorch
-            would; what it makes of arguments of different types is rounded to the graph's.
+            would; what it makes of arguments of different types, or converts, is rounded to the
+            graph's.
 
     Returns:
         The outputs in ``dtype`` (None: in the types in which they were computed).
@@ -74,8 +75,8 @@ def evaluate(graph: KernelGraph, inputs: list[torch.Tensor], dtype: Any = None) 
             known = [fates[j] for j in node.inputs]
             value = reference(node.operator, args, dict(node.attributes), known)
             types = {x.dtype for x in args if x.dim() and x.is_floating_point()}
-            mixed = dtype is None and len(types) > 1
-            values[i] = value.to(node.dtype.torch) if mixed else value
+            own = len(types) > 1 or lookup(node.operator).dtype(node.attributes) is not None
+            values[i] = value.to(node.dtype.torch) if own and dtype is None else value
     return [values[i] for i in graph.outputs]
 
 

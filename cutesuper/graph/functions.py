@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import inf, pi, sqrt
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cutesuper.errors import OperatorError
+from cutesuper.errors import DTypeError, OperatorError
+from cutesuper.graph.dtypes import ALL, DType, as_dtype
 from cutesuper.graph.operators import Attributes, Elementwise, opaque, operator, torch_module
 
 if TYPE_CHECKING:
@@ -408,6 +409,38 @@ class Round(_Flat, _Named):
     """The nearest integer, the even one of two."""
 
     name = "round"
+
+
+@operator
+class Convert(_Unary):
+    """x, stored as another element type where it is stored: everything is computed in float32."""
+
+    name = "convert"
+    attributes: ClassVar[Attributes] = {"dtype": ...}
+
+    def dtype(self, attributes: Attributes) -> DType:
+        return ALL[attributes["dtype"]]
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0]
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        return args[0]
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor]:
+        return (dy,)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return args[0]
+
+    def check_attributes(self, given: Attributes) -> Attributes:
+        dtype = as_dtype(super().check_attributes(given)["dtype"])
+        if dtype.integer:
+            raise DTypeError(f"convert(dtype={dtype}): nothing is computed in integers; use one of "
+                             f"{', '.join(ALL)}")
+        return {"dtype": dtype.name}
 
 
 @operator

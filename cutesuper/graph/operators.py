@@ -97,6 +97,10 @@ class Operator:
         """Shape of the result. Raises ShapeError."""
         raise NotImplementedError
 
+    def dtype(self, attributes: Attributes) -> DType | None:
+        """Element type of the result, where the operands have no say in it."""
+        return None
+
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         """The result on torch tensors, in their element type."""
         raise NotImplementedError
@@ -209,6 +213,32 @@ class Operator:
         if missing:
             raise OperatorError(f"{self.name}: attribute {', '.join(missing)} is required")
         return full
+
+
+class Items(tuple[tuple[str, Any], ...]):
+    """Attributes as sorted items, for comparing: equal where they are written alike.
+
+    To Python 0.0 equals -0.0, and 1 equals True; the programs of one are not those of the other.
+    """
+
+    _text: str
+
+    def __new__(cls, attributes: Attributes) -> Items:
+        made = super().__new__(cls, sorted(attributes.items()))
+        made._text = tuple.__repr__(made)
+        return made
+
+    def __getnewargs__(self) -> tuple[Attributes]:
+        return (dict(self),)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Items) and self._text == other._text
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._text)
 
 
 def show_call(name: str, shapes: list[Shape]) -> str:

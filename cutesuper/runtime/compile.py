@@ -3,7 +3,7 @@
 No GPU is needed to compile, for any architecture. ``compile_kernel`` compiles in this process;
 ``compile_many`` in several worker processes, because CuTe DSL cannot compile in several threads.
 
-    request = CompileRequest(key=plan.to_json(), arch="sm_90a", name="rms_norm", build=build)
+    request = CompileRequest(key=plan.key, arch="sm_90a", name="rms_norm", build=build)
     artifact = compile_kernel(request)
     artifact.resources.spills            # read from the cubin
     kernel = artifact.load()             # kernel(x, w, y): torch tensors, the current stream

@@ -23,7 +23,6 @@ from cutesuper.runtime.resources import Resources, combine
 from cutesuper.runtime.scratch import Need, ScratchMemory, rows_of
 from cutesuper.schedule.plan import Scratch
 from cutesuper.schedule.planner import KernelPlan
-from cutesuper.schedule.rows import RowPlan
 
 if TYPE_CHECKING:
     from cutesuper.runtime.gradient import Gradient
@@ -60,7 +59,7 @@ class CompiledStep:
     @property
     def stages(self) -> int:
         """Slots of the shared-memory ring; 1 where operands go straight to registers."""
-        return 1 if isinstance(self.plan, RowPlan) else max(1, self.plan.schedule.stages)
+        return self.plan.stages
 
     @property
     def resources(self) -> Resources:

@@ -301,6 +301,11 @@ class MatmulPlan:
         return self.slot_bytes * self.schedule.stages + fixed
 
     @property
+    def stages(self) -> int:
+        """Slots of the shared-memory ring."""
+        return self.schedule.stages
+
+    @property
     def scratch(self) -> tuple[Scratch, ...]:
         """None: its blocks meet in distributed shared memory at most."""
         return ()

@@ -100,6 +100,11 @@ class RowPlan:
         return 4 * slots if self.warps_per_row > 1 else 0
 
     @property
+    def stages(self) -> int:
+        """One: operands go straight to registers."""
+        return 1
+
+    @property
     def scratch(self) -> tuple[Scratch, ...]:
         """None: its blocks do not meet."""
         return ()

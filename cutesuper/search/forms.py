@@ -120,12 +120,14 @@ class MatmulForm:
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
         """Statistics of rows, and complete products along the columns; sums of a column operand
-        are products with a vector of ones."""
+        over what is contracted are products with a vector of ones. Nothing else is made of a column
+        operand: ``sum_N(X W)`` is not ``X sum_N(W)`` here, which has no product to accumulate."""
         if not labels.isdisjoint(self.hidden):
             return False
         if over == self.contracted:
             return self.vectors or self.column not in labels
-        return self.reduced and over == self.column and not state.pending
+        complete = not state.pending and not self._column_side(labels)
+        return self.reduced and over == self.column and complete
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:
         """Rows or vectors first; the column operand is a plain load, the row operand no partial
@@ -280,7 +282,11 @@ def needs_positions(region: Region) -> str | None:
     for op in region.ops:
         operator = lookup(op.kind)
         if operator.masks and operator.counts != Counts.LABELS:  # rows know the column of a label
-            return f"{op.kind} depends on positions, which only the loop of attention knows"
+            return (
+                f"{op.kind} depends on positions, which only the loop of attention knows; mask "
+                "scores [..., queries, keys] between the product that makes them and the one that "
+                "contracts the keys"
+            )
     for i, page in region.pages:
         return (
             f"input {i} lies in pages of {page}, and only the loop of attention reads through a "
@@ -479,7 +485,11 @@ def _row_form(region: Region, program: LabelledProgram) -> RowForm | PersistentF
     if row is None:
         raise SearchError("all tensors have one element; no kernel is made for that")
     if isinstance(program.dims[row], Symbol):
-        raise SearchError(f"rows run along {row}, which has the symbolic extent {row}")
+        raise SearchError(
+            f"rows run along {row}, which has the symbolic extent {program.dims[row]}; of a tensor "
+            "that is read only its first dimension may be symbolic, and another one must be longer "
+            "than 1"
+        )
     if not counted <= {row}:
         raise SearchError(f"positions along {shown(sorted(counted))}, and rows run along {row}")
     clustered = bool(reduced) and _exceeds_a_block(program, row)

@@ -25,7 +25,7 @@ from cutesuper.errors import SearchError, frameless
 from cutesuper.graph.dims import extent, show_shape, size
 from cutesuper.graph.dtypes import DType, float32
 from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import lookup
+from cutesuper.graph.operators import Items, lookup
 from cutesuper.search.labels import Region, RegionOp, View
 from cutesuper.search.region import Way
 
@@ -82,7 +82,7 @@ class Flat:
     def __init__(
         self, graph: KernelGraph, copy_all: bool = False, groups: Groups | None = None
     ) -> None:
-        self.graph, self.groups = graph, groups
+        self.graph, self.copy_all, self.groups = graph, copy_all, groups
         self.views: list[View] = []
         self.copies: set[int] = set()
         for i, n in enumerate(graph.nodes):
@@ -229,7 +229,7 @@ class Flat:
         for i in self.order:
             node = self.graph.nodes[i]
             extents = size(node.shape)
-            if any(lookup(self.graph.nodes[u].operator).one_type for u in self.users.get(i, ())):
+            if self._is_multiplied(i):
                 continue
             made = node.shape[-1:] == (1,) or lookup(node.operator).reduces is not None
             if made or any(
@@ -238,6 +238,15 @@ class Flat:
             ):
                 found.add(i)
         return frozenset(found)
+
+    def _is_multiplied(self, i: int) -> bool:
+        """Whether a value, or a copy of it in another order, is an operand of a product."""
+        users = self.users.get(i, ())
+        return any(
+            lookup(self.graph.nodes[u].operator).one_type
+            or (u in self.copies and self._is_multiplied(u))
+            for u in users
+        )
 
     def segment(self, members: tuple[int, ...]) -> Segment:
         """The region of some operators, in the order of the graph: equal sets are equal."""
@@ -297,7 +306,7 @@ class _SegmentBuilder:
         node = self.flat.graph.nodes[i]
         operands = tuple(View(self.index[v.value], v.order) for v in self.flat.operands(i))
         attributes = {} if i in self.flat.copies else node.attributes
-        return RegionOp(node.operator, operands, tuple(sorted(attributes.items())), node.shape)
+        return RegionOp(node.operator, operands, Items(attributes), node.shape)
 
     def _stored(self) -> Iterable[tuple[View, str, DType]]:
         """What must outlive the kernel: outputs, and values with users elsewhere."""

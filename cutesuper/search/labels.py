@@ -21,7 +21,7 @@ from typing import Any
 from cutesuper.errors import SearchError
 from cutesuper.graph.dims import Dim, Shape
 from cutesuper.graph.dtypes import DType
-from cutesuper.graph.operators import Attributes, lookup
+from cutesuper.graph.operators import Attributes, Items, lookup
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class View:
 
 @dataclass(frozen=True)
 class RegionOp:
-    """One operator of a region; ``attributes`` as sorted items, so that regions can be compared."""
+    """One operator of a region; its attributes are such that regions can be compared."""
 
     kind: str
     operands: tuple[View, ...]
-    attributes: tuple[tuple[str, Any], ...]
+    attributes: Items
     shape: Shape
 
 
@@ -68,7 +68,7 @@ class Region:
 LabelMap = tuple[str | None, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LabelledOp:
     """An operator on labelled values.
 
@@ -87,6 +87,15 @@ class LabelledOp:
     labels: frozenset[str]
     attributes: Attributes
     over: str | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LabelledOp):
+            return NotImplemented
+        same = self.kind == other.kind and self.inputs == other.inputs
+        same = same and self.labels == other.labels and self.over == other.over
+        return same and Items(self.attributes) == Items(other.attributes)
+
+    __hash__ = None  # type: ignore[assignment]  # attributes are a dictionary
 
 
 @dataclass(frozen=True)
@@ -362,16 +371,16 @@ class _Unification:
     def _operation(self, i: int, op: RegionOp, args: list[int], ops: list[LabelledOp]) -> int:
         labels = frozenset[str]().union(*(ops[a].labels for a in args))
         kind, over, attributes = op.kind, None, dict(op.attributes)
-        if kind == "transpose":
+        if kind in ("transpose", "convert"):  # the type is that of the tensor that is stored
             return args[0]
         if kind == "matmul":
             over = self.names.get(self.find(self.slots((i, 0))[-1]))
             kind = kind if over else "mul"  # an inner dimension of extent 1
         elif lookup(kind).reduces:
-            over = self.names.get(self.find(self.slots((i, 0))[attributes["dim"]]))
-            attributes = {}
-            if over is None:  # of an extent of 1: the operand itself
+            slot = self.slots((i, 0))[attributes["dim"]]
+            if self.extent(slot) == 1:  # the operand itself; a single row may have a label
                 return args[0]
+            over, attributes = self.names[self.find(slot)], {}
         elif lookup(kind).masks and lookup(kind).integers:
             attributes |= self._counted(i, op)
         elif lookup(kind).masks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 
 import numpy as np
@@ -266,7 +266,7 @@ class _RegionSearch:
                 return  # a split with one axis more is not feasible either
             for _, found in structures:
                 (program,) = found.programs
-                reason = form.refuses(program)
+                reason = _vanished(form, program) or form.refuses(program)
                 if reason is not None:
                     self.counts.pruned[reason] += 1
                     continue
@@ -401,6 +401,17 @@ class _RegionSearch:
             for i in order
             if np.isfinite(total[i])
         ]
+
+
+def _vanished(form: MatmulForm | ChainedForm | RowForm | PersistentForm, program: BlockProgram
+              ) -> str | None:
+    """Why a form does not run what it was made for any more: a label that it names is gone.
+
+    before: ``sum(x) - sum(x) + y``, a form along the label that is summed; after: ``y``.
+    """
+    named = [getattr(form, f.name) for f in fields(form)]
+    gone = [d for d in named if isinstance(d, str) and d not in program.dims]
+    return f"nothing is left along {', '.join(gone)}" if gone else None
 
 
 def _diverse(ways: list[Way]) -> list[Way]:

@@ -50,6 +50,7 @@ from cutesuper.search.region import (
     search_region,
 )
 from cutesuper.search.sizing import describe
+from cutesuper.search.summed import summed_first
 
 
 @dataclass
@@ -243,7 +244,7 @@ class _Search:
         found: list[tuple[Flat, Cut]] = []
         error: SearchError | None = None
         for flat in self._variants(plain):
-            if found and flat.copies != plain.copies:
+            if found and flat.copy_all:
                 break  # copies of views only where nothing else is possible
             segments = Segments(flat)
             self._gather(segments)
@@ -260,6 +261,9 @@ class _Search:
 
     def _variants(self, plain: Flat) -> Iterator[Flat]:
         yield plain
+        summed = summed_first(self.graph)
+        if summed is not None:
+            yield Flat(summed)
         if not self.options.lowered:
             for groups in _groups(len(self.graph.outputs)):
                 graph = self.graph.apart(groups)

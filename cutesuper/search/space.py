@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from cutesuper.graph.operators import TABLE, lookup
+from cutesuper.graph.operators import TABLE, Items, lookup
 from cutesuper.search.expression import Expressions
 from cutesuper.search.goal import Goal
 from cutesuper.search.labels import LabelledOp, LabelledProgram
@@ -62,7 +62,7 @@ class Space:
         self.goal = Goal(self.table, (form for form, _ in self.goals), parts)
         #: operators with an integer operand: operator, attributes, and the load of the integers
         integers = [
-            (op.kind, _items(op), op.inputs[k])
+            (op.kind, Items(op.attributes), op.inputs[k])
             for op in program.ops
             for k in _integers(op)
         ]
@@ -72,11 +72,11 @@ class Space:
         #: for the load of lengths or labels the label that they count along, if any
         self.counted = dict.fromkeys([i for _, _, i in integers], "")
         self.counted |= {i: str(dict(items)["columns"]) for _, items, i in self.counting}
-        operators = {
-            (op.kind, _items(op), len(op.inputs))
+        operators = dict.fromkeys(  # not a set: numbers that differ in sign only have no order
+            (op.kind, Items(op.attributes), len(op.inputs))
             for op in program.ops
             if op.kind not in ("load", "constant") and op.over is None and not _integers(op)
-        }
+        )
         self.unary = sorted((k, a) for k, a, n in operators if n == 1)
         self.binary = sorted({k for k, _, n in operators if n == 2} | {"mul"})
         self.reductions = sorted(
@@ -191,10 +191,6 @@ class Space:
             if inner is not None and len(inner.labels) < len(all_parts(label)):
                 return label
         return None
-
-
-def _items(op: LabelledOp) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(op.attributes.items()))
 
 
 def _integers(op: LabelledOp) -> tuple[int, ...]:
