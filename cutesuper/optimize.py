@@ -24,6 +24,7 @@ from cutesuper.errors import (
 from cutesuper.graph.asked import check_options
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.check import check_graph, check_kernel_graph
+from cutesuper.graph.definitions import added, unknown
 from cutesuper.graph.dims import Symbol, extent
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import lookup
@@ -461,5 +462,9 @@ def compile_request(plan: KernelPlan, name: str, target: Target) -> CompileReque
     from cutesuper.lower.build import build
 
     outputs = tuple(i for i, a in enumerate(plan.arguments) if a.written)
-    return CompileRequest(plan.key, target.arch, name, partial(build, plan), outputs)
+    kinds = {op.kind for op in plan.program.ops}
+    return CompileRequest(
+        plan.key, target.arch, name, partial(build, plan), outputs,
+        operators=added(kinds), unknown=tuple(f"{n}: {why}" for n, why in unknown(kinds).items()),
+    )  # fmt: skip
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from cutesuper.errors import CutesuperError, FormatError
 from cutesuper.graph.block import BlockProgram, KernelStep, MuGraph
+from cutesuper.graph.definitions import definitions, names_of
 from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.serial import from_dict, to_dict
@@ -128,7 +129,8 @@ def canonical(graph: KernelGraph) -> dict[str, Any]:
 
     before: ``y = rms_norm(hidden[tokens, 64])``; after: node 0 an input of extents [symbol 0, 64],
     node 1 ``rms_norm`` of node 0, output 1. Symbols are counted, their hints kept: an entry is for
-    one bucket of a symbolic extent.
+    one bucket of a symbolic extent. Operators that were added to the package's own are named with what
+    they compute.
     """
     order: dict[int, int] = {i: n for n, i in enumerate(graph.inputs)}
 
@@ -155,7 +157,10 @@ def canonical(graph: KernelGraph) -> dict[str, Any]:
             entry |= {"inputs": [order[j] for j in node.inputs]}
             entry |= {"attributes": dict(node.attributes)}
         nodes.append(entry)
-    return json.loads(json.dumps({"nodes": nodes, "outputs": [order[i] for i in graph.outputs]}))
+    data: dict[str, Any] = {"nodes": nodes, "outputs": [order[i] for i in graph.outputs]}
+    if outside := definitions(names_of(graph)):
+        data["operators"] = outside
+    return json.loads(json.dumps(data))
 
 
 def _symbols(graph: KernelGraph) -> list[str]:

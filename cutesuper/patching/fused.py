@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cutesuper.entry import superoptimize
 from cutesuper.errors import CutesuperError
+from cutesuper.graph.operators import TABLE
 from cutesuper.patching.conditions import MOST_POSITIONS, is_usual
 from cutesuper.patching.probing import Failed, within_rule
 from cutesuper.patching.report import refused
@@ -58,7 +59,7 @@ def run(
         return None
     inputs = [x.reshape(rows, x.shape[-1]), *parameters]
     shapes = tuple(tuple(t.shape) for t in parameters)
-    kind = (function, rows if rows == 1 else bucket_of(rows), shapes, x.dtype, x.device)
+    kind = (TABLE.changes, function, rows if rows == 1 else bucket_of(rows), shapes, x.dtype, x.device)
     if kind not in _programs and not _make(kind, function, inputs):
         return None
     program = _programs[kind]

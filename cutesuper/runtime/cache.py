@@ -28,6 +28,7 @@ from typing import Any, cast
 
 from cutesuper.errors import CacheError, OptionError
 from cutesuper.graph.asked import shown
+from cutesuper.graph.fingerprint import COVERED
 from cutesuper.runtime.toolchain import dsl_versions, host_machine
 
 try:
@@ -132,7 +133,7 @@ class KernelCache:
         try:
             self._write(folder, meta, files)
         except OSError as error:
-            _warn_once(f"cannot write the kernel cache entry {folder}: {error}; going on without")
+            warn_once(f"cannot write the kernel cache entry {folder}: {error}; going on without")
             return CacheEntry(digest, meta, dict(files), None)
         return CacheEntry(digest, meta, dict(files), folder)
 
@@ -214,8 +215,7 @@ def source_fingerprint() -> str:
     expressions), what operators expand to and what they compute is in the sources only.
     """
     package = Path(__file__).resolve().parent.parent
-    folders = ("graph", "schedule", "lower", "device")
-    sources = [path for folder in folders for path in package.glob(f"{folder}/**/*.py")]
+    sources = [path for folder in COVERED for path in package.glob(f"{folder}/**/*.py")]
     runtime = ("arguments", "compile", "dsl", "host_module")
     sources += [package / "runtime" / f"{name}.py" for name in runtime]
     digest = hashlib.sha256()
@@ -294,15 +294,15 @@ def _usable_root(requested: Path) -> Path:
         with tempfile.TemporaryFile(dir=requested):
             return requested
     except OSError as error:
-        _warn_once(
+        warn_once(
             f"cannot write the kernel cache {requested}: {error.strerror or error}; kernels are "
             f"kept for this process only. Set {ROOT_VARIABLE} to a directory that can be written"
         )
-        return _temporary_root(str(requested))
+        return temporary_root(str(requested))
 
 
 @functools.cache
-def _temporary_root(requested: str) -> Path:
+def temporary_root(requested: str) -> Path:
     """One temporary directory per unusable root, removed when the process ends."""
     del requested
     root = Path(tempfile.mkdtemp(prefix="cutesuper-"))
@@ -311,5 +311,5 @@ def _temporary_root(requested: str) -> Path:
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=4)
