@@ -290,7 +290,7 @@ def figures_text(step: CompiledStep) -> str:
     mix = ", ".join(f"{k} {r.instructions[k]}" for k in kept if r.instructions.get(k))
     how = "from the cache" if step.artifact.from_cache else f"in {step.artifact.compile_s:.1f} s"
     if unknown := step.artifact.request.unknown:
-        how += f", not kept on disk: nobody can know when an operator changes ({'; '.join(unknown)})"
+        how += f", not kept on disk: an operator may change unseen ({'; '.join(unknown)})"
     return (
         f"{step.name}: {r.registers} registers, {r.stack_bytes} bytes of stack, {r.shared_bytes} "
         f"bytes shared, {r.threads} threads, {step.stages} stage(s); {mix}; compiled {how}"

@@ -18,7 +18,6 @@ from cutesuper.graph.fingerprint import Unknown, fingerprint, is_own_class
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import TABLE, Operator, lookup
 
-
 _PROCESS = str(uuid.uuid4())
 
 
@@ -86,6 +85,11 @@ class _Made:
     operator: Operator
     definition: str | None  # of an operator of the package: ""
 
+    def is_still(self, now: Operator | None) -> bool:
+        if now is self.operator and not self.definition:
+            return True  # of the package, or nobody can know
+        return now is not None and self.definition == _made(now).definition is not None
+
 
 class Defined:
     """The operators of a graph as they were when something was made of it.
@@ -107,10 +111,7 @@ class Defined:
             OperatorError: one is not; names it.
         """
         for name, made in self._made.items():
-            now = TABLE.get(name)
-            if now is made.operator and not made.definition:
-                continue
-            if now is None or made.definition is None or _made(now).definition != made.definition:
+            if not made.is_still(TABLE.get(name)):
                 raise OperatorError(
                     f"operator {name}: it was defined anew, and this was made with what it was "
                     f"before; {self._again}"
@@ -127,4 +128,13 @@ def _made(operator: Operator) -> _Made:
     return _Made(operator, definition(operator) if is_added(operator) else "")
 
 
-__all__ = ["Defined", "added", "are_still", "definition", "definitions", "is_added", "names_of", "unknown"]
+__all__ = [
+    "Defined",
+    "added",
+    "are_still",
+    "definition",
+    "definitions",
+    "is_added",
+    "names_of",
+    "unknown",
+]

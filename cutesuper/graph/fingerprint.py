@@ -1,10 +1,10 @@
 """What a piece of Python computes, as a hash: its code and everything that the code names.
 
 A key of the compile cache names operators; for those of the package the sources are hashed once
-(`cutesuper.runtime.cache.source_fingerprint`). An operator that somebody adds has its code anywhere,
-in a notebook too, so what is hashed is what runs, not a file: bytecode, constants, defaults, closures,
-the globals that functions name, the functions that they call, base classes, the state of objects.
-Libraries count by their version.
+(`cutesuper.runtime.cache.source_fingerprint`). An operator that somebody adds has its code
+anywhere, in a notebook too, so what is hashed is what runs, not a file: bytecode, constants,
+defaults, closures, the globals that functions name, the functions that they call, base classes, the
+state of objects. Libraries count by their version.
 
 What a function reads from files, the environment or a clock is not seen. Where something cannot be
 hashed, or code is made while it runs (``eval``), `Unknown` says what.
@@ -52,7 +52,7 @@ _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 
 
-class Unknown(Exception):  # noqa: N818 (an answer, which callers turn into a sentence)
+class Unknown(Exception):
     """What something computes cannot be hashed; the text says why."""
 
 

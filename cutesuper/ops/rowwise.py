@@ -115,7 +115,8 @@ class RowOperator:
 
 
 def _key(tensors: tuple[Maybe, ...], options: tuple[Option, ...]) -> tuple[Any, ...]:
-    return options, TABLE.changes, _is_grad_enabled(), *[t if t is None else _facts(t) for t in tensors]
+    facts = [t if t is None else _facts(t) for t in tensors]
+    return options, TABLE.changes, _is_grad_enabled(), *facts
 
 
 def _has_no_behaviour(t: torch.Tensor) -> bool:

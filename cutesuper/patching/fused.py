@@ -59,7 +59,8 @@ def run(
         return None
     inputs = [x.reshape(rows, x.shape[-1]), *parameters]
     shapes = tuple(tuple(t.shape) for t in parameters)
-    kind = (TABLE.changes, function, rows if rows == 1 else bucket_of(rows), shapes, x.dtype, x.device)
+    few_rows = rows if rows == 1 else bucket_of(rows)
+    kind = (TABLE.changes, function, few_rows, shapes, x.dtype, x.device)
     if kind not in _programs and not _make(kind, function, inputs):
         return None
     program = _programs[kind]

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from cutesuper.errors import CutesuperError, FormatError, OperatorError, ShapeError
 from cutesuper.graph import serial
+from cutesuper.graph.asked import as_path
 from cutesuper.graph.definitions import added, definition, names_of
 from cutesuper.graph.dims import Shape, Symbol
 from cutesuper.graph.dtypes import ALL
@@ -300,6 +301,7 @@ class ExportedProgram(Program):
     _remedy = f"{Program._remedy}, and export it again"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        path = os.path.abspath(as_path("load", path))  # one file, whatever the folder is later
         metadata = read_metadata(path)
         self._layout = _Reader(metadata, os.fsdecode(path)).read()
         super().__init__(self._layout.graph, str(metadata["arch"]))
