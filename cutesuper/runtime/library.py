@@ -41,8 +41,8 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
             than its owner can write it.
     """
     what = as_path("load", path)
-    refuse_exposed(what)
     text, _ = _section(_read(what), what)
+    refuse_exposed(what)
     try:
         metadata = json.loads(text)
     except (ValueError, RecursionError) as error:
