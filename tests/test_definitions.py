@@ -6,6 +6,7 @@ import enum
 import functools
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -27,7 +28,6 @@ from cutesuper.graph.definitions import (
     are_still,
     definition,
     definitions,
-    names_of,
     unknown,
 )
 from cutesuper.graph.fingerprint import Unknown, fingerprint
@@ -36,9 +36,11 @@ from cutesuper.graph.operators import TABLE, Elementwise, Operator, lookup, opaq
 from cutesuper.graph.target import find_target
 from cutesuper.optimize import Options, choose, compile_plans
 from cutesuper.runtime.cache import KernelCache
+from cutesuper.runtime.toolchain import CUDART_VARIABLE
 from cutesuper.search.known import KnownRegions
 from cutesuper.search.search import search
 from cutesuper.store import canonical
+from tests.fake_runtime import build_fake_runtime
 
 torch = pytest.importorskip("torch")
 
@@ -102,7 +104,7 @@ def scaled(x: float) -> float:
 def _with(code: str, **names: Any) -> Any:
     """What ``f`` is after some code."""
     space: dict[str, Any] = {"__name__": "somewhere", **names}
-    exec(compile(code, "<cell>", "exec"), space)  # noqa: S102
+    exec(compile(code, "<cell>", "exec"), space)
     return space["f"]
 
 
@@ -489,6 +491,26 @@ def test_a_changed_operator_is_compiled_again(kernels: KernelCache) -> None:
         [step] = compiled(kernels)
         assert step.artifact.from_cache is hit
         assert [k for k, text in constants.items() if text in step.artifact.ptx] == [factor]
+
+
+def test_exported_libraries(
+    kernels: KernelCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their kernels are what they were; the reference executor would be another program."""
+    if shutil.which("gcc") is None:
+        pytest.skip("exporting needs gcc")
+    monkeypatch.setenv(CUDART_VARIABLE, str(build_fake_runtime().cudart_static))
+    times(3.0)
+    cs.superoptimize(graph(), target="h200", cache=kernels).export(tmp_path / "times.so")
+    program, x = cs.load(tmp_path / "times.so"), torch.ones(16, 512, dtype=torch.float16)
+    assert program(x)[0, 0] == 3.0
+    times(5.0)
+    with pytest.raises(OperatorError, match=f"operator {NAME}: .* on a GPU, or export it again"):
+        program(x)
+    with pytest.raises(OperatorError, match=NAME):
+        cs.load(tmp_path / "times.so")(x)
+    times(3.0)
+    assert program(x)[0, 0] == 3.0
 
 
 def test_several_kernels_are_compiled_in_this_process(
