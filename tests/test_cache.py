@@ -372,7 +372,7 @@ def test_another_toolchain_is_another_key(
     versions |= {"nvidia-cutlass-dsl-libs-cu12": "4.3.0"}
     found: set[str] = set()
     monkeypatch.setattr(module, "dsl_versions", toolchain.dsl_versions.__wrapped__)
-    monkeypatch.setattr(toolchain, "package_version", lambda name: versions.get(name))
+    monkeypatch.setattr(toolchain, "package_version", versions.get)
     for name, version in [("", ""), *((n, "9.9") for n in [*versions]),
                           ("nvidia-cutlass-dsl-libs-cu13", "4.3.0")]:  # fmt: skip
         with monkeypatch.context() as patch:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import enum
-import functools
+import importlib
 import math
 import os
 import shutil
 import subprocess
 import sys
 import threading
-import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,12 +38,13 @@ from cutesuper.runtime.toolchain import CUDART_VARIABLE
 from cutesuper.search.known import KnownRegions
 from cutesuper.search.search import search
 from cutesuper.store import canonical
+from tests import definitions as written
+from tests.definitions import CHANGES, module, scaled, with_code
 from tests.fake_runtime import build_fake_runtime
 
 torch = pytest.importorskip("torch")
 
 NAME = "times_some"
-FACTOR = 3.0
 
 
 @pytest.fixture(autouse=True)
@@ -97,84 +96,6 @@ def graph(rows: Any = 16, name: str = NAME) -> KernelGraph:
 # ------------------------------------------------------------------------------------ fingerprints
 
 
-def scaled(x: float) -> float:
-    return x * FACTOR
-
-
-def _with(code: str, **names: Any) -> Any:
-    """What ``f`` is after some code."""
-    space: dict[str, Any] = {"__name__": "somewhere", **names}
-    exec(compile(code, "<cell>", "exec"), space)
-    return space["f"]
-
-
-class Helper:
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def scaled(self, x: float) -> float:
-        return x * self.factor
-
-
-class Slots:
-    __slots__ = ("factor",)
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-
-def _classes(factor: float, kind: str) -> Any:
-    base = type("Base", (), {"factor": factor if kind == "base" else 0})
-    inner = type("Inner", (base,), {"own": factor if kind == "class" else 0})
-    return inner() if kind == "instance's class" else inner
-
-
-CHANGES: dict[str, Callable[[float], Any]] = {
-    "constant": lambda k: _with(f"def f(x): return x * {k}"),
-    "code": lambda k: _with(f"def f(x): return x {'*' if k == 3.0 else '+'} x"),
-    "inner function": lambda k: _with(f"def f(x): return (lambda y: y * {k})(x)"),
-    "default": lambda k: _with(f"def f(x, k={k}): return x * k"),
-    "keyword default": lambda k: _with(f"def f(x, *, k={k}): return x * k"),
-    "closure": lambda k: (lambda x: x * k),
-    "global": lambda k: _with("def f(x): return x * K", K=k),
-    "global of a helper": lambda k: _with("def f(x): return g(x)", g=_with("def f(x): return x * K",
-                                                                           K=k)),
-    "global in a class": lambda k: _with("def f(x):\n class A:\n  a = K\n return A.a", K=k),
-    "list": lambda k: _with("def f(x): return x * K[1]['a']", K=[0, {"a": k}]),
-    "set": lambda k: _with("def f(x): return x in K", K={k, "a", "b"}),
-    "array": lambda k: _with("def f(x): return x * K[0]", K=np.array([k])),
-    "attribute": lambda k: _with("def f(x): return h.factor * x", h=Helper(k)),
-    "slot": lambda k: _with("def f(x): return h.factor * x", h=Slots(k)),
-    "bound method": lambda k: Helper(k).scaled,
-    "partial": lambda k: functools.partial(scaled, k),
-    "cache": lambda k: functools.lru_cache(_with(f"def f(x): return x * {k}")),
-    "wrapper": lambda k: functools.wraps(math.sqrt)(lambda x: x * k),
-    "static method": lambda k: type("A", (), {"f": staticmethod(lambda x: x * k)}),
-    "property": lambda k: type("A", (), {"f": property(lambda self: k)}),
-    "cached property": lambda k: type("A", (), {"f": functools.cached_property(lambda self: k)}),
-    "class": lambda k: _classes(k, "class"),
-    "base class": lambda k: _classes(k, "base"),
-    "enum": lambda k: enum.Enum("Color", {"red": k}).red,  # type: ignore[attr-defined]
-    "module": lambda k: _with("def f(x): return m.n.K * x", m=_module("m", n=_module("n", K=k))),
-    "module as a whole": lambda k: _with("def f(x): return getattr(m, 'K') * x", m=_module("m",
-                                                                                           K=k)),
-    "cell of a function": lambda k: _recursive(k),
-}  # fmt: skip
-
-
-def _module(name: str, **values: Any) -> types.ModuleType:
-    module = types.ModuleType(name)
-    module.__dict__.update(values)
-    return module
-
-
-def _recursive(k: float) -> Any:
-    def f(x: float) -> float:
-        return f(x - 1) * k if x > 0 else 1.0
-
-    return f
-
-
 @pytest.mark.parametrize("name", CHANGES)
 def test_whatever_changes_is_another_definition(name: str) -> None:
     make = CHANGES[name]
@@ -184,19 +105,19 @@ def test_whatever_changes_is_another_definition(name: str) -> None:
 
 def test_a_global_that_changes_later(monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint(scaled)
-    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    monkeypatch.setattr(written, "FACTOR", 5.0)
     assert fingerprint(scaled) != before
     monkeypatch.undo()
     assert fingerprint(scaled) == before
 
 
 def test_a_module_that_is_imported_inside(monkeypatch: pytest.MonkeyPatch) -> None:
-    f = _with("def f(x):\n import some_helpers\n return some_helpers.K * x")
+    f = with_code("def f(x):\n import some_helpers\n return some_helpers.K * x")
     with pytest.raises(Unknown, match="imports some_helpers, which is not loaded"):
         fingerprint(f)
     found = set[str]()
     for k in (3.0, 5.0):
-        monkeypatch.setitem(sys.modules, "some_helpers", _module("some_helpers", K=k))
+        monkeypatch.setitem(sys.modules, "some_helpers", module("some_helpers", K=k))
         found.add(fingerprint(f))
     assert len(found) == 2
 
@@ -204,10 +125,10 @@ def test_a_module_that_is_imported_inside(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("thing", "reason"),
     [
-        (_with("def f(x): return eval('x')"), "calls eval, which hides what it uses"),
-        (_with("def f(x): return open('k').read()"), "calls open"),
-        (_with("def f(x): return L", L=threading.Lock()), "a lock has no value to compare"),
-        (_with("def f(x): return m", m=_module("nobodys", lock=threading.Lock())), "a lock has"),
+        (with_code("def f(x): return eval('x')"), "calls eval, which hides what it uses"),
+        (with_code("def f(x): return open('k').read()"), "calls open"),
+        (with_code("def f(x): return L", L=threading.Lock()), "a lock has no value to compare"),
+        (with_code("def f(x): return m", m=module("nobodys", lock=threading.Lock())), "a lock has"),
     ],
 )
 def test_what_cannot_be_known(thing: Any, reason: str) -> None:
@@ -226,30 +147,52 @@ def test_nesting_without_an_end() -> None:
 def test_libraries_count_by_their_version(monkeypatch: pytest.MonkeyPatch) -> None:
     from cutesuper.graph import fingerprint as module
 
-    f = _with("def f(x): return np.exp(x) + torch.relu(x) + math.pi", np=np, torch=torch, math=math)
+    code = "def f(x): return np.exp(x) + torch.relu(x) + math.pi"
+    f = with_code(code, np=np, torch=torch, math=math)
     before = fingerprint(f)
     monkeypatch.setattr(module, "_version", lambda top: "0.0")
     assert fingerprint(f) != before
 
 
+def test_the_package_of_an_operator_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be installed again with the same version; other packages may not."""
+    folder = tmp_path / "site-packages"
+    for name in ("home_of_it", "other_home"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text("from .part import f\n__version__ = '1'\n")
+    monkeypatch.syspath_prepend(str(folder))
+    found: dict[str, set[str]] = {"home_of_it": set(), "other_home": set()}
+    for factor in (3.0, 5.0):
+        for name, hashes in found.items():
+            code = f"def f(x): return g(x)\ndef g(x): return {factor}"
+            (folder / name / "part.py").write_text(code)
+            for module_name in (name, f"{name}.part"):
+                monkeypatch.delitem(sys.modules, module_name, raising=False)
+            importlib.invalidate_caches()
+            monkeypatch.setattr(sys, "dont_write_bytecode", True)
+            f = importlib.import_module(name).f
+            hashes.add(fingerprint(f, home=frozenset(["home_of_it"])))
+    assert {name: len(hashes) for name, hashes in found.items()} == {
+        "home_of_it": 2, "other_home": 1,
+    }  # fmt: skip
+
+
 _SCRIPT = """
-from tests.test_definitions import times, CHANGES
-from cutesuper.graph.definitions import definition
+from tests.definitions import CHANGES
 from cutesuper.graph.fingerprint import fingerprint
-print(definition(times(3.0)), *(fingerprint(make(3.0)) for make in CHANGES.values()))
+print(*(fingerprint(make(3.0)) for make in CHANGES.values()))
 """
 
 
 def test_other_processes_have_the_same_hashes() -> None:
     root = Path(__file__).resolve().parent.parent
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True,
-            env={**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": seed},
-        ).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
-    assert len(found) == 1
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, check=True,
+        env={**os.environ, "PYTHONPATH": str(root), "PYTHONHASHSEED": "7"},
+    )  # fmt: skip
+    assert done.stdout.split() == [fingerprint(make(3.0)) for make in CHANGES.values()]
 
 
 # --------------------------------------------------------------------------------------- operators
@@ -411,7 +354,7 @@ def test_kernels_refuse_to_mix_definitions(monkeypatch: pytest.MonkeyPatch) -> N
     times(3.0)
     assert kernel(x)[0, 0] == 3.0
     times(5.0)
-    for call in (lambda: kernel(x), lambda: kernel._variant((4096,)), lambda: kernel.gradient()):
+    for call in (lambda: kernel(x), lambda: kernel._variant((4096,)), kernel.gradient):
         with pytest.raises(OperatorError, match="superoptimize the graph again"):
             call()
     assert len(made) == 1
@@ -460,7 +403,9 @@ def test_operators_for_pytorch() -> None:
 
     times(3.0)
     run = RowOperator(
-        Definition("times_for_tests", (Operand("x", Role.ROWS),), (), (Output("y", like="x"),), build)
+        Definition(
+            "times_for_tests", (Operand("x", Role.ROWS),), (), (Output("y", like="x"),), build
+        )
     )
     x = torch.ones(4, 8)
     assert run((x,), ())[0, 0] == 3.0

@@ -57,9 +57,15 @@ def are_still(texts: Sequence[str], names: Iterable[str]) -> bool:
 def definition(operator: Operator) -> str | None:
     """A hash of all that an added operator computes; None where that cannot be known."""
     try:
-        return fingerprint(operator, _whole_table)
+        return _hash(operator)
     except Unknown:
         return None
+
+
+def _hash(operator: Operator) -> str:
+    """Raises Unknown."""
+    home = frozenset(c.__module__.partition(".")[0] for c in type(operator).__mro__)
+    return fingerprint(operator, _whole_table, home)
 
 
 def unknown(names: Iterable[str]) -> dict[str, str]:
@@ -67,7 +73,7 @@ def unknown(names: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in added(names):
         try:
-            fingerprint(TABLE[name], _whole_table)
+            _hash(TABLE[name])
         except Unknown as reason:
             found[name] = str(reason)
     return found

@@ -60,7 +60,9 @@ class Unknown(Exception):
 Instead = Callable[[Any], Any]
 
 
-def fingerprint(thing: Any, instead: Instead = lambda thing: None) -> str:
+def fingerprint(
+    thing: Any, instead: Instead = lambda thing: None, home: frozenset[str] = frozenset()
+) -> str:
     """SHA-256, in hexadecimal digits, of what an object computes.
 
     Equal definitions have equal hashes in every process of one version of Python.
@@ -68,11 +70,13 @@ def fingerprint(thing: Any, instead: Instead = lambda thing: None) -> str:
     Args:
         thing: a function, a class, an object.
         instead: what to hash in the place of an object, if not itself.
+        home: installed packages whose code is looked at, since it is what this is about; their
+            versions need not change with it.
 
     Raises:
         Unknown: something that it names cannot be hashed.
     """
-    writer = _Writer(instead)
+    writer = _Writer(instead, home)
     writer.text("python", platform.python_version())
     try:
         writer.thing(thing)
@@ -98,8 +102,8 @@ def is_own_class(cls: type) -> bool:
 class _Writer:
     """Walks over objects, each once, and hashes what it meets."""
 
-    def __init__(self, instead: Instead) -> None:
-        self._instead = instead
+    def __init__(self, instead: Instead, home: frozenset[str]) -> None:
+        self._instead, self._home = instead, home
         self._hash = hashlib.sha256()
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []  # an identity means nothing once its object is gone
@@ -148,13 +152,13 @@ class _Writer:
         self.things(*(part for item in x.items() for part in item))
 
     def _set(self, x: Any) -> None:
-        self.text(type(x).__name__, *sorted(fingerprint(e, self._instead) for e in x))
+        self.text(type(x).__name__, *sorted(fingerprint(e, self._instead, self._home) for e in x))
 
     # ------------------------------------------------------------------------------------- code
 
     def _function(self, f: types.FunctionType) -> None:
         self.text("function")
-        place = _place(f.__code__.co_filename)
+        place = self._place(f.__code__.co_filename)
         if place is None:
             self._code(f.__code__)
             for name in _names(f.__code__):
@@ -163,7 +167,7 @@ class _Writer:
             self.text(f.__qualname__, f.__code__.co_firstlineno)
             self._origin(f.__globals__.get("__name__"))
             # a function that was made or wrapped there may hold anything
-            if _is_named(f) and _place(_file(f.__module__)) == place:
+            if _is_named(f) and self._place(_file(f.__module__)) == place:
                 return None
         return self.things(f.__defaults__, f.__kwdefaults__, f.__dict__, *map(_content, _cells(f)))
 
@@ -198,16 +202,21 @@ class _Writer:
             where = x.__name__
             x = getattr(x, names.pop(0))
         plain = not isinstance(x, types.FunctionType | type | types.ModuleType)
-        if where and plain and callable(x) and _place(_file(where)) == "library":
+        if where and plain and callable(x) and self._place(_file(where)) == "library":
             return self._origin(where)  # a function of C
         return self.thing(x)
 
     def _module(self, m: types.ModuleType) -> None:
         self.text("module", m.__name__)
-        if _place(_file(m.__name__)) is not None or _top(m.__name__) == _top(__name__):
+        if self._place(_file(m.__name__)) is not None or _top(m.__name__) == _top(__name__):
             return self._origin(m.__name__)
         names = sorted(n for n in vars(m) if not (n.startswith("__") and n.endswith("__")))
         return self.things(*names, *(vars(m)[n] for n in names))
+
+    def _place(self, file: str | None) -> str | None:
+        """As `_place`; None at home."""
+        place = _place(file)
+        return None if place == "library" and _package_of(file or "") in self._home else place
 
     def _origin(self, module: str | None) -> None:
         """A library counts by its name and version. Raises Unknown."""
@@ -220,7 +229,7 @@ class _Writer:
         if cls.__module__ == "builtins" or is_own_class(cls):
             return None
         known = _is_named(cls) and _top(cls.__module__) != _top(__name__)
-        if known and _place(_file(cls.__module__)) == "library":
+        if known and self._place(_file(cls.__module__)) == "library":
             return self._origin(cls.__module__)
         self.things(type(cls), *cls.__bases__)
         inside = {k: v for k, v in vars(cls).items() if k not in _IRRELEVANT}
@@ -369,6 +378,14 @@ def _place(file: str | None) -> str | None:
         return "own"
     installed = file.startswith(_STDLIB) or any(part in file for part in _INSTALLED)
     return "library" if installed else None
+
+
+def _package_of(file: str) -> str:
+    """The name right below a folder of installed packages."""
+    for part in _INSTALLED:
+        if part in file:
+            return file.rpartition(part)[2].partition(os.sep)[0].removesuffix(".py")
+    return ""
 
 
 def _file(module: str) -> str | None:

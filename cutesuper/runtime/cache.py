@@ -151,8 +151,8 @@ class KernelCache:
         meta = json.loads(json.dumps(dict(meta)))
         if _sources_now() != source_fingerprint():
             warn_once(
-                "the sources of cutesuper have changed since this process read them, so its kernels "
-                "are not kept; start it again"
+                "the sources of cutesuper have changed since this process read them, so its "
+                "kernels are not kept; start it again"
             )
             return CacheEntry(digest, meta, dict(files), None)
         try:
