@@ -149,6 +149,7 @@ def superoptimize(
         ShapeError: a tensor is too large for 32-bit offsets.
         SearchError, LoweringError, ScheduleError: no program can be run; says which operator.
         CompileError: the compiler refused the kernel.
+        CacheError: others can write the folder of compiled kernels; says how to mend that.
     """
     check_graph("superoptimize", graph)
     options = Options(as_target(target), dependent_launch, seed, budget_s, executor, tuned)

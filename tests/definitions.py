@@ -46,6 +46,17 @@ def _classes(factor: float, kind: str) -> Any:
     return inner() if kind == "instance's class" else inner
 
 
+class Decorated:
+    """A function in an object, which has a number besides."""
+
+    def __init__(self, function: Any, factor: float) -> None:
+        functools.update_wrapper(self, function)
+        self.factor = factor
+
+    def __call__(self, x: float) -> float:
+        return self.factor * self.__wrapped__(x)  # type: ignore[attr-defined]
+
+
 def module(name: str, **values: Any) -> types.ModuleType:
     module = types.ModuleType(name)
     module.__dict__.update(values)
@@ -79,7 +90,9 @@ CHANGES: dict[str, Callable[[float], Any]] = {
     "bound method": lambda k: Helper(k).scaled,
     "partial": lambda k: functools.partial(scaled, k),
     "cache": lambda k: functools.lru_cache(with_code(f"def f(x): return x * {k}")),
+    "shared constants": lambda k: with_code(f"def f(x): return (x, (1, {k})), (x, (1, {k}))"),
     "wrapper": lambda k: functools.wraps(math.sqrt)(lambda x: x * k),
+    "decorator": lambda k: Decorated(scaled, k),
     "static method": lambda k: type("A", (), {"f": staticmethod(lambda x: x * k)}),
     "property": lambda k: type("A", (), {"f": property(lambda self: k)}),
     "cached property": lambda k: type("A", (), {"f": functools.cached_property(lambda self: k)}),

@@ -115,11 +115,21 @@ def test_a_module_that_is_imported_inside(monkeypatch: pytest.MonkeyPatch) -> No
     f = with_code("def f(x):\n import some_helpers\n return some_helpers.K * x")
     with pytest.raises(Unknown, match="imports some_helpers, which is not loaded"):
         fingerprint(f)
-    found = set[str]()
-    for k in (3.0, 5.0):
-        monkeypatch.setitem(sys.modules, "some_helpers", module("some_helpers", K=k))
-        found.add(fingerprint(f))
-    assert len(found) == 2
+    g = with_code("def f(x):\n from some_helpers import K, part\n return K * x")
+    for function in (f, g):
+        found = set[str]()
+        for k in (3.0, 5.0):
+            monkeypatch.setitem(sys.modules, "some_helpers", module("some_helpers", K=k, part=0))
+            found.add(fingerprint(function))
+        assert len(found) == 2
+    monkeypatch.setitem(sys.modules, "some_helpers", module("some_helpers", K=3.0))
+    with pytest.raises(Unknown, match=r"imports some_helpers\.part, which is not loaded"):
+        fingerprint(g)
+    inner = with_code("def f(x):\n import some_helpers.inner\n return some_helpers.K * x")
+    monkeypatch.setitem(sys.modules, "some_helpers.inner", module("some_helpers.inner"))
+    before = fingerprint(inner)
+    monkeypatch.setattr(sys.modules["some_helpers"], "K", 5.0)
+    assert fingerprint(inner) != before
 
 
 @pytest.mark.parametrize(

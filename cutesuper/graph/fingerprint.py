@@ -105,6 +105,7 @@ class _Writer:
     def __init__(self, instead: Instead, home: frozenset[str]) -> None:
         self._instead, self._home = instead, home
         self._hash = hashlib.sha256()
+        self._count = 0
         self._seen: dict[int, int] = {}
         self._alive: list[Any] = []  # an identity means nothing once its object is gone
 
@@ -114,7 +115,7 @@ class _Writer:
     def text(self, *parts: object) -> None:
         """Texts and numbers; none can be taken for two others."""
         for part in parts:
-            content = part if isinstance(part, bytes) else str(part).encode("utf-8", "replace")
+            content = part if isinstance(part, bytes) else str(part).encode(errors="surrogatepass")
             self._hash.update(f"{len(content)}:".encode() + content)
 
     def thing(self, x: Any) -> None:
@@ -123,10 +124,12 @@ class _Writer:
             return self.text(type(x).__name__, repr(x) if not isinstance(x, bytes) else x)
         if id(x) in self._seen:
             return self.text("again", self._seen[id(x)])
-        if len(self._seen) == MOST_OBJECTS:
+        self._count += 1
+        if self._count > MOST_OBJECTS:
             raise Unknown(f"it names more than {MOST_OBJECTS} objects")
-        self._seen[id(x)] = len(self._seen)
-        self._alive.append(x)
+        if type(x) not in (tuple, frozenset):  # which of these are shared is up to the compiler
+            self._seen[id(x)] = len(self._seen)
+            self._alive.append(x)
         if (other := self._instead(x)) is not None:
             return self.thing(other)
         if isinstance(x, type):
@@ -184,11 +187,10 @@ class _Writer:
 
     def _named(self, name: tuple[Any, ...], f: types.FunctionType) -> None:
         """What a function finds under a name: an import, or a global and attributes of it."""
-        kind, *parts = name
+        kind, first, *attributes = name
         self.text(*name)
         if kind == "import":
-            return self.thing(_imported(*parts, f))
-        first, *attributes = parts
+            return self.things(*_imported(first, attributes, f))
         if first in f.__globals__:
             return self._attribute(f.__globals__[first], attributes)
         if first in _UNSEEN:
@@ -254,6 +256,9 @@ class _Writer:
     def _cached_property(self, x: functools.cached_property[Any]) -> None:
         self.things("cached_property", x.func)  # it has a lock besides
 
+    def _cached(self, x: Any) -> None:
+        self.things("cached", x.__wrapped__, x.cache_parameters())
+
     def _builtin(self, x: types.BuiltinFunctionType) -> None:
         self.text("builtin", x.__module__, x.__qualname__)
         if not isinstance(x.__self__, types.ModuleType | None):
@@ -264,8 +269,6 @@ class _Writer:
     def _object(self, x: Any) -> None:
         """As `pickle` would write it, and its attributes, which need not be part of that."""
         self.text("object")
-        if hasattr(x, "__wrapped__"):  # a cache around a function
-            return self.things(type(x), x.__wrapped__)
         try:
             made = copyreg.dispatch_table.get(type(x), _reduced)(x)
         except Exception as error:  # it runs code of the object's class
@@ -293,6 +296,7 @@ _KINDS: dict[type, Callable[[_Writer, Any], None]] = {
     classmethod: _Writer._wrapped,
     property: _Writer._property,
     functools.cached_property: _Writer._cached_property,
+    type(functools.cache(lambda: None)): _Writer._cached,
     types.GetSetDescriptorType: _Writer._descriptor,
     types.MemberDescriptorType: _Writer._descriptor,
     types.WrapperDescriptorType: _Writer._descriptor,
@@ -334,15 +338,16 @@ def _is_named(x: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> tuple[tuple[Any, ...], ...]:
-    """``("global", name, attribute, ..)`` and ``("import", level, name)`` of a function and of
-    those inside it, in order."""
+    """``("global", name, attribute, ..)`` and ``("import", module, name, ..)`` of a function and
+    of those inside it, in order."""
     steps = [i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG"]
     found: dict[tuple[Any, ...], None] = {}
     for n, step in enumerate(steps):
         if step.opname in _GLOBAL:
             found["global", step.argval, *_attributes(steps, n + 1)] = None
         elif step.opname == "IMPORT_NAME":
-            found["import", steps[n - 2].argval, step.argval] = None
+            level, wanted = steps[n - 2].argval, steps[n - 1].argval or ()
+            found["import", "." * level + step.argval, *wanted] = None
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found |= dict.fromkeys(_names(constant))
@@ -355,16 +360,20 @@ def _attributes(steps: list[dis.Instruction], n: int) -> Iterator[str]:
         n += 1
 
 
-def _imported(level: int, name: str, f: types.FunctionType) -> Any:
-    """The module that a function imports. Raises Unknown where it is not loaded yet."""
+def _imported(module: str, names: list[str], f: types.FunctionType) -> tuple[Any, ...]:
+    """The module that a function imports, and that which stands before the first dot. Raises
+    Unknown where something of it is not loaded yet."""
     package = f.__globals__.get("__package__") or ""
     try:
-        full = importlib.util.resolve_name("." * level + name, package)
+        full = importlib.util.resolve_name(module, package)
     except (ImportError, TypeError):
-        raise Unknown(f"{f.__qualname__} imports {name!r} from nowhere") from None
-    if full not in sys.modules:
-        raise Unknown(f"{f.__qualname__} imports {full}, which is not loaded")
-    return sys.modules[full]
+        raise Unknown(f"{f.__qualname__} imports {module!r} from nowhere") from None
+    found = sys.modules.get(full)
+    missing = [n for n in names if n != "*" and not hasattr(found, n)]
+    if found is None or missing:
+        what = ".".join((full, *missing[:1])) if found else full
+        raise Unknown(f"{f.__qualname__} imports {what}, which is not loaded")
+    return (sys.modules[full.partition(".")[0]], found)
 
 
 # -------------------------------------------------------------------------------------- libraries

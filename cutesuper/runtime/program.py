@@ -388,8 +388,8 @@ def load(path: str | os.PathLike[str]) -> ExportedProgram:
     """Loads a program written by `Kernel.export`. Its code runs: load only what you trust.
 
     Raises:
-        FormatError: when the file is no exported program of this version; none of its code has
-            run then.
+        FormatError: when the file is no exported program of this version, or others than its owner
+            could have written it; none of its code has run then.
         CompileError: when the system cannot load it.
     """
     return ExportedProgram(path)
