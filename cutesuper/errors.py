@@ -89,7 +89,7 @@ class CompileError(CutesuperError, RuntimeError):
 
 
 class CacheError(CutesuperError, RuntimeError):
-    """The artifact cache, or a folder for temporary files, cannot be used at all, or others can write
+    """The artifact cache, or a temporary folder, cannot be used at all, or others can write
     it (a damaged entry is a miss, not an error)."""
 
 

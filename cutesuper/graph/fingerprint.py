@@ -373,7 +373,7 @@ def _imported(module: str, names: list[str], f: types.FunctionType) -> tuple[Any
     if found is None or missing:
         what = ".".join((full, *missing[:1])) if found else full
         raise Unknown(f"{f.__qualname__} imports {what}, which is not loaded")
-    return (sys.modules[full.partition(".")[0]], found)
+    return (sys.modules.get(_top(full), found), found)
 
 
 # -------------------------------------------------------------------------------------- libraries
