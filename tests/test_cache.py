@@ -349,19 +349,6 @@ def test_a_cache_behind_a_link(tmp_path: Path) -> None:
         KernelCache(tmp_path / "link")
 
 
-def test_sources_are_read_again_before_a_kernel_is_kept(
-    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An editor may have changed them since this process imported them."""
-    from cutesuper.runtime import cache as module
-
-    digest = cache.digest("k", "sm_90a", "tvm_ffi")
-    monkeypatch.setattr(module, "_sources_now", lambda: "others")
-    with pytest.warns(RuntimeWarning, match="sources of cutesuper have changed"):
-        assert cache.store(digest, {}, CONTENT).path is None
-    assert cache.load(digest) is None
-
-
 def test_another_toolchain_is_another_key(
     cache: KernelCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,8 +138,7 @@ class KernelCache:
         return None
 
     def store(self, digest: str, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> CacheEntry:
-        """Writes an entry, replacing a damaged one; never fails for want of disk space. What was
-        compiled while the package's sources were edited is not written.
+        """Writes an entry, replacing a damaged one; never fails for want of disk space.
 
         Raises:
             CacheError: when ``files`` does not hold exactly the three files of an entry.
@@ -149,12 +148,6 @@ class KernelCache:
         folder = _entry_folder(self._root, digest)
         # Through JSON and back: the entry looks the same now and when it is read again.
         meta = json.loads(json.dumps(dict(meta)))
-        if _sources_now() != source_fingerprint():
-            warn_once(
-                "the sources of cutesuper have changed since this process read them, so its "
-                "kernels are not kept; start it again"
-            )
-            return CacheEntry(digest, meta, dict(files), None)
         try:
             self._write(folder, meta, files)
         except OSError as error:
@@ -241,10 +234,6 @@ def source_fingerprint() -> str:
     expressions), what operators expand to and what they compute is in the sources only. Operators
     that were added to the package's own are in the key (`cutesuper.graph.definitions`).
     """
-    return _sources_now()
-
-
-def _sources_now() -> str:
     package = Path(__file__).resolve().parent.parent
     sources = [path for folder in COVERED for path in package.glob(f"{folder}/**/*.py")]
     runtime = ("arguments", "compile", "dsl", "host_module")
