@@ -270,7 +270,7 @@ def test_a_root_that_others_can_write(tmp_path: Path) -> None:
         with pytest.raises(CacheError, match=r"can be written by others \(mode 0777\)") as caught:
             use()
         text = str(caught.value).replace("-R ", "")
-        assert f"run: chmod go-w {cache.root}; or remove it" in text
+        assert f"run: chmod go-w {cache.root}; or remove the cache" in text
         assert "CUTESUPER_CACHE" in str(caught.value)
     cache.root.chmod(0o755)  # as earlier versions made it: others may read
     assert KernelCache(cache.root).load(digest) is not None
@@ -295,7 +295,7 @@ def test_another_owner(tmp_path: Path) -> None:
         cache.load(digest)
     os.chown(path / OBJECT, 0, -1)
     os.chown(path, 12345, -1)
-    with pytest.raises(CacheError, match=rf"{path} belongs to user 12345.*chown -R 0 {path}"):
+    with pytest.raises(CacheError, match=rf"{path} belongs to user 12345.*run: chown -R 0 {path}"):
         cache.load(digest)
     os.chown(cache.root, 12345, -1)
     with pytest.raises(CacheError, match=rf"{cache.root} belongs to user 12345"):

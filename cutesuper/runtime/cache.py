@@ -314,7 +314,7 @@ def _refuse_exposed(folder: Path) -> None:
     if problem := exposure(folder):
         raise CacheError(
             f"kernel cache {folder}: {problem}, and kernels are code that would run as you. If "
-            f"nobody else has written there, {_remedy(problem)}; or remove it, or set "
+            f"nobody else has written there, {_remedy(problem)}; or remove the cache, or set "
             f"{ROOT_VARIABLE} to a folder of your own (mode 0700)"
         )
 

@@ -195,9 +195,10 @@ def _problem(
     place: str, found: os.stat_result, *, last: bool, owner: bool
 ) -> Exposure | None:
     uid, mode = found.st_uid, found.st_mode
+    deep = "-R " if last and stat.S_ISDIR(mode) else ""
     if owner and uid not in (_ROOT, os.geteuid()) and (last or uid != _nobody()):
-        mend = f"chown -R {os.geteuid()} {place}" if os.geteuid() == _ROOT else (
-            "use a folder of your own")  # fmt: skip
+        root = os.geteuid() == _ROOT
+        mend = f"chown {deep}{_ROOT} {place}" if root else "use a folder of your own"
         return Exposure(place, f"belongs to user {uid}{_named(uid)}", mend)
     if stat.S_ISLNK(mode) or (mode & stat.S_ISVTX and not last):
         return None
@@ -208,7 +209,6 @@ def _problem(
     else:
         return None
     why = f"can be written by {who} (mode {stat.S_IMODE(mode):04o})"
-    deep = "-R " if last and stat.S_ISDIR(mode) else ""
     return Exposure(place, why, f"chmod {deep}go-w {place}")
 
 
