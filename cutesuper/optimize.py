@@ -25,6 +25,7 @@ from cutesuper.errors import (
 from cutesuper.graph.asked import check_options
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.check import check_graph, check_kernel_graph
+from cutesuper.graph.definitions import added, unknown
 from cutesuper.graph.dims import Symbol, extent
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import lookup
@@ -150,6 +151,7 @@ def superoptimize(
         ShapeError: a tensor is too large for 32-bit offsets.
         SearchError, LoweringError, ScheduleError: no program can be run; says which operator.
         CompileError: the compiler refused the kernel.
+        CacheError: others can write the folder of compiled kernels; says how to mend that.
     """
     check_graph("superoptimize", graph)
     options = Options(as_target(target), dependent_launch, seed, budget_s, executor, tuned)
@@ -463,5 +465,9 @@ def compile_request(plan: KernelPlan, name: str, target: Target) -> CompileReque
     from cutesuper.lower.build import build
 
     outputs = tuple(i for i, a in enumerate(plan.arguments) if a.written)
-    return CompileRequest(plan.key, target.arch, name, partial(build, plan), outputs)
+    kinds = {op.kind for op in plan.program.ops}
+    return CompileRequest(
+        plan.key, target.arch, name, partial(build, plan), outputs,
+        operators=added(kinds), unknown=tuple(f"{n}: {why}" for n, why in unknown(kinds).items()),
+    )  # fmt: skip
 

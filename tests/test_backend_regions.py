@@ -81,7 +81,7 @@ def test_keys_are_those_of_the_program() -> None:
 
 @pytest.mark.parametrize(
     "edit",
-    [lambda k: k[:-4], lambda k: k.replace(":1:", ":2:", 1), lambda k: "f" * 16 + k[16:],
+    [lambda k: k[:-4], lambda k: k.replace(":2:", ":1:", 1), lambda k: "f" * 16 + k[16:],
      lambda k: "", lambda k: "a:b:c:d"],
 )  # fmt: skip
 def test_a_key_that_is_none(edit: Any) -> None:

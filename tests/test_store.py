@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import tomllib
 import zipfile
 from collections.abc import Callable
@@ -193,6 +194,20 @@ def test_a_file_is_replaced_as_a_whole() -> None:
 # ------------------------------------------------------------------------------ what is refused
 
 Edit = Callable[[dict[str, Any]], object]
+
+
+def test_what_others_can_write_is_not_used() -> None:
+    path = stored()
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    [entry] = store.find(graph(), "sm_90a", False)
+    assert entry.path == path
+    for place in (path, path.parent):
+        before = stat.S_IMODE(place.stat().st_mode)
+        place.chmod(0o777)
+        with pytest.warns(RuntimeWarning, match=rf"is not used: {place} can be written by others"):
+            assert list(store.find(graph(), "sm_90a", False)) == []
+        place.chmod(before)
+    assert len(list(store.find(graph(), "sm_90a", False))) == 1
 
 
 def constant_input(data: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from cutesuper.errors import CutesuperError, DeviceError
+from cutesuper.errors import CacheError, CutesuperError, DeviceError
 from cutesuper.frontend import timing
 from cutesuper.frontend.baseline import baseline
 from cutesuper.frontend.internals import apart, compile_inner, compile_with
@@ -24,6 +24,7 @@ from cutesuper.frontend.sample import Sample
 from cutesuper.frontend.values import fake
 from cutesuper.graph.operators import lookup
 from cutesuper.optimize import Choice
+from cutesuper.runtime.cache import warn_once
 from cutesuper.search.search import show
 from cutesuper.tune.device import Device
 
@@ -172,6 +173,9 @@ def _judged(sample: Sample, options: BackendOptions) -> Verdict:
         if verdict.taken and clock is not None:
             verdict = _timed(verdict, sample, options, clock)
     except DeviceError as error:
+        return replace(verdict, taken=False, reason=str(error), final=True)
+    except CacheError as error:
+        warn_once(f"compiled models get no kernels: {error}")
         return replace(verdict, taken=False, reason=str(error), final=True)
     except CutesuperError as error:
         return replace(verdict, taken=False, reason=f"no kernels: {error}")

@@ -25,6 +25,7 @@ from cutesuper.frontend.region import Region, places, source_lines
 from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.table import is_free, is_known, moves
 from cutesuper.frontend.values import CONDITIONS, INTEGERS
+from cutesuper.graph.operators import TABLE
 from cutesuper.optimize import superoptimize as optimize_graph
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.tensors import usable
@@ -511,7 +512,8 @@ def _drop_checks(graph: fx.Graph) -> None:
 class Lazy:
     """A function that is traced at its first call with tensors of a kind.
 
-    A kind is the structure of the arguments with shapes, element types and devices of the tensors
+    After an operator of graphs was defined anew it is traced again. A kind is the structure of the
+    arguments with shapes, element types and devices of the tensors
     and the values of everything else; of a module also whether its parts are in training, and
     which parameters and buffers it has (their values are read at every call). Other attributes
     are read when it is traced.
@@ -527,7 +529,7 @@ class Lazy:
     def program(self, *args: Any, **kwargs: Any) -> TracedProgram:
         """The traced program for these arguments; see `superoptimize_callable`."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        kind = (structure, *map(_facts, leaves), _state(self._fn))
+        kind = (TABLE.changes, structure, *map(_facts, leaves), _state(self._fn))
         with self._lock:
             if kind not in self._programs:
                 self._programs[kind] = superoptimize_callable(

@@ -253,7 +253,26 @@ def torch_module() -> Any:
     return torch
 
 
-TABLE: dict[str, Operator] = {}
+class _Table(dict[str, "Operator"]):
+    """Operators by name.
+
+    Attributes:
+        changes: how often a name got another operator, or lost the one it had. What was made of
+            operators compares it, to find out that it has to look again.
+    """
+
+    changes = 0
+
+    def __setitem__(self, name: str, new: Operator) -> None:
+        self.changes += name in self and self[name] is not new
+        super().__setitem__(name, new)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self.changes += 1
+
+
+TABLE = _Table()
 _Class = TypeVar("_Class", bound=Operator)
 
 

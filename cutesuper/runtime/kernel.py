@@ -14,6 +14,7 @@ from cutesuper.errors import CutesuperError, FormatError, GraphError, frameless
 from cutesuper.graph.asked import as_path
 from cutesuper.graph.autodiff import reached
 from cutesuper.graph.block import MuGraph
+from cutesuper.graph.definitions import Defined
 from cutesuper.graph.dims import Dim, Symbol
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import Target
@@ -176,6 +177,7 @@ class Kernel(Program):
     ) -> None:
         super().__init__(graph, target.arch)
         self.target = target
+        self._defined = Defined(graph, "superoptimize the graph again")
         self._make_variant = make_variant
         self._differentiate = differentiate
         self._gradients: dict[tuple[str, ...], Gradient | GraphError] = {}
@@ -191,9 +193,17 @@ class Kernel(Program):
 
     def _variant(self, key: tuple[int, ...]) -> Variant:
         if key not in self._variants:
+            self._check_operators()
             names = [s.name for s in self._signature.symbols]
             self._variants[key] = self._make_variant(dict(zip(names, key, strict=True)))
         return self._variants[key]
+
+    def _check_operators(self) -> None:
+        self._defined.check()
+
+    def _notice_changes(self) -> None:
+        self._defined.check()
+        super()._notice_changes()
 
     # -------------------------------------------------------------------------------- gradients
 
@@ -215,6 +225,7 @@ class Kernel(Program):
         names = tuple(sorted(set(names), key=lambda n: order.index(n) if n in order else -1))
         with self._lock:
             if names not in self._gradients:
+                self._check_operators()
                 self._gradients[names] = self._derived(names)
             found = self._gradients[names]
         if isinstance(found, GraphError):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from cutesuper.graph.block import LOAD, BlockOp, BlockProgram, KernelStep, TensorSpec
+from cutesuper.graph.definitions import definitions
 from cutesuper.graph.dims import Dim, Symbol, extent
 from cutesuper.graph.serial import program_dict
 from cutesuper.graph.thread import ThreadExpression
@@ -138,7 +139,8 @@ def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
 def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule: Schedule) -> str:
     """Canonical text of everything that decides the generated code.
 
-    Symbolic extents enter by name only: the hint does not change the code.
+    Symbolic extents enter by name only: the hint does not change the code. Operators do too, but
+    for those that were added to the package's own: what they compute is part of the text.
     """
     shapes = [
         [a.dtype, a.constant, a.written, [d.name if isinstance(d, Symbol) else d for d in a.shape]]
@@ -151,4 +153,6 @@ def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule
         for tensor in {"tensor", "table"} & op[3].keys():
             op[3][tensor] = names[op[3][tensor]]
     key = [data, shapes, schedule_dict(schedule)]
+    if outside := definitions(op.kind for op in program.ops):
+        key.append(outside)
     return json.dumps(key, sort_keys=True, separators=(",", ":"))

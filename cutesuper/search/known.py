@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from functools import lru_cache
 
+from cutesuper.graph.definitions import definitions
 from cutesuper.graph.target import Target
 from cutesuper.search.labels import Region
 from cutesuper.search.region import Found, SearchOptions, search_region
@@ -26,8 +27,13 @@ class KnownRegions:
 
     def search(self, region: Region, target: Target, options: SearchOptions) -> Found:
         """As `search_region`."""
-        return pickle.loads(self._search(region, target, options))  # noqa: S301 (bytes of our own)
+        outside = tuple(definitions(op.kind for op in region.ops).items())
+        found = self._search(region, target, options, outside)
+        return pickle.loads(found)  # noqa: S301 (bytes of our own)
 
 
-def _as_bytes(region: Region, target: Target, options: SearchOptions) -> bytes:
+def _as_bytes(
+    region: Region, target: Target, options: SearchOptions, outside: tuple[tuple[str, str], ...]
+) -> bytes:
+    del outside  # only tells apart what operators of one name were
     return pickle.dumps(search_region(region, target, options))

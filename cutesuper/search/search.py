@@ -29,6 +29,7 @@ from cutesuper.graph.block import (
     TensorSpec,
 )
 from cutesuper.graph.check import check_kernel_graph, check_mugraph
+from cutesuper.graph.definitions import added
 from cutesuper.graph.dims import Dim
 from cutesuper.graph.dtypes import float32
 from cutesuper.graph.kernel import KernelGraph
@@ -325,8 +326,11 @@ class _Search:
 
     def _search_all(self, todo: dict[Region, SearchOptions]) -> Iterator[tuple[Region, Found]]:
         if self.executor is not None:
-            yield from self._elsewhere(todo, self.executor)
-            return
+            # other processes do not know operators that were added in this one
+            here = {r: o for r, o in todo.items() if added(op.kind for op in r.ops)}
+            away = {r: o for r, o in todo.items() if r not in here}
+            yield from self._elsewhere(away, self.executor)
+            todo = here
         for region, options in todo.items():
             if self._left() <= 0:
                 self.statistics.complete = False

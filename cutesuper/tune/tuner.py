@@ -26,6 +26,7 @@ from cutesuper import store
 from cutesuper.errors import DeviceError, TuningError
 from cutesuper.graph.asked import check_options
 from cutesuper.graph.check import check_graph
+from cutesuper.graph.definitions import added, names_of
 from cutesuper.graph.dims import Symbol
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import Target
@@ -125,7 +126,8 @@ def tune(
 
     Raises:
         DeviceError: no GPU.
-        TuningError: no candidate could be timed; says why.
+        TuningError: no candidate could be timed; says why. Also for a graph with operators that
+            were added to the package's own, which the measuring process does not have.
         GraphError, SearchError, LoweringError, ScheduleError: as for `cutesuper.superoptimize`.
         OSError: the folder cannot be written.
     """
@@ -134,6 +136,11 @@ def tune(
     if not budget_s or budget_s <= 0:
         raise TuningError(f"tune(budget_s={budget_s}): must be positive")
     check_definition("tune", graph)
+    if outside := added(names_of(graph)):
+        raise TuningError(
+            f"tune: {', '.join(outside)}: operators that were added in this process, which the one "
+            "that measures does not know; use superoptimize, whose choice needs no measuring"
+        )
     begin = time.monotonic()
     graph = graph.with_hints({s.name: bucket_of(s.hint) for s in _symbols(graph)})
     make_device = make_device or _cuda()
