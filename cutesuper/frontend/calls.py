@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from cutesuper.errors import DTypeError
 from cutesuper.frontend.internals import check_extents
-from cutesuper.frontend.watch import Watch
+from cutesuper.frontend.watch import Watch, layout_of
 from cutesuper.runtime.calling import Picker, picker
 
 _KIND = attrgetter("dtype", "shape")
@@ -216,6 +216,8 @@ def state_of(tensors: Sequence[torch.Tensor], watch: Watch) -> tuple[Hashable, .
     asked: Hashable = None
     if watch.asks:
         asked = torch.is_grad_enabled(), *map(_GRADIENT, tensors)
+    if watch.measures:
+        asked = asked, *map(layout_of, tensors)
     return (
         *map(_DEVICE, tensors), *map(_CONTIGUOUS, tensors), kinds, same, asked,
         torch.get_default_dtype(), torch._C._is_any_autocast_enabled() and _autocast(),

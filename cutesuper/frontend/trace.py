@@ -7,6 +7,7 @@ import functools
 import inspect
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +26,9 @@ from cutesuper.frontend.positions import unread
 from cutesuper.frontend.region import Region, places, source_lines
 from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.table import is_free, is_known, moves
-from cutesuper.frontend.traced import Trace, TracedProgram, TracedRegion
+from cutesuper.frontend.traced import ChangesItself, Trace, TracedProgram, TracedRegion
 from cutesuper.frontend.values import CONDITIONS, INTEGERS
-from cutesuper.frontend.watch import Watch
+from cutesuper.frontend.watch import Observer, Watch
 from cutesuper.optimize import superoptimize as optimize_graph
 from cutesuper.runtime.calling import picker
 from cutesuper.runtime.kernel import Kernel
@@ -111,10 +112,21 @@ class _Tracer:
         self, fn: Callable[..., Any], watch: Watch, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Trace:
         """A trace. Raises like `superoptimize_callable`."""
+        if watch.passing:
+            raise TraceError(
+                f"superoptimize({self.name}): {watch.passing} is an iterator, which gives "
+                "something else every time, and is read once where a function is traced; make what "
+                "it gives an argument"
+            )
         # gradients are recorded, so that it can be seen where the function does not want that
         recording = not watch.asks or torch.is_grad_enabled()
         with torch.set_grad_enabled(recording):
-            module, stops = _exported(fn, self.name, args, kwargs, self.dynamic_shapes)
+            observer = Observer(fn, watch.names)
+            module, stops = _exported(
+                fn, self.name, args, kwargs, self.dynamic_shapes, observer
+            )
+        if observer.change:
+            raise ChangesItself(observer.change)
         if watch.hooked:
             stops = stops or "a module has hooks that are called in the backward pass"
         regions = regions_of(module, self.name)
@@ -197,12 +209,13 @@ def _kernel(name: str, region: Region, options: dict[str, Any]) -> Kernel:
 
 
 def _exported(
-    fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Any, dynamic_shapes: Any
-) -> tuple[fx.GraphModule, str]:
+    fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Any, dynamic_shapes: Any,
+    observer: Observer,
+) -> tuple[fx.GraphModule, str]:  # fmt: skip
     """The traced program, and what there is in it that changes gradients and not values."""
     module = fn if isinstance(fn, nn.Module) else _Function(fn)
     try:
-        with autograd_functions() as own:
+        with autograd_functions() as own, observer.observing(module):
             program = torch.export.export(
                 module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
             )
@@ -219,7 +232,10 @@ def _exported(
             f"superoptimize({name}): torch.export cannot trace it: {error}"
         ) from error
     options = {"check_guards": False} if _has_guards() else {}
-    return program.module(**options), undifferentiable
+    with warnings.catch_warnings():
+        # of tensors that are no parameters it says that they lose their gradient: see `_lift`
+        warnings.filterwarnings("ignore", ".*requires gradient.*")
+        return program.module(**options), undifferentiable
 
 
 def _undifferentiable(program: torch.export.ExportedProgram, own: Sequence[str]) -> str:
@@ -227,7 +243,9 @@ def _undifferentiable(program: torch.export.ExportedProgram, own: Sequence[str])
     if own:
         return f"it calls {own[0]}, a torch.autograd.Function, whose formula is its own"
     names = program.graph_signature
+    constants = names.inputs_to_lifted_tensor_constants.items()
     given = {*names.user_inputs, *names.inputs_to_parameters}
+    given |= {n for n, c in constants if getattr(program.constants[c], "requires_grad", False)}
     reaching: set[fx.Node] = set()
     for n in program.graph.nodes:
         source = n.op == "placeholder" and n.name in given

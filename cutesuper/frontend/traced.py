@@ -96,6 +96,10 @@ class Trace:
         return border_of(form, args, {n: kwargs[n] for n in self.names}, nodes, self.ranges)
 
 
+class ChangesItself(Exception):
+    """A function that is traced changes what it reads; says what."""
+
+
 #: traces a function, which reads what a `Watch` has found, with arguments by place and by name
 Tracer = Callable[[Any, Watch, Sequence[Any], dict[str, Any]], Trace]
 
@@ -265,19 +269,23 @@ class TracedProgram:
         self, watch: Watch, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Watch, Trace]:
         """A trace, and what the function read. What a first call makes for later ones, such as a
-        table in an attribute, is there when it is traced a second time."""
+        table in an attribute, it makes in a call without tracing."""
         leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
         given, named = pytree.tree_unflatten(stand_ins(leaves, watch.tensors), structure)
-        for _ in range(2):
-            trace = self._tracer(self._fn, watch, given, named)
-            before, watch = watch, Watch(self._fn, watch.names)
-            changed = difference(before.facts, watch.facts)
-            if not changed:
-                return watch, trace
-        raise TraceError(
-            f"superoptimize({self._name}): it changes what it reads: {changed}. A traced program "
-            "would not do that; return the new value, or leave this outside of the function"
-        )
+        try:
+            return watch, self._tracer(self._fn, watch, given, named)
+        except ChangesItself:
+            with torch.no_grad():
+                self._fn(*args, **kwargs)
+        watch = Watch(self._fn, watch.names)
+        try:
+            return watch, self._tracer(self._fn, watch, given, named)
+        except ChangesItself as change:
+            raise TraceError(
+                f"superoptimize({self._name}): it changes what it reads: {change}. A traced "
+                "program would not do that; return the new value, or leave this outside of the "
+                "function"
+            ) from None
 
     # -------------------------------------------------------------------------------------- copies
 
@@ -310,4 +318,4 @@ class TracedProgram:
         return f"TracedProgram({self._name}: {len(self.regions)} region(s))"
 
 
-__all__ = ["MOST_TRACES", "Trace", "TracedProgram", "TracedRegion", "Tracer"]
+__all__ = ["MOST_TRACES", "ChangesItself", "Trace", "TracedProgram", "TracedRegion", "Tracer"]

@@ -12,11 +12,14 @@ not change and is not followed; of PyTorch's modules the attributes are.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -37,8 +40,9 @@ _PLAIN = (
 _COLLECTIONS = (list, tuple, set, frozenset, deque, types.MappingProxyType)
 #: names by which code reads attributes that it does not name
 _ANY_NAME = frozenset({"getattr", "vars", "__dict__", "attrgetter", "named_parameters"})
-#: names that say that code asks how it is called; see `Watch.asks`
+#: names that say that code asks how it is called; see `Watch.asks` and `Watch.measures`
 _QUESTIONS = frozenset({"is_grad_enabled", "requires_grad"})
+_LAYOUTS = frozenset({"stride", "as_strided", "storage_offset"})
 #: attributes of modules that are walked by themselves
 _TABLES = ("_parameters", "_buffers", "_modules")
 _OF_ALL = frozenset(vars(nn.Module()))
@@ -66,7 +70,10 @@ class Watch:
         facts: what was found, in the order of the walk; equal ones where a trace would be equal.
         tensors: those that were found, each once.
         names: that the code uses, for attributes and globals.
-        asks: whether gradients are recorded is among what the code asks for.
+        asks: whether the code may ask if gradients are recorded.
+        measures: whether the code may ask for strides.
+        passing: the name of an iterator among it, which gives something else every time; or
+            nothing.
         hooked: whether a module has hooks that are called in the backward pass.
     """
 
@@ -77,7 +84,7 @@ class Watch:
         self.facts: tuple[Fact, ...] = tuple(walk.facts)
         self.tensors: tuple[torch.Tensor, ...] = tuple(walk.tensors)
         self.names = walk.names
-        self.asks = walk.asks
+        self.asks, self.measures, self.passing = walk.asks, walk.measures, walk.passing
         self.hooked = walk.hooked
         self._walk = walk
         self._identities = frozenset(map(id, self.tensors))
@@ -103,6 +110,40 @@ class Watch:
         return next((i for i, t in enumerate(self.tensors) if t is tensor), None)
 
 
+class Observer:
+    """Sees what a function changes while it is traced: ``torch.export`` puts back attributes of
+    modules when it has ended.
+
+    Attributes:
+        change: the first change, in words; nothing if there is none.
+    """
+
+    def __init__(self, fn: Any, names: frozenset[str]) -> None:
+        self.change = ""
+        self._fn, self._names = fn, names
+        self._facts: tuple[Fact, ...] = ()
+
+    @contextmanager
+    def observing(self, module: nn.Module) -> Iterator[None]:
+        """Look before and after each call of the module that is traced."""
+        hooks = (
+            module.register_forward_pre_hook(self._before, prepend=True),
+            module.register_forward_hook(self._after),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before(self, *_: Any) -> None:
+        self._facts = Watch(self._fn, self._names).facts
+
+    def _after(self, *_: Any) -> None:
+        change = difference(self._facts, Watch(self._fn, self._names).facts)
+        self.change = self.change or change
+
+
 def difference(old: tuple[Fact, ...], new: tuple[Fact, ...]) -> str:
     """The first thing that is not what it was, in words; nothing if all is."""
     for (name, was), (other, now) in zip(old, new, strict=False):
@@ -125,6 +166,8 @@ class _Walk:
     def __init__(self, fn: Any, names: frozenset[str]) -> None:
         self.names = names
         self.asks = not _QUESTIONS.isdisjoint(names)
+        self.measures = not _LAYOUTS.isdisjoint(names)
+        self.passing = ""
         self.found: set[str] = set()
         self.facts: list[Fact] = []
         self.tensors: list[torch.Tensor] = []
@@ -198,11 +241,17 @@ class _Walk:
         if not is_lazy(t):
             self._measured.append(t)
         asked = t.requires_grad if self.asks else None
-        self.facts.append((name, ("tensor", len(self.tensors), facts_of(t), asked)))
+        layout = layout_of(t) if self.measures else None
+        self.facts.append((name, ("tensor", len(self.tensors), facts_of(t), asked, layout)))
 
     def _object(self, name: str, value: Any) -> None:
         """An object that is nothing special: what it has, and what its class has."""
+        if isinstance(value, Iterator):
+            self.passing = self.passing or name
         cls = type(value)
+        if cls.__module__.partition(".")[0] == "cutesuper":  # it looks after itself
+            self.facts.append((name, _Same(value)))
+            return
         own = getattr(value, "__dict__", None)
         slots = [s for base in cls.__mro__ for s in _slots(base)]
         told = bool(slots) or isinstance(own, dict)
@@ -294,15 +343,19 @@ class _Walk:
         used = set(_names(fn.__code__))
         if library:
             if fn.__code__.co_varnames[:1] == ("self",):  # what it reads of a module
-                self.found |= used - _ANY_NAME - _QUESTIONS
+                self.found |= used - _ANY_NAME - _QUESTIONS - _LAYOUTS
             return
         self.found |= used
         self._functions.append(fn)
         self._visit(f"the defaults of {name}", (fn.__defaults__, fn.__kwdefaults__))
         self._attributes(name, vars(fn))
+        package = fn.__globals__.get("__package__")
         for key in sorted(used):
             if key in fn.__globals__:
                 self._entry(key, fn.__globals__, key)
+            for path in (key, f"{package}.{key}"):  # it may import it
+                if path in sys.modules and not _is_library(path):
+                    self._visit(key, sys.modules[path])
 
     def _cell(self, name: str, cell: types.CellType) -> None:
         if id(cell) in self._seen:
@@ -355,21 +408,28 @@ class _Walk:
         if _is_own(type(values)):
             self._object(name, values)
 
+    def _reference(self, name: str, value: weakref.ref[Any]) -> None:
+        self.facts.append((name, _Same(value)))
+        self._visit(name, value())
+
+    def _context(self, name: str, value: contextvars.ContextVar[Any]) -> None:
+        self.facts.append((name, _Same(value)))
+        self._reads.append(functools.partial(_in_context, value))
+        self._visit(name, value.get(None))
+
     def _array(self, name: str, value: Any) -> None:
         self._buffers.append(value)
         self.facts.append((name, (type(value).__name__, _bytes(value))))
 
 
 #: methods that are called without being named
-_CALLED = frozenset(
-    n for n in (
-        "forward", "__call__", "__getattr__", "__getattribute__", "__getitem__", "__iter__",
-        "__len__", "__bool__", "__contains__", "__enter__", "__exit__", "__add__", "__radd__",
-        "__sub__", "__rsub__", "__mul__", "__rmul__", "__matmul__", "__rmatmul__", "__truediv__",
-        "__rtruediv__", "__neg__", "__pow__", "__float__", "__int__", "__index__", "__eq__",
-        "__lt__", "__gt__", "__le__", "__ge__", "__torch_function__",
-    )
-)  # fmt: skip
+_CALLED = frozenset((
+    "forward", "__call__", "__get__", "__getattr__", "__getattribute__", "__getitem__", "__iter__",
+    "__len__", "__bool__", "__contains__", "__enter__", "__exit__", "__add__", "__radd__",
+    "__sub__", "__rsub__", "__mul__", "__rmul__", "__matmul__", "__rmatmul__", "__truediv__",
+    "__rtruediv__", "__neg__", "__pow__", "__float__", "__int__", "__index__", "__eq__",
+    "__lt__", "__gt__", "__le__", "__ge__", "__torch_function__",
+))  # fmt: skip
 
 
 class _Same:
@@ -396,6 +456,12 @@ def facts_of(t: torch.Tensor) -> Hashable:
     if t.layout is not torch.strided:
         return kind, t.dtype, t.device, t.layout, tuple(t.shape)
     return kind, t.dtype, t.device, t.is_contiguous(), tuple(t.shape)
+
+
+def layout_of(t: torch.Tensor) -> Hashable:
+    """Where the elements of a tensor lie, for code that asks."""
+    strided = t.layout is torch.strided and not is_lazy(t)
+    return (t.stride(), t.storage_offset()) if strided else None
 
 
 def _plain(value: Any) -> Hashable:
@@ -439,6 +505,10 @@ def _read_slot(value: Any, slot: str) -> tuple[Any]:
     return (getattr(value, slot, None),)
 
 
+def _in_context(value: contextvars.ContextVar[Any]) -> tuple[Any]:
+    return (value.get(None),)
+
+
 def _items(values: Mapping[Any, Any]) -> Iterable[Any]:
     return chain(values.keys(), values.values())
 
@@ -461,6 +531,8 @@ def _visits() -> Iterator[tuple[Any, Callable[[_Walk, str, Any], None]]]:
     yield functools._lru_cache_wrapper, _Walk._cached
     yield (dict, types.MappingProxyType), _Walk._mapping
     yield _COLLECTIONS, _Walk._collection
+    yield contextvars.ContextVar, _Walk._context
+    yield weakref.ref, _Walk._reference
     yield types.ModuleType, _Walk._code
     yield type, _Walk._type
     yield bytearray, _Walk._array
@@ -470,4 +542,4 @@ def _visits() -> Iterator[tuple[Any, Callable[[_Walk, str, Any], None]]]:
 
 _VISITS = tuple(_visits())
 
-__all__ = ["Fact", "Watch", "difference", "facts_of"]
+__all__ = ["Fact", "Observer", "Watch", "difference", "facts_of", "layout_of"]
