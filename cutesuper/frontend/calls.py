@@ -181,7 +181,7 @@ def constant_fact(value: Any) -> Hashable:
 
 def _in_order(value: Any, structure: pytree.TreeSpec) -> Any:
     """The same with the keys of dictionaries in the order of another one."""
-    children = structure.children() if not structure.is_leaf() else []
+    children = children_of(structure)
     if structure.type is dict and type(value) is dict and value.keys() == set(structure.context):
         return {k: _in_order(value[k], c)
                 for k, c in zip(structure.context, children, strict=True)}  # fmt: skip
@@ -192,13 +192,18 @@ def _in_order(value: Any, structure: pytree.TreeSpec) -> Any:
     return value
 
 
+def children_of(structure: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    """The parts of a structure, in old versions of PyTorch and new ones."""
+    made: Any = structure
+    return made.children() if hasattr(made, "children") else made.children_specs
+
+
 def _name(path: Any, named: Sequence[str]) -> str:
     """``x[0]`` for a path such as ``[0][0][0]``, which goes to the first argument by place."""
-    first, rest = path[1], path[2:]
+    first, rest = path[1], pytree.keystr(path[2:])
     if not hasattr(first, "idx"):
-        return str(first.key) + pytree.keystr(rest)
-    name = named[first.idx] if first.idx < len(named) else f"argument {first.idx}"
-    return name + pytree.keystr(rest)
+        return f"{first.key}{rest}"
+    return f"{named[first.idx] if first.idx < len(named) else f'argument {first.idx}'}{rest}"
 
 
 # ---------------------------------------------------------------------------------------- one call
@@ -266,4 +271,5 @@ def _alike(t: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_(t.requires_grad)
 
 
-__all__ = ["Border", "Form", "border_of", "constant_fact", "form_of", "stand_ins", "state_of"]
+__all__ = ["Border", "Form", "border_of", "children_of", "constant_fact", "form_of", "stand_ins",
+           "state_of"]  # fmt: skip

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
 from cutesuper.frontend.blame import NO_KERNEL, refusal, without_kernel
-from cutesuper.frontend.calls import constant_fact
+from cutesuper.frontend.calls import children_of, constant_fact
 from cutesuper.frontend.internals import autograd_functions, decompositions
 from cutesuper.frontend.pairs import is_complex, pair_complex
 from cutesuper.frontend.partition import partition
@@ -137,10 +138,11 @@ class _Tracer:
         rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
         arguments = tuple(n for n in module.graph.nodes if n.op == "placeholder")
         read = picker(_lift(module, watch))
-        results, names = module._out_spec, tuple(module._in_spec.child(1).context)
+        specs: Any = module
+        names = tuple(children_of(specs._in_spec)[1].context)
         return Trace(
-            _plain(module), tuple(traced), outside, stops, read, results, arguments, names,
-            module.range_constraints,
+            _plain(module), tuple(traced), outside, stops, read, specs._out_spec, arguments, names,
+            specs.range_constraints,
         )
 
     def _kernel_of(self, region: Region) -> Kernel:
@@ -193,7 +195,7 @@ def _is_detached(value: torch.Tensor, t: torch.Tensor) -> bool:
 
 def _plain(module: fx.GraphModule) -> fx.GraphModule:
     """The same without hooks, and without parameters that it does not read."""
-    module.graph.set_codegen(fx.graph.CodeGen())
+    module.graph.set_codegen(CodeGen())
     module.graph.lint()
     return fx.GraphModule(module, module.graph)
 

@@ -190,7 +190,7 @@ class _Walk:
         self._visit(getattr(fn, "__name__", type(fn).__name__), fn)
         if self._modules:
             self._hooks("the hooks of all modules", _GLOBAL_HOOKS)
-        self._entry("the default device", vars(_device), "CURRENT_DEVICE")
+        self._entry("the default device", _device.__dict__, "CURRENT_DEVICE")
 
     # ------------------------------------------------------------------------------ what is there
 
@@ -268,9 +268,10 @@ class _Walk:
     def _code(self, name: str, value: types.ModuleType) -> None:
         """A module of Python."""
         self.facts.append((name, _Same(value)))
+        own: Any = vars(value)
         if not _is_library(value.__name__):
-            for key in self.names.intersection(vars(value)):
-                self._entry(f"{name}.{key}", vars(value), key)
+            for key in sorted(self.names.intersection(own)):
+                self._entry(f"{name}.{key}", own, key)
 
     def _type(self, name: str, value: type) -> None:
         self.facts.append((name, _Same(value)))
