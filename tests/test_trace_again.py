@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import gc
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -531,6 +533,25 @@ def test_what_is_switched_on(optimized: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         assert program(X).dtype is fn(X).dtype is torch.bfloat16
     same(program, fn, X)
+
+
+def test_extents_stay_symbolic(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = GatedMLP(), torch.export.Dim("batch")
+    program = traced(monkeypatch, module, (X,), dynamic_shapes={"x": {0: batch}})
+    module.act = torch.tanh
+    for x in (X[:1], randn(5, 4, 32).transpose(0, 1), randn(1, 5, 64)[..., ::2]):
+        same(program, module, x)
+    assert len(program._traces) == 2
+
+
+def test_replaced_weights_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = GatedMLP()
+    program = traced(monkeypatch, module, (X,))
+    old = weakref.ref(module.down.weight)
+    module.down.weight = nn.Parameter(randn(32, 48))
+    same(program, module, X)
+    gc.collect()
+    assert old() is None
 
 
 def test_what_asks_for_strides(optimized: Any) -> None:

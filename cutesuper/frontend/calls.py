@@ -20,7 +20,6 @@ from cutesuper.runtime.calling import Picker, picker
 _KIND = attrgetter("dtype", "shape")
 _DEVICE = attrgetter("device")
 _GRADIENT = attrgetter("requires_grad")
-_CONTIGUOUS = torch.Tensor.is_contiguous
 _USUAL = frozenset({torch.Tensor, nn.Parameter})
 
 
@@ -210,11 +209,11 @@ def _name(path: Any, named: Sequence[str]) -> str:
 
 
 def state_of(tensors: Sequence[torch.Tensor], watch: Watch) -> tuple[Hashable, ...]:
-    """What a trace depends on besides types and shapes: devices, which tensors are contiguous,
-    which are the same, and what is switched on."""
+    """What a trace depends on besides types and shapes: devices, which tensors are the same, and
+    what is switched on."""
     kinds: Hashable = None
     if not _USUAL.issuperset(map(type, tensors)):
-        kinds = tuple(torch.Tensor if type(t) in _USUAL else type(t) for t in tensors)
+        kinds = tuple(map(_class_of, tensors))
     same: Hashable = None
     if len(set(map(id, tensors))) != len(tensors) or watch.has(tensors):
         same = _sameness(tensors, watch)
@@ -224,9 +223,15 @@ def state_of(tensors: Sequence[torch.Tensor], watch: Watch) -> tuple[Hashable, .
     if watch.measures:
         asked = asked, *map(layout_of, tensors)
     return (
-        *map(_DEVICE, tensors), *map(_CONTIGUOUS, tensors), kinds, same, asked,
+        *map(_DEVICE, tensors), kinds, same, asked,
         torch.get_default_dtype(), torch._C._is_any_autocast_enabled() and _autocast(),
     )  # fmt: skip
+
+
+def _class_of(t: torch.Tensor) -> type:
+    """The class of a tensor, where it is somebody's own."""
+    usual = type(t) in _USUAL or type(t).__module__.startswith("torch._subclasses")
+    return torch.Tensor if usual else type(t)
 
 
 def _sameness(tensors: Sequence[torch.Tensor], watch: Watch) -> Hashable:
@@ -241,20 +246,27 @@ def _autocast() -> Hashable:
     )  # fmt: skip
 
 
-def stand_ins(leaves: Sequence[Any], read: Sequence[torch.Tensor]) -> list[Any]:
+def stand_ins(
+    leaves: Sequence[Any], read: Sequence[torch.Tensor], shapes: Sequence[torch.Size] = ()
+) -> list[Any]:
     """The same arguments without memory in common, but for those that are one tensor, or one that
     is read from elsewhere: a trace must not take one tensor for a part of another.
 
     Args:
         leaves: the arguments in a row.
         read: tensors that are no arguments.
+        shapes: of the tensors among the arguments, where they shall have others: ``torch.export``
+            takes an extent of 1 for a constant.
     """
     made: dict[int, Any] = {id(t): t for t in read}
     taken = {_memory(t) for t in read}
+    wanted = iter(shapes)
     for t in leaves:
+        shape = next(wanted, t.shape) if isinstance(t, torch.Tensor) else None
         if id(t) not in made:
             memory = _memory(t)
-            made[id(t)] = t if memory is None or memory not in taken else _alike(t)
+            alone = memory is None or (memory not in taken and t.shape == shape)
+            made[id(t)] = t if alone else _alike(t, shape)
             taken.add(memory)
     return [made[id(t)] for t in leaves]
 
@@ -266,8 +278,12 @@ def _memory(t: Any) -> int | None:
     return t.untyped_storage()._cdata
 
 
-def _alike(t: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
+def _alike(t: torch.Tensor, shape: Any) -> torch.Tensor:
+    """Memory of its own for a tensor of the same kind, in this shape."""
+    if t.shape == shape:
+        made = torch.empty_strided(shape, t.stride(), dtype=t.dtype, device=t.device)
+    else:
+        made = torch.empty(shape, dtype=t.dtype, device=t.device)
     return made.requires_grad_(t.requires_grad)
 
 

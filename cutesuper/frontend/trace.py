@@ -171,7 +171,6 @@ def _lift(module: fx.GraphModule, watch: Watch) -> list[int]:
             where = graph.inserting_after(last) if last else graph.inserting_before()
             with where:
                 last = found[place] = graph.placeholder(f"read_{len(places)}")
-                last.meta = dict(node.meta)
         node.replace_all_uses_with(found[place])
         graph.erase_node(node)
     return places

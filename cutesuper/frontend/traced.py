@@ -112,8 +112,8 @@ class TracedProgram:
     its arguments (parameters, buffers, what closures, globals and attributes hold) are looked up at
     every call, where they are, and get gradients like inputs: the first call that records some
     makes kernels for them (`Kernel.gradient`). Where anything else has changed that the function
-    reads, or where other arguments are one tensor, lie on another device or are contiguous, it is
-    traced again, and what was traced is kept. Where the function leaves a way out of its gradient
+    reads, or where other arguments are one tensor or lie on another device, it is traced again, and
+    what was traced is kept. Where the function leaves a way out of its gradient
     (``detach``, ``torch.no_grad``) or has formulas of its own (``torch.autograd.Function``), calls
     that record gradients are refused.
 
@@ -137,7 +137,7 @@ class TracedProgram:
         self._tracer = tracer
         self._lock = threading.RLock()
         self._traces: dict[Any, dict[Any, Trace]] = {}
-        watch, self._latest = self._traced(Watch(fn), args, kwargs)
+        watch, self._latest = self._traced(Watch(fn), args, kwargs, ())
         self._border = self._latest.border(form_of(fn, args, kwargs), args, kwargs)
         leaves = self._border.leaves(args, kwargs)
         self._keep(watch, state_of(self._border.tensors(leaves), watch), self._latest)
@@ -251,7 +251,9 @@ class TracedProgram:
                 return watch, found
             self._check_count(watch)
             args, kwargs = pytree.tree_unflatten(list(leaves), self._border.structure)
-            watch, trace = self._traced(watch, args, kwargs)
+            other = self._border.symbolic and not watch.measures
+            shapes = [shape for _, shape in self._border.kinds] if other else []
+            watch, trace = self._traced(watch, args, kwargs, shapes)
             self._keep(watch, state_of(self._border.tensors(leaves), watch), trace)
             return watch, trace
 
@@ -266,12 +268,13 @@ class TracedProgram:
         )
 
     def _traced(
-        self, watch: Watch, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[Watch, Trace]:
+        self, watch: Watch, args: Sequence[Any], kwargs: dict[str, Any],
+        shapes: Sequence[torch.Size],
+    ) -> tuple[Watch, Trace]:  # fmt: skip
         """A trace, and what the function read. What a first call makes for later ones, such as a
         table in an attribute, it makes in a call without tracing."""
         leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
-        given, named = pytree.tree_unflatten(stand_ins(leaves, watch.tensors), structure)
+        given, named = pytree.tree_unflatten(stand_ins(leaves, watch.tensors, shapes), structure)
         try:
             return watch, self._tracer(self._fn, watch, given, named)
         except ChangesItself:

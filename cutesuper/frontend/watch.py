@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import sys
+import sysconfig
 import types
 import weakref
 from collections import deque
@@ -30,8 +31,9 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from torch.utils import _device
 
-#: whose code is as it is
-_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "cutesuper"}
+#: whose code is as it is, like that of Python's library
+_LIBRARIES = ("torch", "numpy", "cutesuper")
+_STANDARD = sysconfig.get_path("stdlib")
 #: values that are what they are
 _PLAIN = (
     int, bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
@@ -42,7 +44,7 @@ _COLLECTIONS = (list, tuple, set, frozenset, deque, types.MappingProxyType)
 _ANY_NAME = frozenset({"getattr", "vars", "__dict__", "attrgetter", "named_parameters"})
 #: names that say that code asks how it is called; see `Watch.asks` and `Watch.measures`
 _QUESTIONS = frozenset({"is_grad_enabled", "requires_grad"})
-_LAYOUTS = frozenset({"stride", "as_strided", "storage_offset"})
+_LAYOUTS = frozenset({"is_contiguous", "stride", "as_strided", "storage_offset"})
 #: attributes of modules that are walked by themselves
 _TABLES = ("_parameters", "_buffers", "_modules")
 _OF_ALL = frozenset(vars(nn.Module()))
@@ -454,9 +456,7 @@ def facts_of(t: torch.Tensor) -> Hashable:
     kind = torch.Tensor if type(t) is nn.Parameter else type(t)
     if is_lazy(t):
         return kind, "without a shape", id(t)
-    if t.layout is not torch.strided:
-        return kind, t.dtype, t.device, t.layout, tuple(t.shape)
-    return kind, t.dtype, t.device, t.is_contiguous(), tuple(t.shape)
+    return kind, t.dtype, t.device, t.layout, tuple(t.shape)
 
 
 def layout_of(t: torch.Tensor) -> Hashable:
@@ -476,7 +476,16 @@ def _plain(value: Any) -> Hashable:
 
 
 def _is_library(name: Any) -> bool:
-    return isinstance(name, str) and name.partition(".")[0] in _LIBRARIES
+    """Whether the code of a module, by its name, does not change."""
+    return isinstance(name, str) and _is_library_package(name.partition(".")[0])
+
+
+@functools.cache
+def _is_library_package(name: str) -> bool:
+    if name not in sys.stdlib_module_names:
+        return name in _LIBRARIES
+    file = getattr(sys.modules.get(name), "__file__", None)  # it may be somebody's own code.py
+    return file is None or file.startswith(_STANDARD)
 
 
 def _is_own(cls: type) -> bool:
