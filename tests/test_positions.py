@@ -20,6 +20,7 @@ from cutesuper.frontend.operator import key_of  # noqa: E402
 from cutesuper.frontend.partition import Partition  # noqa: E402
 from cutesuper.frontend.region import Region  # noqa: E402
 from cutesuper.frontend.sample import Sample  # noqa: E402
+from cutesuper.frontend.watch import Observer  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.backends import compiled  # noqa: E402
 from tests.tracing import check, in_parts, randn, traced  # noqa: E402
@@ -235,7 +236,9 @@ def parts(fn: Any, inputs: Any) -> Partition:
 
 
 def regions(fn: Any, inputs: Any) -> tuple[Region, ...]:
-    return trace.regions_of(trace._exported(fn, "fn", inputs, None, None)[0], "fn")
+    observer = Observer(fn, frozenset())
+    module, _ = trace._exported(fn, "fn", inputs, None, None, observer)
+    return trace.regions_of(module, "fn")
 
 
 @pytest.mark.parametrize("name", ["bool", "added", "keys from 1"])
