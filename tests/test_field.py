@@ -10,16 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cutesuper.graph.field import (
+    HIDDEN,
+    LARGEST,
     OMEGA,
+    SMALLEST,
     DivisionByZero,
     FieldAlgebra,
     FieldValue,
-    P,
-    Q,
+    Primes,
+    draw_primes,
     inverse,
     uniform,
 )
 
+P, Q = LARGEST.p, LARGEST.q
 A = FieldAlgebra(seed=5)
 pytestmark = pytest.mark.filterwarnings("error")
 rows = settings(max_examples=40, deadline=None)
@@ -44,7 +48,7 @@ def is_prime(n: int) -> bool:
     return n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))
 
 
-def test_the_primes_are_the_largest_safe_pair_below_2_31() -> None:
+def test_the_largest_pair_is_the_largest_safe_pair_below_2_31() -> None:
     assert P == 2 * Q + 1 and P < 2**31 and is_prime(P) and is_prime(Q)
     larger = [q for q in range(Q + 1, 2**30) if all(q % d and (2 * q + 1) % d for d in (2, 3, 5))]
     assert not any(2 * q + 1 < 2**31 and is_prime(q) and is_prime(2 * q + 1) for q in larger)
@@ -192,7 +196,7 @@ def test_max_leaves_out_what_is_not_valid() -> None:
     x = uniform(np.random.default_rng(0), ("L", "K"), (3, 4))
     valid = np.arange(12).reshape(3, 4) < 7  # the last row is empty
     partial = A.max(x, ("K",), (("L", "K"), valid))
-    assert partial.p[2] == P
+    assert partial.p[2] == HIDDEN
     flat = FieldValue(("K",), x.p.reshape(-1)[:7], None if x.q is None else x.q.reshape(-1)[:7])
     assert same(A.max(partial, ("L",)), A.max(flat, ("K",)))
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from cutesuper.graph.derivation import Derivation
     from cutesuper.graph.kernel import Tensor
 
+_PLACES = ("first", "second")
+
 
 class _OfTwo(Elementwise):
     """A function of two numbers without algebra: as a product it could be computed as one."""
@@ -22,9 +24,10 @@ class _OfTwo(Elementwise):
     arity = 2
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """Of h(x) + y, which tells pairs apart: h is a function that nothing else in a program has,
-        so that no other y makes up for another x."""
-        return a.opaque(self.name, a.add(a.opaque("first of two", args[0]), args[1]))
+        """Of g(x) + h(y), which tells pairs apart: g and h are functions that nothing else in a
+        program has, so that no other y makes up for another x, and -inf is a number like others."""
+        first, second = (a.opaque(f"{k} of two", x) for k, x in zip(_PLACES, args, strict=True))
+        return a.opaque(self.name, a.add(first, second))
 
 
 @operator
@@ -64,6 +67,10 @@ class Maximum(_OfTwo):
         one = g.mul(g.add(g.sub(left, right), 1.0), 0.5)
         return g.mul(dy, one), g.mul(dy, g.sub(1.0, one))
 
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Where both are."""
+        return a.mul(*map(a.gone, args))
+
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
         return m.maximum(*args)
 
@@ -72,6 +79,7 @@ class _Choice(_OfTwo):
     """x where a condition (1 or 0) holds, another number elsewhere, whatever x is there."""
 
     other: ClassVar[float]
+    chooses = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         condition, x = args
@@ -94,6 +102,11 @@ class Keep(_Choice):
     name = "keep"
     other = 0.0
 
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Where x is and the condition holds."""
+        condition, x = args
+        return a.mul(a.gone(x), a.sub(a.constant(1.0), a.fails(condition)))
+
 
 @operator
 class Hide(_Choice):
@@ -101,3 +114,9 @@ class Hide(_Choice):
 
     name = "hide"
     other = -inf
+    hides = True
+
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Where x is, or the condition does not hold."""
+        condition, x = args
+        return a.add(a.gone(x), a.fails(condition))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from math import inf, pi, sqrt
+from math import inf, isnan, nan, pi, sqrt
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutesuper.errors import OperatorError
+from cutesuper.graph.field import Unbounded
 from cutesuper.graph.operators import Attributes, Elementwise, opaque, operator, torch_module
 
 if TYPE_CHECKING:
@@ -15,6 +16,20 @@ if TYPE_CHECKING:
 
 class _Unary(Elementwise):
     arity = 1
+    #: the value at -inf; NaN where there is none, or where it is +inf
+    at_hidden: ClassVar[float] = nan
+
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Where the operand is, if the function leaves -inf what it is."""
+        [x] = args
+        value = self.limit(attributes)
+        if isnan(value) and x.gone().any():
+            raise Unbounded(f"a masked element (-inf) is the argument of {self.name}")
+        return a.gone(x) if value == -inf else None
+
+    def limit(self, attributes: Attributes) -> float:
+        """The value at -inf, for these attributes."""
+        return self.at_hidden
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         """Uninterpreted unless a subclass knows better."""
@@ -36,6 +51,8 @@ class Exp(_Named):
     """e^x."""
 
     name = "exp"
+    at_hidden = 0.0
+    above_zero = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -63,6 +80,7 @@ class Sqrt(_Named):
     """Square root."""
 
     name = "sqrt"
+    above_zero = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -75,6 +93,7 @@ class Rsqrt(_Named):
     """1 / sqrt(x): defined through `Sqrt` so that dividing by a root and this are one thing."""
 
     name = "rsqrt"
+    above_zero = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -90,6 +109,7 @@ class Square(_Unary):
     """x x."""
 
     name = "square"
+    above_zero = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0] * args[0]
@@ -154,6 +174,7 @@ class Relu(_Unary):
     """max(x, 0)."""
 
     name = "relu"
+    at_hidden = 0.0
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return torch_module().relu(args[0])
@@ -173,6 +194,8 @@ class Sigmoid(_Unary):
     """1 / (1 + e^-x)."""
 
     name = "sigmoid"
+    at_hidden = 0.0
+    above_zero = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return torch_module().sigmoid(args[0])
@@ -191,6 +214,7 @@ class Tanh(_Unary):
     """Hyperbolic tangent."""
 
     name = "tanh"
+    at_hidden = -1.0
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return torch_module().tanh(args[0])
@@ -209,6 +233,7 @@ class Erf(_Named):
     """The error function."""
 
     name = "erf"
+    at_hidden = -1.0
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -234,6 +259,7 @@ class Expm1(_Named):
     """e^x - 1, where nothing is lost next to x = 0."""
 
     name = "expm1"
+    at_hidden = -1.0
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -294,6 +320,7 @@ class Atan(_Named):
     """Inverse tangent."""
 
     name = "atan"
+    at_hidden = -pi / 2
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -306,6 +333,7 @@ class Sinh(_Named):
     """Hyperbolic sine."""
 
     name = "sinh"
+    at_hidden = -inf
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -318,6 +346,7 @@ class Cosh(_Named):
     """Hyperbolic cosine."""
 
     name = "cosh"
+    above_zero = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -330,6 +359,7 @@ class Asinh(_Named):
     """Inverse hyperbolic sine."""
 
     name = "asinh"
+    at_hidden = -inf
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -366,6 +396,8 @@ class Erfc(_Named):
     """1 - erf(x), where nothing is lost next to a result of 0."""
 
     name = "erfc"
+    at_hidden = 2.0
+    above_zero = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -388,6 +420,7 @@ class Step(_Flat):
     """1 where x > 0, 0 elsewhere (NaN too): the derivative of relu, and comparisons."""
 
     name = "step"
+    at_hidden = 0.0
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return (args[0] > 0).to(args[0].dtype)
@@ -401,6 +434,7 @@ class Floor(_Flat, _Named):
     """The largest integer that is at most x."""
 
     name = "floor"
+    at_hidden = -inf
 
 
 @operator
@@ -408,6 +442,7 @@ class Round(_Flat, _Named):
     """The nearest integer, the even one of two."""
 
     name = "round"
+    at_hidden = -inf
 
 
 @operator
@@ -416,6 +451,9 @@ class Clamp(_Unary):
 
     name = "clamp"
     attributes: ClassVar[Attributes] = {"min": ..., "max": ...}
+
+    def limit(self, attributes: Attributes) -> float:
+        return attributes["min"]
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0].clamp(attributes["min"], attributes["max"])
