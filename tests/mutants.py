@@ -18,7 +18,6 @@ import torch
 
 from cutesuper.errors import CutesuperError
 from cutesuper.graph.block import ENDING, LOAD, STORE, BlockOp, MuGraph
-from cutesuper.graph.evaluate import evaluate
 from cutesuper.graph.field import LARGEST
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import lookup
@@ -147,24 +146,24 @@ def run(count: int, seed: int, judged: float = 1.0) -> Tally:
         tally.counts["programs"] += 1
         for what, mutant in _chosen(mu, rng, min(OF_ONE, count - made)):
             made += 1
-            _judge(tally, f"program {program}, {what}", verifier, graph, mutant, judged, rng)
+            _judge(tally, f"program {program}, {what}", verifier, mu, mutant, judged, rng)
     return tally
 
 
 def _judge(
-    tally: Tally, what: str, verifier: Verifier, graph: KernelGraph, mutant: MuGraph,
+    tally: Tally, what: str, verifier: Verifier, mu: MuGraph, mutant: MuGraph,
     judged: float, rng: Random,
 ) -> None:
     result = verifier.check(mutant, bound=False)
     if result:
-        odd = distinguished(graph, mutant)
+        odd = distinguished(verifier.graph, mu, mutant)
         tally.counts["accepted"] += 1
         if odd is not None:
             tally.wrong.append(f"{what}, verifier's seed {result.seed}: {odd}")
     elif rng.random() >= judged:
         tally.counts["refused"] += 1
     else:
-        same = distinguished(graph, mutant) is None
+        same = distinguished(verifier.graph, mu, mutant) is None
         tally.counts["refused though numbers agree" if same else "refused and different"] += 1
 
 
@@ -178,18 +177,18 @@ def _chosen(mu: MuGraph, rng: Random, count: int) -> list[tuple[str, MuGraph]]:
     return rng.sample(every, min(count, len(every)))
 
 
-def distinguished(graph: KernelGraph, mu: MuGraph) -> str | None:
-    """Where float64 tells a muGraph from a graph, at several draws and magnitudes; None nowhere.
+def distinguished(graph: KernelGraph, mu: MuGraph, mutant: MuGraph) -> str | None:
+    """Where float64 tells two muGraphs of a graph apart, at several draws and magnitudes.
 
     What is infinite or NaN counts at the least magnitude only, where nothing overflows.
     """
     for number, scale in enumerate(SCALES):
         inputs = _inputs(graph, number, scale)
         try:
-            found = execute(mu, inputs)
+            found = execute(mutant, inputs)
         except (CutesuperError, RuntimeError) as error:
             return str(error)
-        for k, (want, have) in enumerate(zip(evaluate(graph, inputs, torch.float64), found)):
+        for k, (want, have) in enumerate(zip(execute(mu, inputs), found, strict=True)):
             odd = _odd(want, have, number == 0)
             if odd is not None:
                 return f"output {k}, inputs of magnitude {scale:g}: {odd}"

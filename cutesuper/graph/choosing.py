@@ -35,6 +35,7 @@ class AtLeast(_OfTwo):
     """1 where x >= y, 0 elsewhere (NaN too)."""
 
     name = "at_least"
+    flat = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         keep = args[0] >= args[1]
@@ -54,6 +55,7 @@ class Maximum(_OfTwo):
     """The larger of x and y, NaN if either is."""
 
     name = "maximum"
+    flat = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         dtype = torch_module().result_type(*args)
@@ -100,6 +102,7 @@ class Keep(_Choice):
     """x where a condition holds, 0 elsewhere: ``keep(c, x) + keep(1 - c, y)`` is a choice."""
 
     name = "keep"
+    flat = True
     other = 0.0
 
     def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -148,6 +148,7 @@ class FieldValue:
             knows that no exponential will want them).
         masked: whether elements may be -inf (`HIDDEN` in ``p``, 0 in ``q``).
         positive: whether all elements that are not -inf are known to be above 0 in numbers.
+        flat: whether elements may be 0 in numbers for many inputs: a relu, or what is made of one.
     """
 
     dims: tuple[str, ...]
@@ -155,6 +156,7 @@ class FieldValue:
     q: Residues | None = None
     masked: bool = False
     positive: bool = False
+    flat: bool = False
 
     def gone(self) -> NDArray[np.bool_]:
         """Which elements are -inf."""
@@ -162,19 +164,20 @@ class FieldValue:
 
     def like(self, dims: tuple[str, ...], p: Residues, q: Residues | None) -> FieldValue:
         """Other residues of which the same is known."""
-        return FieldValue(dims, p, q, self.masked, self.positive)
+        return FieldValue(dims, p, q, self.masked, self.positive, self.flat)
 
     def hide(self, gone: NDArray[np.bool_]) -> FieldValue:
         """The same value with -inf where ``gone``, which broadcasts to ``p``."""
         q = None if self.q is None else np.where(gone, _U(0), self.q)
-        return FieldValue(self.dims, np.where(gone, _HIDDEN, self.p), q, True, self.positive)
+        p = np.where(gone, _HIDDEN, self.p)
+        return FieldValue(self.dims, p, q, True, self.positive, self.flat)
 
     def replace(self, gone: NDArray[np.bool_], fill: float) -> FieldValue:
         """The same value with -inf or 0 where ``gone``, which broadcasts to ``p``."""
         if fill:
             return self.hide(gone)
         q = None if self.q is None else np.where(gone, _U(0), self.q)
-        return FieldValue(self.dims, np.where(gone, _U(0), self.p), q, self.masked)
+        return FieldValue(self.dims, np.where(gone, _U(0), self.p), q, self.masked, False, True)
 
     def without_q(self) -> FieldValue:
         """The same value where only the residues mod p are of use."""
@@ -368,6 +371,8 @@ class FieldAlgebra:
         empty_rows: 0 / 0 is 0. Where rows may be hidden as a whole, their exponentials and all sums
             of them are 0, and so is the quotient; kernels keep this rule (``docs/verification.md``,
             "Masks").
+        records: whether `partial` is kept.
+        partial: what was divided by although it may be 0 for many inputs.
     """
 
     def __init__(
@@ -383,6 +388,8 @@ class FieldAlgebra:
         self.nested_exp = False
         self.used_max = False
         self.empty_rows = False
+        self.records = False
+        self.partial: list[FieldValue] = []
         self._keys: dict[str, int] = {}
         self._constants: dict[float, FieldValue] = {}
 
@@ -402,7 +409,7 @@ class FieldAlgebra:
 
     def mul(self, x: FieldValue, y: FieldValue) -> FieldValue:
         """Product x * y, broadcast by name. Raises Unbounded."""
-        square = x.p is y.p and x.dims == y.dims
+        square = x.p is y.p and x.dims == y.dims and not x.flat
         product = self._binary(_mul, x, y, square or (x.positive and y.positive))
         if x.masked and y.masked:
             both = align(x.gone(), x.dims, product.dims) & align(y.gone(), y.dims, product.dims)
@@ -414,6 +421,8 @@ class FieldAlgebra:
         """Quotient x / y, broadcast by name. Raises DivisionByZero and Unbounded."""
         if y.masked:
             _refuse(y.gone(), "is a denominator")
+        if y.flat and self.records:
+            self.partial.append(y)
         if self.empty_rows:
             y = _without_empty(x, y)
         q = None if x.q is None or y.q is None else inverse(y.q, self.primes.q)
@@ -432,7 +441,8 @@ class FieldAlgebra:
     def opaque(self, name: str, x: FieldValue) -> FieldValue:
         """A random function for each name, applied to both residues independently (and to -inf)."""
         q = None if x.q is None else _mix(x.q, self._key(name + "/q"), self._q)
-        return FieldValue(x.dims, _mix(x.p, self._key(name + "/p"), self._p), q)
+        p = _mix(x.p, self._key(name + "/p"), self._p)
+        return FieldValue(x.dims, p, q, flat=x.flat)
 
     def constant(self, value: float) -> FieldValue:
         """A finite float, exactly. Raises DivisionByZero where another number than 0 is 0 here."""
@@ -521,6 +531,7 @@ class FieldAlgebra:
         q = None if x.q is None or y.q is None else product(x.q, y.q, self.primes.q)
         p = product(x.p, y.p, self.primes.p)
         total = FieldValue(batch + rows + cols, p, q, positive=x.positive and y.positive)
+        total = replace(total, flat=True) if x.flat or y.flat else total
         for v in (x, y):
             if v.masked:
                 kept = tuple(d for d in v.dims if d not in names)
@@ -543,7 +554,7 @@ class FieldAlgebra:
             yq = None if y.q is None else align(y.q, y.dims, dims)
         q = None if xq is None or yq is None else f(xq, yq, self._q)
         positive = x.positive and y.positive if positive is None else positive
-        z = FieldValue(dims, f(xp, yp, self._p), q, False, positive)
+        z = FieldValue(dims, f(xp, yp, self._p), q, False, positive, x.flat or y.flat)
         for v in (x, y):
             z = z.hide(align(v.gone(), v.dims, dims)) if v.masked else z
         return z

@@ -68,6 +68,7 @@ class Log(_Named):
     """Natural logarithm. Opaque: a verified program has the same arguments, not e^log(x) = x."""
 
     name = "log"
+    partial = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -80,6 +81,7 @@ class Sqrt(_Named):
     """Square root."""
 
     name = "sqrt"
+    partial = True
     above_zero = True
 
     def derivative(
@@ -93,6 +95,7 @@ class Rsqrt(_Named):
     """1 / sqrt(x): defined through `Sqrt` so that dividing by a root and this are one thing."""
 
     name = "rsqrt"
+    partial = True
     above_zero = True
 
     def derivative(
@@ -174,6 +177,7 @@ class Relu(_Unary):
     """max(x, 0)."""
 
     name = "relu"
+    flat = True
     at_hidden = 0.0
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
@@ -247,6 +251,7 @@ class Log1p(_Named):
     """log(1 + x), where nothing is lost next to x = 0."""
 
     name = "log1p"
+    partial = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -296,6 +301,7 @@ class Asin(_Named):
     """Inverse sine."""
 
     name = "asin"
+    partial = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -308,6 +314,7 @@ class Acos(_Named):
     """Inverse cosine."""
 
     name = "acos"
+    partial = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -372,6 +379,7 @@ class Acosh(_Named):
     """Inverse hyperbolic cosine."""
 
     name = "acosh"
+    partial = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -384,6 +392,7 @@ class Atanh(_Named):
     """Inverse hyperbolic tangent."""
 
     name = "atanh"
+    partial = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -420,6 +429,7 @@ class Step(_Flat):
     """1 where x > 0, 0 elsewhere (NaN too): the derivative of relu, and comparisons."""
 
     name = "step"
+    flat = True
     at_hidden = 0.0
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
@@ -434,6 +444,7 @@ class Floor(_Flat, _Named):
     """The largest integer that is at most x."""
 
     name = "floor"
+    flat = True
     at_hidden = -inf
 
 
@@ -442,6 +453,7 @@ class Round(_Flat, _Named):
     """The nearest integer, the even one of two."""
 
     name = "round"
+    flat = True
     at_hidden = -inf
 
 
@@ -450,6 +462,7 @@ class Clamp(_Unary):
     """x limited to [min, max]."""
 
     name = "clamp"
+    flat = True
     attributes: ClassVar[Attributes] = {"min": ..., "max": ...}
 
     def limit(self, attributes: Attributes) -> float:

@@ -83,6 +83,10 @@ class Operator:
     hides: ClassVar[bool] = False
     #: results are above 0 whatever the arguments are, but for arguments where it has none
     above_zero: ClassVar[bool] = False
+    #: 0 for many arguments
+    flat: ClassVar[bool] = False
+    #: NaN for many arguments
+    partial: ClassVar[bool] = False
     composite: ClassVar[bool] = False
     #: puts tensors together or takes one apart; `cutesuper.graph.pieces` removes it
     cuts: ClassVar[bool] = False

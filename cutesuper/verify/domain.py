@@ -45,8 +45,7 @@ class FieldDomain(FieldAlgebra):
 
     Args:
         seed, shifts, primes: as for `FieldAlgebra`.
-        attempt: how often the trial was drawn before. One condition of 4 does not hold at first,
-            then one of 16, and so on: a row that is hidden as a whole may have no value.
+        failing: share of conditions that do not hold.
 
     Attributes:
         strict: -inf minus -inf is `Unbounded`, as PyTorch's is NaN, unless `empty_rows`.
@@ -57,11 +56,11 @@ class FieldDomain(FieldAlgebra):
         seed: int = 0,
         shifts: np.random.Generator | None = None,
         primes: Primes = LARGEST,
-        attempt: int = 0,
+        failing: float = 0.25,
     ) -> None:
         super().__init__(seed, shifts, primes)
         self.strict = False
-        self._rare = np.uint64(4 ** (attempt + 1) - 1)
+        self._failing = np.uint64(failing * primes.p)
         self._padding = np.random.default_rng(seed + 1)
         self._padded: dict[tuple[int, tuple[int, ...]], tuple[Residues, Residues]] = {}
 
@@ -70,13 +69,24 @@ class FieldDomain(FieldAlgebra):
         operator = lookup(kind)
         value = operator.symbolic(self, args, attributes)
         masked = any(x.masked for x in args)
-        if operator.above_zero and not masked:
+        flat = operator.flat or value.flat
+        if operator.above_zero and not masked and not flat:
             value = replace(value, positive=True)
+        if operator.flat:
+            value = replace(value, flat=True)
+        if operator.partial and self.records:
+            self.partial += (self.opaque(kind, x) for x in args if not x.positive)
         if masked or operator.hides:
             gone = operator.hidden(self, args, attributes)
             if gone is not None:
                 value = value.hide(align(gone.p != 0, gone.dims, value.dims))
         return value
+
+    def undefined(self) -> Residues:
+        """Where numbers may have no value: each argument of a function that not all numbers have,
+        and each denominator that may be 0 for many inputs; each once, in order."""
+        seen = (x.p[~x.gone()] if x.masked else np.ravel(x.p) for x in self.partial)
+        return np.unique(np.concatenate([np.zeros(0, np.uint64), *seen]))
 
     def gone(self, x: FieldValue) -> FieldValue:
         """1 where x is -inf, 0 elsewhere."""
@@ -85,7 +95,7 @@ class FieldDomain(FieldAlgebra):
     def fails(self, x: FieldValue) -> FieldValue:
         """1 where x as a condition does not hold, else 0: it holds where x is 1, and not where x is
         0 or -inf; of other numbers a random function decides, the same one everywhere."""
-        drawn = np.bitwise_and(self.opaque("condition", x).p, self._rare) != 0
+        drawn = self.opaque("condition", x).p >= self._failing
         holds = (drawn | (x.p == 1)) & (x.p != 0) & ~x.gone()
         return FieldValue(x.dims, (~holds).astype(np.uint64))
 
@@ -124,7 +134,8 @@ class FieldDomain(FieldAlgebra):
     def literal(self, names: tuple[str, ...], numbers: NDArray[np.float64]) -> FieldValue:
         """Plain numbers; NaN is a residue like any other, the same one everywhere."""
         above = bool((numbers > 0).all())
-        value = FieldValue(names, np.zeros(numbers.shape, np.uint64), positive=above)
+        zeros = np.zeros(numbers.shape, np.uint64)
+        value = FieldValue(names, zeros, positive=above, flat=not above)
         for number in np.unique(numbers):
             nan = np.isnan(number)
             one = self.opaque("nan", self.constant(0.0)) if nan else self.constant(float(number))
@@ -138,7 +149,7 @@ class FieldDomain(FieldAlgebra):
             return np.stack([r, align(s, y.dims, x.dims)])
 
         q = None if x.q is None or y.q is None else stack(x.q, y.q)
-        known = x.masked or y.masked, x.positive and y.positive
+        known = x.masked or y.masked, x.positive and y.positive, x.flat or y.flat
         return self.max(FieldValue(("pair", *x.dims), stack(x.p, y.p), q, *known), ("pair",))
 
     def gather(

@@ -37,8 +37,8 @@ _MAX_ARGUMENTS = 1024
 class RecordingDomain(FieldDomain):
     """A field in which maxima are zero, and which remembers the arguments of exponentials."""
 
-    def __init__(self, seed: int, primes: Primes, attempt: int = 0) -> None:
-        super().__init__(seed, None, primes, attempt)
+    def __init__(self, seed: int, primes: Primes, failing: float = 0.25) -> None:
+        super().__init__(seed, None, primes, failing)
         self.arguments: list[FieldValue] = []
 
     def exp(self, x: FieldValue) -> FieldValue:
