@@ -372,7 +372,8 @@ class FieldAlgebra:
             of them are 0, and so is the quotient; kernels keep this rule (``docs/verification.md``,
             "Masks").
         records: whether `partial` is kept.
-        partial: what was divided by although it may be 0 for many inputs.
+        partial: what was divided by although it may be 0 for many inputs, and further arguments for
+            which numbers may have no value.
     """
 
     def __init__(

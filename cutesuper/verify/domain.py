@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -38,6 +38,33 @@ def draw(
         return uniform_residues(np.random.default_rng([*seed, m]), m, squeezed)
 
     return FieldValue(names, residues(primes.p), residues(primes.q) if with_q else None)
+
+
+@dataclass(frozen=True)
+class Undefined:
+    """Where numbers may have no value.
+
+    Attributes:
+        every: the arguments of functions that not all numbers have (sqrt, log), and denominators
+            that may be 0 for many inputs: residues, each once.
+        doubtful: those of them that are not known to be positive.
+    """
+
+    every: Residues
+    doubtful: Residues
+
+    def same(self, other: Undefined) -> bool:
+        """Whether what is doubtful in one program occurs in both."""
+        here = np.isin(self.doubtful, other.every).all()
+        return bool(here and np.isin(other.doubtful, self.every).all())
+
+
+NOWHERE = Undefined(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
+
+
+def _elements(values: list[FieldValue]) -> Residues:
+    seen = (x.p[~x.gone()] if x.masked else np.ravel(x.p) for x in values)
+    return np.unique(np.concatenate([NOWHERE.every, *seen]))
 
 
 class FieldDomain(FieldAlgebra):
@@ -75,18 +102,17 @@ class FieldDomain(FieldAlgebra):
         if operator.flat:
             value = replace(value, flat=True)
         if operator.partial and self.records:
-            self.partial += (self.opaque(kind, x) for x in args if not x.positive)
+            self.partial += args
         if masked or operator.hides:
             gone = operator.hidden(self, args, attributes)
             if gone is not None:
                 value = value.hide(align(gone.p != 0, gone.dims, value.dims))
         return value
 
-    def undefined(self) -> Residues:
-        """Where numbers may have no value: each argument of a function that not all numbers have,
-        and each denominator that may be 0 for many inputs; each once, in order."""
-        seen = (x.p[~x.gone()] if x.masked else np.ravel(x.p) for x in self.partial)
-        return np.unique(np.concatenate([np.zeros(0, np.uint64), *seen]))
+    def undefined(self) -> Undefined:
+        """Where numbers may have no value."""
+        doubtful = [x for x in self.partial if x.flat or not x.positive]
+        return Undefined(_elements(self.partial), _elements(doubtful))
 
     def gone(self, x: FieldValue) -> FieldValue:
         """1 where x is -inf, 0 elsewhere."""

@@ -27,7 +27,6 @@ from cutesuper.graph.field import (
     DivisionByZero,
     FieldValue,
     Primes,
-    Residues,
     Unbounded,
     align,
     draw_primes,
@@ -35,7 +34,7 @@ from cutesuper.graph.field import (
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import TABLE
 from cutesuper.verify.bound import Bound, affine_inputs, degrees, error_bound
-from cutesuper.verify.domain import FieldDomain, draw
+from cutesuper.verify.domain import NOWHERE, FieldDomain, Undefined, draw
 from cutesuper.verify.exponents import RecordingDomain, arguments_match, jointly_uniform
 from cutesuper.verify.extents import SizeChooser, Sizes, real_sizes, resized_graph
 from cutesuper.verify.integers import Integers, draw_integers, has_labels
@@ -138,7 +137,7 @@ class _Trial:
     failing: float
     inputs: tuple[FieldValue | Integers, ...]
     outputs: tuple[FieldValue, ...] = ()
-    undefined: Residues = field(default_factory=lambda: np.zeros(0, np.uint64))
+    undefined: Undefined = NOWHERE
 
     def domain(self, mode: Mode, other: int) -> FieldDomain:
         """The field of this trial; fresh values for maxima differ with ``other``."""
@@ -322,7 +321,7 @@ class Verifier:
             if bad is not None:
                 return bad
         if a.records and not _padded(sizes):
-            if not np.array_equal(known.undefined, a.undefined()):
+            if not known.undefined.same(a.undefined()):
                 return Counterexample("", (), 0, 0, shapes)
         return None
 
