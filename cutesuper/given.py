@@ -71,7 +71,7 @@ def compile_mugraph(
 
 
 def _choice(graph: KernelGraph, mugraph: MuGraph, options: Options) -> Choice:
-    verification = verified(graph, mugraph, options.seed)
+    verification = verified(graph, mugraph)
     if not verification:
         raise VerificationError(
             f"compile_mugraph: the muGraph does not compute the graph: {verification.summary()}"
@@ -80,7 +80,12 @@ def _choice(graph: KernelGraph, mugraph: MuGraph, options: Options) -> Choice:
     steps = tuple(step for step, _, _ in found)
     if steps != mugraph.steps:
         mugraph = replace(mugraph, steps=steps)
-        verification = verified(graph, mugraph, options.seed)
+        verification = verified(graph, mugraph)
+    if not verification:
+        raise VerificationError(
+            "compile_mugraph: with the extents that the target can run, the muGraph does not "
+            f"compute the graph: {verification.summary()}"
+        )
     costs = tuple(cost for _, _, cost in found if cost is not None)
     costs = costs if len(costs) == len(steps) else ()
     text = "; ".join(f"{s.name}: {show(s.program)}" for s in steps)

@@ -66,7 +66,7 @@ class Options:
         dependent_launch: launch kernels before their predecessor in the stream has ended
             (programmatic dependent launch); inputs made with ``constant=True`` are then loaded
             while it still runs.
-        seed: chooses the verifier's inputs and the search's ties.
+        seed: of the search. The verifier draws a seed of its own, which its verdict states.
         budget_s: seconds the search may take; None is no limit.
         executor: searches parts of the graph in other processes or on other machines.
         tuned: use what `cutesuper.tune` has stored.
@@ -130,7 +130,7 @@ def superoptimize(
         graph: what to compute; at least one output marked.
         target: a `Target`, or a name such as ``"h200"``; None takes the current GPU.
         dependent_launch: see `Options`.
-        seed: equal seeds give equal results.
+        seed: of the search; equal seeds give equal results.
         budget_s: seconds the search may take; the best of what was found until then is taken, as
             after Ctrl-C.
         executor: any `concurrent.futures.Executor` (processes, ``dask.distributed``) to search
@@ -262,7 +262,7 @@ def mugraphs(
     """
     check_graph("mugraphs", graph)
     check_options(keep=keep, seed=seed, budget_s=budget_s, executor=executor)
-    verifier = Verifier(graph, seed=seed)
+    verifier = Verifier(graph)
     with progress_bar() as show:
         return search(
             graph,
@@ -344,7 +344,7 @@ def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
                 planned(step, tensors, target, schedule)
                 for step, schedule in zip(mu.steps, entry.schedules, strict=True)
             )
-            verification = _verify(Verifier(graph, seed=options.seed), graph, candidate)
+            verification = _verify(Verifier(graph), graph, candidate)
         except CutesuperError as error:
             store.ignore(entry.path, error)
             continue
@@ -380,7 +380,7 @@ def choose(
         SearchError, LoweringError, ScheduleError: there is none; says why the best failed.
     """
     target = options.target
-    verifier = Verifier(graph, seed=options.seed)
+    verifier = Verifier(graph)
 
     def verify(mu: MuGraph) -> bool:
         return bool(verifier.check(mu, bound=False))
@@ -421,9 +421,9 @@ def _plans(candidate: Candidate, options: Options, target: Target) -> tuple[Kern
     )
 
 
-def verified(graph: KernelGraph, mu: MuGraph, seed: int = 0) -> Verification:
+def verified(graph: KernelGraph, mu: MuGraph) -> Verification:
     """At small extents, and at the real ones where that takes about a second."""
-    return _verdict(Verifier(graph, seed=seed), graph, mu)
+    return _verdict(Verifier(graph), graph, mu)
 
 
 def _verify(verifier: Verifier, graph: KernelGraph, candidate: Candidate) -> Verification:

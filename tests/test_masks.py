@@ -25,7 +25,7 @@ from cutesuper.graph.check import check_mugraph
 from cutesuper.graph.dims import Dim
 from cutesuper.graph.dtypes import float16
 from cutesuper.graph.evaluate import evaluate
-from cutesuper.graph.field import FieldAlgebra, FieldValue, P, Unbounded, uniform
+from cutesuper.graph.field import HIDDEN, LARGEST, FieldAlgebra, FieldValue, Unbounded, uniform
 from cutesuper.graph.kernel import KernelGraph, new_kernel_graph, symbol
 from cutesuper.graph.operators import Items
 from cutesuper.graph.serial import dumps, loads
@@ -156,12 +156,12 @@ def same(x: FieldValue, y: FieldValue) -> bool:
 def test_arithmetic_with_numbers_keeps_what_is_hidden(
     x: FieldValue, y: FieldValue, gone: np.ndarray
 ) -> None:
-    hidden = x.hide(gone)
+    hidden, above = x.hide(gone), replace(y, positive=True)
     assert same(hidden, x) == (not gone.any())
-    for f in (A.add, A.sub, A.mul, A.div):
-        assert same(f(hidden, y), f(x, y).hide(gone))
-    for f in (A.add, A.mul):
-        assert same(f(y, hidden), f(hidden, y))
+    for f, z in ((A.add, y), (A.sub, y), (A.mul, above), (A.div, above)):
+        assert same(f(hidden, z), f(x, z).hide(gone))
+    for f, z in ((A.add, y), (A.mul, above)):
+        assert same(f(z, hidden), f(hidden, z))
     assert same(A.add(hidden, hidden), A.add(x, x).hide(gone))
     assert same(A.sub(hidden, hidden), A.sub(x, x).hide(gone))
 
@@ -170,7 +170,11 @@ def test_arithmetic_with_numbers_keeps_what_is_hidden(
 @given(values(), values(), masks)
 def test_what_would_be_infinite_is_refused(x: FieldValue, y: FieldValue, gone: np.ndarray) -> None:
     hidden = x.hide(gone)
-    for f in (lambda: A.sub(y, hidden), lambda: A.div(y, hidden), lambda: A.mul(hidden, hidden)):
+    for f in (
+        lambda: A.sub(y, hidden), lambda: A.div(y, hidden), lambda: A.mul(hidden, hidden),
+        lambda: A.mul(hidden, y), lambda: A.mul(y, hidden), lambda: A.div(hidden, y),
+        lambda: A.matmul(hidden, y, ("N",)), lambda: A.matmul(y, hidden, ("N",)),
+    ):
         if gone.any():
             with pytest.raises(Unbounded, match=r"a masked element \(-inf\) is"):
                 f()
@@ -181,10 +185,10 @@ def test_what_would_be_infinite_is_refused(x: FieldValue, y: FieldValue, gone: n
 @rows
 @given(values(), values(), masks)
 def test_reductions_of_hidden_elements(x: FieldValue, y: FieldValue, gone: np.ndarray) -> None:
-    hidden, keep = x.hide(gone), ~gone
+    hidden, keep, y = x.hide(gone), ~gone, replace(y, positive=True)
     assert same(A.max(hidden, ("N",)), A.max(x, ("N",), (("N",), keep)))
-    assert (A.max(hidden, ("N",)).p == P) == gone.all()
-    assert (A.sum(hidden, ("N",)).p == P) == gone.any()
+    assert (A.max(hidden, ("N",)).p == HIDDEN) == gone.all()
+    assert (A.sum(hidden, ("N",)).p == HIDDEN) == gone.any()
     assert same(A.matmul(hidden, y, ("N",)), A.sum(A.mul(hidden, y), ("N",)))
     assert same(A.matmul(y, hidden, ("N",)), A.sum(A.mul(hidden, y), ("N",)))
     seen = FieldValue(("N",), x.p[keep], None if x.q is None else x.q[keep])
@@ -198,9 +202,33 @@ def test_functions_of_hidden_elements(x: FieldValue, gone: np.ndarray) -> None:
     assert (A.exp(hidden).p[gone] == 0).all() and not A.exp(hidden).masked
     assert (A.exp(hidden.without_q()).p[gone] == 0).all()
     f = A.opaque("silu", hidden)
-    assert (f.p < P).all() and not f.masked
+    assert (f.p < LARGEST.p).all() and not f.masked
     assert same(f.hide(gone), A.opaque("silu", x).hide(gone))
     assert len(set(f.p[gone].tolist())) <= 1
+
+
+POSITIVE = A.exp(uniform(np.random.default_rng(0), ("N",), (N,)))
+
+
+@pytest.mark.parametrize(
+    ("value", "positive"),
+    [
+        (A.constant(0.5), True), (A.constant(-0.5), False), (A.constant(0.0), False),
+        (POSITIVE, True), (A.add(POSITIVE, POSITIVE), True), (A.mul(POSITIVE, POSITIVE), True),
+        (A.div(A.constant(1.0), POSITIVE), True), (A.sub(POSITIVE, POSITIVE), False),
+        (A.mul(POSITIVE, A.constant(-1.0)), False), (A.sum(POSITIVE, ("N",)), True),
+        (A.opaque("silu", POSITIVE), False),
+    ],
+)  # fmt: skip
+def test_what_is_known_to_be_positive(value: FieldValue, positive: bool) -> None:
+    assert value.positive == positive
+
+
+@rows
+@given(values())
+def test_squares_are_positive_and_exponentials_of_what_is_seen(x: FieldValue) -> None:
+    assert A.mul(x, x).positive and not A.mul(x, A.add(x, x)).positive
+    assert A.exp(x).positive and not A.exp(x.hide(np.arange(N) < 2)).positive
 
 
 def test_fresh_values_for_maxima_are_finite_where_anything_is_seen() -> None:

@@ -77,6 +77,16 @@ class Operator:
     #: of masking operators with fill 0: what stays of a row is the column that the integer operand
     #: names, so that the sum of the row is one element
     one_column: ClassVar[bool] = False
+    #: one operand is a condition that says which elements of another stay
+    chooses: ClassVar[bool] = False
+    #: makes -inf of elements by a condition (masks do it by position)
+    hides: ClassVar[bool] = False
+    #: results are above 0 whatever the arguments are, but for arguments where it has none
+    above_zero: ClassVar[bool] = False
+    #: 0 for many arguments
+    flat: ClassVar[bool] = False
+    #: NaN for many arguments
+    partial: ClassVar[bool] = False
     composite: ClassVar[bool] = False
     #: of composite operators: what they make of a row of -inf that is hidden, if it is one number
     of_hidden: ClassVar[float | None] = None
@@ -112,6 +122,25 @@ class Operator:
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
         """One element of the result, from elements of the arguments."""
         raise NotImplementedError
+
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Which results are -inf (element-wise operators whose `symbolic` is opaque).
+
+        Called where an operand may be -inf, and always for operators that hide.
+
+        Args:
+            a: the field, with ``gone(x)`` (1 where x is -inf, 0 elsewhere) and ``fails(x)`` (1
+                where the condition x does not hold).
+            args: values of the operands.
+            attributes: of the operator.
+
+        Returns:
+            A value that is 0 where results are numbers; None where all are.
+
+        Raises:
+            Unbounded: the function has no value there.
+        """
+        return None
 
     def visible(
         self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal, NamedTuple
 
+from cutesuper.graph.field import Primes, draw_primes
 from cutesuper.graph.operators import TABLE, Items, lookup
 from cutesuper.search.expression import Expressions
 from cutesuper.search.goal import Goal
@@ -92,6 +93,7 @@ class Space:
                     forms = self._taken.setdefault((op.kind, side), set())
                     forms.update(self.goal.later(values[i]))
         self._sides: dict[int, frozenset[tuple[str, int]]] = {}
+        self._primes: dict[int, Primes] = {}
         #: of normal forms that met in any split
         self.pairings: dict[tuple[int, int], Pairing] = {}
         self.outer = {
@@ -99,6 +101,13 @@ class Space:
             for op in program.ops
             if len(op.inputs) == 2 and op.over is None and not _integers(op)
         }
+
+    def primes(self, seed: int) -> Primes:
+        """A field in which the numbers of the program are different ones. The same for all splits."""
+        if seed not in self._primes:
+            numbers = [op.attributes["value"] for op in self.program.ops if op.kind == "constant"]
+            self._primes[seed] = draw_primes([seed], numbers)
+        return self._primes[seed]
 
     def pairing(self, x: int, y: int) -> Pairing:
         """What can become of two normal forms; keep the answer in `pairings`."""

@@ -114,7 +114,7 @@ def tune(
         graph: what to compute.
         target: as for `cutesuper.superoptimize`.
         dependent_launch: the same; the launch mode is part of what is tuned.
-        seed: of the inputs, the search and the verifier.
+        seed: of the inputs and the search.
         budget_s: seconds. What has begun is finished: a wave of compiles, a timed candidate.
         candidates: how many to time at most.
         folder: where to store; default the user's folder.
@@ -155,7 +155,7 @@ def tune(
         environment = _greeting(run.worker)
     finally:
         run.worker.close()
-    model, winner = trials[0], _verified_winner(graph, trials, seed)
+    model, winner = trials[0], _verified_winner(graph, trials)
     measured = _measured(winner, model, trials, environment)
     path = store.save(
         graph,
@@ -289,7 +289,7 @@ def spread(trial: Trial) -> float:
     return float(high - low)
 
 
-def _verified_winner(graph: KernelGraph, trials: Sequence[Trial], seed: int) -> Trial:
+def _verified_winner(graph: KernelGraph, trials: Sequence[Trial]) -> Trial:
     """The winner, which must verify at real extents too where `superoptimize` asks for that: the
     search has verified its structure only.
 
@@ -298,7 +298,7 @@ def _verified_winner(graph: KernelGraph, trials: Sequence[Trial], seed: int) -> 
     """
     while any(t.final for t in trials):
         winner = decide(trials)
-        verification = verified(graph, winner.program.mugraph, seed)
+        verification = verified(graph, winner.program.mugraph)
         if verification:
             return winner
         winner.final = False

@@ -213,7 +213,17 @@ class BlockRun:
         if operator.integers:
             [x] = args
             return self.a.literal(x.dims, operator.numbers(x.data, op.attributes))
+        if op.kind == "div" and self.a.empty_rows:
+            args = [self._without_padding(args[0], window), args[1]]
         return self.a.elementwise(op.kind, args, dict(op.attributes))
+
+    def _without_padding(self, x: Any, window: Window) -> Any:
+        """x, 0 where elements do not exist: the sum of a row that sees nothing is 0, and 0 / 0 is
+        0, but what lies past the end of that row may be anything."""
+        for names, exists in self.layout.valid.values():
+            if set(names) <= set(x.dims):
+                x = self.a.masked(x, (names, _cut_window(names, exists, window)))
+        return x
 
     def _load(self, op: BlockOp, window: Window) -> Any:
         name, table = _tensor(op), op.attributes.get("table")
