@@ -150,44 +150,49 @@ def narrow(graph: KernelGraph) -> frozenset[int]:
     Args:
         graph: primitive operators.
     """
-    trials, values, found = Trials(), list[Array](), set[int]()
+    trials, found, drawn = Trials(), set[int](), dict[int, Array]()
     for i, node in enumerate(graph.nodes):
-        values.append(_node_value(graph, i, values, trials))
-        if node.operator == "matmul":
+        if node.operator in (*_GIVEN, "matmul"):
+            shape = [small(n) for n in node.shape]
+            drawn[i] = trials.draw(i, shape, node.dtype, len(shape))
             found |= {i, *node.inputs}
-    for i, x in enumerate(values):
-        if i not in found and (graph.nodes[i].operator in _GIVEN or fits(x)):
+    for i, x in enumerate(node_values(graph, drawn)):
+        if i not in found and fits(x):
             found.add(i)
-    return frozenset(_through_transposes(graph, found))
+    for i in reversed(range(len(graph.nodes))):  # a transpose is a view: its operand is stored
+        if i in found and graph.nodes[i].operator == "transpose":
+            found.update(graph.nodes[i].inputs)
+    return frozenset(found)
 
 
 #: values that have their element type from outside
 _GIVEN = ("input", "gather_pages")
 
 
-def _node_value(graph: KernelGraph, i: int, values: list[Array], trials: Trials) -> Array:
-    node = graph.nodes[i]
-    operator = lookup(node.operator)
-    args = [values[j] for j in node.inputs]
-    if node.operator == "transpose":
-        return args[0].transpose(0, *(1 + d for d in node.attributes["dims"]))
-    if operator.reduces:
-        return reduced(operator.reduces, args[0], 1 + node.attributes["dim"])
-    if operator.elementwise or operator.masks:
-        return computed(node.operator, _aligned(args), node.attributes)
-    shape = [small(n) for n in node.shape]  # an input, a product, pages: as if it was loaded
-    return trials.draw(i, shape, node.dtype, len(shape))
+def node_values(graph: KernelGraph, given: dict[int, Array]) -> list[Array]:
+    """Every node's value in all trials, from those that are given.
+
+    Args:
+        graph: primitive operators.
+        given: at least the inputs, and what is gathered from pages.
+    """
+    values: list[Array] = []
+    for i, node in enumerate(graph.nodes):
+        operator, args = lookup(node.operator), [values[j] for j in node.inputs]
+        if i in given:
+            values.append(given[i])
+        elif node.operator == "transpose":
+            values.append(args[0].transpose(0, *(1 + d for d in node.attributes["dims"])))
+        elif node.operator == "matmul":
+            values.append(np.matmul(*_aligned(args)))
+        elif operator.reduces:
+            values.append(reduced(operator.reduces, args[0], 1 + node.attributes["dim"]))
+        else:
+            values.append(computed(node.operator, _aligned(args), node.attributes))
+    return values
 
 
 def _aligned(args: Sequence[Array]) -> list[Array]:
     """With as many dimensions, extents of 1 put in after the trial."""
     rank = max((x.ndim for x in args), default=0)
     return [x.reshape(*x.shape[:1], *(1,) * (rank - x.ndim), *x.shape[1:]) for x in args]
-
-
-def _through_transposes(graph: KernelGraph, found: set[int]) -> set[int]:
-    """Transposes are views: what is stored is what they are of."""
-    for i in reversed(range(len(graph.nodes))):
-        if i in found and graph.nodes[i].operator == "transpose":
-            found.update(graph.nodes[i].inputs)
-    return found
