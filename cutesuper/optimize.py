@@ -430,6 +430,18 @@ def _verify(verifier: Verifier, graph: KernelGraph, candidate: Candidate) -> Ver
     return verification
 
 
+def fault(graph: KernelGraph, mu: MuGraph, seed: int = 0) -> str | None:
+    """Why a muGraph must not be run: it computes something else, or rounds too much; or None."""
+    verification = verified(graph, mu, seed)
+    if not verification:
+        return verification.summary()
+    try:
+        check_numbers(graph, mu)
+    except VerificationError as error:
+        return str(error)
+    return None
+
+
 def check_numbers(graph: KernelGraph, mu: MuGraph) -> None:
     """Refuse what rounds to float16 what float16 cannot hold. Raises VerificationError."""
     from cutesuper.verify.rounding import check_rounding  # imports torch

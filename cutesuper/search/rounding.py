@@ -77,15 +77,11 @@ class Rounding:
         return [values[i] for i in sorted(wanted)]
 
     def _rounded(self, steps: Sequence[_Step]) -> list[int]:
-        """Operands of products that are computed, beside loads of float16."""
-        found: dict[int, None] = {}
-        for step in steps:
-            if step.kind != "matmul":
-                continue
-            tensors = [steps[i].tensor for i in step.inputs]
-            if any(t is not None and self.region.input_dtypes[t] == float16 for t in tensors):
-                found |= {i: None for i in step.inputs if steps[i].tensor is None}
-        return list(found)
+        """Operands of products that are computed, where products take float16."""
+        if float16 not in self.region.input_dtypes:
+            return []
+        operands = (i for s in steps if s.kind == "matmul" for i in s.inputs)
+        return [i for i in dict.fromkeys(operands) if steps[i].tensor is None]
 
     # ------------------------------------------------------------------------------------- values
 

@@ -49,10 +49,12 @@ class RoundingRun(BlockRun):
 
 
 def product_type(step: KernelStep, mu: MuGraph) -> DType:
-    """The type in which the products of a kernel take their operands: that of those it loads."""
+    """The type in which the products of a kernel take their operands: that of those it loads. If it
+    computes all of them, the shortest one of its loads: statistics may be float32."""
     ops = step.program.ops
-    loaded = [ops[i] for op in ops if op.kind == "matmul" for i in op.inputs]
-    types = [mu.tensors[op.attributes["tensor"]].dtype for op in loaded if op.kind == LOAD]
+    operands = [ops[i] for op in ops if op.kind == "matmul" for i in op.inputs]
+    loads = [op for op in operands if op.kind == LOAD] or step.program.loads()
+    types = (mu.tensors[op.attributes["tensor"]].dtype for op in loads)
     return min(types, key=lambda t: t.itemsize, default=float32)
 
 
