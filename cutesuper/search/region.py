@@ -200,7 +200,6 @@ class _RegionSearch:
     def run(self) -> list[Way]:
         """Ways by a skeleton of the lowering, and by programs of any form, cheapest first."""
         program = label(self.region)
-        self._rounding = Rounding(self.region, program)
         reasons: list[SearchError] = []
         found = self._attempt(lambda: self._by_skeleton(program), reasons)
         self._skeletons = len(self._known)
@@ -224,6 +223,7 @@ class _RegionSearch:
 
     def _by_skeleton(self, program: LabelledProgram) -> list[Way]:
         form = find_form(self.region, program)
+        self._rounding = Rounding(self.region, program)
         if isinstance(form, ChainedForm):
             moved = hoisted(program, form)
             return list(self._skeleton(form, Space(moved, sealed=settled(moved, form))))
@@ -361,8 +361,7 @@ class _RegionSearch:
         return any(2 * prod(map(least, op.labels)) > self.target.shared_bytes for op in loads)
 
     def _sizes(self, form: BlockForm, found: Structure) -> list[Way]:
-        first = found.programs[0]
-        reason = form.refuses(first) or self._rounding.refuses(first)
+        reason = form.refuses(found.programs[0])
         if reason is None and len(found.programs) == 2 and _iterates(found.programs[1]):
             reason = "a second kernel with a loop of its own"
         if reason is not None:

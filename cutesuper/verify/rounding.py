@@ -22,8 +22,8 @@ from cutesuper.graph.block import LOAD, BlockOp, BlockProgram, KernelStep, MuGra
 from cutesuper.graph.dtypes import DType, float16, float32
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import Operator
-from cutesuper.graph.rounding import Trials, fits, levels, narrow, node_values, proportional
-from cutesuper.verify.extents import SizeChooser, Sizes, resized_graph
+from cutesuper.graph.rounding import Trials, fits, narrow, node_values, proportional
+from cutesuper.verify.extents import SizeChooser, resized_graph
 from cutesuper.verify.integers import Integers, draw_integers
 from cutesuper.verify.tiles import BlockRun, Mapped, Window
 from cutesuper.verify.torchdomain import TorchDomain, TorchValue
