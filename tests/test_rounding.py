@@ -29,7 +29,16 @@ from cutesuper.graph.target import H200
 from cutesuper.optimize import Options, choose
 from cutesuper.verify.numeric import acceptable, execute
 from cutesuper.verify.rounding import check_rounding
-from tests.mugraphs import Block, mugraph, rms_linear, rms_linear_fused, rms_linear_split_k
+from tests.mugraphs import (
+    Block,
+    attention,
+    attention_kernel,
+    mugraph,
+    rms_linear,
+    rms_linear_fused,
+    rms_linear_split_k,
+)
+from tests.softmax_mugraphs import online_attention, safe_attention
 
 Build = Callable[..., Tensor]
 M, K, N = 16, 256, 128
@@ -176,6 +185,19 @@ def test_partial_products_that_are_not_normalized_are_stored_as_float32() -> Non
     with pytest.raises(VerificationError, match="kernel partial: T is stored"):
         check_rounding(graph, typed(mu, "float32", "U"))
     check_rounding(graph, typed(mu, "float32", "T", "U"))
+
+
+def test_weights_of_attention_are_exponentials_below_one_or_the_graphs_own() -> None:
+    """Without a maximum exp(S) is rounded: by the graph too if it divides after the product."""
+    check_rounding(attention(), attention_kernel(attention()))
+    check_rounding(safe_attention(), online_attention(safe_attention(), loop=4))
+    graph = cs.new_kernel_graph()
+    shapes = {"Q": (2, 4, 8), "K": (2, 8, 64), "V": (2, 64, 8)}
+    q, k, v = (graph.new_input(s, name=n) for n, s in shapes.items())
+    e = graph.exp(graph.mul(graph.matmul(q, k), 0.125))
+    graph.mark_output(graph.matmul(graph.div(e, graph.sum(e, -1)), v))
+    with pytest.raises(VerificationError, match=r"operation 5 \(exp\)"):
+        check_rounding(graph, attention_kernel(graph))
 
 
 def test_rounded_execution_rounds_where_kernels_do() -> None:

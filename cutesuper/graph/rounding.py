@@ -19,7 +19,7 @@ What does not fit may still be rounded where the program that is asked for round
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -95,6 +95,12 @@ def computed(kind: str, args: Sequence[Array], attributes: Attributes) -> Array:
         return np.ones_like(args[0])
     with np.errstate(all="ignore"):
         return np.atleast_1d(operator.scalar(ArrayMath, list(args), attributes))
+
+
+def product(multiply: Callable[[Array, Array], Array], x: Array, y: Array) -> Array:
+    """A product, where infinities may meet zeros."""
+    with np.errstate(all="ignore"):
+        return multiply(x, y)
 
 
 def reduced(kind: str, x: Array, axis: int) -> Array:
@@ -184,7 +190,7 @@ def node_values(graph: KernelGraph, given: dict[int, Array]) -> list[Array]:
         elif node.operator == "transpose":
             values.append(args[0].transpose(0, *(1 + d for d in node.attributes["dims"])))
         elif node.operator == "matmul":
-            values.append(np.matmul(*_aligned(args)))
+            values.append(product(np.matmul, *_aligned(args)))
         elif operator.reduces:
             values.append(reduced(operator.reduces, args[0], 1 + node.attributes["dim"]))
         else:

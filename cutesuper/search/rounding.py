@@ -14,10 +14,20 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cutesuper.graph.arraymath import Array
 from cutesuper.graph.block import ENDING, LOAD, STORE, BlockProgram
 from cutesuper.graph.dtypes import float16, float32
-from cutesuper.graph.rounding import Trials, computed, fits, proportional, reduced, small
+from cutesuper.graph.rounding import (
+    Trials,
+    computed,
+    fits,
+    product,
+    proportional,
+    reduced,
+    small,
+)
 from cutesuper.search.labels import LabelledProgram, Region
 
 
@@ -104,7 +114,7 @@ class Rounding:
         if step.over is None:
             return computed(step.kind, args, dict(step.attributes))
         if step.kind == "matmul":
-            return reduced("sum", args[0] * args[1], self._axes[step.over])
+            return reduced("sum", product(np.multiply, *args), self._axes[step.over])
         return reduced(step.kind, args[0], self._axes[step.over])
 
     def _loaded(self, step: _Step) -> Array:
