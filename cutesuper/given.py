@@ -19,6 +19,7 @@ from cutesuper.optimize import (
     Options,
     as_target,
     check_definition,
+    check_numbers,
     compiled,
     verified,
 )
@@ -52,7 +53,8 @@ def compile_mugraph(
         cache: where compiled kernels are kept; default ``~/.cache/cutesuper``.
 
     Raises:
-        VerificationError: it computes something else; says where the two differ.
+        VerificationError: it computes something else; says where the two differ. Or it rounds to
+            float16 what float16 cannot hold (`cutesuper.graph.rounding`); says which value.
         LoweringError, ScheduleError: a kernel that no skeleton of the lowering runs.
         GraphError, ShapeError, CompileError: as for `cutesuper.superoptimize`.
     """
@@ -76,6 +78,7 @@ def _choice(graph: KernelGraph, mugraph: MuGraph, options: Options) -> Choice:
         raise VerificationError(
             f"compile_mugraph: the muGraph does not compute the graph: {verification.summary()}"
         )
+    check_numbers(graph, mugraph)
     found = [_planned(step, mugraph, options) for step in mugraph.steps]
     steps = tuple(step for step, _, _ in found)
     if steps != mugraph.steps:

@@ -430,7 +430,27 @@ def _verify(verifier: Verifier, graph: KernelGraph, candidate: Candidate) -> Ver
     verification = _verdict(verifier, graph, candidate.mugraph)
     if not verification:
         raise VerificationError(f"{candidate.structure}: {verification.summary()}")
+    check_numbers(graph, candidate.mugraph)
     return verification
+
+
+def fault(graph: KernelGraph, mu: MuGraph) -> str | None:
+    """Why a muGraph must not be run: it computes something else, or rounds too much; or None."""
+    verification = verified(graph, mu)
+    if not verification:
+        return verification.summary()
+    try:
+        check_numbers(graph, mu)
+    except VerificationError as error:
+        return str(error)
+    return None
+
+
+def check_numbers(graph: KernelGraph, mu: MuGraph) -> None:
+    """Refuse what rounds to float16 what float16 cannot hold. Raises VerificationError."""
+    from cutesuper.verify.rounding import check_rounding  # imports torch
+
+    check_rounding(graph, mu)
 
 
 def _verdict(verifier: Verifier, graph: KernelGraph, mu: MuGraph) -> Verification:

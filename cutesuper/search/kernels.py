@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 
 from cutesuper.errors import SearchError, frameless
 from cutesuper.graph.dims import extent, show_shape, size
-from cutesuper.graph.dtypes import DType, float32
+from cutesuper.graph.dtypes import DType, float16, float32
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import Items, lookup
+from cutesuper.graph.rounding import narrow
 from cutesuper.search.labels import Region, RegionOp, View
 from cutesuper.search.region import Way
 
@@ -210,12 +211,20 @@ class Flat:
         return next((n for n, o in enumerate(self.graph.outputs) if self.views[o] == plain), None)
 
     def dtype(self, value: int) -> DType:
-        """Element type of a stored value: the graph's, float32 for statistics."""
+        """Element type of a stored value: the graph's; between two kernels float32 for statistics,
+        and for what float16 cannot hold."""
         node = self.graph.nodes[value]
         if value in self.copies and self._output(value) is None:
             return self.dtype(self.operands(value)[0].value)
-        between = node.operator not in _GIVEN and self._output(value) is None
-        return float32 if between and value in self.statistics else node.dtype
+        if node.operator in _GIVEN or self._output(value) is not None:
+            return node.dtype
+        wide = node.dtype == float16 and value not in self.narrow
+        return float32 if wide or value in self.statistics else node.dtype
+
+    @cached_property
+    def narrow(self) -> frozenset[int]:
+        """The values that may lie between two kernels as float16."""
+        return narrow(self.graph)
 
     @cached_property
     def statistics(self) -> frozenset[int]:

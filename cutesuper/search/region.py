@@ -30,6 +30,7 @@ from cutesuper.search.forms import BlockForm, Form, MatmulForm, RowForm, find_fo
 from cutesuper.search.hoist import hoisted, settled
 from cutesuper.search.labels import LabelledProgram, Region, label
 from cutesuper.search.persistent_form import PersistentForm
+from cutesuper.search.rounding import Rounding
 from cutesuper.search.saturate import TooLarge, saturate
 from cutesuper.search.sizing import Sized, sized
 from cutesuper.search.space import Sealing, Space
@@ -222,6 +223,7 @@ class _RegionSearch:
 
     def _by_skeleton(self, program: LabelledProgram) -> list[Way]:
         form = find_form(self.region, program)
+        self._rounding = Rounding(self.region, program)
         if isinstance(form, ChainedForm):
             moved = hoisted(program, form)
             return list(self._skeleton(form, Space(moved, sealed=settled(moved, form))))
@@ -266,7 +268,11 @@ class _RegionSearch:
                 return  # a split with one axis more is not feasible either
             for _, found in structures:
                 (program,) = found.programs
-                reason = _vanished(form, program) or form.refuses(program)
+                reason = (
+                    _vanished(form, program)
+                    or form.refuses(program)
+                    or self._rounding.refuses(program)
+                )
                 if reason is not None:
                     self.counts.pruned[reason] += 1
                     continue

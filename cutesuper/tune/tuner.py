@@ -30,7 +30,7 @@ from cutesuper.graph.definitions import added, names_of
 from cutesuper.graph.dims import Symbol
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import Target
-from cutesuper.optimize import Options, as_target, check_definition, choose, verified
+from cutesuper.optimize import Options, as_target, check_definition, choose, fault
 from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.kernel import bucket_of
 from cutesuper.tune.candidates import Trial, compile_trials, make_trials
@@ -298,11 +298,11 @@ def _verified_winner(graph: KernelGraph, trials: Sequence[Trial]) -> Trial:
     """
     while any(t.final for t in trials):
         winner = decide(trials)
-        verification = verified(graph, winner.program.mugraph)
-        if verification:
+        why = fault(graph, winner.program.mugraph)
+        if why is None:
             return winner
         winner.final = False
-        winner.stop("wrong", verification.summary())
+        winner.stop("wrong", why)
     raise TuningError("tune: no candidate of the last stage verifies at real extents")
 
 
