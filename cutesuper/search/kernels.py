@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import inf
 from typing import Any, NamedTuple
 
@@ -31,7 +31,8 @@ from cutesuper.search.region import Way
 
 #: values that lie in memory before anything runs
 _GIVEN = ("input", "gather_pages")
-#: operators of one kernel at most; bounds the segments of a long graph
+#: pieces of one kernel at most; bounds the segments of a long graph. A piece is an operator, or in
+#: a long graph the operators between two positions where it may be cut: chains count once
 MAX_SEGMENT = 32
 #: operators of a graph up to which kernels may begin and end anywhere
 MANY_OPERATORS = 24
@@ -333,6 +334,7 @@ class Segments:
         orders = (flat.order, flat.depth_first(False), flat.depth_first(True))
         self.orders = tuple(dict.fromkeys(orders))
         self._known: dict[frozenset[int], Segment] = {}
+        self._marks: dict[tuple[int, ...], list[int]] = {}
         nodes = flat.graph.nodes
         ends = sum(size(nodes[i].shape) for i in (*flat.graph.inputs, *flat.graph.outputs))
         #: elements that may be needed across a cut: storing the scores of attention backward (2.3
@@ -347,32 +349,49 @@ class Segments:
             self._known[key] = self.flat.segment(members)
         return self._known[key]
 
-    def all(self) -> Iterator[tuple[Segment, int, bool]]:
-        """Segments, short ones first, their length, and whether both ends are waists.
+    def known(self, order: tuple[int, ...], start: int, end: int) -> Segment | None:
+        """A segment that was asked for before."""
+        return self._known.get(frozenset(order[start:end]))
 
-        All of a short graph; of one with more than `MANY_OPERATORS` single operators, and those
-        that begin and end neither inside of a chain nor on a slope.
-        """
+    def marks(self, order: tuple[int, ...]) -> list[int]:
+        """The positions where an order may be cut, its ends among them: all of a short graph; of
+        one with more than `MANY_OPERATORS` those neither inside of a chain nor on a slope."""
+        if order not in self._marks:
+            inner = set[int]()
+            if len(order) > MANY_OPERATORS:
+                inner = self.inside_chains(order) | self.slopes(order)
+            self._marks[order] = [n for n in range(len(order) + 1) if n not in inner]
+        return self._marks[order]
+
+    def all(self) -> Iterator[tuple[Segment, int, bool]]:
+        """Segments, short ones first, of how many pieces they are, and whether both ends are
+        waists."""
         waists_of = {order: self.waists(order) for order in self.orders}
-        long = len(self.orders[0]) > MANY_OPERATORS
-        inner_of = {
-            order: self.inside_chains(order) | self.slopes(order) if long else set[int]()
-            for order in self.orders
-        }
         for length in range(1, MAX_SEGMENT + 1):
             for order, waists in waists_of.items():
-                for start in range(len(order) - length + 1):
-                    end = start + length
-                    if self.mixed(order, start, end):
-                        continue
-                    if length > 1 and inner_of[order] & {start, end}:
-                        continue
-                    yield self.segment(order, start, end), length, {start, end} <= waists
+                marks = self.marks(order)
+                for start, end in zip(marks, marks[length:], strict=False):
+                    if not self.mixed(order, start, end):
+                        yield self.segment(order, start, end), length, {start, end} <= waists
+
+    def divide(self, runs: Callable[[Region], bool]) -> bool:
+        """Cut pieces that no kernel runs in two; return whether there are any."""
+        divided = False
+        for order in self.orders:
+            marks = self.marks(order)
+            halves = {
+                (start + end) // 2
+                for start, end in pairwise(marks)
+                if end - start > 1 and not runs(self.segment(order, start, end).region)
+            }
+            self._marks[order] = sorted({*marks, *halves})
+            divided |= bool(halves)
+        return divided
 
     def whole(self) -> Segment | None:
-        """All operators, where they are not too many for one kernel."""
+        """All operators."""
         (order, *_) = self.orders
-        if not 0 < len(order) <= MAX_SEGMENT or self.mixed(order, 0, len(order)):
+        if not order or self.mixed(order, 0, len(order)):
             return None
         return self.segment(order, 0, len(order))
 
@@ -463,14 +482,17 @@ def _cheapest(
     segments: Segments, order: tuple[int, ...], find: Find, keep: int
 ) -> list[_Path]:
     ways: list[list[_Path]] = [[_Path(0.0, None, None)]] + [[] for _ in order]
-    for start in range(len(order)):
+    marks = segments.marks(order)
+    for n, start in enumerate(marks[:-1]):
         if not ways[start]:
             continue
         reasons: list[SearchError] = []
-        for end in range(start + 1, min(len(order), start + MAX_SEGMENT) + 1):
+        for end in marks[n + 1 : n + 1 + MAX_SEGMENT]:
             if segments.mixed(order, start, end):
                 break
-            segment = segments.segment(order, start, end)
+            segment = segments.known(order, start, end)
+            if segment is None:
+                continue  # nobody looked at it
             try:
                 found = find(segment.region)
             except SearchError as e:
@@ -484,11 +506,12 @@ def _cheapest(
                 for k in found[: keep // (i + 1)]
             ]
             ways[end] = sorted(ways[end] + longer, key=lambda w: w.cost)[:keep]
-        if start + 1 < len(ways) and not any(ways[start + 1 :]):
+        if not any(ways[start + 1 :]):
             flat = segments.flat
+            reason = reasons[0] if reasons else SearchError("not looked at")
             raise SearchError(
-                f"no kernel can run {flat.describe(order[start])}: {reasons[0]}"
-            ) from reasons[0]
+                f"no kernel can run {flat.describe(order[start])}: {reason}"
+            ) from reason
     return ways[-1]
 
 

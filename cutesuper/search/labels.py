@@ -22,6 +22,7 @@ from cutesuper.errors import SearchError
 from cutesuper.graph.dims import Dim, Shape
 from cutesuper.graph.dtypes import DType
 from cutesuper.graph.operators import Attributes, lookup
+from cutesuper.search.clock import look
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,7 @@ class _Unification:
     def __init__(
         self, region: Region, groups: dict[Use, Group], equal: Sequence[tuple[Slot, Slot]] = ()
     ) -> None:
+        look()
         self.region, self.groups, self.equal = region, groups, equal
         self.parent: dict[Slot, Slot] = {}
         self.dead: list[Slot] = []  # dimensions of extent 1 that a reduction left behind
@@ -336,7 +338,7 @@ class _Unification:
         index: dict[Any, int] = {}
         for i, op in enumerate(self.region.ops):
             args = [self._operand((i, j), ops, index) for j in range(len(op.operands))]
-            index[len(self.region.inputs) + i] = self._operation(i, op, args, ops)
+            index[len(self.region.inputs) + i] = self._operation(i, op, args, ops, index)
         outputs = tuple((index[v.value], self._map(v.value, v.order)) for v in self.region.outputs)
         order = [n for _, m in outputs for n in m if n is not None]
         order += [n for op in ops if op.kind == "load" for n in op.attributes["map"] if n]
@@ -359,7 +361,9 @@ class _Unification:
             index[key] = len(ops) - 1
         return index[key]
 
-    def _operation(self, i: int, op: RegionOp, args: list[int], ops: list[LabelledOp]) -> int:
+    def _operation(
+        self, i: int, op: RegionOp, args: list[int], ops: list[LabelledOp], index: dict[Any, int]
+    ) -> int:
         labels = frozenset[str]().union(*(ops[a].labels for a in args))
         kind, over, attributes = op.kind, None, dict(op.attributes)
         if kind == "transpose":
@@ -385,10 +389,11 @@ class _Unification:
                                   "use 'bottom_right' for a row that sees all columns")
             attributes |= {"rows": rows, "columns": columns}
         made = LabelledOp(kind, tuple(args), labels - {over}, attributes, over)
-        if made in ops:  # computed for another use already
-            return ops.index(made)
-        ops.append(made)
-        return len(ops) - 1
+        key = kind, made.inputs, over, tuple(sorted(attributes.items()))
+        if key not in index:  # else it was computed for another use already
+            ops.append(made)
+            index[key] = len(ops) - 1
+        return index[key]
 
     def _counted(self, i: int, op: RegionOp) -> Attributes:
         """Attributes of a mask with lengths or labels. Raises SearchError."""

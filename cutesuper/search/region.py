@@ -6,9 +6,9 @@ A pure function of region, target and options, so that regions can be searched i
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -23,6 +23,7 @@ from cutesuper.search.block_cost import Model
 from cutesuper.search.blocks import CLUSTERS, STRIPS, Shape, candidates
 from cutesuper.search.chained_cost import chained_price
 from cutesuper.search.chained_form import ChainedForm
+from cutesuper.search.clock import OUT_OF_TIME, OutOfTime, late, limited
 from cutesuper.search.cost import Cost, price
 from cutesuper.search.distribute import distributed
 from cutesuper.search.extract import Partial, Structure, extract, structure
@@ -34,6 +35,7 @@ from cutesuper.search.saturate import TooLarge, saturate
 from cutesuper.search.sizing import Sized, sized
 from cutesuper.search.space import Sealing, Space
 from cutesuper.search.splits import Split
+from cutesuper.search.written import Written, core, tail
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,6 @@ MAX_DEPTH = 3
 MAX_TRIED = 30_000
 #: ways to run a region that differ in nothing but sizes and the order of operators
 ALIKE = 3
-#: why splits were not tried (in `Counts.pruned`)
-OUT_OF_TIME = "out of time"
 #: structures of a region of any form that are sized (2 to 5 ms each)
 MAX_STRUCTURES = 96
 
@@ -163,11 +163,12 @@ def search_region(
         region: what to compute.
         target: the device.
         options: knobs.
-        seconds: after this time no further splits are tried.
+        seconds: after this time nothing further is looked for.
     """
-    search = _RegionSearch(region, target, options, seconds)
+    search = _RegionSearch(region, target, options)
     try:
-        return Found(tuple(search.run()), None, search.counts)
+        with limited(seconds):
+            return Found(tuple(search.run()), None, search.counts)
     except SearchError as error:
         search.counts.pruned[str(error)] += 1
         return Found((), frameless(error), search.counts)
@@ -184,12 +185,12 @@ def in_a_chain(region: Region) -> bool:
         return False
 
 
+_Skeleton = MatmulForm | ChainedForm | RowForm | PersistentForm
+
+
 class _RegionSearch:
-    def __init__(
-        self, region: Region, target: Target, options: SearchOptions, seconds: float
-    ) -> None:
+    def __init__(self, region: Region, target: Target, options: SearchOptions) -> None:
         self.region, self.target, self.options = region, target, options
-        self._end = time.monotonic() + seconds
         self.counts = Counts(regions=1)
         self.itemsizes = {f"in{i}": t.itemsize for i, t in enumerate(region.input_dtypes)}
         self.itemsizes |= {f"out{i}": t.itemsize for i, t in enumerate(region.output_dtypes)}
@@ -217,6 +218,7 @@ class _RegionSearch:
         try:
             return search()
         except SearchError as error:
+            self.counts.pruned[OUT_OF_TIME] += isinstance(error, OutOfTime)
             reasons.append(frameless(error))
             return []
 
@@ -241,13 +243,29 @@ class _RegionSearch:
         return self._sealed(program, BlockForm())
 
     def _sealed(self, program: LabelledProgram, form: Form) -> list[Way]:
-        """With as little sealed as the limit on classes allows."""
-        for level in SEALING:
+        """With as little sealed as the limit on classes allows, or else as it is written."""
+        if isinstance(form, BlockForm):
+            return self._levels(program, lambda space: self._blocks(form, space))
+        try:
+            return self._levels(program, lambda space: list(self._skeleton(form, space)))
+        except (TooLarge, OutOfTime) as error:
+            self.counts.pruned["as it is written"] += 1
+            found = self._written(program, form, isinstance(error, OutOfTime))
+            if found:
+                self.counts.pruned[OUT_OF_TIME] += isinstance(error, OutOfTime)
+                return found
+            raise
+
+    def _levels(
+        self, program: LabelledProgram, search: Callable[[Space], list[Way]]
+    ) -> list[Way]:
+        """Seal more and more. Raises TooLarge where even sealed values are too many."""
+        levels = SEALING if len(program.ops) <= self.options.max_classes else SEALING[-1:]
+        for level in levels:
             try:
-                space = Space(program, level)
-                if isinstance(form, BlockForm):
-                    return self._blocks(form, space)
-                return list(self._skeleton(form, space))
+                if len(program.ops) > self.options.max_classes:
+                    raise TooLarge(f"{len(program.ops)} operations; raise SearchOptions.max_classes")
+                return search(Space(program, level))
             except TooLarge:
                 if level == SEALING[-1]:
                     raise
@@ -257,26 +275,50 @@ class _RegionSearch:
     # ----------------------------------------------------------------------- what skeletons run
 
     def _skeleton(
-        self, form: MatmulForm | ChainedForm | RowForm | PersistentForm, space: Space
+        self, form: _Skeleton, space: Space,
+        finish: Callable[[BlockProgram, Split], BlockProgram | None] = lambda program, _: program,
     ) -> Iterator[Way]:
-        """Sized programs of all splits of a form that the lowering has."""
+        """Sized programs of all splits of a form that the lowering has.
+
+        ``finish``: adds what was not searched.
+        """
         for split in form.splits(space.program):
             structures = self._structures(form, space, split, self.options.programs_per_split)
             if not structures:
                 return  # a split with one axis more is not feasible either
             for _, found in structures:
-                (program,) = found.programs
-                reason = form.refuses(program)
-                if reason is not None:
-                    self.counts.pruned[reason] += 1
-                    continue
-                number = self._number(program)
-                for s in sized(
-                    program, form, self.target, self.itemsizes,
-                    self.options.sizes_per_structure, self.counts.pruned,
-                    self.options.dependent_launch,
-                ):
-                    yield Way((s.program,), (), (s.cost,), number, True)
+                program = finish(found.programs[0], split)
+                if program is not None:
+                    yield from self._sized(form, program)
+
+    def _sized(self, form: _Skeleton, program: BlockProgram) -> Iterator[Way]:
+        reason = form.refuses(program)
+        if reason is not None:
+            self.counts.pruned[reason] += 1
+            return
+        number = self._number(program)
+        for s in sized(
+            program, form, self.target, self.itemsizes, self.options.sizes_per_structure,
+            self.counts.pruned, self.options.dependent_launch,
+        ):
+            yield Way((s.program,), (), (s.cost,), number, True)
+
+    def _written(self, program: LabelledProgram, form: _Skeleton, now: bool) -> list[Way]:
+        """Only what leads to the last reduction is searched, or (``now``) nothing."""
+        rest = tail(program)
+        begun = None if now else core(program, rest)
+        if begun is not None:
+            before, wanted = begun
+
+            def finish(found: BlockProgram, split: Split) -> BlockProgram | None:
+                return Written(program, split, found, wanted).program(form)
+
+            with suppress(TooLarge, OutOfTime):
+                found = self._levels(before, lambda s: list(self._skeleton(form, s, finish)))
+                if found:
+                    return found
+        whole = (Written(program, split).program(form) for split in form.splits(program))
+        return [way for p in whole if p is not None for way in self._sized(form, p)]
 
     def _structures(
         self, form: Form, space: Space, split: Split, count: int
@@ -310,7 +352,7 @@ class _RegionSearch:
         found: list[tuple[float, Structure]] = []
         infeasible: set[tuple[object, ...]] = set()
         for split in form.splits(space.program):
-            if time.monotonic() > self._end:
+            if late():
                 self.counts.pruned[OUT_OF_TIME] += 1
                 break
             if self.counts.tried > MAX_TRIED:
@@ -322,13 +364,19 @@ class _RegionSearch:
             if self._hopeless(space.program, split):
                 self.counts.pruned["whole dimensions exceed the shared memory"] += 1
                 continue
-            structures = self._least_passes(form, space, split)
+            try:
+                structures = self._least_passes(form, space, split)
+            except OutOfTime:
+                continue  # which ends the loop
             if not structures:
                 infeasible.add(split.kinds)
             found += structures
         found.sort(key=lambda f: f[0])
         ways: list[Way] = []
         for _, s in found[:MAX_STRUCTURES]:
+            if ways and late():
+                self.counts.pruned[OUT_OF_TIME] += 1
+                break
             ways += self._sizes(form, s)
         return ways
 

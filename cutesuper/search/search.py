@@ -284,15 +284,31 @@ class _Search:
         """Search every region of a graph, short ones first, until the budget is used up."""
         if self._interrupt is not None or self._is_one_kernel(segments):
             return
+        more = True
+        while more and self._interrupt is None:
+            wanted = self._wanted(segments)
+            self._look_at({r: o for r, o in wanted.items() if (r, o.lowered) not in self._found})
+            more = self._left() > 0 and segments.divide(self._runs)
+
+    def _wanted(self, segments: Segments) -> dict[Region, SearchOptions]:
+        """The regions that are worth a look, and how, as far as the budget reaches."""
         wanted: dict[Region, SearchOptions] = {}
         for segment, length, at_waists in segments.all():
+            if self._left() <= 0:
+                self.statistics.complete = False
+                break
             if at_waists or (self.options.lowered and not in_a_chain(segment.region)):
                 wanted[segment.region] = self.options
             elif length == 1:  # so that there is always a way
                 simple = needs_positions(segment.region) is None
                 options = replace(self.options, lowered=True) if simple else self.options
                 wanted.setdefault(segment.region, options)
-        self._look_at({r: o for r, o in wanted.items() if (r, o.lowered) not in self._found})
+        return wanted
+
+    def _runs(self, region: Region) -> bool:
+        """Whether a kernel was found for a region."""
+        found = (self._found.get((region, lowered)) for lowered in (False, True))
+        return any(f is not None and f.error is None for f in found)
 
     def _is_one_kernel(self, segments: Segments) -> bool:
         """Whether all of a graph is one kernel of rows, which no sequence of kernels is faster

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any, Literal, NamedTuple
 
 from cutesuper.graph.operators import TABLE, lookup
+from cutesuper.search.clock import look
 from cutesuper.search.expression import Expressions
 from cutesuper.search.goal import Goal
 from cutesuper.search.labels import LabelledOp, LabelledProgram
@@ -102,6 +103,7 @@ class Space:
 
     def pairing(self, x: int, y: int) -> Pairing:
         """What can become of two normal forms; keep the answer in `pairings`."""
+        look()
         goal = self.goal
         fits, together = goal.fits(x, y), goal.together(x, y)
         chosen = self._chosen(x, y) if self._taken else ()
