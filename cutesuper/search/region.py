@@ -137,6 +137,10 @@ class Found:
 #: be searched at all had more than 159, and to find that one has 500 takes 0.5 s. Of the regions of
 #: a layer of a GPT two thirds have
 PRODUCT_CLASSES = 0.4
+#: operations of a program that is saturated, loads and numbers among them: more are run as they are
+#: written. A kernel of 32 operators has up to 50; with 200, of which 180 in chains, saturation takes
+#: 4 s and finds nothing else
+MAX_SATURATED = 64
 #: how regions are searched that had too many classes: `Space`
 SEALING: tuple[Sealing, ...] = (0, 1, 2)
 #: elements of an operand that is not read again by every block (2 MB), and columns of a product
@@ -243,16 +247,15 @@ class _RegionSearch:
         return self._sealed(program, BlockForm())
 
     def _sealed(self, program: LabelledProgram, form: Form) -> list[Way]:
-        """With as little sealed as the limit on classes allows, or else as it is written."""
+        """With as little sealed as the limits allow, or else as it is written."""
         if isinstance(form, BlockForm):
             return self._levels(program, lambda space: self._blocks(form, space))
         try:
             return self._levels(program, lambda space: list(self._skeleton(form, space)))
         except (TooLarge, OutOfTime) as error:
-            self.counts.pruned["as it is written"] += 1
-            found = self._written(program, form, isinstance(error, OutOfTime))
+            self.counts.pruned[str(error) if late() else "too long: as it is written"] += 1
+            found = self._written(program, form)
             if found:
-                self.counts.pruned[OUT_OF_TIME] += isinstance(error, OutOfTime)
                 return found
             raise
 
@@ -260,11 +263,12 @@ class _RegionSearch:
         self, program: LabelledProgram, search: Callable[[Space], list[Way]]
     ) -> list[Way]:
         """Seal more and more. Raises TooLarge where even sealed values are too many."""
-        levels = SEALING if len(program.ops) <= self.options.max_classes else SEALING[-1:]
-        for level in levels:
+        if len(program.ops) > MAX_SATURATED:
+            raise TooLarge(
+                f"more than {MAX_SATURATED} operations; compute the program in pieces"
+            )
+        for level in SEALING:
             try:
-                if len(program.ops) > self.options.max_classes:
-                    raise TooLarge(f"{len(program.ops)} operations; raise SearchOptions.max_classes")
                 return search(Space(program, level))
             except TooLarge:
                 if level == SEALING[-1]:
@@ -303,10 +307,9 @@ class _RegionSearch:
         ):
             yield Way((s.program,), (), (s.cost,), number, True)
 
-    def _written(self, program: LabelledProgram, form: _Skeleton, now: bool) -> list[Way]:
-        """Only what leads to the last reduction is searched, or (``now``) nothing."""
-        rest = tail(program)
-        begun = None if now else core(program, rest)
+    def _written(self, program: LabelledProgram, form: _Skeleton) -> list[Way]:
+        """As it is written; what leads to the last reduction is searched where that is short."""
+        begun = core(program, tail(program))
         if begun is not None:
             before, wanted = begun
 

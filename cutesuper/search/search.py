@@ -522,28 +522,42 @@ def _candidate(mugraph: MuGraph, cut: Cut) -> Candidate:
     )
 
 
+#: characters of an expression that is written out again in each place where it is used
+MAX_SHOWN = 1000
+
+
 def show(program: BlockProgram) -> str:
-    """A program as one line of expressions.
+    """A program as one line of expressions; one of more than `MAX_SHOWN` characters gets a name.
 
     ``out0 = div(acc(matmul(X, W)), sqrt(acc(mean(square(X))))) with N.grid(64) ..., tile ...``
     """
     text: list[str] = []
+    named: list[str] = []
     stores: list[str] = []
+    for i, op in enumerate(program.ops):
+        shown = _shown(op, [text[j] for j in op.inputs])
+        if op.kind == STORE:
+            stores.append(f"{op.attributes['tensor']} = {shown}")
+        elif len(shown) > MAX_SHOWN:
+            named.append(f"v{i} = {shown}")
+            shown = f"v{i}"
+        text.append(shown)
+    return f"{', '.join((*named, *stores))} with {describe(program)}"
+
+
+def _shown(op: BlockOp, operands: list[str]) -> str:
+    """An operation as an expression of what it takes."""
+    args = ", ".join(operands)
     short = {ACCUMULATE: "acc", CLUSTER_REDUCE: "cluster", GRID_REDUCE: "grid"}
-    for op in program.ops:
-        args = ", ".join(text[j] for j in op.inputs)
-        if op.kind == LOAD:
-            text.append(op.attributes["tensor"])
-        elif op.kind == STORE:
-            stores.append(f"{op.attributes['tensor']} = {args}")
-            text.append("")
-        elif op.kind == "constant":
-            text.append(f"{op.attributes['value']:g}")
-        elif op.rescaled:
-            text.append(f"rescaled_{short[op.kind]}({text[op.inputs[0]]}, {text[op.inputs[1]]})")
-        else:
-            text.append(f"{short.get(op.kind, op.kind)}({args})")
-    return f"{', '.join(stores)} with {describe(program)}"
+    if op.kind == LOAD:
+        return op.attributes["tensor"]
+    if op.kind == STORE:
+        return args
+    if op.kind == "constant":
+        return f"{op.attributes['value']:g}"
+    if op.rescaled:
+        return f"rescaled_{short[op.kind]}({operands[0]}, {operands[1]})"
+    return f"{short.get(op.kind, op.kind)}({args})"
 
 
 __all__ = [
