@@ -137,10 +137,9 @@ class Found:
 #: be searched at all had more than 159, and to find that one has 500 takes 0.5 s. Of the regions of
 #: a layer of a GPT two thirds have
 PRODUCT_CLASSES = 0.4
-#: operations of a program that is saturated, loads and numbers among them: more are run as they are
-#: written. A kernel of 32 operators has up to 50; with 200, of which 180 in chains, saturation takes
-#: 4 s and finds nothing else
-MAX_SATURATED = 64
+#: operators of a program that is saturated: more are run as they are written. With 180 in two chains
+#: around a softmax, saturation took 4 s and found nothing else
+MAX_SATURATED = 32
 #: how regions are searched that had too many classes: `Space`
 SEALING: tuple[Sealing, ...] = (0, 1, 2)
 #: elements of an operand that is not read again by every block (2 MB), and columns of a product
@@ -231,11 +230,15 @@ class _RegionSearch:
         if isinstance(form, ChainedForm):
             moved = hoisted(program, form)
             return list(self._skeleton(form, Space(moved, sealed=settled(moved, form))))
-        found = self._sealed(program, form)
-        if found or not isinstance(form, MatmulForm):
-            return found
-        other = distributed(program, form.contracted)
-        return found if other is None else self._sealed(other, find_form(self.region, other))
+        reasons: list[SearchError] = []
+        found = self._attempt(lambda: self._sealed(program, form), reasons)
+        if not found and isinstance(form, MatmulForm):
+            other = distributed(program, form.contracted)
+            if other is not None:
+                return self._sealed(other, find_form(self.region, other))
+        if reasons:
+            raise reasons[0]
+        return found
 
     def _general(self, program: LabelledProgram) -> list[Way]:
         if not program.dims:
@@ -263,10 +266,8 @@ class _RegionSearch:
         self, program: LabelledProgram, search: Callable[[Space], list[Way]]
     ) -> list[Way]:
         """Seal more and more. Raises TooLarge where even sealed values are too many."""
-        if len(program.ops) > MAX_SATURATED:
-            raise TooLarge(
-                f"more than {MAX_SATURATED} operations; compute the program in pieces"
-            )
+        if sum(op.kind not in ("load", "constant") for op in program.ops) > MAX_SATURATED:
+            raise TooLarge(f"more than {MAX_SATURATED} operators; compute the program in pieces")
         for level in SEALING:
             try:
                 return search(Space(program, level))
