@@ -238,16 +238,8 @@ def _order(
     small = schedule.lanes * schedule.rows < LARGE and held * loads <= MAX_PER_THREAD
     if not reductions or small:
         return tuple(sorted(work, key=lambda i: program.ops[i].kind != LOAD))
-    found: dict[int, None] = {}
-
-    def visit(i: int) -> None:
-        for j in program.ops[i].inputs:
-            visit(j)
-        found[i] = None
-
-    for i in (*reductions, *work):
-        visit(i)
-    return tuple(found)
+    needed = program.dependence.before
+    return tuple(dict.fromkeys(j for i in (*reductions, *work) for j in needed(i)))
 
 
 def inverted_divisors(

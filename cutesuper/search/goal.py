@@ -12,8 +12,9 @@ from collections.abc import Iterable
 
 from cutesuper.search.expression import ONE, ZERO, Atom, AtomKind, Expressions
 
-#: one bit field of this width counts the occurrences of one variable; its top bit is a guard
-_FIELD = 16
+#: one bit field of this width counts the occurrences of one variable; its top bit is a guard. A
+#: square of a square doubles it with every operator, of which there are up to 32
+_FIELD = 48
 
 Parts = dict[str, tuple[str, ...]]  # label -> symbols of all its parts
 

@@ -267,16 +267,17 @@ class _SegmentBuilder:
 
     def _with_scalars(self) -> tuple[int, ...]:
         """The members, each after the numbers that it needs."""
-        found: dict[int, None] = {}
-
-        def add(i: int) -> None:
-            for v in self.flat.operands(i):
-                if v.value in self.flat.scalar:
-                    add(v.value)
-            found[i] = None
-
+        flat, found = self.flat, dict[int, None]()
         for i in self.members:
-            add(i)
+            stack = [i]
+            while stack:
+                n = stack[-1]
+                values = (v.value for v in flat.operands(n))
+                before = [v for v in values if v in flat.scalar and v not in found]
+                if before and n not in found:
+                    stack += reversed(before)
+                else:
+                    found[stack.pop()] = None
         return tuple(found)
 
     def build(self) -> Segment:

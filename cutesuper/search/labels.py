@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from cutesuper.errors import SearchError
+from cutesuper.graph.dependence import Dependence
 from cutesuper.graph.dims import Dim, Shape
 from cutesuper.graph.dtypes import DType
 from cutesuper.graph.operators import Attributes, lookup
@@ -104,6 +106,11 @@ class LabelledProgram:
     ops: tuple[LabelledOp, ...]
     outputs: tuple[tuple[int, LabelMap], ...]
 
+    @cached_property
+    def dependence(self) -> Dependence:
+        """What every operation depends on."""
+        return Dependence([op.inputs for op in self.ops])
+
     @property
     def reduced(self) -> tuple[str, ...]:
         """Labels over which anything is reduced or contracted."""
@@ -186,21 +193,26 @@ def _unshared(region: Region) -> Region:
     """The region with one computation for each use of a value; equal ones become one again when
     their labels are known. Raises SearchError past `MAX_UNSHARED` operators."""
     inputs, ops = len(region.inputs), list[RegionOp]()
-
-    def copy(view: View) -> View:
+    made: list[View] = []  # operands of what is still to be made
+    todo: list[tuple[View, bool]] = [(v, False) for v in reversed(region.outputs)]
+    while todo:
+        view, ready = todo.pop()
         if view.value < inputs:
-            return view
+            made.append(view)
+            continue
         op = region.ops[view.value - inputs]
-        operands = tuple(copy(v) for v in op.operands)
+        if not ready:
+            todo.append((view, True))
+            todo += ((v, False) for v in reversed(op.operands))
+            continue
         if len(ops) == MAX_UNSHARED:
             raise SearchError(
                 "a value is used in two roles, and too much depends on it to compute it twice"
             )
-        ops.append(replace(op, operands=operands))
-        return View(inputs + len(ops) - 1, view.order)
-
-    outputs = tuple(copy(v) for v in region.outputs)
-    return replace(region, ops=tuple(ops), outputs=outputs)
+        first = len(made) - len(op.operands)
+        ops.append(replace(op, operands=tuple(made[first:])))
+        made[first:] = [View(inputs + len(ops) - 1, view.order)]
+    return replace(region, ops=tuple(ops), outputs=tuple(made))
 
 
 def _side_by_side(found: _Unification) -> _Unification:

@@ -137,8 +137,8 @@ class Found:
 #: be searched at all had more than 159, and to find that one has 500 takes 0.5 s. Of the regions of
 #: a layer of a GPT two thirds have
 PRODUCT_CLASSES = 0.4
-#: operators of a program that is saturated: more are run as they are written. With 180 in two chains
-#: around a softmax, saturation took 4 s and found nothing else
+#: operators of a program that is saturated: more are run as they are written. With 180 in two
+#: chains around a softmax, saturation took 4 s and found nothing else
 MAX_SATURATED = 32
 #: how regions are searched that had too many classes: `Space`
 SEALING: tuple[Sealing, ...] = (0, 1, 2)

@@ -61,7 +61,9 @@ def tail(program: LabelledProgram) -> frozenset[int]:
     return frozenset(found)
 
 
-def core(program: LabelledProgram, rest: frozenset[int]) -> tuple[LabelledProgram, list[int]] | None:
+def core(
+    program: LabelledProgram, rest: frozenset[int]
+) -> tuple[LabelledProgram, list[int]] | None:
     """The program without ``rest``, and what its outputs are: the operations that ``rest`` takes,
     and the outputs that do not depend on it. None where nothing or everything is left."""
     taken = {j for i in rest for j in program.ops[i].inputs} | {i for i, _ in program.outputs}
