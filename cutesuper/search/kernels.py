@@ -360,7 +360,7 @@ class Segments:
         if order not in self._marks:
             inner = set[int]()
             if len(order) > MANY_OPERATORS:
-                inner = self.inside_chains(order) | self.slopes(order)
+                inner = self.inside_chains(order) | self.slopes(order) | self.inside_runs(order)
             self._marks[order] = [n for n in range(len(order) + 1) if n not in inner]
         return self._marks[order]
 
@@ -412,6 +412,20 @@ class Segments:
             chain = lookup(before.operator).elementwise and lookup(after.operator).elementwise
             same = before.shape == after.shape and order[n - 1] not in flat.graph.outputs
             if alone and chain and same:
+                found.add(n)
+        return found
+
+    def inside_runs(self, order: tuple[int, ...]) -> set[int]:
+        """Positions from which a cut could move on, over element-wise operators, to where no more
+        is stored: between the sums of ``y + y * y`` again and again, each of which is used twice.
+        """
+        flat, crossing = self.flat, self._crossing(order)
+        movable = [lookup(flat.graph.nodes[i].operator).elementwise for i in order]
+        found, least = set[int](), inf  # of the positions further along that a cut can move to
+        for n in range(len(order) - 1, 0, -1):
+            least = min(least, crossing[n + 1]) if movable[n] else inf
+            kept = order[n - 1] in flat.graph.outputs
+            if movable[n - 1] and least <= crossing[n] and not kept:
                 found.add(n)
         return found
 

@@ -275,8 +275,12 @@ class _Unification:
 
     def find(self, slot: Slot) -> Slot:
         """The dimension that stands for all that are unified with this one."""
-        while slot in self.parent:
-            slot = self.parent[slot]
+        parent = self.parent
+        while slot in parent:
+            above = parent[slot]
+            if above in parent:
+                parent[slot] = parent[above]  # so that long chains are short the next time
+            slot = above
         return slot
 
     def _join(self, a: Slot, b: Slot) -> None:

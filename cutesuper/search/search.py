@@ -33,6 +33,7 @@ from cutesuper.graph.dims import Dim
 from cutesuper.graph.dtypes import float32
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.target import Target
+from cutesuper.search.clock import OUT_OF_TIME, limited
 from cutesuper.search.cost import Cost
 from cutesuper.search.forms import needs_positions
 from cutesuper.search.kernels import Cut, Flat, Groups, Segment, Segments, cuts
@@ -41,7 +42,6 @@ from cutesuper.search.labels import Region, label
 from cutesuper.search.products import matrix_products
 from cutesuper.search.reductions import rows_meet
 from cutesuper.search.region import (
-    OUT_OF_TIME,
     Counts,
     Found,
     SearchOptions,
@@ -194,7 +194,8 @@ class _Search:
     def run(self) -> SearchResult:
         candidates: list[Candidate] = []
         try:
-            self._collect(candidates)
+            with limited(self._left()):
+                self._collect(candidates)
         except KeyboardInterrupt:
             if not candidates:
                 raise
@@ -230,7 +231,7 @@ class _Search:
             if self._accepted(cut, mugraph):
                 candidates.append(_candidate(mugraph, cut))
                 self.best = candidates[0].cost_us
-            if len(candidates) == keep:
+            if len(candidates) == keep or (candidates and self._left() <= 0):
                 break
 
     # ------------------------------------------------------------------------------------- graphs
@@ -442,7 +443,7 @@ def peak_mb() -> float:
 
 
 #: seconds that a worker may take past the budget before its part of the graph is given up
-_GRACE_S = 2.0
+_GRACE_S = 0.3
 
 
 def _groups(outputs: int) -> Iterator[Groups]:
