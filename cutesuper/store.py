@@ -133,14 +133,14 @@ def canonical(graph: KernelGraph) -> dict[str, Any]:
     """
     order: dict[int, int] = {i: n for n, i in enumerate(graph.inputs)}
 
-    def visit(i: int) -> None:
-        if i not in order:
-            for j in graph.nodes[i].inputs:
-                visit(j)
-            order[i] = len(order)
-
-    for i in graph.outputs:
-        visit(i)
+    stack = list(reversed(graph.outputs))
+    while stack:
+        i = stack[-1]
+        before = [j for j in graph.nodes[i].inputs if j not in order]
+        if i in order or not before:
+            order.setdefault(stack.pop(), len(order))
+        else:
+            stack += reversed(before)
     names = {name: n for n, name in enumerate(_symbols(graph))}
     nodes: list[dict[str, Any]] = []
     for i in order:

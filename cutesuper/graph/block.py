@@ -20,8 +20,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from math import prod
 
+from cutesuper.graph.dependence import Dependence
 from cutesuper.graph.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.graph.dtypes import DType
 from cutesuper.graph.operators import Attributes
@@ -134,6 +136,11 @@ class BlockProgram:
     axes: tuple[Axis, ...]
     tile: dict[str, int]
     ops: tuple[BlockOp, ...]
+
+    @cached_property
+    def dependence(self) -> Dependence:
+        """What every operation depends on."""
+        return Dependence([op.inputs for op in self.ops])
 
     def axis(self, name: str) -> Axis:
         """The axis called ``K.loop``. Raises KeyError."""

@@ -376,11 +376,15 @@ def _check_after(
         SearchError: something else is reduced, or stored that depends on no product.
     """
     reduced = False
+    tails = program.dependence.after(
+        i for i, op in enumerate(program.ops)
+        if is_product(program, op) and not after.isdisjoint(op.inputs)
+    )
     for op in program.ops:
         if op.over is None or after.isdisjoint(op.inputs):
             continue
         if is_product(program, op):
-            if op.over not in hidden or any(_tail(program, j, after) for j in op.inputs):
+            if op.over not in hidden or not tails.isdisjoint(op.inputs):
                 raise SearchError("a product of a product of a product: another kernel")
             continue
         if op.over != column or hidden:
@@ -391,14 +395,6 @@ def _check_after(
     if any(set(hidden) & set(labels_of(m)) for _, m in program.outputs):
         raise SearchError("what lies between two products is not stored")
     return reduced
-
-
-def _tail(program: LabelledProgram, i: int, after: set[int]) -> bool:
-    """Whether an operation depends on a product of what another one gave."""
-    op = program.ops[i]
-    if is_product(program, op) and not after.isdisjoint(op.inputs):
-        return True
-    return any(_tail(program, j, after) for j in op.inputs)
 
 
 def _check_product(

@@ -6,9 +6,9 @@ A pure function of region, target and options, so that regions can be searched i
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 
@@ -23,6 +23,7 @@ from cutesuper.search.block_cost import Model
 from cutesuper.search.blocks import CLUSTERS, STRIPS, Shape, candidates
 from cutesuper.search.chained_cost import chained_price
 from cutesuper.search.chained_form import ChainedForm
+from cutesuper.search.clock import OUT_OF_TIME, OutOfTime, late, limited
 from cutesuper.search.cost import Cost, price
 from cutesuper.search.distribute import distributed
 from cutesuper.search.extract import Partial, Structure, extract, structure
@@ -35,6 +36,7 @@ from cutesuper.search.saturate import TooLarge, saturate
 from cutesuper.search.sizing import Sized, sized
 from cutesuper.search.space import Sealing, Space
 from cutesuper.search.splits import Split
+from cutesuper.search.written import Written, core, tail
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,9 @@ class Found:
 #: be searched at all had more than 159, and to find that one has 500 takes 0.5 s. Of the regions of
 #: a layer of a GPT two thirds have
 PRODUCT_CLASSES = 0.4
+#: operators of a program that is saturated: more are run as they are written. With 180 in two
+#: chains around a softmax, saturation took 4 s and found nothing else
+MAX_SATURATED = 32
 #: how regions are searched that had too many classes: `Space`
 SEALING: tuple[Sealing, ...] = (0, 1, 2)
 #: elements of an operand that is not read again by every block (2 MB), and columns of a product
@@ -149,8 +154,6 @@ MAX_DEPTH = 3
 MAX_TRIED = 30_000
 #: ways to run a region that differ in nothing but sizes and the order of operators
 ALIKE = 3
-#: why splits were not tried (in `Counts.pruned`)
-OUT_OF_TIME = "out of time"
 #: structures of a region of any form that are sized (2 to 5 ms each)
 MAX_STRUCTURES = 96
 
@@ -164,11 +167,12 @@ def search_region(
         region: what to compute.
         target: the device.
         options: knobs.
-        seconds: after this time no further splits are tried.
+        seconds: after this time nothing further is looked for.
     """
-    search = _RegionSearch(region, target, options, seconds)
+    search = _RegionSearch(region, target, options)
     try:
-        return Found(tuple(search.run()), None, search.counts)
+        with limited(seconds):
+            return Found(tuple(search.run()), None, search.counts)
     except SearchError as error:
         search.counts.pruned[str(error)] += 1
         return Found((), frameless(error), search.counts)
@@ -185,12 +189,12 @@ def in_a_chain(region: Region) -> bool:
         return False
 
 
+_Skeleton = MatmulForm | ChainedForm | RowForm | PersistentForm
+
+
 class _RegionSearch:
-    def __init__(
-        self, region: Region, target: Target, options: SearchOptions, seconds: float
-    ) -> None:
+    def __init__(self, region: Region, target: Target, options: SearchOptions) -> None:
         self.region, self.target, self.options = region, target, options
-        self._end = time.monotonic() + seconds
         self.counts = Counts(regions=1)
         self.itemsizes = {f"in{i}": t.itemsize for i, t in enumerate(region.input_dtypes)}
         self.itemsizes |= {f"out{i}": t.itemsize for i, t in enumerate(region.output_dtypes)}
@@ -218,6 +222,7 @@ class _RegionSearch:
         try:
             return search()
         except SearchError as error:
+            self.counts.pruned[OUT_OF_TIME] += isinstance(error, OutOfTime)
             reasons.append(frameless(error))
             return []
 
@@ -227,11 +232,15 @@ class _RegionSearch:
         if isinstance(form, ChainedForm):
             moved = hoisted(program, form)
             return list(self._skeleton(form, Space(moved, sealed=settled(moved, form))))
-        found = self._sealed(program, form)
-        if found or not isinstance(form, MatmulForm):
-            return found
-        other = distributed(program, form.contracted)
-        return found if other is None else self._sealed(other, find_form(self.region, other))
+        reasons: list[SearchError] = []
+        found = self._attempt(lambda: self._sealed(program, form), reasons)
+        if not found and isinstance(form, MatmulForm):
+            other = distributed(program, form.contracted)
+            if other is not None:
+                return self._sealed(other, find_form(self.region, other))
+        if reasons:
+            raise reasons[0]
+        return found
 
     def _general(self, program: LabelledProgram) -> list[Way]:
         if not program.dims:
@@ -243,13 +252,27 @@ class _RegionSearch:
         return self._sealed(program, BlockForm())
 
     def _sealed(self, program: LabelledProgram, form: Form) -> list[Way]:
-        """With as little sealed as the limit on classes allows."""
+        """With as little sealed as the limits allow, or else as it is written."""
+        if isinstance(form, BlockForm):
+            return self._levels(program, lambda space: self._blocks(form, space))
+        try:
+            return self._levels(program, lambda space: list(self._skeleton(form, space)))
+        except (TooLarge, OutOfTime) as error:
+            self.counts.pruned[str(error) if late() else "too long: as it is written"] += 1
+            found = self._written(program, form)
+            if found:
+                return found
+            raise
+
+    def _levels(
+        self, program: LabelledProgram, search: Callable[[Space], list[Way]]
+    ) -> list[Way]:
+        """Seal more and more. Raises TooLarge where even sealed values are too many."""
+        if sum(op.kind not in ("load", "constant") for op in program.ops) > MAX_SATURATED:
+            raise TooLarge(f"more than {MAX_SATURATED} operators; compute the program in pieces")
         for level in SEALING:
             try:
-                space = Space(program, level)
-                if isinstance(form, BlockForm):
-                    return self._blocks(form, space)
-                return list(self._skeleton(form, space))
+                return search(Space(program, level))
             except TooLarge:
                 if level == SEALING[-1]:
                     raise
@@ -259,30 +282,51 @@ class _RegionSearch:
     # ----------------------------------------------------------------------- what skeletons run
 
     def _skeleton(
-        self, form: MatmulForm | ChainedForm | RowForm | PersistentForm, space: Space
+        self, form: _Skeleton, space: Space,
+        finish: Callable[[BlockProgram, Split], BlockProgram | None] = lambda program, _: program,
     ) -> Iterator[Way]:
-        """Sized programs of all splits of a form that the lowering has."""
+        """Sized programs of all splits of a form that the lowering has.
+
+        ``finish``: adds what was not searched.
+        """
         for split in form.splits(space.program):
             structures = self._structures(form, space, split, self.options.programs_per_split)
             if not structures:
                 return  # a split with one axis more is not feasible either
             for _, found in structures:
-                (program,) = found.programs
-                reason = (
-                    _vanished(form, program)
-                    or form.refuses(program)
-                    or self._rounding.refuses(program)
-                )
-                if reason is not None:
-                    self.counts.pruned[reason] += 1
-                    continue
-                number = self._number(program)
-                for s in sized(
-                    program, form, self.target, self.itemsizes,
-                    self.options.sizes_per_structure, self.counts.pruned,
-                    self.options.dependent_launch,
-                ):
-                    yield Way((s.program,), (), (s.cost,), number, True)
+                program = finish(found.programs[0], split)
+                if program is not None:
+                    yield from self._sized(form, program)
+
+    def _sized(self, form: _Skeleton, program: BlockProgram) -> Iterator[Way]:
+        reason = (
+            _vanished(form, program) or form.refuses(program) or self._rounding.refuses(program)
+        )
+        if reason is not None:
+            self.counts.pruned[reason] += 1
+            return
+        number = self._number(program)
+        for s in sized(
+            program, form, self.target, self.itemsizes, self.options.sizes_per_structure,
+            self.counts.pruned, self.options.dependent_launch,
+        ):
+            yield Way((s.program,), (), (s.cost,), number, True)
+
+    def _written(self, program: LabelledProgram, form: _Skeleton) -> list[Way]:
+        """As it is written; what leads to the last reduction is searched where that is short."""
+        begun = core(program, tail(program))
+        if begun is not None:
+            before, wanted = begun
+
+            def finish(found: BlockProgram, split: Split) -> BlockProgram | None:
+                return Written(program, split, found, wanted).program(form)
+
+            with suppress(TooLarge, OutOfTime):
+                found = self._levels(before, lambda s: list(self._skeleton(form, s, finish)))
+                if found:
+                    return found
+        whole = (Written(program, split).program(form) for split in form.splits(program))
+        return [way for p in whole if p is not None for way in self._sized(form, p)]
 
     def _structures(
         self, form: Form, space: Space, split: Split, count: int
@@ -316,7 +360,7 @@ class _RegionSearch:
         found: list[tuple[float, Structure]] = []
         infeasible: set[tuple[object, ...]] = set()
         for split in form.splits(space.program):
-            if time.monotonic() > self._end:
+            if late():
                 self.counts.pruned[OUT_OF_TIME] += 1
                 break
             if self.counts.tried > MAX_TRIED:
@@ -328,13 +372,19 @@ class _RegionSearch:
             if self._hopeless(space.program, split):
                 self.counts.pruned["whole dimensions exceed the shared memory"] += 1
                 continue
-            structures = self._least_passes(form, space, split)
+            try:
+                structures = self._least_passes(form, space, split)
+            except OutOfTime:
+                continue  # which ends the loop
             if not structures:
                 infeasible.add(split.kinds)
             found += structures
         found.sort(key=lambda f: f[0])
         ways: list[Way] = []
         for _, s in found[:MAX_STRUCTURES]:
+            if ways and late():
+                self.counts.pruned[OUT_OF_TIME] += 1
+                break
             ways += self._sizes(form, s)
         return ways
 

@@ -32,6 +32,7 @@ from cutesuper.graph.block import (
 )
 from cutesuper.graph.field import DivisionByZero, FieldAlgebra, FieldValue, align, uniform
 from cutesuper.graph.operators import Operator, lookup
+from cutesuper.search.clock import look
 from cutesuper.search.labels import LabelledOp
 from cutesuper.search.space import ARITHMETIC, Pairing, Space
 from cutesuper.search.splits import AnyRules, Operand, Rules, Split, State, all_parts
@@ -170,6 +171,7 @@ class Table:
         """Combine until nothing new is useful. Raises TooLarge past the limit."""
         done = 0
         while done < len(self.classes):
+            look()
             self._unary(done)
             if done not in self._integers.values():
                 self._partners(done)

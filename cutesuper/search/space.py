@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from cutesuper.graph.field import Primes, draw_primes
 from cutesuper.graph.operators import TABLE, Items, lookup
+from cutesuper.search.clock import look
 from cutesuper.search.expression import Expressions
 from cutesuper.search.goal import Goal
 from cutesuper.search.labels import LabelledOp, LabelledProgram
@@ -111,6 +112,7 @@ class Space:
 
     def pairing(self, x: int, y: int) -> Pairing:
         """What can become of two normal forms; keep the answer in `pairings`."""
+        look()
         goal = self.goal
         fits, together = goal.fits(x, y), goal.together(x, y)
         chosen = self._chosen(x, y) if self._taken else ()
