@@ -5,6 +5,6 @@
     python -m tests.fuzz --replay '{"sources": ..}'   what the minimiser has printed
 
 `programs` says what a program is, `draw` makes one of a seed, `formulas` and `judge` say what it
-should compute, `check` runs it, `minimise` makes a failing one small. `functions` does the same with
-functions of PyTorch. See ``docs/howto/fuzzing.md``.
+should compute, `check` runs it, `minimise` makes a failing one small. `functions` does the same
+with functions of PyTorch. See ``docs/howto/fuzzing.md``.
 """

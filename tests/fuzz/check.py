@@ -232,7 +232,7 @@ def autograd(graph: KernelGraph, case: Case, given: dict[str, Tensor]) -> list[T
 def held(outputs: Sequence[Tensor], wanted: Sequence[Expected], where: str) -> str:
     """"right" or "unjudged". Raises `Wrong`."""
     verdict = judge.judged(outputs, wanted)
-    if not verdict:
+    if verdict.wrong:
         raise Wrong("wrong", where, verdict.reason)
     return verdict.kind
 

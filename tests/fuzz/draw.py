@@ -295,9 +295,10 @@ def _tried(d: Draw, op: Operator) -> None:
     for _ in range(20):
         arity = op.arity if op.arity >= 0 else d.rng.randint(1, 4)
         shape = d.dims(d.value())
+        labels = d.rng.choice((shape[: d.rng.randint(1, len(shape))], (*shape[:-1], 1)))
         operands = [
-            d.source(shape[: d.rng.randint(1, len(shape))], "labels", op.integer_types[0].name, 2)
-            if k in op.integers else d.source(shape) if op.of_inputs else d.value()
+            d.source(labels, "labels", op.integer_types[0].name, 2) if k in op.integers
+            else d.source(shape) if op.of_inputs else d.value()
             for k in range(arity)
         ]
         try:

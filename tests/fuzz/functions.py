@@ -77,6 +77,11 @@ class Function:
         """Nothing: these are operators of PyTorch."""
         return set()
 
+    @property
+    def parts(self) -> list[str]:
+        """What it is made of."""
+        return sorted({x.text for x in self.lines})
+
     def pruned(self) -> Function:
         """Without what no output needs."""
         needed, n = set(self.outputs), len(self.sources)
@@ -138,8 +143,10 @@ class Function:
             dims = [f'{{0: torch.export.Dim("{ROWS}")}}' if ROWS in s.shape else "None"
                     for s in self.sources]  # fmt: skip
             more = f", dynamic_shapes=({', '.join(dims)},)"
-        made = [f"    torch.randn({[rows if d == ROWS else d for d in s.shape]}).to(torch.{s.dtype}),"
-                f"  # {s.kind}, times 2**{s.exponent}, {s.layout}" for s in self.sources]  # fmt: skip
+        shapes = [[rows if d == ROWS else d for d in s.shape] for s in self.sources]
+        made = [f"    torch.randn({shape}).to(torch.{s.dtype}),"
+                f"  # {s.kind}, times 2**{s.exponent}, {s.layout}"
+                for s, shape in zip(self.sources, shapes, strict=True)]  # fmt: skip
         return "\n".join([
             "import torch", "import torch.nn.functional as F", "import cutesuper as cs", "",
             "F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16", "",
@@ -200,8 +207,8 @@ SHAPES = ("{0}.mT", "{0}.transpose(0, 1)", "{0}.flatten(0, 1)", "{0}.unsqueeze(0
 ALONG = ("{0}.sum(DIM)", "{0}.sum(DIM, keepdim=True)", "{0}.mean(DIM, keepdim=True)",
          "{0}.mean(DIM)", "{0}.amax(DIM, keepdim=True)", "{0}.amin(DIM)", "{0}.softmax(DIM)",
          "{0}.log_softmax(DIM)", "{0}.logsumexp(DIM)", "{0}.var(DIM, keepdim=True)",
-         "{0}.std(DIM, correction=0)", "{0}.norm(dim=DIM, keepdim=True)", "F.normalize({0}, dim=DIM)",
-         "{0}.sum()", "{0}.mean()", "{0}.max(DIM).values",
+         "{0}.std(DIM, correction=0)", "{0}.norm(dim=DIM, keepdim=True)",
+         "F.normalize({0}, dim=DIM)", "{0}.sum()", "{0}.mean()", "{0}.max(DIM).values",
          "F.glu({0}, DIM)", "F.softmin({0}, DIM)")  # fmt: skip
 NORMS = ("F.rms_norm({0}, {0}.shape[-1:])", "F.rms_norm({0}, {0}.shape[-1:], eps=1e-3)",
          "F.layer_norm({0}, {0}.shape[-1:])", "F.layer_norm({0}, {0}.shape[-1:], eps=1e-3)")
@@ -218,8 +225,8 @@ ATTENTION = ("F.scaled_dot_product_attention({0}, {1}, {2})",
              "F.scaled_dot_product_attention({0}, {1}, {2}, is_causal=True)",
              "F.scaled_dot_product_attention({0}, {1}, {2}, scale=0.2)",
              "({0} @ {1}.mT / 4).softmax(-1) @ {2}",
-             "({0} @ {1}.mT * 0.3 + torch.full(({0}.shape[-2], {1}.shape[-2]), float('-inf'))"
-             ".triu(1).to({0})).softmax(-1) @ {2}")  # fmt: skip
+             ("({0} @ {1}.mT * 0.3).masked_fill(torch.ones({0}.shape[-2], {1}.shape[-2], "
+              "dtype=torch.bool).triu(1), float('-inf')).softmax(-1) @ {2}"))  # fmt: skip
 
 
 def draw_function(seed: int, index: int) -> Function:
@@ -368,6 +375,28 @@ def wanted_of(f: Function, inputs: list[Tensor]) -> list[Expected]:
             runs.append(exact(*double))
     return [_expected(v, e, [r[k] for r in runs]) for k, (v, e) in
             enumerate(zip(values, eager, strict=True))]  # fmt: skip
+
+
+def gradients_wanted(f: Function, inputs: list[Tensor]) -> list[Expected]:
+    """What the gradients of the sum of all outputs should be."""
+    exact = _gradients(f.callable(exact=True), [x.double() for x in inputs])
+    eager = _gradients(f.callable(), inputs)
+    u = max(unit(x.dtype) for x in inputs)
+    runs = []
+    for seed in range(NOISY):
+        with Noise(u, seed):
+            runs.append(_gradients(f.callable(exact=True), [x.double() for x in inputs]))
+    return [_expected(v, e, [r[k] for r in runs]) for k, (v, e) in
+            enumerate(zip(exact, eager, strict=True))]  # fmt: skip
+
+
+def _gradients(f: Callable[..., Any], inputs: list[Tensor]) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    total = sum(y.sum(dtype=torch.promote_types(y.dtype, torch.float32)) for y in f(*leaves))
+    if not isinstance(total, Tensor) or not total.requires_grad:
+        return [torch.zeros_like(x) for x in leaves]
+    found = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
 
 
 def _expected(v: Tensor, eager: Tensor, noisy: list[Tensor]) -> Expected:
@@ -519,7 +548,8 @@ def _simpler(f: Function) -> Iterator[Function]:
         if f.sources[0].dtype != "float32":
             yield replace(f, sources=tuple(replace(s, dtype=dtype) for s in f.sources))
     for k, s in enumerate(f.sources):
-        for plain in (replace(s, exponent=0), replace(s, layout="dense"), replace(s, kind="normal")):
+        plainer = ({"exponent": 0}, {"layout": "dense"}, {"kind": "normal"})
+        for plain in (replace(s, **what) for what in plainer):
             yield replace(f, sources=(*f.sources[:k], plain, *f.sources[k + 1 :]))
     extents = sorted({d for s in f.sources for d in s.shape if isinstance(d, int)}, reverse=True)
     for d in extents:

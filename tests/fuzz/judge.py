@@ -12,7 +12,7 @@ An output is **wrong** if
 
 * its shape or element type is another one;
 * an element is NaN or infinite where the exact one is not, and no value that it is made of leaves
-  the range of its element type (of float32 inside of operators that are made of others), or if it is
+  the range of its element type (of float32 inside of operators that are made of others), or it is
   finite where the exact one is not;
 * an element is off by more than `AT_WORST` times its bound;
 * the largest error, or the Frobenius norm of the errors relative to that of the exact output, is
@@ -92,8 +92,10 @@ class Verdict:
     kind: str
     reason: str = ""
 
-    def __bool__(self) -> bool:
-        return self.kind != "wrong"
+    @property
+    def wrong(self) -> bool:
+        """Whether the output will not do."""
+        return self.kind == "wrong"
 
 
 RIGHT = Verdict("right")
@@ -115,7 +117,7 @@ def expected(graph: KernelGraph, inputs: Sequence[Tensor]) -> list[Expected]:
 def judged(outputs: Sequence[Tensor], wanted: Sequence[Expected]) -> Verdict:
     """The worst verdict about some outputs."""
     verdicts = [judge(y, w) for y, w in zip(outputs, wanted, strict=True)]
-    wrong = [(i, v) for i, v in enumerate(verdicts) if not v]
+    wrong = [(i, v) for i, v in enumerate(verdicts) if v.wrong]
     if wrong:
         i, v = wrong[0]
         return Verdict("wrong", f"output {i}: {v.reason}")
@@ -133,7 +135,8 @@ def judge(y: Tensor, want: Expected) -> Verdict:
     known = e.isfinite() & ~(v.isnan() & want.masks)
     if not known.any():
         return Verdict("unjudged", "no element has a bound")
-    return _odd(y, want, known) or _at_worst(y, want, known) or _usually(y, want, known) or RIGHT
+    rules = (_odd, _at_worst, _usually)
+    return next((found for rule in rules if (found := rule(y, want, known))), RIGHT)
 
 
 def _odd(y: Tensor, want: Expected, known: Tensor) -> Verdict | None:

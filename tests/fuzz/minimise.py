@@ -87,7 +87,7 @@ def _without(case: Case, value: int, other: int) -> Case:
     new: dict[int, int | float] = {i: i for i in range(len(case.sources) + len(case.steps))}
     new[value] = other
     outputs = tuple((int(new[i]), d) for i, d in case.outputs)
-    kept = tuple(dict((i, (i, d)) for i, d in outputs if i >= len(case.sources)).values())
+    kept = tuple({i: (i, d) for i, d in outputs if i >= len(case.sources)}.values())
     return replace(case, steps=tuple(renamed(s, new) for s in case.steps), outputs=kept)
 
 

@@ -12,6 +12,8 @@ from typing import Any
 #: outcomes that somebody has to look at
 FINDINGS = ("wrong", "exception", "hang", "crash", "odd")
 PACKAGE = "cutesuper"
+#: findings of one kind and place that are made small: they may have several causes
+LIKE_IT = 12
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Tally:
         counts: by kind.
         refused: by reason.
         operators: how often each was in a program.
-        findings: (replay string, outcome, code), one for each key.
+        findings: made small, one for each kind, place and set of operators.
+        repeated: findings by kind and place, made small or not.
         seconds: of the whole run.
     """
 
@@ -80,7 +83,7 @@ class Tally:
     seconds: float = 0.0
 
     def add(self, outcome: Outcome, operators: set[str]) -> bool:
-        """Count one; whether it is a finding that is new."""
+        """Count one; whether it is a finding worth making small."""
         self.counts[outcome.kind] += 1
         self.operators.update(operators)
         if outcome.kind == "refused":
@@ -88,7 +91,14 @@ class Tally:
         if not outcome.finding:
             return False
         self.repeated[outcome.key] += 1
-        return self.repeated[outcome.key] == 1
+        return self.repeated[outcome.key] <= LIKE_IT
+
+    def note(self, finding: dict[str, Any]) -> bool:
+        """Keep a finding that was made small; False where one like it is known."""
+        if any(f["key"] == finding["key"] for f in self.findings):
+            return False
+        self.findings.append(finding)
+        return True
 
     def merge(self, other: Tally) -> None:
         """Add what another process has counted."""

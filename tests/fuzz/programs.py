@@ -128,6 +128,11 @@ class Case:
         """Names of the operators that it applies."""
         return {s.operator for s in self.steps}
 
+    @property
+    def parts(self) -> list[str]:
+        """What it is made of, in order."""
+        return sorted(self.operators | ({"grad"} if self.wrt is not None else set()))
+
     def code(self) -> str:
         """Python that builds the graph."""
         lines = ["import cutesuper as cs", "", "g = cs.new_kernel_graph()"]

@@ -87,30 +87,35 @@ def _one(plan: Plan, index: int, tally: Tally) -> None:
 
         outcome = of_exception(error, "drawing")
         if tally.add(outcome, set()):
-            tally.findings.append(_finding(name, outcome, name, ""))
+            tally.note(_finding(name, outcome, name, "", ""))
         return
     settings = plan.settings(index)
     outcome = check(program, settings)
     if tally.add(outcome, program.operators):
-        tally.findings.append(_report(name, program, outcome, settings, plan.minimise))
+        found = _reduced(name, program, outcome, settings, plan.minimise)
+        if tally.note(found):
+            print(text_of(found), flush=True)
 
 
-def _report(
+def _reduced(
     name: str, program: Program, outcome: Outcome, settings: Settings, minimise: bool
 ) -> dict[str, Any]:
-    """Print a finding, made small."""
+    """A finding, made small; what is left of the program is part of what makes it this one."""
     if minimise:
         program = smaller(program, outcome, settings)
         again = check(program, settings)
         outcome = again if again.key == outcome.key else outcome
-    found = _finding(name, outcome, program.dumps(), program.code())
-    print(text_of(found), flush=True)
-    return found
+    what = ""
+    if minimise and outcome.kind != "exception":
+        what = f" of {' '.join(program.parts)}"
+    return _finding(name, outcome, program.dumps(), program.code(), what)
 
 
-def _finding(name: str, outcome: Outcome, replay: str, code: str) -> dict[str, Any]:
-    return {"key": outcome.key, "drawn": name, "detail": outcome.detail, "replay": replay,
-            "code": code}  # fmt: skip
+def _finding(
+    name: str, outcome: Outcome, replay: str, code: str, what: str
+) -> dict[str, Any]:
+    return {"key": f"{outcome.key}{what}", "drawn": name, "detail": outcome.detail,
+            "replay": replay, "code": code}  # fmt: skip
 
 
 def text_of(found: dict[str, Any]) -> str:
