@@ -6,7 +6,6 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -111,7 +110,7 @@ def test_judge_takes_what_is_rounded_in_another_order(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_judge_refuses_what_is_wrong(dtype: str) -> None:
-    inputs, [want] = expected_of(replace(NORM, sources=(replace(MATRIX, dtype=dtype),)))
+    _, [want] = expected_of(replace(NORM, sources=(replace(MATRIX, dtype=dtype),)))
     right = want.ball.v.to(want.dtype)
     assert judge.judge(right, want).kind == "right"
     for value in (torch.nan, torch.inf, -torch.inf, 0.0, 1.25 * float(right[3, 5])):
@@ -128,7 +127,7 @@ def test_judge_refuses_what_is_wrong(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_judge_refuses_an_error_four_times_what_is_allowed(dtype: str) -> None:
     """Of one element, and spread over all of them where each one alone would do."""
-    inputs, [want] = expected_of(replace(NORM, sources=(replace(MATRIX, dtype=dtype),)))
+    _, [want] = expected_of(replace(NORM, sources=(replace(MATRIX, dtype=dtype),)))
     v, e = want.ball.v, want.ball.e
     one = v.clone()
     one[1, 1] += 4 * judge.AT_WORST * e[1, 1] * v[1, 1].sign() + 4e-3 * v[1, 1]
@@ -182,7 +181,7 @@ def test_nothing_is_known_next_to_a_pole_or_beyond_the_range() -> None:
 
 
 @pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Block programs compute erf where they should compute tanh."""
     from cutesuper.verify import numeric
 
@@ -192,7 +191,6 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return real("erf" if kind == "tanh" else kind, *rest)
 
     monkeypatch.setattr(numeric, "reference", wrong)
-    yield
 
 
 LONG = Case(

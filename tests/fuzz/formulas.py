@@ -28,8 +28,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sqrt": torch.sqrt,
     "rsqrt": torch.rsqrt,
     "square": lambda x: x * x,
-    "silu": lambda x: torch.where(x == -torch.inf, 0.0, x * torch.sigmoid(x)),
-    "gelu": lambda x: torch.where(x == -torch.inf, 0.0, 0.5 * x * torch.erfc(-x / math.sqrt(2))),
+    "silu": lambda x: x * torch.sigmoid(x),  # of -inf NaN, as in PyTorch
+    "gelu": lambda x: 0.5 * x * torch.erfc(-x / math.sqrt(2)),
     "relu": lambda x: x.relu(),
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
