@@ -89,7 +89,7 @@ class Numbers:
             return x.float().double()
         u, tiny = unit(dtype), smallest(dtype if limited else torch.float32)
         r = 2 * torch.rand(x.shape, generator=self._generator, dtype=torch.float64) - 1
-        return torch.where(x.isfinite(), x + r * (u * x.abs() + tiny), x)
+        return torch.where(x.isfinite() & (x != 0), x + r * (u * x.abs() + tiny), x)
 
     def value(self, x: Tensor) -> Tensor:
         """As plain numbers."""
@@ -133,8 +133,10 @@ class Balls:
             ends = [f(*values[:k], a.v + s * a.e, *values[k + 1 :]) for s in (-1.0, 1.0)]
             e = e + torch.maximum(*(_distance(end, v) for end in ends))
         e = self._blurred(e, args)
-        own = 0.0 if exact else FUNCTION_ULP * unit(torch.float32)
-        return self._ball(v, e + own * _size(v) + (0.0 if exact else smallest(torch.float32)))
+        if exact:
+            return self._ball(v, e)
+        own = FUNCTION_ULP * unit(torch.float32) * _size(v) + smallest(torch.float32)
+        return self._ball(v, torch.where((v == 0) & (e == 0), 0.0, e + own))
 
     def sum(self, x: Ball, dim: int) -> Ball:
         """Sum, with the dimension."""
@@ -167,6 +169,7 @@ class Balls:
         """Rounded to an element type; not ``limited``: with the range of float32."""
         kind = dtype if limited else torch.float32
         e = x.e + unit(dtype) * (_size(x.v) + x.e) + smallest(kind)
+        e = torch.where((x.v == 0) & (x.e == 0), 0.0, e)  # zeros are zeros
         beyond = x.v.isfinite() & (x.v.abs() + x.e > reach(kind))
         return self._ball(x.v, torch.where(beyond, torch.inf, e))
 

@@ -190,6 +190,8 @@ class _Examination:
         forward = at_rows(self.original, self.case.rows[1])
         given = {backward.nodes[i].name: x for i, x in zip(backward.inputs, inputs, strict=True)}
         theirs = autograd(forward, self.case, given)
+        if theirs is None:
+            return
         mine = judge.run(backward, inputs, Numbers())
         balls = judge.run(backward, inputs, Balls())
         for n, x, y, ball in zip(self.case.wrt or (), theirs, mine, balls, strict=True):
@@ -203,8 +205,8 @@ class _Examination:
                             f"PyTorch has {float(x[at]):.9g}; {int(bad.sum())} of {bad.numel()}")
 
 
-def autograd(graph: KernelGraph, case: Case, given: dict[str, Tensor]) -> list[Tensor]:
-    """Gradients by PyTorch through the formulas.
+def autograd(graph: KernelGraph, case: Case, given: dict[str, Tensor]) -> list[Tensor] | None:
+    """Gradients by PyTorch through the formulas; None where a result is NaN, and they may be any.
 
     Args:
         graph: the program.
@@ -217,6 +219,8 @@ def autograd(graph: KernelGraph, case: Case, given: dict[str, Tensor]) -> list[T
         inputs.append(x.double() if x.is_floating_point() else x)
     leaves = [inputs[i].requires_grad_() for i in case.wrt or ()]
     outputs = judge.run(graph, inputs, Numbers())
+    if any(y.isnan().any() for y in outputs):
+        return None
     total = torch.zeros((), dtype=torch.float64)
     for y, i in zip(outputs, graph.outputs, strict=True):
         dy = given.get(f"d{graph.nodes[i].name}")

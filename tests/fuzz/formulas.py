@@ -29,7 +29,6 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "rsqrt": torch.rsqrt,
     "square": lambda x: x * x,
     "silu": lambda x: x * torch.sigmoid(x),  # of -inf NaN, as in PyTorch
-    "gelu": lambda x: 0.5 * x * torch.erfc(-x / math.sqrt(2)),
     "relu": lambda x: x.relu(),
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
@@ -92,6 +91,13 @@ def _clamp(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype
     return m.function(lambda x: x.clamp(a["min"], a["max"]), args[0], exact=True)
 
 
+@formula("gelu")
+def _gelu(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """In the form that everybody uses, whose error is one of x where the result is small."""
+    share = m.function(lambda x: torch.erf(x / math.sqrt(2)), args[0])
+    return m.function(lambda x, s: 0.5 * x * (1 + s), args[0], share)
+
+
 @formula("sum")
 def _sum(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     return m.sum(args[0], a["dim"])
@@ -147,9 +153,10 @@ def _length_mask(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch
 
 
 def seen(shape: Any, lengths: Tensor, causal: bool) -> Tensor:
-    """Which scores of a shape lie in their sequence."""
+    """Which scores of a shape lie in their sequence; a longer one ends with the columns."""
     rows, columns = shape[-2:]
-    ends = lengths.long().reshape(*lengths.shape, *[1] * (len(shape) - lengths.dim()))
+    more = [1] * (len(shape) - lengths.dim())
+    ends = lengths.long().clamp(max=columns).reshape(*lengths.shape, *more)
     if causal:
         ends = ends - torch.arange(rows - 1, -1, -1).reshape(rows, 1)
     return (torch.arange(columns) < ends).broadcast_to(shape)
@@ -182,6 +189,15 @@ def weights(labels: Tensor, classes: int, ignored: int) -> Tensor:
     w[(labels >= 0) & (labels < classes)] = 1.0
     w[labels == ignored] = 0.0
     return w
+
+
+def _hidden_sub(x: Tensor, y: Tensor) -> Tensor:
+    return torch.where((x == -torch.inf) & (y == -torch.inf), -torch.inf, x - y)
+
+
+def _empty_div(x: Tensor, y: Tensor) -> Tensor:
+    empty = (x == 0) & (y == 0)
+    return torch.where(empty, 0.0, x / torch.where(empty, 1.0, y))
 
 
 # ----------------------------------------------------------------------------------- composites
@@ -274,3 +290,10 @@ def _empty(m: Arithmetic, x: Any, dim: int) -> Tensor:
 
 def _scaled(m: Arithmetic, x: Any, factor: float) -> Any:
     return m.function(lambda t: t * factor, x)
+
+
+#: in programs with lengths (docs/verification.md, "Masks"): -inf minus -inf is -inf, 0 / 0 is 0
+WITH_LENGTHS = FORMULAS | {
+    "sub": _elementwise("sub", _hidden_sub),
+    "div": _elementwise("div", _empty_div),
+}

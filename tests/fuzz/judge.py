@@ -36,7 +36,7 @@ from torch import Tensor
 
 from cutesuper.graph.kernel import KernelGraph
 from tests.fuzz.arithmetic import Arithmetic, Ball, Balls, Numbers, reach, smallest, unit
-from tests.fuzz.formulas import FORMULAS, JUMPS
+from tests.fuzz.formulas import FORMULAS, JUMPS, WITH_LENGTHS
 
 #: times the bound of an element
 AT_WORST = 4.0
@@ -50,6 +50,8 @@ MASKS = {"causal_mask", "length_mask", "hide", "scaled_dot_product_attention"}
 
 def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any]:
     """The outputs of a kernel graph by the formulas, on the numbers of an arithmetic."""
+    lengths = any(node.operator == "length_mask" for node in graph.nodes)
+    formulas = WITH_LENGTHS if lengths else FORMULAS
     values: list[Any] = []
     feed = iter(inputs)
     for node in graph.nodes:
@@ -61,7 +63,7 @@ def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any
         else:
             args = [values[j] for j in node.inputs]
             dtype = node.dtype.torch
-            y = FORMULAS[node.operator](m, args, dict(node.attributes), dtype)
+            y = formulas[node.operator](m, args, dict(node.attributes), dtype)
             values.append(m.store(y, dtype))
     return [values[i] for i in graph.outputs]
 

@@ -112,7 +112,7 @@ def _reduced(
 
 
 def _finding(
-    name: str, outcome: Outcome, replay: str, code: str, what: str
+    name: str, outcome: Outcome, replay: str, code: str, what: str = ""
 ) -> dict[str, Any]:
     return {"key": f"{outcome.key}{what}", "drawn": name, "detail": outcome.detail,
             "replay": replay, "code": code}  # fmt: skip
