@@ -69,6 +69,7 @@ def test_operators_without_a_recipe_are_drawn_by_their_signature() -> None:
     assert {"tanh", "at_least", "mean", "softmax", "transpose", "pick"} <= found
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("front", ["graph", "torch"])
 def test_programs_are_those_of_their_seed_and_can_be_written(front: str) -> None:
     for index in range(20):
@@ -284,15 +285,28 @@ def test_tallies_add_up_and_are_written(tmp_path: Any) -> None:
 def test_processes_share_the_programs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(os.path.dirname(os.path.dirname(__file__)))
     file = tmp_path / "found.json"
-    main(["--jobs", "2", "--cases", "4", "--seconds", "300", "--front", "graph", "--json",
+    main(["--jobs", "2", "--cases", "2", "--seconds", "300", "--front", "graph", "--json",
           str(file), "--no-minimise"])  # fmt: skip
     found = json.loads(file.read_text())
-    assert sum(found["counts"].values()) == 4
+    assert sum(found["counts"].values()) == 2
+
+
+def test_kernels_are_compiled_where_asked() -> None:
+    pytest.importorskip("cutlass")
+    assert check_case(NORM, replace(CALM, compile=True)).kind == "right"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("front", ["graph", "torch"])
+def test_kernels_of_random_programs_on_a_gpu(front: str) -> None:
+    tally = run(Plan(seed=2027, seconds=120.0, cases=20, front=front, gpu=True))
+    assert not tally.findings, "\n".join(f["replay"] for f in tally.findings)
 
 
 # --------------------------------------------------------------------------------------- the run
 
 
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns of what is drawn
 @pytest.mark.parametrize("front", ["graph", "torch"])
 def test_random_programs_are_right_or_refused(front: str) -> None:
     """Of a fixed seed; a failure prints the program made small, and how to run it again."""

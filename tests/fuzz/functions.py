@@ -210,15 +210,16 @@ ALONG = ("{0}.sum(DIM)", "{0}.sum(DIM, keepdim=True)", "{0}.mean(DIM, keepdim=Tr
          "{0}.std(DIM, correction=0)", "{0}.norm(dim=DIM, keepdim=True)",
          "F.normalize({0}, dim=DIM)", "{0}.sum()", "{0}.mean()", "{0}.max(DIM).values",
          "F.glu({0}, DIM)", "F.softmin({0}, DIM)")  # fmt: skip
-NORMS = ("F.rms_norm({0}, {0}.shape[-1:])", "F.rms_norm({0}, {0}.shape[-1:], eps=1e-3)",
+#: with an eps: the default depends on the element type, and so is another one in float64
+NORMS = ("F.rms_norm({0}, {0}.shape[-1:], eps=1e-5)", "F.rms_norm({0}, {0}.shape[-1:], eps=1e-3)",
          "F.layer_norm({0}, {0}.shape[-1:])", "F.layer_norm({0}, {0}.shape[-1:], eps=1e-3)")
 #: with a new argument {1} of the shape [last extent of {0}]
-WEIGHTED = ("F.rms_norm({0}, {0}.shape[-1:], {1})", "F.layer_norm({0}, {0}.shape[-1:], {1})",
+WEIGHTED = ("F.rms_norm({0}, {0}.shape[-1:], {1}, 1e-5)", "F.layer_norm({0}, {0}.shape[-1:], {1})",
             "F.layer_norm({0}, {0}.shape[-1:], {1}, {1})", "{0} * {1}", "{0} + {1}")
 #: with new arguments: {1} is [n, last extent], {2} is [n]
 LINEAR = ("F.linear({0}, {1})", "F.linear({0}, {1}, {2})", "{0} @ {1}.t()",
           "F.silu(F.linear({0}, {1}))", "{0} @ {1}.t() + {2}", "torch.matmul({0}, {1}.mT)",
-          "F.linear(F.rms_norm({0}, {0}.shape[-1:]), {1})", "({0} @ {1}.t()).softmax(-1)",
+          "F.linear(F.rms_norm({0}, {0}.shape[-1:], eps=1e-5), {1})", "({0} @ {1}.t()).softmax(-1)",
           "torch.einsum('...k,nk->...n', {0}, {1})")  # fmt: skip
 #: with new arguments {1} and {2} of the shape of {0}
 ATTENTION = ("F.scaled_dot_product_attention({0}, {1}, {2})",
