@@ -291,6 +291,13 @@ def test_processes_share_the_programs(tmp_path: Any, monkeypatch: pytest.MonkeyP
     assert sum(found["counts"].values()) == 2
 
 
+def test_a_verifier_that_accepts_anything_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = replace(LONG, seed=3 * LONG.seed)
+    assert check_case(asked, CALM).kind == "right"
+    monkeypatch.setattr(check.cs, "verify", lambda *_: True)
+    assert "accepts another" in check_case(asked, CALM).where
+
+
 def test_kernels_are_compiled_where_asked() -> None:
     pytest.importorskip("cutlass")
     assert check_case(NORM, replace(CALM, compile=True)).kind == "right"

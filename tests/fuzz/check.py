@@ -48,6 +48,8 @@ MAKING = (GraphError, OptionError, DeviceError, ShapeError, OperatorError, Searc
           LoweringError, ScheduleError, CompileError, TraceError)  # fmt: skip
 #: what calling a kernel may raise: strides that it cannot read
 CALLING = (LayoutError,)
+#: of one program of so many the verifier is asked about another program, too
+MUTANTS = 3
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,10 @@ class _Examination:
         self.stage("expansion")
         held(run_reference(self._expanded(here), inputs), wanted, "expansion")
         check_candidates(graph, inputs, wanted, self.settings, self.stage)
+        if self.case.wrt is None and self.case.seed % MUTANTS == 0:
+            from tests.fuzz.mutants import check_mutant
+
+            check_mutant(self.case, graph, inputs, self.settings, self.stage)
         if self.settings.compile or self.settings.gpu:
             from tests.fuzz.device import check_kernel
 
