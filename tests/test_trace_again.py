@@ -473,6 +473,18 @@ class Counting(nn.Module):
         return x * self.calls
 
 
+class Carrying(nn.Module):
+    """Carries a tensor from call to call, or makes it anew."""
+
+    def __init__(self, anew: bool) -> None:
+        super().__init__()
+        self.state, self.anew = randn(32), anew
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = x[0, 0] * 2 if self.anew else self.state * 2
+        return x * self.state
+
+
 class Remembering(nn.Module):
     """Makes a table at its first call."""
 
@@ -491,11 +503,14 @@ def test_functions_that_change_what_they_read(optimized: Any) -> None:
     layer = nn.Linear(32, 8)
     layer.register_forward_hook(lambda module, args, y: seen.append(y))
     numbers = iter([1.0, 2.0, 3.0])
-    for fn, text in ((Counting(), r"it changes what it reads: Counting\.calls was 1 and is 2"),
+    for fn, text in ((Carrying(anew=False), r"another tensor is put in the place of .*\.state"),
+                     (Counting(), r"it changes what it reads: Counting\.calls was 1 and is 2"),
                      (layer, "it changes what it reads: seen"),
                      (lambda x: x * next(numbers), "numbers is an iterator")):  # fmt: skip
         with pytest.raises(TraceError, match=text):
             cs.superoptimize(fn, (X,))
+    carrying = Carrying(anew=True)
+    same(optimized(carrying, X), carrying, Y)
     module = Remembering()
     program = optimized(module, X)
     module.table = torch.ones(32)

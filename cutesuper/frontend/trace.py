@@ -138,12 +138,14 @@ class _Tracer:
             module.add_submodule(f"region_{i}", _Call(region.kernel))
         rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
         arguments = tuple(n for n in module.graph.nodes if n.op == "placeholder")
-        read = picker(_lift(module, watch))
+        places = _lift(module, watch)
+        for place in observer.replaced.keys() & set(places):
+            raise ChangesItself(f"another tensor is put in the place of {observer.replaced[place]}")
         specs: Any = module
         names = tuple(children_of(specs._in_spec)[1].context)
         return Trace(
-            _plain(module), tuple(traced), outside, stops, read, specs._out_spec, arguments, names,
-            specs.range_constraints,
+            _plain(module), tuple(traced), outside, stops, picker(places), specs._out_spec,
+            arguments, names, specs.range_constraints,
         )
 
     def _kernel_of(self, region: Region) -> Kernel:

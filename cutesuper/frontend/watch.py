@@ -118,10 +118,13 @@ class Observer:
 
     Attributes:
         change: the first change, in words; nothing if there is none.
+        replaced: tensors in whose place others were put, by their places among those of a `Watch`,
+            with their names. It is no change that matters where the old one is not read.
     """
 
     def __init__(self, fn: Any, names: frozenset[str]) -> None:
         self.change = ""
+        self.replaced: dict[int, str] = {}
         self._fn, self._names = fn, names
         self._facts: tuple[Fact, ...] = ()
 
@@ -142,8 +145,16 @@ class Observer:
         self._facts = Watch(self._fn, self._names).facts
 
     def _after(self, *_: Any) -> None:
-        change = difference(self._facts, Watch(self._fn, self._names).facts)
-        self.change = self.change or change
+        now = list(Watch(self._fn, self._names).facts)
+        for i, ((name, was), (other, fact)) in enumerate(zip(self._facts, now, strict=False)):
+            if name == other and was != fact and _is_tensor(was) and _is_tensor(fact):
+                self.replaced[was[1] - 1] = name  # type: ignore[index]
+                now[i] = (name, was)
+        self.change = self.change or difference(self._facts, tuple(now))
+
+
+def _is_tensor(fact: Any) -> bool:
+    return isinstance(fact, tuple) and fact[0] == "tensor"
 
 
 def difference(old: tuple[Fact, ...], new: tuple[Fact, ...]) -> str:
