@@ -304,6 +304,17 @@ def test_a_product_after_the_loop_takes_what_is_normalized() -> None:
     assert acceptable(got.half(), want, careful(graph, inputs, torch.float16), "float16")
 
 
+def test_parts_of_a_product_that_a_cluster_shares_are_judged_together() -> None:
+    """``X W + 0.5 (X A) B``: every block multiplies its part of X A, which the graph rounds."""
+    graph = graph_of(
+        lambda g, x, w, a, b: g.add(g.matmul(x, w), g.matmul(g.mul(g.matmul(x, a), 0.5), b)),
+        x=(16, 4096), w=(4096, N), a=(4096, 16), b=(16, N),
+    )  # fmt: skip
+    _, choice = choose(graph, Options(H200, tuned=False))
+    [step] = choice.candidate.mugraph.steps
+    assert not choice.refused and any(a.name == "K.cluster" for a in step.program.axes)
+
+
 def test_values_between_kernels_are_float32_where_float16_cannot_hold_them() -> None:
     """The product of two rows waits for a sum over the rows beside which it is read again."""
     graph = graph_of(

@@ -125,7 +125,7 @@ class _Check:
         wanted = _computed_operands(program) if product_type(step, self.mu) == float16 else []
 
         def visit(i: int, x: TorchValue) -> TorchValue:
-            value = x.data.numpy()
+            value = _whole(x, program.ops[i])
             if i in wanted and not fits(value) and not any(
                 proportional(value, y) for y in multiplied
             ):
@@ -194,6 +194,14 @@ class _Plain:
     def draw(self, name: Any, shape: Sequence[int], dtype: DType, rank: int) -> Array:
         rng = np.random.default_rng([name, *shape])
         return rng.standard_normal((1, *shape))
+
+
+def _whole(x: TorchValue, op: BlockOp) -> Array:
+    """A value without the axes over which it is a partial result: the blocks of a cluster multiply
+    a part each of ``(X A) B``."""
+    own = ("trial", *op.dims)
+    parts = [n for n, part in enumerate(x.dims) if part.split(".")[0] not in own]
+    return (x.data.sum(parts) if parts else x.data).numpy()
 
 
 def _as_it_is(i: int, x: Any) -> Any:
