@@ -26,6 +26,7 @@ from cutesuper.graph.field import (
     SMALLEST,
     DivisionByZero,
     FieldValue,
+    NoNumber,
     Primes,
     Unbounded,
     align,
@@ -199,7 +200,7 @@ class Verifier:
         """
         try:
             result = self._check(mu, bound, full)
-        except Unbounded as error:
+        except (Unbounded, NoNumber) as error:
             result = _refused(str(error))
         except DivisionByZero:
             result = _refused("it divides by zero where the graph does not, or they always do")
@@ -295,6 +296,8 @@ class Verifier:
                 known = self._source(sizes, (trial, attempt), mode, with_q, keep=not real)
                 if not self._tells_apart(known.primes, mu):
                     raise DivisionByZero("numbers that differ are equal in the field")
+            except Unbounded:  # less hidden elements would only conceal it
+                raise
             except DivisionByZero:
                 if last:
                     raise
