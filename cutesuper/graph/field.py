@@ -455,8 +455,8 @@ class FieldAlgebra:
             p, q = (residue(value, m) for m in (self.primes.p, self.primes.q))
             if value and not (p and q):
                 raise DivisionByZero(f"the number {value!r} is zero in the field")
-            numbers = (np.array(n, dtype=np.uint64) for n in (p, q))
-            self._constants[value] = FieldValue((), *numbers, positive=value > 0)
+            here, there = (np.array(n, dtype=np.uint64) for n in (p, q))
+            self._constants[value] = FieldValue((), here, there, positive=value > 0)
         return self._constants[value]
 
     # reductions ----------------------------------------------------------------------------

@@ -34,7 +34,14 @@ from cutesuper.graph.field import (
 )
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import TABLE
-from cutesuper.verify.bound import Bound, affine_inputs, degrees, error_bound
+from cutesuper.verify.bound import (
+    Bound,
+    Source,
+    affine_inputs,
+    degrees,
+    error_bound,
+    source_degrees,
+)
 from cutesuper.verify.domain import NOWHERE, FieldDomain, Undefined, draw
 from cutesuper.verify.exponents import RecordingDomain, arguments_match, jointly_uniform
 from cutesuper.verify.extents import SizeChooser, Sizes, real_sizes, resized_graph
@@ -187,6 +194,7 @@ class Verifier:
         self._primes: list[Primes] = []
         self._apart: dict[Any, bool] = {}
         self._known: OrderedDict[Any, _Trial | DivisionByZero] = OrderedDict()
+        self._degrees: dict[Any, Source] = {}
         self._graphs: dict[Any, KernelGraph] = {}
         self._uniform_at: dict[Any, bool] = {}
 
@@ -229,7 +237,7 @@ class Verifier:
             found = self._compare(mu, sizes, trial, "order" if real else mode, with_q, real)
         if found is not None:
             return _differs(found, len(plan))
-        both = degrees(self._graphs[exact.inputs], mu, exact, mode == "shift")
+        both = degrees(self._source_degrees(exact, mode), mu, exact)
         if both.highest >= SMALLEST.q:
             return _refused(
                 f"its degree {both.highest} is above the order of the field, where programs that "
@@ -241,7 +249,7 @@ class Verifier:
             limit = error_bound(both, failed, has.drawn)
         if bound and full and not maxima and not with_q:
             sizes = real_sizes(mu)
-            both = degrees(self._graphs[sizes.inputs], mu, sizes, mode == "shift")
+            both = degrees(self._source_degrees(sizes, mode), mu, sizes)
             real_limit = error_bound(both, None, has.drawn)
         return Verification(
             equal=True,
@@ -253,6 +261,13 @@ class Verifier:
             real_extents=full,
             real_bound_log2=real_limit.log2,
         )
+
+    def _source_degrees(self, sizes: Sizes, mode: Mode) -> Source:
+        key = sizes.inputs, mode
+        if key not in self._degrees:
+            graph = self._graphs[sizes.inputs]
+            self._degrees[key] = source_degrees(graph, sizes, mode == "shift")
+        return self._degrees[key]
 
     def _has(self, mu: MuGraph) -> _Kinds:
         kinds = self._kinds | {op.kind for s in mu.steps for op in s.program.ops}
