@@ -18,6 +18,7 @@ import torch
 
 from cutesuper.errors import CutesuperError
 from cutesuper.graph.block import ENDING, LOAD, STORE, BlockOp, MuGraph
+from cutesuper.graph.dims import extent
 from cutesuper.graph.field import LARGEST
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import lookup
@@ -209,7 +210,7 @@ def _odd(want: torch.Tensor, have: torch.Tensor, infinite: bool) -> str | None:
 
 def _inputs(graph: KernelGraph, number: int, scale: float) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
-    shapes = {i: tuple(int(d) for d in graph.nodes[i].shape) for i in graph.inputs}
+    shapes = {i: tuple(map(extent, graph.nodes[i].shape)) for i in graph.inputs}
     return [
         torch.from_numpy(draw_integers(graph, i, shape, [number, number, i]).data)
         if graph.nodes[i].dtype.integer

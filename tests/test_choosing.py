@@ -226,6 +226,7 @@ def test_conditions_are_drawn_so_the_bound_is_that_of_one_trial() -> None:
 @pytest.mark.parametrize("name", [n for n, o in TABLE.items() if isinstance(o, _Unary)])
 def test_functions_say_what_they_are_at_minus_infinity(name: str) -> None:
     operator, attributes = TABLE[name], {"min": -2.0, "max": 3.0} if name == "clamp" else {}
+    assert isinstance(operator, _Unary)
     x = torch.tensor([-torch.inf], dtype=torch.float64)
     want, said = operator.reference([x], attributes).item(), operator.limit(attributes)
     assert said == pytest.approx(want) or (isnan(said) and not want < torch.inf)

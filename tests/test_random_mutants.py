@@ -21,7 +21,7 @@ def test_no_mutant_is_accepted_that_numbers_tell_apart(seed: int) -> None:
 
 
 #: mutants of the long run that earlier rules accepted, by program and seed of the verifier
-FOUND = (180357832894, 44393170448, 1026388925498, 686802488767, 550197228075)
+FOUND = (180357832894, 44393170448, 1026388925498, 686802488767, 550197228075, 1062438370415)
 
 
 @pytest.mark.parametrize("program", FOUND)
@@ -30,6 +30,8 @@ def test_mutants_that_were_accepted_once(program: int) -> None:
 
     graph, mu = random_program(program)
     verifier = Verifier(graph, seed=0)
+    if not verifier.check(mu):
+        return  # refused itself: it has no value where something is hidden
     for s, step in enumerate(mu.steps):
         for i, op in enumerate(step.program.ops):
             for what, mutant in mutations(mu, s, i, op):

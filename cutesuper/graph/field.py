@@ -1,9 +1,9 @@
 """A finite field that gives every operator a second, exact meaning.
 
 A value is a tensor of residues mod p, and mod q until it has gone through an exponential, where p
-and q are primes and ``p = 2 q + 1``. Because q divides p - 1, ``exp(x) = OMEGA^x mod p`` with x read
-mod q is a homomorphism from addition mod q to multiplication mod p, as the real exponential is from
-sums to products (the construction of Mirage, arXiv:2405.05751, section 5; the distribution of
+and q are primes and ``p = 2 q + 1``. Because q divides p - 1, ``exp(x) = OMEGA^x mod p`` with x
+read mod q is a homomorphism from addition mod q to multiplication mod p, as the real exponential is
+from sums to products (the construction of Mirage, arXiv:2405.05751, section 5; the distribution of
 inputs and the bound are our own, see ``docs/verification.md``). Numbers that a program contains may
 be 0, or equal, modulo one pair of primes; so there are many pairs, and `draw_primes` draws one.
 
@@ -64,6 +64,10 @@ class Unbounded(DivisionByZero):
     It is subtracted from a number, divided by, multiplied by another one or by what may be
     negative, or the argument of a function that has no value there.
     """
+
+
+class NoNumber(DivisionByZero):
+    """-inf minus -inf in a kernel graph; a draw that hides less may have none."""
 
 
 class Primes(NamedTuple):
@@ -451,8 +455,8 @@ class FieldAlgebra:
             p, q = (residue(value, m) for m in (self.primes.p, self.primes.q))
             if value and not (p and q):
                 raise DivisionByZero(f"the number {value!r} is zero in the field")
-            numbers = (np.array(n, dtype=np.uint64) for n in (p, q))
-            self._constants[value] = FieldValue((), *numbers, positive=value > 0)
+            here, there = (np.array(n, dtype=np.uint64) for n in (p, q))
+            self._constants[value] = FieldValue((), here, there, positive=value > 0)
         return self._constants[value]
 
     # reductions ----------------------------------------------------------------------------

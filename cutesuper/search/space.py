@@ -104,7 +104,7 @@ class Space:
         }
 
     def primes(self, seed: int) -> Primes:
-        """A field in which the numbers of the program are different ones. The same for all splits."""
+        """A field in which different numbers of the program differ, the same for all splits."""
         if seed not in self._primes:
             numbers = [op.attributes["value"] for op in self.program.ops if op.kind == "constant"]
             self._primes[seed] = draw_primes([seed], numbers)

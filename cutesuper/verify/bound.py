@@ -274,23 +274,40 @@ class Degrees:
         return max(opaque, *pairs, *arguments)
 
 
-def degrees(graph: KernelGraph, mu: MuGraph, sizes: Sizes, shifted: bool) -> Degrees:
-    """Evaluate both programs over degrees.
+@dataclass(frozen=True)
+class Source:
+    """Degrees of a kernel graph, for many muGraphs.
+
+    Attributes:
+        algebra: over which it was evaluated.
+        inputs, outputs: their degrees.
+    """
+
+    algebra: DegreeAlgebra
+    inputs: tuple[Degree | Integers, ...]
+    outputs: tuple[Degree, ...]
+
+
+def source_degrees(graph: KernelGraph, sizes: Sizes, shifted: bool) -> Source:
+    """Evaluate a kernel graph over degrees.
 
     Args:
-        graph: the expanded kernel graph at the extents of ``sizes``.
-        mu: the muGraph.
+        graph: expanded, at the extents of ``sizes``.
         sizes: extents of the trial.
         shifted: maxima were replaced by fresh values.
     """
-    source, found = DegreeAlgebra(shifted), DegreeAlgebra(shifted)
-    inputs = _inputs(graph, sizes)
-    want = evaluate_graph(graph, source, inputs)
-    tensors: dict[str, Any] = dict(zip(mu.inputs, inputs, strict=True))
+    algebra, inputs = DegreeAlgebra(shifted), _inputs(graph, sizes)
+    return Source(algebra, tuple(inputs), tuple(evaluate_graph(graph, algebra, inputs)))
+
+
+def degrees(source: Source, mu: MuGraph, sizes: Sizes) -> Degrees:
+    """Evaluate a muGraph over degrees, at the extents of a kernel graph's."""
+    found = DegreeAlgebra(source.algebra.shifted)
+    tensors: dict[str, Any] = dict(zip(mu.inputs, source.inputs, strict=True))
     for program in sizes.programs:
         tensors |= BlockRun(found, program, tensors, set()).run()
-    outputs = zip(want, (tensors[name] for name in mu.outputs), strict=True)
-    return Degrees(source, found, tuple(outputs))
+    outputs = zip(source.outputs, (tensors[name] for name in mu.outputs), strict=True)
+    return Degrees(source.algebra, found, tuple(outputs))
 
 
 def error_bound(both: Degrees, exponents: str | None, drawn: Sequence[str] = ()) -> Bound:

@@ -14,9 +14,9 @@ from cutesuper.graph.field import (
     LARGEST,
     FieldAlgebra,
     FieldValue,
+    NoNumber,
     Primes,
     Residues,
-    Unbounded,
     align,
     uniform_residues,
 )
@@ -75,7 +75,7 @@ class FieldDomain(FieldAlgebra):
         failing: share of conditions that do not hold.
 
     Attributes:
-        strict: -inf minus -inf is `Unbounded`, as PyTorch's is NaN, unless `empty_rows`.
+        strict: -inf minus -inf is `NoNumber`, as PyTorch's is NaN, unless `empty_rows`.
     """
 
     def __init__(
@@ -119,17 +119,21 @@ class FieldDomain(FieldAlgebra):
         return FieldValue(x.dims, x.gone().astype(np.uint64))
 
     def fails(self, x: FieldValue) -> FieldValue:
-        """1 where x as a condition does not hold, else 0: it holds where x is 1, and not where x is
-        0 or -inf; of other numbers a random function decides, the same one everywhere."""
+        """1 where x as a condition does not hold, else 0: a constant holds above 0.5, others hold
+        where x is 1, and not where x is 0 or -inf; of other residues a random function decides, the
+        same one everywhere."""
+        known = [number for number, v in self._constants.items() if v.p is x.p]
+        if known:
+            return FieldValue((), np.array(known[0] <= 0.5, dtype=np.uint64))
         drawn = self.opaque("condition", x).p >= self._failing
         holds = (drawn | (x.p == 1)) & (x.p != 0) & ~x.gone()
         return FieldValue(x.dims, (~holds).astype(np.uint64))
 
     def sub(self, x: FieldValue, y: FieldValue) -> FieldValue:
-        """Difference x - y. Raises Unbounded."""
+        """Difference x - y. Raises Unbounded and NoNumber."""
         difference = super().sub(x, y)
         if self.strict and not self.empty_rows and y.masked and y.gone().any():
-            raise Unbounded("a masked element (-inf) is subtracted from another")
+            raise NoNumber("a masked element (-inf) is subtracted from another")
         return difference
 
     def rename(self, x: FieldValue, names: Mapping[str, str]) -> FieldValue:

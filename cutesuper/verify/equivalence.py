@@ -26,6 +26,7 @@ from cutesuper.graph.field import (
     SMALLEST,
     DivisionByZero,
     FieldValue,
+    NoNumber,
     Primes,
     Unbounded,
     align,
@@ -33,7 +34,14 @@ from cutesuper.graph.field import (
 )
 from cutesuper.graph.kernel import KernelGraph
 from cutesuper.graph.operators import TABLE
-from cutesuper.verify.bound import Bound, affine_inputs, degrees, error_bound
+from cutesuper.verify.bound import (
+    Bound,
+    Source,
+    affine_inputs,
+    degrees,
+    error_bound,
+    source_degrees,
+)
 from cutesuper.verify.domain import NOWHERE, FieldDomain, Undefined, draw
 from cutesuper.verify.exponents import RecordingDomain, arguments_match, jointly_uniform
 from cutesuper.verify.extents import SizeChooser, Sizes, real_sizes, resized_graph
@@ -186,6 +194,7 @@ class Verifier:
         self._primes: list[Primes] = []
         self._apart: dict[Any, bool] = {}
         self._known: OrderedDict[Any, _Trial | DivisionByZero] = OrderedDict()
+        self._degrees: dict[Any, Source] = {}
         self._graphs: dict[Any, KernelGraph] = {}
         self._uniform_at: dict[Any, bool] = {}
 
@@ -199,7 +208,7 @@ class Verifier:
         """
         try:
             result = self._check(mu, bound, full)
-        except Unbounded as error:
+        except (Unbounded, NoNumber) as error:
             result = _refused(str(error))
         except DivisionByZero:
             result = _refused("it divides by zero where the graph does not, or they always do")
@@ -228,7 +237,7 @@ class Verifier:
             found = self._compare(mu, sizes, trial, "order" if real else mode, with_q, real)
         if found is not None:
             return _differs(found, len(plan))
-        both = degrees(self._graphs[exact.inputs], mu, exact, mode == "shift")
+        both = degrees(self._source_degrees(exact, mode), mu, exact)
         if both.highest >= SMALLEST.q:
             return _refused(
                 f"its degree {both.highest} is above the order of the field, where programs that "
@@ -240,7 +249,7 @@ class Verifier:
             limit = error_bound(both, failed, has.drawn)
         if bound and full and not maxima and not with_q:
             sizes = real_sizes(mu)
-            both = degrees(self._graphs[sizes.inputs], mu, sizes, mode == "shift")
+            both = degrees(self._source_degrees(sizes, mode), mu, sizes)
             real_limit = error_bound(both, None, has.drawn)
         return Verification(
             equal=True,
@@ -252,6 +261,13 @@ class Verifier:
             real_extents=full,
             real_bound_log2=real_limit.log2,
         )
+
+    def _source_degrees(self, sizes: Sizes, mode: Mode) -> Source:
+        key = sizes.inputs, mode
+        if key not in self._degrees:
+            graph = self._graphs[sizes.inputs]
+            self._degrees[key] = source_degrees(graph, sizes, mode == "shift")
+        return self._degrees[key]
 
     def _has(self, mu: MuGraph) -> _Kinds:
         kinds = self._kinds | {op.kind for s in mu.steps for op in s.program.ops}
@@ -295,6 +311,8 @@ class Verifier:
                 known = self._source(sizes, (trial, attempt), mode, with_q, keep=not real)
                 if not self._tells_apart(known.primes, mu):
                     raise DivisionByZero("numbers that differ are equal in the field")
+            except Unbounded:  # less hidden elements would only conceal it
+                raise
             except DivisionByZero:
                 if last:
                     raise
@@ -320,10 +338,9 @@ class Verifier:
             bad = _first_difference(name, want, found[name], sizes.tensors[name], shapes)
             if bad is not None:
                 return bad
-        if a.records and not _padded(sizes):
-            if not known.undefined.same(a.undefined()):
-                return Counterexample("", (), 0, 0, shapes)
-        return None
+        if real or _padded(sizes) or known.undefined.same(a.undefined()):
+            return None
+        return Counterexample("", (), 0, 0, shapes)
 
     def _source(
         self, sizes: Sizes, number: tuple[int, int], mode: Mode, with_q: bool, keep: bool
