@@ -15,7 +15,6 @@ from cutesuper.errors import LoweringError
 from cutesuper.graph.block import BlockProgram
 from cutesuper.graph.operators import TABLE, Attributes, lookup
 
-
 #: characters of an expression that is written as one
 LONG = 1000
 

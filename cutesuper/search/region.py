@@ -238,7 +238,9 @@ class _RegionSearch:
                 return self._sealed(other, find_form(self.region, other))
         if reasons:
             raise reasons[0]
-        return found or self._written(program, form)  # normal forms refuse a - (a + b)
+        if not found and not isinstance(form, BlockForm):
+            return self._written(program, form)  # normal forms refuse a - (a + b)
+        return found
 
     def _general(self, program: LabelledProgram) -> list[Way]:
         if not program.dims:
