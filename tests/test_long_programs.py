@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 import cutesuper as cs
+from cutesuper.errors import SearchError
 from cutesuper.graph.autodiff import grad
 from cutesuper.graph.block import MuGraph
 from cutesuper.graph.dependence import Dependence
@@ -337,6 +338,6 @@ def test_a_budget_is_kept(name: str, lowered: bool, monkeypatch: pytest.MonkeyPa
             g, H200, options=SearchOptions(lowered=lowered), budget_s=0.3,
             verify=lambda mu: bool(verifier.check(mu, bound=False)),
         )
-    except cs.SearchError as error:
+    except SearchError as error:
         assert "0.3 s is used up" in str(error)  # noqa: PT017
     assert time.process_time() - start < 1.2 * 0.3 + 0.5

@@ -15,6 +15,9 @@ from cutesuper.errors import LoweringError
 from cutesuper.graph.block import BlockProgram
 from cutesuper.graph.operators import TABLE, Attributes, lookup
 
+#: characters of an expression that is written as one
+LONG = 1000
+
 
 @dataclass(frozen=True)
 class ThreadOp:
@@ -51,15 +54,17 @@ class ThreadExpression:
         return values[-1]
 
     def text(self, names: Sequence[str]) -> str:
-        """The expression as a person would write it, with these names for its leaves."""
-        shown = list(names)
-        for op in self.ops:
+        """The expression as a person would write it, with these names for its leaves; a part of
+        more than `LONG` characters stands before it, under a name of its own."""
+        shown, before = list(names), list[str]()
+        for n, op in enumerate(self.ops):
             args = ", ".join(shown[i] for i in op.args)
-            if op.kind == "constant":
-                shown.append(f"{op.attributes['value']:g}")
-            else:
-                shown.append(f"{op.kind}({args})")
-        return shown[-1]
+            text = f"{op.attributes['value']:g}" if op.kind == "constant" else f"{op.kind}({args})"
+            if len(text) > LONG and n < len(self.ops) - 1:
+                before.append(f"v{n} = {text}")
+                text = f"v{n}"
+            shown.append(text)
+        return "; ".join((*before, shown[-1]))
 
 
 def fuse(

@@ -240,6 +240,8 @@ class _RegionSearch:
                 return self._sealed(other, find_form(self.region, other))
         if reasons:
             raise reasons[0]
+        if not found and not isinstance(form, BlockForm):
+            return self._written(program, form)  # normal forms refuse a - (a + b)
         return found
 
     def _general(self, program: LabelledProgram) -> list[Way]:
