@@ -26,7 +26,7 @@ from tests.fuzz.outcome import FINDINGS, Outcome, Tally
 from tests.fuzz.programs import Case, Source, Step
 from tests.fuzz.runs import Plan, Replay, drawn, run
 
-#: processor seconds that the run of this file may take, and programs that it is at most
+#: seconds that the random programs of this file may take, and how many of each front there are
 SECONDS, PROGRAMS = 45.0, 60
 #: programs that are right or refused on a machine without a GPU, whatever it is: no time decides
 CALM = Settings(budget_s=None, keep=2, limit_s=300.0, slow_s=300.0)
@@ -165,6 +165,16 @@ def test_bounds_hold_for_rounded_evaluations() -> None:
                 assert ((y - ball.v).abs() <= 1.01 * ball.e + 1e-30)[known].all(), case.dumps()
                 judged += bool(known.any())
     assert judged > 80
+
+
+def test_errors_of_two_operands_come_together() -> None:
+    """A choice that may go the other way brings the error of what is chosen."""
+    m = Balls()
+    c, x = (Ball(torch.tensor([v]).double(), torch.tensor([e]).double())
+            for v, e in ((0.0, 1.0), (0.001, 0.25)))  # fmt: skip
+    kept = m.function(lambda c, x: torch.where(c > 0.5, x, 0.0), c, x, exact=True)
+    assert float(kept.e) == pytest.approx(0.251)
+    assert float(m.function(torch.mul, x, x).e) >= 0.25**2 + 2 * 0.25 * 0.001
 
 
 def test_nothing_is_known_next_to_a_pole_or_beyond_the_range() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -125,13 +126,13 @@ class Balls:
         return Ball(v, torch.zeros_like(v))
 
     def function(self, f: Function, *args: Ball, exact: bool = False) -> Ball:
-        """An element-wise function; the errors of its arguments add up."""
-        values = [a.v for a in args]
-        v = f(*values)
+        """An element-wise function, at all ends that its arguments have together."""
+        v = f(*(a.v for a in args))
         e = torch.zeros_like(v)
-        for k, a in enumerate(args):
-            ends = [f(*values[:k], a.v + s * a.e, *values[k + 1 :]) for s in (-1.0, 1.0)]
-            e = e + torch.maximum(*(_distance(end, v) for end in ends))
+        for signs in product((-1.0, 0.0, 1.0), repeat=len(args)):
+            if any(signs):
+                end = f(*(_end(a, s) for a, s in zip(args, signs, strict=True)))
+                e = torch.maximum(e, _distance(end, v))
         e = self._blurred(e, args)
         if exact:
             return self._ball(v, e)
@@ -185,6 +186,10 @@ class Balls:
 
     def _ball(self, v: Tensor, e: Tensor) -> Ball:
         return Ball(v, torch.where(e.isnan(), torch.inf, e).broadcast_to(v.shape))
+
+
+def _end(x: Ball, sign: float) -> Tensor:
+    return x.v + sign * x.e if sign else x.v
 
 
 def _distance(x: Tensor, y: Tensor) -> Tensor:
