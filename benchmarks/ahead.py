@@ -19,8 +19,8 @@ from benchmarks.problem import Problem
 from benchmarks.sweep import Item
 from benchmarks.workload import Shape
 from cutesuper.errors import CutesuperError
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.optimize import Choice, Options, compile_plans, compiled, current_target, find
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.pipeline import Choice, Options, compile_plans, compiled, current_target, find
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.toolchain import available_processors

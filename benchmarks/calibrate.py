@@ -6,7 +6,7 @@
 Finds the timed programs again (nothing is compiled, no GPU is needed), fits the constants that no
 single measurement shows, and prints them, and how well the model orders the candidates with the
 present and with the fitted constants. Nothing is written: constants stand, with their origin, in
-`cutesuper.graph.targets`.
+`cutesuper.targets`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from benchmarks.rank import summarize
 from benchmarks.rank_report import SUMMARY, overall, summary_rows
 from benchmarks.tables import print_table
 from benchmarks.workloads import RANKED, find_workload
-from cutesuper.graph.block import LOAD, STORE, BlockProgram, KernelStep, MuGraph, TensorSpec
-from cutesuper.graph.target import H200, Target
-from cutesuper.schedule.matmul import MatmulPlan
-from cutesuper.schedule.planner import make_plan
-from cutesuper.search.cost import matmul_cost
+from cutesuper.ir.block import LOAD, STORE, BlockProgram, KernelStep, MuGraph, TensorSpec
 from cutesuper.search.forms import MatmulForm
-from cutesuper.search.row_cost import row_cost
 from cutesuper.search.search import SearchOptions, search, show
+from cutesuper.skeletons.matmul.cost import matmul_cost
+from cutesuper.skeletons.matmul.plan import MatmulPlan
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.rows.cost import row_cost
+from cutesuper.targets import H200, Target
 
 #: what is fitted; the others have measurements of their own
 OF_TARGET = ("launch_us", "l2_bandwidth")

@@ -21,17 +21,17 @@ from benchmarks.peers import Launcher
 from benchmarks.problem import Problem
 from benchmarks.workloads import Outputs, Shape, Workload
 from cutesuper.errors import CompileError
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.dims import extent
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.target import Target
-from cutesuper.lower.build import build
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.dims import extent
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.compile import CompileRequest, compile_kernel, compile_many
 from cutesuper.runtime.kernel import CompiledStep, Variant
 from cutesuper.runtime.toolchain import available_processors
-from cutesuper.schedule.planner import KernelPlan, make_plan
 from cutesuper.search.search import Candidate, SearchOptions, search, show
+from cutesuper.skeletons.kernel.build import build
+from cutesuper.skeletons.planner import KernelPlan, make_plan
+from cutesuper.targets import Target
 from cutesuper.verify.equivalence import Verifier
 
 #: candidates asked of the search; it takes 0.2 to 4 s then

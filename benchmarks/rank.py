@@ -41,7 +41,7 @@ from benchmarks.workloads import (
     find_workload,
     shape_label,
 )
-from cutesuper.optimize import current_target
+from cutesuper.pipeline import current_target
 
 Case = tuple[Workload, Shape]
 Prepare = Callable[[Sequence[Case]], list[Prepared]]

@@ -20,9 +20,9 @@ from benchmarks.training_torch import autograd_launcher, training_of
 from benchmarks.workload import DTYPES, Outputs, Shape
 from benchmarks.workloads_training import Step
 from cutesuper import ops
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.evaluate import run_reference
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.evaluate import run_reference
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.ops.definition import Definition, kind_of
 from cutesuper.ops.programs import Backward, Programs, programs_of, rows_class
 from cutesuper.ops.rowwise import RowOperator

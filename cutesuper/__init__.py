@@ -6,18 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from cutesuper import errors
-from cutesuper.entry import superoptimize
+from cutesuper.api import superoptimize
+from cutesuper.autodiff.gradient import Split, grad, split
 from cutesuper.given import compile_mugraph
-from cutesuper.graph.autodiff import Split, grad, split
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.dtypes import DType, bfloat16, float16, float32, int32, int64
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
-from cutesuper.graph.serial import dumps, loads
-from cutesuper.graph.target import B200, H100, H200, Target
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.dtypes import DType, bfloat16, float16, float32, int32, int64
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph, symbol
+from cutesuper.ir.serial import dumps, loads
 from cutesuper.mirage.load import load_mirage
-from cutesuper.optimize import mugraphs
+from cutesuper.pipeline import mugraphs
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.program import load
+from cutesuper.targets import B200, H100, H200, Target
 from cutesuper.tune.tuner import tune
 from cutesuper.verify.equivalence import Verification, verify
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cutesuper.errors import CutesuperError, FormatError
 
 if TYPE_CHECKING:
-    from cutesuper.graph.kernel import KernelGraph
+    from cutesuper.ir.graph import KernelGraph
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
 
-from cutesuper.graph.dtypes import as_dtype
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.optimize import superoptimize
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.pipeline import superoptimize
 from cutesuper.progress import progress_bar
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.verify.numeric import acceptable
@@ -86,7 +86,7 @@ def _eager(graph: KernelGraph) -> Any:
 def _check(console: Console, kernel: Kernel, inputs: list[Any]) -> bool:
     import torch
 
-    from cutesuper.graph.evaluate import evaluate
+    from cutesuper.ir.evaluate import evaluate
 
     reference = evaluate(kernel.graph, inputs, torch.float64)[0]
     eager = _eager(kernel.graph)(*inputs)

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from cutesuper.autodiff.gradient import Split, split
 from cutesuper.errors import CutesuperError, GraphError
-from cutesuper.graph.autodiff import Split, split
-from cutesuper.graph.dims import Symbol, show_shape
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.part import only
+from cutesuper.ir.dims import Symbol, show_shape
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.subgraph import only
 from cutesuper.runtime.kernel import Kernel
 
 if TYPE_CHECKING:
-    from cutesuper.optimize import Prospect
+    from cutesuper.pipeline import Prospect
     from cutesuper.runtime.gradient import Gradient
 
 

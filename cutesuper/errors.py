@@ -53,7 +53,7 @@ class LayoutError(CutesuperError, ValueError):
 
 
 class GraphError(CutesuperError, ValueError):
-    """A graph that is not legal: what stands in ``graph/check.py``."""
+    """A graph that is not legal: what stands in ``ir/check.py``."""
 
 
 class FormatError(CutesuperError, ValueError):

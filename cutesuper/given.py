@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from cutesuper.errors import CutesuperError, LoweringError, ScheduleError, VerificationError
-from cutesuper.graph.block import Axis, AxisKind, BlockProgram, KernelStep, MuGraph
-from cutesuper.graph.check import check_is_mugraph
-from cutesuper.graph.dims import extent
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.rows import row_label
-from cutesuper.graph.target import Target
-from cutesuper.graph.unseen import followed
-from cutesuper.optimize import (
+from cutesuper.ir.block import Axis, AxisKind, BlockProgram, KernelStep, MuGraph
+from cutesuper.ir.check import check_is_mugraph
+from cutesuper.ir.dims import extent
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.unseen import followed
+from cutesuper.pipeline import (
     Choice,
     Options,
     as_target,
@@ -25,11 +23,13 @@ from cutesuper.optimize import (
 )
 from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.kernel import Kernel, Variant
-from cutesuper.schedule.planner import KernelPlan, make_plan
-from cutesuper.search.cost import Cost
 from cutesuper.search.forms import MatmulForm, RowForm
 from cutesuper.search.search import Candidate, SearchResult, Statistics, show
 from cutesuper.search.sizing import sized
+from cutesuper.skeletons.matmul.cost import Cost
+from cutesuper.skeletons.planner import KernelPlan, make_plan
+from cutesuper.skeletons.rows.limits import row_label
+from cutesuper.targets import Target
 
 
 def compile_mugraph(
@@ -54,7 +54,7 @@ def compile_mugraph(
 
     Raises:
         VerificationError: it computes something else; says where the two differ. Or it rounds to
-            float16 what float16 cannot hold (`cutesuper.graph.rounding`); says which value.
+            float16 what float16 cannot hold (`cutesuper.ir.rounding`); says which value.
         LoweringError, ScheduleError: a kernel that no skeleton of the lowering runs.
         GraphError, ShapeError, CompileError: as for `cutesuper.superoptimize`.
     """

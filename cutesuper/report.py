@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cutesuper.graph.block import LOAD
-from cutesuper.graph.draw import kernel_graph_text, mugraph_text
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.page import Facts, mugraph_page
-from cutesuper.graph.target import Target
-from cutesuper.graph.thread import ThreadExpression
-from cutesuper.report_attention import attention_lines
-from cutesuper.report_rows import row_loop_lines
-from cutesuper.schedule.matmul import COLUMN_BLOCK, MatmulPlan, grid_shape
-from cutesuper.schedule.plan import View
-from cutesuper.schedule.planner import KernelPlan
-from cutesuper.schedule.row_loop import RowLoopPlan
-from cutesuper.schedule.rows import RowPlan
-from cutesuper.schedule.tails import Tail
-from cutesuper.schedule.tiles import STORE_COLUMNS, STORE_ROWS
+from cutesuper.ir.block import LOAD
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.text import kernel_graph_text, mugraph_text
+from cutesuper.ir.thread import ThreadExpression
+from cutesuper.show.page import Facts, mugraph_page
+from cutesuper.skeletons.attention.explain import attention_lines
+from cutesuper.skeletons.base import View
+from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK, MatmulPlan, grid_shape
+from cutesuper.skeletons.matmul.tails import Tail
+from cutesuper.skeletons.matmul.tiles import STORE_COLUMNS, STORE_ROWS
+from cutesuper.skeletons.planner import KernelPlan
+from cutesuper.skeletons.rows.loop_explain import row_loop_lines
+from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
+from cutesuper.skeletons.rows.plan import RowPlan
+from cutesuper.targets import Target
 
 if TYPE_CHECKING:
-    from cutesuper.optimize import Choice, Options
+    from cutesuper.pipeline import Choice, Options
     from cutesuper.runtime.kernel import CompiledStep, Variant
     from cutesuper.search.search import Candidate, SearchResult
     from cutesuper.store import Entry

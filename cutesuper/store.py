@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from cutesuper.errors import CutesuperError, FormatError
-from cutesuper.graph.block import BlockOp, BlockProgram, KernelStep, MuGraph
-from cutesuper.graph.definitions import definitions, names_of
-from cutesuper.graph.dims import Dim, Symbol
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.serial import from_dict, to_dict
+from cutesuper.ir.block import BlockOp, BlockProgram, KernelStep, MuGraph
+from cutesuper.ir.definitions import definitions, names_of
+from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.serial import from_dict, to_dict
 from cutesuper.runtime.cache import default_root
 from cutesuper.runtime.private import exposure, make_private, replace_file
-from cutesuper.schedule.schedule import Schedule, read_schedule, schedule_dict
+from cutesuper.skeletons.schedule import Schedule, read_schedule, schedule_dict
 
 FORMAT, VERSION = "tuned_schedule", 1
 MAX_BYTES = 16 << 20

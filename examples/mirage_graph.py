@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import cutesuper as cs
-from cutesuper.graph.draw import mugraph_text
+from cutesuper.ir.text import mugraph_text
 from cutesuper.verify.numeric import execute
 
 

@@ -7,14 +7,14 @@ from math import prod
 
 import torch
 
-from cutesuper.graph.block import BlockOp, MuGraph, TensorSpec
-from cutesuper.graph.dims import Dim, ceil_div, extent
-from cutesuper.graph.dtypes import as_dtype
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
-from cutesuper.graph.target import H200
+from cutesuper.ir.block import BlockOp, MuGraph, TensorSpec
+from cutesuper.ir.dims import Dim, ceil_div, extent
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.runtime.compile import compile_kernel
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
-from cutesuper.schedule.planner import make_plan
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.targets import H200
 from tests.mugraphs import Block
 from tests.plans import request_of
 

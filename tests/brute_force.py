@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cutesuper.graph.field import DivisionByZero, FieldAlgebra, FieldValue, draw_primes, uniform
-from cutesuper.graph.operators import lookup
-from cutesuper.search.expression import Expressions
-from cutesuper.search.labels import LabelledOp, LabelledProgram
+from cutesuper.egraph.expression import Expressions
+from cutesuper.egraph.labelled import LabelledOp, LabelledProgram
+from cutesuper.ir.field import DivisionByZero, FieldAlgebra, FieldValue, draw_primes, uniform
+from cutesuper.ir.operators.base import lookup
 
 #: extent of every label; with 2, a sum of what does not vary would be x + x
 EXTENT = 5

@@ -7,11 +7,11 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cutesuper.graph.dims import Dim, Symbol, ceil_div
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
-from cutesuper.graph.target import H200
-from cutesuper.schedule.matmul import MatmulPlan
-from cutesuper.schedule.planner import make_plan
+from cutesuper.ir.dims import Dim, Symbol, ceil_div
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
+from cutesuper.skeletons.matmul.plan import MatmulPlan
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.targets import H200
 from tests.mugraphs import Block
 from tests.plans import specs
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutesuper as cs
-from cutesuper import optimize
-from cutesuper.graph.dims import Dim, extent
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper import pipeline
+from cutesuper.ir.dims import Dim, extent
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.kernel import Kernel, Variant
 from cutesuper.verify.numeric import acceptable
 from tests.tracing import randn
@@ -35,13 +35,13 @@ def unsearched(monkeypatch: Any, keep: bool = True) -> None:
     def compiled(graph: KernelGraph, *_: Any) -> Variant:
         return Variant(SimpleNamespace(inputs=(), outputs=()), (), "")  # type: ignore[arg-type]
 
-    monkeypatch.setattr(optimize, "find", find)
-    monkeypatch.setattr(optimize, "compiled", compiled)
+    monkeypatch.setattr(pipeline, "find", find)
+    monkeypatch.setattr(pipeline, "compiled", compiled)
 
 
 def uncompiled(monkeypatch: Any) -> None:
     """Kernels are searched for and not compiled."""
-    monkeypatch.setattr(optimize, "compile_plans", lambda *_: ())
+    monkeypatch.setattr(pipeline, "compile_plans", lambda *_: ())
 
 
 @dataclass(frozen=True)

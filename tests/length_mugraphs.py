@@ -6,9 +6,9 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from cutesuper.graph.block import LOAD, MuGraph
-from cutesuper.graph.dims import extent
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
+from cutesuper.ir.block import LOAD, MuGraph
+from cutesuper.ir.dims import extent
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from tests.mugraphs import Block, mugraph
 
 SMALL = {"B": 4, "H": 2, "G": 2, "L": 4, "S": 24, "D": 8, "E": 4}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import cutesuper as cs
-from cutesuper.graph.block import MuGraph
+from cutesuper.ir.block import MuGraph
 
 Json = dict[str, Any]
 FLOAT16 = 941

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cutesuper.graph.block import (
+from cutesuper.ir.block import (
     ACCUMULATE,
     CLUSTER_REDUCE,
     GRID_REDUCE,
@@ -19,9 +19,9 @@ from cutesuper.graph.block import (
     MuGraph,
     TensorSpec,
 )
-from cutesuper.graph.dims import Dim
-from cutesuper.graph.dtypes import float16
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
+from cutesuper.ir.dims import Dim
+from cutesuper.ir.dtypes import float16
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 
 
 class Block:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from cutesuper.errors import CutesuperError
-from cutesuper.graph.block import ENDING, LOAD, STORE, BlockOp, MuGraph
-from cutesuper.graph.dims import extent
-from cutesuper.graph.field import LARGEST
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import lookup
+from cutesuper.ir.block import ENDING, LOAD, STORE, BlockOp, MuGraph
+from cutesuper.ir.dims import extent
+from cutesuper.ir.field import LARGEST
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import lookup
 from cutesuper.verify.equivalence import Verifier
 from cutesuper.verify.integers import draw_integers
 from cutesuper.verify.numeric import execute

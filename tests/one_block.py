@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutesuper.graph.block import LOAD, STORE, BlockOp, BlockProgram, KernelStep, MuGraph
-from cutesuper.graph.dims import extent
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import Items
-from cutesuper.search.labels import LabelledOp, LabelMap, Region, RegionOp, View, label
+from cutesuper.egraph.labelled import LabelledOp, LabelMap, Region, RegionOp, View, label
+from cutesuper.ir.block import LOAD, STORE, BlockOp, BlockProgram, KernelStep, MuGraph
+from cutesuper.ir.dims import extent
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import Items
 from tests.mugraphs import mugraph
 
 

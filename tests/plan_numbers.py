@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from cutesuper.graph.dtypes import as_dtype
-from cutesuper.graph.thread import ThreadExpression
-from cutesuper.lower.shift import PIECE, sample_places
-from cutesuper.schedule.matmul import MatmulPlan
-from cutesuper.schedule.plan import View
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.thread import ThreadExpression
+from cutesuper.skeletons.base import View
+from cutesuper.skeletons.matmul.kernel.shift import PIECE, sample_places
+from cutesuper.skeletons.matmul.plan import MatmulPlan
 
 
 class TorchMath:

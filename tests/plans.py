@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from cutesuper.graph.block import KernelStep, TensorSpec
-from cutesuper.graph.dims import Dim, Symbol, ceil_div
-from cutesuper.graph.dtypes import as_dtype
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.target import H200, Target
-from cutesuper.lower.build import build
+from cutesuper.ir.block import KernelStep, TensorSpec
+from cutesuper.ir.dims import Dim, Symbol, ceil_div
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.compile import Artifact, CompileRequest, compile_kernel
-from cutesuper.schedule.matmul import MatmulPlan
-from cutesuper.schedule.planner import KernelPlan, make_plan
-from cutesuper.search.kernels import Flat
+from cutesuper.search.cuts import Flat
 from cutesuper.search.region import SearchOptions, search_region
+from cutesuper.skeletons.kernel.build import build
+from cutesuper.skeletons.matmul.plan import MatmulPlan
+from cutesuper.skeletons.planner import KernelPlan, make_plan
+from cutesuper.targets import H200, Target
 from tests.mugraphs import Block
 
 

@@ -1,10 +1,10 @@
-"""Legal programs written by hand, which the tests of graph/ draw, save and break."""
+"""Legal programs written by hand, which the tests of the IR draw, save and break."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from cutesuper.graph.block import (
+from cutesuper.ir.block import (
     Axis,
     AxisKind,
     BlockOp,
@@ -13,9 +13,9 @@ from cutesuper.graph.block import (
     MuGraph,
     TensorSpec,
 )
-from cutesuper.graph.dims import Dim, Symbol
-from cutesuper.graph.dtypes import bfloat16, float16
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
+from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.dtypes import bfloat16, float16
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from tests import row_programs
 
 GRID, CLUSTER = AxisKind.GRID, AxisKind.CLUSTER

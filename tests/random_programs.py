@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 from tests.mugraphs import Block, mugraph
 
 #: sequences, rows, columns, columns of a product

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from cutesuper.errors import ShapeError
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 
 # --------------------------------------------------------------------------------------- programs
 

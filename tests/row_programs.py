@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cutesuper.graph.block import KernelStep, MuGraph, TensorSpec
-from cutesuper.graph.dims import Dim, Symbol, ceil_div
-from cutesuper.graph.dtypes import DType, bfloat16, float32, int64
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
-from cutesuper.graph.target import H200
+from cutesuper.ir.block import KernelStep, MuGraph, TensorSpec
+from cutesuper.ir.dims import Dim, Symbol, ceil_div
+from cutesuper.ir.dtypes import DType, bfloat16, float32, int64
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.runtime.compile import compile_kernel
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
-from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.schedule import RowLoopSchedule
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.schedule import RowLoopSchedule
+from cutesuper.targets import H200
 from tests.mugraphs import Block
 from tests.plans import request_of
 

@@ -27,11 +27,11 @@ import torch
 
 import cutesuper
 from benchmarks.workloads_attention import serving
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.evaluate import evaluate
-from cutesuper.optimize import superoptimize
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.evaluate import evaluate
+from cutesuper.pipeline import superoptimize
 from cutesuper.runtime.compile import compile_kernel
-from cutesuper.schedule.schedule import RowLoopSchedule
+from cutesuper.skeletons.schedule import RowLoopSchedule
 from tests import zoo
 from tests.attention import Attention, serving_inputs
 from tests.chains import Chain

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cutesuper.graph.block import ENDING, LOAD, BlockOp, MuGraph
-from cutesuper.graph.operators import TABLE
+from cutesuper.ir.block import ENDING, LOAD, BlockOp, MuGraph
+from cutesuper.ir.operators.base import TABLE
 
 _COMMUTE = ("add", "mul", "matmul")
 
@@ -76,7 +76,7 @@ def unshifted(mu: MuGraph) -> list[str]:
     """The exponentials that may overflow: ``k0: operation 5 (exp)``.
 
     That a maximum is complete, or of the same part as what it is subtracted from, is what
-    `graph.check` sees to; here it only has to be a maximum of the value itself, of its masked
+    `ir.check` sees to; here it only has to be a maximum of the value itself, of its masked
     value where what is masked is exponentiated.
     """
     values, found = _Values(mu), list[str]()

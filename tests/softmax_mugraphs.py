@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.dims import Dim
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.dims import Dim
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from tests.mugraphs import Block, mugraph
 
 Case = Callable[[], tuple[KernelGraph, MuGraph]]

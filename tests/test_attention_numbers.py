@@ -17,7 +17,7 @@ import torch
 
 from cutesuper.verify.numeric import acceptable
 
-#: as in `cutesuper.lower.attention_scores`, which needs CuTe DSL
+#: as in `cutesuper.skeletons.attention.kernel.scores`, which needs CuTe DSL
 LAZY, LOWEST = 6.0, -3.0e38
 
 

@@ -10,13 +10,13 @@ import pytest
 
 import cutesuper as cs
 from cutesuper.errors import LoweringError
-from cutesuper.graph.block import LOAD, KernelStep, TensorSpec
-from cutesuper.graph.dims import Dim, ceil_div
-from cutesuper.graph.target import H200
-from cutesuper.schedule.attention import AttentionPlan
-from cutesuper.schedule.plan import Pages, View, arguments_of, view_of
-from cutesuper.schedule.planner import make_plan
+from cutesuper.ir.block import LOAD, KernelStep, TensorSpec
+from cutesuper.ir.dims import Dim, ceil_div
 from cutesuper.search.search import SearchOptions, search
+from cutesuper.skeletons.attention.plan import AttentionPlan
+from cutesuper.skeletons.base import Pages, View, arguments_of, view_of
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.targets import H200
 from tests.mugraphs import Block
 from tests.plans import compiled, specs
 

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 
 from cutesuper.errors import CutesuperError, FormatError, LoweringError, ScheduleError
-from cutesuper.graph.block import Axis, AxisKind
-from cutesuper.graph.dims import Dim, Symbol, ceil_div, extent
-from cutesuper.graph.draw import mugraph_svg
-from cutesuper.graph.target import B200, H200
+from cutesuper.ir.block import Axis, AxisKind
+from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
+from cutesuper.ir.text import mugraph_svg
 from cutesuper.report import plan_text
-from cutesuper.schedule.attention import AttentionPlan, Mask
-from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.schedule import (
+from cutesuper.skeletons.attention.plan import AttentionPlan, Mask
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.schedule import (
     AttentionSchedule,
     MatmulSchedule,
     read_schedule,
     schedule_dict,
 )
-from cutesuper.schedule.variants import changed, planned, variants
+from cutesuper.skeletons.variants import changed, planned, variants
+from cutesuper.targets import B200, H200
 from tests.attention import Attention
 from tests.mugraphs import Block
 from tests.plans import specs

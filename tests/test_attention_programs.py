@@ -9,7 +9,7 @@ import torch
 
 import cutesuper as cs
 from benchmarks.workloads_attention import serving
-from cutesuper.graph.evaluate import evaluate
+from cutesuper.ir.evaluate import evaluate
 from cutesuper.verify.numeric import compare
 from tests import zoo
 from tests.attention import Attention, serving_inputs, with_logits

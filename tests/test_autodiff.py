@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 import cutesuper as cs
 from benchmarks.search.programs import attention, layer_norm, layer_norm_linear, rms_backward
 from cutesuper.errors import GraphError
-from cutesuper.graph.dims import extent
-from cutesuper.graph.evaluate import evaluate, run_reference
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
-from cutesuper.graph.operators import TABLE, Operator
-from cutesuper.graph.serial import dumps, loads
+from cutesuper.ir.dims import extent
+from cutesuper.ir.evaluate import evaluate, run_reference
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.ir.operators.base import TABLE, Operator
+from cutesuper.ir.serial import dumps, loads
 from cutesuper.search.search import SearchOptions, search
 from cutesuper.verify.equivalence import Verifier
 

@@ -25,7 +25,7 @@ from torch._dynamo.exc import BackendCompilerFailed  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from cutesuper import optimize  # noqa: E402
+from cutesuper import pipeline  # noqa: E402
 from cutesuper.frontend import backend, choose, internals, operator  # noqa: E402
 from cutesuper.frontend.options import read_options  # noqa: E402
 from tests.backends import (  # noqa: E402
@@ -304,8 +304,8 @@ class Scan(torch.nn.Module):
 
 def test_equal_layers_are_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[Any] = []
-    find = optimize.find
-    monkeypatch.setattr(optimize, "find", lambda *a, **k: searched.append(1) or find(*a, **k))
+    find = pipeline.find
+    monkeypatch.setattr(pipeline, "find", lambda *a, **k: searched.append(1) or find(*a, **k))
     judged: list[Any] = []
     checked = choose._checked
     monkeypatch.setattr(choose, "_checked", lambda *a: judged.append(1) or checked(*a))

@@ -13,7 +13,7 @@ from benchmarks.layers import LAYERS, MODELS
 from benchmarks.problem import ALIGNMENT, SetPlan, make_problem, plan_sets, slab_bytes
 from benchmarks.spread import quantile, summarize
 from benchmarks.workloads import MEASURED, find_workload
-from cutesuper.graph.evaluate import evaluate
+from cutesuper.ir.evaluate import evaluate
 from tests.benchmark_fakes import (
     GAIN,
     PLAIN,

@@ -27,7 +27,7 @@ from benchmarks.workloads_attention import (
     serving,
 )
 from benchmarks.workloads_attention import prefill as prefill_workload
-from cutesuper.graph.evaluate import evaluate
+from cutesuper.ir.evaluate import evaluate
 from tests.benchmark_fakes import FLOORS, KNOBS, FakeBackend
 from tests.test_benchmarks_sweep import Clock, eager_like
 

@@ -10,7 +10,7 @@ import pytest
 import cutesuper as cs
 from benchmarks import calibrate, candidates, cli
 from benchmarks.workloads import RANKED
-from cutesuper.graph.target import H200
+from cutesuper.targets import H200
 
 SHAPE = (16, 1024, 512)
 

@@ -24,10 +24,10 @@ from benchmarks.isolate import Job, Lost, Telling, Worker
 from benchmarks.peers import Implementation, Launcher
 from benchmarks.workloads import RANKED
 from cutesuper.errors import CompileError
-from cutesuper.graph.evaluate import run_reference
-from cutesuper.graph.target import H200
-from cutesuper.schedule.planner import make_plan
+from cutesuper.ir.evaluate import run_reference
 from cutesuper.search.search import SearchOptions, search
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.targets import H200
 from tests.benchmark_fakes import KNOBS, PLAIN, TINY, FakeBackend, right
 from tests.fake_runtime import record_launches
 from tests.tune_fakes import waits_only_for
@@ -210,7 +210,7 @@ def test_prepared_candidates_launch_their_kernels():
         from tests.fake_runtime import cuda_tensor
         from benchmarks.candidates import prepare
         from benchmarks.workloads import RANKED
-        from cutesuper.graph.target import H200
+        from cutesuper.targets import H200
 
         [case] = prepare([(RANKED["linear_bias_relu"], (16, 128, 64))], "float16", 2, H200)
         offers = [o for o in case.offers if len(o.mugraph.steps) == 1]

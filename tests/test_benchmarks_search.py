@@ -15,16 +15,16 @@ from benchmarks.search import report as tables
 from benchmarks.search.forward import AnySpace, Enumeration, saturated
 from benchmarks.search.fresh import in_fresh_process
 from benchmarks.search.programs import PROGRAMS
+from cutesuper.egraph.labelled import label
+from cutesuper.egraph.saturate import saturate
+from cutesuper.egraph.space import Space
+from cutesuper.egraph.splits import splits
 from cutesuper.errors import SearchError
-from cutesuper.graph.kernel import new_kernel_graph
-from cutesuper.graph.target import H200
-from cutesuper.search.kernels import Flat
-from cutesuper.search.labels import label
+from cutesuper.ir.graph import new_kernel_graph
+from cutesuper.search.cuts import Flat
 from cutesuper.search.region import Counts, Found
-from cutesuper.search.saturate import saturate
 from cutesuper.search.search import search
-from cutesuper.search.space import Space
-from cutesuper.search.splits import splits
+from cutesuper.targets import H200
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -21,8 +21,8 @@ from benchmarks.sweep import Item, Sweep
 from benchmarks.training_libraries import LIBRARIES, absent_from
 from benchmarks.training_programs import definitions, ours
 from benchmarks.workloads_training import Step, workload_of
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.evaluate import run_reference
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.evaluate import run_reference
 from tests.benchmark_fakes import FLOORS, KNOBS
 from tests.test_benchmarks_sweep import Clock
 

@@ -7,24 +7,24 @@ from functools import cache
 
 import pytest
 
+from cutesuper.egraph.labelled import Region, label
 from cutesuper.errors import SearchError
-from cutesuper.graph.block import AxisKind, BlockProgram, MuGraph
-from cutesuper.graph.check import check_block_program, passes
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
-from cutesuper.graph.target import H200
-from cutesuper.schedule.attention import AttentionPlan
-from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.rows import RowPlan
-from cutesuper.search.chained_cost import ChainedModel, ChainedSize
-from cutesuper.search.chained_form import ChainedForm
-from cutesuper.search.chained_sizes import row_tiles
+from cutesuper.ir.block import AxisKind, BlockProgram, MuGraph
+from cutesuper.ir.check import check_block_program, passes
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph, symbol
+from cutesuper.search.cuts import Cut, Flat
 from cutesuper.search.forms import MatmulForm, find_form
-from cutesuper.search.hoist import hoisted
-from cutesuper.search.kernels import Cut, Flat
-from cutesuper.search.labels import Region, label
 from cutesuper.search.region import SearchOptions, search_region
 from cutesuper.search.search import assemble, search
 from cutesuper.search.sizing import describe
+from cutesuper.skeletons.attention.cost import ChainedModel, ChainedSize
+from cutesuper.skeletons.attention.form import ChainedForm
+from cutesuper.skeletons.attention.hoist import hoisted
+from cutesuper.skeletons.attention.plan import AttentionPlan
+from cutesuper.skeletons.attention.sizes import row_tiles
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.rows.plan import RowPlan
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verifier, verify
 from cutesuper.verify.numeric import compare
 

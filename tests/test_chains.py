@@ -15,18 +15,18 @@ from hypothesis import HealthCheck, given, settings
 pytest.importorskip("cutlass")
 
 from cutesuper.errors import LoweringError, ScheduleError, SearchError
-from cutesuper.graph.dims import Symbol, ceil_div
-from cutesuper.graph.hidden import MAX_HIDDEN, hidden_width
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.target import H200
-from cutesuper.optimize import Options, choose
+from cutesuper.ir.dims import Symbol, ceil_div
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.pipeline import Options, choose
 from cutesuper.report import plan_text
-from cutesuper.schedule.matmul import MatmulPlan
-from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.schedule import MatmulSchedule
-from cutesuper.search.kernels import Flat
+from cutesuper.search.cuts import Flat
 from cutesuper.search.region import Found, SearchOptions, search_region
 from cutesuper.search.search import SearchResult, search
+from cutesuper.skeletons.matmul.hidden import MAX_HIDDEN, hidden_width
+from cutesuper.skeletons.matmul.plan import MatmulPlan
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.schedule import MatmulSchedule
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verifier
 from cutesuper.verify.numeric import compare
 from tests import zoo

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from cutesuper.errors import GraphError
-from cutesuper.graph.block import Axis, AxisKind, BlockOp, BlockProgram, MuGraph
-from cutesuper.graph.check import (
+from cutesuper.ir.block import Axis, AxisKind, BlockOp, BlockProgram, MuGraph
+from cutesuper.ir.check import (
     MAX_PASSES,
     check_block_program,
     check_kernel_graph,
@@ -17,8 +17,8 @@ from cutesuper.graph.check import (
     pass_of,
     passes,
 )
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.kernel import new_kernel_graph
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.graph import new_kernel_graph
 from tests import programs
 from tests.mugraphs import Block
 from tests.programs import CLUSTER, GRID, LOOP, PERSISTENT, norm_linear_program, op

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from cutesuper.graph.functions import _Unary
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
-from cutesuper.graph.operators import TABLE
-from cutesuper.graph.target import H200
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
+from cutesuper.ir.operators.base import TABLE
+from cutesuper.ir.operators.pointwise import _Unary
 from cutesuper.search.search import SearchOptions, search
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verification, Verifier
 from cutesuper.verify.numeric import compare
 from tests.mugraphs import Block, mugraph

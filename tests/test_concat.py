@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 import cutesuper as cs
 from cutesuper.errors import CutesuperError, GraphError, OperatorError, ShapeError
-from cutesuper.graph.dims import extent
-from cutesuper.graph.evaluate import evaluate
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
-from cutesuper.graph.operators import TABLE
-from cutesuper.graph.serial import dumps, loads
-from cutesuper.optimize import Options, choose
+from cutesuper.ir.dims import extent
+from cutesuper.ir.evaluate import evaluate
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph, symbol
+from cutesuper.ir.operators.base import TABLE
+from cutesuper.ir.serial import dumps, loads
+from cutesuper.pipeline import Options, choose
 from cutesuper.verify.equivalence import verify
 from cutesuper.verify.numeric import compare
 from tests.mugraphs import Block, mugraph

@@ -20,7 +20,7 @@ import pytest
 
 import cutesuper as cs
 from cutesuper.errors import FormatError, OperatorError, TuningError
-from cutesuper.graph.definitions import (
+from cutesuper.ir.definitions import (
     Defined,
     added,
     are_still,
@@ -28,16 +28,16 @@ from cutesuper.graph.definitions import (
     definitions,
     unknown,
 )
-from cutesuper.graph.fingerprint import Unknown, fingerprint
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import TABLE, Elementwise, Operator, lookup, opaque, operator
-from cutesuper.graph.target import find_target
-from cutesuper.optimize import Options, choose, compile_plans
+from cutesuper.ir.fingerprint import Unknown, fingerprint
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import TABLE, Elementwise, Operator, lookup, opaque, operator
+from cutesuper.pipeline import Options, choose, compile_plans
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.toolchain import CUDART_VARIABLE
-from cutesuper.search.known import KnownRegions
+from cutesuper.search.region_cache import KnownRegions
 from cutesuper.search.search import search
 from cutesuper.store import canonical
+from cutesuper.targets import find_target
 from tests import definitions as written
 from tests.definitions import CHANGES, module, scaled, with_code
 from tests.fake_runtime import build_fake_runtime
@@ -155,7 +155,7 @@ def test_nesting_without_an_end() -> None:
 
 
 def test_libraries_count_by_their_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cutesuper.graph import fingerprint as module
+    from cutesuper.ir import fingerprint as module
 
     code = "def f(x): return np.exp(x) + torch.relu(x) + math.pi"
     f = with_code(code, np=np, torch=torch, math=math)
@@ -191,7 +191,7 @@ def test_the_package_of_an_operator_is_looked_at(
 
 _SCRIPT = """
 from tests.definitions import CHANGES
-from cutesuper.graph.fingerprint import fingerprint
+from cutesuper.ir.fingerprint import fingerprint
 print(*(fingerprint(make(3.0)) for make in CHANGES.values()))
 """
 
@@ -305,7 +305,7 @@ def test_keys_of_kernels() -> None:
 
 
 def test_regions_that_were_searched(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cutesuper.search import known as module
+    from cutesuper.search import region_cache as module
 
     asked: list[Any] = []
     search_region = module.search_region

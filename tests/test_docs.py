@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cutesuper.frontend import table as frontend
-from cutesuper.graph.operators import TABLE
+from cutesuper.ir.operators.base import TABLE
 from tests.pages import GPU, PAGES, ROOT, Block, blocks, headings
 
 RUN = [p for p in PAGES if any(not b.hidden for b in blocks(p))]

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cutesuper.errors import GraphError
-from cutesuper.graph.block import BlockProgram, KernelStep, MuGraph, TensorSpec
-from cutesuper.graph.draw import kernel_graph_text, mugraph_svg, mugraph_text, program_text
-from cutesuper.graph.dtypes import float32
-from cutesuper.graph.kernel import new_kernel_graph
-from cutesuper.graph.outline import sections, show_bytes
+from cutesuper.ir.block import BlockProgram, KernelStep, MuGraph, TensorSpec
+from cutesuper.ir.dtypes import float32
+from cutesuper.ir.graph import new_kernel_graph
+from cutesuper.ir.outline import sections, show_bytes
+from cutesuper.ir.text import kernel_graph_text, mugraph_svg, mugraph_text, program_text
 from tests import programs
 from tests.programs import GRID, Axis, op
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cutesuper.errors import SearchError
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
-from cutesuper.graph.target import H200
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.search.search import SearchOptions, search
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import verify
 
 

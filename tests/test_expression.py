@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cutesuper.graph.operators import lookup
-from cutesuper.search.expression import ONE, ZERO, Expressions
-from cutesuper.search.goal import Goal
+from cutesuper.egraph.expression import ONE, ZERO, Expressions
+from cutesuper.egraph.goal import Goal
+from cutesuper.ir.operators.base import lookup
 
 Build = Callable[[Expressions, dict[str, int]], int]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cutesuper.graph.field import (
+from cutesuper.ir.field import (
     HIDDEN,
     LARGEST,
     OMEGA,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cutesuper.errors import CutesuperError
-from cutesuper.graph.operators import TABLE
+from cutesuper.ir.operators.base import TABLE
 from tests.fuzz import check, functions, judge, limits, minimise
 from tests.fuzz.__main__ import main
 from tests.fuzz.arithmetic import Ball, Balls, Numbers

@@ -11,8 +11,8 @@ import torch
 import cutesuper as cs
 from cutesuper import given
 from cutesuper.errors import LoweringError, VerificationError
-from cutesuper.graph.block import Axis, AxisKind, BlockOp, BlockProgram, KernelStep, MuGraph
-from cutesuper.graph.block import TensorSpec as Spec
+from cutesuper.ir.block import Axis, AxisKind, BlockOp, BlockProgram, KernelStep, MuGraph
+from cutesuper.ir.block import TensorSpec as Spec
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.verify.equivalence import verify
 from tests import zoo

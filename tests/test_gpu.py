@@ -21,8 +21,8 @@ pytest.importorskip("cutlass")
 
 import cutesuper as cs
 from cutesuper.errors import DeviceError, LayoutError, OperatorError
-from cutesuper.graph.dims import Dim, Symbol
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.kernel import Kernel
 from tests import zoo
 from tests.chains import gated_hidden, product_and_maximum, two_updates

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
-from cutesuper.graph.dims import Dim
+from cutesuper.ir.dims import Dim
 from cutesuper.runtime.kernel import Kernel
 from tests import zoo
 from tests.test_gpu import run

@@ -18,13 +18,13 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.dtypes import DType, bfloat16, float16, float32, int32, int64
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.dtypes import DType, bfloat16, float16, float32, int32, int64
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.scratch import ScratchMemory
-from cutesuper.schedule.row_loop import RowLoopPlan
-from cutesuper.schedule.schedule import RowLoopSchedule
+from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
+from cutesuper.skeletons.schedule import RowLoopSchedule
 from tests import zoo
 from tests.row_programs import (
     Case,

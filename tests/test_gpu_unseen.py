@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
-from cutesuper.graph.evaluate import evaluate
+from cutesuper.ir.evaluate import evaluate
 from tests.test_gpu import check
 from tests.test_unseen import BLIND, GRAPHS, inputs_of, value_of
 

@@ -22,12 +22,12 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
-from cutesuper import optimize
+from cutesuper import pipeline
 from cutesuper.errors import GraphError, OperatorError, ShapeError
-from cutesuper.graph.evaluate import evaluate
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ir.evaluate import evaluate
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.kernel import Kernel
-from cutesuper.search.known import KnownRegions
+from cutesuper.search.region_cache import KnownRegions
 from tests.complex_numbers import Rotated
 from tests.gradients import (
     CASES,
@@ -295,7 +295,7 @@ def test_saved_tensors_go_after_backward(quick: None) -> None:
 def uncollected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Only what nobody refers to goes: reference cycles stay, and errors of searches are new."""
     uncompiled(monkeypatch)
-    monkeypatch.setattr(optimize, "_REGIONS", KnownRegions())
+    monkeypatch.setattr(pipeline, "_REGIONS", KnownRegions())
     gc.collect()
     gc.disable()
     yield

@@ -20,12 +20,12 @@ from cutesuper.errors import (
     OptionError,
     ShapeError,
 )
-from cutesuper.graph.dims import Symbol, broadcast, ceil_div, extent, show_shape, size
-from cutesuper.graph.dtypes import as_dtype, bfloat16, float16, float32
-from cutesuper.graph.evaluate import evaluate, run_reference
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
-from cutesuper.graph.operators import TABLE, Operator
-from cutesuper.graph.serial import dumps, loads
+from cutesuper.ir.dims import Symbol, broadcast, ceil_div, extent, show_shape, size
+from cutesuper.ir.dtypes import as_dtype, bfloat16, float16, float32
+from cutesuper.ir.evaluate import evaluate, run_reference
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph, symbol
+from cutesuper.ir.operators.base import TABLE, Operator
+from cutesuper.ir.serial import dumps, loads
 
 M = Symbol("M", 32)
 

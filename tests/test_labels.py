@@ -13,12 +13,12 @@ import torch
 
 import cutesuper as cs
 from cutesuper.errors import CutesuperError, DTypeError, GraphError, OperatorError, ShapeError
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.dims import extent
-from cutesuper.graph.evaluate import evaluate
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
-from cutesuper.graph.operators import TABLE
-from cutesuper.graph.serial import dumps, loads
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.dims import extent
+from cutesuper.ir.evaluate import evaluate
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.ir.operators.base import TABLE
+from cutesuper.ir.serial import dumps, loads
 from cutesuper.search.search import SearchOptions, search
 from cutesuper.verify.equivalence import Verifier, verify
 from cutesuper.verify.integers import draw_integers, typical_integers

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
+from cutesuper.egraph.distribute import distributed
+from cutesuper.egraph.labelled import label
 from cutesuper.errors import LoweringError, SearchError
-from cutesuper.graph.check import check_block_program, passes
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
-from cutesuper.graph.shift import find_shift
-from cutesuper.graph.target import H200
-from cutesuper.optimize import Choice, Options, choose
-from cutesuper.schedule.matmul import MatmulPlan
-from cutesuper.search.distribute import distributed
+from cutesuper.ir.check import check_block_program, passes
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
+from cutesuper.pipeline import Choice, Options, choose
+from cutesuper.search.cuts import Flat
 from cutesuper.search.forms import find_form
-from cutesuper.search.kernels import Flat
-from cutesuper.search.labels import label
 from cutesuper.search.region import SearchOptions, search_region
 from cutesuper.search.search import search
+from cutesuper.skeletons.matmul.plan import MatmulPlan
+from cutesuper.skeletons.matmul.shift import find_shift
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verifier
 from tests import zoo
 from tests.mugraphs import Block
@@ -245,7 +245,7 @@ def test_a_quotient_that_loses_a_factor_of_the_row_is_no_difference() -> None:
 
 
 def planned(b: Block, shapes: dict[str, tuple[int, ...]]) -> Any:
-    from cutesuper.schedule.planner import make_plan
+    from cutesuper.skeletons.planner import make_plan
 
     return make_plan(b.step(), specs(shapes), H200)
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cutesuper as cs
+from cutesuper.egraph.labelled import label
 from cutesuper.errors import (
     CutesuperError,
     DTypeError,
@@ -23,21 +24,20 @@ from cutesuper.errors import (
     SearchError,
     ShapeError,
 )
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.check import check_mugraph
-from cutesuper.graph.dims import extent
-from cutesuper.graph.draw import kernel_graph_text, mugraph_text
-from cutesuper.graph.dtypes import float16, int32
-from cutesuper.graph.evaluate import evaluate, run_reference
-from cutesuper.graph.field import DivisionByZero, FieldAlgebra, FieldValue, uniform
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph, symbol
-from cutesuper.graph.page_formula import formulas
-from cutesuper.graph.target import H200
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.check import check_mugraph
+from cutesuper.ir.dims import extent
+from cutesuper.ir.dtypes import float16, int32
+from cutesuper.ir.evaluate import evaluate, run_reference
+from cutesuper.ir.field import DivisionByZero, FieldAlgebra, FieldValue, uniform
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph, symbol
+from cutesuper.ir.text import kernel_graph_text, mugraph_text
 from cutesuper.runtime.checks import Signature
-from cutesuper.schedule.planner import make_plan
-from cutesuper.search.kernels import Flat, Segments
-from cutesuper.search.labels import label
+from cutesuper.search.cuts import Flat, Segments
 from cutesuper.search.search import SearchOptions, search
+from cutesuper.show.page_formula import formulas
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verifier, verify
 from cutesuper.verify.extents import SizeChooser
 from cutesuper.verify.integers import draw_integers, typical_integers

@@ -9,27 +9,27 @@ from collections.abc import Callable
 import pytest
 
 import cutesuper as cs
+from cutesuper.autodiff.gradient import grad
+from cutesuper.egraph.labelled import label
 from cutesuper.errors import SearchError
-from cutesuper.graph.autodiff import grad
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.dependence import Dependence
-from cutesuper.graph.dims import Dim
-from cutesuper.graph.draw import kernel_graph_text, mugraph_text
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
-from cutesuper.graph.page import Facts, mugraph_page
-from cutesuper.graph.serial import dumps, loads
-from cutesuper.graph.svg import mugraph_svg
-from cutesuper.graph.target import H200
-from cutesuper.optimize import verified
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.dependence import Dependence
+from cutesuper.ir.dims import Dim
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.ir.serial import dumps, loads
+from cutesuper.ir.text import kernel_graph_text, mugraph_text
+from cutesuper.pipeline import verified
 from cutesuper.report import plan_text
-from cutesuper.schedule.planner import KernelPlan, make_plan
-from cutesuper.schedule.rows import RowPlan, live_values
+from cutesuper.search.cuts import Flat
 from cutesuper.search.forms import find_form
-from cutesuper.search.kernels import Flat
-from cutesuper.search.labels import label
 from cutesuper.search.region import SearchOptions
 from cutesuper.search.search import SearchResult, search, show
+from cutesuper.show.page import Facts, mugraph_page
+from cutesuper.show.svg import mugraph_svg
+from cutesuper.skeletons.planner import KernelPlan, make_plan
+from cutesuper.skeletons.rows.plan import RowPlan, live_values
 from cutesuper.store import canonical
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verifier
 
 LOWERED = SearchOptions(lowered=True, keep=2)
@@ -328,7 +328,7 @@ ADVERSARIAL: dict[str, tuple[Build, int]] = {
 def test_a_budget_is_kept(name: str, lowered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By 20%, and less than half a second, of this process' own time: others do not count."""
     monkeypatch.setattr("cutesuper.search.search.time.perf_counter", time.process_time)
-    monkeypatch.setattr("cutesuper.search.clock.time.monotonic", time.process_time)
+    monkeypatch.setattr("cutesuper.egraph.clock.time.monotonic", time.process_time)
     build, n = ADVERSARIAL[name]
     g = rows(build, n, n)
     verifier = Verifier(g)

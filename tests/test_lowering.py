@@ -9,15 +9,15 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.target import B200, H200
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.report import plan_text
 from cutesuper.runtime.compile import Artifact, compile_kernel
 from cutesuper.runtime.resources import Resources
 from cutesuper.runtime.toolchain import find_nvdisasm
-from cutesuper.schedule.planner import make_plan
 from cutesuper.search.search import search
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.targets import B200, H200
 from tests import zoo
 from tests.fake_runtime import Launch, record_launches
 from tests.mugraphs import Block
@@ -202,7 +202,7 @@ LAUNCHES = """
 from cutesuper.runtime.compile import compile_kernel
 from tests.fake_runtime import cuda_tensor
 from tests.plans import {maker}, request_of
-from cutesuper.graph.dims import Symbol
+from cutesuper.ir.dims import Symbol
 artifact = compile_kernel(request_of({made}))
 assert artifact.from_cache
 kernel = artifact.load()

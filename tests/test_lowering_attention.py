@@ -12,14 +12,14 @@ import pytest
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
-from cutesuper.graph.target import H200
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.report import plan_text
 from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
 from cutesuper.runtime.toolchain import find_nvdisasm
-from cutesuper.schedule.attention import AttentionPlan
-from cutesuper.schedule.planner import make_plan
+from cutesuper.skeletons.attention.plan import AttentionPlan
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.targets import H200
 from tests.attention import Attention
 from tests.fake_runtime import record_launches
 from tests.mugraphs import attention, attention_kernel

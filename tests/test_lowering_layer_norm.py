@@ -8,15 +8,15 @@ import pytest
 
 pytest.importorskip("cutlass")
 
-from cutesuper.graph.block import KernelStep, TensorSpec
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.target import H200
-from cutesuper.optimize import Options, choose
-from cutesuper.schedule.matmul import MatmulPlan
-from cutesuper.schedule.planner import make_plan
-from cutesuper.search.kernels import Flat
+from cutesuper.ir.block import KernelStep, TensorSpec
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.pipeline import Options, choose
+from cutesuper.search.cuts import Flat
 from cutesuper.search.region import SearchOptions, search_region
+from cutesuper.skeletons.matmul.plan import MatmulPlan
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.targets import H200
 from tests import zoo
 from tests.plans import compiled, whole_plan
 from tests.test_lowering import check_resources

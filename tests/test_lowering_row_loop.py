@@ -11,16 +11,16 @@ import pytest
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.target import H200
+from cutesuper.ir.dims import Symbol
 from cutesuper.report import plan_text
 from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.kernel import CompiledStep
 from cutesuper.runtime.toolchain import find_nvdisasm
-from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.row_loop import RowLoopPlan
-from cutesuper.schedule.rows import RowPlan
-from cutesuper.schedule.schedule import RowLoopSchedule
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
+from cutesuper.skeletons.rows.plan import RowPlan
+from cutesuper.skeletons.schedule import RowLoopSchedule
+from cutesuper.targets import H200
 from tests.fake_runtime import Launch, record_launches
 from tests.plans import compiled
 from tests.row_programs import (

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cutesuper.egraph.labelled import Region, RegionOp, View, label
 from cutesuper.errors import (
     CutesuperError,
     GraphError,
@@ -20,22 +21,21 @@ from cutesuper.errors import (
     SearchError,
     ShapeError,
 )
-from cutesuper.graph.block import ACCUMULATE, MuGraph
-from cutesuper.graph.check import check_mugraph
-from cutesuper.graph.dims import Dim
-from cutesuper.graph.dtypes import float16
-from cutesuper.graph.evaluate import evaluate
-from cutesuper.graph.field import HIDDEN, LARGEST, FieldAlgebra, FieldValue, Unbounded, uniform
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph, symbol
-from cutesuper.graph.operators import Items
-from cutesuper.graph.serial import dumps, loads
-from cutesuper.graph.target import H200
-from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.row_loop import RowLoopPlan
+from cutesuper.ir.block import ACCUMULATE, MuGraph
+from cutesuper.ir.check import check_mugraph
+from cutesuper.ir.dims import Dim
+from cutesuper.ir.dtypes import float16
+from cutesuper.ir.evaluate import evaluate
+from cutesuper.ir.field import HIDDEN, LARGEST, FieldAlgebra, FieldValue, Unbounded, uniform
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph, symbol
+from cutesuper.ir.operators.base import Items
+from cutesuper.ir.serial import dumps, loads
+from cutesuper.search.cuts import Flat
 from cutesuper.search.forms import find_form
-from cutesuper.search.kernels import Flat
-from cutesuper.search.labels import Region, RegionOp, View, label
 from cutesuper.search.search import SearchOptions, search
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import verify
 from cutesuper.verify.extents import SizeChooser
 from cutesuper.verify.numeric import compare

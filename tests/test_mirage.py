@@ -13,11 +13,11 @@ from hypothesis import given, settings
 
 import cutesuper as cs
 from cutesuper.errors import GraphError, LoweringError
-from cutesuper.graph.block import KernelStep, MuGraph
-from cutesuper.graph.check import check_mugraph
-from cutesuper.graph.draw import mugraph_svg, mugraph_text
-from cutesuper.graph.kernel import KernelGraph, Tensor
-from cutesuper.schedule.planner import make_plan
+from cutesuper.ir.block import KernelStep, MuGraph
+from cutesuper.ir.check import check_mugraph
+from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.text import mugraph_svg, mugraph_text
+from cutesuper.skeletons.planner import make_plan
 from cutesuper.verify.numeric import compare, execute
 from tests import mirage_json as mj
 from tests.mirage_json import Graph, Json, one, read

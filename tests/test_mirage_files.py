@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import cutesuper as cs
 from cutesuper.errors import FormatError
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.check import check_mugraph
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.check import check_mugraph
 from tests import mirage_json as mj
 from tests.mirage_json import Graph, one, read
 

@@ -22,8 +22,8 @@ from cutesuper.errors import (
     SearchError,
     ShapeError,
 )
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.dtypes import float16
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.dtypes import float16
 from cutesuper.runtime.checks import Signature
 
 torch = pytest.importorskip("torch")
@@ -425,10 +425,10 @@ class Gpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    import cutesuper.optimize
+    import cutesuper.pipeline
 
     fake = Gpu()
-    monkeypatch.setattr(cutesuper.optimize, "superoptimize", fake.superoptimize)
+    monkeypatch.setattr(cutesuper.pipeline, "superoptimize", fake.superoptimize)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

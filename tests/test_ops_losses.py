@@ -12,8 +12,8 @@ import pytest
 
 import cutesuper as cs
 from cutesuper.errors import CutesuperError, DTypeError, OperatorError, ShapeError
-from cutesuper.graph.target import H200
 from cutesuper.search.search import SearchOptions, search
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import verify
 
 torch = pytest.importorskip("torch")

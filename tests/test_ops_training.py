@@ -25,7 +25,7 @@ from cutesuper.errors import (
     OperatorError,
     ShapeError,
 )
-from cutesuper.graph.dims import Symbol
+from cutesuper.ir.dims import Symbol
 from cutesuper.runtime.calling import Launches
 
 torch = pytest.importorskip("torch")
@@ -451,10 +451,10 @@ class Gpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    import cutesuper.optimize
+    import cutesuper.pipeline
 
     fake = Gpu()
-    monkeypatch.setattr(cutesuper.optimize, "best_variant", fake.best_variant)
+    monkeypatch.setattr(cutesuper.pipeline, "best_variant", fake.best_variant)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)

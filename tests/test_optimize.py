@@ -26,8 +26,8 @@ from cutesuper.errors import (
     SearchError,
     ShapeError,
 )
-from cutesuper.graph.block import LOAD, MuGraph
-from cutesuper.optimize import Options, choose, current_target
+from cutesuper.ir.block import LOAD, MuGraph
+from cutesuper.pipeline import Options, choose, current_target
 from cutesuper.runtime.checks import Signature
 from cutesuper.runtime.kernel import BUCKETS, Kernel, bucket_of
 from tests import zoo

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cutesuper.errors import GraphError
-from cutesuper.graph.block import (
+from cutesuper.ir.block import (
     LOAD,
     STORE,
     Axis,
@@ -21,16 +21,16 @@ from cutesuper.graph.block import (
     MuGraph,
     TensorSpec,
 )
-from cutesuper.graph.check import check_block_program
-from cutesuper.graph.dtypes import float16
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.page import Facts, mugraph_page
-from cutesuper.graph.page_formula import formulas
-from cutesuper.graph.page_fusion import definition_title, kernel_title, kernels_of
-from cutesuper.graph.page_kernel import bytes_of
-from cutesuper.graph.page_parts import Html, el, micros, shorten
-from cutesuper.graph.page_values import lives, loaded, times
-from cutesuper.search.cost import Cost, bytes_moved
+from cutesuper.ir.check import check_block_program
+from cutesuper.ir.dtypes import float16
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.show.page import Facts, mugraph_page
+from cutesuper.show.page_formula import formulas
+from cutesuper.show.page_fusion import definition_title, kernel_title, kernels_of
+from cutesuper.show.page_kernel import bytes_of
+from cutesuper.show.page_parts import Html, el, micros, shorten
+from cutesuper.show.page_values import lives, loaded, times
+from cutesuper.skeletons.matmul.cost import Cost, bytes_moved
 from cutesuper.verify.equivalence import Verifier
 from tests import programs, zoo
 

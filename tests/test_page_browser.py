@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from cutesuper.graph.block import BlockProgram, MuGraph
-from cutesuper.graph.dtypes import float16
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.page import Facts, mugraph_page
-from cutesuper.graph.page_parts import micros
-from cutesuper.search.cost import Cost
+from cutesuper.ir.block import BlockProgram, MuGraph
+from cutesuper.ir.dtypes import float16
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.show.page import Facts, mugraph_page
+from cutesuper.show.page_parts import micros
+from cutesuper.skeletons.matmul.cost import Cost
 from tests import programs
 from tests.browser import Browser, browser, find_browser
 from tests.test_draw import wide

@@ -20,12 +20,11 @@ from typing import Any
 import pytest
 
 from cutesuper.errors import DTypeError, FormatError, GraphError, ShapeError
-from cutesuper.graph.block import MuGraph, TensorSpec
-from cutesuper.graph.dims import Dim, Symbol
-from cutesuper.graph.dtypes import float16
-from cutesuper.graph.evaluate import run_reference
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph, symbol
-from cutesuper.graph.target import H200
+from cutesuper.ir.block import MuGraph, TensorSpec
+from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.dtypes import float16
+from cutesuper.ir.evaluate import run_reference
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph, symbol
 from cutesuper.runtime import toolchain
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.compile import CompileRequest, compile_kernel
@@ -34,7 +33,8 @@ from cutesuper.runtime.kernel import CompiledStep, Variant
 from cutesuper.runtime.library import check_metadata, read_metadata
 from cutesuper.runtime.program import _Reader, export_program, load
 from cutesuper.runtime.resources import parse_cubin
-from cutesuper.schedule.planner import make_plan
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.targets import H200
 from tests.fake_runtime import REPOSITORY, Launch, build_fake_runtime, record_launches
 from tests.mugraphs import Block, rms_linear, rms_linear_fused
 
@@ -77,7 +77,7 @@ def compiled(mu: MuGraph, cache: KernelCache, dependent_launch: bool = False) ->
     steps: list[CompiledStep] = []
     for step in mu.steps:
         plan = make_plan(step, mu.tensors, H200, dependent_launch=dependent_launch)
-        from cutesuper.lower.build import build
+        from cutesuper.skeletons.kernel.build import build
 
         written = tuple(i for i, a in enumerate(plan.arguments) if a.written)
         request = CompileRequest(
@@ -417,7 +417,7 @@ def test_on_a_device(cache: KernelCache, tmp_path: Path, name: str) -> None:
     export_program(g, compiled(mu, cache, dependent_launch=name == "one"), tmp_path / "real.so")
     script = BLOCKED + textwrap.dedent(f"""
     import torch
-    from cutesuper.graph.evaluate import evaluate
+    from cutesuper.ir.evaluate import evaluate
     program = load({str(tmp_path / "real.so")!r})
     torch.manual_seed(0)
     for rows in (16,) if {name == "one"} else (1, 16, 33, 300):

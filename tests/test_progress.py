@@ -6,9 +6,9 @@ import io
 
 from rich.console import Console
 
-from cutesuper.graph.target import H200
 from cutesuper.progress import describe, progress_bar
 from cutesuper.search.search import Progress, search
+from cutesuper.targets import H200
 from tests import zoo
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import cutesuper as cs
-from cutesuper.graph.dims import extent
-from cutesuper.graph.evaluate import evaluate
-from cutesuper.graph.kernel import KernelGraph, Tensor
-from cutesuper.optimize import Options, choose
+from cutesuper.ir.dims import extent
+from cutesuper.ir.evaluate import evaluate
+from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.pipeline import Options, choose
 from cutesuper.search.summed import summed_first
 
 OPTIONS = Options(cs.H200)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cutesuper.graph.kernel import KernelGraph, Tensor
+from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.verify.equivalence import Verifier, verify
 from cutesuper.verify.numeric import compare
 from tests.one_block import one_block

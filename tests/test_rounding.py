@@ -19,14 +19,14 @@ import torch
 
 import cutesuper as cs
 from cutesuper.errors import VerificationError
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.dims import extent
-from cutesuper.graph.dtypes import as_dtype
-from cutesuper.graph.evaluate import evaluate, reference
-from cutesuper.graph.kernel import KernelGraph, Tensor
-from cutesuper.graph.rounding import levels, narrow, proportional
-from cutesuper.graph.target import H200
-from cutesuper.optimize import Options, choose
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.dims import extent
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.evaluate import evaluate, reference
+from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.rounding import levels, narrow, proportional
+from cutesuper.pipeline import Options, choose
+from cutesuper.targets import H200
 from cutesuper.verify.numeric import acceptable, execute
 from cutesuper.verify.rounding import check_rounding
 from tests.mugraphs import (

@@ -14,24 +14,24 @@ from hypothesis import strategies as st
 
 from cutesuper import grad
 from cutesuper.errors import FormatError, LoweringError, ScheduleError
-from cutesuper.graph.block import STORE
-from cutesuper.graph.dims import Dim, Symbol, ceil_div, extent
-from cutesuper.graph.dtypes import DType, bfloat16, float32, int64
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
-from cutesuper.graph.target import H200
-from cutesuper.optimize import Options, choose
+from cutesuper.ir.block import STORE
+from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
+from cutesuper.ir.dtypes import DType, bfloat16, float32, int64
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
+from cutesuper.pipeline import Options, choose
 from cutesuper.report import plan_text
-from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.row_loop import LINE, RowLoopPlan
-from cutesuper.schedule.rows import RowPlan
-from cutesuper.schedule.schedule import (
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.rows.loop_plan import LINE, RowLoopPlan
+from cutesuper.skeletons.rows.plan import RowPlan
+from cutesuper.skeletons.schedule import (
     MatmulSchedule,
     RowLoopSchedule,
     RowSchedule,
     read_schedule,
     schedule_dict,
 )
-from cutesuper.schedule.variants import changed, planned, variants
+from cutesuper.skeletons.variants import changed, planned, variants
+from cutesuper.targets import H200
 from tests.mugraphs import Block
 from tests.plans import rows_plan, specs
 from tests.row_programs import (

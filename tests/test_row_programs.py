@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cutesuper.errors import GraphError
-from cutesuper.graph.block import ACCUMULATE, GRID_REDUCE
-from cutesuper.graph.check import check_block_program, check_mugraph
-from cutesuper.graph.dims import Symbol, extent
-from cutesuper.graph.draw import program_text
-from cutesuper.graph.serial import dumps, loads
+from cutesuper.ir.block import ACCUMULATE, GRID_REDUCE
+from cutesuper.ir.check import check_block_program, check_mugraph
+from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.serial import dumps, loads
+from cutesuper.ir.text import program_text
 from cutesuper.verify import equivalence, numeric
 from cutesuper.verify.equivalence import Verifier, verify
 from cutesuper.verify.extents import SizeChooser

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from cutesuper.errors import GraphError
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.verify import equivalence, numeric
 from cutesuper.verify.equivalence import Verifier, verify
 from cutesuper.verify.numeric import compare

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from cutesuper.errors import CutesuperError, FormatError, LoweringError, ScheduleError
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.rows import MAX_PER_THREAD, MAX_ROW
-from cutesuper.graph.target import B200, H200
-from cutesuper.schedule.matmul import MatmulPlan, grid_shape
-from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.row_loop import RowLoopPlan
-from cutesuper.schedule.rows import RowPlan, plan_rows
-from cutesuper.schedule.schedule import MatmulSchedule, RowSchedule, read_schedule, schedule_dict
+from cutesuper.ir.dims import Symbol
+from cutesuper.skeletons.matmul.plan import MatmulPlan, grid_shape
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.rows.limits import MAX_PER_THREAD, MAX_ROW
+from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
+from cutesuper.skeletons.rows.plan import RowPlan, plan_rows
+from cutesuper.skeletons.schedule import MatmulSchedule, RowSchedule, read_schedule, schedule_dict
+from cutesuper.targets import B200, H200
 from tests.mugraphs import Block
 from tests.plans import Linear, rows_block, rows_plan, specs
 

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 
 from cutesuper.errors import FormatError
-from cutesuper.graph.block import MuGraph, TensorSpec
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.dtypes import float32
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph, symbol
+from cutesuper.ir.block import MuGraph, TensorSpec
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.dtypes import float32
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph, symbol
 from cutesuper.runtime import scratch, toolchain
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.calling import Program
@@ -32,7 +32,7 @@ from cutesuper.runtime.kernel import CompiledStep, Variant
 from cutesuper.runtime.library import read_metadata
 from cutesuper.runtime.program import _Reader, export_program, load
 from cutesuper.runtime.scratch import CHUNK_BYTES, Need, Pool, ScratchMemory
-from cutesuper.schedule.plan import Argument, Scratch
+from cutesuper.skeletons.base import Argument, Scratch
 from tests.fake_runtime import build_fake_runtime, record_launches
 from tests.mugraphs import Block
 
@@ -238,7 +238,7 @@ def row_sums(m: int | Symbol) -> tuple[KernelGraph, MuGraph]:
 
 def halves(m: int | Symbol) -> tuple[Any, tuple[Any, ...]]:
     """The kernel that two blocks of a row share, with its scratch."""
-    from cutesuper.lower.common import fake_arguments, fake_scratch
+    from cutesuper.skeletons.kernel.arguments import fake_arguments, fake_scratch
     from tests.kernels_cute import HalvesSum
 
     plan = planned(m)

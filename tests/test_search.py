@@ -13,23 +13,23 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from cutesuper.egraph.extract import extract, structure
+from cutesuper.egraph.labelled import label
+from cutesuper.egraph.saturate import TooLarge, saturate
+from cutesuper.egraph.space import Space
+from cutesuper.egraph.splits import splits
 from cutesuper.errors import LoweringError, SearchError
-from cutesuper.graph.block import AxisKind, BlockProgram, MuGraph
-from cutesuper.graph.check import check_block_program, check_mugraph
-from cutesuper.graph.dims import Dim
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph, symbol
-from cutesuper.graph.operators import Items
-from cutesuper.graph.target import B200, H200
-from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.rows import RowPlan
-from cutesuper.search.extract import extract, structure
-from cutesuper.search.kernels import Flat
-from cutesuper.search.known import KnownRegions
-from cutesuper.search.labels import label
-from cutesuper.search.saturate import TooLarge, saturate
+from cutesuper.ir.block import AxisKind, BlockProgram, MuGraph
+from cutesuper.ir.check import check_block_program, check_mugraph
+from cutesuper.ir.dims import Dim
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph, symbol
+from cutesuper.ir.operators.base import Items
+from cutesuper.search.cuts import Flat
+from cutesuper.search.region_cache import KnownRegions
 from cutesuper.search.search import Progress, SearchOptions, SearchResult, search
-from cutesuper.search.space import Space
-from cutesuper.search.splits import splits
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.rows.plan import RowPlan
+from cutesuper.targets import B200, H200
 from cutesuper.verify.equivalence import Verifier
 from tests import zoo
 from tests.host_time import slowness

@@ -19,13 +19,13 @@ import pytest
 
 from benchmarks.search.programs import PROGRAMS
 from cutesuper.errors import SearchError
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
-from cutesuper.graph.target import H200
-from cutesuper.optimize import Options, choose
-from cutesuper.search import kernels, known, region
-from cutesuper.search.known import KnownRegions
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
+from cutesuper.pipeline import Options, choose
+from cutesuper.search import cuts, region, region_cache
 from cutesuper.search.region import SearchOptions
+from cutesuper.search.region_cache import KnownRegions
 from cutesuper.search.search import Progress, SearchResult, search
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import verify
 
 
@@ -58,7 +58,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Time that passes by looking at it, so that a budget ends at the same place everywhere."""
     clock = Clock()
     monkeypatch.setattr("cutesuper.search.search.time.perf_counter", clock)
-    monkeypatch.setattr("cutesuper.search.clock.time.monotonic", clock)
+    monkeypatch.setattr("cutesuper.egraph.clock.time.monotonic", clock)
     return clock
 
 
@@ -192,7 +192,7 @@ def test_known_regions_are_not_searched_again(monkeypatch: pytest.MonkeyPatch) -
     def never(*_: Any) -> None:
         raise AssertionError("searched")
 
-    monkeypatch.setattr(known, "search_region", never)
+    monkeypatch.setattr(region_cache, "search_region", never)
     again = search(several(), H200, options=options, known=regions)
     assert fingerprint(again) == fingerprint(alone)
     other = replace(options, seed=1)
@@ -208,7 +208,7 @@ def test_long_graphs_are_not_cut_inside_of_chains(monkeypatch: pytest.MonkeyPatc
     g.mark_output(g.matmul(g.mul(g.add(g.silu(g.matmul(x, w)), 1.0), 0.5), v))
     options = SearchOptions(keep=4, lowered=True)
     short = search(g, H200, options=options)
-    monkeypatch.setattr(kernels, "MANY_OPERATORS", 0)
+    monkeypatch.setattr(cuts, "MANY_OPERATORS", 0)
     long = search(g, H200, options=options)
     assert long.candidates[0] == short.candidates[0]
     assert long.statistics.regions < short.statistics.regions
@@ -222,9 +222,9 @@ def test_long_graphs_are_not_cut_on_slopes(monkeypatch: pytest.MonkeyPatch) -> N
     g.mark_output(g.matmul(g.add(g.silu(y), g.exp(y)), v))
     options = SearchOptions(keep=4, lowered=True)
     short = search(g, H200, options=options)
-    monkeypatch.setattr(kernels, "MANY_OPERATORS", 0)
+    monkeypatch.setattr(cuts, "MANY_OPERATORS", 0)
     long = search(g, H200, options=options)
-    monkeypatch.setattr(kernels.Segments, "slopes", lambda self, order: set[int]())
+    monkeypatch.setattr(cuts.Segments, "slopes", lambda self, order: set[int]())
     chains = search(g, H200, options=options)
     assert long.candidates[0] == short.candidates[0]
     assert long.statistics.regions < chains.statistics.regions <= short.statistics.regions
@@ -236,7 +236,7 @@ _NAMES = ["softmax(X W)", "GQA", "attention, scale", "nTrans", "LoRA"]
 _OTHER_PROCESS = """
 import json, sys
 from tests.test_search_budget import fingerprint, several
-from cutesuper.graph.target import H200
+from cutesuper.targets import H200
 from cutesuper.search.search import search
 print(json.dumps({name: fingerprint(search(several(name), H200)) for name in sys.argv[1:]}))
 """

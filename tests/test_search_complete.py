@@ -13,19 +13,19 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.search.programs import PROGRAMS as MEASURED
-from cutesuper.graph.block import ACCUMULATE, CLUSTER_REDUCE
-from cutesuper.graph.check import check_mugraph
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
-from cutesuper.graph.target import H200
-from cutesuper.search.expression import AtomKind
-from cutesuper.search.extract import Structure, extract, structure
-from cutesuper.search.kernels import Cut, Flat
-from cutesuper.search.labels import label
+from cutesuper.egraph.expression import AtomKind
+from cutesuper.egraph.extract import Structure, extract, structure
+from cutesuper.egraph.labelled import label
+from cutesuper.egraph.saturate import Table, TooLarge, saturate
+from cutesuper.egraph.space import Space
+from cutesuper.egraph.splits import Split, splits
+from cutesuper.ir.block import ACCUMULATE, CLUSTER_REDUCE
+from cutesuper.ir.check import check_mugraph
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.search.cuts import Cut, Flat
 from cutesuper.search.region import SearchOptions, Way
-from cutesuper.search.saturate import Table, TooLarge, saturate
 from cutesuper.search.search import assemble, search, show
-from cutesuper.search.space import Space
-from cutesuper.search.splits import Split, splits
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verifier
 from cutesuper.verify.extents import resized_graph
 from cutesuper.verify.numeric import compare
@@ -53,7 +53,7 @@ ALPHABETS: dict[str, tuple[Any, ...]] = {
 @pytest.fixture
 def _larger_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """With parts of two elements a sum of what does not vary would be x + x."""
-    monkeypatch.setattr("cutesuper.search.saturate._PART", EXTENT)
+    monkeypatch.setattr("cutesuper.egraph.saturate._PART", EXTENT)
 
 
 def _name(kind: str, inputs: list[Any], over: str | None) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 
 from benchmarks.search.programs import PROGRAMS
-from cutesuper.graph.block import (
+from cutesuper.ir.block import (
     ACCUMULATE,
     CLUSTER_REDUCE,
     GRID_REDUCE,
@@ -16,12 +16,12 @@ from cutesuper.graph.block import (
     BlockProgram,
     MuGraph,
 )
-from cutesuper.graph.check import check_block_program, check_mugraph, passes
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
-from cutesuper.graph.target import H200
-from cutesuper.search.kernels import Flat
+from cutesuper.ir.check import check_block_program, check_mugraph, passes
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.search.cuts import Flat
 from cutesuper.search.region import SearchOptions, Way, search_region
 from cutesuper.search.search import SearchResult, search
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verifier
 from cutesuper.verify.numeric import compare
 from tests.host_time import slowness

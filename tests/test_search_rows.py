@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 import cutesuper as cs
 from cutesuper.errors import SearchError
-from cutesuper.graph.block import (
+from cutesuper.ir.block import (
     CLUSTER_REDUCE,
     GRID_REDUCE,
     AxisKind,
     BlockProgram,
     MuGraph,
 )
-from cutesuper.graph.dims import Dim, Symbol
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
-from cutesuper.graph.target import B200, H100, H200, Target
+from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.search.search import SearchOptions, SearchResult, search
 from cutesuper.search.sizing import describe
+from cutesuper.targets import B200, H100, H200, Target
 from cutesuper.verify.equivalence import Verifier, verify
 from cutesuper.verify.numeric import compare
 from tests.test_search import without_unused

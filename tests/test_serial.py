@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cutesuper.errors import FormatError
-from cutesuper.graph.block import BlockProgram, KernelStep, MuGraph, TensorSpec
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.dtypes import ALL as DTYPES
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
-from cutesuper.graph.serial import dumps, from_dict, loads, to_dict
+from cutesuper.ir.block import BlockProgram, KernelStep, MuGraph, TensorSpec
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.dtypes import ALL as DTYPES
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.ir.serial import dumps, from_dict, loads, to_dict
 from tests import programs
 from tests.programs import GRID, LOOP, PERSISTENT, Axis, op
 

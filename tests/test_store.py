@@ -19,9 +19,9 @@ pytest.importorskip("cutlass")
 import cutesuper as cs
 from cutesuper import store
 from cutesuper.errors import FormatError
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.optimize import Choice, Options, choose, stored_choice
-from cutesuper.schedule.schedule import AttentionSchedule, MatmulSchedule
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.pipeline import Choice, Options, choose, stored_choice
+from cutesuper.skeletons.schedule import AttentionSchedule, MatmulSchedule
 from cutesuper.store import Measured, canonical, file_name, find, read_entry, save
 from tests import zoo
 

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 import pytest
 
 from cutesuper.errors import DeviceError
-from cutesuper.graph.operators import lookup
-from cutesuper.graph.target import H200, TARGETS, Rates, find_target
+from cutesuper.ir.operators.base import lookup
+from cutesuper.targets import H200, TARGETS, Rates, find_target
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=list(TARGETS))

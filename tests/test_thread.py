@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cutesuper.errors import LoweringError
-from cutesuper.graph.block import LOAD, BlockOp, BlockProgram
-from cutesuper.graph.operators import lookup
-from cutesuper.graph.thread import (
+from cutesuper.ir.block import LOAD, BlockOp, BlockProgram
+from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.thread import (
     ThreadExpression,
     ThreadOp,
     fuse,
@@ -20,7 +20,7 @@ from cutesuper.graph.thread import (
     only_divides,
     reciprocal,
 )
-from cutesuper.lower.hostmath import HostMath
+from cutesuper.skeletons.kernel.hostmath import HostMath
 
 M = HostMath()
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from cutesuper.errors import ScheduleError
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.target import H200
+from cutesuper.ir.dims import Symbol
 from cutesuper.report import plan_text
-from cutesuper.schedule.matmul import MatmulPlan, grid_shape
-from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.tiles import rows_shared_by, store_bytes
+from cutesuper.skeletons.matmul.plan import MatmulPlan, grid_shape
+from cutesuper.skeletons.matmul.tiles import rows_shared_by, store_bytes
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.targets import H200
 from tests.plans import Linear, compiled, specs
 
 LARGE = Linear(m=4096, k=4096, n=4096, tile_m=128, tile_n=256, tile_k=64)

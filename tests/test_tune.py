@@ -18,15 +18,15 @@ import torch
 pytest.importorskip("cutlass")
 
 import cutesuper as cs
-from cutesuper import optimize, store
+from cutesuper import pipeline, store
 from cutesuper.cli import main
 from cutesuper.errors import CompileError, DeviceError, GraphError, ScheduleError, TuningError
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.optimize import Options, choose
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.pipeline import Options, choose
 from cutesuper.runtime.cache import KernelCache
-from cutesuper.schedule.planner import make_plan
-from cutesuper.schedule.schedule import MatmulSchedule, RowSchedule, Schedule
-from cutesuper.schedule.variants import FIXED, KNOBS, changed, planned, variants
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.schedule import MatmulSchedule, RowSchedule, Schedule
+from cutesuper.skeletons.variants import FIXED, KNOBS, changed, planned, variants
 from cutesuper.tune import candidates, measure, tuner
 from cutesuper.tune.candidates import Trial, make_trials
 from cutesuper.tune.measure import make_sets
@@ -160,7 +160,7 @@ def test_candidates_are_sent_to_the_measuring_process_and_launch_their_kernels()
         """
         import pickle, time
         import cutesuper as cs
-        from cutesuper.optimize import Options, choose
+        from cutesuper.pipeline import Options, choose
         from cutesuper.runtime.cache import KernelCache
         from cutesuper.tune.candidates import compile_trials, make_trials
         from tests import zoo
@@ -198,7 +198,7 @@ def test_the_winner_is_stored_and_then_used_without_a_search(
 
     plain = cs.superoptimize(small(), target="h200", tuned=False)
     assert plain.kernels[0].plan.schedule == tuned.model.program.plans[0].schedule
-    monkeypatch.setattr(optimize, "search", None)
+    monkeypatch.setattr(pipeline, "search", None)
     other = zoo.rms_norm_linear(M, K, N)
     other.nodes[0] = replace(other.nodes[0], name="hidden")
     for graph in (small(), other):

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import cutesuper as cs
-from cutesuper import optimize
-from cutesuper.graph.dims import extent
-from cutesuper.graph.evaluate import evaluate, run_reference
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
-from cutesuper.graph.target import H200
-from cutesuper.graph.unseen import followed, guarded
+from cutesuper import pipeline
+from cutesuper.ir.dims import extent
+from cutesuper.ir.evaluate import evaluate, run_reference
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.ir.unseen import followed, guarded
 from cutesuper.runtime.toolchain import find_nvdisasm
-from cutesuper.schedule.planner import KernelPlan
-from cutesuper.schedule.rows import RowPlan
+from cutesuper.skeletons.planner import KernelPlan
+from cutesuper.skeletons.rows.plan import RowPlan
+from cutesuper.targets import H200
 from cutesuper.verify.numeric import execute
 from tests.backends import compiled as compiled_model
 from tests.plans import compiled
@@ -94,8 +94,8 @@ GRAPHS: dict[str, Callable[[], KernelGraph]] = {
 
 
 @cache
-def chosen(name: str) -> optimize.Choice:
-    return optimize.find(GRAPHS[name](), optimize.Options(H200))[1]
+def chosen(name: str) -> pipeline.Choice:
+    return pipeline.find(GRAPHS[name](), pipeline.Options(H200))[1]
 
 
 def inputs_of(graph: KernelGraph, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
@@ -204,7 +204,7 @@ def test_programs_that_hide_nothing_keep_their_kernels() -> None:
     g = new_kernel_graph()
     x, seen = (g.new_input((8, 96), "float16", name) for name in ("x", "seen"))
     g.mark_output(g.softmax(g.keep(seen, x)))
-    mu = optimize.find(g, optimize.Options(H200))[1].candidate.mugraph
+    mu = pipeline.find(g, pipeline.Options(H200))[1].candidate.mugraph
     assert all(guarded(s.program, followed(mu)) is s.program for s in mu.steps)
 
 
@@ -221,7 +221,7 @@ def test_a_guard_costs_a_few_instructions_for_a_row() -> None:
     g = new_kernel_graph()
     x, seen = (g.new_input((8, 96), "float16", name) for name in ("x", "seen"))
     g.mark_output(g.softmax(g.keep(seen, x)))
-    [plain] = optimize.find(g, optimize.Options(H200))[1].plans
+    [plain] = pipeline.find(g, pipeline.Options(H200))[1].plans
     own, other = cost(row_plan("rows_softmax")), cost(plain)
     assert own["FMNMX"] == other["FMNMX"] + 1  # the maximum is finite
     assert own.get("FSET", 0) == other.get("FSET", 0) + 1  # the sum is not 0

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from cutesuper.errors import GraphError
-from cutesuper.graph.block import Axis, AxisKind, MuGraph
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.dtypes import float16
-from cutesuper.graph.field import LARGEST, matmul_residues, uniform
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
+from cutesuper.ir.block import Axis, AxisKind, MuGraph
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.dtypes import float16
+from cutesuper.ir.field import LARGEST, matmul_residues, uniform
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.verify import equivalence, numeric
 from cutesuper.verify.equivalence import FIELDS, Verifier, verify
 from cutesuper.verify.exponents import rank

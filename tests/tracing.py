@@ -15,8 +15,8 @@ from cutesuper.frontend.partition import Partition, partition
 from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.trace import TracedProgram, superoptimize_callable
 from cutesuper.frontend.watch import Observer
-from cutesuper.graph.evaluate import run_reference
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ir.evaluate import run_reference
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.checks import Signature
 from cutesuper.verify.numeric import acceptable
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from cutesuper.graph.dims import Dim, extent
-from cutesuper.graph.dtypes import as_dtype
-from cutesuper.graph.evaluate import evaluate
-from cutesuper.graph.kernel import KernelGraph, new_kernel_graph
+from cutesuper.ir.dims import Dim, extent
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.evaluate import evaluate
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.verify.numeric import Report, acceptable
 
 EPS = 1e-6

@@ -25,10 +25,10 @@ from benchmarks.search.fresh import environment, in_fresh_process
 from benchmarks.search.programs import PROGRAMS
 from benchmarks.search.report import VARIANTS, print_ablation
 from benchmarks.search.table import parse_programs
-from cutesuper.search.kernels import Flat
-from cutesuper.search.labels import LabelledProgram, label
-from cutesuper.search.space import Space
-from cutesuper.search.splits import Split, splits
+from cutesuper.egraph.labelled import LabelledProgram, label
+from cutesuper.egraph.space import Space
+from cutesuper.egraph.splits import Split, splits
+from cutesuper.search.cuts import Flat
 
 #: the fused kernel of each program
 SPLITS = {

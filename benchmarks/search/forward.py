@@ -1,7 +1,7 @@
 """Programs operator by operator, as superoptimizers enumerate them; saturation is held against it.
 
 A state is a program so far: the classes that it has computed. One step adds an operator that makes
-a new class of them. The steps are those of `cutesuper.search.saturate.Table`, formed when they are
+a new class of them. The steps are those of `cutesuper.egraph.saturate.Table`, formed when they are
 first needed and then remembered, so that a state costs the enumeration itself and little else.
 
 before: ``{X, W}`` and 8 operators; after, among 600 states: ``matmul, accumulate, square, mean,
@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple, cast
 
-from cutesuper.search.extract import extract
-from cutesuper.search.goal import Goal
-from cutesuper.search.labels import LabelledProgram
-from cutesuper.search.saturate import Derivation, Table, saturate
-from cutesuper.search.space import Pairing, Space
-from cutesuper.search.splits import AnyRules, Split
+from cutesuper.egraph.extract import extract
+from cutesuper.egraph.goal import Goal
+from cutesuper.egraph.labelled import LabelledProgram
+from cutesuper.egraph.saturate import Derivation, Table, saturate
+from cutesuper.egraph.space import Pairing, Space
+from cutesuper.egraph.splits import AnyRules, Split
 
 #: states between two looks at the clock (one takes some 3 us)
 _PATIENCE = 256

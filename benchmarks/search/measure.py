@@ -8,13 +8,13 @@ from math import inf
 from typing import Any
 
 from benchmarks.search.programs import PROGRAMS
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.dims import size
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.target import H200
-from cutesuper.search.kernels import Flat
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.dims import size
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.search.cuts import Flat
 from cutesuper.search.region import SearchOptions, search_region
 from cutesuper.search.search import peak_mb, search
+from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verifier
 
 TARGET = H200

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from cutesuper.graph.dims import Shape
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.ir.dims import Shape
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 
 EPS = 1e-6
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from cutesuper.graph.dims import extent
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import lookup
-from cutesuper.graph.target import Target
+from cutesuper.ir.dims import extent
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import lookup
+from cutesuper.targets import Target
 
 
 @dataclass(frozen=True)

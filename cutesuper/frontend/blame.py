@@ -9,9 +9,9 @@ from torch import fx
 from cutesuper.errors import CutesuperError, LoweringError, ScheduleError, SearchError
 from cutesuper.frontend.region import Region, convert, source_lines
 from cutesuper.frontend.values import Unsupported
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.target import Target
-from cutesuper.optimize import Options, as_target, bucketed, find
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.pipeline import Options, as_target, bucketed, find
+from cutesuper.targets import Target
 
 E = TypeVar("E", bound=CutesuperError)
 

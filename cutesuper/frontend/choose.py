@@ -22,8 +22,8 @@ from cutesuper.frontend.partition import halves
 from cutesuper.frontend.region import Region
 from cutesuper.frontend.sample import Sample
 from cutesuper.frontend.values import fake
-from cutesuper.graph.operators import lookup
-from cutesuper.optimize import Choice
+from cutesuper.ir.operators.base import lookup
+from cutesuper.pipeline import Choice
 from cutesuper.runtime.cache import warn_once
 from cutesuper.search.search import show
 from cutesuper.tune.device import Device

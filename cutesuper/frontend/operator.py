@@ -19,13 +19,12 @@ from math import prod
 
 import torch
 
-from cutesuper import optimize
+from cutesuper import pipeline
 from cutesuper.errors import CutesuperError, DeviceError, FormatError, GraphError, ShapeError
-from cutesuper.graph import serial
-from cutesuper.graph.definitions import Defined, are_still, definitions, names_of
-from cutesuper.graph.dims import Shape, Symbol, extent
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.target import Target, find_target
+from cutesuper.ir import serial
+from cutesuper.ir.definitions import Defined, are_still, definitions, names_of
+from cutesuper.ir.dims import Shape, Symbol, extent
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.ops.programs import Runner, launcher, reference_of
 from cutesuper.progress import progress_bar
 from cutesuper.runtime.cache import KernelCache
@@ -33,6 +32,7 @@ from cutesuper.runtime.checks import MAX_ELEMENTS, Signature, check_size
 from cutesuper.runtime.kernel import Variant, bucket_of
 from cutesuper.runtime.tensors import usable
 from cutesuper.search.search import SearchResult
+from cutesuper.targets import Target, find_target
 
 #: part of every key: code that a cache holds must not call an operator that has changed since
 VERSION = 2
@@ -60,7 +60,7 @@ class Program:
         self._signature = Signature(graph)
         self._defined = Defined(graph, "compile the model again, after torch.compiler.reset()")
         self._lock = threading.RLock()
-        self._found: dict[tuple[int, str], tuple[SearchResult, optimize.Choice]] = {}
+        self._found: dict[tuple[int, str], tuple[SearchResult, pipeline.Choice]] = {}
         self._variants: dict[tuple[int, str], Variant] = {}
         self._runners: dict[tuple[int, torch.device], Runner] = {}
         self._reference = reference_of(graph)
@@ -79,7 +79,7 @@ class Program:
 
     # ---------------------------------------------------------------------------------- making
 
-    def found(self, rows: int, target: Target) -> tuple[SearchResult, optimize.Choice]:
+    def found(self, rows: int, target: Target) -> tuple[SearchResult, pipeline.Choice]:
         """What the search chooses for so many rows; verified, not compiled.
 
         Raises:
@@ -91,7 +91,7 @@ class Program:
                 self._defined.check()
                 graph = self.graph.with_hints({ROWS: bucket})
                 with progress_bar() as show:
-                    found = optimize.find(graph, self._options(target), show)
+                    found = pipeline.find(graph, self._options(target), show)
                 self._found[bucket, target.name] = found
             return self._found[bucket, target.name]
 
@@ -104,7 +104,7 @@ class Program:
                 self._defined.check()
                 graph = self.graph.with_hints({ROWS: bucket})
                 found = self.found(rows, target)
-                made = optimize.compiled(graph, self._options(target), KernelCache(), *found)
+                made = pipeline.compiled(graph, self._options(target), KernelCache(), *found)
                 between = [s for s, _ in made.intermediates]
                 for shape in between:
                     check_size("a tensor between kernels", [extent(d) for d in shape])
@@ -119,9 +119,9 @@ class Program:
             DeviceError: the device cannot run what is asked for.
         """
         if device.type != "cuda":
-            return self.target or optimize.current_target()
+            return self.target or pipeline.current_target()
         with torch.cuda.device(device):
-            target = self.target or optimize.current_target()
+            target = self.target or pipeline.current_target()
             major, minor = torch.cuda.get_device_capability(device)
         have, need = f"sm_{major}{minor}", target.arch.rstrip("af")
         if have != need:
@@ -131,8 +131,8 @@ class Program:
             )
         return target
 
-    def _options(self, target: Target) -> optimize.Options:
-        return optimize.Options(target, budget_s=self.budget_s)
+    def _options(self, target: Target) -> pipeline.Options:
+        return pipeline.Options(target, budget_s=self.budget_s)
 
     def _bucket(self, rows: int) -> int:
         return bucket_of(rows) if self.symbols else 0

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from cutesuper.errors import OptionError
 from cutesuper.frontend.internals import inductor_options, mode_options
-from cutesuper.graph.asked import shown
-from cutesuper.graph.target import Target, find_target
+from cutesuper.ir.arguments import shown
+from cutesuper.targets import Target, find_target
 
 Take = Literal["faster", "modelled", "all"]
 

@@ -26,7 +26,7 @@ from cutesuper.frontend.values import (
     fake,
     translated,
 )
-from cutesuper.graph.kernel import KernelGraph, Operand, Tensor
+from cutesuper.ir.graph import KernelGraph, Operand, Tensor
 
 Formula = Callable[..., Operand]
 

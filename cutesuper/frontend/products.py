@@ -22,8 +22,8 @@ from cutesuper.frontend.values import (
     fake,
     translated,
 )
-from cutesuper.graph.dims import extent
-from cutesuper.graph.kernel import Tensor
+from cutesuper.ir.dims import extent
+from cutesuper.ir.graph import Tensor
 
 _PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -31,7 +31,7 @@ from cutesuper.frontend.values import (
     Value,
     fake,
 )
-from cutesuper.graph.kernel import KernelGraph, Tensor
+from cutesuper.ir.graph import KernelGraph, Tensor
 
 #: what is computed for one dimension, which stays with an extent of 1
 Along = Callable[[KernelGraph, Tensor, int], Tensor]

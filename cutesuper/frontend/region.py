@@ -33,10 +33,10 @@ from cutesuper.frontend.values import (
     fake,
     memory_order,
 )
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.kernel import KernelGraph, Tensor
-from cutesuper.graph.part import only
-from cutesuper.optimize import check_definition
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.subgraph import only
+from cutesuper.pipeline import check_definition
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Region:
     @cached_property
     def key(self) -> str:
         """The graph as text; equal for equal layers of a model."""
-        from cutesuper.graph.serial import dumps
+        from cutesuper.ir.serial import dumps
 
         return dumps(self.graph)
 
@@ -130,7 +130,7 @@ class Region:
     @property
     def reduces(self) -> bool:
         """Whether it does more than element-wise work."""
-        from cutesuper.graph.operators import lookup
+        from cutesuper.ir.operators.base import lookup
 
         plain = ("input", "constant", "transpose")
         return any(

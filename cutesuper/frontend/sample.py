@@ -22,7 +22,7 @@ from cutesuper.frontend.positions import makers, mask_of
 from cutesuper.frontend.region import Length, Region, Size
 from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.table import is_free
-from cutesuper.graph.dims import Symbol
+from cutesuper.ir.dims import Symbol
 from cutesuper.verify.numeric import acceptable
 
 _ATEN = torch.ops.aten

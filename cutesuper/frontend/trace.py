@@ -30,8 +30,8 @@ from cutesuper.frontend.table import is_free, is_known, moves
 from cutesuper.frontend.traced import ChangesItself, Trace, TracedProgram, TracedRegion
 from cutesuper.frontend.values import CONDITIONS, INTEGERS
 from cutesuper.frontend.watch import Observer, Watch
-from cutesuper.graph.operators import TABLE
-from cutesuper.optimize import superoptimize as optimize_graph
+from cutesuper.ir.operators.base import TABLE
+from cutesuper.pipeline import superoptimize as optimize_graph
 from cutesuper.runtime.calling import picker
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.tensors import usable

@@ -31,9 +31,9 @@ from cutesuper.frontend.factors import (
     leaves,
     unify,
 )
-from cutesuper.graph.dims import Dim, Symbol
-from cutesuper.graph.kernel import KernelGraph, Tensor
-from cutesuper.graph.operators import lookup
+from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.operators.base import lookup
 
 #: what kernels read and write
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

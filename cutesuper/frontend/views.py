@@ -21,7 +21,7 @@ from cutesuper.frontend.values import (
     fake,
     translated,
 )
-from cutesuper.graph.kernel import Tensor
+from cutesuper.ir.graph import Tensor
 
 
 class _Free(Entry):

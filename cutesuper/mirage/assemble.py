@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cutesuper.graph.block import KernelStep, MuGraph, TensorSpec
+from cutesuper.ir.block import KernelStep, MuGraph, TensorSpec
 from cutesuper.mirage.document import Document, Tensor
 from cutesuper.mirage.program import Access, Translated
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cutesuper.errors import FormatError
-from cutesuper.graph.dims import show_shape
-from cutesuper.graph.dtypes import DType, bfloat16, float16, float32
+from cutesuper.ir.dims import show_shape
+from cutesuper.ir.dtypes import DType, bfloat16, float16, float32
 from cutesuper.mirage.fields import GRID, Fields, integer, items
 from cutesuper.mirage.operators import BLOCK, KERNEL, SCALARS, operator_of, result_shape
 

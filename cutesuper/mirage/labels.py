@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, count
 
-from cutesuper.graph.block import Axis, AxisKind
+from cutesuper.ir.block import Axis, AxisKind
 from cutesuper.mirage.factors import Sequel
 from cutesuper.mirage.indices import Indices
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from cutesuper.errors import FormatError, GraphError, OptionError
-from cutesuper.graph.asked import as_path
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.check import check_mugraph
-from cutesuper.graph.dtypes import DType, as_dtype
+from cutesuper.ir.arguments import as_path
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.check import check_mugraph
+from cutesuper.ir.dtypes import DType, as_dtype
 from cutesuper.mirage.assemble import assemble
 from cutesuper.mirage.block import block_kernel
 from cutesuper.mirage.document import Operator, read_document

@@ -11,7 +11,7 @@ import difflib
 import re
 
 from cutesuper.errors import FormatError
-from cutesuper.graph.dims import show_shape
+from cutesuper.ir.dims import show_shape
 
 #: a shape; every extent is a number here
 Extents = tuple[int, ...]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutesuper.graph.block import ACCUMULATE, LOAD, STORE, BlockOp, BlockProgram
-from cutesuper.graph.dims import Dim
+from cutesuper.ir.block import ACCUMULATE, LOAD, STORE, BlockOp, BlockProgram
+from cutesuper.ir.dims import Dim
 from cutesuper.mirage.document import Tensor
 from cutesuper.mirage.indices import Cuts, Indices
 from cutesuper.mirage.labels import Entry, Label, Labels

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 
 from cutesuper.errors import OperatorError
-from cutesuper.graph.asked import shown
-from cutesuper.graph.kernel import KernelGraph, Tensor
+from cutesuper.ir.arguments import shown
+from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ops.definition import Built, Definition, Operand, Output, Role, number
 from cutesuper.ops.rowwise import RowOperator
 

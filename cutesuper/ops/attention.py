@@ -15,7 +15,7 @@ from cutesuper.errors import (
     OperatorError,
     ShapeError,
 )
-from cutesuper.graph.asked import shown
+from cutesuper.ir.arguments import shown
 from cutesuper.ops.plans import Maybe, Request, attend, check, result_of
 from cutesuper.runtime.checks import ORDINARY, oddity
 

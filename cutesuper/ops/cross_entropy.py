@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from cutesuper.errors import OperatorError
-from cutesuper.graph.asked import shown
-from cutesuper.graph.kernel import KernelGraph, Tensor
+from cutesuper.ir.arguments import shown
+from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ops.definition import Built, Definition, Operand, Output, Role
 from cutesuper.ops.rowwise import RowOperator
 

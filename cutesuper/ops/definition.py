@@ -21,10 +21,10 @@ from cutesuper.errors import (
     OperatorError,
     ShapeError,
 )
-from cutesuper.graph.asked import shown
-from cutesuper.graph.dims import Dim, Symbol
-from cutesuper.graph.dtypes import ALL, as_dtype
-from cutesuper.graph.kernel import KernelGraph, Tensor
+from cutesuper.ir.arguments import shown
+from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.dtypes import ALL, as_dtype
+from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.runtime.checks import ORDINARY, oddity
 
 Maybe = torch.Tensor | None

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from cutesuper.errors import DeviceError, LoweringError, ScheduleError, SearchError
-from cutesuper.graph.dims import Dim, Symbol
-from cutesuper.graph.dtypes import DType
-from cutesuper.graph.evaluate import run_reference
-from cutesuper.graph.kernel import KernelGraph, Tensor, new_kernel_graph
-from cutesuper.graph.operators import TABLE
+from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.dtypes import DType
+from cutesuper.ir.evaluate import run_reference
+from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.kernel import BUCKETS, bucket_of
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def _kept(form: Form, device: torch.device) -> Kernel | None:
 
 
 def _made(form: Form, device: torch.device) -> Kernel | None:
-    from cutesuper.optimize import superoptimize
+    from cutesuper.pipeline import superoptimize
 
     if torch.cuda.is_current_stream_capturing():
         raise DeviceError(

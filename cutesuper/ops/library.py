@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from cutesuper.errors import GraphError, OperatorError
-from cutesuper.graph.operators import TABLE
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.ops.definition import Definition, Kind, Maybe, Option, first_of, kind_of
 from cutesuper.ops.programs import Programs, programs_of, rows_class
 from cutesuper.ops.steps import (

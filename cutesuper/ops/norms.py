@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cutesuper.errors import OperatorError
-from cutesuper.graph.kernel import KernelGraph, Tensor
+from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ops.definition import Built, Definition, Operand, Output, Role, number
 from cutesuper.ops.rowwise import RowOperator
 

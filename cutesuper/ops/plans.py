@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from cutesuper.errors import DeviceError, DTypeError, LayoutError, ShapeError
-from cutesuper.graph.dtypes import as_dtype
-from cutesuper.graph.operators import TABLE
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.ops.forms import Form, Order, Runner, batch_of, runner_of
 from cutesuper.ops.layout import Stored, View, compact, order_of, refusal, stored, within
 

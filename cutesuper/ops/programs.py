@@ -14,13 +14,13 @@ from typing import Literal
 
 import torch
 
+from cutesuper.autodiff.gradient import Split, split
 from cutesuper.errors import DeviceError
-from cutesuper.graph.autodiff import Split, split
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.evaluate import run_reference
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import TABLE
-from cutesuper.graph.part import only
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.evaluate import run_reference
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import TABLE
+from cutesuper.ir.subgraph import only
 from cutesuper.ops.definition import Definition, Kind, Role
 from cutesuper.runtime.calling import Launches
 
@@ -227,7 +227,7 @@ def launcher(launches: Launches, device: torch.device) -> Runner:
 
 
 def _made(name: str, graph: KernelGraph, device: torch.device) -> Launches:
-    from cutesuper.optimize import best_variant
+    from cutesuper.pipeline import best_variant
 
     if torch.cuda.is_current_stream_capturing():
         raise DeviceError(

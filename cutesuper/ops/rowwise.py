@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cutesuper.graph.operators import TABLE
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.ops.definition import Definition, Maybe, Option, kind_of
 from cutesuper.ops.library import Library, kept, refuse_transforms
 from cutesuper.ops.steps import Plan, all_usable, gradients_of, plan_of

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from cutesuper.graph.dims import Shape, Symbol
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ir.dims import Shape, Symbol
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.ops.definition import Definition, Kind, Maybe, Option, Role, first_of, kind_of
 from cutesuper.ops.programs import (
     Programs,

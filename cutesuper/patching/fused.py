@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutesuper.entry import superoptimize
+from cutesuper.api import superoptimize
 from cutesuper.errors import CacheError, CutesuperError
-from cutesuper.graph.operators import TABLE
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.patching.conditions import MOST_POSITIONS, is_usual
 from cutesuper.patching.probing import Failed, within_rule
 from cutesuper.patching.report import refused

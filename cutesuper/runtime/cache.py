@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from cutesuper.errors import CacheError, OptionError
-from cutesuper.graph.asked import shown
-from cutesuper.graph.fingerprint import COVERED
+from cutesuper.ir.arguments import shown
+from cutesuper.ir.fingerprint import COVERED
 from cutesuper.runtime.private import (
     Exposure,
     checked_temporary,
@@ -232,7 +232,7 @@ def source_fingerprint() -> str:
 
     A key is the text of a plan's program and knobs; what planning derives from them (roles, fused
     expressions), what operators expand to and what they compute is in the sources only. Operators
-    that were added to the package's own are in the key (`cutesuper.graph.definitions`).
+    that were added to the package's own are in the key (`cutesuper.ir.definitions`).
     """
     package = Path(__file__).resolve().parent.parent
     sources = [path for folder in COVERED for path in package.glob(f"{folder}/**/*.py")]

@@ -10,10 +10,10 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import DeviceError, DTypeError, GraphError
-from cutesuper.graph.dims import Shape, Symbol
-from cutesuper.graph.evaluate import run_reference
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import TABLE
+from cutesuper.ir.dims import Shape, Symbol
+from cutesuper.ir.evaluate import run_reference
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.checks import Signature, check_size, refuse_tangents
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from cutesuper.errors import (
     OperatorError,
     ShapeError,
 )
-from cutesuper.graph.dims import Shape, Symbol, show_shape
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ir.dims import Shape, Symbol, show_shape
+from cutesuper.ir.graph import KernelGraph
 
 #: bulk copies and 16-byte accesses need this alignment of the first element
 ALIGNMENT = 16

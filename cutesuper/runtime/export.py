@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import CompileError
-from cutesuper.graph.asked import as_path
+from cutesuper.ir.arguments import as_path
 from cutesuper.runtime.cache import OBJECT, CacheEntry
 from cutesuper.runtime.library import ABI_VERSION, MAX_COUNT, sealed
 from cutesuper.runtime.private import replace_file, temporary_folder

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._C._functorch as functorch
 
+from cutesuper.autodiff.gradient import Split
 from cutesuper.errors import GraphError, OperatorError
-from cutesuper.graph.autodiff import Split
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.checks import TRANSFORMED
 from cutesuper.runtime.tensors import usable
 

@@ -10,24 +10,24 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from cutesuper.autodiff.gradient import reached
 from cutesuper.errors import CutesuperError, FormatError, GraphError, frameless
-from cutesuper.graph.asked import as_path
-from cutesuper.graph.autodiff import reached
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.definitions import Defined
-from cutesuper.graph.dims import Dim, Symbol
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.target import Target
+from cutesuper.ir.arguments import as_path
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.definitions import Defined
+from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.calling import Launches, Picker, Program, picker
 from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.resources import Resources, combine
 from cutesuper.runtime.scratch import Need, ScratchMemory, rows_of
-from cutesuper.schedule.plan import Scratch
-from cutesuper.schedule.planner import KernelPlan
+from cutesuper.skeletons.base import Scratch
+from cutesuper.skeletons.planner import KernelPlan
+from cutesuper.targets import Target
 
 if TYPE_CHECKING:
     from cutesuper.runtime.gradient import Gradient
-    from cutesuper.search.cost import Cost
+    from cutesuper.skeletons.matmul.cost import Cost
     from cutesuper.verify.equivalence import Verification
 
 #: upper ends of the batch sizes that share one compiled variant; beyond the last, the last
@@ -319,7 +319,7 @@ class Kernel(Program):
         """
         from pathlib import Path
 
-        from cutesuper.graph.draw import mugraph_svg
+        from cutesuper.ir.text import mugraph_svg
         from cutesuper.report import variant_page
 
         file = Path(as_path("draw", path))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cutesuper.errors import CompileError, DeviceError, FormatError, ShapeError
-from cutesuper.graph.asked import as_path
+from cutesuper.ir.arguments import as_path
 from cutesuper.runtime.arguments import RawTensor, check_description, pack_argument
 from cutesuper.runtime.elf import parse_elf
 from cutesuper.runtime.private import exposure

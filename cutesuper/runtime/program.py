@@ -3,13 +3,13 @@
 `cutesuper.runtime.export` holds the kernels; this is what makes a program of them. Metadata
 ``program``, where a shape is a list of extents, symbols by name::
 
-    {"graph": {...},                       # the kernel graph, see cutesuper.graph.serial
+    {"graph": {...},                       # the kernel graph, see cutesuper.ir.serial
      "inputs": [{"name": "X", "shape": ["M", 4096], "dtype": "float16"}, ...],
      "outputs": [...], "intermediates": [...],
      "scratch": [{"name": "scratch0", "shape": ["M", 4], "dtype": "int32", "zeroed": true}, ...],
      "steps": [{"kernel": 0, "places": [0, 1, 2]}, ...],
      "report": "...",                      # how the program was found
-     "operators": {"softplus": "<hash>"}}  # that were added, see cutesuper.graph.definitions
+     "operators": {"softplus": "<hash>"}}  # that were added, see cutesuper.ir.definitions
 
 ``places`` says which tensor each argument of a kernel is: inputs, then outputs, then intermediates,
 then scratch memory, which belongs to one step each and has one dimension for the kernel.
@@ -25,13 +25,13 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 from cutesuper.errors import CutesuperError, FormatError, OperatorError, ShapeError
-from cutesuper.graph import serial
-from cutesuper.graph.asked import as_path
-from cutesuper.graph.definitions import added, definition, names_of
-from cutesuper.graph.dims import Shape, Symbol
-from cutesuper.graph.dtypes import ALL
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import TABLE
+from cutesuper.ir import serial
+from cutesuper.ir.arguments import as_path
+from cutesuper.ir.definitions import added, definition, names_of
+from cutesuper.ir.dims import Shape, Symbol
+from cutesuper.ir.dtypes import ALL
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.arguments import RawTensor
 from cutesuper.runtime.calling import Launches, Program
 from cutesuper.runtime.checks import ALIGNMENT

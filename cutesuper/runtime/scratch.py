@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from cutesuper.graph.dims import Shape, Symbol
+from cutesuper.ir.dims import Shape, Symbol
 
 #: bytes that a pool gets at a time, at least
 CHUNK_BYTES = 1 << 20

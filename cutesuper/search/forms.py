@@ -19,24 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from cutesuper.errors import SearchError
-from cutesuper.graph.block import CLUSTER_REDUCE, AxisKind, BlockProgram
-from cutesuper.graph.dims import Dim, Symbol
-from cutesuper.graph.dims import extent as dim_extent
-from cutesuper.graph.hidden import MAX_HIDDEN
-from cutesuper.graph.operators import Counts, lookup
-from cutesuper.graph.rows import MAX_ROW, longest_tile, row_label
-from cutesuper.graph.shift import find_shift
-from cutesuper.graph.vectors import MAX_VECTORS, vector_products
-from cutesuper.search.chained_form import ALIGN, ChainedForm, chained_form
-from cutesuper.search.labels import LabelledOp, LabelledProgram, Region
-from cutesuper.search.persistent_form import (
-    PersistentForm,
-    along_rows,
-    check_cluster_row,
-    persistent_form,
-)
-from cutesuper.search.products import (
+from cutesuper.egraph.labelled import LabelledOp, LabelledProgram, Region
+from cutesuper.egraph.products import (
     after_products,
     check_one_type,
     is_product,
@@ -44,7 +28,23 @@ from cutesuper.search.products import (
     matrix_products,
     shown,
 )
-from cutesuper.search.splits import AnyRules, Operand, Split, State, splits
+from cutesuper.egraph.splits import AnyRules, Operand, Split, State, splits
+from cutesuper.errors import SearchError
+from cutesuper.ir.block import CLUSTER_REDUCE, AxisKind, BlockProgram
+from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.dims import extent as dim_extent
+from cutesuper.ir.operators.base import Counts, lookup
+from cutesuper.skeletons.attention.form import ALIGN, ChainedForm, chained_form
+from cutesuper.skeletons.matmul.hidden import MAX_HIDDEN
+from cutesuper.skeletons.matmul.shift import find_shift
+from cutesuper.skeletons.matmul.vectors import MAX_VECTORS, vector_products
+from cutesuper.skeletons.rows.limits import MAX_ROW, longest_tile, row_label
+from cutesuper.skeletons.rows.loop_form import (
+    PersistentForm,
+    along_rows,
+    check_cluster_row,
+    persistent_form,
+)
 
 #: columns that are reduced: so many blocks of a cluster hold so many each
 MAX_REDUCED = 8 * 256
@@ -191,7 +191,7 @@ class RowForm:
 
     Attributes:
         row: the label along them, whole (if reduced) or tiled (if nothing is reduced); see
-            `graph.rows.row_label`.
+            `skeletons.rows.limits.row_label`.
         reduced: whether anything is reduced over it.
         clustered: whether a row is longer than what one block holds: a cluster shares it.
     """

@@ -14,29 +14,29 @@ from math import prod
 
 import numpy as np
 
+from cutesuper.egraph.clock import OUT_OF_TIME, OutOfTime, late, limited
+from cutesuper.egraph.distribute import distributed
+from cutesuper.egraph.extract import Partial, Structure, extract, structure
+from cutesuper.egraph.labelled import LabelledProgram, Region, label
+from cutesuper.egraph.saturate import TooLarge, saturate
+from cutesuper.egraph.space import Sealing, Space
+from cutesuper.egraph.splits import Split
 from cutesuper.errors import SearchError, frameless
-from cutesuper.graph.block import ENDING, STORE, AxisKind, BlockOp, BlockProgram
-from cutesuper.graph.check import MAX_PASSES, check_block_program
-from cutesuper.graph.dims import extent
-from cutesuper.graph.target import Target
-from cutesuper.search.block_cost import Model
-from cutesuper.search.blocks import CLUSTERS, STRIPS, Shape, candidates
-from cutesuper.search.chained_cost import chained_price
-from cutesuper.search.chained_form import ChainedForm
-from cutesuper.search.clock import OUT_OF_TIME, OutOfTime, late, limited
-from cutesuper.search.cost import Cost, price
-from cutesuper.search.distribute import distributed
-from cutesuper.search.extract import Partial, Structure, extract, structure
+from cutesuper.ir.block import ENDING, STORE, AxisKind, BlockOp, BlockProgram
+from cutesuper.ir.check import MAX_PASSES, check_block_program
+from cutesuper.ir.dims import extent
 from cutesuper.search.forms import BlockForm, Form, MatmulForm, RowForm, find_form
-from cutesuper.search.hoist import hoisted, settled
-from cutesuper.search.labels import LabelledProgram, Region, label
-from cutesuper.search.persistent_form import PersistentForm
+from cutesuper.search.general_cost import Model
+from cutesuper.search.general_sizes import CLUSTERS, STRIPS, Shape, candidates
 from cutesuper.search.rounding import Rounding
-from cutesuper.search.saturate import TooLarge, saturate
 from cutesuper.search.sizing import Sized, sized
-from cutesuper.search.space import Sealing, Space
-from cutesuper.search.splits import Split
 from cutesuper.search.written import Written, core, tail
+from cutesuper.skeletons.attention.cost import chained_price
+from cutesuper.skeletons.attention.form import ChainedForm
+from cutesuper.skeletons.attention.hoist import hoisted, settled
+from cutesuper.skeletons.matmul.cost import Cost, price
+from cutesuper.skeletons.rows.loop_form import PersistentForm
+from cutesuper.targets import Target
 
 
 @dataclass(frozen=True)

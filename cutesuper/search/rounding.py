@@ -1,7 +1,7 @@
 """Operands of products that a kernel computes: which of them it may round to float16.
 
 A skeleton multiplies what it loads, or rounds what it computed to the type of what it loads. The
-second is refused where float16 cannot hold the value (`graph.rounding.fits`), unless the region
+second is refused where float16 cannot hold the value (`ir.rounding.fits`), unless the region
 itself multiplies that value: then every program that computes it rounds it.
 
 before: ``rms_norm(x z) @ W`` as ``((x z) @ W) / rms(x z)``, refused; after: two kernels,
@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cutesuper.graph.arraymath import Array
-from cutesuper.graph.block import ENDING, LOAD, STORE, BlockProgram
-from cutesuper.graph.dtypes import float16, float32
-from cutesuper.graph.rounding import (
+from cutesuper.egraph.labelled import LabelledProgram, Region
+from cutesuper.ir.arraymath import Array
+from cutesuper.ir.block import ENDING, LOAD, STORE, BlockProgram
+from cutesuper.ir.dtypes import float16, float32
+from cutesuper.ir.rounding import (
     Trials,
     computed,
     fits,
@@ -28,7 +29,6 @@ from cutesuper.graph.rounding import (
     reduced,
     small,
 )
-from cutesuper.search.labels import LabelledProgram, Region
 
 
 class _Step(NamedTuple):

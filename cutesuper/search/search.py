@@ -14,9 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cutesuper.egraph.clock import OUT_OF_TIME, limited
+from cutesuper.egraph.labelled import Region, label
+from cutesuper.egraph.products import matrix_products
+from cutesuper.egraph.reductions import rows_meet
 from cutesuper.errors import LoweringError, SearchError, frameless
-from cutesuper.graph.asked import check_options
-from cutesuper.graph.block import (
+from cutesuper.ir.arguments import check_options
+from cutesuper.ir.block import (
     ACCUMULATE,
     CLUSTER_REDUCE,
     GRID_REDUCE,
@@ -28,20 +32,13 @@ from cutesuper.graph.block import (
     MuGraph,
     TensorSpec,
 )
-from cutesuper.graph.check import check_kernel_graph, check_mugraph
-from cutesuper.graph.definitions import added
-from cutesuper.graph.dims import Dim
-from cutesuper.graph.dtypes import float32
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.target import Target
-from cutesuper.search.clock import OUT_OF_TIME, limited
-from cutesuper.search.cost import Cost
+from cutesuper.ir.check import check_kernel_graph, check_mugraph
+from cutesuper.ir.definitions import added
+from cutesuper.ir.dims import Dim
+from cutesuper.ir.dtypes import float32
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.search.cuts import Cut, Flat, Groups, Segment, Segments, cuts
 from cutesuper.search.forms import needs_positions
-from cutesuper.search.kernels import Cut, Flat, Groups, Segment, Segments, cuts
-from cutesuper.search.known import KnownRegions
-from cutesuper.search.labels import Region, label
-from cutesuper.search.products import matrix_products
-from cutesuper.search.reductions import rows_meet
 from cutesuper.search.region import (
     Counts,
     Found,
@@ -50,8 +47,11 @@ from cutesuper.search.region import (
     in_a_chain,
     search_region,
 )
+from cutesuper.search.region_cache import KnownRegions
 from cutesuper.search.sizing import describe
 from cutesuper.search.summed import summed_first
+from cutesuper.skeletons.matmul.cost import Cost
+from cutesuper.targets import Target
 
 
 @dataclass

@@ -10,14 +10,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from cutesuper.graph.block import Axis, AxisKind, BlockProgram
-from cutesuper.graph.dims import Symbol, ceil_div, extent
-from cutesuper.graph.shift import MAX_SHIFTED_ROWS, find_shift
-from cutesuper.graph.target import Target
-from cutesuper.search.chained_cost import ChainedModel
-from cutesuper.search.chained_form import ChainedForm
-from cutesuper.search.chained_sizes import chained_sizes
-from cutesuper.search.cost import (
+from cutesuper.ir.block import Axis, AxisKind, BlockProgram
+from cutesuper.ir.dims import Symbol, ceil_div, extent
+from cutesuper.search.forms import MatmulForm, RowForm
+from cutesuper.skeletons.attention.cost import ChainedModel
+from cutesuper.skeletons.attention.form import ChainedForm
+from cutesuper.skeletons.attention.sizes import chained_sizes
+from cutesuper.skeletons.matmul.cost import (
     Cost,
     accumulators,
     column_blocks,
@@ -28,10 +27,11 @@ from cutesuper.search.cost import (
     tile_bytes,
     vector_accumulators,
 )
-from cutesuper.search.forms import MatmulForm, RowForm
-from cutesuper.search.persistent_form import PersistentForm
-from cutesuper.search.row_cost import row_cost
-from cutesuper.search.row_sizes import cluster_sizes, persistent_sizes
+from cutesuper.skeletons.matmul.shift import MAX_SHIFTED_ROWS, find_shift
+from cutesuper.skeletons.rows.cost import row_cost
+from cutesuper.skeletons.rows.loop_form import PersistentForm
+from cutesuper.skeletons.rows.loop_sizes import cluster_sizes, persistent_sizes
+from cutesuper.targets import Target
 
 SMALL_ROWS = (8, 16, 32, 64)
 #: of equal costs the first one wins: 4096x4096x4096 takes 209.0 us with 128x256 tiles and 218.2

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from cutesuper.graph.kernel import KernelGraph, Tensor
+from cutesuper.ir.graph import KernelGraph, Tensor
 
 
 def summed_first(graph: KernelGraph) -> KernelGraph | None:

@@ -17,8 +17,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from cutesuper.egraph.extract import unsized
+from cutesuper.egraph.labelled import LabelledOp, LabelledProgram
+from cutesuper.egraph.products import is_product
+from cutesuper.egraph.splits import Operand, Rules, Split, State
 from cutesuper.errors import GraphError
-from cutesuper.graph.block import (
+from cutesuper.ir.block import (
     ACCUMULATE,
     CLUSTER_REDUCE,
     ENDING,
@@ -30,12 +34,8 @@ from cutesuper.graph.block import (
     BlockOp,
     BlockProgram,
 )
-from cutesuper.graph.check import ValueState, check_block_program, passes
-from cutesuper.graph.operators import TABLE
-from cutesuper.search.extract import unsized
-from cutesuper.search.labels import LabelledOp, LabelledProgram
-from cutesuper.search.products import is_product
-from cutesuper.search.splits import Operand, Rules, Split, State
+from cutesuper.ir.check import ValueState, check_block_program, passes
+from cutesuper.ir.operators.base import TABLE
 
 _ENDED_BY = {
     AxisKind.LOOP: ACCUMULATE,

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from cutesuper.errors import CompileError, LoweringError, ScheduleError
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.target import Target
-from cutesuper.graph.unseen import followed
-from cutesuper.optimize import Options, compile_request
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.unseen import followed
+from cutesuper.pipeline import Options, compile_request
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.compile import CompileRequest, compile_kernel, compile_many
 from cutesuper.runtime.kernel import CompiledStep, Variant
 from cutesuper.runtime.toolchain import available_processors
-from cutesuper.schedule.planner import KernelPlan, make_plan
-from cutesuper.schedule.variants import changed, variants
 from cutesuper.search.search import Candidate
+from cutesuper.skeletons.planner import KernelPlan, make_plan
+from cutesuper.skeletons.variants import changed, variants
+from cutesuper.targets import Target
 
 #: kernels that are compiled between two looks at the clock, for each processor: a worker takes 5 s
 #: to start and 0.9 s for a kernel

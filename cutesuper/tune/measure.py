@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from cutesuper.graph.dims import extent
-from cutesuper.graph.evaluate import evaluate
-from cutesuper.graph.kernel import KernelGraph, Node
+from cutesuper.ir.dims import extent
+from cutesuper.ir.evaluate import evaluate
+from cutesuper.ir.graph import KernelGraph, Node
 from cutesuper.runtime.calling import Launches
 from cutesuper.tune.candidates import Program
 from cutesuper.tune.device import Device, Recording

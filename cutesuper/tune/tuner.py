@@ -24,15 +24,15 @@ import numpy as np
 
 from cutesuper import store
 from cutesuper.errors import DeviceError, TuningError
-from cutesuper.graph.asked import check_options
-from cutesuper.graph.check import check_graph
-from cutesuper.graph.definitions import added, names_of
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.target import Target
-from cutesuper.optimize import Options, as_target, check_definition, choose, fault
+from cutesuper.ir.arguments import check_options
+from cutesuper.ir.check import check_graph
+from cutesuper.ir.definitions import added, names_of
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.pipeline import Options, as_target, check_definition, choose, fault
 from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.kernel import bucket_of
+from cutesuper.targets import Target
 from cutesuper.tune.candidates import Trial, compile_trials, make_trials
 from cutesuper.tune.isolate import Lost, Worker
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.field import SMALLEST
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import Attributes, Operator, lookup
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.field import SMALLEST
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import Attributes, Operator, lookup
 from cutesuper.verify.extents import Sizes
 from cutesuper.verify.integers import Integers
 from cutesuper.verify.source import evaluate_graph, names_of
@@ -88,7 +88,7 @@ class DegreeAlgebra:
         zeros: sum of the degrees of all elements that are divided by.
         exponents: arguments of exponentials.
         ordered: `max` was used where it means the largest element.
-        empty_rows: 0 / 0 is 0, see `cutesuper.graph.field.FieldAlgebra`.
+        empty_rows: 0 / 0 is 0, see `cutesuper.ir.field.FieldAlgebra`.
     """
 
     def __init__(self, shifted: bool, shift_degree: int = 1) -> None:

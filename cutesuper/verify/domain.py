@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cutesuper.errors import VerificationError
-from cutesuper.graph.field import (
+from cutesuper.ir.field import (
     LARGEST,
     FieldAlgebra,
     FieldValue,
@@ -20,7 +20,7 @@ from cutesuper.graph.field import (
     align,
     uniform_residues,
 )
-from cutesuper.graph.operators import Attributes, Operator, lookup
+from cutesuper.ir.operators.base import Attributes, Operator, lookup
 from cutesuper.verify.source import names_of
 from cutesuper.verify.tiles import Mapped, Window
 

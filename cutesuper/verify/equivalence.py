@@ -1,6 +1,6 @@
 """Whether a muGraph computes what a kernel graph defines: tests over a finite field.
 
-Both programs are evaluated on the same uniformly random residues (`cutesuper.graph.field`), at
+Both programs are evaluated on the same uniformly random residues (`cutesuper.ir.field`), at
 small extents that exercise every axis (`cutesuper.verify.extents`), several times, and once more
 with tails; on request once at the real extents. Programs that are equal always pass; the chance
 that unequal ones pass is what `Verification.bound_log2` states. The argument, its conditions and
@@ -18,11 +18,11 @@ from typing import Any, Literal
 import numpy as np
 
 from cutesuper.errors import CutesuperError, GraphError
-from cutesuper.graph.asked import check_options
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.check import check_graph, check_is_mugraph, check_mugraph
-from cutesuper.graph.dims import show_shape
-from cutesuper.graph.field import (
+from cutesuper.ir.arguments import check_options
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.check import check_graph, check_is_mugraph, check_mugraph
+from cutesuper.ir.dims import show_shape
+from cutesuper.ir.field import (
     SMALLEST,
     DivisionByZero,
     FieldValue,
@@ -32,8 +32,8 @@ from cutesuper.graph.field import (
     align,
     draw_primes,
 )
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import TABLE
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.verify.bound import (
     Bound,
     Source,

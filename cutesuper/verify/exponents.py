@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from cutesuper.graph.field import FieldValue, Primes, Residues, align, inverse
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ir.field import FieldValue, Primes, Residues, align, inverse
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.verify.domain import FieldDomain
 from cutesuper.verify.integers import Integers
 from cutesuper.verify.source import evaluate_graph

@@ -14,10 +14,10 @@ from math import lcm, prod
 from typing import Any
 
 from cutesuper.errors import GraphError
-from cutesuper.graph.block import AxisKind, BlockProgram, MuGraph, mapped_labels
-from cutesuper.graph.dims import Dim, extent
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import TABLE, lookup
+from cutesuper.ir.block import AxisKind, BlockProgram, MuGraph, mapped_labels
+from cutesuper.ir.dims import Dim, extent
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import TABLE, lookup
 
 #: parts of an axis; 3 where an order or "all but one" could go unnoticed with 2
 PARTS = {AxisKind.GRID: 2, AxisKind.CLUSTER: 3, AxisKind.PERSISTENT: 2, AxisKind.LOOP: 3}

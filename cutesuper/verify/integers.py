@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import Counts, lookup
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import Counts, lookup
 
 #: lengths are tried up to this far past the last column
 _BEYOND = 2

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from cutesuper.errors import ShapeError
-from cutesuper.graph.block import KernelStep, MuGraph
-from cutesuper.graph.check import check_mugraph
-from cutesuper.graph.dims import extent, show_shape
-from cutesuper.graph.dtypes import as_dtype
-from cutesuper.graph.evaluate import evaluate
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.unseen import guarded_mugraph
+from cutesuper.ir.block import KernelStep, MuGraph
+from cutesuper.ir.check import check_mugraph
+from cutesuper.ir.dims import extent, show_shape
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.evaluate import evaluate
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.unseen import guarded_mugraph
 from cutesuper.verify.equivalence import check_interface, evaluate_mugraph
 from cutesuper.verify.extents import real_sizes
 from cutesuper.verify.integers import Integers, draw_integers
@@ -47,7 +47,7 @@ def execute(
         dtype: all arithmetic is done in it.
         rounded: round what kernels round, where they do: operands of matrix products to the type in
             which products take them, and what is stored to the type of its tensor. Rows that a
-            kernel shifts next to zero (`cutesuper.graph.shift`) are not shifted here.
+            kernel shifts next to zero (`cutesuper.skeletons.matmul.shift`) are not shifted here.
 
     Returns:
         The outputs in ``dtype``.

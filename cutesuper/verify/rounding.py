@@ -3,7 +3,7 @@
 A kernel computes in float32. It rounds the operands of its matrix products to the type in which
 products take them, and what it stores to the type of the tensor. `RoundingRun` shows both to
 whoever runs a block program; `check_rounding` refuses what float16 cannot hold, by the rule of
-`cutesuper.graph.rounding`.
+`cutesuper.ir.rounding`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from cutesuper.errors import VerificationError
-from cutesuper.graph.arraymath import Array
-from cutesuper.graph.block import LOAD, BlockOp, BlockProgram, KernelStep, MuGraph
-from cutesuper.graph.dtypes import DType, float16, float32
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import Operator
-from cutesuper.graph.rounding import Trials, fits, narrow, node_values, proportional
+from cutesuper.ir.arraymath import Array
+from cutesuper.ir.block import LOAD, BlockOp, BlockProgram, KernelStep, MuGraph
+from cutesuper.ir.dtypes import DType, float16, float32
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import Operator
+from cutesuper.ir.rounding import Trials, fits, narrow, node_values, proportional
 from cutesuper.verify.extents import SizeChooser, resized_graph
 from cutesuper.verify.integers import Integers, draw_integers
 from cutesuper.verify.tiles import BlockRun, Mapped, Window

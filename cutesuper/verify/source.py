@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cutesuper.errors import VerificationError
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.operators import Attributes, Operator, lookup
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import Attributes, Operator, lookup
 from cutesuper.verify.integers import without_q
 
 #: name of the contracted dimension while a matrix product runs

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cutesuper.errors import VerificationError
-from cutesuper.graph.block import (
+from cutesuper.ir.block import (
     ACCUMULATE,
     ENDING,
     GRID_REDUCE,
@@ -38,9 +38,9 @@ from cutesuper.graph.block import (
     BlockProgram,
     mapped_labels,
 )
-from cutesuper.graph.check import check_block_program, pass_of
-from cutesuper.graph.dims import ceil_div, extent
-from cutesuper.graph.operators import TABLE, Operator
+from cutesuper.ir.check import check_block_program, pass_of
+from cutesuper.ir.dims import ceil_div, extent
+from cutesuper.ir.operators.base import TABLE, Operator
 from cutesuper.verify.integers import Integers, without_q
 from cutesuper.verify.source import needs_exponents
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cutesuper.graph.evaluate import hidden_difference
-from cutesuper.graph.operators import Attributes, Operator, lookup
+from cutesuper.ir.evaluate import hidden_difference
+from cutesuper.ir.operators.base import Attributes, Operator, lookup
 from cutesuper.verify.tiles import Mapped, Window
 
 
@@ -28,7 +28,7 @@ class TorchValue:
 class TorchDomain:
     """PyTorch as the algebra of `cutesuper.verify.tiles.BlockRun`."""
 
-    #: guards in the program say what a hidden row is (`cutesuper.graph.unseen`), not the algebra
+    #: guards in the program say what a hidden row is (`cutesuper.ir.unseen`), not the algebra
     empty_rows = False
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -41,7 +41,7 @@ class TorchDomain:
         dims = tuple(dict.fromkeys(d for x in args for d in x.dims))
         data = [align(x, dims) for x in args]
         result = lookup(kind).reference(data, attributes)
-        # -inf - -inf = -inf, see `cutesuper.graph.field`
+        # -inf - -inf = -inf, see `cutesuper.ir.field`
         return TorchValue(dims, hidden_difference(result, data) if kind == "sub" else result)
 
     def add(self, x: TorchValue, y: TorchValue) -> TorchValue:

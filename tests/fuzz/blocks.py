@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutesuper.graph.block import MuGraph
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.serial import dumps, loads
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.serial import dumps, loads
 from cutesuper.verify.extents import real_sizes
 from cutesuper.verify.integers import Integers
 from cutesuper.verify.numeric import TorchDomain, TorchValue

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import cutesuper as cs
-from cutesuper import optimize
+from cutesuper import pipeline
 from cutesuper.errors import (
     CompileError,
     CutesuperError,
@@ -26,13 +26,13 @@ from cutesuper.errors import (
     ShapeError,
     TraceError,
 )
-from cutesuper.graph.dims import extent
-from cutesuper.graph.draw import mugraph_svg, mugraph_text
-from cutesuper.graph.evaluate import run_reference
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.page import mugraph_page
-from cutesuper.graph.target import H200
+from cutesuper.ir.dims import extent
+from cutesuper.ir.evaluate import run_reference
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.text import mugraph_svg, mugraph_text
 from cutesuper.runtime.kernel import bucketed
+from cutesuper.show.page import mugraph_page
+from cutesuper.targets import H200
 from cutesuper.verify.numeric import execute
 from tests.fuzz import judge
 from tests.fuzz.arithmetic import Balls, Numbers
@@ -263,9 +263,9 @@ def check_candidates(
     """Search, and run what was found. Raises `Wrong` and `Refused`."""
     stage("search")
     hinted = graph.with_hints(bucketed(graph))
-    options = optimize.Options(H200, budget_s=settings.budget_s, tuned=False)
+    options = pipeline.Options(H200, budget_s=settings.budget_s, tuned=False)
     try:
-        result, choice = optimize.choose(hinted, options, keep=settings.keep)
+        result, choice = pipeline.choose(hinted, options, keep=settings.keep)
     except MAKING as error:
         raise Refused(error, "search") from error
     chosen = choice.candidate.mugraph

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import cutesuper as cs
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ir.graph import KernelGraph
 from tests.fuzz import functions, judge
 from tests.fuzz.check import CALLING, MAKING, Refused, Settings, Stage, Wrong, held
 from tests.fuzz.functions import Function, laid_out

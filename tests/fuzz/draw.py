@@ -15,9 +15,9 @@ from typing import Any
 
 import cutesuper as cs
 from cutesuper.errors import CutesuperError
-from cutesuper.graph.dims import Symbol, extent
-from cutesuper.graph.kernel import Tensor
-from cutesuper.graph.operators import TABLE, Operator
+from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.graph import Tensor
+from cutesuper.ir.operators.base import TABLE, Operator
 from tests.fuzz.data import KINDS
 from tests.fuzz.programs import ROWS, Case, Source, Step, apply, new_input
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutesuper as cs
-from cutesuper import optimize
+from cutesuper import pipeline
 from cutesuper.frontend import trace
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.checks import Signature
 from cutesuper.runtime.kernel import bucketed
 from tests.fuzz import judge
@@ -477,8 +477,8 @@ class BlockKernel:
     def __init__(self, graph: KernelGraph, settings: Settings) -> None:
         self.graph = graph
         hinted = graph.with_hints(bucketed(graph))
-        options = optimize.Options(cs.H200, budget_s=settings.budget_s, tuned=False)
-        _, choice = optimize.choose(hinted, options, keep=settings.keep)
+        options = pipeline.Options(cs.H200, budget_s=settings.budget_s, tuned=False)
+        _, choice = pipeline.choose(hinted, options, keep=settings.keep)
         self.mugraph = choice.candidate.mugraph
         self._signature = Signature(graph)
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutesuper.graph.kernel import KernelGraph
+from cutesuper.ir.graph import KernelGraph
 from tests.fuzz.arithmetic import Arithmetic, Ball, Balls, Numbers, reach, smallest, unit
 from tests.fuzz.formulas import FORMULAS, JUMPS, WITH_LENGTHS
 

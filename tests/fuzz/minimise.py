@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.operators import TABLE
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.operators.base import TABLE
 from tests.fuzz.programs import ROWS, Case, Source, Step, renamed
 
 #: programs that are tried

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import cutesuper as cs
-from cutesuper import optimize
+from cutesuper import pipeline
 from cutesuper.errors import CutesuperError
-from cutesuper.graph.kernel import KernelGraph
-from cutesuper.graph.target import H200
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.kernel import bucketed
+from cutesuper.targets import H200
 from tests.fuzz import judge
 from tests.fuzz.arithmetic import Balls
 from tests.fuzz.blocks import at_rows
@@ -48,8 +48,8 @@ def check_mutant(
             if not _differ(graph, other, inputs, case):
                 continue
             hinted = other.with_hints(bucketed(other))
-            options = optimize.Options(H200, budget_s=settings.budget_s, tuned=False)
-            _, choice = optimize.choose(hinted, options, keep=1)
+            options = pipeline.Options(H200, budget_s=settings.budget_s, tuned=False)
+            _, choice = pipeline.choose(hinted, options, keep=1)
         except CutesuperError:
             continue
         stage("verify a mutant")

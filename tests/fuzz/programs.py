@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import cutesuper as cs
-from cutesuper.graph.dims import Symbol
-from cutesuper.graph.kernel import KernelGraph, Tensor
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.graph import KernelGraph, Tensor
 
 #: the symbolic extent in shapes
 ROWS = "M"

@@ -1,0 +1,143 @@
+"""The values that a forward pass keeps for its backward pass; see `autodiff.gradient.split`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cutesuper.errors import GraphError
+from cutesuper.ir.arguments import shown
+from cutesuper.ir.derivation import Derivation
+from cutesuper.ir.dims import Symbol, extent, show_shape
+from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.operators.base import lookup
+
+#: tensor-core operations in the time of a byte of device memory: 750 TFLOP/s over 4.35 TB/s (H200)
+FLOPS_PER_BYTE = 172
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """A program and its derivative in one graph, and what could be kept between them.
+
+    Attributes:
+        both: the graph.
+        inputs: names of the program's inputs and of the cotangents, by node.
+        cotangents: nodes of the cotangents.
+        outputs: nodes of the program's outputs.
+        gradients: nodes.
+        values: node of ``both`` for each value of the program.
+    """
+
+    both: Derivation
+    inputs: dict[int, str]
+    cotangents: set[int]
+    outputs: set[int]
+    gradients: list[int]
+    values: dict[tuple[KernelGraph, int], int]
+
+    def values_used(self) -> dict[str, int]:
+        """All values of the program that the backward pass needs if nothing is kept, by name.
+
+        The second value called rstd is ``rstd2``.
+        """
+        after = set(self.cotangents)
+        for i, n in enumerate(self.both.nodes):
+            if after & set(n.inputs):
+                after.add(i)
+        nodes = self.both.between(set(self.inputs), self.gradients) - after
+        names: dict[str, int] = {}
+        count: Counter[str] = Counter()
+        for i in sorted(nodes):
+            n = self.both.nodes[i]
+            symbolic = any(isinstance(d, Symbol) for d in n.shape[1:])  # cannot be an input
+            if n.operator == "constant" or symbolic:
+                continue
+            name = "out" if i in self.outputs else self.both.names.get(i, n.operator)
+            names[self._free(name, count, {*names, *self.inputs.values()})] = i
+        return names
+
+    def _free(self, name: str, count: Counter[str], used: set[str]) -> str:
+        while True:
+            count[name] += 1
+            numbered = name if count[name] == 1 else f"{name}{count[name]}"
+            if numbered not in used:
+                return numbered
+
+    def met(self, kept: set[int]) -> set[int]:
+        """Those of ``kept`` that the gradients use, not only through others of them."""
+        nodes = self.both.between({*self.inputs, *kept}, self.gradients)
+        return kept & {j for i in nodes for j in self.both.nodes[i].inputs}
+
+
+def choose(reuse: Reuse, save: str | Sequence[str | Tensor]) -> dict[int, str]:
+    """Values that the backward pass is given, with the names of its inputs.
+
+    Raises:
+        GraphError: what is asked for is no way to choose, or not used.
+    """
+    used = reuse.values_used()
+    if isinstance(save, list | tuple):
+        return _asked_for(reuse, save, used)
+    if not isinstance(save, str) or save not in ("auto", "none"):
+        raise GraphError(
+            f'split(save={shown(save)}): must be "auto", "none", or a list of tensors and names'
+        )
+    worth = _worth_keeping(reuse, set(used.values())) if save == "auto" else set[int]()
+    met = reuse.met(worth)
+    return {i: name for name, i in used.items() if i in met}
+
+
+def _asked_for(
+    reuse: Reuse, save: Sequence[str | Tensor], used: dict[str, int]
+) -> dict[int, str]:
+    names = {i: name for name, i in used.items()}
+    kept: dict[int, str] = {}
+    for item in save:
+        i = (
+            reuse.values.get((item.graph, item.index))
+            if isinstance(item, Tensor)
+            else used.get(str(item))
+        )
+        if i is None or i not in names:
+            raise GraphError(f"split(save=[{item!r}]): the backward pass does not use it; it uses "
+                             f"{_listed(reuse, used)}")
+        kept[i] = names[i]
+    for i in set(kept) - reuse.met(set(kept)):
+        raise GraphError(f"split(save=...): {kept[i]} is of no use once the others are kept; leave "
+                         "it out")
+    return kept
+
+
+def _listed(reuse: Reuse, used: dict[str, int]) -> str:
+    nodes = reuse.both.nodes
+    return ", ".join(f"{n}{show_shape(nodes[i].shape)}" for n, i in used.items()) or "inputs only"
+
+
+def _worth_keeping(reuse: Reuse, used: set[int]) -> set[int]:
+    """The rule of ``save="auto"``."""
+    both = reuse.both
+    reduced, multiplied = set[int](), set[int]()
+    for i, n in enumerate(both.nodes):
+        product = n.operator == "matmul"
+        if product or multiplied & set(n.inputs):
+            multiplied.add(i)
+        if product or lookup(n.operator).reduces or reduced & set(n.inputs):
+            reduced.add(i)
+    return {
+        i
+        for i in used
+        if (i in reduced and both.nodes[i].shape[-1:] == (1,))
+        or (i in reuse.outputs and i in multiplied)
+        or _is_long_product(both, i)
+    }
+
+
+def _is_long_product(both: Derivation, i: int) -> bool:
+    """Whether computing an element takes longer than writing and reading it."""
+    n = both.nodes[i]
+    if n.operator != "matmul":
+        return False
+    inner = extent(both.nodes[n.inputs[0]].shape[-1])
+    return 2 * inner > FLOPS_PER_BYTE * 2 * n.dtype.itemsize

@@ -1,0 +1,489 @@
+"""Labels: every dimension of every tensor of a region gets a name by unification.
+
+Element-wise operators unify the dimensions that they align, a matrix product contracts one label.
+An axis of a block program then splits a *label*, one choice for all tensors, so that operands that
+do not belong together never meet although their extents agree.
+
+before: ``X[16, 4096] @ W[4096, 4096]``; after: ``X[M, K] @ W[K, N]``, K and N different labels.
+
+A `Region` is the part of a kernel graph that one kernel computes. An operand is a `View`, a value
+whose dimensions are read in another order. A transpose is only left where its result may have to be
+stored; it has labels of its own order and no operation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from cutesuper.egraph.clock import look
+from cutesuper.errors import SearchError
+from cutesuper.ir.dependence import Dependence
+from cutesuper.ir.dims import Dim, Shape
+from cutesuper.ir.dtypes import DType
+from cutesuper.ir.operators.base import Attributes, Items, lookup
+
+
+@dataclass(frozen=True)
+class View:
+    """A value of a region; dimension ``i`` of the view is dimension ``order[i]`` of the value."""
+
+    value: int
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RegionOp:
+    """One operator of a region; its attributes are such that regions can be compared."""
+
+    kind: str
+    operands: tuple[View, ...]
+    attributes: Items
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Region:
+    """What one kernel computes. Value ``i`` is input ``i``, or operation ``i - len(inputs)``.
+
+    Two regions that are equal have the same kernels, whatever their tensors are called.
+
+    Attributes:
+        inputs: shape of every tensor that is read.
+        input_dtypes: its element type.
+        ops: operators; a ``transpose`` copies its operand, which is the view that it makes.
+        outputs: what is stored, in the order of dimensions in which it is stored.
+        output_dtypes: its element type.
+        pages: the inputs that are put together from pages, with the positions of a page.
+    """
+
+    inputs: tuple[Shape, ...]
+    input_dtypes: tuple[DType, ...]
+    ops: tuple[RegionOp, ...]
+    outputs: tuple[View, ...]
+    output_dtypes: tuple[DType, ...]
+    pages: tuple[tuple[int, int], ...] = ()
+
+
+LabelMap = tuple[str | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledOp:
+    """An operator on labelled values.
+
+    Attributes:
+        kind: ``load``, or an operator of the table.
+        inputs: indices of earlier operations.
+        labels: labels of the value.
+        attributes: element-wise: the operator's; ``load``: ``tensor`` (index) and ``map``;
+            ``causal_mask`` and other masks: the operator's, and the labels of its ``rows`` and
+            ``columns`` (see `ir.block`).
+        over: the label that ``matmul``, ``sum``, ``mean`` and ``max`` reduce.
+    """
+
+    kind: str
+    inputs: tuple[int, ...]
+    labels: frozenset[str]
+    attributes: Attributes
+    over: str | None = None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LabelledOp):
+            return NotImplemented
+        same = self.kind == other.kind and self.inputs == other.inputs
+        same = same and self.labels == other.labels and self.over == other.over
+        return same and Items(self.attributes) == Items(other.attributes)
+
+    __hash__ = None  # type: ignore[assignment]  # attributes are a dictionary
+
+
+@dataclass(frozen=True)
+class LabelledProgram:
+    """A region with labels in place of dimensions.
+
+    Attributes:
+        dims: extent of every label, those of the first output first and in its order.
+        ops: loads and operators.
+        outputs: for each output the operation and the label of each stored dimension.
+    """
+
+    dims: dict[str, Dim]
+    ops: tuple[LabelledOp, ...]
+    outputs: tuple[tuple[int, LabelMap], ...]
+
+    @cached_property
+    def dependence(self) -> Dependence:
+        """What every operation depends on."""
+        return Dependence([op.inputs for op in self.ops])
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """Labels over which anything is reduced or contracted."""
+        return tuple(dict.fromkeys(op.over for op in self.ops if op.over is not None))
+
+    def of_kind(self, *kinds: str) -> tuple[LabelledOp, ...]:
+        """All operations of these kinds."""
+        return tuple(op for op in self.ops if op.kind in kinds)
+
+    def needed(self) -> LabelledProgram:
+        """The same without operations that no output needs."""
+        needed = {i for i, _ in self.outputs}
+        for i in reversed(range(len(self.ops))):
+            if i in needed:
+                needed.update(self.ops[i].inputs)
+        index = {i: n for n, i in enumerate(sorted(needed))}
+        ops = tuple(
+            replace(self.ops[i], inputs=tuple(index[j] for j in self.ops[i].inputs)) for i in index
+        )
+        return LabelledProgram(self.dims, ops, tuple((index[i], m) for i, m in self.outputs))
+
+
+def label(region: Region) -> LabelledProgram:
+    """Label the dimensions of a region.
+
+    An input in two roles (``X @ X^T``) is loaded once for each, as ``X[M, K]`` and ``X[N, K]``. So
+    is what is computed from it: in ``S @ S^T`` with ``S = relu(X)``, S is computed as ``S[M, K]``
+    and as ``S[N, K]``.
+
+    Raises:
+        SearchError: too much would have to be computed again.
+    """
+    shared = {u: (region.ops[u[0]].operands[u[1]].value, 0) for u in _uses(region)}
+    found = _Unification(region, shared)
+    if not found.consistent:
+        found = _separate(region) or _separate(_unshared(region))
+    if found is None:
+        raise SearchError("a value is used in two roles (one of its labels would occur twice)")
+    return _side_by_side(found).program()
+
+
+Use = tuple[int, int]  # operation, position of the operand
+Group = tuple[int, int]  # input, number of the load
+
+
+#: operators of a region in which every use has its own computation, at most
+MAX_UNSHARED = 96
+
+
+def _uses(region: Region) -> list[Use]:
+    """All uses of inputs."""
+    return [
+        (i, j)
+        for i, op in enumerate(region.ops)
+        for j, view in enumerate(op.operands)
+        if view.value < len(region.inputs)
+    ]
+
+
+def _separate(region: Region) -> _Unification | None:
+    """Give every use of an input a load of its own, then join those that can be joined."""
+    uses = _uses(region)
+    value = {u: region.ops[u[0]].operands[u[1]].value for u in uses}
+    groups: dict[Use, Group] = {u: (value[u], n) for n, u in enumerate(uses)}
+    best = _Unification(region, groups)
+    if not best.consistent:
+        return None
+    for n, u in enumerate(uses):
+        for v in uses[:n]:
+            if value[u] != value[v] or groups[u] == groups[v]:
+                continue
+            joined = _Unification(region, {**groups, u: groups[v]})
+            if joined.consistent:
+                groups, best = {**groups, u: groups[v]}, joined
+                break
+    return best
+
+
+def _unshared(region: Region) -> Region:
+    """The region with one computation for each use of a value; equal ones become one again when
+    their labels are known. Raises SearchError past `MAX_UNSHARED` operators."""
+    inputs, ops = len(region.inputs), list[RegionOp]()
+    made: list[View] = []  # operands of what is still to be made
+    todo: list[tuple[View, bool]] = [(v, False) for v in reversed(region.outputs)]
+    while todo:
+        view, ready = todo.pop()
+        if view.value < inputs:
+            made.append(view)
+            continue
+        op = region.ops[view.value - inputs]
+        if not ready:
+            todo.append((view, True))
+            todo += ((v, False) for v in reversed(op.operands))
+            continue
+        if len(ops) == MAX_UNSHARED:
+            raise SearchError(
+                "a value is used in two roles, and too much depends on it to compute it twice"
+            )
+        first = len(made) - len(op.operands)
+        ops.append(replace(op, operands=tuple(made[first:])))
+        made[first:] = [View(inputs + len(ops) - 1, view.order)]
+    return replace(region, ops=tuple(ops), outputs=tuple(made))
+
+
+def _side_by_side(found: _Unification) -> _Unification:
+    """Give what products of one operand have of their own a label in common.
+
+    Keys and values of an attention, ``X[M, K] @ W[K, N]`` and ``X[M, K] @ V[K, N2]`` with N2 = N:
+    as ``V[K, N]`` both are computed by one kernel, which loads X once. Labels over which anything
+    is reduced stay as they are: nobody would loop over one of them and divide the other.
+    """
+    alike: dict[Any, list[Slot]] = {}
+    reduced = {found.find(s) for s in found.reduced()}
+    for i, op in enumerate(found.region.ops):
+        if op.kind != "matmul":
+            continue
+        a, b = found.slots((i, 0)), found.slots((i, 1))
+        for shared, own in ((a, b[-1]), (b, a[-2])):
+            if found.find(own) not in reduced:
+                key = (found.extent(own), *(found.find(s) for s in shared))
+                alike.setdefault(key, []).append(own)
+    for first, *others in alike.values():
+        for other in others:
+            if found.find(first) == found.find(other):
+                continue
+            joined = _Unification(found.region, found.groups, (*found.equal, (first, other)))
+            found = joined if joined.consistent else found
+    return found
+
+
+Slot = tuple[Any, int]  # (value or load group, dimension)
+
+
+class _Unification:
+    """Union-find over the dimensions of all values and loads of a region.
+
+    Args:
+        region: what is labelled.
+        groups: for every use of an input the load that it reads.
+        equal: dimensions that get one label although no operator asks for it.
+    """
+
+    def __init__(
+        self, region: Region, groups: dict[Use, Group], equal: Sequence[tuple[Slot, Slot]] = ()
+    ) -> None:
+        look()
+        self.region, self.groups, self.equal = region, groups, equal
+        self.parent: dict[Slot, Slot] = {}
+        self.dead: list[Slot] = []  # dimensions of extent 1 that a reduction left behind
+        self.shapes: dict[Any, Shape] = {}
+        for g in groups.values():
+            self.shapes[g] = region.inputs[g[0]]
+        for i, op in enumerate(region.ops):
+            self.shapes[len(region.inputs) + i] = op.shape
+        for i, op in enumerate(region.ops):
+            self._unify_op(i, op)
+        for a, b in equal:
+            self._join(a, b)
+        self.consistent = all(self._distinct(owner, s) for owner, s in self.shapes.items())
+
+    # ------------------------------------------------------------------------------- unification
+
+    def find(self, slot: Slot) -> Slot:
+        """The dimension that stands for all that are unified with this one."""
+        parent = self.parent
+        while slot in parent:
+            above = parent[slot]
+            if above in parent:
+                parent[slot] = parent[above]  # so that long chains are short the next time
+            slot = above
+        return slot
+
+    def _join(self, a: Slot, b: Slot) -> None:
+        a, b = self.find(a), self.find(b)
+        if a != b:
+            self.parent[a] = b
+
+    def _owner(self, use: Use) -> Any:
+        value = self.region.ops[use[0]].operands[use[1]].value
+        return self.groups[use] if value < len(self.region.inputs) else value
+
+    def slots(self, use: Use) -> list[Slot]:
+        """The dimensions of an operand, in the order of its view."""
+        owner = self._owner(use)
+        return [(owner, d) for d in self.region.ops[use[0]].operands[use[1]].order]
+
+    def extent(self, slot: Slot) -> Dim:
+        """How many elements a dimension has."""
+        return self.shapes[slot[0]][slot[1]]
+
+    def _align(self, operand: Sequence[Slot], result: Sequence[Slot]) -> None:
+        """Unify from the last dimension on, except where the operand is broadcast."""
+        for a, b in zip(reversed(operand), reversed(result), strict=False):
+            if self.extent(a) == self.extent(b):
+                self._join(a, b)
+
+    def _unify_op(self, i: int, op: RegionOp) -> None:
+        result: list[Slot] = [(len(self.region.inputs) + i, d) for d in range(len(op.shape))]
+        operands = [self.slots((i, j)) for j in range(len(op.operands))]
+        if op.kind == "matmul":
+            a, b = operands
+            self._join(a[-1], b[-2])
+            self._join(a[-2], result[-2])
+            self._join(b[-1], result[-1])
+            self._align(a[:-2], result[:-2])
+            self._align(b[:-2], result[:-2])
+        elif op.kind == "transpose":
+            for a, b in zip(operands[0], result, strict=True):
+                self._join(a, b)
+        elif lookup(op.kind).reduces:
+            dim = dict(op.attributes)["dim"]
+            for d, (a, b) in enumerate(zip(operands[0], result, strict=True)):
+                if d != dim or self.extent(a) == 1:
+                    self._join(a, b)
+                else:
+                    self.dead.append(b)
+        else:
+            if lookup(op.kind).masks and len(operands) > 1:  # integers have the first dimensions
+                operands[1] += result[len(operands[1]) :]
+            for slots in operands:
+                self._align(slots, result)
+
+    def _distinct(self, owner: Any, shape: Shape) -> bool:
+        roots = [self.find((owner, d)) for d, e in enumerate(shape) if e != 1]
+        return len(set(roots)) == len(roots)
+
+    def reduced(self) -> Iterator[Slot]:
+        """Dimensions over which an operator contracts or reduces."""
+        for i, op in enumerate(self.region.ops):
+            if op.kind == "matmul":
+                yield self.slots((i, 0))[-1]
+            elif lookup(op.kind).reduces and op.operands:
+                yield self.slots((i, 0))[dict(op.attributes)["dim"]]
+
+    # ------------------------------------------------------------------------------- the program
+
+    def program(self) -> LabelledProgram:
+        """The labelled program (only if consistent)."""
+        self.names = self._names()
+        ops: list[LabelledOp] = []
+        index: dict[Any, int] = {}
+        for i, op in enumerate(self.region.ops):
+            args = [self._operand((i, j), ops, index) for j in range(len(op.operands))]
+            index[len(self.region.inputs) + i] = self._operation(i, op, args, ops, index)
+        outputs = tuple((index[v.value], self._map(v.value, v.order)) for v in self.region.outputs)
+        order = [n for _, m in outputs for n in m if n is not None]
+        order += [n for op in ops if op.kind == "load" for n in op.attributes["map"] if n]
+        extents = {self.names[r]: self.extent(r) for r in self.names}
+        dims = {n: extents[n] for n in dict.fromkeys(order)}
+        return LabelledProgram(dims, tuple(ops), outputs)
+
+    def _map(self, owner: Any, order: Sequence[int]) -> LabelMap:
+        return tuple(self.names.get(self.find((owner, d))) for d in order)
+
+    def _operand(self, use: Use, ops: list[LabelledOp], index: dict[Any, int]) -> int:
+        owner = self._owner(use)
+        if not isinstance(owner, tuple):
+            return index[owner]
+        mapping = self._map(owner, range(len(self.shapes[owner])))
+        key = (owner[0], mapping)  # loads with one map are one load
+        if key not in index:
+            labels = frozenset(n for n in mapping if n is not None)
+            ops.append(LabelledOp("load", (), labels, {"tensor": owner[0], "map": mapping}))
+            index[key] = len(ops) - 1
+        return index[key]
+
+    def _operation(
+        self, i: int, op: RegionOp, args: list[int], ops: list[LabelledOp], index: dict[Any, int]
+    ) -> int:
+        labels = frozenset[str]().union(*(ops[a].labels for a in args))
+        kind, over, attributes = op.kind, None, dict(op.attributes)
+        if kind in ("transpose", "convert"):  # the type is that of the tensor that is stored
+            return args[0]
+        if kind == "matmul":
+            over = self.names.get(self.find(self.slots((i, 0))[-1]))
+            kind = kind if over else "mul"  # an inner dimension of extent 1
+        elif lookup(kind).reduces:
+            slot = self.slots((i, 0))[attributes["dim"]]
+            if self.extent(slot) == 1:  # the operand itself; a single row may have a label
+                return args[0]
+            over, attributes = self.names[self.find(slot)], {}
+        elif lookup(kind).masks and lookup(kind).integers:
+            attributes |= self._counted(i, op)
+        elif lookup(kind).masks:
+            slots = [(len(self.region.inputs) + i, len(op.shape) - k) for k in (2, 1)]
+            rows, columns = (self.names.get(self.find(s)) for s in slots)
+            one_row = op.shape[-2] == 1 and attributes["alignment"] == "bottom_right"
+            if one_row or op.shape[-1] == 1:  # nothing is hidden: the operand itself
+                return args[0]
+            if rows is None:
+                raise SearchError(f"{kind} of one row, 'top_left': only its first column is seen; "
+                                  "use 'bottom_right' for a row that sees all columns")
+            attributes |= {"rows": rows, "columns": columns}
+        made = LabelledOp(kind, tuple(args), labels - {over}, attributes, over)
+        key = kind, made.inputs, over, tuple(sorted(attributes.items()))
+        if key not in index:  # else it was computed for another use already
+            ops.append(made)
+            index[key] = len(ops) - 1
+        return index[key]
+
+    def _counted(self, i: int, op: RegionOp) -> Attributes:
+        """Attributes of a mask with lengths or labels. Raises SearchError."""
+        rank, value = len(op.shape), len(self.region.inputs) + i
+        rows, columns = (self.names.get(self.find((value, rank - k))) for k in (2, 1))
+        if columns is None:
+            raise SearchError(
+                f"{op.kind} of one column: there is no label to count along; leave it out, or pad "
+                "the columns to two"
+            )
+        own = dict(op.attributes)
+        causal = bool(own.get("causal")) and op.shape[-2] != 1
+        own |= {"causal": causal} if "causal" in own else {}
+        return {**own, "columns": columns, "rows": rows if causal else None}
+
+    # ------------------------------------------------------------------------------------- names
+
+    def _names(self) -> dict[Slot, str]:
+        """A readable name for every class of dimensions that needs a label."""
+        wanted = {
+            self.find((owner, d))
+            for owner, shape in self.shapes.items()
+            for d, e in enumerate(shape)
+            if e != 1
+        }
+        wanted |= self._single_rows(wanted)
+        names: dict[Slot, str] = {}
+        used: Counter[str] = Counter()
+        for slot, name in self._roles():
+            root = self.find(slot)
+            if root in wanted and root not in names:
+                used[name] += 1
+                names[root] = name if used[name] == 1 else f"{name}{used[name]}"
+        return names
+
+    def _single_rows(self, wanted: set[Slot]) -> set[Slot]:
+        """Rows of extent 1: a matrix product without any other row label needs one."""
+        dead = {self.find(s) for s in self.dead}
+        rows: set[Slot] = set()
+        for i, op in enumerate(self.region.ops):
+            if op.kind != "matmul":
+                continue
+            a, b = ({self.find(s) for s in self.slots((i, j))} & wanted for j in (0, 1))
+            row = self.find(self.slots((i, 0))[-2])
+            if not a - b and b - a and row not in dead:
+                rows.add(row)
+        return rows
+
+    def _roles(self) -> Iterator[tuple[Slot, str]]:
+        """Dimensions with the name that their role suggests, strongest role first."""
+        for i, op in enumerate(self.region.ops):
+            if op.kind == "matmul":
+                a, b = self.slots((i, 0)), self.slots((i, 1))
+                yield from ((a[-1], "K"), (a[-2], "M"), (b[-1], "N"))
+                yield from ((s, "B") for s in a[:-2] + b[:-2])
+        for last in (True, False):  # reductions along rows first, whichever the graph has first
+            for i, op in enumerate(self.region.ops):
+                if lookup(op.kind).reduces and op.operands:
+                    slots = self.slots((i, 0))
+                    dim = dict(op.attributes)["dim"]
+                    if last == (dim == len(slots) - 1):
+                        yield slots[dim], "K"
+                        yield from zip(reversed(slots), ("N", "M", "B"), strict=False)
+        for view in self.region.outputs:
+            slots = [(view.value, d) for d in view.order]
+            yield from zip(reversed(slots), ("N", "M", "B", "D"), strict=False)
+        for owner, shape in self.shapes.items():
+            yield from (((owner, d), "D") for d in range(len(shape)))

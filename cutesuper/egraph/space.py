@@ -1,0 +1,209 @@
+"""What all splits of one program share: its normal forms, the goal, the operators that it uses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal, NamedTuple
+
+from cutesuper.egraph.clock import look
+from cutesuper.egraph.expression import Expressions
+from cutesuper.egraph.goal import Goal
+from cutesuper.egraph.labelled import LabelledOp, LabelledProgram
+from cutesuper.egraph.splits import all_parts
+from cutesuper.ir.field import Primes, draw_primes
+from cutesuper.ir.operators.base import TABLE, Items, lookup
+
+#: 0: nothing else. 1: values with several users; a norm of a norm needs more than 4000 classes
+#: without, and 23 with. 2: all values; the program as it is written, with other reductions.
+Sealing = Literal[0, 1, 2]
+
+
+#: binary operators that normal forms interpret
+ARITHMETIC = ("mul", "div", "add", "sub")
+
+
+class Pairing(NamedTuple):
+    """What can become of two values, judged by their normal forms only.
+
+    Attributes:
+        fits: their product may be part of the goal.
+        left_divides, right_divides: a denominator of the goal has the first (second) as a factor.
+        together: they may be terms of one sum.
+        chosen: operators without algebra whose result may be part of the goal, and whether they
+            take the second value first.
+        nothing: none of these.
+    """
+
+    fits: bool
+    left_divides: bool
+    right_divides: bool
+    together: bool
+    chosen: tuple[tuple[str, bool], ...]
+    nothing: bool
+
+
+_NOTHING = Pairing(False, False, False, False, (), True)
+
+
+class Space:
+    """The goal of one labelled program, and what may be used to reach it.
+
+    Args:
+        program: what is wanted.
+        sealing: what besides sums that are multiplied is an atom; see `Sealing`.
+        sealed: operations that are atoms as well.
+    """
+
+    def __init__(
+        self, program: LabelledProgram, sealing: Sealing = 0, sealed: frozenset[int] = frozenset()
+    ) -> None:
+        self.program, self.table, self.sealing = program, Expressions(), sealing
+        values = self._seal(sealed)
+        self.goals = [(values[i], program.ops[i].labels) for i, _ in program.outputs]
+        parts = {label: all_parts(label) for label in program.reduced}
+        self.goal = Goal(self.table, (form for form, _ in self.goals), parts)
+        #: operators with an integer operand: operator, attributes, and the load of the integers
+        integers = [
+            (op.kind, Items(op.attributes), op.inputs[k])
+            for op in program.ops
+            for k in _integers(op)
+        ]
+        #: those that take another operand besides
+        self.counting = [c for c in dict.fromkeys(integers) if TABLE[c[0]].masks]
+        self.of_integers = [c for c in dict.fromkeys(integers) if not TABLE[c[0]].masks]
+        #: for the load of lengths or labels the label that they count along, if any
+        self.counted = dict.fromkeys([i for _, _, i in integers], "")
+        self.counted |= {i: str(dict(items)["columns"]) for _, items, i in self.counting}
+        operators = dict.fromkeys(  # not a set: numbers that differ in sign only have no order
+            (op.kind, Items(op.attributes), len(op.inputs))
+            for op in program.ops
+            if op.kind not in ("load", "constant") and op.over is None and not _integers(op)
+        )
+        self.unary = sorted((k, a) for k, a, n in operators if n == 1)
+        self.binary = sorted({k for k, _, n in operators if n == 2} | {"mul"})
+        self.reductions = sorted(
+            {("sum" if op.kind == "matmul" else op.kind, op.over) for op in program.ops if op.over}
+        )
+        #: those of `binary` without algebra
+        self.uninterpreted = [kind for kind in self.binary if kind not in ARITHMETIC]
+        #: of these, normal forms that each of their operands may have
+        self._taken: dict[tuple[str, int], set[int]] = {}
+        for op in program.ops:
+            if op.kind in self.uninterpreted:
+                for side, i in enumerate(op.inputs):
+                    forms = self._taken.setdefault((op.kind, side), set())
+                    forms.update(self.goal.later(values[i]))
+        self._sides: dict[int, frozenset[tuple[str, int]]] = {}
+        self._primes: dict[int, Primes] = {}
+        #: of normal forms that met in any split
+        self.pairings: dict[tuple[int, int], Pairing] = {}
+        self.outer = {
+            frozenset(program.ops[i].labels for i in op.inputs)
+            for op in program.ops
+            if len(op.inputs) == 2 and op.over is None and not _integers(op)
+        }
+
+    def primes(self, seed: int) -> Primes:
+        """A field in which different numbers of the program differ, the same for all splits."""
+        if seed not in self._primes:
+            numbers = [op.attributes["value"] for op in self.program.ops if op.kind == "constant"]
+            self._primes[seed] = draw_primes([seed], numbers)
+        return self._primes[seed]
+
+    def pairing(self, x: int, y: int) -> Pairing:
+        """What can become of two normal forms; keep the answer in `pairings`."""
+        look()
+        goal = self.goal
+        fits, together = goal.fits(x, y), goal.together(x, y)
+        chosen = self._chosen(x, y) if self._taken else ()
+        if not (fits or together or chosen):
+            self.pairings[x, y] = self.pairings[y, x] = _NOTHING
+            return _NOTHING
+        left, right = fits and goal.divides(x), fits and goal.divides(y)
+        found = Pairing(fits, left, right, together, chosen, False)
+        turned = tuple((kind, not swapped) for kind, swapped in chosen)
+        self.pairings[y, x] = Pairing(fits, right, left, together, turned, False)
+        self.pairings[x, y] = found
+        return found
+
+    def _chosen(self, x: int, y: int) -> tuple[tuple[str, bool], ...]:
+        """Operators without algebra that make something useful of two normal forms: only what they
+        are given in the program, now or after later sums.
+
+        Without this test everything met everything where there is one, as in the derivative of
+        relu: 26 operators of a LoRA's backward pass took 26 s.
+        """
+        first, second = self._operand_of(x), self._operand_of(y)
+        if not first or not second:
+            return ()
+        found = [(kind, False) for kind, side in first if not side and (kind, 1) in second]
+        found += [(kind, True) for kind, side in second if not side and (kind, 1) in first]
+        return tuple(
+            (kind, swapped)
+            for kind, swapped in sorted(found)
+            if self.goal.useful(
+                lookup(kind).symbolic(self.table, [y, x] if swapped else [x, y], {})
+            )
+        )
+
+    def _operand_of(self, x: int) -> frozenset[tuple[str, int]]:
+        """The operators without algebra that may take a normal form, and as which operand."""
+        known = self._sides.get(x)
+        if known is None:
+            forms = self.goal.later(x)
+            known = frozenset(s for s, taken in self._taken.items() if not taken.isdisjoint(forms))
+            self._sides[x] = known
+        return known
+
+    def _seal(self, sealed: frozenset[int]) -> list[int]:
+        """Normal forms of the program, with every sum that is multiplied later sealed."""
+        users = Counter(i for op in self.program.ops for i in set(op.inputs))
+        least = (len(users) + 1, 2, 1)[self.sealing]
+        named = sealed | {i for i, n in users.items() if n >= least}
+        multiplied = {
+            i
+            for op in self.program.ops
+            if op.kind in ("mul", "div", "matmul", "square")
+            for i in op.inputs
+        }
+        values: list[int] = []
+        for _ in range(2):  # again, so that equal sums met before the first seal are sealed too
+            values.clear()
+            for i, op in enumerate(self.program.ops):
+                x = self.form(op, i, [values[j] for j in op.inputs])
+                if i in multiplied or i in named:
+                    x = self.table.seal(x, products=i in named)
+                values.append(x)
+        return values
+
+    def form(self, op: LabelledOp, index: int, args: list[int]) -> int:
+        """Normal form of an operation of the program."""
+        if op.kind == "load":
+            return self.table.variable(f"{op.attributes['tensor']}.{index}", op.labels)
+        if op.over is None:
+            return lookup(op.kind).symbolic(self.table, args, op.attributes)
+        kind = op.kind
+        if kind == "matmul":
+            kind, args = "sum", [self.table.mul(*args)]
+        return self.reduced(kind, args[0], op.over, all_parts(op.over))
+
+    def reduced(self, kind: str, x: int, label: str, parts: tuple[str, ...]) -> int:
+        """Normal form of a sum, mean or maximum over parts of a label."""
+        x = self.table.mark(x, label)
+        if kind == "max":
+            return self.table.maximum(x, label, parts)
+        x = self.table.reduce(x, parts)
+        return self.table.mul(x, self.table.symbol(f"1/{label}")) if kind == "mean" else x
+
+    def partial_maximum(self, x: int) -> str | None:
+        """The label over which x is a maximum of some parts only."""
+        for kind, label in self.reductions:
+            inner = self.table.is_maximum(x, label) if kind == "max" else None
+            if inner is not None and len(inner.labels) < len(all_parts(label)):
+                return label
+        return None
+
+
+def _integers(op: LabelledOp) -> tuple[int, ...]:
+    """Which operands are integers."""
+    return TABLE[op.kind].integers if op.kind in TABLE else ()

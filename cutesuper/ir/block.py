@@ -1,0 +1,265 @@
+"""Block programs: *how* one kernel computes, as a program of one thread block.
+
+Every dimension of the kernel's tensors has a **label** (``M``, ``K``, ``N``). An `Axis` splits a
+label over blocks (grid), over the blocks of a cluster, over the tiles that one block visits in turn
+(persistent) or over the iterations of a loop; what is left is the tile that a block holds at a
+time. A value of the program is therefore known by the labels it still has. Mirage's imap, omap and
+fmap are all read off this: an axis that splits a label splits every tensor that has the label, and
+replicates every tensor that has not.
+
+before: ``rms(X) @ W`` as two kernels; after, as one block program::
+
+    N.grid(64) K.cluster(2) K.loop(16), tile M=16 N=64 K=128
+    0  load X[M, K]              4  accumulate(3, K.loop)     8  sqrt(7)
+    1  load W[K, N]              5  square(0), mean over K    9  div(accumulated 4, 8)
+    ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+
+from cutesuper.ir.dependence import Dependence
+from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
+from cutesuper.ir.dtypes import DType
+from cutesuper.ir.operators.base import Attributes
+
+
+class AxisKind(StrEnum):
+    """What an axis means on the GPU."""
+
+    GRID = "grid"  # independent blocks
+    CLUSTER = "cluster"  # blocks that exchange partial results through distributed shared memory
+    PERSISTENT = "persistent"  # tiles one block visits in turn; accumulators may live across them
+    LOOP = "loop"  # iterations over staged tiles
+
+
+@dataclass(frozen=True)
+class Axis:
+    """``kind`` splits the label ``dim`` into ``extent`` parts.
+
+    ``extent`` is None where it is *open*: as many blocks of a grid axis, or tiles of a persistent
+    axis, as the call needs of a symbolic dimension. At most one axis of a label is open.
+    """
+
+    dim: str
+    kind: AxisKind
+    extent: int | None
+
+    @property
+    def name(self) -> str:
+        """``K.loop``."""
+        return f"{self.dim}.{self.kind}"
+
+    def __str__(self) -> str:
+        return f"{self.name}({'?' if self.extent is None else self.extent})"
+
+
+#: from the outermost split of a dimension to the innermost
+ORDER = (AxisKind.GRID, AxisKind.CLUSTER, AxisKind.PERSISTENT, AxisKind.LOOP)
+
+#: operations of a block program that are not in the operator table
+LOAD, STORE = "load", "store"
+ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE = "accumulate", "cluster_reduce", "grid_reduce"
+#: those that end an axis: they combine the partial results of its parts
+ENDING = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
+
+
+@dataclass(frozen=True)
+class BlockOp:
+    """One operation on tiles.
+
+    Attributes:
+        kind: an operator of the table (element-wise, ``matmul``, ``sum``, ``mean``, ``max``,
+            ``constant``), or ``load``, ``store``, ``accumulate``, ``cluster_reduce``,
+            ``grid_reduce``.
+        inputs: indices of earlier operations.
+        dims: labels of the value, in the order of the program's ``dims``.
+        attributes: ``load``/``store``: ``tensor`` (name) and ``map`` (for each dimension of the
+            tensor its label, None for an extent of 1, or a tuple of labels that share it, the
+            outermost first; a store may name a cluster or grid *axis* instead of a label: one
+            slice of partial results for each part). ``matmul``, ``sum``,
+            ``mean``, ``max``: ``over`` (a label; only the tile is reduced, ``mean`` divides by the
+            extent of the whole dimension). ``accumulate``, ``cluster_reduce``, ``grid_reduce``:
+            ``axis`` (name) and ``op`` ("sum" or "max"); see `rescaled`. ``causal_mask``: ``rows``
+            and ``columns`` (labels of the value) and its own ``alignment``. ``length_mask``, whose
+            second operand is a ``load`` of the lengths: ``columns``, ``rows`` (None where it is not
+            causal or there is one row) and ``causal``. ``pick``, whose second operand is a
+            ``load`` of the labels: ``columns``, and None as its ``rows``. Positions are those of
+            the whole label, whatever axes split it. A ``load`` through a table of pages has its
+            name as ``table``; ``tensor`` is the cache and ``map`` that of the gathered tensor.
+            Element-wise operators: their own.
+    """
+
+    kind: str
+    inputs: tuple[int, ...]
+    dims: tuple[str, ...]
+    attributes: Attributes = field(default_factory=dict)
+
+    @property
+    def rescaled(self) -> bool:
+        """Whether it is a sum over an axis of ``x * exp(t - T)``, operands ``(x, t, T)``.
+
+        t is a maximum of each part, T the maximum of t over the same axis (an operation of the
+        same kind). A kernel runs it in one pass, as the online softmax: a running maximum, and the
+        old sum times ``exp(old maximum - new maximum)`` (arXiv:1805.02867)::
+
+            7  max over N (6)                    9  sum over N (exp(6 - 7))
+            8  accumulate max (7) over N.loop   10  accumulate sum (9, 7, 8) over N.loop
+        """
+        return self.kind in ENDING and len(self.inputs) == 3
+
+
+def mapped_labels(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The labels (or axes) that an entry of a map names: none, one, or those that share it."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+@dataclass(frozen=True)
+class BlockProgram:
+    """The program of one kernel; see the module's docstring.
+
+    Attributes:
+        dims: extent of every label.
+        axes: how labels are split; at most one axis of a kind for one label.
+        tile: for every label the extent that a block holds at a time.
+        ops: in an order in which they can run.
+    """
+
+    dims: dict[str, Dim]
+    axes: tuple[Axis, ...]
+    tile: dict[str, int]
+    ops: tuple[BlockOp, ...]
+
+    @cached_property
+    def dependence(self) -> Dependence:
+        """What every operation depends on."""
+        return Dependence([op.inputs for op in self.ops])
+
+    def axis(self, name: str) -> Axis:
+        """The axis called ``K.loop``. Raises KeyError."""
+        return {a.name: a for a in self.axes}[name]
+
+    def axes_of(self, dim: str) -> tuple[Axis, ...]:
+        """The axes that split ``dim``, outermost first."""
+        return tuple(sorted((a for a in self.axes if a.dim == dim), key=lambda a: _rank(a.kind)))
+
+    def of_kind(self, kind: AxisKind) -> tuple[Axis, ...]:
+        """All axes of one kind."""
+        return tuple(a for a in self.axes if a.kind == kind)
+
+    def covered(self, dim: str) -> int | None:
+        """Elements of ``dim`` that all parts cover together, padding included; None if symbolic."""
+        parts = [a.extent for a in self.axes_of(dim)]
+        known = [p for p in parts if p is not None]
+        return None if len(known) < len(parts) else prod(known) * self.tile[dim]
+
+    def ragged(self, dim: str) -> bool:
+        """Whether the last tile of ``dim`` reaches past its end (or may: symbolic extents)."""
+        covered = self.covered(dim)
+        return covered is None or covered != extent(self.dims[dim])
+
+    def blocks(self) -> int:
+        """Number of thread blocks; symbolic extents count with their hint."""
+        count = 1
+        for a in self.axes:
+            if a.kind in (AxisKind.GRID, AxisKind.CLUSTER):
+                count *= self.parts(a)
+        return count
+
+    def parts(self, axis: Axis) -> int:
+        """Extent of an axis; where it is symbolic, what the hint of the dimension gives."""
+        if axis.extent is not None:
+            return axis.extent
+        inner = prod(self.parts(a) for a in self.axes_of(axis.dim) if a != axis)
+        return ceil_div(extent(self.dims[axis.dim]), inner * self.tile[axis.dim])
+
+    def parts_along(self, dim: str, kind: AxisKind) -> int:
+        """Parts into which axes of one kind divide a label; 1 where there is none."""
+        return prod(self.parts(a) for a in self.of_kind(kind) if a.dim == dim)
+
+    def loads(self) -> tuple[BlockOp, ...]:
+        """All load operations."""
+        return tuple(op for op in self.ops if op.kind == LOAD)
+
+    def stores(self) -> tuple[BlockOp, ...]:
+        """All store operations."""
+        return tuple(op for op in self.ops if op.kind == STORE)
+
+    def resized(
+        self, dims: dict[str, Dim], extents: Mapping[str, int | None], tile: dict[str, int]
+    ) -> BlockProgram:
+        """The same structure at other extents (axis extents by name)."""
+        axes = tuple(replace(a, extent=extents[a.name]) for a in self.axes)
+        return BlockProgram(dims, axes, tile, self.ops)
+
+
+def _rank(kind: AxisKind) -> int:
+    return ORDER.index(kind)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor between kernels, or at the border of a muGraph.
+
+    Attributes:
+        name: unique in its muGraph.
+        shape: its extents.
+        dtype: its element type.
+        constant: nobody writes it while the program runs.
+        hidden: what it is in rows that are hidden as a whole, if that is known; derived by
+            `cutesuper.ir.unseen.followed`, never stored.
+    """
+
+    name: str
+    shape: tuple[Dim, ...]
+    dtype: DType
+    constant: bool = False
+    hidden: float | None = None
+
+
+@dataclass(frozen=True)
+class KernelStep:
+    """One kernel launch: a block program that reads and writes tensors by name."""
+
+    name: str
+    program: BlockProgram
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the tensors it loads, and of the tables it loads them through, each once."""
+        names = (op.attributes.get(k) for op in self.program.loads() for k in ("tensor", "table"))
+        return tuple(dict.fromkeys(n for n in names if n is not None))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Names of the tensors it stores."""
+        return tuple(op.attributes["tensor"] for op in self.program.stores())
+
+
+@dataclass(frozen=True)
+class MuGraph:
+    """A program at the kernel level: launches in order, and the tensors between them.
+
+    Attributes:
+        tensors: every tensor by name: inputs, intermediates, outputs.
+        inputs: names of the inputs, in the order of the kernel graph's inputs.
+        outputs: names of the outputs, in the order of the kernel graph's outputs.
+        steps: kernel launches in order.
+    """
+
+    tensors: dict[str, TensorSpec]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    steps: tuple[KernelStep, ...]
+
+    def symbols(self) -> dict[str, Symbol]:
+        """All symbolic extents by name."""
+        dims = [d for t in self.tensors.values() for d in t.shape]
+        return {d.name: d for d in dims if isinstance(d, Symbol)}

@@ -1,0 +1,534 @@
+"""What a legal graph is. Runs on everything that is built, searched or read from a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from cutesuper.errors import GraphError, OperatorError, ShapeError
+from cutesuper.ir.block import (
+    ACCUMULATE,
+    CLUSTER_REDUCE,
+    ENDING,
+    GRID_REDUCE,
+    LOAD,
+    STORE,
+    Axis,
+    AxisKind,
+    BlockOp,
+    BlockProgram,
+    KernelStep,
+    MuGraph,
+    mapped_labels,
+)
+from cutesuper.ir.dims import Shape, Symbol, extent
+from cutesuper.ir.dtypes import int32
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import TABLE, lookup
+
+ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
+#: the kinds of axes that a symbolic label may leave open
+OPENED = (AxisKind.GRID, AxisKind.PERSISTENT)
+#: the kinds of axes that an operation may end
+_ENDED_BY = {
+    ACCUMULATE: ITERATED,
+    CLUSTER_REDUCE: (AxisKind.CLUSTER,),
+    GRID_REDUCE: (AxisKind.GRID,),
+}
+#: attributes of a masking operator: the labels along which it takes positions
+_MASKED = ("rows", "columns")
+#: how often one loop axis may be walked: mean, variance and product of LayerNorm + Linear take 3
+MAX_PASSES = 3
+
+
+def check_graph(call: str, graph: Any) -> None:
+    """Refuse what is no kernel graph. Raises GraphError."""
+    if not isinstance(graph, KernelGraph):
+        raise GraphError(
+            f"{call}({type(graph).__name__}): give it a kernel graph, made with "
+            "cutesuper.new_kernel_graph()"
+        )
+
+
+def check_is_mugraph(call: str, mugraph: Any) -> None:
+    """Refuse what is no muGraph. Raises GraphError."""
+    if not isinstance(mugraph, MuGraph):
+        raise GraphError(
+            f"{call}({type(mugraph).__name__}): give it a muGraph: what the search finds "
+            "(kernel.mugraph, cutesuper.mugraphs), or what cutesuper.load_mirage or "
+            "cutesuper.loads read"
+        )
+
+
+def check_kernel_graph(graph: KernelGraph) -> None:
+    """Refuse a graph that cannot be optimized.
+
+    Raises:
+        GraphError: no kernel graph at all, no inputs, no outputs, or an input that no output
+            depends on.
+    """
+    check_graph("kernel graph", graph)
+    if not graph.inputs:
+        raise GraphError("kernel graph: it has no inputs; add one with new_input(dims=, dtype=)")
+    if not graph.outputs:
+        raise GraphError("kernel graph: no output is marked; call mark_output(tensor)")
+    needed = graph.needed(graph.outputs)
+    unused = [graph.nodes[i].name for i in graph.inputs if i not in needed]
+    if unused:
+        raise GraphError(
+            f"kernel graph: no output depends on input {', '.join(unused)}; remove it or use it"
+        )
+
+
+@dataclass(frozen=True)
+class ValueState:
+    """What a value of a block program still depends on, besides its own labels.
+
+    Attributes:
+        pending: axes over which it is a partial result (its label was reduced in the tile only).
+        inside: loop and persistent axes inside which it lives.
+        closed: loop and persistent axes that it needs to have ended, once for each time: an axis
+            that has to have ended twice is there as ``("K.loop", 1)`` and ``("K.loop", 2)``, so
+            that the union is the maximum. A grid axis is here once it has been combined: such a
+            value is there once, when all blocks have left their parts.
+    """
+
+    pending: frozenset[str]
+    inside: frozenset[str]
+    closed: frozenset[tuple[str, int]]
+
+
+def pass_of(state: ValueState, axis_name: str) -> int:
+    """The walk over a loop that a value inside of it runs in, 1 for the first.
+
+    It is one more than the walks that the value needs to have ended. For a value outside of the
+    loop it is the earliest walk that can use it. A value of walk 1 (a load) that only walk 2 uses
+    may as well run in walk 2.
+    """
+    return 1 + sum(name == axis_name for name, _ in state.closed)
+
+
+def passes(program: BlockProgram, states: list[ValueState]) -> dict[str, int]:
+    """How often each loop and persistent axis is walked, by name.
+
+    Args:
+        program: a legal block program.
+        states: what `check_block_program` returned for it.
+    """
+    return {
+        a.name: max([pass_of(s, a.name) for s in states if a.name in s.inside], default=1)
+        for a in program.axes
+        if a.kind in ITERATED
+    }
+
+
+def check_block_program(program: BlockProgram) -> list[ValueState]:
+    """Refuse an illegal block program; return the state of every value.
+
+    Raises:
+        GraphError: naming the operation and what is wrong with it.
+    """
+    _check_axes(program)
+    states: list[ValueState] = []
+    for i, op in enumerate(program.ops):
+        where = f"block program, operation {i} ({op.kind})"
+        if any(not 0 <= j < i for j in op.inputs):
+            raise GraphError(f"{where}: inputs {list(op.inputs)} must come before it")
+        if any(program.ops[j].kind == STORE for j in op.inputs):
+            raise GraphError(f"{where}: a stored tensor cannot be an operand; use the value itself")
+        _check_dims(program, op, where)
+        states.append(_state(program, op, states, where))
+    if not program.stores():
+        raise GraphError("block program: it stores nothing")
+    return states
+
+
+def _check_axes(program: BlockProgram) -> None:
+    names = [a.name for a in program.axes]
+    if len(set(names)) < len(names):
+        raise GraphError(f"block program: an axis occurs twice in {', '.join(names)}")
+    if set(program.tile) != set(program.dims):
+        raise GraphError("block program: every label needs a tile extent, and only labels have one")
+    for kind in (AxisKind.CLUSTER, AxisKind.LOOP, AxisKind.PERSISTENT):
+        if len(program.of_kind(kind)) > 1:
+            raise GraphError(f"block program: more than one {kind} axis")
+    for a in program.axes:
+        if a.dim not in program.dims:
+            raise GraphError(f"block program: axis {a} splits the unknown label {a.dim}")
+        symbolic = a.kind in OPENED and isinstance(program.dims[a.dim], Symbol)
+        if (a.extent is None and not symbolic) or (a.extent is not None and a.extent < 1):
+            raise GraphError(f"block program: axis {a} needs a positive extent")
+    for dim, tile in program.tile.items():
+        covered = program.covered(dim)
+        if tile < 1 or (covered is not None and covered < extent(program.dims[dim])):
+            raise GraphError(
+                f"block program: axes and tile cover {covered} of the {program.dims[dim]} "
+                f"elements of {dim}"
+            )
+        _check_open(program, dim)
+
+
+def _check_open(program: BlockProgram, dim: str) -> None:
+    """A symbolic label has one axis that grows with it."""
+    opened = [a.name for a in program.axes_of(dim) if a.extent is None]
+    if isinstance(program.dims[dim], Symbol) and not opened:
+        raise GraphError(
+            f"block program: {dim} is symbolic and needs an open axis, grid or persistent"
+        )
+    if len(opened) > 1:
+        raise GraphError(
+            f"block program: {' and '.join(opened)} are both open; give one of them an extent"
+        )
+
+
+def _check_attributes(op: BlockOp, where: str) -> None:
+    needed: dict[str, tuple[str, ...]] = {LOAD: ("tensor", "map"), STORE: ("tensor", "map")}
+    needed |= dict.fromkeys(ENDING, ("axis", "op"))
+    if op.kind not in needed:
+        try:
+            operator = lookup(op.kind)
+            if operator.elementwise:
+                operator.check_attributes(op.attributes)
+                return
+            if operator.masks:
+                own = {k: v for k, v in op.attributes.items() if k not in _MASKED}
+                operator.check_attributes(own)
+        except OperatorError as e:
+            raise GraphError(f"{where}: {e}") from None
+        if operator.name != "matmul" and not (operator.reduces or operator.masks):
+            raise GraphError(f"{where}: not an operation of a block program")
+        needed[op.kind] = _MASKED if operator.masks else ("over",)
+        if operator.integers:
+            needed[op.kind] = (*_MASKED, *operator.attributes)
+    missing = set(needed[op.kind]) - set(op.attributes)
+    if missing:
+        raise GraphError(f"{where}: it needs the attribute {', '.join(sorted(missing))}")
+    if not isinstance(op.attributes.get("map", ()), tuple):
+        raise GraphError(f"{where}: its map must be a tuple of labels")
+    if any(isinstance(e, tuple) and len(e) < 2 for e in op.attributes.get("map", ())):
+        raise GraphError(f"{where}: its map has a tuple of fewer than two labels; name the label")
+    if op.kind == LOAD and "table" in op.attributes:
+        _check_table(op, where)
+    elif op.kind == STORE and "table" in op.attributes:
+        raise GraphError(f"{where}: only a load goes through a table of pages")
+
+
+def _check_table(op: BlockOp, where: str) -> None:
+    """A load through a table has a name for it, and sequences and positions for its first
+    dimensions, one label each."""
+    name, mapping = op.attributes["table"], op.attributes["map"]
+    if not isinstance(name, str):
+        raise GraphError(f"{where}: table={name!r} must be the name of a tensor")
+    if len(mapping) < 2 or any(isinstance(e, tuple) for e in mapping[:2]):
+        raise GraphError(
+            f"{where}: through the table {name} its map must begin with the label of the sequences "
+            "and that of the positions, each alone"
+        )
+
+
+def _check_dims(program: BlockProgram, op: BlockOp, where: str) -> None:
+    _check_attributes(op, where)
+    args = [program.ops[j].dims for j in op.inputs]
+    if op.kind == LOAD:
+        _arity(op, 0, where)
+        labels = [d for entry in op.attributes["map"] for d in mapped_labels(entry)]
+        expected = set(labels)
+        if len(expected) < len(labels):
+            raise GraphError(f"{where}: {op.attributes['tensor']} has one label twice")
+    elif op.kind in (STORE, *ENDING):
+        if op.rescaled:
+            _check_rescaled(program, op, where)
+        else:
+            _arity(op, 1, where)
+        expected = set(args[0])
+    else:
+        operator = lookup(op.kind)
+        _arity(op, operator.arity, where)
+        expected = set().union(*args)
+        if operator.integers:
+            _check_integer_operand(program, op, where)
+        if operator.masks and operator.integers:
+            _check_counted(program, op, where)
+        elif operator.masks:
+            _check_positions(op, args[0], where)
+        elif not operator.elementwise:
+            over = op.attributes["over"]
+            if any(over not in a for a in args):
+                raise GraphError(f"{where}: an operand does not have the label {over}")
+            expected -= {over}
+    unknown = expected - set(program.dims)
+    if unknown:
+        raise GraphError(f"{where}: unknown label {', '.join(sorted(map(str, unknown)))}")
+    if op.dims != tuple(d for d in program.dims if d in expected):
+        raise GraphError(f"{where}: its labels are {list(op.dims)}, expected {sorted(expected)}")
+
+
+def _check_rescaled(program: BlockProgram, op: BlockOp, where: str) -> None:
+    """Operands are a value, a maximum of each part, and the maximum of those over the axis."""
+    (value, part), whole = op.inputs[:2], program.ops[op.inputs[2]]
+    if op.attributes["op"] != "sum":
+        raise GraphError(f"{where}: only a sum is rescaled by maxima; a maximum takes 1 operand")
+    same = whole.kind == op.kind and whole.attributes["axis"] == op.attributes["axis"]
+    if not same or whole.inputs != (part,) or whole.attributes["op"] != "max":
+        raise GraphError(
+            f"{where}: operand 2 (operation {op.inputs[2]}) is not the {op.kind} max of operand 1 "
+            f"(operation {part}) over {op.attributes['axis']}"
+        )
+    alien = set(program.ops[part].dims) - set(program.ops[value].dims)
+    if alien:
+        raise GraphError(
+            f"{where}: the maximum (operation {part}) has the label {', '.join(sorted(alien))}, "
+            f"which what is summed (operation {value}) has not"
+        )
+
+
+def _check_positions(op: BlockOp, labels: tuple[str, ...], where: str) -> None:
+    given = op.attributes["rows"], op.attributes["columns"]
+    absent = [d for d in given if d not in labels]
+    if absent or given[0] == given[1]:
+        raise GraphError(
+            f"{where}: rows={given[0]!r} and columns={given[1]!r} must be two labels of its "
+            f"operand, which has {', '.join(labels) or 'none'}"
+        )
+
+
+def _check_integer_operand(program: BlockProgram, op: BlockOp, where: str) -> None:
+    operator = lookup(op.kind)
+    for k in operator.integers:
+        source = program.ops[op.inputs[k]]
+        if source.kind != LOAD or "table" in source.attributes:
+            raise GraphError(
+                f"{where}: operand {k} (operation {op.inputs[k]}) must be a plain load of the "
+                f"{operator.counts}"
+            )
+
+
+def _check_counted(program: BlockProgram, op: BlockOp, where: str) -> None:
+    """Operands are a matrix and integers for its rows; rows are named where they count."""
+    labels, lengths = (program.ops[j].dims for j in op.inputs)
+    rows, columns = (op.attributes[k] for k in _MASKED)
+    if columns not in labels or (rows is not None and rows not in labels) or rows == columns:
+        raise GraphError(
+            f"{where}: rows={rows!r} and columns={columns!r} must be two labels of its operand, "
+            f"which has {', '.join(labels) or 'none'} (rows may be None)"
+        )
+    if op.attributes.get("causal") and rows is None:
+        raise GraphError(f"{where}: causal=True counts rows; name their label")
+    alien = set(lengths) - (set(labels) - {rows, columns})
+    if alien:
+        raise GraphError(
+            f"{where}: the {lookup(op.kind).counts} have the label {', '.join(sorted(alien))}; "
+            "there is one for all rows and columns that are counted"
+        )
+
+
+def _arity(op: BlockOp, arity: int, where: str) -> None:
+    if len(op.inputs) != arity:
+        raise GraphError(f"{where}: takes {arity} operand(s), got {len(op.inputs)}")
+
+
+def _state(program: BlockProgram, op: BlockOp, states: list[ValueState], where: str) -> ValueState:
+    # the whole maximum of a rescaled sum is the end of the very same axis: it adds nothing
+    args = [states[j] for j in (op.inputs[:2] if op.rescaled else op.inputs)]
+    pending = frozenset[str]().union(*(a.pending for a in args))
+    inside = frozenset[str]().union(*(a.inside for a in args))
+    closed = frozenset[tuple[str, int]]().union(*(a.closed for a in args))
+    if op.kind == LOAD:
+        inside = frozenset(
+            a.name for a in program.axes if a.dim in op.dims and a.kind in ITERATED
+        )
+    elif op.kind == STORE:
+        _check_store(program, op, pending, inside, where)
+    elif op.kind in ENDING:
+        axis = _reduced_axis(program, op, where)
+        for k, a in enumerate(args):
+            if axis.name not in a.pending:
+                which = f"operand {k} (operation {op.inputs[k]})" if op.rescaled else "its operand"
+                raise GraphError(f"{where}: {which} is no partial result over {axis.name}")
+        if axis.dim in op.dims:  # the other tiles of the label would be added to this one
+            raise GraphError(f"{where}: its operand still has the label {axis.dim}")
+        if axis.kind == AxisKind.GRID:
+            _check_grid_reduce(axis, pending, inside, where)
+        pending -= {axis.name}
+        if axis.kind != AxisKind.CLUSTER:
+            inside -= {axis.name}
+            closed |= {(axis.name, 1 + sum(name == axis.name for name, _ in closed))}
+    elif "over" in op.attributes:
+        pending |= {a.name for a in program.axes_of(op.attributes["over"])}
+    state = ValueState(pending, inside, closed)
+    for name in sorted(inside):
+        _check_pass(program.axis(name), pass_of(state, name), where)
+    _check_combined(program, op, state, where)
+    return state
+
+
+def _check_grid_reduce(
+    axis: Axis, pending: frozenset[str], inside: frozenset[str], where: str
+) -> None:
+    """So many blocks as are known leave one result each, when all but the grid has ended."""
+    if axis.extent is None:
+        raise GraphError(
+            f"{where}: {axis.name} is open; the number of partial results must be known: give it "
+            "an extent, and the label a persistent axis"
+        )
+    others = sorted(n for n in (pending | inside) - {axis.name} if not n.endswith(AxisKind.GRID))
+    if others:
+        raise GraphError(
+            f"{where}: {', '.join(others)} must have ended before blocks leave what they have for "
+            f"{axis.name}"
+        )
+
+
+def _check_combined(program: BlockProgram, op: BlockOp, state: ValueState, where: str) -> None:
+    """What was combined over the grid meets nothing of which every block has its own part; what is
+    a partial result of several grid axes is combined over all of them, one after the other."""
+    for name, _ in sorted(state.closed):
+        axis = program.axis(name)
+        if axis.kind != AxisKind.GRID:
+            continue
+        if axis.dim in op.dims or name in state.pending:
+            raise GraphError(
+                f"{where}: uses what was combined over {name} together with the part of a block; "
+                "the former is there once, when all blocks have left their parts"
+            )
+        others = sorted(n for n in state.pending if n.endswith(AxisKind.GRID))
+        if others and op.kind != GRID_REDUCE:
+            raise GraphError(
+                f"{where}: what was combined over {name} is still a partial result over "
+                f"{', '.join(others)}; combine it over that next"
+            )
+
+
+def _check_pass(axis: Axis, number: int, where: str) -> None:
+    if axis.kind == AxisKind.PERSISTENT and number > 1:
+        raise GraphError(f"{where}: uses the result of {axis.name} inside that loop")
+    if number > MAX_PASSES:
+        raise GraphError(
+            f"{where}: needs {axis.name} to be walked {number} times; a loop is walked at most "
+            f"{MAX_PASSES} times"
+        )
+
+
+def _reduced_axis(program: BlockProgram, op: BlockOp, where: str) -> Axis:
+    try:
+        axis = program.axis(op.attributes["axis"])
+    except KeyError:
+        raise GraphError(f"{where}: there is no axis {op.attributes.get('axis')!r}") from None
+    if axis.kind not in _ENDED_BY[op.kind]:
+        raise GraphError(f"{where}: cannot reduce over the {axis.kind} axis {axis.name}")
+    if op.attributes.get("op") not in ("sum", "max"):
+        raise GraphError(f"{where}: op must be 'sum' or 'max'")
+    return axis
+
+
+def _check_store(
+    program: BlockProgram, op: BlockOp, pending: frozenset[str], inside: frozenset[str], where: str
+) -> None:
+    mapped = {d for entry in op.attributes["map"] for d in mapped_labels(entry)}
+    if mapped != set(op.dims) | pending:
+        missing = sorted(pending - mapped)
+        why = f"it is a partial result over {', '.join(missing)}" if missing else (
+            f"it has the labels {list(op.dims)} and is mapped to {list(op.attributes['map'])}"
+        )
+        raise GraphError(f"{where}: {why}; reduce it, or give the tensor a dimension for it")
+    left = {name for name in inside if program.axis(name).dim not in op.dims}
+    if left:
+        raise GraphError(f"{where}: it is stored in every iteration of {', '.join(sorted(left))}")
+
+
+def check_mugraph(mu: MuGraph) -> None:
+    """Refuse an illegal muGraph: programs, names, shapes and the order of kernels.
+
+    Raises:
+        GraphError: naming the kernel and the tensor.
+    """
+    known = set(mu.inputs)
+    for name in (*mu.inputs, *mu.outputs):
+        if name not in mu.tensors:
+            raise GraphError(f"muGraph: tensor {name} is not described")
+    for step in mu.steps:
+        check_block_program(step.program)
+        for op in (*step.program.loads(), *step.program.stores()):
+            _check_map(mu, step.program, op, f"muGraph, kernel {step.name}")
+        _check_integers(mu, step)
+        unknown = [n for n in step.reads if n not in known]
+        if unknown:
+            raise GraphError(f"muGraph, kernel {step.name}: reads {unknown[0]} before it is made")
+        for name in step.writes:
+            if name in known:
+                raise GraphError(f"muGraph, kernel {step.name}: {name} is written twice")
+            known.add(name)
+    missing = [n for n in mu.outputs if n not in known]
+    if missing:
+        raise GraphError(f"muGraph: no kernel writes the output {missing[0]}")
+
+
+def _check_map(mu: MuGraph, program: BlockProgram, op: BlockOp, where: str) -> None:
+    name: str = op.attributes["tensor"]
+    if name not in mu.tensors:
+        raise GraphError(f"{where}: tensor {name} is not described")
+    shape = mu.tensors[name].shape
+    if "table" in op.attributes:
+        shape = _gathered(mu, op, where)
+    mapping: tuple[Any, ...] = op.attributes["map"]
+    if len(shape) != len(mapping):
+        raise GraphError(f"{where}: {name} has {len(shape)} dimensions, its map {len(mapping)}")
+    for d, entry in zip(shape, mapping, strict=True):
+        want = _mapped_extent(program, mapped_labels(entry), where)
+        if d != want:
+            raise GraphError(f"{where}: extent {d} of {name} is mapped to {entry} of extent {want}")
+
+
+def _gathered(mu: MuGraph, op: BlockOp, where: str) -> Shape:
+    """The shape of what a load puts together from pages."""
+    names = op.attributes["tensor"], op.attributes["table"]
+    for name in names:
+        if name not in mu.tensors:
+            raise GraphError(f"{where}: tensor {name} is not described")
+        if name not in mu.inputs:
+            raise GraphError(f"{where}: {name} is no input; pages and tables are")
+    try:
+        return TABLE["gather_pages"].shape([mu.tensors[n].shape for n in names], {})
+    except ShapeError as e:
+        raise GraphError(f"{where}: load of {names[0]} through {names[1]}: {e}") from None
+
+
+def _check_integers(mu: MuGraph, step: KernelStep) -> None:
+    """Integers are operands of the operators that take them, or tables; these are int32."""
+    where, ops = f"muGraph, kernel {step.name}", step.program.ops
+    for i, op in enumerate(ops):
+        if op.kind not in (LOAD, STORE):
+            continue
+        name, table = op.attributes["tensor"], op.attributes.get("table")
+        uses = [(o, k) for o in ops for k, j in enumerate(o.inputs) if j == i]
+        takers = [TABLE[o.kind] for o, k in uses if o.kind in TABLE and k in TABLE[o.kind].integers]
+        dtype = mu.tensors[name].dtype
+        integers = dtype.integer
+        for taker in takers:
+            if dtype not in taker.integer_types:
+                allowed = " or ".join(d.name for d in taker.integer_types)
+                raise GraphError(
+                    f"{where}: {taker.name} takes {allowed}, and {name} is {dtype}"
+                )
+        if integers and (op.kind == STORE or len(takers) < len(uses)):
+            raise GraphError(
+                f"{where}: {name} is {dtype}, and only lengths, tables and labels are"
+            )
+        if table is not None and (mu.tensors[table].dtype != int32 or integers):
+            raise GraphError(f"{where}: the table {table} must be int32, the cache {name} must not")
+
+
+def _mapped_extent(program: BlockProgram, labels: tuple[str, ...], where: str) -> Any:
+    """The extent that a dimension with these labels or axes has; several have to be exact."""
+    extents: dict[str, Any] = {a.name: a.extent for a in program.axes} | program.dims
+    if len(labels) == 1:
+        return extents.get(labels[0])
+    ragged = {d for d in program.dims if program.ragged(d)}
+    inexact = [d for d in labels if extents[d] is None or d in ragged]
+    if inexact:
+        raise GraphError(
+            f"{where}: {', '.join(labels)} share a dimension, so axes and tile of {inexact[0]} "
+            "must cover it exactly"
+        )
+    return prod(extents[d] for d in labels)

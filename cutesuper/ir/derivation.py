@@ -1,0 +1,262 @@
+"""The builder of derivatives: a kernel graph that simplifies what is put into it.
+
+Values are built once, and `cutesuper.ir.simplify` drops what formulas of derivatives leave
+behind: factors of 1 and -1, constants inside products, transposes of transposes, zeros.
+
+before: ``mul(mul(dy, -1), -1)``, ``add(a, mul(b, -1))``; after: ``dy``, ``sub(a, b)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cutesuper.errors import GraphError
+from cutesuper.ir.dims import Shape, Symbol
+from cutesuper.ir.dtypes import DType
+from cutesuper.ir.graph import KernelGraph, Node, Operand, Tensor
+from cutesuper.ir.operators.base import Items, lookup
+from cutesuper.ir.simplify import RULES
+
+
+@dataclass(eq=False)
+class Derivation(KernelGraph):
+    """A program and its derivative in one graph; see the module.
+
+    Attributes:
+        given: nodes of the program itself, which stay as they are.
+        names: of values that are worth keeping, by node.
+        types: of values that are stored as another type than that of their operands, by node.
+    """
+
+    given: set[int] = field(default_factory=set)
+    names: dict[int, str] = field(default_factory=dict)
+    types: dict[int, DType] = field(default_factory=dict)
+    _made: dict[Any, int] = field(default_factory=dict)
+    _zeros: set[int] = field(default_factory=set)
+    _verbatim: bool = False
+
+    # ------------------------------------------------------------------------------- building
+
+    def apply(self, operator: str, *operands: Operand, **attributes: Any) -> Tensor:
+        """The value of an operator, simplified; one that exists already is returned."""
+        args = [self._operand(operator, a) for a in operands]
+        rule = None if self._verbatim else RULES.get(operator)
+        simpler = rule(self, args, attributes) if rule else None
+        return self.once(operator, args, attributes) if simpler is None else simpler
+
+    def once(self, operator: str, args: list[Tensor], attributes: dict[str, Any]) -> Tensor:
+        """An operator as it is, unless it was applied to these operands before."""
+        new = super().apply(operator, *args, **attributes)
+        known = self._made.setdefault(_key(new.node), new.index)
+        if known != new.index:
+            self.nodes.pop()
+        elif self._verbatim:
+            self.given.add(known)
+        return self.tensor(known)
+
+    def known(self, operator: str, args: list[Tensor]) -> Tensor | None:
+        """A value that exists already (of an operator without attributes), or None."""
+        i = self._made.get((operator, tuple(a.index for a in args), Items({})))
+        return None if i is None else self.tensor(i)
+
+    @contextmanager
+    def verbatim(self) -> Iterator[None]:
+        """What is built meanwhile is the program itself."""
+        self._verbatim = True
+        try:
+            yield
+        finally:
+            self._verbatim = False
+
+    def converted(self, t: Tensor, dtype: DType) -> Tensor:
+        """The same value as an element type, for operators whose operands have one."""
+        return t if t.dtype == dtype else self.convert(t, dtype)
+
+    def named(self, t: Tensor, name: str) -> Tensor:
+        """The same value, with a name under which a forward pass may keep it."""
+        self.names[t.index] = name
+        return t
+
+    # ------------------------------------------------------------------- values of a given shape
+
+    def zeros(self, like: Tensor) -> Tensor:
+        """Zeros in the shape of ``like``, whatever is in it (0 times infinity is none)."""
+        zero = self.once("mul", [self.step(like), self._operand("zeros", 0.0)], {})
+        self._zeros.add(zero.index)
+        return zero
+
+    def is_zeros(self, t: Tensor) -> bool:
+        """Whether ``t`` came from `zeros`."""
+        return t.index in self._zeros
+
+    def full(self, t: Tensor, like: Tensor) -> Tensor:
+        """``t`` with the shape of ``like``: an extent of 1 repeats its value.
+
+        No operator of the table repeats anything by itself, so zeros are added.
+        """
+        shape = (1,) * (len(t.shape) - len(like.shape)) + like.shape
+        return t if t.shape == shape else self.add(t, self.zeros(like))
+
+    def unbroadcast(self, t: Tensor, result: Tensor, operand: Tensor, repeats: bool) -> Tensor:
+        """The cotangent of an operand, from its contributions to every element of a result.
+
+        before: ``[B, M, N]`` for an operand ``[M, 1]``; after: sums over N and B, ``[1, M, 1]``.
+        Rows are summed first, and where they meet next: one kernel does both in that order.
+
+        Args:
+            t: broadcasts to the result's shape.
+            result: of the operator.
+            operand: which was broadcast.
+            repeats: the operator is element-wise, so where the operand and ``t`` have extent 1
+                and the result has n, there are n equal contributions.
+        """
+        rank = len(t.shape)
+        full = _padded(result.shape, rank) if repeats else t.shape
+        summed = [d for d, n in enumerate(_padded(operand.shape, rank)) if n == 1]
+        # a sum that counts has the result's shape again, so it comes before all others
+        counted = [d for d in summed if t.shape[d] == 1 and isinstance(full[d], Symbol)]
+        for d in (*counted, *(d for d in reversed(summed) if d not in counted)):
+            if t.shape[d] != 1:
+                t = self.sum(t, d)
+            elif full[d] != 1:
+                t = self._repeated(t, d, full[d], result)
+        return t
+
+    def _repeated(self, t: Tensor, d: int, n: int | Symbol, result: Tensor) -> Tensor:
+        """n times t; an extent that is known only at the call is counted by a sum."""
+        if not isinstance(n, Symbol):
+            return self.mul(t, float(n))
+        return self.sum(self.add(t, self.zeros(result)), d)
+
+    def over_extent(self, t: Tensor, dim: int, operand: Tensor) -> Tensor:
+        """``t`` divided by the extent of a dimension: the derivative of a mean.
+
+        before: ``div(sum(z, 1), s) / n``; after: ``div(mean(z, 1), s)``, at any n.
+
+        Args:
+            t: extent 1 in ``dim``.
+            dim: counted from the end.
+            operand: of the mean.
+
+        Raises:
+            GraphError: the extent is symbolic, and ``t`` is no sum over it.
+        """
+        n = operand.shape[dim]
+        found = self._mean_for_sum(t, dim, n)
+        if found is not None:
+            return found
+        if isinstance(n, Symbol):
+            raise GraphError(
+                f"derivative of mean({operand!r}, dim={dim}): needs 1 / {n}, which is known only "
+                "at the call; use sum, and pass the factor as an input"
+            )
+        return self.mul(t, 1.0 / n)
+
+    def _mean_for_sum(self, t: Tensor, dim: int, n: int | Symbol) -> Tensor | None:
+        """``t / n`` by turning a factor that is a sum over ``dim`` into a mean."""
+        path: list[tuple[str, list[Tensor], int]] = []
+        seen, todo = set[int](), [(t, path)]
+        while todo:
+            t, path = todo.pop()
+            kind, args = t.node.operator, [self.tensor(i) for i in t.node.inputs]
+            if kind == "sum" and t.node.attributes["dim"] - len(t.shape) == dim:
+                if args[0].shape[dim] == n:
+                    return self._with_mean(self.mean(args[0], dim), path)
+            elif kind in ("mul", "div") and t.index not in seen:
+                factors = args[: 2 if kind == "mul" else 1]
+                todo += reversed([(a, [*path, (kind, args, k)]) for k, a in enumerate(factors)])
+            seen.add(t.index)
+        return None
+
+    def _with_mean(self, mean: Tensor, path: list[tuple[str, list[Tensor], int]]) -> Tensor:
+        """Products and quotients anew, the innermost first, of what became a mean."""
+        for kind, args, k in reversed(path):
+            mean = self.apply(kind, *args[:k], mean, *args[k + 1 :])
+        return mean
+
+    # --------------------------------------------------------------------------- hidden elements
+
+    def vanishes(self, t: Tensor, masked: Tensor) -> bool:
+        """Whether ``t`` is 0 wherever ``masked`` is -inf, as what softmax passes on is."""
+        hidden, found = self._hidden(t, masked), dict[int, bool]()
+        for i in self._needed(t):
+            kind, args = self.nodes[i].operator, self.nodes[i].inputs
+            zero = [found[j] for j in args]
+            found[i] = (
+                (kind == "exp" and hidden[args[0]])
+                or (kind == "mul" and any(zero))
+                or (kind == "div" and zero[0])
+                or (kind in ("add", "sub") and all(zero))
+            )
+        return found[t.index]
+
+    def _hidden(self, t: Tensor, masked: Tensor) -> dict[int, bool]:
+        """Of everything that ``t`` is made of, whether it is -inf wherever ``masked`` is; factors
+        of a masked value are positive."""
+        found: dict[int, bool] = {}
+        for i in self._needed(t):
+            kind, args = self.nodes[i].operator, self.nodes[i].inputs
+            first = args[:1] if kind in ("sub", "div") else args if kind in ("add", "mul") else ()
+            found[i] = i == masked.index or any(found[j] for j in first)
+        return found
+
+    def _needed(self, t: Tensor) -> list[int]:
+        """What a value is made of, itself among it, in order."""
+        return sorted(self.needed([t.index]))
+
+    # ------------------------------------------------------------------------------- one program
+
+    def extract(self, inputs: list[tuple[int, str]], outputs: list[int]) -> KernelGraph:
+        """A plain graph of what the outputs need, from some values on.
+
+        Args:
+            inputs: nodes whose values are given, with their names, in this order.
+            outputs: nodes.
+        """
+        g = KernelGraph()
+        new: dict[int, Tensor] = {}
+        for i, name in inputs:
+            n = self.nodes[i]
+            if n.operator == "input":
+                g.nodes.append(replace(n, name=name))
+                new[i] = g.tensor(len(g.nodes) - 1)
+            else:
+                new[i] = g.new_input(n.shape, self.types.get(i, n.dtype), name)
+        for i in sorted(self.between(set(new), outputs)):
+            n = self.nodes[i]
+            args = [self._given_to(n, j, new[j]) for j in n.inputs]
+            new[i] = g.apply(n.operator, *args, **dict(n.attributes))
+        for i in outputs:
+            g.mark_output(new[i], self.types.get(i))
+        return g
+
+    def _given_to(self, n: Node, i: int, t: Tensor) -> Tensor:
+        """An operand in a plain graph. One that is given may be stored as another type than the
+        program computes it in, which products do not take."""
+        own = self.nodes[i].dtype
+        other = lookup(n.operator).one_type and not own.integer and t.dtype != own
+        return t.graph.convert(t, own) if other else t
+
+    def between(self, start: set[int], outputs: list[int]) -> set[int]:
+        """Nodes from which outputs are computed, where ``start`` is given."""
+        found: set[int] = set()
+        todo = [i for i in outputs if i not in start]
+        while todo:
+            i = todo.pop()
+            if i not in found:
+                found.add(i)
+                todo += [j for j in self.nodes[i].inputs if j not in start]
+        return found
+
+
+def _key(n: Node) -> tuple[Any, ...]:
+    """Equal for equal values."""
+    inputs = sorted(n.inputs) if n.operator in ("add", "mul") else n.inputs
+    return n.operator, tuple(inputs), Items(n.attributes)
+
+
+def _padded(shape: Shape, rank: int) -> Shape:
+    return (1,) * (rank - len(shape)) + shape

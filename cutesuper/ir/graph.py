@@ -1,0 +1,425 @@
+"""The kernel graph: *what* to compute, a DAG of tensor operators, and its Python builder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from cutesuper.errors import DTypeError, GraphError, OperatorError, ShapeError
+from cutesuper.ir.arguments import check_options, shown
+from cutesuper.ir.dims import Dim, Shape, Symbol, show_shape
+from cutesuper.ir.dtypes import ALL, DType, as_dtype, float16, float32
+from cutesuper.ir.operators.base import Attributes, Operator, lookup
+from cutesuper.ir.operators.builders import NamedOperators
+
+if TYPE_CHECKING:
+    from cutesuper.runtime.kernel import Kernel
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator application. ``inputs`` are indices of earlier nodes."""
+
+    operator: str
+    inputs: tuple[int, ...]
+    attributes: Attributes
+    shape: Shape
+    dtype: DType
+    name: str
+    #: inputs only: never written while a kernel that reads it may be in flight (a weight)
+    constant: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A value of a graph, as the builder hands it out."""
+
+    graph: KernelGraph
+    index: int
+
+    @property
+    def node(self) -> Node:
+        return self.graph.nodes[self.index]
+
+    @property
+    def shape(self) -> Shape:
+        return self.node.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.node.dtype
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    def __repr__(self) -> str:
+        return f"{self.name}{show_shape(self.shape)} {self.dtype}"
+
+    def __add__(self, other: Tensor | float) -> Tensor:
+        return self.graph.add(self, other)
+
+    def __radd__(self, other: float) -> Tensor:
+        return self.graph.add(other, self)
+
+    def __sub__(self, other: Tensor | float) -> Tensor:
+        return self.graph.sub(self, other)
+
+    def __rsub__(self, other: float) -> Tensor:
+        return self.graph.sub(other, self)
+
+    def __mul__(self, other: Tensor | float) -> Tensor:
+        return self.graph.mul(self, other)
+
+    def __rmul__(self, other: float) -> Tensor:
+        return self.graph.mul(other, self)
+
+    def __truediv__(self, other: Tensor | float) -> Tensor:
+        return self.graph.div(self, other)
+
+    def __rtruediv__(self, other: float) -> Tensor:
+        return self.graph.div(other, self)
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        return self.graph.matmul(self, other)
+
+
+Operand = Tensor | float | int
+
+#: names that the graph gives to results; an input must not have one of them
+VALUE_NAME = re.compile(r"t\d+")
+
+
+@dataclass(eq=False)
+class KernelGraph(NamedOperators):
+    """A program as a DAG of tensor operators; build it with its methods.
+
+    Every method takes tensors of this graph (numbers where an operand may be a scalar), checks
+    shapes and element types at once, and returns the new tensor.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+
+    # ------------------------------------------------------------------------------- building
+
+    def new_input(
+        self,
+        dims: Sequence[Dim],
+        dtype: Any = float16,
+        name: str | None = None,
+        constant: bool = False,
+    ) -> Tensor:
+        """Add an input.
+
+        Args:
+            dims: extents; the first one may be a `Symbol` (``cs.symbol("M")``).
+            dtype: fp16, bf16 or fp32, which may differ from input to input; int32 for lengths and
+                tables of pages (`length_mask`, `gather_pages`); int64 or int32 for labels (`pick`,
+                `label_weight`).
+            name: for messages and drawings; default ``X``, ``W``, ... by position.
+            constant: nobody writes this tensor while a kernel that reads it may be in flight, so a
+                kernel launched with ``dependent_launch=True`` may load it before its predecessor
+                in the stream has finished. Weights are, activations are not.
+
+        Raises:
+            ShapeError: an extent that is not a positive int (or a leading Symbol).
+            DTypeError: another element type.
+            GraphError: a name that is taken, or that cannot be printed.
+            OptionError: ``constant`` is neither True nor False.
+        """
+        shape = tuple(dims) if isinstance(dims, list | tuple) else None
+        if shape is None:
+            raise ShapeError(f"new_input(dims={dims!r}): dims must be a tuple of extents")
+        if not shape:
+            raise ShapeError("new_input(dims=[]): a tensor needs a dimension; use dims=(1,) for a "
+                             "scalar, or a number where an operand may be one")
+        for i, d in enumerate(shape):
+            ok = isinstance(d, Symbol) and i == 0
+            ok = ok or (isinstance(d, int) and not isinstance(d, bool) and d > 0)
+            if not ok:
+                raise ShapeError(
+                    f"new_input(dims={list(shape)}): extent {i} is {d!r}; extents are positive "
+                    "ints, and only the first may be symbolic"
+                )
+            if isinstance(d, Symbol):
+                self._check_symbol(d)
+        check_options(constant=constant)
+        name = self._fresh_name() if name is None else name
+        if not (isinstance(name, str) and name and name.isprintable()):
+            raise GraphError(f"new_input(name={shown(name)}): a name is a text that can be printed")
+        if VALUE_NAME.fullmatch(name):
+            raise GraphError(f"new_input(name={name!r}): t0, t1, ... are taken by results")
+        if any(n.name == name for n in self.nodes if n.operator == "input"):
+            raise GraphError(f"new_input(name={name!r}): another input has this name")
+        node = Node("input", (), {}, shape, as_dtype(dtype), name, constant)
+        return self._append(node)
+
+    def apply(self, operator: str, *operands: Operand, **attributes: Any) -> Tensor:
+        """Apply an operator of the table by name; the named methods all come through here."""
+        op = lookup(operator)
+        if op.name == "input":
+            raise OperatorError("apply('input'): use new_input(dims=, dtype=)")
+        args = [self._operand(operator, a) for a in operands]
+        if op.arity >= 0 and len(args) != op.arity:
+            raise OperatorError(f"{operator}: takes {op.arity} operand(s), got {len(args)}")
+        attributes = op.check_attributes(attributes)
+        _check_kinds(op, args)
+        shape = op.shape([t.shape for t in args], attributes)
+        dtype = self.result_dtype(operator, args, attributes)
+        node = Node(
+            operator, tuple(t.index for t in args), attributes, shape, dtype, self._value_name()
+        )
+        return self._append(node)
+
+    def mark_output(self, tensor: Tensor, dtype: Any = None) -> Tensor:
+        """Declare a tensor as an output; outputs are returned in the order of these calls.
+
+        Args:
+            tensor: computed from inputs, and no output yet.
+            dtype: fp16, bf16 or fp32, whatever the inputs are: everything is computed in fp32, and
+                this is how it is stored. None: the type of the inputs that it is computed from,
+                fp32 where they differ (see `result_dtype`). Statistics of rows for a backward pass
+                are best fp32: rounded to 16 bits, a maximum of 50 is off by 0.1, and what is left
+                of its exponentials by 10 %.
+
+        Raises:
+            GraphError: an input, or an output twice.
+            DTypeError: another element type than these.
+        """
+        t = self._operand("mark_output", tensor)
+        if t.node.operator in ("input", "constant"):
+            raise GraphError(f"mark_output({t!r}): an input cannot be an output; compute something")
+        if t.index in self.outputs:
+            raise GraphError(f"mark_output({t!r}): it is already an output")
+        if dtype is not None:
+            self._store_as(t, as_dtype(dtype))
+        self.outputs.append(t.index)
+        return t
+
+    # ------------------------------------------------------------------------------- reading
+
+    @property
+    def inputs(self) -> list[int]:
+        """Indices of the input nodes, in the order they were made."""
+        return [i for i, n in enumerate(self.nodes) if n.operator == "input"]
+
+    def tensor(self, index: int) -> Tensor:
+        """The builder's handle of node ``index``."""
+        return Tensor(self, index)
+
+    def superoptimize(self, **options: Any) -> Kernel:
+        """Search, verify and compile the best program; see `cutesuper.superoptimize`."""
+        from cutesuper.pipeline import superoptimize
+
+        return superoptimize(self, **options)
+
+    def result_dtype(
+        self, operator: str, args: Sequence[Tensor], attributes: Attributes
+    ) -> DType:
+        """The element type of an operator's result, unless an output says another one.
+
+        What it converts to, else that of its operands; float32 where they differ, as in PyTorch.
+        But float32 statistics of rows (last extent 1) leave the type to the other operands:
+        ``x * rstd`` has that of x.
+
+        Raises:
+            DTypeError: operands of different types of an operator that multiplies matrices or puts
+                tensors together.
+        """
+        converted = lookup(operator).dtype(attributes)
+        if converted is not None:
+            return converted
+        given = [(t, self._own_dtype(t)) for t in args if t.node.operator != "constant"]
+        given = [(t, d) for t, d in given if not d.integer]
+        dtypes = {d for _, d in given}
+        if len(dtypes) > 1 and lookup(operator).one_type:
+            raise DTypeError(
+                f"{operator}({', '.join(map(repr, args))}): element types differ; products take "
+                "operands of one type, and tensors that are put together have one: convert one"
+            )
+        if len(dtypes) > 1:
+            dtypes -= {float32 for t, _ in given if t.shape[-1:] == (1,)}
+            dtypes |= {d for t, d in given if t.shape[-1:] != (1,)}
+        if not dtypes:  # numbers only, or integers, of which each row has one
+            return float32 if lookup(operator).integers else float16
+        return dtypes.pop() if len(dtypes) == 1 else float32
+
+    def needed(self, values: Iterable[int]) -> set[int]:
+        """Indices of all nodes that these depend on, themselves among them."""
+        found = set(values)
+        for i in reversed(range(len(self.nodes))):
+            if i in found:
+                found.update(self.nodes[i].inputs)
+        return found
+
+    def expanded(self) -> KernelGraph:
+        """The same program in primitive operators, without nodes that no output needs.
+
+        before: ``y = rms_norm(x)``; after: ``y = div(x, sqrt(add(mean(square(x)), 1e-6)))``.
+        Inputs keep their order, their names and their attributes, used or not.
+
+        Raises:
+            OperatorError, GraphError: a concatenation or a slice that cannot be removed, see
+                `cutesuper.ir.remove_concat`.
+        """
+        needed = self.needed(self.outputs)
+        g = KernelGraph()
+        new: dict[int, Tensor] = {}
+        for i, n in enumerate(self.nodes):
+            if n.operator == "input":
+                new[i] = g._append(n)
+            elif i in needed:
+                args = [new[j] for j in n.inputs]
+                op = lookup(n.operator)
+                attributes = dict(n.attributes)
+                new[i] = (
+                    op.expand(g, args, attributes)
+                    if op.composite
+                    else g.apply(n.operator, *args, **attributes)
+                )
+        g.outputs = [new[i].index for i in self.outputs]
+        if any(lookup(n.operator).cuts for n in g.nodes):
+            from cutesuper.ir.remove_concat import without_pieces
+
+            g = without_pieces(g)
+        return g._with_types_of(self)
+
+    def apart(self, groups: Sequence[Sequence[int]]) -> KernelGraph:
+        """The same program, where groups of outputs share nothing but inputs.
+
+        before: ``dq`` and ``dk`` both made from ``P = exp(Q K^T - L)``; after: P is computed for
+        each, so that kernels for them need not store it.
+
+        Args:
+            groups: positions of outputs; every output is in one group.
+        """
+        g = KernelGraph()
+        inputs = {i: g._append(self.nodes[i]) for i in self.inputs}
+        made: dict[int, int] = {}
+        for group in groups:
+            needed = self.needed(self.outputs[n] for n in group)
+            new = dict(inputs)
+            for i, n in enumerate(self.nodes):
+                if i in needed and n.operator != "input":
+                    new[i] = g.apply(n.operator, *(new[j] for j in n.inputs), **dict(n.attributes))
+            made |= {n: new[self.outputs[n]].index for n in group}
+        g.outputs = [made[n] for n in range(len(self.outputs))]
+        return g._with_types_of(self)
+
+    def with_hints(self, hints: dict[str, int]) -> KernelGraph:
+        """The same program with other hints for its symbolic extents."""
+        g = KernelGraph(outputs=list(self.outputs))
+        for n in self.nodes:
+            shape = tuple(
+                Symbol(d.name, hints.get(d.name, d.hint)) if isinstance(d, Symbol) else d
+                for d in n.shape
+            )
+            g.nodes.append(replace(n, shape=shape))
+        return g
+
+    def __repr__(self) -> str:
+        from cutesuper.ir.text import kernel_graph_text
+
+        return kernel_graph_text(self)
+
+    # ------------------------------------------------------------------------------- helpers
+
+    def _append(self, node: Node) -> Tensor:
+        self.nodes.append(node)
+        return Tensor(self, len(self.nodes) - 1)
+
+    def _operand(self, operator: str, value: Any) -> Tensor:
+        if isinstance(value, Tensor):
+            if value.graph is not self:
+                raise GraphError(f"{operator}: {value!r} belongs to another graph")
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return self.apply("constant", value=value)
+        raise OperatorError(
+            f"{operator}: operand {type(value).__name__} is neither a tensor of this graph nor a "
+            "number; graph methods take what new_input() and other methods return"
+        )
+
+    def _store_as(self, t: Tensor, dtype: DType) -> None:
+        if dtype.integer:
+            raise DTypeError(
+                f"mark_output({t!r}, {dtype}): nothing is computed in integers; use one of "
+                f"{', '.join(ALL)}"
+            )
+        self.nodes[t.index] = replace(t.node, dtype=dtype)
+
+    def _own_dtype(self, t: Tensor) -> DType:
+        """The type of a value, however it is stored if it is an output."""
+        if t.index not in self.outputs:
+            return t.dtype
+        args = [self.tensor(i) for i in t.node.inputs]
+        return self.result_dtype(t.node.operator, args, t.node.attributes)
+
+    def _with_types_of(self, other: KernelGraph) -> KernelGraph:
+        """This graph, whose outputs are stored as those of another one."""
+        for i, j in zip(self.outputs, other.outputs, strict=True):
+            self.nodes[i] = replace(self.nodes[i], dtype=other.nodes[j].dtype)
+        return self
+
+    def _check_symbol(self, symbol: Symbol) -> None:
+        for other in (d for n in self.nodes for d in n.shape if isinstance(d, Symbol)):
+            if other.name == symbol.name and other != symbol:
+                raise ShapeError(
+                    f"new_input: symbol {symbol} has the hint {symbol.hint} here and {other.hint} "
+                    "in another input; use one Symbol object for both"
+                )
+
+    def _fresh_name(self) -> str:
+        names = "XWABCDEFGHIJKLMNOPQRSTUVYZ"
+        used = {n.name for n in self.nodes}
+        return next((c for c in names if c not in used), f"I{len(self.nodes)}")
+
+    def _value_name(self) -> str:
+        return f"t{len(self.nodes)}"
+
+
+def _check_kinds(op: Operator, args: list[Tensor]) -> None:
+    """Integers where an operator takes them, and nowhere else; inputs where it needs them.
+
+    Raises:
+        DTypeError, GraphError: naming the operand.
+    """
+    for k, t in enumerate(args):
+        if k in op.integers and t.dtype not in op.integer_types:
+            names = [d.name for d in op.integer_types]
+            raise DTypeError(
+                f"{op.name}: operand {k}, {t!r}, must be an {' or '.join(names)} input; use "
+                f"new_input(dims=, dtype={names[0]!r})"
+            )
+        if k not in op.integers and t.dtype.integer:
+            raise DTypeError(
+                f"{op.name}: operand {k}, {t!r}, is {t.dtype}, which only lengths (length_mask, "
+                "scaled_dot_product_attention), tables (gather_pages) and labels (pick, "
+                "label_weight, cross_entropy) are; use float16, bfloat16 or float32"
+            )
+        if op.of_inputs and t.node.operator != "input":
+            raise GraphError(
+                f"{op.name}: operand {k}, {t!r}, is computed; it reads inputs of the graph only, "
+                "which lie in memory"
+            )
+
+
+def new_kernel_graph() -> KernelGraph:
+    """An empty kernel graph."""
+    return KernelGraph()
+
+
+def symbol(name: str, hint: int = 16) -> Symbol:
+    """A leading extent that may differ from call to call; see `Symbol`.
+
+    Raises:
+        ShapeError: a name that is no identifier, or a hint below 1.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ShapeError(f"symbol({name!r}): the name must be an identifier")
+    if isinstance(hint, bool) or not isinstance(hint, int) or hint < 1:
+        raise ShapeError(f"symbol({name!r}, hint={hint!r}): the hint must be a positive int")
+    return Symbol(name, hint)

@@ -1,0 +1,19 @@
+"""The table of operators, one module for each kind; see `ir.operators.base`."""
+
+from __future__ import annotations
+
+# what these modules define enters `TABLE`
+from cutesuper.ir.operators import composite, index, layout, pointwise, reduce, select
+from cutesuper.ir.operators.base import TABLE, Operator, lookup
+
+__all__ = [
+    "TABLE",
+    "Operator",
+    "composite",
+    "index",
+    "layout",
+    "lookup",
+    "pointwise",
+    "reduce",
+    "select",
+]

@@ -1,0 +1,482 @@
+"""The operator table: one class per operator, with everything the system knows about it.
+
+A new operator is one class: here, in `pointwise` (of one number), `select` (comparisons and
+choices), `reduce` (sums, maxima, products of matrices), `layout` (transpose, concatenation, mask),
+`index` (lengths, pages, labels) or `composite`, modules of this package. Its facets:
+
+* ``shape``      the shape rule (and the errors a user sees),
+* ``reference``  what PyTorch computes, in the element type of its arguments,
+* ``symbolic``   the meaning over an abstract algebra: the verifier hands in a finite field, the
+                 search hands in normal forms. An operator without algebra is ``a.opaque(...)``,
+                 a function about which nothing is known but that equal arguments give equal values,
+* ``scalar``     element-wise operators only: the formula on one element, written over a namespace
+                 of scalar functions ``m`` that the lowering (CuTe) or a test (Python) supplies,
+* ``visible``    masking operators only: which elements stay, from their positions, written so that
+                 arrays (the verifier, the references) and traced values (the lowering) will do,
+* ``at``         the same as ``scalar``, for masking operators: the formula on one element and its
+                 position; it follows from ``visible`` and `Operator.fill`,
+* ``numbers``    element-wise operators of integers only: the result as plain numbers,
+* ``largest``    operators with an integer operand only: what it may hold,
+* ``expand``     composite operators only: the same thing in primitive operators,
+* ``derivative`` cotangents of the operands from that of the result, in operators of the table,
+* ``flops``      floating-point operations, for the cost model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from math import inf
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cutesuper.errors import OperatorError, ShapeError
+from cutesuper.ir.arguments import shown
+from cutesuper.ir.dims import Dim, Shape, broadcast, show_shape, size
+from cutesuper.ir.dtypes import DType, int32
+
+if TYPE_CHECKING:
+    from cutesuper.ir.derivation import Derivation
+    from cutesuper.ir.graph import KernelGraph, Tensor
+
+    Cotangents = Sequence[Tensor | None]
+
+Attributes = dict[str, Any]
+
+#: the greatest float32: kernels compute in float32 whatever the element type
+LARGEST = 3.4028234663852886e38
+
+
+class Counts(StrEnum):
+    """What the integer operand of an operator holds."""
+
+    LENGTHS = "lengths"  # of sequences: how many columns are seen
+    PAGES = "pages"  # a table: which page of a cache
+    LABELS = "labels"  # of classes: one column
+
+
+class Operator:
+    """Base of all operators; instances are stateless, there is one per name in `TABLE`."""
+
+    name: ClassVar[str]
+    arity: ClassVar[int]
+    #: attribute name -> default; `...` marks a required attribute
+    attributes: ClassVar[Attributes] = {}
+    elementwise: ClassVar[bool] = False
+    #: "sum", "mean" or "max" for reductions over one dimension that stays with extent 1
+    reduces: ClassVar[str | None] = None
+    #: keeps each element or puts `fill` in its place, by its position along the last two
+    #: dimensions; see `visible` and `at`
+    masks: ClassVar[bool] = False
+    #: of masking operators: -inf (what a softmax does not see) or 0
+    fill: ClassVar[float] = -inf
+    #: of masking operators with fill 0: what stays of a row is the column that the integer operand
+    #: names, so that the sum of the row is one element
+    one_column: ClassVar[bool] = False
+    #: one operand is a condition that says which elements of another stay
+    chooses: ClassVar[bool] = False
+    #: makes -inf of elements by a condition (masks do it by position)
+    hides: ClassVar[bool] = False
+    #: results are above 0 whatever the arguments are, but for arguments where it has none
+    above_zero: ClassVar[bool] = False
+    #: 0 for many arguments
+    flat: ClassVar[bool] = False
+    #: NaN for many arguments
+    partial: ClassVar[bool] = False
+    composite: ClassVar[bool] = False
+    #: of composite operators: what they make of a row of -inf that is hidden, if it is one number
+    of_hidden: ClassVar[float | None] = None
+    #: puts tensors together or takes one apart; `cutesuper.ir.remove_concat` removes it
+    cuts: ClassVar[bool] = False
+    #: all operands have one element type: products, and what puts tensors together
+    one_type: ClassVar[bool] = False
+    #: positions of the operands that are integers; all others are numbers
+    integers: ClassVar[tuple[int, ...]] = ()
+    #: what these may be
+    integer_types: ClassVar[tuple[DType, ...]] = (int32,)
+    #: what they hold
+    counts: ClassVar[Counts | None] = None
+    #: takes inputs of the graph only, as the integer operands of any operator are
+    of_inputs: ClassVar[bool] = False
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        """Shape of the result. Raises ShapeError."""
+        raise NotImplementedError
+
+    def dtype(self, attributes: Attributes) -> DType | None:
+        """Element type of the result, where the operands have no say in it."""
+        return None
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        """The result on torch tensors, in their element type."""
+        raise NotImplementedError
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """The result over the algebra ``a`` (add, sub, mul, div, exp, opaque, constant)."""
+        raise NotImplementedError
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        """One element of the result, from elements of the arguments."""
+        raise NotImplementedError
+
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Which results are -inf (element-wise operators whose `symbolic` is opaque).
+
+        Called where an operand may be -inf, and always for operators that hide.
+
+        Args:
+            a: the field, with ``gone(x)`` (1 where x is -inf, 0 elsewhere) and ``fails(x)`` (1
+                where the condition x does not hold).
+            args: values of the operands.
+            attributes: of the operator.
+
+        Returns:
+            A value that is 0 where results are numbers; None where all are.
+
+        Raises:
+            Unbounded: the function has no value there.
+        """
+        return None
+
+    def visible(
+        self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,
+        integers: Any = None,
+    ) -> Any:
+        """Which elements stay, for positions that broadcast (masking operators only).
+
+        Written with comparisons, ``&``, ``+`` and ``-`` only: all arguments are NumPy arrays where
+        a program is verified or run as a reference, and traced values in a kernel.
+
+        Args:
+            rows: positions along the last dimension but one, in the whole tensor.
+            columns: positions along the last dimension, in the whole tensor.
+            extents: of these two dimensions, whole.
+            attributes: of the operator.
+            integers: its integer operand, if it has one.
+        """
+        raise NotImplementedError
+
+    def at(
+        self, m: Any, args: list[Any], rows: Any, columns: Any, extents: tuple[Any, Any],
+        attributes: Attributes,
+    ) -> Any:
+        """One element of the result (masking operators only), from elements of the arguments and
+        the element's position; what `scalar` is for element-wise operators.
+
+        Args:
+            m: as for `scalar`, with ``where(condition, x, y)`` and ``position(integer)``, which
+                limits an integer to what positions are computed in (-1 where it does not fit).
+            args: elements or fragments; the integer operand as it is stored.
+            rows: position along the label ``rows`` of the block program's operation, in the whole
+                tensor, whatever axes split that label; anything where the label is None.
+            columns: the same along ``columns``: for a fragment along the columns the fragment of
+                their positions.
+            extents: of the dimensions with these labels, whole; used where rows count from the end.
+            attributes: of the operator (a block program's may be passed as they are).
+        """
+        integers = [m.position(i) for i in args[1:]]
+        return m.where(self.visible(rows, columns, extents, attributes, *integers), args[0],
+                       self.fill)
+
+    @property
+    def empties(self) -> bool:
+        """Whether it may hide rows as a whole: see `cutesuper.ir.unseen`."""
+        return self.masks and self.fill == -inf and bool(self.integers)
+
+    def numbers(self, integers: NDArray[np.int64], attributes: Attributes) -> NDArray[np.float64]:
+        """The result for some integers; NaN is a number here."""
+        raise NotImplementedError
+
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+        """The largest integer in the integer operand that makes a difference."""
+        raise NotImplementedError
+
+    def outside(self, shapes: list[Shape], attributes: Attributes) -> tuple[int, ...]:
+        """Labels only: integers with which the verifier tries what is no label, is ignored, or is
+        the last one. At most 5 for all operators of a program, of which there are enough trials."""
+        raise NotImplementedError
+
+    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
+        """The same value in primitive operators (composite operators only)."""
+        raise NotImplementedError
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        """The cotangent of each operand, from that of the result.
+
+        Every tensor here may have more dimensions than what it belongs to, of extent 1 in front
+        (sums keep their dimension), and an extent of 1 where the values are all the same. Sums over
+        dimensions along which an operand was broadcast are left to `cutesuper.autodiff.gradient`.
+
+        Args:
+            g: builds and simplifies.
+            args: the operands.
+            attributes: of the operator, complete.
+            y: the result, for formulas that are shorter with it.
+            dy: its cotangent.
+
+        Returns:
+            One for each operand; None is zero.
+        """
+        raise NotImplementedError
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        """Floating-point operations; symbolic extents count with their hint."""
+        return float(size(result))
+
+    def check_attributes(self, given: Attributes) -> Attributes:
+        """Fill in defaults; refuse unknown or missing attributes."""
+        unknown = sorted(set(given) - set(self.attributes))
+        if unknown:
+            known = ", ".join(self.attributes) or "none"
+            raise OperatorError(
+                f"{self.name}({', '.join(unknown)}=...): unknown attribute; it has: {known}"
+            )
+        full = {**self.attributes, **given}
+        missing = [k for k, v in full.items() if v is ...]
+        if missing:
+            raise OperatorError(f"{self.name}: attribute {', '.join(missing)} is required")
+        return full
+
+
+class Items(tuple[tuple[str, Any], ...]):
+    """Attributes as sorted items, for comparing: equal where they are written alike.
+
+    To Python 0.0 equals -0.0, and 1 equals True; the programs of one are not those of the other.
+    """
+
+    _text: str
+
+    def __new__(cls, attributes: Attributes) -> Items:
+        made = super().__new__(cls, sorted(attributes.items()))
+        made._text = tuple.__repr__(made)
+        return made
+
+    def __getnewargs__(self) -> tuple[Attributes]:
+        return (dict(self),)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Items) and self._text == other._text
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
+def show_call(name: str, shapes: list[Shape]) -> str:
+    """``matmul([16, 4096], [4096, 6144])``: how a call is quoted in messages."""
+    return f"{name}({', '.join(show_shape(s) for s in shapes)})"
+
+
+def torch_module() -> Any:
+    """PyTorch, imported where a reference runs: the search does not need it."""
+    import torch
+
+    return torch
+
+
+class _Table(dict[str, "Operator"]):
+    """Operators by name.
+
+    Attributes:
+        changes: how often a name got another operator, or lost the one it had. What was made of
+            operators compares it, to find out that it has to look again.
+    """
+
+    changes = 0
+
+    def __setitem__(self, name: str, new: Operator) -> None:
+        self.changes += name in self and self[name] is not new
+        super().__setitem__(name, new)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self.changes += 1
+
+
+TABLE = _Table()
+_Class = TypeVar("_Class", bound=Operator)
+
+
+def operator(cls: type[_Class]) -> type[_Class]:
+    """Class decorator: enter the operator into `TABLE` under its name."""
+    TABLE[cls.name] = cls()
+    return cls
+
+
+def lookup(name: str) -> Operator:
+    """The operator called ``name``. Raises OperatorError with the nearest known names."""
+    if isinstance(name, str) and name in TABLE:
+        return TABLE[name]
+    import difflib
+
+    near = difflib.get_close_matches(str(name), TABLE, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(TABLE))}"
+    raise OperatorError(f"operator {shown(name)}: does not exist; {hint}")
+
+
+# --------------------------------------------------------------------------------------- leaves
+
+
+@operator
+class Input(Operator):
+    """A tensor that the caller supplies."""
+
+    name = "input"
+    arity = 0
+
+
+@operator
+class Constant(Operator):
+    """A scalar known when the graph is built (shape ``()``)."""
+
+    name = "constant"
+    arity = 0
+    attributes: ClassVar[Attributes] = {"value": ...}
+    elementwise = True
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        return ()
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        # zero dimensions: PyTorch then promotes to the other operand's element type
+        return torch_module().tensor(attributes["value"], dtype=torch_module().float64)
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        return a.constant(attributes["value"])
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return attributes["value"]
+
+    def check_attributes(self, given: Attributes) -> Attributes:
+        full = super().check_attributes(given)
+        value = full["value"]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not abs(value) <= LARGEST:
+            raise OperatorError(f"constant({value!r}): must be a finite number in float32's range")
+        return {"value": float(value)}
+
+
+# ---------------------------------------------------------------------------------- element-wise
+
+
+class Elementwise(Operator):
+    """Works element by element; operands broadcast."""
+
+    elementwise = True
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        result: Shape = ()
+        for s in shapes:
+            merged = broadcast(result, s)
+            if merged is None:
+                raise ShapeError(
+                    f"{show_call(self.name, shapes)}: shapes do not broadcast; extents must be "
+                    "equal or 1, counted from the last dimension"
+                )
+            result = merged
+        return result
+
+
+class _Binary(Elementwise):
+    arity = 2
+
+
+def opaque(name: str, a: Any, args: list[Any], attributes: Attributes) -> Any:
+    """A function of one argument without algebra; the attributes are part of its name."""
+    # sorted: attributes come from graphs, block programs and files in any order
+    tag = ",".join(f"{k}={v!r}" for k, v in sorted(attributes.items()))
+    return a.opaque(f"{name}({tag})" if tag else name, args[0])
+
+
+@operator
+class Add(_Binary):
+    name = "add"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0] + args[1]
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        return dy, dy
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        return a.add(*args)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return args[0] + args[1]
+
+
+@operator
+class Sub(_Binary):
+    name = "sub"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0] - args[1]
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        return dy, g.mul(dy, -1.0)
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        return a.sub(*args)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return args[0] - args[1]
+
+
+@operator
+class Mul(_Binary):
+    name = "mul"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0] * args[1]
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        return g.mul(dy, args[1]), g.mul(dy, args[0])
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        return a.mul(*args)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return args[0] * args[1]
+
+
+@operator
+class Div(_Binary):
+    name = "div"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0] / args[1]
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        da = g.div(dy, args[1])
+        return da, g.mul(g.mul(da, y), -1.0)
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        return a.div(*args)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.div(args[0], args[1])
+
+
+def normal_dim(name: str, shape: Shape, dim: Any) -> int:
+    """``dim`` counted from the front. Raises ShapeError when the shape has no such dimension."""
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
+        use = f"use {-len(shape)}..{len(shape) - 1}" if shape else "the operand has none"
+        raise ShapeError(f"{name}({show_shape(shape)}, dim={dim!r}): no such dimension; {use}")
+    return dim % len(shape)
+
+
+__all__ = ["TABLE", "Attributes", "Dim", "Operator", "lookup", "normal_dim", "operator"]

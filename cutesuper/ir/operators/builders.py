@@ -1,0 +1,369 @@
+"""The methods of a kernel graph that apply an operator each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cutesuper.errors import OperatorError, ShapeError
+
+if TYPE_CHECKING:
+    from cutesuper.ir.graph import Operand, Tensor
+
+
+class NamedOperators:
+    """Operators of the table under their names; each method goes through `apply`."""
+
+    def apply(self, operator: str, *operands: Operand, **attributes: Any) -> Tensor:
+        """The value of an operator; a kernel graph has this method."""
+        raise NotImplementedError
+
+    def _operand(self, operator: str, value: Any) -> Tensor:
+        """A tensor of the graph, or a number as one; a kernel graph has this method."""
+        raise NotImplementedError
+
+    def matmul(self, a: Tensor, b: Tensor) -> Tensor:
+        """``a[..., M, K] @ b[..., K, N]``."""
+        return self.apply("matmul", a, b)
+
+    def add(self, a: Operand, b: Operand) -> Tensor:
+        """``a + b`` with broadcasting."""
+        return self.apply("add", a, b)
+
+    def sub(self, a: Operand, b: Operand) -> Tensor:
+        """``a - b`` with broadcasting."""
+        return self.apply("sub", a, b)
+
+    def mul(self, a: Operand, b: Operand) -> Tensor:
+        """``a * b`` with broadcasting."""
+        return self.apply("mul", a, b)
+
+    def div(self, a: Operand, b: Operand) -> Tensor:
+        """``a / b`` with broadcasting."""
+        return self.apply("div", a, b)
+
+    def exp(self, a: Tensor) -> Tensor:
+        """e to the power of ``a``."""
+        return self.apply("exp", a)
+
+    def log(self, a: Tensor) -> Tensor:
+        """Natural logarithm."""
+        return self.apply("log", a)
+
+    def sqrt(self, a: Tensor) -> Tensor:
+        """Square root."""
+        return self.apply("sqrt", a)
+
+    def rsqrt(self, a: Tensor) -> Tensor:
+        """1 / square root."""
+        return self.apply("rsqrt", a)
+
+    def square(self, a: Tensor) -> Tensor:
+        """``a * a``."""
+        return self.apply("square", a)
+
+    def silu(self, a: Tensor) -> Tensor:
+        """``a * sigmoid(a)``."""
+        return self.apply("silu", a)
+
+    def gelu(self, a: Tensor) -> Tensor:
+        """``a Phi(a)`` with the error function."""
+        return self.apply("gelu", a)
+
+    def relu(self, a: Tensor) -> Tensor:
+        """``max(a, 0)``."""
+        return self.apply("relu", a)
+
+    def sigmoid(self, a: Tensor) -> Tensor:
+        """``1 / (1 + exp(-a))``."""
+        return self.apply("sigmoid", a)
+
+    def tanh(self, a: Tensor) -> Tensor:
+        """Hyperbolic tangent."""
+        return self.apply("tanh", a)
+
+    def erf(self, a: Tensor) -> Tensor:
+        """The error function."""
+        return self.apply("erf", a)
+
+    def log1p(self, a: Tensor) -> Tensor:
+        """``log(1 + a)``, exact next to 0."""
+        return self.apply("log1p", a)
+
+    def expm1(self, a: Tensor) -> Tensor:
+        """``exp(a) - 1``, exact next to 0."""
+        return self.apply("expm1", a)
+
+    def sin(self, a: Tensor) -> Tensor:
+        """Sine of radians."""
+        return self.apply("sin", a)
+
+    def cos(self, a: Tensor) -> Tensor:
+        """Cosine of radians."""
+        return self.apply("cos", a)
+
+    def asin(self, a: Tensor) -> Tensor:
+        """Inverse sine, in radians."""
+        return self.apply("asin", a)
+
+    def acos(self, a: Tensor) -> Tensor:
+        """Inverse cosine, in radians."""
+        return self.apply("acos", a)
+
+    def atan(self, a: Tensor) -> Tensor:
+        """Inverse tangent, in radians."""
+        return self.apply("atan", a)
+
+    def sinh(self, a: Tensor) -> Tensor:
+        """Hyperbolic sine."""
+        return self.apply("sinh", a)
+
+    def cosh(self, a: Tensor) -> Tensor:
+        """Hyperbolic cosine."""
+        return self.apply("cosh", a)
+
+    def asinh(self, a: Tensor) -> Tensor:
+        """Inverse hyperbolic sine."""
+        return self.apply("asinh", a)
+
+    def acosh(self, a: Tensor) -> Tensor:
+        """Inverse hyperbolic cosine."""
+        return self.apply("acosh", a)
+
+    def atanh(self, a: Tensor) -> Tensor:
+        """Inverse hyperbolic tangent."""
+        return self.apply("atanh", a)
+
+    def erfc(self, a: Tensor) -> Tensor:
+        """``1 - erf(a)``, exact next to a result of 0."""
+        return self.apply("erfc", a)
+
+    def floor(self, a: Tensor) -> Tensor:
+        """The largest integer that is at most ``a``."""
+        return self.apply("floor", a)
+
+    def round(self, a: Tensor) -> Tensor:
+        """The nearest integer, the even one of two."""
+        return self.apply("round", a)
+
+    def step(self, a: Tensor) -> Tensor:
+        """1 where ``a > 0``, 0 elsewhere."""
+        return self.apply("step", a)
+
+    def at_least(self, a: Operand, b: Operand) -> Tensor:
+        """1 where ``a >= b``, 0 elsewhere (NaN too)."""
+        return self.apply("at_least", a, b)
+
+    def maximum(self, a: Operand, b: Operand) -> Tensor:
+        """The larger of ``a`` and ``b``, NaN if either is."""
+        return self.apply("maximum", a, b)
+
+    def keep(self, condition: Operand, a: Operand) -> Tensor:
+        """``a`` where the condition is 1, 0 where it is 0, whatever ``a`` is there."""
+        return self.apply("keep", condition, a)
+
+    def hide(self, condition: Operand, a: Operand) -> Tensor:
+        """``a`` where the condition is 1, -inf where it is 0, whatever ``a`` is there."""
+        return self.apply("hide", condition, a)
+
+    def clamp(self, a: Tensor, min: float, max: float) -> Tensor:  # noqa: A002 (PyTorch's names)
+        """``a`` limited to [min, max]."""
+        return self.apply("clamp", a, min=min, max=max)
+
+    def convert(self, a: Tensor, dtype: Any) -> Tensor:
+        """``a`` as another element type (fp16, bf16 or fp32), in which it is stored where it is.
+
+        Products take operands of one type, and their kernels 16-bit ones: this is how a float32
+        tensor becomes such an operand. Everything is computed in fp32, so nothing is rounded
+        that stays inside of a kernel.
+        """
+        return self.apply("convert", a, dtype=dtype)
+
+    def sum(self, a: Tensor, dim: int) -> Tensor:
+        """Sum over ``dim``, which stays with extent 1."""
+        return self.apply("sum", a, dim=dim)
+
+    def reduction(self, a: Tensor, dim: int) -> Tensor:
+        """Mirage's name for `sum`."""
+        return self.sum(a, dim)
+
+    def mean(self, a: Tensor, dim: int) -> Tensor:
+        """Mean over ``dim``, which stays with extent 1."""
+        return self.apply("mean", a, dim=dim)
+
+    def max(self, a: Tensor, dim: int) -> Tensor:
+        """Maximum over ``dim``, which stays with extent 1."""
+        return self.apply("max", a, dim=dim)
+
+    def softmax(self, a: Tensor, dim: int = -1) -> Tensor:
+        """``exp(a - max a) / sum exp(a - max a)`` along ``dim``."""
+        return self.apply("softmax", a, dim=dim)
+
+    def logsumexp(self, a: Tensor, dim: int = -1) -> Tensor:
+        """``log(sum exp(a))`` along ``dim``, which stays with extent 1; nothing overflows."""
+        return self.apply("logsumexp", a, dim=dim)
+
+    def log_softmax(self, a: Tensor, dim: int = -1) -> Tensor:
+        """``a - logsumexp(a)`` along ``dim``."""
+        return self.apply("log_softmax", a, dim=dim)
+
+    def concat(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
+        """Tensors one after the other along ``dim``; their other extents are equal.
+
+        It has to vanish when the graph is expanded: what uses it works on its parts (see
+        `cutesuper.ir.remove_concat`). It cannot be an output.
+        """
+        if not isinstance(tensors, list | tuple):
+            raise OperatorError(f"concat({tensors!r}): takes a list of tensors, and dim")
+        return self.apply("concat", *tensors, dim=dim)
+
+    def slice(self, a: Tensor, dim: int, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` (exclusive, negative from the end) along ``dim``.
+
+        Of something that is computed from parts, or put together from them; a piece of an input
+        is refused when the graph is expanded.
+        """
+        return self.apply("slice", a, dim=dim, start=start, stop=stop)
+
+    def causal_mask(self, scores: Tensor, alignment: str = "top_left") -> Tensor:
+        """``scores[..., i, j]`` where row i sees column j, -inf elsewhere.
+
+        Args:
+            scores: ``[..., M, N]``.
+            alignment: ``"top_left"``: j <= i, PyTorch's ``is_causal``. ``"bottom_right"``:
+                j <= i + N - M, the last row sees all columns; M must not exceed N.
+        """
+        return self.apply("causal_mask", scores, alignment=alignment)
+
+    def length_mask(self, scores: Tensor, lengths: Tensor, causal: bool = False) -> Tensor:
+        """``scores[b, ..., i, j]`` where ``j < lengths[b]``, -inf elsewhere.
+
+        Args:
+            scores: ``[B, ..., L, S]``.
+            lengths: an int32 input with the first dimensions of the scores, ``[B]``. More than S
+                is S; a row that sees nothing is 0 after a softmax.
+            causal: row i sees ``j < lengths[b] - (L - 1 - i)``: the last row sees its whole
+                sequence, as in decoding with a cache.
+        """
+        return self.apply("length_mask", scores, lengths, causal=causal)
+
+    def pick(self, a: Tensor, labels: Tensor) -> Tensor:
+        """``a[..., i, j]`` where j is the label of row i, 0 elsewhere.
+
+        Args:
+            a: ``[..., M, N]``.
+            labels: an int64 or int32 input ``[..., M, 1]``. A label below 0 or above N - 1 picks
+                nothing; `label_weight` tells such labels apart.
+        """
+        return self.apply("pick", a, labels)
+
+    def label_weight(self, labels: Tensor, classes: int, ignore_index: int = -100) -> Tensor:
+        """1 for a label in [0, classes), 0 for ``ignore_index``, NaN for any other; float32.
+
+        Args:
+            labels: an int64 or int32 input.
+            classes: at least 1.
+            ignore_index: may be one of the classes, which then counts 0.
+        """
+        return self.apply("label_weight", labels, classes=classes, ignore_index=ignore_index)
+
+    def cross_entropy(self, a: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
+        """``logsumexp(a) - a[label]`` of each row, 0 where the label is ``ignore_index``.
+
+        Args:
+            a: ``[..., M, N]``.
+            labels: an int64 or int32 input ``[..., M, 1]``. A label that is neither a column nor
+                ``ignore_index`` makes NaN of its row.
+            ignore_index: may be one of the columns.
+        """
+        return self.apply("cross_entropy", a, labels, ignore_index=ignore_index)
+
+    def gather_pages(self, cache: Tensor, table: Tensor) -> Tensor:
+        """Sequences whose parts lie in pages: ``[B, n * P, ...]``.
+
+        Args:
+            cache: an input ``[pages, P, ...]``.
+            table: an int32 input ``[B, n]``: the pages of each sequence in order. What is in the
+                cache beyond a sequence's length is read and has no effect, so the table has to
+                name existing pages there as well.
+        """
+        return self.apply("gather_pages", cache, table)
+
+    def scaled_dot_product_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool = False,
+        scale: float | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """``softmax(query key^T * scale) value``, as in ``torch.nn.functional``.
+
+        Leading dimensions broadcast: G query heads for each head of keys and values are ``[B, H, G,
+        M, d]`` with keys ``[B, H, 1, S, d]``.
+
+        Args:
+            query: ``[..., M, d]``.
+            key: ``[..., S, d]``.
+            value: ``[..., S, e]``.
+            is_causal: row i sees keys 0..i; with ``lengths`` the last row sees the last key of its
+                sequence, and row i those up to M - 1 - i before it.
+            scale: None for ``1 / sqrt(d)``.
+            lengths: an int32 input ``[B]``, keys of each sequence, or None. Rows that see no key
+                are 0.
+        """
+        operands = (query, key, value) if lengths is None else (query, key, value, lengths)
+        return self.apply(
+            "scaled_dot_product_attention", *operands, is_causal=is_causal, scale=scale
+        )
+
+    def transpose(self, a: Tensor, dims: Sequence[int] | None = None) -> Tensor:
+        """Permute dimensions; without ``dims`` the last two change places."""
+        return self.apply("transpose", a, dims=dims)
+
+    def rms_norm(
+        self,
+        a: Tensor,
+        weight: Tensor | None = None,
+        normalized_shape: Sequence[int] | None = None,
+        eps: float = 1e-6,
+    ) -> Tensor:
+        """``a / sqrt(mean(a^2) + eps) * weight`` over the last dimension.
+
+        Args:
+            a: any rank.
+            weight: shape ``[n]`` where n is a's last extent, or None.
+            normalized_shape: ``(n,)`` if given; anything else is refused.
+            eps: added to the mean of squares; 0 is allowed.
+        """
+        a = self._operand("rms_norm", a)
+        if isinstance(weight, list | tuple):  # rms_norm(X, (n,)): PyTorch's second argument
+            weight, normalized_shape = None, weight
+        given = normalized_shape
+        if given is not None and (
+            not isinstance(given, list | tuple) or tuple(given) != a.shape[-1:]
+        ):
+            raise ShapeError(
+                f"rms_norm({a!r}, normalized_shape={given!r}): must be the last "
+                f"dimension, ({a.shape[-1] if a.shape else ''},)"
+            )
+        operands = (a,) if weight is None else (a, weight)
+        return self.apply("rms_norm", *operands, eps=eps)
+
+    def layer_norm(
+        self, a: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    ) -> Tensor:
+        """``(a - mean a) / sqrt(var a + eps) * weight + bias`` over the last dimension.
+
+        Args:
+            a: any rank.
+            weight: shape ``[n]`` where n is a's last extent, or None.
+            bias: the same, or None.
+            eps: added to the variance; 0 is allowed.
+        """
+        if weight is None:
+            y = self.apply("layer_norm", a, eps=eps)
+            return y if bias is None else self.add(y, bias)
+        operands = (a, weight) if bias is None else (a, weight, bias)
+        return self.apply("layer_norm", *operands, eps=eps)

@@ -1,0 +1,282 @@
+"""Operators with an integer operand: lengths of sequences, tables of pages, labels of classes.
+
+The first two are what a cache of keys and values needs: every sequence of a batch has a length of
+its own, and its keys may lie in pages anywhere in memory (arXiv:2309.06180). Labels say which
+logarithm of a probability a cross entropy is made of. See `cutesuper.ir.operators.base`.
+"""
+
+from __future__ import annotations
+
+from math import nan
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cutesuper.errors import GraphError, OperatorError, ShapeError
+from cutesuper.ir.dims import Shape, Symbol, extent, show_shape
+from cutesuper.ir.dtypes import DType, int32, int64
+from cutesuper.ir.operators.base import (
+    Attributes,
+    Counts,
+    Operator,
+    opaque,
+    operator,
+    show_call,
+)
+
+if TYPE_CHECKING:
+    from cutesuper.ir.derivation import Derivation
+    from cutesuper.ir.graph import Tensor
+
+
+@operator
+class LengthMask(Operator):
+    """scores[..., i, j] where column j lies in its sequence, -inf elsewhere.
+
+    ``lengths`` has the first dimensions of ``scores`` (``[B]`` for ``[B, H, G, L, S]``). Column j
+    stays where ``j < lengths[b]``; with ``causal`` where ``j < lengths[b] - (L - 1 - i)``, so that
+    the last row sees all of its sequence. A length above S is S, one below 0 is 0. Rows that see
+    nothing have no maximum; softmax makes zeros of them.
+    """
+
+    name = "length_mask"
+    arity = 2
+    attributes: ClassVar[Attributes] = {"causal": False}
+    masks = True
+    integers: ClassVar[tuple[int, ...]] = (1,)
+    counts = Counts.LENGTHS
+
+    def check_attributes(self, given: Attributes) -> Attributes:
+        full = super().check_attributes(given)
+        if not isinstance(full["causal"], bool):
+            raise OperatorError(f"length_mask(causal={full['causal']!r}): must be True or False")
+        return full
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        scores, lengths = shapes
+        call = show_call(self.name, shapes)
+        if len(scores) < 3:
+            raise ShapeError(f"{call}: scores need a dimension of sequences in front of rows and "
+                             "columns; give them one of extent 1")
+        k = len(lengths)
+        if not 0 < k <= len(scores) - 2 or lengths != scores[:k]:
+            raise ShapeError(
+                f"{call}: lengths must have the first dimensions of the scores, without rows and "
+                f"columns: {show_shape(scores[:1])} or more of {show_shape(scores[:-2])}"
+            )
+        if attributes["causal"] and isinstance(scores[-2], Symbol):
+            raise ShapeError(
+                f"{call}: causal=True counts rows from the last one, so their number {scores[-2]} "
+                "has to be known before the call; use a number in place of the symbol"
+            )
+        return scores
+
+    def visible(
+        self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,
+        integers: Any = None,
+    ) -> Any:
+        if attributes["causal"]:  # the last column that the last row would see in its place
+            columns = columns + (extents[0] - 1 - rows)
+        return (columns < integers) & (columns < extents[1])
+
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+        return extent(shapes[0][-1])
+
+    def keep(self, shape: tuple[int, ...], lengths: Any, attributes: Attributes) -> Any:
+        """Which elements of scores of a shape stay, as a torch tensor that broadcasts to them."""
+        import torch
+
+        m, n = shape[-2:]
+        rows, columns = np.arange(m)[:, None], np.arange(n)
+        ends = lengths.cpu().numpy().reshape(*lengths.shape, *[1] * (len(shape) - lengths.dim()))
+        keep = self.visible(rows, columns, (m, n), attributes, ends)
+        return torch.from_numpy(np.ascontiguousarray(keep)).to(lengths.device)
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        import torch
+
+        scores, lengths = args
+        keep = self.keep(tuple(scores.shape), lengths, attributes)
+        return scores.masked_fill(~keep, -torch.inf)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor | None]:
+        """dy where elements stay, 0 elsewhere, as for ``causal_mask``."""
+        if g.vanishes(dy, y):
+            return [dy, None]
+        zero = g.apply(self.name, g.zeros(args[0]), args[1], **attributes)
+        return [g.mul(dy, g.exp(zero)), None]
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """A function of the scores; which lengths they meet is part of its name."""
+        return opaque(self.name, a, args, {**attributes, "lengths": args[1]})
+
+
+@operator
+class GatherPages(Operator):
+    """Sequences put together from pages: cache[pages, P, ...], table[B, n] -> [B, n * P, ...].
+
+    Element ``[b, s, ...]`` of the result is ``cache[table[b, s // P], s % P, ...]``. Nothing is
+    copied: whatever reads the result reads the cache through the table.
+    """
+
+    name = "gather_pages"
+    arity = 2
+    integers: ClassVar[tuple[int, ...]] = (1,)
+    counts = Counts.PAGES
+    of_inputs = True
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        cache, table = shapes
+        call = show_call(self.name, shapes)
+        if len(cache) < 2:
+            raise ShapeError(f"{call}: a cache is [pages, positions of a page, ...]")
+        if len(table) != 2:
+            raise ShapeError(f"{call}: a table is [sequences, pages of a sequence]")
+        return (table[0], extent(table[1]) * extent(cache[1]), *cache[2:])
+
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+        return extent(shapes[0][0]) - 1
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        cache, table = args
+        return cache[table.long()].flatten(1, 2)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        raise GraphError(
+            f"derivative of gather_pages({args[0]!r}): the gradient of a cache would add up pages "
+            "of several sequences, which no operator does; leave it out of wrt, or pass the "
+            "gathered tensor as an input"
+        )
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return 0.0
+
+
+#: element types of labels: PyTorch's are int64
+_LABELS: tuple[DType, ...] = (int64, int32)
+
+
+@operator
+class Pick(Operator):
+    """x[..., i, j] where j is the label of row i, 0 elsewhere: x[..., M, N], labels[..., M, 1].
+
+    A label that is no column leaves a row of zeros; `LabelWeight` tells such labels apart.
+    """
+
+    name = "pick"
+    arity = 2
+    masks = True
+    fill = 0.0
+    one_column = True
+    integers: ClassVar[tuple[int, ...]] = (1,)
+    integer_types = _LABELS
+    counts = Counts.LABELS
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        x, labels = shapes
+        if len(x) < 2 or labels != (*x[:-1], 1):
+            want = f"one for each row, {show_shape((*x[:-1], 1))}" if len(x) > 1 else (
+                "one for each row of [rows, columns]"
+            )
+            raise ShapeError(f"{show_call(self.name, shapes)}: labels must be {want}")
+        return x
+
+    def visible(
+        self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,
+        integers: Any = None,
+    ) -> Any:
+        return columns == integers
+
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+        return extent(shapes[0][-1]) - 1
+
+    def outside(self, shapes: list[Shape], attributes: Attributes) -> tuple[int, ...]:
+        columns = extent(shapes[0][-1])
+        return (-1, columns)
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        import torch
+
+        x, labels = args
+        columns = torch.arange(x.shape[-1], device=x.device)
+        return x.masked_fill(columns != labels, 0.0)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor | None]:
+        """dy at the label's column: times what is picked of ones."""
+        ones = g.add(g.zeros(args[0]), 1.0)
+        return [g.mul(dy, g.apply(self.name, ones, args[1])), None]
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """A function of x; which labels it meets is part of its name."""
+        return opaque(self.name, a, args, {**attributes, "labels": args[1]})
+
+
+@operator
+class LabelWeight(Operator):
+    """How much a row counts, from its label: 1 for 0..classes - 1, 0 for ``ignore_index``.
+
+    NaN for any other label: a loss that is multiplied with it shows that a label is wrong, where
+    an index out of range would read elsewhere or count as nothing. ``ignore_index`` may be one of
+    the classes, which then counts 0.
+    """
+
+    name = "label_weight"
+    arity = 1
+    attributes: ClassVar[Attributes] = {"classes": ..., "ignore_index": -100}
+    elementwise = True
+    integers: ClassVar[tuple[int, ...]] = (0,)
+    integer_types = _LABELS
+    counts = Counts.LABELS
+
+    def check_attributes(self, given: Attributes) -> Attributes:
+        full = super().check_attributes(given)
+        for name, value in full.items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise OperatorError(f"label_weight({name}={value!r}): must be an int")
+        if not 0 < full["classes"] < 1 << 31 or not -(1 << 31) <= full["ignore_index"] < 1 << 31:
+            raise OperatorError(
+                f"label_weight(classes={full['classes']}, ignore_index={full['ignore_index']}): "
+                "there is at least one class, and both fit into 32 bits"
+            )
+        return full
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        return shapes[0]
+
+    def numbers(self, integers: NDArray[np.int64], attributes: Attributes) -> NDArray[np.float64]:
+        known = (integers >= 0) & (integers < attributes["classes"])
+        counted = np.where(known, 1.0, np.nan)
+        return np.where(integers == attributes["ignore_index"], 0.0, counted)
+
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+        return attributes["classes"] - 1
+
+    def outside(self, shapes: list[Shape], attributes: Attributes) -> tuple[int, ...]:
+        classes = attributes["classes"]
+        return (attributes["ignore_index"], -1, classes, classes - 1)
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        import torch
+
+        found = self.numbers(args[0].cpu().numpy(), attributes)
+        return torch.from_numpy(found).to(args[0].device, torch.float32)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor | None]:
+        return [None]
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        return opaque(self.name, a, args, attributes)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        label, ignored = args[0], attributes["ignore_index"]
+        known = (label >= 0) & (label < attributes["classes"])
+        return m.where(label == ignored, 0.0, m.where(known, 1.0, nan))

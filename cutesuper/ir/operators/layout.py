@@ -1,0 +1,240 @@
+"""Operators that arrange or hide elements; see `cutesuper.ir.operators.base`."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from cutesuper.errors import GraphError, OperatorError, ShapeError
+from cutesuper.ir.arguments import shown
+from cutesuper.ir.dims import Dim, Shape, Symbol, extent, show_shape
+from cutesuper.ir.operators.base import (
+    Attributes,
+    Operator,
+    normal_dim,
+    opaque,
+    operator,
+    show_call,
+)
+
+if TYPE_CHECKING:
+    from cutesuper.ir.derivation import Derivation
+    from cutesuper.ir.graph import Tensor
+
+
+@operator
+class Transpose(Operator):
+    """Permutes dimensions; ``dims`` is a permutation (default: the last two change places)."""
+
+    name = "transpose"
+    arity = 1
+    attributes: ClassVar[Attributes] = {"dims": None}
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        rank = len(shapes[0])
+        dims = attributes["dims"]
+        if dims is None:
+            if rank < 2:
+                raise ShapeError(f"{show_call(self.name, shapes)}: needs at least 2 dimensions")
+            dims = (*range(rank - 2), rank - 1, rank - 2)
+        if not isinstance(dims, list | tuple):
+            raise ShapeError(f"transpose(dims={dims!r}): must be a permutation of dimensions")
+        dims = tuple(d + rank if isinstance(d, int) and d < 0 else d for d in dims)
+        if sorted(dims, key=str) != sorted(range(rank), key=str):
+            raise ShapeError(f"{show_call(self.name, shapes)}: dims={list(dims)} is not a "
+                             f"permutation of 0..{rank - 1}")
+        attributes["dims"] = dims
+        return tuple(shapes[0][d] for d in dims)
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].permute(attributes["dims"])
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        dims = attributes["dims"]
+        lead = len(dy.shape) - len(dims)
+        back = sorted(range(len(dims)), key=lambda d: dims[d])
+        return [g.transpose(dy, (*range(lead), *(lead + d for d in back)))]
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return 0.0
+
+
+@operator
+class Concat(Operator):
+    """Tensors one after the other along ``dim``."""
+
+    name = "concat"
+    arity = -1
+    attributes: ClassVar[Attributes] = {"dim": ...}
+    cuts = True
+    one_type = True
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        if not shapes:
+            raise ShapeError("concat([]): takes at least one tensor")
+        call = f"{show_call(self.name, shapes)[:-1]}, dim={attributes['dim']})"
+        first = shapes[0]
+        dim = attributes["dim"] = normal_dim(self.name, first, attributes["dim"])
+        total = 0
+        for s in shapes:
+            if len(s) != len(first) or any(
+                d != e for k, (d, e) in enumerate(zip(s, first, strict=True)) if k != dim
+            ):
+                raise ShapeError(f"{call}: all extents but those of dimension {dim} must be equal")
+            total += self._number(s[dim], call)
+        return (*first[:dim], total, *first[dim + 1 :])
+
+    def _number(self, n: Dim, call: str) -> int:
+        if isinstance(n, Symbol):
+            raise ShapeError(f"{call}: extent {n} is known only at the call; concatenate along "
+                             "another dimension")
+        return n
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        import torch
+
+        return torch.cat(args, attributes["dim"])
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        """A piece for each operand; of a cotangent that is an input, expansion refuses it."""
+        dim, dy = attributes["dim"] - len(y.shape), g.full(dy, y)
+        ends = accumulate((extent(a.shape[dim]) for a in args), initial=0)
+        return [g.slice(dy, dim, *ends) for ends in pairwise(ends)]
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return 0.0
+
+
+@operator
+class Slice(Operator):
+    """The elements ``start`` to ``stop`` (exclusive) along ``dim``; negative: from the end."""
+
+    name = "slice"
+    arity = 1
+    attributes: ClassVar[Attributes] = {"dim": ..., "start": ..., "stop": ...}
+    cuts = True
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        shape = shapes[0]
+        start, stop = attributes["start"], attributes["stop"]
+        dim = normal_dim(self.name, shape, attributes["dim"])
+        call = f"slice({show_shape(shape)}, dim={dim}, start={start!r}, stop={stop!r})"
+        n = shape[dim]
+        if isinstance(n, Symbol):
+            raise ShapeError(f"{call}: extent {n} is known only at the call; slice along another "
+                             "dimension")
+        if any(isinstance(k, bool) or not isinstance(k, int) for k in (start, stop)):
+            raise ShapeError(f"{call}: start and stop must be ints")
+        start, stop = (k + n if k < 0 else k for k in (start, stop))
+        if not 0 <= start < stop <= n:
+            raise ShapeError(f"{call}: must leave at least one of elements 0..{n - 1}")
+        attributes |= {"dim": dim, "start": start, "stop": stop}
+        return (*shape[:dim], stop - start, *shape[dim + 1 :])
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        start, stop = attributes["start"], attributes["stop"]
+        return args[0].narrow(attributes["dim"], start, stop - start)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        """Zeros around dy; they vanish where the slices of a tensor cover it."""
+        [x], dim = args, attributes["dim"]
+        start, stop, n = attributes["start"], attributes["stop"], extent(x.shape[dim])
+        if len(dy.shape) > len(x.shape):
+            raise GraphError(
+                f"derivative of slice({show_shape(x.shape)}, dim={dim}, start={start}, "
+                f"stop={stop}): the slice was broadcast to more dimensions, and zeros around its "
+                f"gradient {show_shape(dy.shape)} have no tensor to be made from; give the tensor "
+                "leading extents of 1, or slice what is computed with it"
+            )
+        parts = [g.full(dy, y)]
+        if start > 0:
+            parts.insert(0, g.zeros(g.slice(x, dim, 0, start)))
+        if stop < n:
+            parts.append(g.zeros(g.slice(x, dim, stop, n)))
+        return [g.concat(parts, dim)]
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return 0.0
+
+
+@operator
+class CausalMask(Operator):
+    """scores[..., i, j] where j <= i + offset, -inf elsewhere.
+
+    The offset is 0 for ``top_left`` (what PyTorch calls ``is_causal``), and N - M for
+    ``bottom_right``, where the last row sees every column (FlashAttention; decoding). Factors of a
+    masked value have to be positive, as the scale of attention is: they leave -inf what it is.
+    """
+
+    name = "causal_mask"
+    arity = 1
+    attributes: ClassVar[Attributes] = {"alignment": "top_left"}
+    masks = True
+
+    def check_attributes(self, given: Attributes) -> Attributes:
+        full = super().check_attributes(given)
+        if str(full["alignment"]) not in ("top_left", "bottom_right"):
+            raise OperatorError(
+                f"causal_mask(alignment={shown(full['alignment'])}): must be 'top_left' (row i "
+                "sees columns 0..i) or 'bottom_right' (the last row sees all columns)"
+            )
+        return full
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        call = show_call(self.name, shapes)
+        if len(shapes[0]) < 2:
+            raise ShapeError(f"{call}: needs rows and columns, the last two dimensions")
+        if attributes["alignment"] == "top_left":
+            return shapes[0]
+        rows, columns = shapes[0][-2:]
+        if isinstance(rows, Symbol) or isinstance(columns, Symbol):
+            raise ShapeError(
+                f"{call}: 'bottom_right' needs extents that are known before the call; use "
+                "'top_left', or numbers in place of symbols"
+            )
+        if rows > columns:
+            raise ShapeError(
+                f"{call}: 'bottom_right' leaves the first {rows - columns} rows without any "
+                "column; give it no more rows than columns, or use 'top_left'"
+            )
+        return shapes[0]
+
+    def visible(
+        self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,
+        integers: Any = None,
+    ) -> Any:
+        offset = 0
+        if attributes["alignment"] == "bottom_right":
+            # Never below 0 in a graph that was built. The verifier may ask at small extents that
+            # have more rows than columns: there both programs need one mask, no matter which, that
+            # leaves every row a column (a maximum of nothing and a sum of 0 would follow).
+            offset = max(0, extents[1] - extents[0])
+        return columns <= rows + offset
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        import torch
+
+        m, n = args[0].shape[-2:]
+        rows, columns = np.arange(m)[:, None], np.arange(n)[None, :]
+        keep = self.visible(rows, columns, (m, n), attributes)
+        gone = torch.from_numpy(~keep).to(args[0].device)
+        return args[0].masked_fill(gone, -torch.inf)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        """dy where elements stay, 0 elsewhere: ``exp`` of 0 and of -inf is that factor."""
+        if g.vanishes(dy, y):
+            return [dy]
+        return [g.mul(dy, g.exp(g.apply(self.name, g.zeros(args[0]), **attributes)))]
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        return opaque(self.name, a, args, attributes)

@@ -1,0 +1,126 @@
+"""Reductions over a dimension, and products of matrices; see `cutesuper.ir.operators.base`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cutesuper.errors import ShapeError
+from cutesuper.ir.dims import Shape, broadcast, size
+from cutesuper.ir.operators.base import Attributes, Operator, normal_dim, operator, show_call
+
+if TYPE_CHECKING:
+    from cutesuper.ir.derivation import Derivation
+    from cutesuper.ir.graph import Tensor
+    from cutesuper.ir.operators.base import Cotangents
+
+
+
+class _Reduction(Operator):
+    """Reduces ``dim``, which stays with extent 1."""
+
+    arity = 1
+    attributes: ClassVar[Attributes] = {"dim": ...}
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        dim = normal_dim(self.name, shapes[0], attributes["dim"])
+        attributes["dim"] = dim
+        return tuple(1 if i == dim else d for i, d in enumerate(shapes[0]))
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return float(size(shapes[0]))
+
+
+@operator
+class Sum(_Reduction):
+    """Sum over a dimension."""
+
+    name = "sum"
+    reduces = "sum"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].sum(attributes["dim"], keepdim=True)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        return (dy,)
+
+
+@operator
+class Mean(_Reduction):
+    """Sum divided by the extent of the whole dimension."""
+
+    name = "mean"
+    reduces = "mean"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].mean(attributes["dim"], keepdim=True)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        return (g.over_extent(dy, attributes["dim"] - len(y.shape), args[0]),)
+
+
+@operator
+class Max(_Reduction):
+    """Largest element along a dimension."""
+
+    name = "max"
+    reduces = "max"
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].amax(attributes["dim"], keepdim=True)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        """Elements that share the maximum share its cotangent evenly, as PyTorch's ``amax``."""
+        largest = g.sub(1.0, g.step(g.sub(y, args[0])))
+        return (g.mul(largest, g.div(dy, g.sum(largest, attributes["dim"]))),)
+
+
+@operator
+class Matmul(Operator):
+    """A[..., M, K] @ B[..., K, N]; leading dimensions broadcast."""
+
+    name = "matmul"
+    arity = 2
+    one_type = True
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        a, b = shapes
+        call = show_call(self.name, shapes)
+        if len(a) < 2 or len(b) < 2:
+            raise ShapeError(f"{call}: both operands need at least 2 dimensions; "
+                             "give a vector an extent of 1")
+        if a[-1] != b[-2]:
+            raise ShapeError(f"{call}: inner dimensions {a[-1]} and {b[-2]} differ; "
+                             "transpose one operand if it is stored the other way")
+        lead = broadcast(a[:-2], b[:-2])
+        if lead is None:
+            raise ShapeError(f"{call}: leading dimensions do not broadcast")
+        return (*lead, a[-2], b[-1])
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0] @ args[1]
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        """Of a product that was summed, dy has one value for a row, or a column: what it meets is
+        summed, and nothing is multiplied that often.
+
+        before: dy ``[M, 1]`` repeated to ``[M, N]``, ``dy @ B^T``; after: ``dy * sum(B^T)``.
+        """
+        if dy.shape[:-2] != y.shape[:-2]:
+            dy = g.full(dy, y)
+        columns = g.transpose(args[1])
+        same = dy.shape[-1] != y.shape[-1]
+        first = g.mul(dy, g.sum(columns, -2)) if same else g.matmul(dy, columns)
+        rows = g.transpose(args[0])
+        same = dy.shape[-2] != y.shape[-2]
+        return first, g.mul(g.sum(rows, -1), dy) if same else g.matmul(rows, dy)
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return 2.0 * size(result) * size((shapes[0][-1],))

@@ -1,0 +1,129 @@
+"""Operators that compare and choose, with PyTorch's rules for NaN and infinities.
+
+Comparing by a difference and choosing by a product would not do: inf - inf and 0 * inf are NaN. See
+`cutesuper.ir.operators.base`.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from cutesuper.ir.operators.base import Attributes, Elementwise, operator, torch_module
+
+if TYPE_CHECKING:
+    from cutesuper.ir.derivation import Derivation
+    from cutesuper.ir.graph import Tensor
+
+_PLACES = ("first", "second")
+
+
+class _OfTwo(Elementwise):
+    """A function of two numbers without algebra: as a product it could be computed as one."""
+
+    arity = 2
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Of g(x) + h(y), which tells pairs apart: g and h are functions that nothing else in a
+        program has, so that no other y makes up for another x, and -inf is a number like others."""
+        first, second = (a.opaque(f"{k} of two", x) for k, x in zip(_PLACES, args, strict=True))
+        return a.opaque(self.name, a.add(first, second))
+
+
+@operator
+class AtLeast(_OfTwo):
+    """1 where x >= y, 0 elsewhere (NaN too)."""
+
+    name = "at_least"
+    flat = True
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        keep = args[0] >= args[1]
+        return keep.to(torch_module().result_type(*args))
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        return None, None
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.at_least(*args)
+
+
+@operator
+class Maximum(_OfTwo):
+    """The larger of x and y, NaN if either is."""
+
+    name = "maximum"
+    flat = True
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        dtype = torch_module().result_type(*args)
+        return torch_module().maximum(*(x.to(dtype) for x in args))
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """To the larger one; half to each where they are equal, as in PyTorch."""
+        left, right = (g.at_least(*pair) for pair in (args, args[::-1]))
+        one = g.mul(g.add(g.sub(left, right), 1.0), 0.5)
+        return g.mul(dy, one), g.mul(dy, g.sub(1.0, one))
+
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Where both are."""
+        return a.mul(*map(a.gone, args))
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.maximum(*args)
+
+
+class _Choice(_OfTwo):
+    """x where a condition (1 or 0) holds, another number elsewhere, whatever x is there."""
+
+    other: ClassVar[float]
+    chooses = True
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        condition, x = args
+        x = x.to(torch_module().result_type(condition, x))
+        return torch_module().where(condition > 0.5, x, self.other)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor | None, Tensor]:
+        return None, g.keep(args[0], dy)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return m.kept(*args, self.other)
+
+
+@operator
+class Keep(_Choice):
+    """x where a condition holds, 0 elsewhere: ``keep(c, x) + keep(1 - c, y)`` is a choice."""
+
+    name = "keep"
+    flat = True
+    other = 0.0
+
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Where x is and the condition holds."""
+        condition, x = args
+        return a.mul(a.gone(x), a.sub(a.constant(1.0), a.fails(condition)))
+
+
+@operator
+class Hide(_Choice):
+    """x where a condition holds, -inf elsewhere: what a softmax does not see."""
+
+    name = "hide"
+    other = -inf
+    hides = True
+
+    @property
+    def empties(self) -> bool:
+        return True
+
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Where x is, or the condition does not hold."""
+        condition, x = args
+        return a.add(a.gone(x), a.fails(condition))

@@ -1,0 +1,310 @@
+"""Concatenations and slices vanish: what works on a concatenated value works on its pieces.
+
+No kernel copies a tensor into another one only to read it back, so `KernelGraph.expanded` removes
+``concat`` and ``slice``. A value that was put together is *cut* along some dimensions; whatever is
+computed from it is computed for each cell between cuts that somebody needs.
+
+before (the concatenated form of LoRA)::
+
+    t = concat([X, matmul(X, A)], 1);  y = matmul(t, concat([W, B], 0))
+
+after::
+
+    y = add(matmul(X, W), matmul(matmul(X, A), B))
+
+A *box* is the part of a value that is needed, one range for each dimension; it never has a cut
+inside. Boxes are found from the outputs backwards (`_terms` has the rule of each operator), values
+are made from the inputs forwards. Two things have no such form, and are refused: a piece of an
+input, since a kernel reads inputs whole, and an output in pieces, since it would have to be put
+together.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import reduce
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from cutesuper.errors import GraphError, OperatorError
+from cutesuper.ir.dims import Dim, extent, show_shape
+from cutesuper.ir.operators.base import lookup
+
+if TYPE_CHECKING:
+    from cutesuper.ir.graph import KernelGraph, Node, Tensor
+
+#: from (inclusive) to (exclusive); the end of a whole symbolic dimension is its symbol
+Range = tuple[int, Dim]
+Box = tuple[Range, ...]
+#: a node and the part of it that is needed
+Use = tuple[int, Box]
+#: for each dimension the positions, from 1 to extent - 1, at which a value is put together
+Cuts = tuple[frozenset[int], ...]
+
+_NONE: frozenset[int] = frozenset()
+
+
+def without_pieces(graph: KernelGraph) -> KernelGraph:
+    """The same program without ``concat`` and ``slice``.
+
+    Args:
+        graph: primitive operators besides these two.
+
+    Raises:
+        OperatorError: a piece of an input is needed, or an operator has no rule for pieces.
+        GraphError: an output would have to be put together from pieces, or is nothing new.
+    """
+    cuts: list[Cuts] = []
+    for i in range(len(graph.nodes)):
+        cuts.append(_cuts(graph, i, cuts))
+    for i in graph.outputs:
+        _check_output(graph.nodes[i], cuts[i])
+    needed: list[dict[Box, list[list[Use]]]] = [{} for _ in graph.nodes]
+    for i in graph.outputs:
+        needed[i][_whole(graph.nodes[i].shape)] = []
+    for i in reversed(range(len(graph.nodes))):
+        for box, terms in needed[i].items():
+            terms += _terms(graph, cuts, i, box)
+            for operand, part in (use for term in terms for use in term):
+                needed[operand].setdefault(part, [])
+    return _build(graph, needed)
+
+
+def _build(graph: KernelGraph, needed: list[dict[Box, list[list[Use]]]]) -> KernelGraph:
+    from cutesuper.ir.graph import KernelGraph
+
+    g = KernelGraph()
+    made: dict[Use, Tensor] = {}
+    for i, node in enumerate(graph.nodes):
+        if node.operator == "input":
+            g.nodes.append(node)
+            made[i, _whole(node.shape)] = g.tensor(len(g.nodes) - 1)
+            continue
+        for box, terms in needed[i].items():
+            values = [_apply(g, graph, node, [made[u] for u in t], t) for t in terms]
+            both = g.maximum if node.operator == "max" else g.add
+            made[i, box] = reduce(both, values)
+    g.outputs = [made[i, _whole(graph.nodes[i].shape)].index for i in graph.outputs]
+    _check_outputs(g, [graph.nodes[i] for i in graph.outputs])
+    return g
+
+
+def _apply(
+    g: KernelGraph, graph: KernelGraph, node: Node, args: list[Tensor], uses: list[Use]
+) -> Tensor:
+    """One term of a value."""
+    if lookup(node.operator).cuts:
+        return args[0]
+    value = g.apply(node.operator, *args, **dict(node.attributes))
+    if node.operator != "mean":
+        return value
+    d, [(operand, box)] = node.attributes["dim"], uses
+    whole = graph.nodes[operand].shape[d]
+    return value if box[d] == (0, whole) else g.mul(value, _length(box[d]) / extent(whole))
+
+
+# ------------------------------------------------------------------------------------------- cuts
+
+
+def _cuts(graph: KernelGraph, i: int, cuts: list[Cuts]) -> Cuts:
+    """Where a value is put together, from where its operands are."""
+    node = graph.nodes[i]
+    args = [cuts[j] for j in node.inputs]
+    rank = len(node.shape)
+    if node.operator == "concat":
+        return _concat_cuts(graph, node, args)
+    if node.operator == "slice":
+        d, start, stop = (node.attributes[k] for k in ("dim", "start", "stop"))
+        inside = frozenset(c - start for c in args[0][d] if start < c < stop)
+        return (*args[0][:d], inside, *args[0][d + 1 :])
+    if node.operator == "transpose":
+        return tuple(args[0][d] for d in node.attributes["dims"])
+    if node.operator == "matmul":
+        a, b = args
+        return (*_aligned([a[:-2], b[:-2]], rank - 2), a[-2], b[-1])
+    if lookup(node.operator).reduces:
+        d = node.attributes["dim"]
+        return (*args[0][:d], _NONE, *args[0][d + 1 :])
+    if lookup(node.operator).masks:
+        return args[0]
+    return _aligned(args, rank)
+
+
+def _concat_cuts(graph: KernelGraph, node: Node, args: list[Cuts]) -> Cuts:
+    d = node.attributes["dim"]
+    starts = _starts(graph, node)
+    own = {s + c for s, cut in zip(starts, args, strict=True) for c in (0, *cut[d])} - {0}
+    others = _aligned(args, len(node.shape))
+    return (*others[:d], frozenset(own), *others[d + 1 :])
+
+
+def _starts(graph: KernelGraph, node: Node) -> list[int]:
+    """Where each operand of a concatenation begins."""
+    d = node.attributes["dim"]
+    return [0, *accumulate(extent(graph.nodes[j].shape[d]) for j in node.inputs[:-1])]
+
+
+def _aligned(args: list[Cuts], rank: int) -> Cuts:
+    """All cuts of operands that broadcast (a dimension of extent 1 has none)."""
+    result = [_NONE] * rank
+    for cut in args:
+        for d, c in enumerate(cut):
+            result[d + rank - len(cut)] |= c
+    return tuple(result)
+
+
+# ------------------------------------------------------------------------------------------ rules
+
+
+def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[Use]]:
+    """What a box of a node is made of: for each summand (of a maximum, each candidate) the parts of
+    the operands."""
+    node = graph.nodes[i]
+    operator = lookup(node.operator)
+    if node.operator == "input":
+        return []
+    if node.operator == "concat":
+        return _of_concat(graph, node, box)
+    if node.operator == "slice":
+        return _of_slice(graph, node, box)
+    if node.operator == "matmul":
+        return _of_matmul(graph, cuts, node, box)
+    if node.operator == "transpose":
+        dims = node.attributes["dims"]
+        parts = dict(zip(dims, box, strict=True))
+        return [[_use(graph, node, 0, tuple(parts[d] for d in range(len(dims))))]]
+    if operator.reduces:
+        return _of_reduction(graph, cuts, node, box)
+    if operator.masks and box[-2:] != _whole(node.shape)[-2:]:
+        raise OperatorError(
+            f"{node.operator} {_show(node)}: it is needed in pieces, {_show_box(node, box)}, and "
+            "positions count from the whole; mask the parts before they are put together"
+        )
+    if operator.of_inputs and box != _whole(node.shape):
+        raise OperatorError(
+            f"{node.operator} {_show(node)}: it is needed in pieces, {_show_box(node, box)}, and a "
+            "kernel reads inputs whole; pass the parts as separate inputs"
+        )
+    if operator.integers and not operator.elementwise:
+        return [[_first(graph, node, k, box) for k in range(len(node.inputs))]]
+    return [[_use(graph, node, k, box) for k in range(len(node.inputs))]]
+
+
+def _first(graph: KernelGraph, node: Node, k: int, box: Box) -> Use:
+    """The part of operand k whose dimensions are the first ones, whole where it is no mask's."""
+    shape = graph.nodes[node.inputs[k]].shape
+    if not lookup(node.operator).masks:
+        return node.inputs[k], _whole(shape)
+    return _use(graph, node, k, box[: len(shape)])
+
+
+def _of_concat(graph: KernelGraph, node: Node, box: Box) -> list[list[Use]]:
+    """before: columns 6..8 of ``concat([a[M, 6], b[M, 4]], 1)``; after: columns 0..2 of b."""
+    d = node.attributes["dim"]
+    starts = _starts(graph, node)
+    k = bisect_right(starts, box[d][0]) - 1
+    return [[_use(graph, node, k, _moved(box, d, -starts[k]))]]
+
+
+def _of_slice(graph: KernelGraph, node: Node, box: Box) -> list[list[Use]]:
+    """before: columns 0..2 of ``slice(a, 1, 6, 10)``; after: columns 6..8 of a."""
+    return [[_use(graph, node, 0, _moved(box, node.attributes["dim"], node.attributes["start"]))]]
+
+
+def _of_reduction(graph: KernelGraph, cuts: list[Cuts], node: Node, box: Box) -> list[list[Use]]:
+    """before: ``sum(concat([a, b], 1), 1)``; after: ``add(sum(a, 1), sum(b, 1))``.
+
+    A mean is the sum of the means of the pieces, each times its share of the extent; a maximum is
+    the larger one of those of the pieces.
+    """
+    d, [operand] = node.attributes["dim"], node.inputs
+    cells = _cells(graph.nodes[operand].shape[d], cuts[operand][d])
+    return [[_use(graph, node, 0, (*box[:d], c, *box[d + 1 :]))] for c in cells]
+
+
+def _of_matmul(graph: KernelGraph, cuts: list[Cuts], node: Node, box: Box) -> list[list[Use]]:
+    """before: ``concat([x, y], 1) @ concat([v, w], 0)``; after: ``x @ v + y @ w``.
+
+    before: ``concat([x, y], 0) @ w``; after: pieces ``x @ w`` and ``y @ w``, likewise for columns.
+    """
+    a, b = node.inputs
+    inner = cuts[a][-1] | cuts[b][-2]
+    lead = box[:-2]
+    return [
+        [
+            _use(graph, node, 0, (*lead, box[-2], c)),
+            _use(graph, node, 1, (*lead, c, box[-1])),
+        ]
+        for c in _cells(graph.nodes[a].shape[-1], inner)
+    ]
+
+
+def _use(graph: KernelGraph, node: Node, k: int, box: Box) -> Use:
+    """The part of operand k that broadcasts to ``box``. Raises OperatorError for inputs."""
+    index = node.inputs[k]
+    operand = graph.nodes[index]
+    rank = len(operand.shape)
+    part = box[len(box) - rank :]
+    part = tuple((0, n) if n == 1 else r for n, r in zip(operand.shape, part, strict=True))
+    if operand.operator == "input" and part != _whole(operand.shape):
+        raise OperatorError(
+            f"{node.operator} {_show(node)}: it needs a piece of input {_show(operand)}, "
+            f"{_show_box(operand, part)}, and a kernel reads inputs whole; pass the parts as "
+            "separate inputs"
+        )
+    return index, part
+
+
+def _cells(n: Dim, cuts: frozenset[int]) -> list[Range]:
+    """The ranges between cuts."""
+    ends: list[Dim] = [*sorted(cuts), n]
+    return list(zip([0, *sorted(cuts)], ends, strict=True))
+
+
+def _whole(shape: tuple[Dim, ...]) -> Box:
+    return tuple((0, n) for n in shape)
+
+
+def _length(r: Range) -> int:
+    return extent(r[1]) - r[0]
+
+
+def _moved(box: Box, d: int, by: int) -> Box:
+    start, stop = box[d]
+    return (*box[:d], (start + by, extent(stop) + by), *box[d + 1 :])
+
+
+# --------------------------------------------------------------------------------------- messages
+
+
+def _check_output(node: Node, cuts: Cuts) -> None:
+    for d, cut in enumerate(cuts):
+        if cut:
+            cells = ", ".join(f"{a}:{b}" for a, b in _cells(node.shape[d], cut))
+            raise GraphError(
+                f"output {_show(node)}: it is put together along dimension {d} from pieces "
+                f"({cells}), and no kernel does that; return the parts as separate outputs"
+            )
+
+
+def _check_outputs(g: KernelGraph, nodes: list[Node]) -> None:
+    for k, (i, node) in enumerate(zip(g.outputs, nodes, strict=True)):
+        if g.nodes[i].operator == "input":
+            raise GraphError(
+                f"output {_show(node)}: it is input {g.nodes[i].name} as it is; compute something"
+            )
+        if i in g.outputs[:k]:
+            other = nodes[g.outputs.index(i)]
+            raise GraphError(
+                f"outputs {_show(other)} and {_show(node)}: they are one value; return it once"
+            )
+
+
+def _show(node: Node) -> str:
+    return f"{node.name}{show_shape(node.shape)}"
+
+
+def _show_box(node: Node, box: Box) -> str:
+    """``X[:, 0:6]``."""
+    parts = (":" if r == (0, n) else f"{r[0]}:{r[1]}" for n, r in zip(node.shape, box, strict=True))
+    return f"{node.name}[{', '.join(parts)}]"

@@ -1,0 +1,171 @@
+"""The thread level: chains of element-wise operations, fused into one expression on registers.
+
+before: operations ``2 add(0, 1)``, ``3 sqrt(2)``, ``4 div(5, 3)`` of a block program; after: one
+`ThreadExpression` with leaves 0, 1 and 5 that a thread evaluates on its fragments.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cutesuper.errors import LoweringError
+from cutesuper.ir.block import BlockProgram
+from cutesuper.ir.operators.base import TABLE, Attributes, lookup
+
+#: characters of an expression that is written as one
+LONG = 1000
+
+
+@dataclass(frozen=True)
+class ThreadOp:
+    """An element-wise operator; ``args`` index the leaves, then the operations before it."""
+
+    kind: str
+    args: tuple[int, ...]
+    attributes: Attributes
+
+
+@dataclass(frozen=True)
+class ThreadExpression:
+    """Operations on fragments.
+
+    Attributes:
+        leaves: operations of the block program whose values go in.
+        ops: in order; the last one is the result (none: the only leaf is).
+    """
+
+    leaves: tuple[int, ...]
+    ops: tuple[ThreadOp, ...]
+
+    @property
+    def trivial(self) -> bool:
+        """Whether it only hands its leaf on."""
+        return not self.ops
+
+    def evaluate(self, leaves: Sequence[Any], m: Any) -> Any:
+        """The result for these leaf values; ``m`` supplies exp, rsqrt, div, maximum, ..."""
+        values = list(leaves)
+        for op in self.ops:
+            args = [values[i] for i in op.args]
+            values.append(lookup(op.kind).scalar(m, args, op.attributes))
+        return values[-1]
+
+    def text(self, names: Sequence[str]) -> str:
+        """The expression as a person would write it, with these names for its leaves; a part of
+        more than `LONG` characters stands before it, under a name of its own."""
+        shown, before = list(names), list[str]()
+        for n, op in enumerate(self.ops):
+            args = ", ".join(shown[i] for i in op.args)
+            text = f"{op.attributes['value']:g}" if op.kind == "constant" else f"{op.kind}({args})"
+            if len(text) > LONG and n < len(self.ops) - 1:
+                before.append(f"v{n} = {text}")
+                text = f"v{n}"
+            shown.append(text)
+        return "; ".join((*before, shown[-1]))
+
+
+def fuse(
+    program: BlockProgram, result: int, is_leaf: Callable[[int], bool], where: str
+) -> ThreadExpression:
+    """Collect the element-wise operations between ``result`` and the nearest leaves.
+
+    Division by a square root becomes multiplication by a reciprocal root: one special-function
+    instruction on a row scalar instead of a division for every element.
+
+    Raises:
+        LoweringError: something on the way is not element-wise.
+    """
+    order: dict[int, None] = {}
+    leaves: dict[int, None] = {}
+    stack = [result]
+    while stack:
+        i = stack[-1]
+        if i not in order and i not in leaves:
+            if is_leaf(i):
+                leaves[i] = None
+            else:
+                _check_fused(program, i, where)
+                later = [j for j in program.ops[i].inputs if j not in order and j not in leaves]
+                if later:
+                    stack += reversed(later)
+                    continue
+                order[i] = None
+        stack.pop()
+    index = {v: n for n, v in enumerate((*leaves, *order))}
+    ops = [
+        ThreadOp(program.ops[i].kind, tuple(index[j] for j in program.ops[i].inputs),
+                 program.ops[i].attributes)
+        for i in order
+    ]
+    return _reciprocal_roots(ThreadExpression(tuple(leaves), tuple(ops)))
+
+
+def _check_fused(program: BlockProgram, i: int, where: str) -> None:
+    """Refuse what is not element-wise. Raises LoweringError."""
+    op = program.ops[i]
+    if op.kind in TABLE and TABLE[op.kind].masks:
+        raise LoweringError(
+            f"{where}: {op.kind} (operation {i}) depends on positions, which this kernel does "
+            "not know; add an input of 0 and -inf in its place"
+        )
+    if op.kind in TABLE and TABLE[op.kind].integers:
+        raise LoweringError(
+            f"{where}: {op.kind} (operation {i}) takes integers, which this kernel does not "
+            "read; add an input of float32 in its place"
+        )
+    if op.kind not in TABLE or not TABLE[op.kind].elementwise:
+        raise LoweringError(
+            f"{where}: {op.kind} (operation {i}) stands where only element-wise operators can "
+            "be fused; split the program there"
+        )
+
+
+def only_divides(expressions: Sequence[ThreadExpression], leaf: int) -> bool:
+    """Whether every use of a leaf is as a divisor."""
+    for e in expressions:
+        if leaf not in e.leaves:
+            continue
+        place = e.leaves.index(leaf)
+        uses = [(op.kind, n) for op in e.ops for n, i in enumerate(op.args) if i == place]
+        if e.trivial or any(use != ("div", 1) for use in uses):
+            return False
+    return True
+
+
+def reciprocal(e: ThreadExpression) -> ThreadExpression:
+    """before: ``sqrt(a)``; after: ``rsqrt(a)``; anything else becomes ``1 / e``."""
+    if e.ops and e.ops[-1].kind == "sqrt":
+        return ThreadExpression(e.leaves, (*e.ops[:-1], ThreadOp("rsqrt", e.ops[-1].args, {})))
+    end = len(e.leaves) + len(e.ops)
+    one = ThreadOp("constant", (), {"value": 1.0})
+    return ThreadExpression(e.leaves, (*e.ops, one, ThreadOp("div", (end, end - 1), {})))
+
+
+def multiply_by(e: ThreadExpression, leaf: int) -> ThreadExpression:
+    """before: ``div(a, leaf)``; after: ``mul(a, leaf)``, for a leaf that became its reciprocal."""
+    if leaf not in e.leaves:
+        return e
+    place = e.leaves.index(leaf)
+    ops = [
+        ThreadOp("mul", op.args, {}) if op.kind == "div" and op.args[1] == place else op
+        for op in e.ops
+    ]
+    return ThreadExpression(e.leaves, tuple(ops))
+
+
+def _reciprocal_roots(e: ThreadExpression) -> ThreadExpression:
+    """before: ``div(a, sqrt(b))``; after: ``mul(a, rsqrt(b))``, where the root has no other use."""
+    ops = list(e.ops)
+    base = len(e.leaves)
+    uses = Counter(i for op in ops for i in op.args)
+    for n, op in enumerate(ops):
+        if op.kind != "div" or op.args[1] < base:
+            continue
+        root = op.args[1] - base
+        if ops[root].kind == "sqrt" and uses[op.args[1]] == 1:
+            ops[root] = ThreadOp("rsqrt", ops[root].args, {})
+            ops[n] = ThreadOp("mul", op.args, {})
+    return ThreadExpression(e.leaves, tuple(ops))

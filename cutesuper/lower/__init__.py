@@ -1,1 +1,0 @@
-"""From a plan to a traced CuTe DSL kernel: Python that runs while the DSL traces."""

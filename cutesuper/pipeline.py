@@ -1,0 +1,493 @@
+"""The whole road: graph -> search -> verify -> schedule -> lower -> compile -> a kernel to call.
+
+A program that was tuned before (`cutesuper.store`) takes the place of the search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+from cutesuper import store
+from cutesuper.differentiate import gradient_of
+from cutesuper.errors import (
+    CutesuperError,
+    DeviceError,
+    LoweringError,
+    ScheduleError,
+    SearchError,
+    VerificationError,
+    frameless,
+)
+from cutesuper.ir.arguments import check_options
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.check import check_graph, check_kernel_graph
+from cutesuper.ir.definitions import added, unknown
+from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.unseen import followed
+from cutesuper.progress import progress_bar
+from cutesuper.report import variant_report
+from cutesuper.runtime.cache import KernelCache, cache_or_default
+from cutesuper.runtime.checks import check_size
+from cutesuper.runtime.compile import CompileRequest, compile_many
+from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant, bucketed
+from cutesuper.search.region_cache import KnownRegions
+from cutesuper.search.search import (
+    Candidate,
+    Progress,
+    SearchOptions,
+    SearchResult,
+    Statistics,
+    search,
+    show,
+)
+from cutesuper.skeletons.planner import KernelPlan, make_plan
+from cutesuper.skeletons.variants import planned
+from cutesuper.targets import H100, H200, TARGETS, Target, find_target
+from cutesuper.verify.equivalence import Verification, Verifier
+
+#: programs up to this many multiply-adds, and elements of all values together, are checked at their
+#: real extents too (about 1 s; the softmax of 4096x65536 took 110 s)
+FULL_CHECK_FLOPS = 4e9
+FULL_CHECK_ELEMENTS = 5e7
+
+
+@dataclass(frozen=True)
+class Options:
+    """How `superoptimize` works.
+
+    Attributes:
+        target: the GPU.
+        dependent_launch: launch kernels before their predecessor in the stream has ended
+            (programmatic dependent launch); inputs made with ``constant=True`` are then loaded
+            while it still runs.
+        seed: of the search. The verifier draws a seed of its own, which its verdict states.
+        budget_s: seconds the search may take; None is no limit.
+        executor: searches parts of the graph in other processes or on other machines.
+        tuned: use what `cutesuper.tune` has stored.
+
+    Raises:
+        OptionError: a value of another kind.
+    """
+
+    target: Target
+    dependent_launch: bool = False
+    seed: int = 0
+    budget_s: float | None = None
+    executor: Executor | None = None
+    tuned: bool = True
+
+    def __post_init__(self) -> None:
+        check_options(
+            dependent_launch=self.dependent_launch, seed=self.seed, budget_s=self.budget_s,
+            executor=self.executor, tuned=self.tuned,
+        )  # fmt: skip
+
+
+#: what this process has found of parts of graphs
+_REGIONS = KnownRegions()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate that survived everything.
+
+    Attributes:
+        candidate: from the search.
+        plans: of its kernels.
+        verification: at small and, where cheap enough, real extents.
+        refused: better-priced candidates that no schedule or lowering could run, and why.
+        stored: the tuned program that this is; None where the cost model chose.
+    """
+
+    candidate: Candidate
+    plans: tuple[KernelPlan, ...]
+    verification: Verification
+    refused: tuple[str, ...]
+    stored: store.Entry | None = None
+
+
+def superoptimize(
+    graph: KernelGraph,
+    *,
+    target: Target | str | None = None,
+    dependent_launch: bool = False,
+    seed: int = 0,
+    budget_s: float | None = None,
+    executor: Executor | None = None,
+    tuned: bool = True,
+    on_progress: Callable[[Progress], None] | None = None,
+    cache: KernelCache | None = None,
+) -> Kernel:
+    """Find, verify and compile the best program for a kernel graph.
+
+    Args:
+        graph: what to compute; at least one output marked.
+        target: a `Target`, or a name such as ``"h200"``; None takes the current GPU.
+        dependent_launch: see `Options`.
+        seed: of the search; equal seeds give equal results.
+        budget_s: seconds the search may take; the best of what was found until then is taken, as
+            after Ctrl-C.
+        executor: any `concurrent.futures.Executor` (processes, ``dask.distributed``) to search
+            with; the result is the same. One search takes seconds: it pays for whole layers.
+        tuned: where `cutesuper.tune` has stored a program for this graph, target and launch mode,
+            verify and use it; nothing is searched then. False: always the cost model's choice.
+        on_progress: called with the search's `Progress`; default: a line on standard error, where
+            that is a terminal.
+        cache: where compiled kernels are kept; default ``~/.cache/cutesuper``.
+
+    Returns:
+        A `Kernel`: call it with torch tensors.
+
+    Raises:
+        GraphError: the graph is not complete.
+        OptionError: an option has a value of another kind.
+        DeviceError: no such target.
+        ShapeError: a tensor is too large for 32-bit offsets.
+        SearchError, LoweringError, ScheduleError: no program can be run; says which operator.
+        CompileError: the compiler refused the kernel.
+        CacheError: others can write the folder of compiled kernels; says how to mend that.
+    """
+    check_graph("superoptimize", graph)
+    options = Options(as_target(target), dependent_launch, seed, budget_s, executor, tuned)
+    cache = cache_or_default(cache)
+    with progress_bar() as show:
+        return Prospect(graph, options, cache, on_progress or show).kernel()
+
+
+class Prospect:
+    """A kernel to be: what it runs is found, and priced, before anything is compiled.
+
+    Args:
+        graph: what to compute.
+        options: how.
+        cache: where compiled kernels are kept.
+        on_progress: called with the search's `Progress`.
+
+    Attributes:
+        graph, options: as given.
+        cost_us: predicted, at the hints of the symbols.
+
+    Raises:
+        GraphError, ShapeError, SearchError, LoweringError, ScheduleError: as for `superoptimize`.
+    """
+
+    def __init__(
+        self,
+        graph: KernelGraph,
+        options: Options,
+        cache: KernelCache,
+        on_progress: Callable[[Progress], None] | None,
+    ) -> None:
+        check_definition("superoptimize", graph)
+        self.graph = graph
+        self.options = options
+        self._cache = cache
+        self._on_progress = on_progress
+        hints = bucketed(graph)
+        found = find(graph.with_hints(hints), options, on_progress)
+        self.cost_us = found[1].candidate.cost_us
+        self._found = [(hints, found)]
+
+    def kernel(self) -> Kernel:
+        """Compiled. Raises CompileError."""
+        return Kernel(
+            self.graph, self.options.target, self._variant, partial(gradient_of, self)
+        )
+
+    def another(self, graph: KernelGraph) -> Prospect:
+        """Of another graph, made alike. Raises like `Prospect`."""
+        return Prospect(graph, self.options, self._cache, self._on_progress)
+
+    def _variant(self, hints: dict[str, int]) -> Variant:
+        graph = self.graph.with_hints(hints)
+        ready = [f for h, f in self._found if h == hints]
+        self._found = []  # the rest of what the search found is large
+        found = ready[0] if ready else find(graph, self.options, self._on_progress)
+        return compiled(graph, self.options, self._cache, *found)
+
+
+def best_variant(graph: KernelGraph, *, target: Target | str | None = None) -> Variant:
+    """The best program for a kernel graph at the hints of its symbols, compiled.
+
+    A `Kernel` finds one for every bucket of extents that it is called with; this is for callers who
+    have buckets of their own. It is right for all extents.
+
+    Args:
+        graph: what to compute.
+        target: a `Target`, or a name; None takes the current GPU.
+
+    Raises:
+        GraphError, ShapeError, SearchError, LoweringError, ScheduleError, CompileError: as for
+            `superoptimize`.
+    """
+    check_definition("best_variant", graph)
+    options = Options(as_target(target))
+    with progress_bar() as show:
+        return compiled(graph, options, KernelCache(), *find(graph, options, show))
+
+
+def mugraphs(
+    graph: KernelGraph,
+    *,
+    target: Target | str | None = None,
+    keep: int = 16,
+    seed: int = 0,
+    budget_s: float | None = None,
+    executor: Executor | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> SearchResult:
+    """The best muGraphs for a graph, verified, whether or not the lowering can run them.
+
+    before: attention; after: one kernel with a running maximum and a cluster over the keys, two
+    kernels with partial results (`Candidate.lowered` False), and so on. `superoptimize` chooses
+    among those that can be run.
+
+    Args:
+        graph: what to compute.
+        target: a `Target`, or a name; None takes the current GPU.
+        keep: how many.
+        seed: as for `superoptimize`.
+        budget_s: as for `superoptimize`.
+        executor: as for `superoptimize`.
+        on_progress: as for `superoptimize`.
+
+    Raises:
+        GraphError, OptionError, DeviceError, SearchError: as for `superoptimize`.
+    """
+    check_graph("mugraphs", graph)
+    check_options(keep=keep, seed=seed, budget_s=budget_s, executor=executor)
+    verifier = Verifier(graph)
+    with progress_bar() as show:
+        return search(
+            graph,
+            as_target(target),
+            options=SearchOptions(seed=seed, keep=keep),
+            budget_s=budget_s,
+            executor=executor,
+            on_progress=on_progress or show,
+            verify=lambda mu: bool(verifier.check(mu, bound=False)),
+        )
+
+
+def check_definition(call: str, graph: KernelGraph) -> None:
+    """Refuse what no kernel can be made for.
+
+    Raises:
+        GraphError: the graph is not complete.
+        ShapeError: a tensor is too large for 32-bit offsets.
+    """
+    check_graph(call, graph)
+    check_kernel_graph(graph)
+    for node in graph.nodes:
+        if not any(isinstance(d, Symbol) for d in node.shape):
+            check_size(f"{call}: tensor {node.name}", [extent(d) for d in node.shape])
+
+
+def as_target(target: Target | str | None) -> Target:
+    """A target, the one of this name, or that of the current GPU. Raises DeviceError."""
+    if target is None:
+        return current_target()
+    return target if isinstance(target, Target) else find_target(target)
+
+
+def current_target() -> Target:
+    """The target of torch's current CUDA device; H200 where there is none.
+
+    Raises:
+        DeviceError: a GPU whose architecture has no building blocks.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return H200
+    name = torch.cuda.get_device_name().lower()
+    for target in TARGETS.values():
+        if target.name in name:
+            return target
+    if torch.cuda.get_device_capability() == (9, 0):
+        return H100
+    raise DeviceError(
+        f"GPU {torch.cuda.get_device_name()!r}: kernels are written for {', '.join(TARGETS)}; "
+        "pass target= to compile for one of them"
+    )
+
+
+def find(
+    graph: KernelGraph,
+    options: Options,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> tuple[SearchResult, Choice]:
+    """The tuned program for a graph if there is one, else what `choose` chooses; what `compiled`
+    takes. Can be pickled."""
+    choice = stored_choice(graph, options) if options.tuned else None
+    if choice is not None:
+        return SearchResult((choice.candidate,), Statistics()), choice
+    return choose(graph, options, on_progress)
+
+
+def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
+    """The tuned program for a graph, verified and planned like any candidate; None where there is
+    none that holds. One that does not is passed over with a warning."""
+    for entry in store.find(graph, options.target.arch, options.dependent_launch):
+        mu, target = entry.mugraph, options.target
+        text = "; ".join(f"{s.name}: {show(s.program)}" for s in mu.steps)
+        candidate = Candidate(mu, entry.measured.predicted_us, (), text, True)
+        try:
+            tensors = followed(mu)
+            plans = tuple(
+                planned(step, tensors, target, schedule)
+                for step, schedule in zip(mu.steps, entry.schedules, strict=True)
+            )
+            verification = _verify(Verifier(graph), graph, candidate)
+        except CutesuperError as error:
+            store.ignore(entry.path, error)
+            continue
+        return Choice(candidate, plans, verification, (), entry)
+    return None
+
+
+def compiled(
+    graph: KernelGraph, options: Options, cache: KernelCache, result: SearchResult, choice: Choice
+) -> Variant:
+    """A choice, compiled, with the story of how it was found."""
+    steps = compile_plans(choice, options, cache)
+    report = variant_report(graph, options, result, choice, steps)
+    candidate = choice.candidate
+    return Variant(candidate.mugraph, steps, report, candidate.kernels, choice.verification)
+
+
+def choose(
+    graph: KernelGraph,
+    options: Options,
+    on_progress: Callable[[Progress], None] | None = None,
+    keep: int = SearchOptions.keep,
+) -> tuple[SearchResult, Choice]:
+    """The cheapest candidate that verifies and that a schedule and the lowering can run.
+
+    Args:
+        graph: what to compute.
+        options: how.
+        on_progress: called with the search's `Progress`.
+        keep: candidates asked of the search.
+
+    Raises:
+        SearchError, LoweringError, ScheduleError: there is none; says why the best failed.
+    """
+    target = options.target
+    verifier = Verifier(graph)
+
+    def verify(mu: MuGraph) -> bool:
+        return bool(verifier.check(mu, bound=False))
+
+    result = search(
+        graph,
+        target,
+        options=SearchOptions(
+            seed=options.seed, keep=keep, lowered=True,
+            dependent_launch=options.dependent_launch,
+        ),
+        budget_s=options.budget_s,
+        executor=options.executor,
+        on_progress=on_progress,
+        verify=verify,
+        known=_REGIONS,
+    )
+    refused: list[str] = []
+    first: CutesuperError | None = None
+    for candidate in result.candidates:
+        try:
+            plans = _plans(candidate, options, target)
+            verification = _verify(verifier, graph, candidate)
+        except (LoweringError, ScheduleError, VerificationError) as error:
+            refused.append(f"{candidate.structure}: {error}")
+            first = first or frameless(error)
+            continue
+        return result, Choice(candidate, plans, verification, tuple(refused))
+    raise first or SearchError("superoptimize: the search returned no program")
+
+
+def _plans(candidate: Candidate, options: Options, target: Target) -> tuple[KernelPlan, ...]:
+    mu = candidate.mugraph
+    tensors = followed(mu)
+    return tuple(
+        make_plan(step, tensors, target, dependent_launch=options.dependent_launch)
+        for step in mu.steps
+    )
+
+
+def verified(graph: KernelGraph, mu: MuGraph) -> Verification:
+    """At small extents, and at the real ones where that takes about a second."""
+    return _verdict(Verifier(graph), graph, mu)
+
+
+def _verify(verifier: Verifier, graph: KernelGraph, candidate: Candidate) -> Verification:
+    verification = _verdict(verifier, graph, candidate.mugraph)
+    if not verification:
+        raise VerificationError(f"{candidate.structure}: {verification.summary()}")
+    check_numbers(graph, candidate.mugraph)
+    return verification
+
+
+def fault(graph: KernelGraph, mu: MuGraph) -> str | None:
+    """Why a muGraph must not be run: it computes something else, or rounds too much; or None."""
+    verification = verified(graph, mu)
+    if not verification:
+        return verification.summary()
+    try:
+        check_numbers(graph, mu)
+    except VerificationError as error:
+        return str(error)
+    return None
+
+
+def check_numbers(graph: KernelGraph, mu: MuGraph) -> None:
+    """Refuse what rounds to float16 what float16 cannot hold. Raises VerificationError."""
+    from cutesuper.verify.rounding import check_rounding  # imports torch
+
+    check_rounding(graph, mu)
+
+
+def _verdict(verifier: Verifier, graph: KernelGraph, mu: MuGraph) -> Verification:
+    flops = sum(
+        lookup(n.operator).flops([graph.nodes[i].shape for i in n.inputs], n.shape)
+        for n in graph.nodes
+        if n.operator != "input"
+    )
+    elements = sum(prod(extent(d) for d in node.shape) for node in graph.nodes)
+    cheap = flops <= FULL_CHECK_FLOPS and elements <= FULL_CHECK_ELEMENTS
+    return verifier.check(mu, full=cheap)
+
+
+def compile_plans(
+    choice: Choice, options: Options, cache: KernelCache
+) -> tuple[CompiledStep, ...]:
+    """Compile every kernel of a choice (several at once in worker processes)."""
+    target = options.target
+    requests = [
+        compile_request(plan, step.name, target)
+        for plan, step in zip(choice.plans, choice.candidate.mugraph.steps, strict=True)
+    ]
+    artifacts = compile_many(requests, cache=cache)
+    return tuple(
+        CompiledStep(plan, artifact)
+        for plan, artifact in zip(choice.plans, artifacts, strict=True)
+    )
+
+
+def compile_request(plan: KernelPlan, name: str, target: Target) -> CompileRequest:
+    """What to ask of the compiler for a kernel of this name."""
+    from cutesuper.skeletons.kernel.build import build
+
+    outputs = tuple(i for i, a in enumerate(plan.arguments) if a.written)
+    kinds = {op.kind for op in plan.program.ops}
+    return CompileRequest(
+        plan.key, target.arch, name, partial(build, plan), outputs,
+        operators=added(kinds), unknown=tuple(f"{n}: {why}" for n, why in unknown(kinds).items()),
+    )  # fmt: skip
+

@@ -1,0 +1,565 @@
+"""Cuts of a graph into kernels.
+
+Every contiguous segment of a topological order is convex, so every sequence of segments that covers
+the order is a sequence of kernels. Each segment becomes a `Region`, which is searched by itself
+(equal regions once), and a dynamic program over the ends of segments finds the cheapest sequences.
+What lies between two kernels is stored and loaded, which their costs contain.
+
+A transpose is a view of another value, which costs nothing, unless it is to be stored
+(`Flat.copies`): then it is an operator like any other, fused or a kernel of its own. What
+``gather_pages`` puts together is an input: kernels read it through the table.
+
+before: ``softmax(X @ W)``, 6 operators; after: ``[matmul] [max, sub, exp, sum, div]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby, pairwise
+from math import inf
+from typing import Any, NamedTuple
+
+from cutesuper.egraph.labelled import Region, RegionOp, View
+from cutesuper.errors import SearchError, frameless
+from cutesuper.ir.dims import extent, show_shape, size
+from cutesuper.ir.dtypes import DType, float16, float32
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import Items, lookup
+from cutesuper.ir.rounding import narrow
+from cutesuper.search.region import Way
+
+#: values that lie in memory before anything runs
+_GIVEN = ("input", "gather_pages")
+#: pieces of one kernel at most; bounds the segments of a long graph. A piece is an operator, or in
+#: a long graph the operators between two positions where it may be cut: chains count once
+MAX_SEGMENT = 32
+#: operators of a graph up to which kernels may begin and end anywhere
+MANY_OPERATORS = 24
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A region of a graph, and the names of the tensors that it reads and writes.
+
+    ``tables``: for each tensor that is read through a table of pages the name of that.
+    """
+
+    region: Region
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    tables: tuple[str | None, ...]
+
+
+class Cut(NamedTuple):
+    """A graph as a sequence of kernels."""
+
+    cost: float
+    steps: tuple[tuple[Segment, Way], ...]
+
+
+#: ways to run a region, cheapest first; raises SearchError with the reason if there are none
+Find = Callable[[Region], Sequence[Way]]
+
+
+#: positions of outputs, group by group
+Groups = tuple[tuple[int, ...], ...]
+
+
+class Flat:
+    """A graph of primitive operators; operands are views of other values.
+
+    Args:
+        graph: primitive operators only.
+        copy_all: whether every transpose may be stored. Otherwise only those that are outputs and
+            change nothing but the order of an input.
+        groups: of outputs that share nothing but inputs (`KernelGraph.apart`).
+
+    Attributes:
+        views: what every node is a view of; of itself, if it is computed.
+        copies: the transposes that are computed.
+    """
+
+    def __init__(
+        self, graph: KernelGraph, copy_all: bool = False, groups: Groups | None = None
+    ) -> None:
+        self.graph, self.copy_all, self.groups = graph, copy_all, groups
+        self.views: list[View] = []
+        self.copies: set[int] = set()
+        for i, n in enumerate(graph.nodes):
+            view = View(i, tuple(range(len(n.shape))))
+            if n.operator == "transpose":
+                inner = self._transposed(i)
+                of_input = graph.nodes[inner.value].operator in _GIVEN
+                if copy_all or (of_input and i in graph.outputs):
+                    self.copies.add(i)
+                else:
+                    view = inner
+            self.views.append(view)
+        for o in graph.outputs:
+            if graph.nodes[self.views[o].value].operator == "gather_pages":
+                raise SearchError(
+                    f"output {self.describe(o)}: no kernel copies pages; mark what is computed "
+                    "with them as an output"
+                )
+
+    def _transposed(self, i: int) -> View:
+        """A transpose as a view of what is below it."""
+        node = self.graph.nodes[i]
+        inner = self.views[node.inputs[0]]
+        return View(inner.value, tuple(inner.order[d] for d in node.attributes["dims"]))
+
+    @cached_property
+    def scalar(self) -> frozenset[int]:
+        """Nodes that depend on numbers only; every kernel computes them for itself."""
+        found: set[int] = set()
+        for i, n in enumerate(self.graph.nodes):
+            if n.operator not in _GIVEN and found.issuperset(n.inputs):
+                found.add(i)
+        return frozenset(found)
+
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """The operators, in the order of the graph."""
+        return tuple(
+            i
+            for i, n in enumerate(self.graph.nodes)
+            if n.operator not in _GIVEN and self.views[i].value == i and i not in self.scalar
+        )
+
+    def depth_first(self, last_operand_first: bool) -> tuple[int, ...]:
+        """The operators, each right after what only it needs."""
+        step = 1 if last_operand_first else -1
+        found: dict[int, None] = {}
+        stack = [(self.views[o].value, False) for o in reversed(self.graph.outputs)]
+        while stack:
+            i, ready = stack.pop()
+            if ready:
+                found[i] = None
+            elif i not in found and i in self._operators:
+                stack.append((i, True))
+                stack += [(v.value, False) for v in self.operands(i)[::step]]
+        return tuple(found)
+
+    @cached_property
+    def group(self) -> dict[int, int]:
+        """For every operator the group of outputs that needs it.
+
+        Parts of several groups are not one kernel: the graph as it was has those.
+        """
+        group: dict[int, int] = {}
+        for n, outputs in enumerate(self.groups or ()):
+            queue = [self.views[self.graph.outputs[o]].value for o in outputs]
+            while queue:
+                i = queue.pop()
+                if i not in group and i in self._operators:
+                    group[i] = n
+                    queue += [v.value for v in self.operands(i)]
+        return group
+
+    @cached_property
+    def _operators(self) -> frozenset[int]:
+        return frozenset(self.order)
+
+    @cached_property
+    def users(self) -> dict[int, tuple[int, ...]]:
+        """For every value the operators that use it."""
+        users: dict[int, list[int]] = {}
+        for i in self.order:
+            for v in self.operands(i):
+                users.setdefault(v.value, []).append(i)
+        return {v: tuple(u) for v, u in users.items()}
+
+    def operands(self, i: int) -> tuple[View, ...]:
+        """Operands of a node as views."""
+        if i in self.copies:
+            return (self._transposed(i),)
+        return tuple(self.views[j] for j in self.graph.nodes[i].inputs)
+
+    def stored_as(self, value: int) -> str:
+        """Name of the tensor in which a value waits for another kernel."""
+        node = self.graph.nodes[value]
+        if node.operator == "input":
+            return node.name
+        if node.operator == "gather_pages":
+            return self.graph.nodes[node.inputs[0]].name
+        output = self._output(value)
+        return self.fresh(f"t{value}") if output is None else self.fresh(f"out{output}")
+
+    def table_of(self, value: int) -> str | None:
+        """Name of the table through which a value is read, if it lies in pages."""
+        node = self.graph.nodes[value]
+        return self.graph.nodes[node.inputs[1]].name if node.operator == "gather_pages" else None
+
+    def page_of(self, value: int) -> int | None:
+        """Positions of a page of such a value."""
+        node = self.graph.nodes[value]
+        if node.operator != "gather_pages":
+            return None
+        return extent(self.graph.nodes[node.inputs[0]].shape[1])
+
+    def fresh(self, name: str) -> str:
+        """The name, or one like it that no input has."""
+        taken = {self.graph.nodes[i].name for i in self.graph.inputs}
+        while name in taken:
+            name += "_"
+        return name
+
+    def _output(self, value: int) -> int | None:
+        """The output that stores a value in the order of its own dimensions."""
+        plain = View(value, tuple(range(len(self.graph.nodes[value].shape))))
+        return next((n for n, o in enumerate(self.graph.outputs) if self.views[o] == plain), None)
+
+    def dtype(self, value: int) -> DType:
+        """Element type of a stored value: the graph's; between two kernels float32 for statistics,
+        and for what float16 cannot hold."""
+        node = self.graph.nodes[value]
+        if value in self.copies and self._output(value) is None:
+            return self.dtype(self.operands(value)[0].value)
+        if node.operator in _GIVEN or self._output(value) is not None:
+            return node.dtype
+        wide = node.dtype == float16 and value not in self.narrow
+        return float32 if wide or value in self.statistics else node.dtype
+
+    @cached_property
+    def narrow(self) -> frozenset[int]:
+        """The values that may lie between two kernels as float16."""
+        return narrow(self.graph)
+
+    @cached_property
+    def statistics(self) -> frozenset[int]:
+        """What a reduction leaves, and what is computed from it without growing.
+
+        A sum that is finished by another kernel would be rounded on the way: the mean of 72
+        numbers, taken dimension by dimension in bfloat16, is off by 6e-4. Operands of products are
+        none, which have the type of the other operand.
+        """
+        found: set[int] = set()
+        for i in self.order:
+            node = self.graph.nodes[i]
+            extents = size(node.shape)
+            if self._is_multiplied(i):
+                continue
+            made = node.shape[-1:] == (1,) or lookup(node.operator).reduces is not None
+            if made or any(
+                v.value in found and size(self.graph.nodes[v.value].shape) == extents
+                for v in self.operands(i)
+            ):
+                found.add(i)
+        return frozenset(found)
+
+    def _is_multiplied(self, i: int) -> bool:
+        """Whether a value, or a copy of it in another order, is an operand of a product."""
+        users = self.users.get(i, ())
+        return any(
+            lookup(self.graph.nodes[u].operator).one_type
+            or (u in self.copies and self._is_multiplied(u))
+            for u in users
+        )
+
+    def segment(self, members: tuple[int, ...]) -> Segment:
+        """The region of some operators, in the order of the graph: equal sets are equal."""
+        return _SegmentBuilder(self, tuple(sorted(members))).build()
+
+    def describe(self, i: int) -> str:
+        """``sum(t4[16, 4096], dim=0)``."""
+        node = self.graph.nodes[i]
+        shown = [self.graph.nodes[j].name + show_shape(self.graph.nodes[j].shape)
+                 for j in node.inputs]
+        shown += [f"{k}={v}" for k, v in node.attributes.items()]
+        return f"{node.operator}({', '.join(shown)})"
+
+
+class _SegmentBuilder:
+    """Renumbers a part of a graph: inputs first, then operators."""
+
+    def __init__(self, flat: Flat, members: tuple[int, ...]) -> None:
+        self.flat, self.members = flat, members
+        self.inside = set(members)
+        self.ops = self._with_scalars()
+        outside = (v.value for i in self.ops for v in flat.operands(i))
+        produced = set(self.ops)
+        self.inputs = tuple(dict.fromkeys(v for v in outside if v not in produced))
+        self.index = {v: n for n, v in enumerate((*self.inputs, *self.ops))}
+
+    def _with_scalars(self) -> tuple[int, ...]:
+        """The members, each after the numbers that it needs."""
+        flat, found = self.flat, dict[int, None]()
+        for i in self.members:
+            stack = [i]
+            while stack:
+                n = stack[-1]
+                values = (v.value for v in flat.operands(n))
+                before = [v for v in values if v in flat.scalar and v not in found]
+                if before and n not in found:
+                    stack += reversed(before)
+                else:
+                    found[stack.pop()] = None
+        return tuple(found)
+
+    def build(self) -> Segment:
+        flat, nodes = self.flat, self.flat.graph.nodes
+        stored = list(self._stored())
+        region = Region(
+            tuple(nodes[v].shape for v in self.inputs),
+            tuple(flat.dtype(v) for v in self.inputs),
+            tuple(self._op(i) for i in self.ops),
+            tuple(View(self.index[v.value], v.order) for v, _, _ in stored),
+            tuple(dtype for _, _, dtype in stored),
+            tuple((n, p) for n, v in enumerate(self.inputs) if (p := flat.page_of(v)) is not None),
+        )
+        reads = tuple(flat.stored_as(v) for v in self.inputs)
+        tables = tuple(map(flat.table_of, self.inputs))
+        return Segment(region, reads, tuple(name for _, name, _ in stored), tables)
+
+    def _op(self, i: int) -> RegionOp:
+        node = self.flat.graph.nodes[i]
+        operands = tuple(View(self.index[v.value], v.order) for v in self.flat.operands(i))
+        attributes = {} if i in self.flat.copies else node.attributes
+        return RegionOp(node.operator, operands, Items(attributes), node.shape)
+
+    def _stored(self) -> Iterable[tuple[View, str, DType]]:
+        """What must outlive the kernel: outputs, and values with users elsewhere."""
+        flat, names = self.flat, set[str]()
+        for n, o in enumerate(flat.graph.outputs):
+            if flat.views[o].value in self.inside:
+                names.add(flat.fresh(f"out{n}"))
+                yield flat.views[o], flat.fresh(f"out{n}"), flat.graph.nodes[o].dtype
+        for i in self.members:
+            elsewhere = any(u not in self.inside for u in flat.users.get(i, ()))
+            if elsewhere and flat.stored_as(i) not in names:
+                order = tuple(range(len(flat.graph.nodes[i].shape)))
+                yield View(i, order), flat.stored_as(i), flat.dtype(i)
+
+
+class _Path(NamedTuple):
+    """The cheapest kernels up to some position, as a linked list."""
+
+    cost: float
+    before: _Path | None
+    step: tuple[Segment, Way] | None
+
+
+class Segments:
+    """All segments of a few topological orders of a graph.
+
+    Depth first from either operand: what prepares one operand of ``norm(Q) @ norm(K)^T`` should be
+    next to the product in one of the orders.
+    """
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+        orders = (flat.order, flat.depth_first(False), flat.depth_first(True))
+        self.orders = tuple(dict.fromkeys(orders))
+        self._known: dict[frozenset[int], Segment] = {}
+        self._marks: dict[tuple[int, ...], list[int]] = {}
+        nodes = flat.graph.nodes
+        ends = sum(size(nodes[i].shape) for i in (*flat.graph.inputs, *flat.graph.outputs))
+        #: elements that may be needed across a cut: storing the scores of attention backward (2.3
+        #: times what it reads and writes) was never cheaper, and took most of the time to find out
+        self._most = 2.0 * ends
+
+    def segment(self, order: tuple[int, ...], start: int, end: int) -> Segment:
+        """The segment of one order; equal sets of operators are one segment."""
+        members = order[start:end]
+        key = frozenset(members)
+        if key not in self._known:
+            self._known[key] = self.flat.segment(members)
+        return self._known[key]
+
+    def known(self, order: tuple[int, ...], start: int, end: int) -> Segment | None:
+        """A segment that was asked for before."""
+        return self._known.get(frozenset(order[start:end]))
+
+    def marks(self, order: tuple[int, ...]) -> list[int]:
+        """The positions where an order may be cut, its ends among them: all of a short graph; of
+        one with more than `MANY_OPERATORS` those neither inside of a chain nor on a slope."""
+        if order not in self._marks:
+            inner = set[int]()
+            if len(order) > MANY_OPERATORS:
+                inner = self.inside_chains(order) | self.slopes(order) | self.inside_runs(order)
+            self._marks[order] = [n for n in range(len(order) + 1) if n not in inner]
+        return self._marks[order]
+
+    def all(self) -> Iterator[tuple[Segment, int, bool]]:
+        """Segments, short ones first, of how many pieces they are, and whether both ends are
+        waists."""
+        waists_of = {order: self.waists(order) for order in self.orders}
+        for length in range(1, MAX_SEGMENT + 1):
+            for order, waists in waists_of.items():
+                marks = self.marks(order)
+                for start, end in zip(marks, marks[length:], strict=False):
+                    if not self.mixed(order, start, end):
+                        yield self.segment(order, start, end), length, {start, end} <= waists
+
+    def divide(self, runs: Callable[[Region], bool]) -> bool:
+        """Cut pieces that no kernel runs in two; return whether there are any."""
+        divided = False
+        for order in self.orders:
+            marks = self.marks(order)
+            halves = {
+                (start + end) // 2
+                for start, end in pairwise(marks)
+                if end - start > 1 and not runs(self.segment(order, start, end).region)
+            }
+            self._marks[order] = sorted({*marks, *halves})
+            divided |= bool(halves)
+        return divided
+
+    def whole(self) -> Segment | None:
+        """All operators."""
+        (order, *_) = self.orders
+        if not order or self.mixed(order, 0, len(order)):
+            return None
+        return self.segment(order, 0, len(order))
+
+    def mixed(self, order: tuple[int, ...], start: int, end: int) -> bool:
+        """Whether a segment has parts of outputs that are computed apart."""
+        if self.flat.groups is None:
+            return False
+        return len({self.flat.group[i] for i in order[start:end]}) > 1
+
+    def inside_chains(self, order: tuple[int, ...]) -> set[int]:
+        """Positions between a value and the element-wise operator that alone uses it: to store its
+        result in place of the value takes as many bytes, and whatever computes the value can."""
+        flat, found = self.flat, set[int]()
+        for n in range(1, len(order)):
+            before, after = (flat.graph.nodes[i] for i in order[n - 1 : n + 1])
+            alone = flat.users.get(order[n - 1]) == (order[n],)
+            chain = lookup(before.operator).elementwise and lookup(after.operator).elementwise
+            same = before.shape == after.shape and order[n - 1] not in flat.graph.outputs
+            if alone and chain and same:
+                found.add(n)
+        return found
+
+    def inside_runs(self, order: tuple[int, ...]) -> set[int]:
+        """Positions from which a cut could move on, over element-wise operators, to where no more
+        is stored: between the sums of ``y + y * y`` again and again, each of which is used twice.
+        """
+        flat, crossing = self.flat, self._crossing(order)
+        movable = [lookup(flat.graph.nodes[i].operator).elementwise for i in order]
+        found, least = set[int](), inf  # of the positions further along that a cut can move to
+        for n in range(len(order) - 1, 0, -1):
+            least = min(least, crossing[n + 1]) if movable[n] else inf
+            kept = order[n - 1] in flat.graph.outputs
+            if movable[n - 1] and least <= crossing[n] and not kept:
+                found.add(n)
+        return found
+
+    def waists(self, order: tuple[int, ...]) -> set[int]:
+        """Positions of an order over which fewer bytes are needed than next to them.
+
+        ``softmax(X W)``: after the product, the exponentials and the end, but not between the
+        maximum and the difference, where the product and its maximum would have to be stored. Of
+        several positions in a row the last: what follows a product is its epilogue, which costs
+        less than a prologue of the next one. A product may always begin a kernel, unless more is
+        needed there than before.
+        """
+        crossing, found = self._crossing(order), {0, len(order)}
+        for _, run in groupby(range(len(crossing)), key=crossing.__getitem__):
+            level = list(run)
+            before, after = level[0] - 1, level[-1] + 1
+            if before >= 0 and after < len(crossing) and (
+                crossing[before] > crossing[level[0]] < crossing[after]
+            ):
+                found.add(level[-1])
+        for n in range(1, len(order)):
+            product = self.flat.graph.nodes[order[n]].operator == "matmul"
+            if product and crossing[n] <= crossing[n - 1]:
+                found.add(n)
+        return {n for n in found if crossing[n] == inf or crossing[n] <= self._most}
+
+    def slopes(self, order: tuple[int, ...]) -> set[int]:
+        """Positions between element-wise operators from which fewer elements are stored further
+        along, and nowhere more on the way: whatever computes one operator can compute all of them.
+        Most of the backward pass of an nGPT block, 51 operators, has 1304 segments, and 495 that
+        give as cheap a program."""
+        nodes, crossing = self.flat.graph.nodes, self._crossing(order)
+        movable = [lookup(nodes[i].operator).elementwise for i in order]
+        between = [a and b for a, b in pairwise(movable)]  # position n is between[n - 1]
+        found = set[int]()
+        for positions in (range(1, len(order)), range(len(order) - 1, 0, -1)):
+            falls = False
+            for n in positions:
+                before = n - positions.step
+                falls = between[n - 1] and (
+                    crossing[before] < crossing[n] or (crossing[before] == crossing[n] and falls)
+                )
+                if falls:
+                    found.add(n)
+        return found
+
+    def _crossing(self, order: tuple[int, ...]) -> list[float]:
+        """Elements that are needed on both sides of each position of an order."""
+        flat, place = self.flat, {v: n for n, v in enumerate(order)}
+        crossing = [inf, *[0.0] * (len(order) - 1), inf]
+        for v, users in flat.users.items():
+            if v not in flat.scalar:
+                used = [place[u] for u in users if u in place]
+                # an input that both sides need is read again, like a value that is stored
+                first = place.get(v, min(used, default=0))
+                for n in range(first + 1, max(used, default=0) + 1):
+                    crossing[n] += size(flat.graph.nodes[v].shape)
+        return crossing
+
+
+def cuts(segments: Segments, find: Find, keep: int) -> list[Cut]:
+    """The cheapest sequences of kernels, best first.
+
+    Raises:
+        SearchError: naming an operator that no kernel can run even by itself, and why.
+    """
+    found: dict[Any, Cut] = {}
+    for order in segments.orders:
+        for way in _cheapest(segments, order, find, keep):
+            cut = Cut(way.cost, _steps(way))
+            found.setdefault(tuple((s.writes, id(k)) for s, k in cut.steps), cut)
+    return sorted(found.values(), key=lambda c: c.cost)[:keep]
+
+
+def _cheapest(
+    segments: Segments, order: tuple[int, ...], find: Find, keep: int
+) -> list[_Path]:
+    ways: list[list[_Path]] = [[_Path(0.0, None, None)]] + [[] for _ in order]
+    marks = segments.marks(order)
+    for n, start in enumerate(marks[:-1]):
+        if not ways[start]:
+            continue
+        reasons: list[SearchError] = []
+        whole = () if start else marks[-1:]
+        for end in dict.fromkeys((*marks[n + 1 : n + 1 + MAX_SEGMENT], *whole)):
+            if segments.mixed(order, start, end):
+                break
+            segment = segments.known(order, start, end)
+            if segment is None:
+                continue  # nobody looked at it
+            try:
+                found = find(segment.region)
+            except SearchError as e:
+                reasons.append(frameless(e))
+                continue
+            # both are sorted, so that of what continues the i-th way all but these are behind
+            # ``keep`` others: a tenth of the search of a GPT's layer went into making them
+            longer = [
+                _Path(w.cost + k.total, w, (segment, k))
+                for i, w in enumerate(ways[start])
+                for k in found[: keep // (i + 1)]
+            ]
+            ways[end] = sorted(ways[end] + longer, key=lambda w: w.cost)[:keep]
+        if not any(ways[start + 1 :]):
+            flat = segments.flat
+            reason = reasons[0] if reasons else SearchError("not looked at")
+            raise SearchError(
+                f"no kernel can run {flat.describe(order[start])}: {reason}"
+            ) from reason
+    return ways[-1]
+
+
+def _steps(way: _Path) -> tuple[tuple[Segment, Way], ...]:
+    steps: list[tuple[Segment, Way]] = []
+    link: _Path | None = way
+    while link is not None and link.step is not None:
+        steps.append(link.step)
+        link = link.before
+    return tuple(reversed(steps))

@@ -1,0 +1,107 @@
+"""Which kernels compute which operators of the definition."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+
+from cutesuper.ir.block import ENDING, LOAD, STORE, BlockProgram, MuGraph
+from cutesuper.ir.graph import KernelGraph
+
+#: nodes of a definition that no kernel computes: what is given, and views of it
+GIVEN = ("input", "constant", "transpose")
+#: operators that a title names
+LONGEST = 5
+
+
+def kernels_of(graph: KernelGraph, mu: MuGraph) -> dict[int, tuple[int, ...]]:
+    """For nodes of the definition the positions of the kernels that compute them.
+
+    A kernel computes what lies between the tensors that it reads and those that it writes; which
+    values of the definition those are, their names say. Composite operators may be computed by
+    several kernels, and so may values that are cheaper to compute twice.
+
+    Returns:
+        Nothing where the muGraph stores something that is no value of the definition.
+    """
+    marked = _live(graph)
+    whole = KernelGraph(graph.nodes, marked).expanded()
+    values = _values(graph, mu, whole, dict(zip(marked, whole.outputs, strict=True)))
+    if values is None:
+        return {}
+    kernels: dict[int, dict[int, None]] = {}
+    for k, step in enumerate(mu.steps):
+        reached = _between(
+            whole, [values[n] for n in step.writes], {values[n] for n in step.reads}
+        )
+        if reached is None:
+            return {}
+        for i in sorted(reached):  # an operator ends where its last primitive operator stands
+            kernels.setdefault(marked[bisect_left(whole.outputs, i)], {})[k] = None
+    return {i: tuple(ks) for i, ks in kernels.items() if graph.nodes[i].operator not in GIVEN}
+
+
+def _live(graph: KernelGraph) -> list[int]:
+    """Operators that an output depends on, in order."""
+    needed = graph.needed(graph.outputs)
+    return [i for i in sorted(needed) if graph.nodes[i].operator != "input"]
+
+
+def _values(
+    graph: KernelGraph, mu: MuGraph, whole: KernelGraph, at: dict[int, int]
+) -> dict[str, int] | None:
+    """For every tensor of the muGraph the node of the expanded graph that it holds."""
+    border = zip((*mu.inputs, *mu.outputs), (*graph.inputs, *graph.outputs), strict=True)
+    inputs = dict(zip(graph.inputs, whole.inputs, strict=True))
+    values = {name: inputs[i] if i in inputs else at[i] for name, i in border}
+    by_name = {n.name: i for i, n in enumerate(whole.nodes)}
+    for name, tensor in mu.tensors.items():
+        if name in values:
+            continue
+        i = by_name.get(name)
+        if i is None or list(map(str, whole.nodes[i].shape)) != list(map(str, tensor.shape)):
+            return None
+        values[name] = i
+    return values
+
+
+def _between(whole: KernelGraph, ends: list[int], starts: set[int]) -> set[int] | None:
+    """Nodes that ``ends`` need, back to ``starts``; None if that does not stop at inputs."""
+    found: set[int] = set()
+    left = [i for i in ends if i not in starts]
+    while left:
+        i = left.pop()
+        if whole.nodes[i].operator == "input":
+            return None
+        if i not in found:
+            found.add(i)
+            left += [j for j in whole.nodes[i].inputs if j not in starts]
+    return found
+
+
+def kernel_title(
+    program: BlockProgram, graph: KernelGraph | None, kernels: dict[int, tuple[int, ...]], k: int
+) -> str:
+    """What a kernel computes in a few words: ``rms_norm + matmul``.
+
+    Operators of the definition if it is known which they are, else those of the program.
+    """
+    if graph is not None and kernels:
+        names = [graph.nodes[i].operator for i in sorted(kernels) if k in kernels[i]]
+    else:
+        own = (LOAD, STORE, *ENDING, "constant")
+        names = [op.kind for op in program.ops if op.kind not in own]
+    return operators_text(names)
+
+
+def definition_title(graph: KernelGraph) -> str:
+    """The operators of a definition: ``3 matmul + add``."""
+    return operators_text([n.operator for n in graph.nodes if n.operator not in GIVEN])
+
+
+def operators_text(names: list[str]) -> str:
+    """``["matmul", "add", "matmul"]`` -> ``2 matmul + add``; "copy" without operators."""
+    counts = Counter(names)
+    shown = [f"{n} {name}" if n > 1 else name for name, n in list(counts.items())[:LONGEST]]
+    more = [f"{len(counts) - LONGEST} more"] if len(counts) > LONGEST else []
+    return " + ".join(shown + more) or "copy"

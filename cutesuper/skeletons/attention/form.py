@@ -1,0 +1,263 @@
+"""The form of two chained products in one loop over what lies between them, such as attention.
+
+``f(Q K) V``: Q ``[rows, inner]``, K ``[inner, keys]``, V ``[keys, columns]``. A block holds some
+rows and walks the keys once, with running maxima and rescaled sums, or plain sums. The keys may
+also be divided by a cluster and by the grid: both join their parts inside the kernel.
+
+before: ``softmax(Q K) V``, 6 operators and scores of rows x keys in memory; after: one kernel that
+reads Q, K and V once, for ``Q[256, 64]`` and 4096 keys as ``N.cluster(8) N.loop(4)``, tile M=64
+N=128.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cutesuper.egraph.labelled import LabelledOp, LabelledProgram, Region
+from cutesuper.egraph.products import after_products, check_one_type, labels_of, shown
+from cutesuper.egraph.splits import Operand, Split, State
+from cutesuper.errors import SearchError
+from cutesuper.ir.block import CLUSTER_REDUCE, GRID_REDUCE, AxisKind, BlockProgram
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.operators.base import lookup
+
+#: 16-byte copies of 16-bit elements
+ALIGN = 8
+#: elements of a row of Q, and of one of V: a warpgroup holds 64 x 256 accumulators
+MAX_HELD = 256
+
+
+@dataclass(frozen=True)
+class ChainedForm:
+    """``f([batch..., rows..., inner] @ [batch..., inner, keys]) @ [batch..., keys, columns]``.
+
+    Q and V of a block are loaded as they are; so is K. What else is computed:
+
+    * before the loop, from Q and vectors along ``inner``: the row operand, values of a row;
+    * in the loop, from the tile of K or V: values of a key, by reductions over ``inner`` or
+      ``columns``; from the scores: anything element-wise, with values of rows and keys; sums and
+      maxima over the keys;
+    * after it: anything element-wise on ``[rows, columns]``, with values of a row.
+
+    Attributes:
+        rows: labels that Q has and K has not: query heads of one head of K and V, positions.
+        inner: the label of the first product, held whole.
+        keys: the label of the second product and of the loop.
+        columns: the last label of the result, held whole.
+        batch: all other labels; a block has one element of each.
+    """
+
+    rows: tuple[str, ...]
+    inner: str
+    keys: str
+    columns: str
+    batch: tuple[str, ...]
+    vectors = False
+
+    def splits(self, program: LabelledProgram) -> Iterator[Split]:
+        """The keys divided by the loop alone, and by a cluster, the grid, or both as well."""
+        whole = (self.inner, self.columns)
+        kinds: dict[str, tuple[AxisKind, ...]] = {
+            d: () if d in whole else (AxisKind.GRID,) for d in program.dims
+        }
+        grid, cluster, loop = (AxisKind.GRID,), (AxisKind.CLUSTER,), (AxisKind.LOOP,)
+        for own in (loop, cluster + loop, grid + loop, grid + cluster + loop):
+            joined = (self.keys,) if AxisKind.GRID in own else ()
+            yield Split(tuple((kinds | {self.keys: own}).items()), joined=joined)
+
+    # ------------------------------------------------------------------------ rules of saturation
+
+    def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
+        """Nothing on partial sums, but scores minus the maximum of their tile; nothing that mixes
+        what only products bring together."""
+        labels = frozenset[str]().union(*operands)
+        if state.pending and self.keys not in labels:
+            # a maximum, which scores may be shifted by; no operator of one number takes it
+            return len(operands) == 1 and self.columns not in labels
+        sides = [not labels.isdisjoint(self.rows)]
+        sides += [d in labels for d in (self.inner, self.keys, self.columns)]
+        if sum(sides) > 2 or {self.inner, self.columns} <= labels:
+            return False
+        if self.keys in labels and not labels.isdisjoint((self.inner, self.columns)):
+            return all(x == labels for x in operands)  # only reductions follow
+        # what a row or a number scales Q by scales the scores as well
+        return self.inner not in labels or all(self.inner in x for x in operands)
+
+    def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
+        """Q and K over the inner label, V over its columns, scores over the keys."""
+        rows = not labels.isdisjoint(self.rows)
+        if over == self.keys:
+            return rows
+        if state.pending:
+            return False
+        return over == self.inner or (over == self.columns and self.keys in labels)
+
+    def contracts(self, a: Operand, b: Operand, over: str) -> bool:
+        """What has the rows first, a plain load second."""
+        rows = not a.labels.isdisjoint(self.rows)
+        if not b.loaded or not rows or not b.labels.isdisjoint(self.rows):
+            return False
+        if over == self.inner:
+            return self.keys in b.labels and self.keys not in a.labels and not a.state.pending
+        return over == self.keys and self.columns in b.labels and self.columns not in a.labels
+
+    def refuses(self, program: BlockProgram) -> str | None:
+        """Products that are made twice, and axes that divide nothing."""
+        for over in (self.inner, self.keys):
+            products = [
+                op for op in program.ops if op.kind == "matmul" and op.attributes["over"] == over
+            ]
+            if len(products) != 1:
+                return f"{len(products)} products over {over} in a chain of two"
+        kinds = {op.kind for op in program.ops}
+        if program.of_kind(AxisKind.CLUSTER) and CLUSTER_REDUCE not in kinds:
+            return "an unused cluster axis"
+        if any(a.dim == self.keys for a in program.of_kind(AxisKind.GRID)) and (
+            GRID_REDUCE not in kinds
+        ):
+            return "an unused grid axis"
+        return None
+
+    # ------------------------------------------------------------------------------------- extents
+
+    def causal(self, program: BlockProgram) -> str | None:
+        """The rows of a mask that hides the keys after a row's own position."""
+        for op in program.ops:
+            if is_mask(op.kind) and op.attributes.get("causal", True):
+                return op.attributes["rows"]
+        return None
+
+
+def is_mask(kind: str) -> bool:
+    """Whether an operation hides elements by position."""
+    own = ("load", "store", "accumulate", "cluster_reduce", "grid_reduce")
+    return kind not in own and lookup(kind).masks
+
+
+def chained_form(
+    region: Region, program: LabelledProgram, products: list[LabelledOp]
+) -> ChainedForm:
+    """The form of a region with two products, each of what the other gives.
+
+    Raises:
+        SearchError: with the reason why this form cannot run it.
+    """
+    if len(products) != 2:
+        raise SearchError(f"{len(products)} matrix products in one kernel")
+    first, second = products
+    after = after_products(program)
+    if after.isdisjoint(second.inputs):
+        raise SearchError("two matrix products that do not use each other")
+    form = _roles(program, first, second, after)
+    _check_extents(program, form)
+    _check_reductions(program, form, program.ops.index(second))
+    _check_masks(program, form)
+    for _, mapping in program.outputs:
+        if labels_of(mapping)[-1:] != [form.columns]:
+            raise SearchError(f"chained products store their columns {form.columns} last")
+    loads = [op for op in program.of_kind("load") if _multiplied(region, program, op, form)]
+    check_one_type(region, loads)
+    return form
+
+
+def _roles(
+    program: LabelledProgram, first: LabelledOp, second: LabelledOp, after: set[int]
+) -> ChainedForm:
+    inner, keys = str(first.over), str(second.over)
+    sides = [program.ops[i].labels for i in first.inputs]
+    key_sides = [s for s in sides if keys in s]
+    late = [i in after for i in second.inputs]
+    if len(key_sides) != 1 or all(late):
+        raise SearchError("both operands of a product depend on the one before")
+    (k,), q = key_sides, next(s for s in sides if keys not in s)
+    scores = program.ops[second.inputs[late.index(True)]].labels
+    v = program.ops[second.inputs[late.index(False)]].labels
+    rows = tuple(d for d in program.dims if d in q - k)
+    columns = [d for d in program.dims if d in v - scores]
+    if len(columns) != 1 or not v.isdisjoint(rows):
+        raise SearchError(f"{shown(columns) or 'no label'} for the columns of a chained product")
+    used = (*rows, inner, keys, columns[0])
+    batch = tuple(d for d in program.dims if d not in used)
+    if not q | k | v <= {*used, *batch}:
+        raise SearchError("a chained product with labels that no tensor has")
+    return ChainedForm(rows, inner, keys, columns[0], batch)
+
+
+def _check_extents(program: LabelledProgram, form: ChainedForm) -> None:
+    for name in (form.inner, form.keys, form.columns):
+        extent = program.dims[name]
+        if isinstance(extent, Symbol):
+            raise SearchError(f"chained products: the extent {extent} may only be one of rows or "
+                              "batches")
+        if name != form.keys and (extent % ALIGN or extent > MAX_HELD):
+            raise SearchError(
+                f"chained products: {extent} elements of {name} in a row; a block holds multiples "
+                f"of {ALIGN} up to {MAX_HELD}"
+            )
+
+
+def _check_reductions(program: LabelledProgram, form: ChainedForm, last: int) -> None:
+    """What is reduced besides the products. Raises SearchError."""
+    after = {last}
+    for i, op in enumerate(program.ops):
+        if not after.isdisjoint(op.inputs):
+            after.add(i)
+        if op.over is None or i == last:
+            continue
+        if i in after:
+            raise SearchError(f"{op.kind} of what chained products give: another kernel")
+        if op.over not in (form.inner, form.keys, form.columns):
+            raise SearchError(f"chained products: {op.kind} over {op.over}")
+    if any(i not in after for i, _ in program.outputs):
+        raise SearchError("chained products: an output that does not depend on the second one")
+
+
+def _check_masks(program: LabelledProgram, form: ChainedForm) -> None:
+    """Masks are limits of the loop over the keys. Raises SearchError."""
+    for op in program.ops:
+        if not is_mask(op.kind):
+            continue
+        rows, columns = op.attributes["rows"], op.attributes["columns"]
+        if columns != form.keys or rows not in (None, *form.rows):
+            raise SearchError(
+                f"chained products: {op.kind} hides {columns}"
+                f"{'' if rows is None else f' by the position of {rows}'}, and the loop over "
+                f"{form.keys} may hide {form.keys} by that of {shown(form.rows)}; mask scores "
+                "whose last dimension the second product contracts"
+            )
+
+
+def _multiplied(
+    region: Region, program: LabelledProgram, op: LabelledOp, form: ChainedForm
+) -> bool:
+    """Q, K and V, and vectors along the inner label, but not lengths. Raises SearchError."""
+    own = labels_of(op.attributes["map"])
+    matrix = [d for d in own if d not in form.batch]
+    kinds = {"rows" if d in form.rows else d for d in matrix}
+    staged = {
+        frozenset(("rows", form.inner)): (form.inner,),
+        frozenset((form.inner, form.keys)): (form.inner, form.keys),
+        frozenset((form.keys, form.columns)): (form.columns, form.keys),
+    }
+    last = staged.get(frozenset(kinds), (form.inner,) if own == [form.inner] else None)
+    dtype = region.input_dtypes[op.attributes["tensor"]]
+    if last is None:
+        if dtype.integer:
+            return False
+        raise SearchError(
+            f"chained products: a tensor along {shown(own) or 'nothing'} is read; beside their "
+            f"three matrices there may be vectors along {form.inner} and lengths"
+        )
+    if dtype.itemsize != 2:
+        raise SearchError(
+            f"chained products in {dtype}: the tensor cores take float16 and bfloat16"
+        )
+    extent = program.dims[own[-1]]
+    if own[-1] not in last or isinstance(extent, Symbol) or extent % ALIGN:
+        raise SearchError(
+            f"chained products: a tensor is stored along {own[-1]} ({extent} elements); its last "
+            f"dimension must be {shown(last)}, a multiple of {ALIGN}"
+        )
+    return True
+

@@ -1,0 +1,341 @@
+"""The row side of the attention loop: where a block's rows lie, which keys they see, and what is
+computed of them before the loop.
+
+Rows may have several labels, e.g. 16 positions of the 4 query heads of a key head: one box of the
+bulk load has them all, and a row's index is split again where positions or addresses count.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32
+from cutlass.tensor_utils import LayoutEnum
+
+from cutesuper.device.fragments import NEUTRAL
+from cutesuper.device.math import nan_max
+from cutesuper.device.memory import bulk_load, element, fence_reads, partition, tile_atom
+from cutesuper.skeletons.attention.plan import ROW_BLOCK, Reduction
+from cutesuper.skeletons.base import View
+from cutesuper.skeletons.kernel.arguments import unravel
+from cutesuper.skeletons.matmul.kernel.statistics import PIECE, folded
+
+if TYPE_CHECKING:
+    from cutesuper.skeletons.attention.kernel.loop import AttentionKernel
+
+#: named barriers: one for each warpgroup, for those that share rows, and to take turns
+GROUP_BARRIER, ROWS_BARRIER, TURN_BARRIER = 1, 3, 5
+
+
+def byte_piece(depth: int, piece: Any, row: Any) -> Any:
+    """Where eight elements of a row lie, in byte order, in a swizzled tile of rows (and back).
+
+    Rows are cut into chunks of 64, 32 or 16 elements; inside a chunk the pieces are permuted.
+    """
+    chunk = chunk_of(depth)
+    shift = {64: 0, 32: 1, 16: 2}[chunk]
+    return piece ^ ((row >> shift) % (chunk // PIECE))
+
+
+def chunk_of(depth: int) -> int:
+    """Elements that lie next to each other in a swizzled tile with rows of ``depth``."""
+    return next(c for c in (64, 32, 16) if depth % c == 0)
+
+
+class Rows:
+    """Tiles of the query, limits of masks, values of rows."""
+
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self.k = kernel
+        self.plan = plan = kernel.plan
+        self.view = plan.view(plan.row_load)
+        self.tile = plan.row_tile
+        self.count = plan.group_rows
+        self.has_lengths = any(m.lengths is not None for m in plan.masks)
+        self.per_thread = 1 if plan.few_rows else 2
+        #: what is not padding of a row, in pieces, and how many pieces each of two threads has
+        self.pieces = plan.tile(plan.inner) // PIECE
+        self.turns = -(-self.pieces // 2)
+        self.prepares = plan.prologue is not None or bool(plan.row_values)
+
+    # --------------------------------------------------------------------------------- loading
+
+    @property
+    def bytes(self) -> int:
+        """What the boxes of all warpgroups bring."""
+        return 2 * self.count * self.k.depth * self.k.row_groups
+
+    def layout(self, groups: int) -> cute.ComposedLayout:
+        """The operand ``[64 rows, inner, group]``, swizzled for the instruction."""
+        shape = (ROW_BLOCK, self.k.key_tile, self.k.depth)
+        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.k.dtype, groups)
+
+    def box(self) -> cute.ComposedLayout:
+        """The rows of one warpgroup as a bulk load sees them: a mode for each label, the fastest
+        first, then the inner label."""
+        chunk = chunk_of(self.k.depth)
+        shape, stride, height = list[Any](), list[Any](), chunk
+        for extent in reversed(self.tile):
+            shape.append(extent)
+            stride.append(height)
+            height *= extent
+        shape.append((chunk, self.k.depth // chunk))
+        stride.append((1, ROW_BLOCK * chunk))
+        outer = cute.make_layout(tuple(shape), stride=tuple(stride))
+        return cute.make_composed_layout(self.layout(1).inner, 0, outer)
+
+    def box_tile(self) -> tuple[int, ...]:
+        return (*reversed(self.tile), self.k.depth)
+
+    def atom(self, tensors: list[cute.Tensor]) -> Any:
+        """The bulk load of one warpgroup's rows."""
+        labels = (*reversed(self.plan.rows), self.plan.inner)
+        tensor = self.k.matrix(self.view, labels, tensors)
+        return tile_atom(tensor, self.box(), self.box_tile())
+
+    def partition(self, atom: Any, coord: Any, smem: dict[str, Any]) -> Any:
+        """One slot for each warpgroup along the rows, and the tiles of the query."""
+        rank = len(self.tile) + 1
+        tiles = cute.local_tile(coord, self.box_tile(), (None,) * cute.rank(coord))
+        found = []
+        for g in range(self.k.row_groups):
+            start = smem["rows"].iterator + g * ROW_BLOCK * self.k.depth
+            own = cute.make_tensor(start, self.box().outer)
+            found.append(partition(atom, own, tiles, rank))
+        return [slot for slot, _ in found], found[0][1]
+
+    @cute.jit
+    def load(self, atom, loads, smem, place):
+        """The rows of this block."""
+        slots, tiles = loads
+        batch = self.k.coordinates(self.view, place)
+        for g in cutlass.range_constexpr(self.k.row_groups):
+            slowest, *others = (place["tiles"][d] for d in self.plan.rows)
+            slowest = slowest * self.k.row_groups + g
+            at = (None, *reversed((slowest, *others)), 0, *batch)
+            bulk_load(atom, tiles[at], slots[g], smem["rows_full"], None)
+
+    # ------------------------------------------------------------------------------ coordinates
+
+    def tiles(self, tensors: list[cute.Tensor]) -> Any:
+        """Tiles of rows of all labels together."""
+        total = 1
+        for d in self.plan.rows:
+            total = total * cute.ceil_div(self.k.extents.of(d, tensors), self.plan.tile(d))
+        return total
+
+    def place(self, tensors: list[cute.Tensor]) -> dict[str, Any]:
+        """What this block computes: part of the keys, tile of rows, batch, lengths."""
+        plan = self.plan
+        index, _, _ = cute.arch.block_idx()
+        part, tile = index % plan.parts, index // plan.parts
+        row, z = tile % self.tiles(tensors), tile // self.tiles(tensors)
+        if any(m.rows for m in plan.masks):
+            # rows that see most keys first: short blocks fill the last wave
+            row = self.tiles(tensors) - 1 - row
+        extents = {d: self.k.extents.of(d, tensors) for d in (*plan.rows, *plan.batch)}
+        tiles = unravel(row, {d: cute.ceil_div(extents[d], plan.tile(d)) for d in plan.rows})
+        batch = unravel(z, {d: extents[d] for d in plan.batch})
+        place = {"part": part, "tiles": tiles, "batch": batch, "tile": tile}
+        place["rank"] = part % plan.cluster
+        place["lengths"] = [self._length(m.lengths, tensors, batch) for m in plan.masks]
+        return place
+
+    def _length(self, view: View | None, tensors: list[cute.Tensor], batch: dict[str, Any]) -> Any:
+        if view is None:
+            return 0
+        offset = Int32(0)
+        for d in view.labels:
+            offset += batch[d] * view.stride(d)
+        flat = cute.make_tensor(tensors[view.argument].iterator + offset, cute.make_layout(1))
+        return cutlass.min(flat[0], self.plan.key_extent)
+
+    def limit(self, place: dict[str, Any], positions: dict[str, Any]) -> Any:
+        """The number of keys that a row at these positions sees (not positive: none)."""
+        limit: Any = self.plan.key_extent
+        for mask, length in zip(self.plan.masks, place["lengths"], strict=True):
+            own = length + mask.offset
+            if mask.rows is not None:
+                own = own + positions[mask.rows]
+            limit = cutlass.min(limit, own)
+        return limit
+
+    def visible(self, tensors: list[cute.Tensor], place: dict[str, Any]) -> Any:
+        """Keys that any row of this block sees."""
+        last = {**place["batch"]}
+        for d in self.plan.rows:
+            end = (place["tiles"][d] + 1) * self.plan.tile(d)
+            last[d] = cutlass.min(end, self.k.extents.of(d, tensors)) - 1
+        return cutlass.max(self.limit(place, last), 0)
+
+    def row(self, warp: Any, lane: Any, r: int) -> Any:
+        """A thread's r-th row in its warpgroup's tile, as the instruction gives them out."""
+        return (warp % 4) * 16 + lane // 4 + 8 * r
+
+    def positions(self, place: dict[str, Any], group: Any, row: Any) -> tuple[dict[str, Any], Any]:
+        """Coordinates of a row of a warpgroup, and whether it is one of the tile's."""
+        inside = row < self.count
+        found = {**place["batch"]}
+        for n, d in reversed(list(enumerate(self.plan.rows))):
+            extent = self.tile[n]
+            start = place["tiles"][d] * self.plan.tile(d)
+            if n == 0:
+                start = start + (group // self.k.key_groups) * extent
+            found[d] = start + (row % extent if n else row)
+            row = row // extent
+        return found, inside
+
+    # ---------------------------------------------------------------------------- before the loop
+
+    def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
+        """Values of rows."""
+        count = max(1, len(self.plan.row_values)) * ROW_BLOCK * self.k.row_groups
+        smem["row_values"] = alloc.allocate_array(
+            Float32, count if self.prepares else 4, byte_alignment=16
+        )
+
+    @cute.jit
+    def prepare(self, smem, tensors, thread, group, lane, warp, place):
+        """Wait for the rows; compute their values, and what is multiplied in their place.
+
+        Returns for each of a thread's rows: limit, values; and the limits of the tile.
+        """
+        cute.arch.mbarrier_wait(smem["rows_full"], 0)
+        if cutlass.const_expr(self.prepares):
+            if group % self.k.key_groups == 0:
+                self.compute(smem, tensors, thread, group)
+            cute.arch.barrier(
+                barrier_id=ROWS_BARRIER + group // self.k.key_groups,
+                number_of_threads=128 * self.k.key_groups,
+            )
+        values, limits = [], []
+        for r in cutlass.range_constexpr(self.per_thread):
+            row = self.row(warp, lane, r)
+            own = []
+            for n in cutlass.range_constexpr(len(self.plan.row_values)):
+                slot = self.slot(n, group // self.k.key_groups, row)
+                own.append(element(smem["row_values"], slot))
+            values.append(own)
+            positions, _ = self.positions(place, group, row)
+            limits.append(self.limit(place, positions))
+        begin, _ = self.positions(place, group, 0)
+        return {
+            "values": values,
+            "limits": limits,
+            "least": self.limit(place, begin),
+            "end": self.last_key(place),
+        }
+
+    def last_key(self, place: dict[str, Any]) -> Any:
+        """Where keys end that have ever been written: behind it there may be anything."""
+        end: Any = self.plan.key_extent
+        for mask, length in zip(self.plan.masks, place["lengths"], strict=True):
+            if mask.lengths is not None:
+                end = cutlass.min(end, length)
+        return end
+
+    def slot(self, n: int, row_group: Any, row: Any) -> Any:
+        """Where a value of a row lies."""
+        return (n * self.k.row_groups + row_group) * ROW_BLOCK + row
+
+    @cute.jit
+    def compute(self, smem, tensors, thread, group):
+        """Two threads a row: reductions, values, then the row is written anew."""
+        row_group = group // self.k.key_groups
+        row, half = thread // 2, thread % 2
+        totals = {r.value: self.reduce(smem, row_group, row, half, r)
+                  for r in self.plan.row_reductions}
+        values = {}
+        for n, (operation, e) in enumerate(self.plan.row_values.items()):
+            value = Float32(e.evaluate([totals[i] for i in e.leaves], self.k.math))
+            values[operation] = value
+            slot = smem["row_values"] + self.slot(n, row_group, row)
+            if half == 0:
+                cute.make_tensor(slot, cute.make_layout(1))[0] = value
+        if cutlass.const_expr(self.plan.prologue is not None):
+            for p in cutlass.range_constexpr(self.turns):
+                piece = 2 * p + half
+                if piece < self.pieces:
+                    self.rewrite(smem, tensors, values, row_group, row, piece)
+            fence_reads()
+
+    @cute.jit
+    def reduce(self, smem, row_group, row, half, reduction: cutlass.Constexpr):
+        """One reduction of a row, for both its threads."""
+        total = Float32(NEUTRAL[reduction.op])
+        for p in cutlass.range_constexpr(self.turns):
+            piece = 2 * p + half
+            if piece < self.pieces:
+                total = self.add(total, reduction, smem, row_group, row, piece)
+        other = cute.arch.shuffle_sync_bfly(total, 1)
+        total = nan_max(total, other) if reduction.op == "max" else total + other
+        return total * reduction.scale
+
+    def add(
+        self, total: Any, reduction: Reduction, smem: Any, row_group: Any, row: Any, piece: Any
+    ) -> Any:
+        """Eight elements more."""
+        x = self.read(smem, row_group, row, piece).load().to(Float32)
+        return folded(total, reduction.source.evaluate([x], self.k.math), reduction.op)
+
+    def rewrite(
+        self, smem: Any, tensors: Any, values: Any, row_group: Any, row: Any, piece: Any
+    ) -> None:
+        """Replace eight elements of a row by what is multiplied."""
+        prologue = self.plan.prologue
+        assert prologue is not None
+        leaves = [
+            self.leaf(i, smem, tensors, values, row_group, row, piece) for i in prologue.leaves
+        ]
+        result = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
+        result.store(prologue.evaluate(leaves, self.k.math).to(self.k.dtype))
+        cute.autovec_copy(result, self.linear(smem, row_group, row, piece))
+
+    def leaf(
+        self, i: int, smem: Any, tensors: Any, values: Any, row_group: Any, row: Any, piece: Any
+    ) -> Any:
+        """Eight elements of a row or of a vector, or a value of the row, for the prologue."""
+        if i == self.plan.row_load:
+            return self.read(smem, row_group, row, piece).load().to(Float32)
+        if i not in self.plan.vectors:
+            return values[i]
+        register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
+        pointer = tensors[self.plan.vectors[i].argument].iterator
+        source = pointer + cute.assume(piece * PIECE, divby=PIECE)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(PIECE)), register)
+        return register.load().to(Float32)
+
+    def read(self, smem: dict[str, Any], row_group: Any, row: Any, piece: Any) -> cute.Tensor:
+        """Eight elements of a row."""
+        register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
+        cute.autovec_copy(self.linear(smem, row_group, row, piece), register)
+        return register
+
+    def linear(self, smem: dict[str, Any], row_group: Any, row: Any, piece: Any) -> cute.Tensor:
+        """Where they lie."""
+        chunk = chunk_of(self.k.depth)
+        per = chunk // PIECE
+        inside = byte_piece(self.k.depth, piece % per, row)
+        base = row_group * (ROW_BLOCK * self.k.depth)
+        offset = base + ((piece // per) * ROW_BLOCK + row) * chunk + inside * PIECE
+        pointer = cute.recast_ptr(smem["rows"].iterator, dtype=self.k.dtype)
+        return cute.make_tensor(pointer + cute.assume(offset, divby=PIECE), cute.make_layout(PIECE))
+
+    def offset(self, view: View, positions: dict[str, Any]) -> Any:
+        """Of an element of a row in memory, without its column."""
+        total = Int32(0)
+        for d in view.labels:
+            if d != self.plan.columns:
+                total = total + positions[d] * view.stride(d)
+        return total
+
+    def exists(self, tensors: list[cute.Tensor], positions: dict[str, Any], inside: Any) -> Any:
+        """Whether a row of the tile is one of the tensor."""
+        for d in self.plan.rows:
+            inside = inside & (positions[d] < self.k.extents.of(d, tensors))
+        return inside
+
+

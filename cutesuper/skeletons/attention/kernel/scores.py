@@ -1,0 +1,232 @@
+"""From scores to weights, in registers: running maximum, sums, and the operand of the values.
+
+A thread has, of one or two rows (8 apart), the columns ``8 j + 2 (lane % 4) + {0, 1}`` of a tile;
+four threads share a row. Maxima are kept in units of log2: ``exp(c s - M)`` is one multiply-add and
+one ``ex2``. A maximum is at first a large negative number in place of -inf, so that rows without
+any visible key need no special case: their weights and sums are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import e as EULER
+from math import log2
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cutesuper.device.math import choose
+from cutesuper.ir.thread import ThreadExpression
+
+if TYPE_CHECKING:
+    from cutesuper.skeletons.attention.kernel.loop import AttentionKernel
+
+LOG2E = log2(EULER)
+#: what a maximum begins with; below all scores of 16-bit operands that are not -inf
+LOWEST = -3.0e38
+#: a result is rescaled only where its maximum has risen by more than this, in units of log2:
+#: weights stay below 64, fine in 16 bits
+LAZY = 6.0
+
+
+def exp2(x: Any) -> Any:
+    """2^x."""
+    return cute.math.exp2(x, fastmath=True)
+
+
+class Scores:
+    """The element-wise part of the loop."""
+
+    def __init__(self, kernel: AttentionKernel) -> None:
+        self.k = kernel
+        self.plan = plan = kernel.plan
+        self.blocks = kernel.key_tile // 8
+        self.rows = kernel.rows.per_thread
+        self.shifted = plan.maximum is not None
+        # a maximum that lags behind is one that sums and results are relative to, but no maximum
+        told = any(plan.maximum in o.expression.leaves for o in plan.outputs)
+        self.lazy = plan.schedule.overlapped and not told
+        #: whether values of keys are needed before the weights
+        self.keyed_early = any(i in plan.key_values for i in plan.scores.leaves)
+        self.scale = plan.factor * LOG2E
+
+    def start(self, warp: Any, lane: Any) -> cute.Tensor:
+        """Maximum and sum of two rows, then the factors of the last rescaling.
+
+        Rows that are padding hold whatever was in shared memory. Their maximum never rises, so that
+        they do not decide whether a warp rescales, and every run gives the same bits.
+        """
+        state = cute.make_rmem_tensor(cute.make_layout(6), Float32)
+        for r in range(2):
+            row = self.k.rows.row(warp, lane, r)
+            state[2 * r] = choose(row < self.plan.group_rows, LOWEST, float("inf"))
+            state[2 * r + 1] = 0.0
+            state[4 + r] = 1.0
+        return state
+
+    def elements(self, r: int) -> list[tuple[int, int]]:
+        """Places in the accumulator of a row's elements, and their columns less the thread's."""
+        return [(4 * j + 2 * r + b, 8 * j + b) for j in range(self.blocks) for b in range(2)]
+
+    @cute.jit
+    def weigh(self, scores, state, smem, stage, phase, lane, rows, keys):
+        """Replace scores by weights; update maximum and sums."""
+        first = 2 * (lane % 4)
+        values = (smem, stage, phase, first)
+        if cutlass.const_expr(self.keyed_early):
+            self.k.key_values.wait(smem, stage, phase)
+        if cutlass.const_expr(self.shifted and not self.plan.scores.trivial):
+            self.apply(self.plan.scores, scores, rows, values, self.plan.product)
+        boundary = Int32(0)
+        if cutlass.const_expr(self.plan.ragged):
+            if keys + self.k.key_tile > rows["least"]:
+                boundary = Int32(1)
+        if cutlass.const_expr(self.shifted):
+            if cutlass.const_expr(self.plan.ragged):
+                if boundary != 0:
+                    self.hide(scores, rows, keys + first, -float("inf"))
+            self.shift(scores, state, rows)
+            self.accumulate(scores, state, rows, values, self.plan.weight)
+        else:
+            self.accumulate(scores, state, rows, values, self.plan.product, boundary, keys + first)
+
+    @cute.jit
+    def hide(self, scores, rows, first, value: cutlass.Constexpr):
+        """Set what a row does not see."""
+        for r in cutlass.range_constexpr(self.rows):
+            limit = rows["limits"][r] - first
+            for i, column in self.elements(r):
+                scores[i] = choose(column < limit, scores[i], value)
+
+    @cute.jit
+    def shift(self, scores, state, rows):
+        """exp(score - maximum), the maximum being that of all tiles so far."""
+        tops, scales = [], [self.scale_of(r, rows) for r in range(self.rows)]
+        for r in cutlass.range_constexpr(self.rows):
+            best = [scores[i] for i, _ in self.elements(r)[:4]]
+            for n, (i, _) in enumerate(self.elements(r)[4:]):
+                best[n % 4] = cute.arch.fmax(best[n % 4], scores[i])
+            top = cute.arch.fmax(
+                cute.arch.fmax(best[0], best[1]), cute.arch.fmax(best[2], best[3])
+            )
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1))
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 2))
+            tops.append(cute.arch.fmax(state[2 * r], top * scales[r]))
+        if cutlass.const_expr(self.lazy):
+            risen = tops[0] - state[0]
+            if cutlass.const_expr(self.rows == 2):
+                risen = cute.arch.fmax(risen, tops[1] - state[2])
+            if not cute.arch.vote_any_sync(risen > LAZY):
+                for r in cutlass.range_constexpr(self.rows):
+                    tops[r] = state[2 * r]
+        for r in cutlass.range_constexpr(self.rows):
+            state[4 + r] = exp2(state[2 * r] - tops[r])
+            state[2 * r] = tops[r]
+            for i, _ in self.elements(r):
+                scores[i] = exp2(scores[i] * scales[r] - tops[r])
+
+    @cute.jit
+    def accumulate(self, scores, state, rows, values, leaf: cutlass.Constexpr, boundary=None,
+                   first=None):
+        """Add to the sums of rows, and leave what the values are multiplied by."""
+        for r in cutlass.range_constexpr(self.rows):
+            if cutlass.const_expr(self.shifted):
+                state[2 * r + 1] *= state[4 + r]
+        if cutlass.const_expr(len(self.plan.key_values) > 0 and not self.keyed_early):
+            # they have been computed while the exponentials were
+            smem, stage, phase, _ = values
+            self.k.key_values.wait(smem, stage, phase)
+        for s in self.plan.row_sums:
+            parts = [[Float32(0.0) for _ in range(4)] for _ in range(self.rows)]
+            for n, (j, keyed) in enumerate(self.columns(s.source, values)):
+                for r in cutlass.range_constexpr(self.rows):
+                    x = self.evaluate(s.source, scores[self.place(j, r)], r, keyed, rows, leaf)
+                    if cutlass.const_expr(boundary is not None and self.plan.ragged):
+                        column = Int32(first) + j // 2 * 8 + j % 2
+                        x = choose(column < rows["limits"][r], x, 0.0)
+                    parts[r][n % 4] += x
+            for r in cutlass.range_constexpr(self.rows):
+                p = parts[r]
+                state[2 * r + 1] += (p[0] + p[1]) + (p[2] + p[3])
+        if cutlass.const_expr(not self.plan.result.source.trivial):
+            self.apply(self.plan.result.source, scores, rows, values, leaf)
+        if cutlass.const_expr(boundary is not None and self.plan.ragged):
+            if boundary != 0:
+                self.hide(scores, rows, first, 0.0)
+
+    def scale_of(self, r: int, rows: Any) -> Any:
+        """What a row's scores are multiplied by, in units of log2."""
+        if self.plan.row_factor is None:
+            return self.scale
+        place = list(self.plan.row_values).index(self.plan.row_factor)
+        return self.scale * rows["values"][r][place]
+
+    def place(self, column: int, r: int) -> int:
+        """Where the accumulator has the n-th column of a thread's row."""
+        return 4 * (column // 2) + 2 * r + column % 2
+
+    def columns(self, e: ThreadExpression, values: Any) -> Iterator[tuple[int, dict[int, Any]]]:
+        """A thread's columns, each with the values of its key that an expression takes.
+
+        They come in pairs, for both rows. Read where they are used: 32 values of a tile of 128 keys
+        kept in registers took 184 to 504 bytes of stack.
+        """
+        smem, stage, _, first = values
+        needed = [i for i in e.leaves if i in self.plan.key_values]
+        for block in range(self.blocks):
+            pairs = {
+                i: self.k.key_values.pair(smem, i, stage, first + 8 * block) for i in needed
+            }
+            for b in range(2):
+                yield 2 * block + b, {i: pair[b] for i, pair in pairs.items()}
+
+    def apply(
+        self, e: ThreadExpression, scores: Any, rows: Any, values: Any, leaf: int | None
+    ) -> None:
+        """Replace every element of the accumulator by an expression of it."""
+        for j, keyed in self.columns(e, values):
+            for r in range(self.rows):
+                i = self.place(j, r)
+                scores[i] = self.evaluate(e, scores[i], r, keyed, rows, leaf)
+
+    def evaluate(
+        self, e: ThreadExpression, x: Any, r: int, keyed: dict[int, Any], rows: Any,
+        leaf: int | None,
+    ) -> Any:
+        """An expression of one element, with the values of its row and its key."""
+        known = dict(zip(self.plan.row_values, rows["values"][r], strict=True)) | keyed
+        leaves = [x if i == leaf else known[i] for i in e.leaves]
+        return Float32(e.evaluate(leaves, self.k.math))
+
+    def pack(self, scores: Any, words: Any) -> None:
+        """The weights as an operand of 16 bits."""
+        count = self.k.key_tile // 2
+        narrow = cute.make_rmem_tensor(cute.make_layout(count), self.k.dtype)
+        flat = cute.make_tensor(scores.iterator, cute.make_layout(count))
+        narrow.store(flat.load().to(self.k.dtype))
+        words.store(cute.recast_tensor(narrow, Int32).load())
+
+    @cute.jit
+    def rescale(self, result, state):
+        """Multiply the result by exp(old maximum - new maximum)."""
+        if cutlass.const_expr(self.shifted):
+            if cutlass.const_expr(self.lazy):
+                low = state[4]
+                if cutlass.const_expr(self.rows == 2):
+                    low = cute.arch.fmin(low, state[5])
+                if cute.arch.vote_any_sync(low < 1.0):
+                    self.multiply(result, state)
+            else:
+                self.multiply(result, state)
+
+    @cute.jit
+    def multiply(self, result, state):
+        """All columns of a thread's rows."""
+        for j in cutlass.range_constexpr(self.k.width // 8):
+            for r in cutlass.range_constexpr(self.rows):
+                for b in cutlass.range_constexpr(2):
+                    result[4 * j + 2 * r + b] = result[4 * j + 2 * r + b] * state[4 + r]
+
+

@@ -1,0 +1,370 @@
+"""Skeleton 3, the attention loop: two chained products with running state; roles and memory plan.
+
+A block owns a tile of rows (queries) and walks its part of the keys: a producer warp fills a ring
+of stages with tiles of both column-side operands, consumer warpgroups multiply rows and keys,
+apply the element-wise function of the program to the scores in registers, and multiply what comes
+out, still in registers, by the values. Running maximum, sums and results stay in registers; at the
+end the warpgroups of a block, the blocks of a cluster and those of the grid that share a tile of
+rows are combined, in this order (FlashAttention, arXiv:2205.14135; split keys: Flash-Decoding).
+
+A warpgroup has 64 rows, several labels of which may be tiled: the query heads that share a key
+head, and positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from cutesuper.ir.block import AxisKind, BlockProgram
+from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
+from cutesuper.ir.thread import ThreadExpression
+from cutesuper.skeletons.base import (
+    Argument,
+    Output,
+    Pages,
+    Scratch,
+    View,
+    content_key,
+    view_of,
+)
+from cutesuper.skeletons.schedule import AttentionSchedule
+
+#: rows of the tensor-core instruction
+ROW_BLOCK = 64
+#: the unit of the contracted dimension of a 16-bit instruction
+DEPTH = 16
+#: rows up to which a warpgroup's results lie in the first half of every register quadruple
+FEW_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction of a loaded tile along its last label: values of rows, or of keys.
+
+    Attributes:
+        value: the operation.
+        operand: the load.
+        source: what is reduced, an expression over the load.
+        op: "sum" or "max".
+        scale: factor of the result (1/K for a mean).
+    """
+
+    value: int
+    operand: int
+    source: ThreadExpression
+    op: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a row sees: those before a limit, ``offset + length + position``.
+
+    Attributes:
+        lengths: the tensor of lengths, None where none counts.
+        rows: the label whose position counts, None where none does.
+        offset: for causal attention from the first key 1, to the last key 1 + keys - rows.
+    """
+
+    lengths: View | None
+    rows: str | None
+    offset: int
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A value that the loop accumulates.
+
+    Attributes:
+        source: of one tile; its leaves are the scores' product or its weight, values of rows and
+            of keys.
+        final: the operation that completes it.
+        rescaled: whether it is multiplied by exp(old - new) when the running maximum rises.
+    """
+
+    source: ThreadExpression
+    final: int
+    rescaled: bool
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """An attention-loop kernel, decided.
+
+    Attributes:
+        program: the block program; leaves of the expressions are its operations.
+        arguments: tensor arguments in order, inputs first.
+        rows: labels of rows that are tiled, the slowest first.
+        keys, inner, columns: labels of the loop, of the first product, and of the result.
+        batch: the other labels.
+        row_load, key_load, value_load: the loads of the three operands.
+        product: the first product.
+        prologue: what is multiplied in place of the query, None where it is as loaded.
+        row_reductions, row_values: of the query, before the loop.
+        key_reductions, key_values: of a tile of keys or values.
+        vectors: loads of the prologue with the inner label only.
+        scores: the function of the product whose maximum runs, less ``factor``; without a maximum
+            not used.
+        factor, row_factor: positive; the scores are ``factor * scores``, and times a value of the
+            row if there is one.
+        masks: which keys are visible.
+        maximum: the operation that completes the running maximum, None where there is none.
+        weight: the operation exp(scores - maximum of the tile).
+        row_sums: accumulated numbers of rows, one at most.
+        result: the accumulated product with the values.
+        outputs: what is stored.
+        divisors: sums that only divide; they are replaced by their reciprocals, 0 for 0.
+        schedule: the knobs.
+    """
+
+    program: BlockProgram
+    arguments: tuple[Argument, ...]
+    rows: tuple[str, ...]
+    keys: str
+    inner: str
+    columns: str
+    batch: tuple[str, ...]
+    row_load: int
+    key_load: int
+    value_load: int
+    product: int
+    prologue: ThreadExpression | None
+    row_reductions: tuple[Reduction, ...]
+    row_values: dict[int, ThreadExpression]
+    key_reductions: tuple[Reduction, ...]
+    key_values: dict[int, ThreadExpression]
+    vectors: dict[int, View]
+    scores: ThreadExpression
+    factor: float
+    row_factor: int | None
+    masks: tuple[Mask, ...]
+    maximum: int | None
+    weight: int | None
+    row_sums: tuple[Sum, ...]
+    result: Sum
+    outputs: tuple[Output, ...]
+    divisors: tuple[int, ...]
+    schedule: AttentionSchedule
+
+    @property
+    def dtype(self) -> str:
+        """Element type of the operands."""
+        return self.arguments[self.view(self.key_load).argument].dtype
+
+    def view(self, load: int) -> View:
+        """How a load sees its tensor."""
+        return view_of(self.program.ops[load], self.arguments)
+
+    @property
+    def paged(self) -> bool:
+        """Whether keys or values lie in pages."""
+        return any(isinstance(self.view(i), Pages) for i in (self.key_load, self.value_load))
+
+    def tile(self, label: str) -> int:
+        """Extent of a label in the block's tile."""
+        return self.program.tile[label]
+
+    @property
+    def row_tile(self) -> tuple[int, ...]:
+        """Extents of the rows of one warpgroup, slowest first."""
+        first, *others = (self.tile(d) for d in self.rows)
+        return (ceil_div(first, self.schedule.row_groups), *others)
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of one warpgroup that are computed, at most 64."""
+        return prod(self.row_tile)
+
+    @property
+    def key_tile(self) -> int:
+        """Keys of a stage."""
+        return self.tile(self.keys)
+
+    @property
+    def depth(self) -> int:
+        """The inner extent, padded for the instruction."""
+        return DEPTH * ceil_div(self.tile(self.inner), DEPTH)
+
+    @property
+    def width(self) -> int:
+        """Columns of the result, padded for the copies."""
+        return DEPTH * ceil_div(self.tile(self.columns), DEPTH)
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster, each with a part of the keys."""
+        return self.program.parts_along(self.keys, AxisKind.CLUSTER)
+
+    @property
+    def grid_parts(self) -> int:
+        """Clusters that share a tile of rows, each with a part of the keys."""
+        return self.program.parts_along(self.keys, AxisKind.GRID)
+
+    @property
+    def parts(self) -> int:
+        """Parts of the keys."""
+        return self.cluster * self.grid_parts
+
+    @property
+    def key_extent(self) -> int:
+        """All keys."""
+        return extent(self.program.dims[self.keys])
+
+    @property
+    def varying(self) -> bool:
+        """Whether the number of visible keys differs between tiles of rows or calls."""
+        return bool(self.masks)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last tile of keys may reach past their end."""
+        return self.varying or self.key_extent % self.key_tile != 0
+
+    @property
+    def least_stages(self) -> int:
+        """Below this the ring stands still: values of the next tile's keys, which need both its
+        operands, are waited for before this tile's stage is given back."""
+        ahead = bool(self.key_values) and self.schedule.overlapped
+        return self.schedule.key_groups * (2 if ahead else 1)
+
+    # -------------------------------------------------------------------------------- threads
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups."""
+        return self.schedule.row_groups * self.schedule.key_groups
+
+    @property
+    def live_registers(self) -> int:
+        """Registers of a thread for results, scores, weights as an operand, and values of keys."""
+        values = len(self.key_values) * self.key_tile // 4
+        return self.width // 2 + 3 * self.key_tile // 4 + values
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Registers per thread of (consumers, producer) where the equal share of all threads would
+        not hold what lives in the loop; None where it does.
+
+        The compiler gives 288 threads what it gives 384, 168 registers; of those, the producer's
+        warpgroup hands most over: 2 x 128 x 240 + 128 x 24, or 2 x 128 x 216 + 128 x 72 where
+        its other warps compute. With pages it keeps 40: the coordinates of 8 boxes in 24 registers
+        took 16 bytes of stack.
+        """
+        if self.warpgroups < 2 or self.live_registers <= 128:
+            return None
+        if self.helpers:
+            return 216, 72
+        return (232, 40) if self.paged else (240, 24)
+
+    @property
+    def helpers(self) -> int:
+        """Warps that compute values of keys: the other three of the producer's warpgroup. Computed
+        by the consumers, the norm of 16x4096 values took 4.5 of 18.4 us."""
+        return 3 if self.key_values else 0
+
+    @property
+    def threads(self) -> int:
+        """Consumer warpgroups and the producer warp, a warpgroup where it has helpers or hands over
+        registers."""
+        alone = self.registers is None and not self.helpers
+        return 128 * self.warpgroups + (32 if alone else 128)
+
+    @property
+    def active_threads(self) -> int:
+        """Threads of a warpgroup that have rows."""
+        return 32 * ceil_div(self.group_rows, 16)
+
+    @property
+    def few_rows(self) -> bool:
+        """Whether a thread has one row; otherwise it has two."""
+        return self.group_rows <= FEW_ROWS
+
+    @property
+    def items(self) -> int:
+        """Pieces of 16 bytes of the result that an active thread has."""
+        return ceil_div(self.width // 8, 2 if self.few_rows else 1)
+
+    @property
+    def group_items(self) -> int:
+        """Pieces that a thread finishes after the warpgroups of a block have met."""
+        return ceil_div(self.items, self.schedule.key_groups)
+
+    @property
+    def owned_items(self) -> int:
+        """Pieces that it finishes after the blocks of a cluster have met, at most."""
+        return ceil_div(self.group_items, self.cluster)
+
+    @property
+    def part_words(self) -> int:
+        """fp32 values that a warpgroup leaves for whoever combines its items with others': owned
+        items of every active thread, then the maximum and sum of both rows of every fourth."""
+        return 4 * self.active_threads * self.owned_items + self.active_threads
+
+    # --------------------------------------------------------------------------------- memory
+
+    @property
+    def query_bytes(self) -> int:
+        """Shared memory of the rows."""
+        return 2 * ROW_BLOCK * self.schedule.row_groups * self.depth
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage: a tile of keys and one of values."""
+        return 2 * self.key_tile * (self.depth + self.width)
+
+    @property
+    def meeting_bytes(self) -> int:
+        """Shared memory in which the warpgroups of a block meet."""
+        if self.schedule.key_groups == 1:
+            return 0
+        return 16 * self.active_threads * (self.items + 1) * self.warpgroups
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Shared memory that receives from the cluster, statistics included."""
+        if self.cluster == 1:
+            return 0
+        return 4 * self.part_words * self.cluster * self.warpgroups
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, with room for barriers and alignment."""
+        key_values = 4 * self.key_tile * len(self.key_values) * self.schedule.stages
+        row_values = 4 * ROW_BLOCK * self.schedule.row_groups * max(1, len(self.row_values))
+        ring = self.stage_bytes * self.schedule.stages
+        ends = self.meeting_bytes + self.exchange_bytes
+        return self.query_bytes + ring + ends + key_values + row_values + 1024
+
+    @property
+    def stages(self) -> int:
+        """Slots of the shared-memory ring."""
+        return self.schedule.stages
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """Partial results of the grid's parts, and a counter for every group that combines them."""
+        if self.grid_parts == 1:
+            return ()
+        units = self.cluster * self.warpgroups
+        words = self.part_words * self.grid_parts * units
+        return (
+            Scratch(self._tiles(words), "float32", False),
+            Scratch(self._tiles(units), "int32", True),
+        )
+
+    def _tiles(self, each: int) -> tuple[Dim, ...]:
+        """The shape of memory that every tile of rows has ``each`` elements of."""
+        shape: list[Dim] = []
+        for d in self.batch + self.rows:
+            dim = self.program.dims[d]
+            if isinstance(dim, Symbol):
+                shape.insert(0, dim)
+            else:
+                each *= ceil_div(dim, self.tile(d))
+        return (*shape, each)
+
+    @property
+    def key(self) -> str:
+        """Canonical text of everything that decides the generated code."""
+        return content_key(self.program, self.arguments, self.schedule)

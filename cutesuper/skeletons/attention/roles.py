@@ -1,0 +1,366 @@
+"""Gives every operation of a block program its place in the attention loop; see
+`skeletons.attention.plan`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cutesuper.errors import LoweringError
+from cutesuper.ir.block import ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE, LOAD, BlockOp, KernelStep
+from cutesuper.ir.dims import Dim, Symbol, extent
+from cutesuper.ir.operators.base import TABLE
+from cutesuper.ir.thread import (
+    ThreadExpression,
+    fuse,
+    multiply_by,
+    only_divides,
+    reciprocal,
+)
+from cutesuper.skeletons.attention.plan import AttentionPlan, Mask, Reduction, Sum
+from cutesuper.skeletons.base import Argument, Output, View, view_of
+from cutesuper.skeletons.schedule import AttentionSchedule
+
+CLOSES = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
+REDUCES = ("sum", "mean", "max")
+#: operators whose results are positive, and 0 of nothing finite: -inf times 0 would be NaN
+POSITIVE = ("rsqrt",)
+
+
+def is_chained(step: KernelStep) -> bool:
+    """Whether a program multiplies what it computes from another product, over a loop axis."""
+    ops = step.program.ops
+    after: list[bool] = []
+    for op in ops:
+        over = op.attributes.get("over")
+        looped = any(str(a.kind) == "loop" and a.dim == over for a in step.program.axes)
+        before = any(after[j] for j in op.inputs)
+        if op.kind == "matmul" and before and looped:
+            return True
+        after.append(before or op.kind == "matmul")
+    return False
+
+
+class AttentionRoles:
+    """Gives every operation of a block program its place in the attention loop."""
+
+    def __init__(self, step: KernelStep, arguments: tuple[Argument, ...]) -> None:
+        self.program, self.arguments = step.program, arguments
+        self.where = f"kernel {step.name}"
+        self.ops = ops = self.program.ops
+        products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
+        reaches = self.program.dependence.reaches
+        if len(products) != 2 or not reaches(*products):
+            raise self._refuse(f"it has {len(products)} matrix products; it runs two, the second "
+                               "of what it computes from the first")
+        self.product, self.second = products
+        self._find_labels()
+        self.row_reductions: dict[int, Reduction] = {}
+        self.key_reductions: dict[int, Reduction] = {}
+
+    def _find_labels(self) -> None:
+        ops = self.ops
+        over = ops[self.product].attributes["over"]
+        self.inner, self.keys = over, ops[self.second].attributes["over"]
+        sides = ops[self.product].inputs
+        with_keys = [i for i in sides if self.keys in ops[i].dims]
+        if len(with_keys) != 1:
+            raise self._refuse(f"no operand of operation {self.product} has the label {self.keys} "
+                               f"of the second product alone")
+        self.key_load = with_keys[0]
+        self.row_operand = sides[0] if sides[1] == self.key_load else sides[1]
+        values = [i for i in ops[self.second].inputs if not self._is_score(i)]
+        if len(values) != 1:
+            raise self._refuse(f"operation {self.second} multiplies two scores")
+        self.value_load = values[0]
+        self.weights = next(i for i in ops[self.second].inputs if i != self.value_load)
+        for i in (self.key_load, self.value_load):
+            if ops[i].kind != LOAD:
+                raise self._refuse(f"operation {i} ({ops[i].kind}) is multiplied where only a "
+                                   "tensor in memory can be; store it, or move what is done to it "
+                                   "to the other operand")
+        rows = [i for i in self.program.dependence.before(self.row_operand) if ops[i].kind == LOAD]
+        matrices = [i for i in rows if set(ops[i].dims) - {self.inner}]
+        if len(matrices) != 1:
+            raise self._refuse("the first operand of the first product is made of several tensors")
+        self.row_load = matrices[0]
+        self.vectors = [i for i in rows if i != self.row_load]
+        columns = set(ops[self.value_load].dims) - {self.keys} - set(ops[self.row_load].dims)
+        columns -= set(ops[self.key_load].dims)
+        if len(columns) != 1:
+            raise self._refuse(f"values have {len(columns)} labels of their own; one is possible")
+        (self.columns,) = columns
+        shared = {*ops[self.key_load].dims, *ops[self.value_load].dims}
+        own = [d for d in ops[self.row_load].dims if d not in shared]
+        tiled = [d for d in own if self.program.tile[d] > 1] or own[-1:]
+        if not tiled:
+            raise self._refuse("its rows have no label of their own")
+        # what is held whole varies fastest, so that tiles of the other label are whole runs
+        self.rows = tuple(sorted(tiled, key=self._is_whole))
+        taken = {*self.rows, self.keys, self.inner, self.columns}
+        self.batch = tuple(d for d in self.program.dims if d not in taken)
+
+    def _is_whole(self, label: str) -> bool:
+        dim = self.program.dims[label]
+        return not isinstance(dim, Symbol) and self.program.tile[label] >= dim
+
+    def plan(self, schedule: AttentionSchedule) -> AttentionPlan:
+        prologue = fuse(self.program, self.row_operand, self._is_row_leaf, self.where)
+        maximum, weight, scores, factor, masks = self._scores()
+        leaves = {self.product} if weight is None else {weight}
+        result = self._sum(self.second, self.weights, leaves, weight)
+        sums = tuple(
+            self._sum(i, op.inputs[0], leaves, weight)
+            for i, op in enumerate(self.ops)
+            if op.kind in REDUCES and op.attributes["over"] == self.keys and op.kind != "max"
+        )
+        if len(sums) > 1:
+            raise self._refuse(f"{len(sums)} sums over {self.keys}; a row has room for one")
+        finals = {result.final, *(s.final for s in sums)}
+        if maximum is not None:
+            finals.add(maximum)
+        outputs = tuple(
+            Output(self._view(i), self._epilogue(op.inputs[0], finals))
+            for i, op in enumerate(self.ops) if op.kind == "store"
+        )
+        divisors = tuple(
+            s.final for s in sums if only_divides([o.expression for o in outputs], s.final)
+        )
+        for d in divisors:
+            outputs = tuple(Output(o.view, multiply_by(o.expression, d)) for o in outputs)
+        expressions = [prologue, scores, result.source, *(s.source for s in sums)]
+        expressions += [o.expression for o in outputs]
+        row_values, key_values = self._values(expressions, finals | leaves | {self.product})
+        for values in (row_values, key_values):
+            for i in values:
+                if only_divides(expressions, i):
+                    # one reciprocal for each row or key in place of a division for every score:
+                    # 16.2 -> 8.1 us at 2x256 rows, 4096 keys, with norms of rows and values
+                    values[i] = reciprocal(values[i])
+                    expressions = [multiply_by(e, i) for e in expressions]
+        prologue, scores, source, *others = expressions
+        scores, row_factor = self._without_row_factor(scores, row_values)
+        result = replace(result, source=source)
+        sums = tuple(replace(s, source=e) for s, e in zip(sums, others, strict=False))
+        outputs = tuple(
+            replace(o, expression=e)
+            for o, e in zip(outputs, others[len(sums):], strict=True)
+        )
+        plain = prologue.trivial and prologue.leaves == (self.row_load,)
+        return AttentionPlan(
+            program=self.program, arguments=self.arguments, rows=self.rows, keys=self.keys,
+            inner=self.inner, columns=self.columns, batch=self.batch, row_load=self.row_load,
+            key_load=self.key_load, value_load=self.value_load, product=self.product,
+            prologue=None if plain else prologue,
+            row_reductions=tuple(self.row_reductions.values()), row_values=row_values,
+            key_reductions=tuple(self.key_reductions.values()), key_values=key_values,
+            vectors={i: self._view(i) for i in self.vectors}, scores=scores, factor=factor,
+            row_factor=row_factor,
+            masks=masks, maximum=maximum, weight=weight, row_sums=sums, result=result,
+            outputs=outputs, divisors=divisors, schedule=schedule,
+        )  # fmt: skip
+
+    # ----------------------------------------------------------------------------- the scores
+
+    def _scores(
+        self,
+    ) -> tuple[int | None, int | None, ThreadExpression, float, tuple[Mask, ...]]:
+        """Running maximum, weight, and what the maximum is of: expression, factor, masks."""
+        tops = [i for i, op in enumerate(self.ops)
+                if op.kind == "max" and op.attributes["over"] == self.keys]
+        if len(tops) > 1:
+            raise self._refuse(f"{len(tops)} maxima over {self.keys}; one can run")
+        if not tops:
+            masked = next((i for i, op in enumerate(self.ops) if self._masks(op)), None)
+            if masked is not None:
+                raise self._refuse(f"{self.ops[masked].kind} (operation {masked}) without a "
+                                   "maximum: use softmax, which subtracts one")
+            return None, None, ThreadExpression((self.product,), ()), 1.0, ()
+        (top,) = tops
+        scores = self.ops[top].inputs[0]
+        weights = [
+            i for i, op in enumerate(self.ops)
+            if op.kind == "exp" and self.ops[op.inputs[0]].kind == "sub"
+            and self.ops[op.inputs[0]].inputs == (scores, top)
+        ]
+        if len(weights) != 1:
+            raise self._refuse(f"the maximum (operation {top}) is not subtracted from what it is "
+                               "the maximum of, under one exponential")
+        inner, factor, masks = self._below_masks(scores)
+        expression = fuse(self.program, inner, self._is_score_leaf, self.where)
+        return self._complete(top), weights[0], expression, factor, masks
+
+    def _below_masks(self, i: int) -> tuple[int, float, tuple[Mask, ...]]:
+        """The operation below masks and positive factors, which leave -inf what it is."""
+        factor, masks = 1.0, list[Mask]()
+        while True:
+            op = self.ops[i]
+            if self._masks(op):
+                masks.append(self._mask(op))
+                i = op.inputs[0]
+                continue
+            number = self._number(op.inputs[-1]) if op.kind in ("mul", "div") else None
+            if op.kind == "mul" and number is None:
+                number = self._number(op.inputs[0])
+                rest = op.inputs[1]
+            else:
+                rest = op.inputs[0] if op.inputs else i
+            if number is None or number <= 0:
+                return i, factor, tuple(masks)
+            factor = factor / number if op.kind == "div" else factor * number
+            i = rest
+
+    def _without_row_factor(
+        self, scores: ThreadExpression, values: dict[int, ThreadExpression]
+    ) -> tuple[ThreadExpression, int | None]:
+        """A positive value of the row that all scores of it are multiplied by: it multiplies the
+        maximum as well, and takes one multiplication with the constant factor.
+
+        before: ``mul(product, rsqrt of the row)``; after: ``product``, the operation of the root.
+        """
+        last = scores.ops[-1] if scores.ops else None
+        if last is None or last.kind != "mul":
+            return scores, None
+        for place, other in (last.args, last.args[::-1]):
+            value = values.get(scores.leaves[place]) if place < len(scores.leaves) else None
+            if value is None or not value.ops or value.ops[-1].kind not in POSITIVE:
+                continue
+            if other < len(scores.leaves):
+                return ThreadExpression((scores.leaves[other],), ()), scores.leaves[place]
+            return replace(scores, ops=scores.ops[:-1]), scores.leaves[place]
+        return scores, None
+
+    def _number(self, i: int) -> float | None:
+        op = self.ops[i]
+        return float(op.attributes["value"]) if op.kind == "constant" else None
+
+    @staticmethod
+    def _masks(op: BlockOp) -> bool:
+        return op.kind in TABLE and TABLE[op.kind].masks
+
+    def _mask(self, op: BlockOp) -> Mask:
+        """Where a mask stands in its limit."""
+        a = op.attributes
+        if TABLE[op.kind].fill == 0:
+            raise self._refuse(f"{op.kind} makes zeros of scores, and masks hide them")
+        if a["columns"] != self.keys:
+            raise self._refuse(f"{op.kind} hides {a['columns']}, the loop runs over {self.keys}")
+        lengths = None
+        if len(op.inputs) > 1:
+            lengths = self._view(op.inputs[1])
+            if set(lengths.labels) & set(self.rows):
+                raise self._refuse(f"lengths (operation {op.inputs[1]}) differ between the rows of "
+                                   f"a tile; let {self.rows[0]} have a tile of 1")
+            if not a["causal"]:
+                return Mask(lengths, None, 0)
+        elif a["alignment"] == "top_left":
+            return Mask(None, a["rows"], 1)
+        rows = self._known(a["rows"])
+        keys = 0 if lengths is not None else self._known(self.keys)
+        return Mask(lengths, a["rows"], 1 + keys - rows)
+
+    def _known(self, label: str) -> int:
+        dim: Dim = self.program.dims[label]
+        if isinstance(dim, Symbol):
+            raise self._refuse(f"a causal mask that ends at the last key needs to know {dim}")
+        return extent(dim)
+
+    # ------------------------------------------------------------------------ what accumulates
+
+    def _sum(self, tile: int, source: int, leaves: set[int], weight: int | None) -> Sum:
+        """A sum over the keys, from the operation that sums a tile."""
+        final = self._complete(tile)
+        rescaled = self.ops[final].rescaled if final != tile else weight is not None
+        if rescaled != (weight is not None):
+            raise self._refuse(f"operation {final} is {'' if rescaled else 'not '}rescaled, and "
+                               f"the loop {'has no' if weight is None else 'has a'} maximum")
+
+        def is_leaf(i: int) -> bool:
+            return i in leaves or self._is_value(i)
+
+        expression = fuse(self.program, source, is_leaf, self.where)
+        if self.ops[tile].kind == "mean":
+            raise self._refuse(f"mean over {self.keys} (operation {tile}); sum, and divide")
+        return Sum(expression, final, rescaled)
+
+    def _complete(self, value: int) -> int:
+        """Follow a value through its accumulate, cluster_reduce and grid_reduce."""
+        axes = {a.name for a in self.program.axes_of(self.keys)}
+        while axes:
+            users = [i for i, op in enumerate(self.ops)
+                     if op.kind in CLOSES and op.inputs[0] == value]
+            if len(users) != 1:
+                raise self._refuse(f"the partial result of operation {value} is used before it is "
+                                   f"complete over {', '.join(sorted(axes))}")
+            value = users[0]
+            axes -= {self.ops[value].attributes["axis"]}
+        return value
+
+    # ---------------------------------------------------------------------------------- leaves
+
+    def _is_value(self, i: int) -> bool:
+        """Whether an operation is a value of rows or of keys, which the scores take as it is."""
+        return self.ops[i].kind != "constant" and not self._is_score(i)
+
+    def _is_score(self, i: int) -> bool:
+        """Whether an operation is, or depends on, the first product."""
+        return i == self.product or self.program.dependence.reaches(self.product, i)
+
+    def _is_score_leaf(self, i: int) -> bool:
+        return i == self.product or self._is_value(i)
+
+    def _is_row_leaf(self, i: int) -> bool:
+        """Leaves of the prologue: loads, and values of rows."""
+        op = self.ops[i]
+        return op.kind == LOAD or (op.kind != "constant" and self.inner not in op.dims)
+
+    def _epilogue(self, i: int, finals: set[int]) -> ThreadExpression:
+        def is_leaf(j: int) -> bool:
+            return j in finals or self._is_value(j)
+
+        return fuse(self.program, i, is_leaf, self.where)
+
+    def _values(
+        self, expressions: list[ThreadExpression], known: set[int]
+    ) -> tuple[dict[int, ThreadExpression], dict[int, ThreadExpression]]:
+        """The values of rows and of keys that expressions have as leaves."""
+        row_values, key_values = dict[int, ThreadExpression](), dict[int, ThreadExpression]()
+        for i in sorted({i for e in expressions for i in e.leaves} - known):
+            labels = set(self.ops[i].dims)
+            if i == self.row_load or i in self.vectors:
+                continue
+            if self.keys in labels and not labels & set(self.rows):
+                key_values[i] = fuse(self.program, i, self._reduces_keys, self.where)
+            elif labels <= {*self.rows, *self.batch}:
+                row_values[i] = fuse(self.program, i, self._reduces_rows, self.where)
+            else:
+                raise self._refuse(
+                    f"operation {i} ({self.ops[i].kind} [{', '.join(self.ops[i].dims)}]) is needed "
+                    "beside the scores, where only values of a row or of a key can be"
+                )
+        return row_values, key_values
+
+    def _reduces_rows(self, i: int) -> bool:
+        return self._reduction(i, self.row_load, self.inner, self.row_reductions)
+
+    def _reduces_keys(self, i: int) -> bool:
+        return self._reduction(i, self.key_load, self.inner, self.key_reductions) or (
+            self._reduction(i, self.value_load, self.columns, self.key_reductions)
+        )
+
+    def _reduction(self, i: int, load: int, over: str, found: dict[int, Reduction]) -> bool:
+        """Whether an operation reduces a load along a label; if so, remember it."""
+        op = self.ops[i]
+        if op.kind not in REDUCES or op.attributes["over"] != over:
+            return False
+        source = fuse(self.program, op.inputs[0], lambda j: j == load, self.where)
+        scale = 1.0 / extent(self.program.dims[over]) if op.kind == "mean" else 1.0
+        found[i] = Reduction(i, load, source, "max" if op.kind == "max" else "sum", scale)
+        return True
+
+    # ----------------------------------------------------------------------------------- other
+
+    def _view(self, i: int) -> View:
+        return view_of(self.ops[i], self.arguments)
+
+    def _refuse(self, why: str) -> LoweringError:
+        return LoweringError(f"{self.where}: the attention loop cannot run this program: {why}")

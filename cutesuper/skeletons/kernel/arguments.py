@@ -1,0 +1,108 @@
+"""What the loop skeletons need: element types, labelled views of arguments, fake arguments."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.runtime import make_fake_compact_tensor
+
+from cutesuper.ir.block import BlockProgram
+from cutesuper.ir.dims import Symbol
+from cutesuper.skeletons.base import Argument, Scratch, View
+
+ELEMENT = {
+    "float16": cutlass.Float16,
+    "bfloat16": cutlass.BFloat16,
+    "float32": cutlass.Float32,
+    "int32": cutlass.Int32,
+    "int64": cutlass.Int64,
+}
+
+
+class Extents:
+    """Extents of labels while tracing: Python ints, or run-time values of symbolic dimensions."""
+
+    def __init__(self, program: BlockProgram, arguments: tuple[Argument, ...]) -> None:
+        self.program = program
+        self.arguments = arguments
+
+    def of(self, label: str, tensors: list[cute.Tensor]) -> Any:
+        """The extent of a label, read off an argument where it is symbolic."""
+        dim = self.program.dims[label]
+        if not isinstance(dim, Symbol):
+            return dim
+        for argument, tensor in zip(self.arguments, tensors, strict=True):
+            if argument.shape and argument.shape[0] == dim:
+                return tensor.shape[0]
+        raise AssertionError(f"no argument carries {dim}")  # the planner made the views
+
+
+def labelled(
+    extents: Extents, view: View, labels: tuple[str, ...], tensors: list[cute.Tensor]
+) -> cute.Tensor:
+    """The argument behind ``view`` with one mode for each of ``labels``, in this order."""
+    shape = tuple(extents.of(d, tensors) for d in labels)
+    stride = tuple(view.stride(d) for d in labels)
+    return cute.make_tensor(
+        tensors[view.argument].iterator, cute.make_layout(shape, stride=stride)
+    )
+
+
+def batch_labels(batch: tuple[str, ...], view: View) -> tuple[str, ...]:
+    """The batch labels that an operand has."""
+    return tuple(d for d in batch if d in view.labels)
+
+
+def unravel(index: Any, counts: dict[str, Any]) -> dict[str, Any]:
+    """Coordinates of the index-th element, the last label varying fastest."""
+    found: dict[str, Any] = {}
+    for label, count in reversed(counts.items()):
+        found[label] = index % count
+        index = index // count
+    return found
+
+
+def described(extent: Any) -> Any:
+    """An extent as a bulk load's descriptor keeps it: a static 1 vanishes, and the descriptor then
+    does not fit its box."""
+    return Int32(1) if isinstance(extent, int) and extent == 1 else extent
+
+
+def fake_arguments(arguments: tuple[Argument, ...]) -> tuple[cute.Tensor, ...]:
+    """Arguments to compile with; equal symbols share one run-time extent."""
+    symbols: dict[str, Any] = {}
+
+    def dim(d: Any) -> Any:
+        if isinstance(d, Symbol):
+            return symbols.setdefault(d.name, cute.sym_int())
+        return d
+
+    return tuple(
+        make_fake_compact_tensor(
+            ELEMENT[a.dtype],
+            tuple(dim(d) for d in a.shape) or (1,),
+            stride_order=tuple(reversed(range(max(1, len(a.shape))))),
+            assumed_align=16,
+        )
+        for a in arguments
+    )
+
+
+def fake_scratch(scratch: tuple[Scratch, ...]) -> tuple[cute.Tensor, ...]:
+    """Arguments to compile with for scratch memory, each with one dimension.
+
+    before: ``Scratch((M, 4), "int32", True)``; after: an int32 vector whose length is known at the
+    call, where it has 4 elements for each of at least M rows.
+    """
+
+    def length(s: Scratch) -> Any:
+        return cute.sym_int() if isinstance(s.shape[0], Symbol) else prod(s.shape)
+
+    return tuple(
+        make_fake_compact_tensor(ELEMENT[s.dtype], (length(s),), assumed_align=16)
+        for s in scratch
+    )

@@ -1,0 +1,105 @@
+"""Column operands: tensors in memory whose free label is the 64-row side of the instruction.
+
+A group is what shares one instruction: the same labels, stored in the same order. The loop has the
+group of the columns, and one for each hidden label; a product after the loop has one of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind as Kind
+from cutlass.tensor_utils import LayoutEnum
+
+from cutesuper.skeletons.base import View
+from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK, MatmulPlan
+
+
+@dataclass(frozen=True)
+class ColumnGroup:
+    """Column operands and their shared memory: ``slots`` boxes of 64 columns for each block.
+
+    Attributes:
+        views: the operands by operation; none where the group is not needed.
+        column, contracted: their labels.
+        blocks: of 64 columns, of each operand.
+        depth: elements of the contracted label in a box.
+        slots: how often all boxes are there: the stages of the ring, or once.
+        width: columns of a box; of fewer than 64 the instruction reads on behind them, and what it
+            makes of that is not used.
+    """
+
+    views: dict[int, View]
+    column: str
+    contracted: str
+    blocks: int
+    depth: int
+    slots: int
+    width: int = COLUMN_BLOCK
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of one slot."""
+        return len(self.views) * self.blocks
+
+    @property
+    def column_major(self) -> bool:
+        """Whether the column label is the contiguous one (weights stored (K, N))."""
+        return next(iter(self.views.values())).stride(self.column) == 1
+
+    def mma(self, dtype: Any, rows: int) -> cute.TiledMma:
+        """The tensor-core instruction, ``rows`` wide."""
+        major = OperandMajorMode.MN if self.column_major else OperandMajorMode.K
+        return sm90.make_trivial_tiled_mma(
+            dtype, dtype, major, OperandMajorMode.K, Float32, (1, 1, 1), (COLUMN_BLOCK, rows)
+        )
+
+    def layout(self, dtype: Any, rows: int, boxes: int) -> cute.ComposedLayout:
+        """Shared memory of some boxes ``[width, depth, box]``, swizzled for the instruction."""
+        if self.width == COLUMN_BLOCK:
+            order = LayoutEnum.COL_MAJOR if self.column_major else LayoutEnum.ROW_MAJOR
+            return sm90.make_smem_layout_a(order, (COLUMN_BLOCK, rows, self.depth), dtype, boxes)
+        return self._narrow(dtype, self.width, boxes)
+
+    def read_layout(self, dtype: Any, rows: int, boxes: int) -> cute.ComposedLayout:
+        """The same memory as the instruction reads it, ``[64, depth, box]``."""
+        if self.width == COLUMN_BLOCK:
+            return self.layout(dtype, rows, boxes)
+        return self._narrow(dtype, COLUMN_BLOCK, boxes)
+
+    def _narrow(self, dtype: Any, columns: int, boxes: int) -> cute.ComposedLayout:
+        """Boxes of ``width`` columns one after the other, seen ``columns`` wide."""
+        w, k = self.width, self.depth
+        if self.column_major:
+            # rows of `width` columns, swizzled over 8 of them: 32 bytes for 16 columns
+            kind = Kind.MN_SW32 if w == 16 else Kind.MN_SW64
+            shape = ((w, columns // w), (8, k // 8), boxes)
+            stride = ((1, w * k), (w, 8 * w), w * k)
+        else:
+            kind = Kind.K_SW128
+            shape = ((8, columns // 8), (64, k // 64), boxes)
+            stride = ((64, 512), (1, 64 * w), w * k)
+        swizzle = warpgroup.make_smem_layout_atom(kind, dtype).inner
+        return cute.make_composed_layout(swizzle, 0, cute.make_layout(shape, stride=stride))
+
+
+def column_groups(plan: MatmulPlan) -> tuple[ColumnGroup, list[ColumnGroup], list[ColumnGroup]]:
+    """The groups of the columns, of the hidden labels, and of the products after the loop."""
+    _, n, k = plan.tile
+    stages, hidden = plan.schedule.stages, plan.hidden
+    inner = [
+        ColumnGroup({load: hidden[load] for load, _ in t.products}, t.hidden, plan.contracted,
+                    t.blocks, k, stages, min(COLUMN_BLOCK, t.width(bool(plan.columns))))
+        for t in plan.tails
+    ]  # fmt: skip
+    after = [
+        ColumnGroup({t.load: t.view}, plan.column, t.hidden, n // COLUMN_BLOCK, t.padded, 1)
+        for t in plan.tails
+    ]
+    main = ColumnGroup(plan.columns, plan.column, plan.contracted, n // COLUMN_BLOCK, k, stages)
+    return main, inner, after

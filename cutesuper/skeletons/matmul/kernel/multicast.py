@@ -1,0 +1,53 @@
+"""Clusters whose blocks load their row tile together.
+
+The blocks of a cluster are neighbours along the columns and need the same row tile. Each loads its
+part of the rows for all of them, and the full barrier of each counts the bytes of all parts. A slot
+may be written again once all blocks have read it, so every reader tells all blocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int16, Int32
+
+if TYPE_CHECKING:
+    from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel
+
+
+class Sharing:
+    """Who loads what for whom in a cluster."""
+
+    def __init__(self, kernel: MatmulKernel) -> None:
+        self.blocks = kernel.plan.schedule.share_rows
+        self.active = self.blocks > 1
+        #: rows of a row tile that one block loads, and whose statistics it reduces
+        self.rows = kernel.m // self.blocks
+
+    def rank(self) -> Any:
+        """This block's rank in its cluster, uniform in a warp: its place along the columns."""
+        if not self.active:
+            return Int32(0)
+        return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+
+    def mask(self) -> Any:
+        """Ranks that get this block's part of the row tile, as bits; None where it is alone."""
+        return Int16((1 << self.blocks) - 1) if self.active else None
+
+    @cute.jit
+    def release(self, barrier, lane):
+        """One warp gives a stage back to all blocks that load into it."""
+        if cutlass.const_expr(not self.active):
+            if lane == 0:
+                cute.arch.mbarrier_arrive(barrier)
+        elif lane < self.blocks:
+            cute.arch.mbarrier_arrive(barrier, lane)
+
+    @cute.jit
+    def leave(self):
+        """No block may end while others still load into its shared memory or signal it."""
+        if cutlass.const_expr(self.active):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()

@@ -1,0 +1,79 @@
+"""What is loaded after the loop (biases, residuals) is asked for before it, into L2.
+
+While weights stream, a load from memory waits 2 to 5 us in the queue; after the loop nothing hides
+that. Only L2 is filled, which all writers share, so that this is right also for tensors that the
+kernel before has not finished yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+
+from cutesuper.skeletons.base import View
+from cutesuper.skeletons.kernel.arguments import ELEMENT
+
+if TYPE_CHECKING:
+    from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel
+
+LINE_BITS = 1024
+
+
+class Prefetch:
+    """The loads of a tile after its loop; those that bulk loads bring are left out."""
+
+    def __init__(self, kernel: MatmulKernel) -> None:
+        self.k = kernel
+        plan = kernel.plan
+        bulk = [t.source.leaves[0] for t in plan.tails if plan.loaded(t) is not None]
+        self.views = [v for op, v in plan.loads.items() if op not in bulk]
+
+    @cute.jit
+    def run(self, tensors, tidx, where):
+        """Ask for all lines of this block's tile; thread i takes every n-th line."""
+        for view in self.views:
+            self.lines_of(view, tensors, tidx, where)
+
+    @cute.jit
+    def lines_of(self, view: cutlass.Constexpr, tensors, tidx, where):
+        """The lines of one tensor: along its contiguous label, for each of the other one."""
+        k = self.k
+        along = next((d for d in self.inner(view) if view.stride(d) == 1), None)
+        across = next((d for d in self.inner(view) if d != along), None)
+        width = LINE_BITS // ELEMENT[k.plan.arguments[view.argument].dtype].width
+        pieces = -(-self.count(along) // width)
+        base = k.epilogue.batch_offset(view, where[3])
+        for item in cutlass.range(
+            tidx, pieces * self.count(across), 32 * k.consumers, unroll=1
+        ):
+            inner = self.start(along, where) + (item % pieces) * width
+            outer = self.start(across, where) + item // pieces
+            if inner < self.extent(along, tensors) and outer < self.extent(across, tensors):
+                offset = base + inner + outer * self.stride(view, across)
+                pointer = tensors[view.argument].iterator + offset
+                cute.arch.prefetch(pointer.llvm_ptr, cache_level="L2")
+
+    def inner(self, view: View) -> list[str]:
+        """Its labels but those of the batch."""
+        return [d for d in view.labels if d not in self.k.plan.batch]
+
+    def count(self, label: str | None) -> int:
+        """Elements of a label that a tile has."""
+        return 1 if label is None else self.k.plan.program.tile[label]
+
+    def start(self, label: str | None, where: Any) -> Any:
+        """Where the tile begins; labels between two products are whole."""
+        plan = self.k.plan
+        if label == plan.row:
+            return where[0] * self.k.m
+        return where[1] * self.k.n if label == plan.column else 0
+
+    def extent(self, label: str | None, tensors: Any) -> Any:
+        """The end of a label."""
+        return 1 if label is None else self.k.extents.of(label, tensors)
+
+    def stride(self, view: View, label: str | None) -> int:
+        """Distance between neighbours; 0 where there is no label."""
+        return 0 if label is None else view.stride(label)

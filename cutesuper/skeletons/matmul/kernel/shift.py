@@ -1,0 +1,97 @@
+"""What helper warps subtract from the rows before anything else: see `skeletons.matmul.shift`.
+
+Eight threads read 16 bytes each, an eighth of the row apart, straight from memory while the first
+stages are on their way. All blocks of a cluster read the same, so they agree on the number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cutesuper.ir.dims import extent
+
+if TYPE_CHECKING:
+    from cutesuper.skeletons.matmul.kernel.statistics import RowSide
+
+PIECE = 8  # elements of a 16-byte access
+LANES = 8  # threads that share a row
+
+
+def sample_places(length: int) -> list[int]:
+    """Where the sampled pieces of a row start.
+
+    >>> sample_places(4096)[:3], sample_places(72)
+    ([0, 512, 1024], [0, 8, 16, 24, 32, 40, 48, 56])
+    """
+    return [lane * (length // PIECE) // LANES * PIECE for lane in range(LANES)]
+
+
+class RowShift:
+    """The mean of a sample of each row, and the rows without it."""
+
+    def __init__(self, side: RowSide) -> None:
+        self.side, self.k = side, side.k
+        self.shift = self.k.plan.shift
+        #: whether products take the shifted rows
+        self.of_products = self.shift is not None and self.shift.products
+
+    def fragments(self) -> list[list[cute.Tensor]]:
+        """Registers for the sample: for each pass of a thread over the rows, 16 bytes of every
+        tensor; none where nothing is shifted."""
+        if self.shift is None:
+            return []
+        layout, leaves = cute.make_layout(PIECE), self.shift.source.leaves
+        return [
+            [cute.make_rmem_tensor(layout, self.k.dtype) for _ in leaves]
+            for _ in range(self.side.passes)
+        ]
+
+    @cute.jit
+    def load(self, pieces, tensors, thread, where):
+        """Ask for the sample. Where no kernel before has to be waited for, that is the first thing
+        the helpers do: behind the weights it would wait for 2 us in the queue of the memory."""
+        k, plan = self.k, self.k.plan
+        tile_m, _, _, batch = where
+        last = k.extents.of(plan.row, tensors) - 1
+        whole = extent(plan.program.dims[plan.contracted]) // PIECE
+        place = thread % LANES * whole // LANES * PIECE
+        for p, registers in enumerate(pieces):
+            row = tile_m * k.m + thread // LANES + p * self.side.height
+            row = row if row < last else last  # rows past the end are not stored
+            for op, register in zip(self.shift.source.leaves, registers, strict=True):
+                view = plan.staged(op)
+                offset = k.epilogue.batch_offset(view, batch) + row * view.stride(plan.row)
+                source = (tensors[view.argument].iterator + (offset + place)).align(16)
+                layout = cute.make_layout(PIECE)
+                cute.autovec_copy(cute.make_tensor(source, layout), register)
+
+    @cute.jit
+    def sample(self, pieces, tensors, thread, where):
+        """A fragment with one number for each pass of a thread over the rows."""
+        found = cute.make_rmem_tensor(cute.make_layout(self.side.passes), Float32)
+        if cutlass.const_expr(self.shift is not None and self.k.dependent):
+            # the rows may be what the kernel before writes
+            cute.arch.griddepcontrol_wait()
+            self.load(pieces, tensors, thread, where)
+        for p, registers in enumerate(pieces):
+            leaves = [register.load().to(Float32) for register in registers]
+            v = self.shift.source.evaluate(leaves, self.k.math)
+            total = v.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            for distance in (4, 2, 1):
+                total += cute.arch.shuffle_sync_bfly(total, distance)
+            found[p] = total * (1.0 / (LANES * PIECE))
+        return found
+
+    def applied(self, values: dict[int, Any], number: Any, at: Any) -> dict[int, Any]:
+        """The values of one place with the shifted one; zeros past the end of the row."""
+        if self.shift is None:
+            return values
+        leaves = [values[op] for op in self.shift.source.leaves]
+        v = self.shift.source.evaluate(leaves, self.k.math) - number
+        if self.side.ragged:
+            v = cute.where(self.side.inside(at), v, cute.full_like(v, 0.0))
+        return {**values, self.shift.value: v}

@@ -1,0 +1,60 @@
+"""Which tiles a block computes: its own one, or a run of them.
+
+Blocks that walk take neighbouring tiles along the columns, so that most of them need the same rows
+as the tile before, whose statistics are known. Groups of 8 row tiles that are walked column by
+column need fewer tiles at a time, and took as long: 218.8 us at 4096x4096x4096, runs 216.6.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+if TYPE_CHECKING:
+    from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel
+
+
+class Walk:
+    """The tiles of a block, as ``(row tile, column tile, rank of the split, batch index)``."""
+
+    def __init__(self, kernel: MatmulKernel) -> None:
+        self.k = kernel
+        s = kernel.plan.schedule
+        self.persistent = s.persistent > 0
+        self.clusters = s.persistent // s.share_rows
+
+    def columns(self, tensors: list[cute.Tensor]) -> Any:
+        """Steps along the columns, each of a cluster's tiles."""
+        k = self.k
+        return cute.ceil_div(k.extents.of(k.plan.column, tensors), k.n * k.sharing.blocks)
+
+    def rows(self, tensors: list[cute.Tensor]) -> Any:
+        """Row tiles."""
+        return cute.ceil_div(self.k.extents.of(self.k.plan.row, tensors), self.k.m)
+
+    @cute.jit
+    def run(self, tensors):
+        """The steps of this block's cluster: first, end."""
+        k = self.k
+        total = Int32(self.columns(tensors) * self.rows(tensors))
+        for label in k.plan.batch:
+            total = total * k.extents.of(label, tensors)
+        length = cute.ceil_div(total, self.clusters)
+        bx, _, _ = cute.arch.block_idx()
+        first = (bx // k.sharing.blocks) * length
+        end = first + length
+        return first, end if end < total else total
+
+    def tile(self, step: Any, tensors: list[cute.Tensor]) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """The tile of one step."""
+        columns, rows = self.columns(tensors), self.rows(tensors)
+        column = (step % columns) * self.k.sharing.blocks + self.k.sharing.rank()
+        batch = self.k.batch_index(step // (columns * rows), tensors)
+        return step // columns % rows, column, Int32(0), batch
+
+    @cute.jit
+    def fresh(self, step, first, tensors):
+        """Whether the tile of a step has other rows than the one before it in this run."""
+        return step == first or step % self.columns(tensors) == 0

@@ -1,0 +1,178 @@
+"""Tiles leave through bulk stores: pieces of 32 rows and 64 columns, two of a warpgroup in flight.
+
+An accumulator fragment holds the tile transposed (columns are the first side of the instruction),
+so it is transposed while it is written to shared memory, 8x8 elements at a time. The bulk store
+clips what lies outside of the tensor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32
+from cutlass.cute.nvgpu import warp as warp_ops
+from cutlass.tensor_utils import LayoutEnum
+
+from cutesuper.device.memory import operand, partition, store_atom
+from cutesuper.skeletons.kernel.arguments import ELEMENT, labelled
+from cutesuper.skeletons.matmul.tiles import STORE_BUFFERS, STORE_COLUMNS, STORE_ROWS
+
+if TYPE_CHECKING:
+    from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel
+
+#: named barriers of the consumer warpgroups, this one and those after it
+WARPGROUP_BARRIER = 4
+#: accumulators of one thread and column in a piece
+VALUES = STORE_ROWS // 4
+PIECE_ELEMENTS = STORE_ROWS * STORE_COLUMNS
+
+
+class TileStore:
+    """From accumulators to memory, a piece at a time, each warpgroup on its own."""
+
+    def __init__(self, kernel: MatmulKernel) -> None:
+        self.k = kernel
+        self.active = kernel.plan.schedule.bulk_store
+        #: bulk stores, one for each output
+        self.count = len(kernel.plan.outputs) if self.active else 0
+
+    # ------------------------------------------------------------------------------------ host
+
+    def layout(self) -> cute.ComposedLayout:
+        """The pieces of all warpgroups, swizzled."""
+        k = self.k
+        return sm90.make_smem_layout_b(
+            LayoutEnum.ROW_MAJOR, (STORE_COLUMNS, STORE_ROWS, STORE_COLUMNS), k.dtype,
+            STORE_BUFFERS * k.warpgroups,
+        )
+
+    def atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
+        """A bulk store for every output."""
+        if not self.active:
+            return []
+        plan, tile = self.k.plan, (STORE_ROWS, STORE_COLUMNS)
+        layout = cute.slice_(self.layout(), (None, None, 0))
+        found = []
+        for output in plan.outputs:
+            labels = (plan.row, plan.column, *self.k.batch_of(output.view))
+            tensor = labelled(self.k.extents, output.view, labels, tensors)
+            found.append(store_atom(tensor, layout, tile))
+        return found
+
+    # ---------------------------------------------------------------------------------- device
+
+    def allocate(self, alloc: Any) -> Any:
+        """Shared memory of the pieces."""
+        if not self.active:
+            return None
+        return operand(alloc, self.k.dtype, self.layout())
+
+    def partition(self, atoms: list[Any], coords: list[Any], smem: dict[str, Any]) -> list[Any]:
+        """For every output the atom, the pieces' slots and the tensor's pieces."""
+        tile, found = (STORE_ROWS, STORE_COLUMNS), []
+        for atom, coord in zip(atoms, coords, strict=True):
+            pieces = cute.local_tile(coord, tile, (None,) * cute.rank(coord))
+            slots, targets = partition(atom, smem["pieces"], pieces, len(tile))
+            found.append((atom, slots, targets))
+        return found
+
+    @cute.jit
+    def run(self, accumulators, smem, tensors, warp, lane, where, outs):
+        """All pieces of a tile."""
+        k = self.k
+        tile_m, tile_n, _, batch = where
+        group, count = warp // 4, 0
+        for i in cutlass.range_constexpr(len(accumulators[0])):
+            block = group + k.warpgroups * i
+            for p in cutlass.range_constexpr(k.m // STORE_ROWS):
+                for o, output in enumerate(k.plan.outputs):
+                    buffer = group * STORE_BUFFERS + count % STORE_BUFFERS
+                    count += 1
+                    self.wait_for_buffer(warp)
+                    sums = [row[i] for row in accumulators]
+                    self.write(sums, smem, tensors, warp, lane, where, block, p, o, buffer)
+                    at = tuple(batch[d] for d in k.batch_of(output.view))
+                    row = tile_m * (k.m // STORE_ROWS) + p
+                    place = (None, row, tile_n * k.blocks + block, *at)
+                    atom, slots, targets = outs[o]
+                    self.send(atom, slots[None, buffer], targets[place], warp)
+        if cutlass.const_expr(count % STORE_BUFFERS != 0):
+            # the next tile starts with the first buffer again
+            self.drain()
+
+    @cute.jit
+    def send(self, atom, source, target, warp):
+        """Start to store a piece that all warps of the warpgroup have written."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.meet(warp // 4)
+        if warp % 4 == 0:
+            cute.copy(atom, source, target)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def wait_for_buffer(self, warp):
+        """Until the piece before the last one has left its buffer."""
+        if warp % 4 == 0:
+            cute.arch.cp_async_bulk_wait_group(STORE_BUFFERS - 1, read=True)
+        self.meet(warp // 4)
+
+    @cute.jit
+    def meet(self, group):
+        """Barrier of a consumer warpgroup."""
+        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + group, number_of_threads=128)
+
+    @cute.jit
+    def drain(self):
+        """Until all pieces have left shared memory, which ends with the block."""
+        if cutlass.const_expr(self.active):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def write(self, sums, smem, tensors, warp, lane, where, block, p: cutlass.Constexpr,
+              o: cutlass.Constexpr, buffer):
+        """Apply an output's expression to a piece and put it into its buffer."""
+        k, output = self.k, self.k.plan.outputs[o]
+        dtype = ELEMENT[k.plan.arguments[output.view.argument].dtype]
+        tile_n = where[1]
+        last = k.extents.of(k.plan.column, tensors) - 1
+        # 8x8 elements by (row block, column half): four of them are one store
+        words = cute.make_rmem_tensor(cute.make_layout(2 * VALUES), dtype)
+        local = [p * STORE_ROWS + k.epilogue.row_of(v, lane % 4) for v in range(VALUES)]
+        for half in cutlass.range_constexpr(2):
+            n = tile_n * k.n + k.epilogue.column_in_tile(block, half, warp, lane)
+            inside = n if n < last else last  # loads of the epilogue stay inside their tensors
+            columns = [self.column_of(acc, p, half) for acc in sums]
+            leaves = [
+                k.epilogue.leaf_of(
+                    i, k.plan.finals, columns, smem, tensors, inside, k.plan.column, where, local
+                )
+                for i in output.expression.leaves
+            ]
+            value = cute.make_rmem_tensor(cute.make_layout(VALUES), dtype)
+            value.store(output.expression.evaluate(leaves, k.math).to(dtype))
+            for v in cutlass.range_constexpr(VALUES):
+                words[4 * (v // 2) + 2 * half + v % 2] = value[v]
+        self.transpose(words, smem, warp, lane, buffer, dtype)
+
+    def column_of(self, accumulator: cute.Tensor, p: int, half: int) -> Any:
+        """One column of piece ``p`` of an accumulator fragment."""
+        column = cute.make_rmem_tensor(cute.make_layout(VALUES), Float32)
+        for v in range(VALUES):
+            column[v] = accumulator[self.k.epilogue.position(p * VALUES + v, half)]
+        return column.load()
+
+    @cute.jit
+    def transpose(self, words, smem, warp, lane, buffer, dtype: cutlass.Constexpr):
+        """Write a piece row by row; lane ``8 i + r`` says where row ``r`` of block ``i`` goes."""
+        atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(True, 4), dtype)
+        base = cute.recast_ptr(smem["pieces"].iterator, dtype=dtype) + buffer * PIECE_ELEMENTS
+        row = lane % 8
+        chunk = (warp % 4) * 2 + (lane // 8) % 2
+        for s in cutlass.range_constexpr(2 * VALUES // 8):
+            at = (16 * s + 8 * (lane // 16) + row) * STORE_COLUMNS + (chunk ^ row) * 8
+            source = cute.make_tensor(words.iterator + 8 * s, cute.make_layout(8))
+            target = cute.make_tensor((base + at).align(16), cute.make_layout(8))
+            cute.copy(atom, source, target)

@@ -1,0 +1,464 @@
+"""The place of every operation of a block program in the matmul loop: `skeletons.matmul.plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cutesuper.errors import LoweringError
+from cutesuper.ir.block import (
+    ACCUMULATE,
+    CLUSTER_REDUCE,
+    LOAD,
+    AxisKind,
+    BlockOp,
+    KernelStep,
+)
+from cutesuper.ir.check import check_block_program
+from cutesuper.ir.dims import extent
+from cutesuper.ir.thread import (
+    ThreadExpression,
+    fuse,
+    multiply_by,
+    only_divides,
+    reciprocal,
+)
+from cutesuper.skeletons.base import Argument, Output, View, view_of
+from cutesuper.skeletons.matmul.hidden import MAX_HIDDEN
+from cutesuper.skeletons.matmul.plan import (
+    COLUMN_BLOCK,
+    REDUCTIONS,
+    ROW_TILES,
+    MatmulPlan,
+    Shift,
+    Statistic,
+)
+from cutesuper.skeletons.matmul.shift import find_shift
+from cutesuper.skeletons.matmul.tails import ColumnReduction, Tail
+from cutesuper.skeletons.matmul.vector_roles import (
+    products_of_vectors,
+    refusal,
+)
+from cutesuper.skeletons.schedule import MatmulSchedule
+
+
+class Roles:
+    """Gives every operation of a block program its place in the matmul loop."""
+
+    def __init__(self, step: KernelStep, arguments: tuple[Argument, ...]) -> None:
+        self.step = step
+        self.program = step.program
+        self.arguments = arguments
+        self.where = f"kernel {step.name}"
+        ops = self.program.ops
+        products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
+        after = self.program.dependence.after(products)
+        first = [ops[i].attributes["over"] for i in products if after.isdisjoint(ops[i].inputs)]
+        if not first:
+            raise LoweringError(f"{self.where}: it has no matrix product")
+        # the longest label is the loop's: X W + T B, where T has 16 columns, contracts 16 after it
+        self.contracted = max(first, key=lambda d: extent(self.program.dims[d]))
+        looped = [i for i in products if ops[i].attributes["over"] == self.contracted]
+        vector = (self.contracted,)
+        of_rows = [i for i in looped if all(ops[j].dims != vector for j in ops[i].inputs)]
+        if not of_rows:
+            raise LoweringError(
+                f"{self.where}: operation {looped[0]} multiplies a vector and a matrix, which "
+                "the tensor cores do only beside a product of rows; multiply and sum instead"
+            )
+        #: products after the loop, and the labels that they contract
+        self.tails = [i for i in products if i not in looped]
+        self.hidden = {ops[i].attributes["over"] for i in self.tails}
+        #: products of the loop: of the columns, and along hidden labels
+        self.products = [i for i in of_rows if self.hidden.isdisjoint(ops[i].dims)]
+        self.inner = [i for i in of_rows if i not in self.products]
+        self._orient()
+        sums = [i for i, op in enumerate(ops) if self._is_column_sum(op)]
+        #: operations that multiply a column operand by a vector, or by ones
+        self.vectors = sorted({*looped, *sums} - {*of_rows})
+        if self.vectors and self.hidden:
+            raise LoweringError(
+                f"{self.where}: operation {self.vectors[0]} reduces a column operand by itself or "
+                f"with a vector, beside a product after the loop (over {min(self.hidden)}); "
+                "compute one of them in another kernel"
+            )
+        self.shifted = find_shift(self.program, self.row, self.column, self.contracted)
+        if self.shifted is not None and self.shifted.refused:
+            raise LoweringError(
+                f"{self.where}: {self.shifted.refused}; compute it in a kernel before, from "
+                "deviations: mean(square(x - mean(x)))"
+            )
+
+    def plan(self, schedule: MatmulSchedule) -> MatmulPlan:
+        ops = self.program.ops
+        row_operand = self._row_operand()
+        finals = {i: self._complete(i) for i in self.products}
+        columns = {self._column_operand(i): i for i in self.products}
+        if len(columns) < len(self.products):
+            raise LoweringError(f"{self.where}: two products are the same")
+        tails = self._tails()
+        finals, tails = self._shared_accumulators(finals, tails)
+        statistics, reductions = self._statistics(), self._reductions()
+        vector_rows, vector_products = products_of_vectors(
+            self.program, self.vectors, self.column, self._complete,
+            lambda i: fuse(self.program, i, self._is_load, f"{self.where}, vector {i}"),
+        )
+        if why := refusal(vector_rows, vector_products, set(columns)):
+            raise LoweringError(f"{self.where}: {why}")
+        shift = self._shift()
+        sources = [s.source for s in statistics] + [row_operand]
+        sources += [v for v in vector_rows if v is not None] + ([shift.source] if shift else [])
+        row_loads = sorted({i for e in sources for i in e.leaves if self._is_load(i)})
+        matrices = [i for i in row_loads if {self.row, self.contracted} <= set(ops[i].dims)]
+        vectors = [i for i in row_loads if ops[i].dims == (self.contracted,)]
+        odd = set(row_loads) - set(matrices) - set(vectors)
+        if odd or not matrices:
+            raise LoweringError(
+                f"{self.where}: operation {min(odd, default=min(self.products + self.inner))} is "
+                f"no operand that can be staged with labels {self.row}, {self.contracted}"
+            )
+        accumulators = {*finals.values(), *(t.final for t in tails)}
+        accumulators |= {p.value for p in vector_products}
+        ends = self._ends(accumulators, statistics, tails, reductions)
+        moved = shift is not None and shift.products
+        plain = row_operand.trivial and len(matrices) == 1 and not moved
+        return MatmulPlan(
+            program=self.program,
+            arguments=self.arguments,
+            row=self.row,
+            column=self.column,
+            contracted=self.contracted,
+            batch=self.batch,
+            rows={i: self._view(i) for i in matrices},
+            vectors={i: self._view(i) for i in vectors},
+            columns={i: self._view(i) for i in columns},
+            products=tuple((load, finals[i]) for load, i in columns.items()),
+            prologue=None if plain else row_operand,
+            statistics=statistics,
+            row_values=ends.row_values,
+            loads=ends.loads,
+            outputs=ends.outputs,
+            tails=ends.tails,
+            reductions=ends.reductions,
+            schedule=schedule,
+            vector_rows=vector_rows,
+            vector_products=vector_products,
+            shift=shift,
+        )
+
+    # ---------------------------------------------------------------------------- orientation
+
+    def _orient(self) -> None:
+        """Choose which operand is the column side, and with it the labels' roles."""
+        ops = self.program.ops
+        reference = (self.products or self.tails)[0]
+        over = ops[reference].attributes["over"]
+        a, b = (ops[i] for i in ops[reference].inputs)
+        shared = set(a.dims) & set(b.dims) - {over}
+        free_a = [d for d in a.dims if d not in shared and d != over]
+        free_b = [d for d in b.dims if d not in shared and d != over]
+        batch = shared | {d for d in (*free_a, *free_b) if self.program.tile[d] == 1}
+        free_a = [d for d in free_a if d not in batch]
+        free_b = [d for d in free_b if d not in batch]
+        if len(free_a) > 1 or len(free_b) > 1:
+            raise LoweringError(f"{self.where}: an operand has two labels that are tiled; only "
+                                "one row label and one column label can be")
+        self.batch = tuple(d for d in self.program.dims if d in batch)
+        sides = [(free_a, free_b, 1), (free_b, free_a, 0)]
+        sides.sort(key=lambda s: not self._last_in_store(s[1]))
+        for rows, columns, side in sides:
+            if self._fits(rows, columns, ops[reference].inputs[1 - side]):
+                self.row, self.column = rows[0], columns[0]
+                return
+        raise LoweringError(
+            f"{self.where}: no orientation fits: one operand of every product must be a tensor in "
+            "memory whose free label is tiled by 64, the other must be contiguous along "
+            f"{self.contracted} with a free label tiled by 8 to 256"
+        )
+
+    def _last_in_store(self, labels: list[str]) -> bool:
+        last = [op.attributes["map"][-1] for op in self.program.stores()]
+        return bool(labels) and all(d == labels[0] for d in last)
+
+    def _fits(self, rows: list[str], columns: list[str], row_operand: int) -> bool:
+        if len(rows) != 1 or len(columns) != 1:
+            return False
+        ops, tile = self.program.ops, self.program.tile
+        if tile[columns[0]] % COLUMN_BLOCK or tile[rows[0]] not in ROW_TILES:
+            return False
+        for product in (*self.products, *self.inner, *self.tails):
+            sides = ops[product].inputs
+            free = self.hidden if product in self.inner else {columns[0]}
+            if not any(self._is_load(i) and free & set(ops[i].dims) for i in sides):
+                return False
+        staged = {rows[0], self.contracted}
+        needed = self.program.dependence.before(row_operand)
+        loads = filter(self._is_load, needed)
+        matrices = [i for i in loads if staged <= set(ops[i].dims)]
+        return all(self._view(i).stride(self.contracted) == 1 for i in matrices)
+
+    # ---------------------------------------------------------------------------------- roles
+
+    def _view(self, i: int) -> View:
+        return view_of(self.program.ops[i], self.arguments)
+
+    def _is_load(self, i: int) -> bool:
+        return self.program.ops[i].kind == LOAD
+
+    def _row_operand(self) -> ThreadExpression:
+        ops = self.program.ops
+        pairs = [(i, self._column_operand(i)) for i in (*self.products, *self.inner)]
+        operands = {j for i, column in pairs for j in ops[i].inputs if j != column}
+        if len(operands) > 1:
+            raise LoweringError(f"{self.where}: products take different row operands")
+        shifted = self.shifted is not None and self.shifted.products
+        return self._row_side(operands.pop(), "row operand", shifted)
+
+    def _row_side(self, i: int, what: str, shifted: bool = True) -> ThreadExpression:
+        """An expression over row-side loads, and over what is shifted."""
+        leaf = self.shifted.value if self.shifted is not None and shifted else None
+
+        def is_leaf(j: int) -> bool:
+            return j == leaf or self._is_load(j)
+
+        return fuse(self.program, i, is_leaf, f"{self.where}, {what}")
+
+    def _shift(self) -> Shift | None:
+        if self.shifted is None:
+            return None
+        value, where = self.shifted.value, f"{self.where}, shifted rows"
+        source = fuse(self.program, value, self._is_load, where)
+        return Shift(value, source, self.shifted.products)
+
+    def _is_column_sum(self, op: BlockOp) -> bool:
+        """Whether an operation is a column operand's product with a vector of ones."""
+        summed = op.kind == "sum" and op.attributes["over"] == self.contracted
+        source = op.inputs[0] if summed else None
+        free = {self.column, *self.hidden}
+        return source is not None and self._is_load(source) and not free.isdisjoint(op.dims)
+
+    def _column_operand(self, product: int) -> int:
+        """The operand in memory, with a free label that is not the rows'."""
+        ops = self.program.ops
+        free = self.hidden if product in self.inner else {self.column}
+        return next(
+            i for i in ops[product].inputs
+            if self._is_load(i) and free & set(ops[i].dims) and self.row not in ops[i].dims
+        )
+
+    def _axes(self, label: str, *kinds: AxisKind) -> set[str]:
+        return {a.name for a in self.program.axes_of(label) if a.kind in kinds}
+
+    def _users(self, value: int) -> list[int]:
+        return [i for i, op in enumerate(self.program.ops) if value in op.inputs]
+
+    def _complete(self, value: int, axes: set[str] | None = None) -> int:
+        """Follow a value through its accumulate and cluster_reduce; the operation that ends it."""
+        ops = self.program.ops
+        if axes is None:
+            axes = self._axes(self.contracted, AxisKind.LOOP, AxisKind.CLUSTER)
+        while axes:
+            users = self._users(value)
+            kinds = (ACCUMULATE, CLUSTER_REDUCE)
+            if len(users) != 1 or ops[users[0]].kind not in kinds:
+                raise LoweringError(
+                    f"{self.where}: the partial result of operation {value} is used before it is "
+                    f"complete over {', '.join(sorted(axes))}"
+                )
+            value = users[0]
+            axes = axes - {ops[value].attributes["axis"]}
+        return value
+
+    # ----------------------------------------------------------------------------------- tails
+
+    def _tails(self) -> tuple[Tail, ...]:
+        """Products after the loop; their sources are completed by `_ends`."""
+        ops, loop = self.program.ops, self._axes(self.contracted, AxisKind.LOOP)
+        ended = {i: self._complete(i, loop) for i in self.inner}
+        states = check_block_program(self.program)
+        found: list[Tail] = []
+        for i in self.tails:
+            label = ops[i].attributes["over"]
+            whole = extent(self.program.dims[label])
+            held = self.program.tile[label] == whole and not self.program.axes_of(label)
+            if not held or whole > MAX_HIDDEN:
+                raise LoweringError(
+                    f"{self.where}: a product after the loop contracts {label} of {whole}; a "
+                    f"block has to hold all of it, and can hold {MAX_HIDDEN}"
+                )
+            load = self._column_operand(i)
+            (operand,) = (j for j in ops[i].inputs if j != load)
+            products = tuple(
+                (self._column_operand(p), ended[p]) for p in self.inner if label in ops[p].dims
+            )
+            cluster = self._axes(self.contracted, AxisKind.CLUSTER)
+            pending = cluster & states[i].pending
+            unfused = ThreadExpression((operand,), ())
+            found.append(Tail(label, whole, products, unfused, load, self._view(load),
+                              self._complete(i, pending), bool(cluster - pending)))
+        if len({t.hidden for t in found}) < len(found):
+            raise LoweringError(f"{self.where}: two products after the loop contract one label")
+        return tuple(found)
+
+    def _shared_accumulators(
+        self, finals: dict[int, int], tails: tuple[Tail, ...]
+    ) -> tuple[dict[int, int], tuple[Tail, ...]]:
+        """Products whose results are only added up share their accumulators.
+
+        before: ``add(c(X W), c(H B))``; after: both complete the sum.
+        """
+        ops = self.program.ops
+        # by operation: the products and the products after the loop that complete it
+        members = {v: ({i}, set[int]()) for i, v in finals.items()}
+        for n, tail in enumerate(tails):
+            members[tail.final] = (set(), {n})
+        for total, op in enumerate(ops):
+            known = op.kind == "add" and len(set(op.inputs)) == 2 and set(op.inputs) <= set(members)
+            if not known or any(self._users(i) != [total] for i in op.inputs):
+                continue
+            (p, t), (q, u) = (members[i] for i in op.inputs)
+            if t | u:
+                members = {k: v for k, v in members.items() if k not in op.inputs}
+                members[total] = (p | q, t | u)
+        finals = {i: final for final, (products, _) in members.items() for i in products}
+        of_tail = {n: final for final, (_, after) in members.items() for n in after}
+        return finals, tuple(replace(t, final=of_tail[n]) for n, t in enumerate(tails))
+
+    def _statistics(self) -> tuple[Statistic, ...]:
+        ops = self.program.ops
+        found: list[Statistic] = []
+        for i, op in enumerate(ops):
+            along_columns = op.kind in REDUCTIONS and op.attributes["over"] == self.column
+            if op.kind not in REDUCTIONS or along_columns or i in self.vectors:
+                continue
+            if op.attributes["over"] != self.contracted or self.column in op.dims:
+                raise LoweringError(
+                    f"{self.where}: {op.kind} over {op.attributes['over']} (operation {i}) is no "
+                    f"row statistic over {self.contracted}"
+                )
+            source = self._row_side(op.inputs[0], f"statistic {i}")
+            found.append(Statistic(self._complete(i), source, *self._reduced(op)))
+        return tuple(found)
+
+    def _reductions(self) -> tuple[ColumnReduction, ...]:
+        """Reductions along the columns; their sources are completed by `_ends`."""
+        found: list[ColumnReduction] = []
+        for i, op in enumerate(self.program.ops):
+            if op.kind not in REDUCTIONS or op.attributes["over"] != self.column:
+                continue
+            if self._axes(self.column, *(k for k in AxisKind if k != AxisKind.CLUSTER)):
+                raise LoweringError(
+                    f"{self.where}: {op.kind} over {self.column} (operation {i}) needs all columns "
+                    "in one block, or in one cluster"
+                )
+            if self._axes(self.contracted, AxisKind.CLUSTER):
+                raise LoweringError(
+                    f"{self.where}: {op.kind} over {self.column} (operation {i}) of products that "
+                    f"a cluster shares along {self.contracted}"
+                )
+            final = self._complete(i, self._axes(self.column, AxisKind.CLUSTER))
+            source = ThreadExpression(op.inputs, ())
+            found.append(ColumnReduction(final, source, *self._reduced(op)))
+        return tuple(found)
+
+    def _reduced(self, op: BlockOp) -> tuple[str, float]:
+        """How partial results are combined, and what the complete one is multiplied by."""
+        mean = op.kind == "mean"
+        scale = 1.0 / extent(self.program.dims[op.attributes["over"]]) if mean else 1.0
+        return "max" if op.kind == "max" else "sum", scale
+
+    def _ends(
+        self,
+        accumulators: set[int],
+        statistics: tuple[Statistic, ...],
+        tails: tuple[Tail, ...],
+        reductions: tuple[ColumnReduction, ...],
+    ) -> Ends:
+        """Fuse what stands between the loop and the stores."""
+        ops = self.program.ops
+        accumulators = accumulators | {f for t in tails for _, f in t.products}
+        reduced = {s.value for s in statistics}
+        along_columns = {r.value for r in reductions}
+        per_row = set(self.batch) | {self.row}
+        uses_statistic, uses_other = [False] * len(ops), [False] * len(ops)
+        for i, op in enumerate(ops):
+            uses_statistic[i] = i in reduced or any(uses_statistic[j] for j in op.inputs)
+            direct = op.kind == LOAD or i in along_columns
+            direct = direct or any(uses_other[j] for j in op.inputs)
+            uses_other[i] = i not in reduced and direct
+
+        def is_row_value(i: int) -> bool:
+            return uses_statistic[i] and not uses_other[i] and set(ops[i].dims) <= per_row
+
+        def is_leaf(i: int) -> bool:
+            known = i in accumulators or i in along_columns
+            return known or is_row_value(i) or self._is_load(i)
+
+        def fused(e: ThreadExpression, what: str) -> ThreadExpression:
+            return fuse(self.program, e.leaves[0], is_leaf, f"{self.where}, {what}")
+
+        stores: list[Output] = []
+        for op in self.program.stores():
+            what = f"store of {op.attributes['tensor']}"
+            if between := self.hidden & set(op.dims):
+                raise LoweringError(
+                    f"{self.where}, {what}: what lies between two products ({', '.join(between)}) "
+                    "stays in the block; store it by another kernel"
+                )
+            expression = fused(ThreadExpression(op.inputs, ()), what)
+            if not (accumulators | along_columns) & set(expression.leaves):
+                raise LoweringError(f"{self.where}, {what}: it does not depend on a product")
+            stores.append(Output(view_of(op, self.arguments), expression))
+        ends = Ends(
+            tuple(stores),
+            tuple(replace(t, source=fused(t.source, f"product over {t.hidden}")) for t in tails),
+            tuple(
+                replace(r, source=fused(r.source, f"reduction over {self.column}"))
+                for r in reductions
+            ),
+            {}, {},
+        )  # fmt: skip
+        leaves = sorted({leaf for e in ends.expressions for leaf in e.leaves})
+
+        def is_statistic(i: int) -> bool:
+            return i in reduced
+
+        where = f"{self.where}, row values"
+        ends = replace(
+            ends,
+            row_values={
+                i: fuse(self.program, i, is_statistic, where) for i in leaves if is_row_value(i)
+            },
+            loads={i: self._view(i) for i in leaves if self._is_load(i)},
+        )
+        for i in ends.row_values:
+            # one reciprocal for each row in place of a division for every element
+            if only_divides(ends.expressions, i):
+                ends = ends.inverted(i)
+        return ends
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What happens to the accumulators: fused expressions and their leaves."""
+
+    outputs: tuple[Output, ...]
+    tails: tuple[Tail, ...]
+    reductions: tuple[ColumnReduction, ...]
+    row_values: dict[int, ThreadExpression]
+    loads: dict[int, View]
+
+    @property
+    def expressions(self) -> list[ThreadExpression]:
+        """All of them."""
+        sources = [x.source for x in (*self.tails, *self.reductions)]
+        return [o.expression for o in self.outputs] + sources
+
+    def inverted(self, i: int) -> Ends:
+        """With the reciprocal of a row value, which multiplies where the value divided."""
+        return Ends(
+            tuple(replace(o, expression=multiply_by(o.expression, i)) for o in self.outputs),
+            tuple(replace(t, source=multiply_by(t.source, i)) for t in self.tails),
+            tuple(replace(r, source=multiply_by(r.source, i)) for r in self.reductions),
+            {**self.row_values, i: reciprocal(self.row_values[i])},
+            self.loads,
+        )

@@ -1,0 +1,171 @@
+"""Row operands that are moved next to zero, so that differences of large sums do not cancel.
+
+One walk over K gives LayerNorm and Linear from ``mean(x^2) - mean(x)^2`` and from
+``X W - mean(x) sum(W)``. In floating point both lose everything where the mean is large: at a mean
+of 1000 and a deviation of 1 the squares agree in 6 of the 7 digits of fp32. Both are also what
+they are for ``x - c`` in place of x, for any number c of the row. With c near the mean nothing
+cancels (shifted data: Chan, Golub and LeVeque, "Algorithms for computing the sample variance",
+The American Statistician 37, 1983).
+
+c is the mean of a sample of the row. The mean of n of K numbers is at most ``sqrt(K / n)``
+deviations away from the mean of all, whatever the numbers are: with 64 of 4096 the squares are at
+most 65 times the variance and lose 6 of 24 bits, where they would lose all; usually c is an eighth
+of a deviation away. The product is taken of ``x - c`` as well, which is rounded to 16 bits like the
+normalized row would be.
+
+Whether a program allows this is found by evaluating it in the finite field, once as it is and once
+shifted: a value that does not change although its operands do is a difference that cancels; then
+all that is stored must not change either, if the products take the shifted rows as well, or if they
+do not (``X W / sqrt(mean(x^2) - mean(x)^2)``). There is no pattern to match.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cutesuper.ir.block import ENDING, LOAD, STORE, BlockProgram
+from cutesuper.ir.field import DivisionByZero, FieldAlgebra, FieldValue, draw_primes, uniform
+from cutesuper.ir.operators.base import lookup
+
+#: rows of a tile: with 256 rows of which a thread of the helper warps has 16, numbers to subtract
+#: and sums take 16 bytes of stack
+MAX_SHIFTED_ROWS = 128
+#: extent of every label in the field
+_EXTENT = 3
+#: draws of the inputs, where one divides by zero
+_DRAWS = 8
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """What has to be shifted.
+
+    Attributes:
+        value: the operation whose users see the difference.
+        products: whether products see it too, and not only statistics.
+        refused: why that does not help, None where it does.
+    """
+
+    value: int
+    products: bool
+    refused: str | None = None
+
+
+def find_shift(program: BlockProgram, row: str, column: str, contracted: str) -> Shifted | None:
+    """What to shift so that no difference cancels; None where none does.
+
+    before: ``mean(x * x) - mean(x) * mean(x)``, in any association; after: the operation x.
+    """
+    statistics = {
+        op.inputs[0]: i
+        for i, op in enumerate(program.ops)
+        if op.kind in ("sum", "mean")
+        and op.attributes["over"] == contracted
+        and {row, contracted} <= set(program.ops[op.inputs[0]].dims)
+        and column not in program.ops[op.inputs[0]].dims
+    }
+    found: list[Shifted] = []
+    for value, statistic in statistics.items():
+        cancelling, changed = _effect(program, value, contracted, True)
+        if cancelling is None:
+            continue
+        products = changed is None
+        why = None
+        if not products and _effect(program, value, contracted, False)[1] is not None:
+            why = (
+                f"{program.ops[cancelling].kind} (operation {cancelling}) is a difference of sums "
+                f"over {contracted} that loses all digits where the mean of operation {value} is "
+                f"large (operation {statistic}), and {changed} depends on that mean"
+            )
+        found.append(Shifted(value, products, why))
+    if len(found) > 1:
+        values = ", ".join(str(s.value) for s in found)
+        why = f"operations {values} all have sums over {contracted} that cancel"
+        return Shifted(found[0].value, False, why)
+    return found[0] if found else None
+
+
+def _effect(
+    program: BlockProgram, value: int, contracted: str, products: bool
+) -> tuple[int | None, str | None]:
+    """The first difference that cancels a shift of ``value``, and a stored tensor that does not.
+
+    A quotient may lose a factor of the row as well (``y / mean_N(y)`` with y = X W / mean_K(X^2)),
+    but it loses no digits by that.
+    """
+    for seed in range(_DRAWS):
+        try:
+            plain = _values(program, seed)
+            moved = _values(program, seed, value, contracted, None if products else plain)
+            break
+        except DivisionByZero:
+            continue
+    else:
+        return None, None
+    same = [_equal(a, b) for a, b in zip(plain, moved, strict=True)]
+    stores = {
+        i: str(op.attributes["tensor"]) for i, op in enumerate(program.ops) if op.kind == STORE
+    }
+    cancelling = next(
+        (
+            i
+            for i, op in enumerate(program.ops)
+            if op.kind in ("add", "sub") and same[i] and not all(same[j] for j in op.inputs)
+        ),
+        None,
+    )
+    return cancelling, next((name for i, name in stores.items() if not same[i]), None)
+
+
+def _equal(a: FieldValue, b: FieldValue) -> bool:
+    return a.dims == b.dims and bool(np.array_equal(a.p, b.p))
+
+
+def _values(
+    program: BlockProgram, seed: int, shifted: int | None = None, contracted: str = "",
+    multiplied: list[FieldValue] | None = None,
+) -> list[FieldValue]:
+    """Every operation's value, all tiles of a label at once; ``shifted`` less a value per row.
+
+    Products take their operands from ``multiplied``, where it is given.
+    """
+    constants = (op.attributes["value"] for op in program.ops if op.kind == "constant")
+    primes = draw_primes([seed], constants)
+    a, rng = FieldAlgebra(seed, primes=primes), np.random.default_rng(seed)
+    loaded: dict[Any, FieldValue] = {}
+    values: list[FieldValue] = []
+    for i, op in enumerate(program.ops):
+        args = [values[j] for j in op.inputs]
+        if op.kind == LOAD:
+            key = op.attributes["tensor"], op.attributes["map"]
+            if key not in loaded:
+                loaded[key] = uniform(rng, op.dims, [_EXTENT] * len(op.dims), False, primes)
+            value = loaded[key]
+        elif op.kind in (STORE, *ENDING):
+            value = args[0]
+        elif "over" in op.attributes:
+            if op.kind == "matmul" and multiplied is not None:
+                args = [multiplied[j] for j in op.inputs]
+            value = _reduced(a, op.kind, args, op.attributes["over"])
+        elif lookup(op.kind).masks:
+            value = args[0]  # no skeleton with sums runs it
+        else:
+            value = lookup(op.kind).symbolic(a, args, op.attributes)
+        if i == shifted:
+            rows = tuple(d for d in op.dims if d != contracted)
+            own = np.random.default_rng([seed, 1])
+            value = a.sub(value, uniform(own, rows, [_EXTENT] * len(rows), False, primes))
+        values.append(value)
+    return values
+
+
+def _reduced(a: FieldAlgebra, kind: str, args: list[FieldValue], over: str) -> FieldValue:
+    if kind == "matmul":
+        return a.matmul(args[0], args[1], (over,))
+    if kind == "max":
+        return a.max(args[0], (over,))
+    total = a.sum(args[0], (over,), {over: _EXTENT})
+    return a.div(total, a.constant(float(_EXTENT))) if kind == "mean" else total

@@ -1,0 +1,29 @@
+"""Products of a vector and a matrix beside those of rows: ``G[K] @ W[K, N]``, ``sum_K(W[K, N])``.
+
+LayerNorm and Linear need them: ``LN(X) W = (X G W - mean(X) (G W)) / s + B W``. The search offers
+what the schedule can plan: all vectors of a kernel are rows of one more tile of 8.
+"""
+
+from __future__ import annotations
+
+from cutesuper.ir.block import BlockOp, BlockProgram
+
+#: rows of the smallest tensor-core instruction
+MAX_VECTORS = 8
+
+
+def vector_products(
+    program: BlockProgram, row: str, column: str, contracted: str
+) -> list[BlockOp]:
+    """The operations that reduce a column operand with a vector, or by itself (with ones).
+
+    Their last input is the column operand; one that multiplies has the vector before it.
+    """
+    return [
+        op
+        for op in program.ops
+        if op.attributes.get("over") == contracted
+        and column in op.dims
+        and row not in op.dims
+        and contracted in program.ops[op.inputs[-1]].dims
+    ]

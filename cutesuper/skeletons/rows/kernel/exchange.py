@@ -1,0 +1,163 @@
+"""How reductions along a row travel: shuffles, then slots of all warps and blocks that share it.
+
+Every warp writes (or, in a cluster, sends to every block) one value for each reduction and row, and
+everybody adds up all of them in the same order. In larger clusters the warps of a block meet first,
+and one of them sends what the block has: 8 blocks of 16 warps would send 128 values to each block,
+which 512 threads would all add up (a third of the instructions of LayerNorm's backward pass).
+
+There are two sets of slots, for even and odd tiles, so one barrier a level does: who writes a set
+again has passed the barrier in between.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cutesuper.device.fragments import combine, tree
+from cutesuper.device.memory import float_bits, push
+
+if TYPE_CHECKING:
+    from cutesuper.skeletons.rows.kernel.loop import RowLoopKernel
+
+
+class Exchange:
+    """Completes the reductions of a level."""
+
+    def __init__(self, kernel: RowLoopKernel) -> None:
+        self.k = kernel
+        plan = self.plan = kernel.plan
+        self.warps = plan.warps_per_row
+        self.senders = plan.senders
+        counts = [len(level.reductions) for level in plan.levels]
+        #: slots before those of each level, in values of rows
+        self.before = [sum(counts[:n]) for n in range(len(counts))]
+        #: slots of a set: of the warps of this block, where they meet first, behind those of all
+        self.each = plan.slots // 2
+
+    @cute.jit
+    def start_barriers(self, smem, tidx):
+        """One barrier for each level and set of slots, which counts what a cluster sends."""
+        if cutlass.const_expr(self.plan.cluster > 1):
+            if tidx == 0:
+                for n in cutlass.range_constexpr(2 * len(self.plan.levels)):
+                    cute.arch.mbarrier_init(smem["reduced"] + n, 1)
+                cute.arch.mbarrier_init_fence()
+
+    @cute.jit
+    def arm(self, it, smem, place):
+        """Expect this tile's values from the cluster."""
+        if cutlass.const_expr(self.plan.cluster > 1):
+            if place["thread"] == 0:
+                for n in cutlass.range_constexpr(len(self.plan.levels)):
+                    count = len(self.plan.levels[n].reductions)
+                    if cutlass.const_expr(count > 0):
+                        size = 4 * count * self.plan.tile_rows * self.senders
+                        barrier = smem["reduced"] + (2 * n + it % 2)
+                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+
+    def meet(self, n: int, it: Any, partial: dict[tuple[int, int], Any], smem: dict[str, Any],
+             place: dict[str, Any]) -> dict[tuple[int, int], Any]:
+        """Hand over what this warp has of every reduction of level n and row; when it returns,
+        everybody in the block has, and has read its tile."""
+        plan, k = self.plan, self.k
+        reduced = {key: self.warp(k.kind(key[0]), x) for key, x in partial.items()}
+        warp = (place["lane"] // 32) % self.warps
+        if self.senders > 1:
+            for (i, r), x in reduced.items():
+                base = self.slot(n, i, r, it, smem, place)
+                if plan.meets_in_block:
+                    self.put(self.block_slot(n, i, r, it, smem, place) + warp, x, place)
+                elif plan.cluster > 1:
+                    self.send(base + place["rank"] * self.warps + warp, x, n, it, smem, place)
+                else:
+                    self.put(base + warp, x, place)
+        alone = plan.cluster == 1 or plan.meets_in_block
+        if (n == 0 and k.tiles.stages) or (self.senders > 1 and alone):
+            cute.arch.sync_threads()
+        if plan.meets_in_block:
+            for index, (i, r) in enumerate(reduced):
+                self.send_block(n, i, r, it, warp == index % self.warps, smem, place)
+        return reduced
+
+    @cute.jit
+    def send_block(self, n: cutlass.Constexpr, i: cutlass.Constexpr, r: cutlass.Constexpr, it,
+                   mine, smem, place):
+        """What all warps of this block have, to all blocks, by one warp."""
+        if mine:
+            kind = self.k.kind(i)
+            x = self.add(kind, self.block_slot(n, i, r, it, smem, place), self.warps)
+            self.send(self.slot(n, i, r, it, smem, place) + place["rank"], x, n, it, smem, place)
+
+    def gather(self, n: int, it: Any, reduced: dict[tuple[int, int], Any], smem: dict[str, Any],
+               place: dict[str, Any]) -> dict[tuple[int, int], Any]:
+        """Complete values of all reductions of level n, for every row of this thread."""
+        if self.senders == 1 or not reduced:
+            return reduced
+        if self.plan.cluster > 1:
+            cute.arch.mbarrier_wait(smem["reduced"] + (2 * n + it % 2), (it // 2) % 2)
+        return {
+            (i, r): self.add(
+                self.k.kind(i), self.slot(n, i, r, it, smem, place), self.senders
+            )
+            for i, r in reduced
+        }
+
+    def warp(self, kind: str, x: Any) -> Any:
+        """Combine over the lanes of a warp that share a row."""
+        distance = min(self.k.lanes, 32) // 2
+        while distance:
+            x = combine(kind, x, cute.arch.shuffle_sync_bfly(x, distance))
+            distance //= 2
+        return x
+
+    def slot(self, n: int, i: int, r: int, it: Any, smem: dict[str, Any],
+             place: dict[str, Any]) -> cute.Pointer:
+        """Where the values of a reduction and row are."""
+        at = self.value_of(n, i, r, place) * self.senders
+        return smem["slots"] + ((it % 2) * self.each + at)
+
+    def block_slot(self, n: int, i: int, r: int, it: Any, smem: dict[str, Any],
+                   place: dict[str, Any]) -> cute.Pointer:
+        """The same of the warps of this block, which only they write."""
+        at = self.plan.sent_slots + self.value_of(n, i, r, place) * self.warps
+        return smem["slots"] + ((it % 2) * self.each + at)
+
+    def value_of(self, n: int, i: int, r: int, place: dict[str, Any]) -> Any:
+        """The number of a reduction and row."""
+        index = self.before[n] + self.plan.levels[n].reductions.index(i)
+        return index * self.plan.tile_rows + place["group"] * self.plan.schedule.depth + r
+
+    @cute.jit
+    def put(self, slot, value, place):
+        """A warp's value."""
+        if place["lane"] % 32 == 0:
+            cute.make_tensor(slot, cute.make_layout(1))[0] = value
+
+    @cute.jit
+    def send(self, slot, value, n: cutlass.Constexpr, it, smem, place):
+        """A warp's value, to all blocks of the cluster: each lane has a receiver."""
+        peer = place["thread"] % 32
+        sends = peer < self.plan.cluster
+        if cutlass.const_expr(self.k.lanes < 32):
+            # a warp has several rows; the first lanes of each send its value
+            peer = place["lane"]
+            sends = peer < self.plan.cluster
+        if sends:
+            push(slot, (float_bits(value),), smem["reduced"] + (2 * n + it % 2), peer)
+
+    def add(self, kind: str, slot: cute.Pointer, count: int) -> Any:
+        """Combine ``count`` values, in their order."""
+        wide = next(n for n in (4, 2, 1) if count % n == 0)
+        registers = cute.make_rmem_tensor(cute.make_layout(count), Float32)
+        for s in range(0, count, wide):
+            source = cute.make_tensor((slot + s).align(4 * wide), cute.make_layout(wide))
+            cute.autovec_copy(source, cute.make_tensor(registers.iterator + s,
+                                                       cute.make_layout(wide)))
+        return tree(kind, [registers[s] for s in range(count)])
+
+
+__all__ = ["Exchange"]

@@ -1,0 +1,379 @@
+"""The end of a row loop: sums over rows that every block has a part of.
+
+Every block leaves its sums in device memory and meets all others there; then each block adds up
+some columns, in the order of the parts, so that results are the same bits every time. Meeting takes
+1.6 us at 4096x4096; one block that adds everything up takes 13.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cutesuper.device.fragments import NEUTRAL, combine
+from cutesuper.device.math import choose
+from cutesuper.ir.block import LOAD
+from cutesuper.ir.dims import ceil_div
+from cutesuper.ir.operators.base import lookup
+from cutesuper.skeletons.kernel.arguments import ELEMENT, unravel
+from cutesuper.skeletons.rows.plan import power_of_two
+
+if TYPE_CHECKING:
+    from cutesuper.skeletons.rows.kernel.loop import RowLoopKernel
+
+#: fp32 values of an access
+ITEM = 4
+#: parts that a thread reads at a time
+IN_FLIGHT = 8
+
+
+class Finish:
+    """Completes sums over rows."""
+
+    def __init__(self, kernel: RowLoopKernel) -> None:
+        self.k = kernel
+        plan = self.plan = kernel.plan
+        self.groups = plan.schedule.groups
+        #: 16-byte items of a slice, of all sums
+        self.items = len(plan.sums) * (plan.slice_columns // ITEM) if plan.sums else 0
+        #: threads side by side; the others take other parts of the same items
+        self.across = min(plan.threads, power_of_two(max(1, self.items)))
+        self.down = plan.threads // self.across
+        #: of which warps leave one each
+        self.rows_left = plan.threads // max(32, self.across)
+
+    @cute.jit
+    def leave_all(self, sums, smem, scratch, place):
+        """From the registers of this block to device memory, and say so."""
+        partials, counter = scratch
+        memory = cute.recast_ptr(smem["ring"], dtype=Float32)
+        for s in cutlass.range_constexpr(len(self.plan.sums)):
+            acc = sums[s]
+            if cutlass.const_expr(not self.plan.has_columns(self.plan.sums[s])):
+                acc = self.as_columns(acc[0], self.plan.sums[s].op, place)
+            self.leave(s, acc, memory, partials, place)
+        cute.arch.sync_threads()
+        if place["thread"] == 0:
+            step = Int32(1)
+            if place["block"] == 0:
+                step = Int32(1 - self.plan.grid_blocks)
+            cute.arch.atomic_add(counter.iterator, step, sem="release", scope="gpu")
+
+    @cute.jit
+    def run(self, smem, tensors, scratch, place):
+        """Wait for all blocks, then add up some columns."""
+        partials, counter = scratch
+        memory = cute.recast_ptr(smem["ring"], dtype=Float32)
+        self.meet(counter, place)
+        plan = self.plan
+        slices = ceil_div(plan.length, plan.slice_columns)
+        for index in cutlass.range(place["block"], slices * plan.units, plan.grid_blocks, unroll=1):
+            self.add_slice(index // slices, (index % slices) * plan.slice_columns, memory, partials,
+                           tensors, place)
+
+    # ---------------------------------------------------------------------------------- every block
+
+    def part_of(self, unit: Any, part: Any, s: int, partials: cute.Tensor) -> cute.Pointer:
+        """Where a partial result begins."""
+        plan = self.plan
+        index = (unit * plan.partials + part) * len(plan.sums) + s
+        return partials.iterator + index * plan.pitch
+
+    def as_columns(self, acc: cute.Tensor, op: str, place: dict[str, Any]) -> list[cute.Tensor]:
+        """A value of rows as column 0 of rows: that of the group's first thread, in the first block
+        of the cluster."""
+        k, found = self.k, []
+        for p in range(k.chunks // k.piece):
+            fragment = cute.make_rmem_tensor(cute.make_layout((k.vector, k.piece)), Float32)
+            fragment.fill(NEUTRAL[op])
+            if p == 0:
+                inside = place["lane"] + place["part"] == 0
+                fragment[0, 0] = choose(inside, acc[0], NEUTRAL[op])
+            found.append(fragment)
+        return found
+
+    @cute.jit
+    def leave(self, s: cutlass.Constexpr, acc, memory, partials, place):
+        """Write this block's sum, that of all its groups together."""
+        plan = self.plan
+        target = self.part_of(*self.unit_and_part(place), s, partials)
+        target = target + place["part"] * plan.covered
+        if cutlass.const_expr(self.groups == 1):
+            self.write(acc, target, place["first"])
+        else:
+            cute.arch.sync_threads()
+            self.write(acc, memory + place["group"] * plan.covered, place["first"])
+            cute.arch.sync_threads()
+            for item in cutlass.range(place["thread"], plan.covered // ITEM, plan.threads,
+                                      unroll=1):
+                values = self.get(memory + item * ITEM)
+                for g in cutlass.range_constexpr(1, self.groups):
+                    other = self.get(memory + (g * plan.covered + item * ITEM))
+                    for e in cutlass.range_constexpr(ITEM):
+                        values[e] = combine(plan.sums[s].op, values[e], other[e])
+                self.put(values, target + item * ITEM)
+
+    def write(self, acc: list[cute.Tensor], target: cute.Pointer, first: Any) -> None:
+        """All of a thread's columns."""
+        k = self.k
+        for p, fragment in enumerate(acc):
+            for c in range(k.piece):
+                for e in range(0, k.vector, min(ITEM, k.vector)):
+                    wide = min(ITEM, k.vector)
+                    own = cute.make_tensor(fragment[None, c].iterator + e, cute.make_layout(wide))
+                    at = (target + (first + (k.chunk_at(p, c) + e))).align(4 * wide)
+                    cute.autovec_copy(own, cute.make_tensor(at, cute.make_layout(wide)))
+
+    def unit_and_part(self, place: dict[str, Any]) -> tuple[Any, Any]:
+        """Which result a block has a part of, and which part."""
+        plan = self.plan
+        unit: Any = Int32(0)
+        part: Any = Int32(0)
+        for d in plan.outer:
+            count = plan.program.dims[d]
+            if d in plan.kept_outer:
+                unit = unit * count + place["outer"][d]
+            else:
+                part = part * count + place["outer"][d]
+        return unit, part * place["walkers"] + place["walker"]
+
+    @cute.jit
+    def meet(self, counter, place):
+        """Wait until all blocks are here: one of them has taken from the counter what the others
+        add, so it is 0 again when all have come, and not before.
+
+        Nobody has to count who has gone on, which each block would wait for, a way to L2 and back.
+        All blocks are resident: the launch is cooperative.
+        """
+        if place["thread"] == 0:
+            missing = Int32(1)
+            while missing != 0:
+                # a fence after relaxed loads would also wait for the stores of the last tile
+                missing = cute.arch.load(counter.iterator, Int32, sem="acquire", scope="gpu")
+        cute.arch.sync_threads()
+
+    # -------------------------------------------------------------------------------------- a slice
+
+    @cute.jit
+    def add_slice(self, unit, column, memory, partials, tensors, place):
+        """Add up the parts of some columns, then apply and store what follows."""
+        plan = self.plan
+        x, y = place["thread"] % self.across, place["thread"] // self.across
+        totals, partial = memory, memory + len(plan.sums) * plan.slice_columns
+        if cutlass.const_expr(self.down == 1):
+            for item in cutlass.range(x, self.items, self.across, unroll=1):
+                self.put(self.add_item(unit, column, item, y, partials), totals + item * ITEM)
+        else:
+            item = cutlass.min(x, self.items - 1)
+            values = self.add_item(unit, column, item, y, partials)
+            distance = 16
+            while cutlass.const_expr(distance >= self.across):
+                self.merge(values, self.neighbour(values, distance), item)
+                distance = distance // 2
+            if cutlass.const_expr(self.rows_left > 1):
+                cute.arch.sync_threads()
+                if place["thread"] % 32 < self.across or self.across > 32:
+                    self.put(values, partial + (self.row_of(place) * self.across + x) * ITEM)
+                cute.arch.sync_threads()
+                if y == 0 and x < self.items:
+                    self.add_rows(partial + x * ITEM, item, totals + x * ITEM)
+            else:
+                if y == 0 and x < self.items:
+                    self.put(values, totals + x * ITEM)
+        cute.arch.sync_threads()
+        for quad in cutlass.range(place["thread"], plan.slice_columns // ITEM, plan.threads,
+                                  unroll=1):
+            self.finish_quad(unit, column, quad, totals, tensors)
+        cute.arch.sync_threads()
+
+    def add_rows(self, partial: cute.Pointer, item: Any, total: cute.Pointer) -> None:
+        """Combine what the warps have left of an item."""
+        values = self.get(partial)
+        for n in range(1, self.rows_left):
+            self.merge(values, self.get(partial + n * self.across * ITEM), item)
+        self.put(values, total)
+
+    def row_of(self, place: dict[str, Any]) -> Any:
+        """Which of the rows of partial sums a thread writes: a warp's lanes have met before."""
+        return place["thread"] // max(32, self.across)
+
+    def neighbour(self, values: cute.Tensor, distance: int) -> cute.Tensor:
+        """What the lane at some distance has."""
+        other = cute.make_rmem_tensor(cute.make_layout(ITEM), Float32)
+        for e in range(ITEM):
+            other[e] = cute.arch.shuffle_sync_bfly(values[e], distance)
+        return other
+
+    @cute.jit
+    def add_item(self, unit, column, item, y, partials):
+        """This thread's parts of 4 columns of one sum."""
+        plan = self.plan
+        quads = plan.slice_columns // ITEM
+        s, quad = item // quads, item % quads
+        values = cute.make_rmem_tensor(cute.make_layout(ITEM), Float32)
+        neutral = Float32(NEUTRAL[plan.sums[0].op])
+        if cutlass.const_expr(len({t.op for t in plan.sums}) > 1):
+            for n in cutlass.range_constexpr(len(plan.sums)):
+                if s == n:
+                    neutral = Float32(NEUTRAL[plan.sums[n].op])
+        values.fill(neutral)
+        # the last slice may reach past the end, where there is nothing to read
+        at = cutlass.min(column + quad * ITEM, (plan.length - 1) // ITEM * ITEM)
+        # parts of rows have padding between them
+        where = at // plan.width * plan.covered + at % plan.width
+        each = len(plan.sums) * plan.pitch
+        base = self.part_of(unit, 0, 0, partials) + (s * plan.pitch + where)
+        # several loads are in flight: one after the other they take 0.7 us each
+        ahead = min(IN_FLIGHT, ceil_div(plan.partials, self.down))
+        for first in cutlass.range(y, plan.partials, self.down * ahead, unroll=1):
+            found = []
+            for n in cutlass.range_constexpr(ahead):
+                found.append(self.get_inside(base, first + n * self.down, each, neutral))
+            # in pairs: rounded 4 times at most in place of 8
+            distance = 1
+            while cutlass.const_expr(distance < ahead):
+                for n in cutlass.range_constexpr(0, ahead - distance, 2 * distance):
+                    self.merge(found[n], found[n + distance], item)
+                distance = 2 * distance
+            self.merge(values, found[0], item)
+        return values
+
+    def get_inside(self, base: Any, part: Any, each: int, neutral: Any) -> cute.Tensor:
+        """4 values of a part, if there is one; a branch for each load would put them on the
+        stack."""
+        last = self.plan.partials - 1
+        values = self.get(base + cutlass.min(part, last) * each)
+        for e in range(ITEM):
+            values[e] = choose(part <= last, values[e], neutral)
+        return values
+
+    @cute.jit
+    def merge(self, values, other, item):
+        """Combine two parts of an item."""
+        plan = self.plan
+        quads = plan.slice_columns // ITEM
+        kinds = sorted({t.op for t in plan.sums})
+        for e in cutlass.range_constexpr(ITEM):
+            if cutlass.const_expr(len(kinds) == 1):
+                values[e] = combine(kinds[0], values[e], other[e])
+            else:
+                x = combine("sum", values[e], other[e])
+                for n in cutlass.range_constexpr(len(plan.sums)):
+                    if cutlass.const_expr(plan.sums[n].op == "max"):
+                        if item // quads == n:
+                            x = combine("max", values[e], other[e])
+                values[e] = x
+
+    @cute.jit
+    def finish_quad(self, unit, column, quad, totals, tensors):
+        """Apply what follows the sums to 4 columns, and store them."""
+        plan = self.plan
+        outer = unravel(unit, {d: plan.program.dims[d] for d in plan.kept_outer})
+        known = {}
+        for n in cutlass.range_constexpr(len(plan.sums)):
+            s = plan.sums[n]
+            values = self.get(totals + (n * plan.slice_columns + quad * ITEM)).load()
+            if cutlass.const_expr(not plan.has_columns(s)):
+                values = values[0]
+            known[s.final] = self.mean(values, s.means, tensors)
+        first = column + quad * ITEM
+        for i in cutlass.range_constexpr(len(plan.program.ops)):
+            if cutlass.const_expr(i in plan.stores and i not in self.in_loop()):
+                value = self.value(plan.program.ops[i].inputs[0], known, first, outer, tensors)
+                self.store(i, value, first, outer, tensors)
+
+    def mean(self, values: Any, labels: tuple[str, ...], tensors: list[cute.Tensor]) -> Any:
+        """A sum divided by the extents of some labels."""
+        count: Any = 1
+        for d in labels:
+            count = count * self.k.extents.of(d, tensors)
+        if isinstance(count, int) and count & (count - 1) == 0:
+            return values * (1.0 / count)
+        return values / Float32(count)  # rounded once; there are few of them
+
+    def in_loop(self) -> set[int]:
+        """Stores that every tile makes."""
+        return {i for level in self.plan.levels for i in level.stores}
+
+    def value(self, i: int, known: dict[int, Any], first: Any, outer: dict[str, Any],
+              tensors: list[cute.Tensor]) -> Any:
+        """The value of an operation at 4 columns."""
+        if i not in known:
+            op = self.plan.program.ops[i]
+            if op.kind == LOAD:
+                known[i] = self.load(i, first, outer, tensors)
+            else:
+                args = [self.value(j, known, first, outer, tensors) for j in op.inputs]
+                known[i] = lookup(op.kind).scalar(self.k.math, args, op.attributes)
+        return known[i]
+
+    @cute.jit
+    def load(self, i: cutlass.Constexpr, first, outer, tensors):
+        """4 columns of a load, or a number."""
+        plan, view = self.plan, self.plan.loads[i]
+        base = tensors[view.argument].iterator + self.offset(view, first, outer)
+        if cutlass.const_expr(plan.column not in view.labels):
+            result = cute.make_tensor(base, cute.make_layout(1))[0].to(Float32)
+        else:
+            dtype = ELEMENT[plan.arguments[view.argument].dtype]
+            registers = cute.make_rmem_tensor(cute.make_layout(ITEM), dtype)
+            registers.fill(0)
+            for e in cutlass.range_constexpr(ITEM):
+                if first + e < plan.length:
+                    at = base + e * view.stride(plan.column)
+                    registers[e] = cute.make_tensor(at, cute.make_layout(1))[0]
+            result = registers.load().to(Float32)
+        return result
+
+    def offset(self, view: Any, first: Any, outer: dict[str, Any]) -> Any:
+        """Offset in elements of the first column."""
+        at = first * view.stride(self.plan.column)  # 0 for what has no columns
+        for d, index in outer.items():
+            at = at + index * view.stride(d)
+        return at
+
+    @cute.jit
+    def store(self, i: cutlass.Constexpr, value, first, outer, tensors):
+        """Write 4 columns, those before the end of the row."""
+        plan, view = self.plan, self.plan.stores[i]
+        dtype = ELEMENT[plan.arguments[view.argument].dtype]
+        base = tensors[view.argument].iterator + self.offset(view, first, outer)
+        if cutlass.const_expr(plan.column not in view.labels):
+            if first == 0:
+                cute.make_tensor(base, cute.make_layout(1))[0] = Float32(value).to(dtype)
+        else:
+            registers = cute.make_rmem_tensor(cute.make_layout(ITEM), dtype)
+            registers.store(value.to(dtype))
+            self.store_columns(view, base, registers, first)
+
+    @cute.jit
+    def store_columns(self, view: cutlass.Constexpr, base, registers, first):
+        """4 neighbouring columns."""
+        plan = self.plan
+        dtype = ELEMENT[plan.arguments[view.argument].dtype]
+        if cutlass.const_expr(plan.length % ITEM == 0 and view.stride(plan.column) == 1):
+            if first < plan.length:
+                at = base.align(ITEM * dtype.width // 8)
+                cute.autovec_copy(registers, cute.make_tensor(at, cute.make_layout(ITEM)))
+        else:
+            for e in cutlass.range_constexpr(ITEM):
+                if first + e < plan.length:
+                    at = base + e * view.stride(plan.column)
+                    cute.make_tensor(at, cute.make_layout(1))[0] = registers[e]
+
+    # --------------------------------------------------------------------------------------- access
+
+    def get(self, at: cute.Pointer) -> cute.Tensor:
+        """4 values."""
+        registers = cute.make_rmem_tensor(cute.make_layout(ITEM), Float32)
+        source = cute.make_tensor(at.align(4 * ITEM), cute.make_layout(ITEM))
+        cute.autovec_copy(source, registers)
+        return registers
+
+    def put(self, registers: cute.Tensor, at: cute.Pointer) -> None:
+        """The inverse of `get`."""
+        target = cute.make_tensor(at.align(4 * ITEM), cute.make_layout(ITEM))
+        cute.autovec_copy(registers, target)

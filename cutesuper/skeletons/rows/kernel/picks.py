@@ -1,0 +1,108 @@
+"""Sums along a row of which one element is not 0: that element, read by itself.
+
+before: ``sum(pick(x, label))``, a comparison, a choice and an addition for every element; after:
+``x[label]``, or 0 where the label is no column, by as many loads as x is computed of. Every thread
+of a row, and every block of a cluster, reads the same elements, so nothing is exchanged and results
+are the same bits. They are asked for with the tile: from the stage where it has whole rows, else
+from device memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cutlass_dsl import select_
+
+from cutesuper.device.math import choose
+from cutesuper.ir.block import LOAD
+from cutesuper.skeletons.kernel.arguments import ELEMENT
+
+if TYPE_CHECKING:
+    from cutesuper.skeletons.rows.kernel.loop import RowLoopKernel, Values
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The element of a row.
+
+    Attributes:
+        column: where it is; 0 where the label is no column.
+        inside: whether the label is one.
+        elements: by load, of all loads with the column, as they are stored.
+    """
+
+    column: Any
+    inside: Any
+    elements: dict[int, Any]
+
+
+class Picks:
+    """What is read by itself, for one kernel."""
+
+    def __init__(self, kernel: RowLoopKernel) -> None:
+        self.k = kernel
+        self.plan = kernel.plan
+        #: loads with the column that each element is computed of
+        self.leaves = {end: self._leaves(self._source(end)) for end in self.plan.picked}
+
+    def _source(self, end: int) -> int:
+        """The operation that has one element of each row and zeros."""
+        ops = self.plan.program.ops
+        return ops[self.plan.picked[end]].inputs[0]
+
+    def _leaves(self, i: int) -> list[int]:
+        ops, column = self.plan.program.ops, self.plan.column
+        found, stack = dict[int, None](), [i]
+        while stack:
+            j = stack.pop()
+            if j not in found and column in ops[j].dims:
+                found[j] = None
+                stack += reversed(ops[j].inputs)
+        return [j for j in found if ops[j].kind == LOAD]
+
+    def ask(self, end: int, row: dict[str, Any], tensors: list[cute.Tensor],
+            place: dict[str, Any]) -> Asked:
+        """Read the elements of a row whose sum is operation ``end``."""
+        k, plan = self.k, self.plan
+        label = plan.program.ops[self._source(end)].inputs[1]
+        found = row["scalars"].get(label)
+        if found is None:
+            found = k.number(plan.loads[label], tensors, place)
+        column = k.math.position(found)
+        inside = (column >= 0) & (column < plan.length)
+        column = Int32(select_(inside, column, Int32(0)))
+        elements = {i: self.element(i, column, row, tensors, place) for i in self.leaves[end]}
+        return Asked(column, inside, elements)
+
+    def element(self, i: int, column: Any, row: dict[str, Any], tensors: list[cute.Tensor],
+                place: dict[str, Any]) -> Any:
+        """One element of a row of a load."""
+        k, plan = self.k, self.plan
+        view = plan.loads[i]
+        if plan.varies(view) and row["memory"] is not None and plan.parts == 1:
+            dtype = ELEMENT[plan.arguments[view.argument].dtype]
+            base = k.tiles.row_memory(i, row, dtype)
+        else:
+            existing = k.tiles.existing(row["row"], tensors) if plan.varies(view) else Int32(0)
+            start = k.offset(view, tensors, existing, place | {"part": 0})
+            base = tensors[view.argument].iterator + start
+            column = column * view.stride(plan.column)
+        return cute.make_tensor(base + column, cute.make_layout(1))[0]
+
+    def value(self, end: int, values: Values) -> Any:
+        """The sum (or mean) that operation ``end`` has."""
+        plan, row = self.plan, values.row
+        if "picked" in row:
+            asked = row["picked"][end]
+        else:  # a block with a slice of all rows
+            asked = self.ask(end, row, values.tensors, values.place)
+        source = plan.program.ops[self._source(end)].inputs[0]
+        found = choose(asked.inside, values.at(asked).of(source), 0.0)
+        mean = plan.program.ops[plan.picked[end]].kind == "mean"
+        return found * (1.0 / plan.length) if mean else found
+
+
+__all__ = ["Asked", "Picks"]

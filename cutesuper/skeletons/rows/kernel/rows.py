@@ -1,0 +1,311 @@
+"""Row kernels, traced: walks a `RowPlan` operation by operation on register fragments."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.memory
+from cutlass import Float32, Int32
+
+from cutesuper.device.fragments import NEUTRAL, combine, packed, reduced, widen
+from cutesuper.device.math import DeviceMath
+from cutesuper.ir.block import LOAD
+from cutesuper.ir.dims import ceil_div, extent
+from cutesuper.ir.operators.base import lookup
+from cutesuper.skeletons.base import View
+from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents
+from cutesuper.skeletons.rows.plan import RowPlan
+
+#: percent of an SM's shared memory that two blocks without a ring need at most, the rest is L1
+CARVEOUT = 10
+
+
+class RowKernel:
+    """One group of ``lanes`` threads per row; see `cutesuper.skeletons.rows.plan`."""
+
+    def __init__(self, plan: RowPlan) -> None:
+        self.plan = plan
+        self.extents = Extents(plan.program, plan.arguments)
+        s = plan.schedule
+        self.lanes, self.vector, self.chunks = s.lanes, s.vector, s.chunks
+        self.length = extent(plan.program.dims[plan.column])
+        self.ragged = self.length % plan.width != 0 or self.length < plan.width
+        self.row_blocks_of = s.rows
+        self.strips = ceil_div(self.length, plan.width)
+        #: neighbouring blocks take what is neighbouring in memory
+        self.rows_first = s.interleaved or self.strips == 1
+        #: loads in the order of the program
+        self.early = sorted(plan.loads)
+        written = [a.dtype for a in plan.arguments if a.written]
+        self.math = DeviceMath(fast="float32" not in written)
+
+    @cute.jit
+    def __call__(self, *args):
+        """Arguments are the plan's tensors in order, then the stream."""
+        tensors, stream = list(args[:-1]), args[-1]
+        rows = cute.ceil_div(self.row_count(tensors), self.row_blocks_of)
+        # the driver has no need to ask how much shared memory the blocks of an SM take
+        resident = self.plan.resident
+        more = {"preferred_smem_carveout": CARVEOUT} if resident else {}
+        self.kernel(tensors).launch(
+            grid=(rows, self.strips, 1) if self.rows_first else (rows * self.strips, 1, 1),
+            block=(self.plan.threads, 1, 1),
+            stream=stream,
+            use_pdl=self.plan.schedule.dependent_launch,
+            min_blocks_per_mp=resident,
+            **more,
+        )
+
+    def row_count(self, tensors: list[cute.Tensor]) -> Any:
+        """Number of rows: the product of all labels but the contiguous one."""
+        count = 1
+        for label in self.plan.rows:
+            count = count * self.extents.of(label, tensors)
+        return count
+
+    @cute.kernel
+    def kernel(self, tensors: list[cute.Tensor]):
+        plan = self.plan
+        tidx, _, _ = cute.arch.thread_idx()
+        bx, by, _ = cute.arch.block_idx()
+        if cutlass.const_expr(not self.rows_first):
+            bx, by = bx // self.strips, bx % self.strips
+        if cutlass.const_expr(plan.schedule.dependent_launch):
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
+        slots = None
+        if cutlass.const_expr(plan.shared_bytes > 0):
+            alloc = cutlass.memory.SmemAllocator()
+            slots = alloc.allocate_array(Float32, plan.shared_bytes // 4, byte_alignment=16)
+        lane, group = tidx % self.lanes, tidx // self.lanes
+        if cutlass.const_expr(plan.schedule.interleaved):
+            lane, group = tidx // self.row_blocks_of, tidx % self.row_blocks_of
+        row = bx * self.row_blocks_of + group
+        first = by * plan.width + lane * self.vector
+        valid = row < self.row_count(tensors)
+
+        # rows past the end read the last one
+        inside = cutlass.min(row, self.row_count(tensors) - 1)
+        ahead = self.read_ahead(tensors, inside, first, bx * self.row_blocks_of)
+        load = partial(self.load, tensors=tensors, row=inside, first=first, ahead=ahead)
+        values = self.evaluate(load, ahead, slots, tidx, lane, group, first)
+        for i, view in plan.stores.items():
+            value = values[plan.program.ops[i].inputs[0]]
+            self.store(value, view, tensors, row, first, lane, valid)
+
+    def evaluate(
+        self, load: Any, ahead: dict[int, cute.Tensor], slots: Any, tidx: Any, lane: Any,
+        group: Any, first: Any,
+    ) -> dict[int, Any]:
+        """Every operation but the stores, as fragments and row scalars; what was loaded ahead
+        becomes fp32 where it is used first."""
+        plan = self.plan
+        values: dict[int, Any] = {}
+        inverses: dict[int, Any] = {}
+        for i in (*plan.order, *plan.stores):
+            op = plan.program.ops[i]
+            for j in op.inputs:
+                if j not in values:
+                    values[j] = load(j)
+            args = [values[j] for j in op.inputs]
+            if i in ahead or i in plan.stores:
+                continue
+            if op.kind == LOAD:
+                values[i] = load(i)
+            elif i in plan.reductions:
+                n, source = plan.reductions.index(i), args[0]
+                if op.kind == "max" and op.inputs[0] in ahead and packed(ahead[op.inputs[0]]):
+                    source = ahead[op.inputs[0]]
+                values[i] = self.reduce(op.kind, source, n, slots, tidx, lane, group, first)
+            elif op.kind == "div" and plan.column in op.dims and op.inputs[1] in plan.inverted:
+                divisor = op.inputs[1]
+                if divisor not in inverses:
+                    inverses[divisor] = self.inverse(divisor, values)
+                values[i] = args[0] * inverses[divisor]
+            else:
+                values[i] = lookup(op.kind).scalar(self.math, args, op.attributes)
+        return values
+
+    def inverse(self, i: int, values: dict[int, Any]) -> Any:
+        """1 / value of a row; of a root in one instruction."""
+        op = self.plan.program.ops[i]
+        return self.math.rsqrt(values[op.inputs[0]]) if op.kind == "sqrt" else 1.0 / values[i]
+
+    def offset(self, view: View, tensors: list[cute.Tensor], row: Any) -> Any:
+        """Offset in elements of a row's first element."""
+        if not self.plan.rows:
+            return Int32(0)
+        # linear indices run through the first mode fastest, rows through the last label
+        labels = tuple(reversed(self.plan.rows))
+        shape = tuple(self.extents.of(d, tensors) for d in labels)
+        found = cute.make_layout(shape, stride=tuple(view.stride(d) for d in labels))(row)
+        wide = self.vector if view.stride(self.plan.column) == 1 else 1
+        return cute.assume(found, divby=wide)
+
+    def read_ahead(self, tensors, row, first, first_row):
+        """Everything that is loaded before anything is computed.
+
+        One branch for all, which every block takes but the compiler does not know it: with one for
+        each, it waits for a load before it asks for the next (7.2 us at 1024x4096 forward, 5.2 with
+        one); without any it asks for weights late.
+        """
+        plan, found = self.plan, {}
+        for i in plan.order:
+            if plan.program.ops[i].kind != LOAD:
+                break
+            found[i] = self.registers(plan.loads[i])
+        wide = {i: cute.make_rmem_tensor(r.layout, Float32) for i, r in found.items()
+                if self.widened(i)}
+        self.read_all(found, wide, tensors, row, first, first_row)
+        return found | wide
+
+    def widened(self, i: int) -> bool:
+        """Whether a load becomes fp32 in the branch, which keeps the compiler from making single
+        conditions of it (weights were then asked for after the sum): rows that are reduced, but
+        for maxima, which are taken of what is stored. Weights stay packed, in fewer registers."""
+        plan, ops = self.plan, self.plan.program.ops
+        kinds = {ops[n].kind for n in plan.reductions if i in ops[n].inputs}
+        varies = any(d in plan.loads[i].labels for d in plan.rows)
+        is_float = ELEMENT[plan.arguments[plan.loads[i].argument].dtype].is_float
+        return bool(plan.reductions) and varies and is_float and "max" not in kinds
+
+    @cute.jit
+    def read_all(self, found, wide, tensors, row, first, first_row):
+        """All of these loads; ``wide`` in fp32."""
+        if first_row < self.row_count(tensors):
+            for i in cutlass.range_constexpr(len(self.early)):
+                n = self.early[i]
+                if cutlass.const_expr(n in found):
+                    self.read_row(self.plan.loads[n], tensors, row, first, found[n])
+            for i in cutlass.range_constexpr(len(self.early)):
+                n = self.early[i]
+                if cutlass.const_expr(n in wide):
+                    wide[n].store(widen(found[n]))
+
+    def registers(self, view: View) -> cute.Tensor:
+        """What a thread has of a row of a tensor, in its own type."""
+        dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
+        shape = (self.vector, self.chunks) if self.plan.column in view.labels else (1, 1)
+        return cute.make_rmem_tensor(cute.make_layout(shape), dtype)
+
+    def read_row(self, view: View, tensors: list[cute.Tensor], row: Any, first: Any,
+                 registers: cute.Tensor) -> None:
+        """Read it; what lies past the end of the row is not used, and read from its last access."""
+        base = tensors[view.argument].iterator + self.offset(view, tensors, row)
+        if self.plan.column not in view.labels:
+            registers[0] = self.element(base, 0)[0]
+            return
+        for c in range(self.chunks):
+            at = first + c * (self.lanes * self.vector)
+            if self.ragged:
+                at = cutlass.min(at, self.length - self.vector)
+            self.read(view, base, at, registers[None, c])
+
+    def load(self, i: int, tensors: list[cute.Tensor], row: Any, first: Any,
+             ahead: dict[int, cute.Tensor]) -> Any:
+        """A row's elements of this thread as an fp32 fragment, or a scalar of the row."""
+        view = self.plan.loads[i]
+        if i in ahead:
+            registers = ahead[i]
+        else:
+            registers = self.registers(view)
+            self.read_row(view, tensors, row, first, registers)
+        if self.plan.column not in view.labels:
+            return registers[0].to(Float32) if registers.element_type.is_float else registers[0]
+        return widen(registers)
+
+    def read(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
+        """``vector`` elements of a row: one access if they are neighbours, else one for each."""
+        stride = view.stride(self.plan.column)
+        if stride == 1:
+            cute.autovec_copy(self.piece(base, at), registers)
+            return
+        for e in range(self.vector):
+            registers[e] = self.element(base, (at + e) * stride)[0]
+
+    def write(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
+        """The opposite of `read`."""
+        stride = view.stride(self.plan.column)
+        if stride == 1:
+            cute.autovec_copy(registers, self.piece(base, at))
+            return
+        for e in range(self.vector):
+            self.element(base, (at + e) * stride)[0] = registers[e]
+
+    def piece(self, base: cute.Pointer, at: Any) -> cute.Tensor:
+        """``vector`` neighbouring elements."""
+        pointer = base + cute.assume(at, divby=self.vector)
+        return cute.make_tensor(pointer, cute.make_layout(self.vector))
+
+    def element(self, base: cute.Pointer, offset: Any) -> cute.Tensor:
+        """One element."""
+        return cute.make_tensor(base + offset, cute.make_layout(1))
+
+    @cute.jit
+    def reduce(self, kind: cutlass.Constexpr, value, n: cutlass.Constexpr, slots, tidx, lane,
+               group, first):
+        """Sum, mean or maximum of a row; every thread of the row gets it."""
+        op = "max" if kind == "max" else "sum"
+        v = reduced(op, value, self.inside(first))
+        if cutlass.const_expr(self.plan.schedule.interleaved):
+            v = self.across(op, v, slots, n * self.plan.threads + group, lane,
+                            self.row_blocks_of, self.lanes, True)
+        else:
+            distance = min(self.lanes, 32) // 2
+            while cutlass.const_expr(distance > 0):
+                v = combine(op, v, cute.arch.shuffle_sync_bfly(v, distance))
+                distance = distance // 2
+            if cutlass.const_expr(self.plan.warps_per_row > 1):
+                warps = self.plan.warps_per_row
+                base = (n * self.plan.schedule.rows + group) * warps
+                v = self.across(op, v, slots, base, lane // 32, 1, warps, tidx % 32 == 0)
+        if cutlass.const_expr(kind == "mean"):
+            v = v * (1.0 / self.length)
+        return v
+
+    @cute.jit
+    def across(self, op: cutlass.Constexpr, v, slots, base, index, pitch: cutlass.Constexpr,
+               count: cutlass.Constexpr, writes):
+        """Combine ``count`` partial results of a row through shared memory; each reduction has
+        slots of its own, so one barrier does."""
+        if writes:
+            cute.make_tensor(slots + (base + index * pitch), cute.make_layout(1))[0] = v
+        cute.arch.sync_threads()
+        total = Float32(NEUTRAL[op])
+        for w in cutlass.range_constexpr(count):
+            part = cute.make_tensor(slots + (base + w * pitch), cute.make_layout(1))[0]
+            total = combine(op, total, part)
+        return total
+
+    def inside(self, first: Any) -> list[Any]:
+        """Which accesses of the fragment lie in the row; None where all lanes' do."""
+        each = self.lanes * self.vector
+        return [
+            first + c * each < self.length if (c + 1) * each > self.length else None
+            for c in range(self.chunks)
+        ]
+
+    @cute.jit
+    def store(self, value, view: cutlass.Constexpr, tensors, row, first, lane, valid):
+        """Write a fragment, or a scalar of the row by its first thread."""
+        dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
+        target = tensors[view.argument].iterator
+        if cutlass.const_expr(self.plan.column not in view.labels):
+            if valid and lane == 0:
+                place = target + self.offset(view, tensors, row)
+                cute.make_tensor(place, cute.make_layout(1))[0] = value.to(dtype)
+        else:
+            registers = cute.make_rmem_tensor(cute.make_layout((self.vector, self.chunks)), dtype)
+            registers.store(value.to(dtype))
+            if valid:
+                base = target + self.offset(view, tensors, row)
+                for c in cutlass.range_constexpr(self.chunks):
+                    at = first + c * (self.lanes * self.vector)
+                    if cutlass.const_expr(self.ragged):
+                        if at < self.length:
+                            self.write(view, base, at, registers[None, c])
+                    else:
+                        self.write(view, base, at, registers[None, c])

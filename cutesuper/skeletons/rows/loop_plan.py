@@ -1,0 +1,453 @@
+"""Skeleton 1b, the row loop: blocks that walk over rows, and what they sum over all of them.
+
+A tile is some whole rows, or the part of them that one block of a cluster has. Tiles come through a
+ring of bulk loads, every thread has the same columns of all its rows, and what is reduced along a
+row travels by shuffles, shared memory and the cluster. Sums *over* rows (the gradient of a weight)
+stay in registers, in fp32, until the last tile. Then every block leaves its own in device memory,
+all blocks meet, and each one adds up some columns, in the order of the blocks.
+
+    before: x, dy [M, N], w [N], rstd [M, 1];  after one launch: dx [M, N], dw [N]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from cutesuper.ir.block import AxisKind, BlockProgram
+from cutesuper.ir.dims import Symbol, ceil_div, extent
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.skeletons.base import Argument, Scratch, View, content_key
+from cutesuper.skeletons.rows.plan import power_of_two
+from cutesuper.skeletons.schedule import RowLoopSchedule
+
+#: bytes of a bulk load and of its addresses are multiples of it
+BULK = 16
+#: bytes that the stages of the ring are aligned to: a line of all banks of shared memory
+LINE = 128
+#: columns that a block adds up at a time, at least: a sector of L2 in fp32
+SLICE = 8
+#: rows that a thread reads at a time where each block has a slice of all rows
+MAX_SLICE_ROWS = 4
+#: warps of a cluster that send what they have of a row to all blocks; of more, those of a block
+#: meet first
+MAX_SENDERS = 32
+#: columns of a vector that a thread keeps in registers
+MAX_VECTORS = 32
+#: rows whose sum a thread adds to that of all its rows: where it adds 248 rows one after the other,
+#: dw of 32768x4096 is off by 2.3e-7, so by 1.4e-7
+SUM_ROWS = 16
+#: fp32 sums of a thread that may be kept twice
+MAX_CARRIED = 16
+
+
+@dataclass(frozen=True)
+class Level:
+    """What can be computed once the reductions of the levels before are known.
+
+    Attributes:
+        reductions: operations that reduce along the row.
+        sums: indices of `RowLoopPlan.sums` whose source is known here.
+        stores: store operations.
+    """
+
+    reductions: tuple[int, ...]
+    sums: tuple[int, ...]
+    stores: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RowSum:
+    """A value summed (or maximised) over rows.
+
+    Attributes:
+        source: the operation whose value, ``[rows, column]`` or ``[rows]``, is combined.
+        op: ``sum`` or ``max``.
+        means: labels by whose extents it is divided in the end.
+        final: the operation that has the result.
+    """
+
+    source: int
+    op: str
+    means: tuple[str, ...]
+    final: int
+
+
+@dataclass(frozen=True)
+class RowLoopPlan:
+    """A row loop, decided.
+
+    Attributes:
+        program: the block program, tiled as the kernel runs it.
+        arguments: tensor arguments in order, inputs first.
+        column: the label along the rows.
+        rows: the labels that a block walks over, as one index, the last varying fastest.
+        outer: labels of which a block has one element.
+        loads: by operation.
+        stores: by operation.
+        complete: for a reduction along the row the operation that has it whole (itself without a
+            cluster).
+        picked: for what has a sum along the row of which one element is not 0 that sum (the same
+            operation without a cluster): it is read by itself, and not reduced.
+        levels: the tile, from one exchange to the next.
+        sums: what is combined over rows.
+        inverted: values of rows whose reciprocal is computed once; see `skeletons.rows.plan`.
+        schedule: the knobs.
+        shared_percent: of an SM's memory for loads what the launch asks for as shared memory; 0
+            leaves it to the driver.
+    """
+
+    program: BlockProgram
+    arguments: tuple[Argument, ...]
+    column: str
+    rows: tuple[str, ...]
+    outer: tuple[str, ...]
+    loads: dict[int, View]
+    stores: dict[int, View]
+    complete: dict[int, int]
+    picked: dict[int, int]
+    levels: tuple[Level, ...]
+    sums: tuple[RowSum, ...]
+    inverted: tuple[int, ...]
+    schedule: RowLoopSchedule
+    shared_percent: int = 0
+
+    # ------------------------------------------------------------------------------ kinds of loads
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """Loads with the column and a label of the rows: a tile of each at a time."""
+        return tuple(i for i, v in self.loads.items() if self.column in v.labels and self.varies(v))
+
+    @property
+    def vectors(self) -> tuple[int, ...]:
+        """Loads with the column that are the same for all rows of a block."""
+        return tuple(
+            i for i, v in self.loads.items() if self.column in v.labels and not self.varies(v)
+        )
+
+    @property
+    def scalars(self) -> tuple[int, ...]:
+        """Loads with one element for each row."""
+        return tuple(
+            i for i, v in self.loads.items() if self.column not in v.labels and self.varies(v)
+        )
+
+    def varies(self, view: View) -> bool:
+        """Whether a tensor differs from row to row."""
+        return any(d in view.labels for d in self.rows)
+
+    def itemsize(self, view: View) -> int:
+        """Bytes of an element."""
+        return as_dtype(self.arguments[view.argument].dtype).itemsize
+
+    def row_stride(self, view: View) -> int | None:
+        """Elements between neighbouring rows; None where that differs from row to row."""
+        stride = view.stride(self.rows[-1])
+        expected = stride
+        for label in reversed(self.rows):
+            if view.stride(label) != expected:
+                return None
+            # of the outermost label, which may be symbolic, nobody asks for more
+            expected *= extent(self.program.dims[label])
+        return stride
+
+    # -------------------------------------------------------------------------------------- extents
+
+    @property
+    def length(self) -> int:
+        """Elements of a row."""
+        return extent(self.program.dims[self.column])
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster: each has a part of the row."""
+        return self.program.parts_along(self.column, AxisKind.CLUSTER)
+
+    @property
+    def column_parts(self) -> int:
+        """Parts of the row over the grid, which do not meet."""
+        return self.program.parts_along(self.column, AxisKind.GRID)
+
+    @property
+    def parts(self) -> int:
+        """Parts of a row altogether."""
+        return self.cluster * self.column_parts
+
+    @property
+    def width(self) -> int:
+        """Elements of a row that a block has."""
+        return self.program.tile[self.column]
+
+    @property
+    def covered(self) -> int:
+        """Elements of a row that the threads of a block cover, padding included."""
+        return self.schedule.lanes * self.schedule.vector * self.schedule.chunks
+
+    @property
+    def ragged(self) -> bool:
+        """Whether threads reach past the end of a part."""
+        return self.covered * self.parts != self.length
+
+    @property
+    def piece(self) -> int:
+        """Accesses of a row that a thread computes at a time: all that it keeps, or some 16
+        elements, 8 beside sums over rows (LayerNorm backward with 32 columns of two sums spilled
+        32 bytes with 16)."""
+        s = self.schedule
+        if s.kept:
+            return s.chunks
+        most = max(1, (8 if self.sums else 16) // s.vector)
+        return next(n for n in range(most, 0, -1) if s.chunks % n == 0)
+
+    @property
+    def held(self) -> float:
+        """Registers of a thread for sums over rows, and for a tile of all operands if it keeps
+        one."""
+        s = self.schedule
+        vectors = self.vectors if s.vector * s.chunks <= MAX_VECTORS else ()
+        sizes = [s.depth * self.itemsize(self.loads[i]) for i in self.streamed]
+        sizes += [self.itemsize(self.loads[i]) for i in vectors]
+        return s.vector * s.chunks * (len(self.sums) + sum(sizes) / 4)
+
+    @property
+    def keeps_vectors(self) -> bool:
+        """Whether a thread keeps its columns of what is the same for all rows. Longer pieces are
+        read for every row, from L1: with 64 columns LayerNorm spilled 128 bytes. So are those of
+        few rows: kept, they were made wide before the loop, and rows asked for after that."""
+        s = self.schedule
+        return s.kept and s.vector * s.chunks <= MAX_VECTORS and not s.sliced
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.schedule.lanes * self.schedule.groups
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
+        return self.schedule.groups * self.schedule.depth
+
+    @property
+    def walkers(self) -> int | None:
+        """Blocks (or clusters) that share the rows of one element of the outer labels, where that
+        is fixed: partial sums have a place for each."""
+        if not self.sums:
+            return None
+        if self.schedule.sliced:
+            return self.schedule.blocks
+        return prod(self.program.parts_along(d, AxisKind.GRID) for d in self.rows)
+
+    @property
+    def warps_per_row(self) -> int:
+        """Warps of a block that share a row."""
+        return ceil_div(self.schedule.lanes, 32)
+
+    @property
+    def meets_in_block(self) -> bool:
+        """Whether the warps of a block combine what they have of a row before the blocks of the
+        cluster do."""
+        return self.cluster > 1 and self.warps_per_row * self.cluster > MAX_SENDERS
+
+    @property
+    def senders(self) -> int:
+        """Values that everybody adds up for each reduction and row."""
+        return self.cluster * (1 if self.meets_in_block else self.warps_per_row)
+
+    # ------------------------------------------------------------------------------------- sums
+
+    @property
+    def meets(self) -> bool:
+        """Whether blocks of the grid meet."""
+        return bool(self.sums) and not self.schedule.sliced
+
+    @property
+    def carries_sums(self) -> bool:
+        """Whether groups of `SUM_ROWS` rows are summed first, then these sums: results in fp32 show
+        the rounding of long sums."""
+        s = self.schedule
+        own = sum(s.vector * s.chunks if self.has_columns(x) else 1 for x in self.sums)
+        wide = any(self.itemsize(v) == 4 for v in self.stores.values() if not self.varies(v))
+        dims = [self.program.dims[d] for d in self.rows]
+        opened = any(isinstance(d, Symbol) for d in dims)  # code does not depend on a hint
+        tiles = prod(extent(d) for d in dims) // (self.tile_rows * (self.walkers or 1))
+        long = opened or tiles * s.depth >= 2 * SUM_ROWS
+        return self.meets and wide and long and own <= MAX_CARRIED
+
+    @property
+    def sum_tiles(self) -> int:
+        """Tiles of such a group."""
+        return max(1, SUM_ROWS // self.schedule.depth)
+
+    @property
+    def one_tile(self) -> bool:
+        """Whether a block has one tile."""
+        return self.walkers is None and self.schedule.blocks == 0
+
+    @property
+    def waits_late(self) -> bool:
+        """Whether the blocks of a cluster wait for one another to begin when the loads of their
+        only tile are on their way, not before."""
+        return self.cluster > 1 and self.one_tile and not self.schedule.stages
+
+    @property
+    def last_sum(self) -> int:
+        """The level at which the last source of a sum is known."""
+        return max((n for n, level in enumerate(self.levels) if level.sums), default=0)
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether sums leave a block before the results of its last tile are stored: something
+        follows them, and nobody reads the ring any more, through which groups add up theirs."""
+        s = self.schedule
+        return self.meets and self.last_sum + 1 < len(self.levels) and (s.kept or s.groups == 1)
+
+    def has_columns(self, s: RowSum) -> bool:
+        """Whether a sum is of whole rows, not of one value of each."""
+        return self.column in self.program.ops[s.source].dims
+
+    @property
+    def kept_outer(self) -> tuple[str, ...]:
+        """Outer labels that the sums still have."""
+        return tuple(d for d in self.outer if any(d in self._final_dims(s) for s in self.sums))
+
+    def _final_dims(self, s: RowSum) -> tuple[str, ...]:
+        return self.program.ops[s.final].dims
+
+    @property
+    def units(self) -> int:
+        """Results of each sum: one for every element of the outer labels that it keeps."""
+        return prod(extent(self.program.dims[d]) for d in self.kept_outer)
+
+    @property
+    def partials(self) -> int:
+        """Partial results of each of them: one for every block that has some of its rows."""
+        others = (d for d in self.outer if d not in self.kept_outer)
+        return (self.walkers or 1) * prod(extent(self.program.dims[d]) for d in others)
+
+    @property
+    def pitch(self) -> int:
+        """Elements of a partial result: whole rows, with padding."""
+        return self.parts * self.covered
+
+    @property
+    def grid_blocks(self) -> int:
+        """Blocks of the grid, where sums fix it."""
+        outer = prod(extent(self.program.dims[d]) for d in self.outer)
+        return (self.walkers or 1) * outer * self.parts
+
+    @property
+    def slice_columns(self) -> int:
+        """Columns that a block adds up at a time."""
+        each = ceil_div(self.length * self.units, self.grid_blocks)
+        return min(SLICE * ceil_div(each, SLICE), SLICE * ceil_div(self.length, SLICE))
+
+    @property
+    def slice_rows(self) -> int:
+        """Rows that a thread reads at a time where each block has a slice of all rows."""
+        across = power_of_two(ceil_div(self.slice_columns, self.schedule.vector))
+        dims = [self.program.dims[d] for d in self.rows]
+        if any(isinstance(d, Symbol) for d in dims):
+            return MAX_SLICE_ROWS  # code does not depend on a hint
+        down = max(1, self.threads // across)
+        return min(MAX_SLICE_ROWS, ceil_div(prod(extent(d) for d in dims), down))
+
+    @property
+    def summed_loads(self) -> frozenset[int]:
+        """Loads that sums over rows need."""
+        found: set[int] = set()
+        work = [s.source for s in self.sums]
+        while work:
+            i = work.pop()
+            if i not in found:
+                found.add(i)
+                work += self.program.ops[i].inputs
+        return frozenset(i for i in found if i in self.loads)
+
+    @property
+    def stages(self) -> int:
+        """Slots of the shared-memory ring; 1 where tiles are read straight into registers."""
+        return max(1, self.schedule.stages)
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """Partial sums, and the counter at which blocks meet."""
+        if not self.meets:
+            return ()
+        count = self.units * self.partials * len(self.sums) * self.pitch
+        return Scratch((count,), "float32", False), Scratch((1,), "int32", True)
+
+    # ------------------------------------------------------------------------------ shared memory
+
+    @property
+    def row_bytes(self) -> dict[int, int]:
+        """Bytes of a row of each streamed load in a stage."""
+        return {i: self.width * self.itemsize(self.loads[i]) for i in self.streamed}
+
+    @property
+    def scalar_bytes(self) -> dict[int, int]:
+        """Bytes of a tile of each load of values of rows in a stage."""
+        sizes = {i: self.tile_rows * self.itemsize(self.loads[i]) for i in self.scalars}
+        return {i: BULK * ceil_div(n, BULK) for i, n in sizes.items()}
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage."""
+        rows = self.tile_rows * sum(self.row_bytes.values())
+        return LINE * ceil_div(rows + sum(self.scalar_bytes.values()), LINE)
+
+    @property
+    def overhang(self) -> int:
+        """Bytes that threads read past the last row of the ring: where rows are shorter than what
+        they cover."""
+        sizes = [self.itemsize(self.loads[i]) for i in self.streamed]
+        return BULK * ceil_div((self.covered - self.width) * max(sizes, default=0), BULK)
+
+    @property
+    def slots(self) -> int:
+        """fp32 values through which a tile's reductions travel, twice: tiles take turns."""
+        return 2 * (self.sent_slots + self.block_slots)
+
+    @property
+    def sent_slots(self) -> int:
+        """Those that all senders write, of a tile; whole accesses of 16 bytes where others follow:
+        2 senders with 32 warps each left 8 bytes for one reduction."""
+        count = sum(len(level.reductions) for level in self.levels) * self.tile_rows * self.senders
+        return 4 * ceil_div(count, 4) if self.block_slots else count
+
+    @property
+    def block_slots(self) -> int:
+        """Those that only the warps of the block write, of a tile."""
+        if not self.meets_in_block:
+            return 0
+        count = sum(len(level.reductions) for level in self.levels)
+        return 4 * ceil_div(count * self.tile_rows * self.warps_per_row, 4)
+
+    @property
+    def finish_bytes(self) -> int:
+        """Shared memory of the end, where the ring was: the sums of all groups, then those of a
+        slice."""
+        if not self.sums:
+            return 0
+        groups = self.schedule.groups * self.covered if self.schedule.groups > 1 else 0
+        totals = len(self.sums) * self.slice_columns
+        if self.schedule.sliced:
+            return 4 * totals * (1 + ceil_div(self.threads, 32))
+        return 4 * max(groups, totals + 4 * self.threads)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring, or of what takes its place at the end."""
+        ring = self.schedule.stages * self.stage_bytes
+        return max(BULK, ring + self.overhang if ring else 0, self.finish_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: the ring, slots, barriers, and what aligns them."""
+        barriers = max(1, self.schedule.stages) + 2 * len(self.levels)
+        return self.ring_bytes + 4 * max(4, self.slots) + 8 * barriers + BULK
+
+    @property
+    def key(self) -> str:
+        """Canonical text of everything that decides the generated code."""
+        return content_key(self.program, self.arguments, self.schedule)

@@ -1,0 +1,285 @@
+"""What the operations of a program without products are to a row loop: which label runs along the
+rows, which are walked, what is reduced, and what is summed over rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutesuper.errors import LoweringError
+from cutesuper.ir.block import (
+    ACCUMULATE,
+    CLUSTER_REDUCE,
+    ENDING,
+    GRID_REDUCE,
+    LOAD,
+    STORE,
+    AxisKind,
+    BlockProgram,
+    KernelStep,
+)
+from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.operators.base import lookup
+from cutesuper.skeletons.base import Argument, View
+from cutesuper.skeletons.rows.limits import longest_tile, row_label
+from cutesuper.skeletons.rows.loop_plan import Level, RowSum
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What the operations of a program are to a row loop."""
+
+    column: str
+    rows: tuple[str, ...]
+    outer: tuple[str, ...]
+    complete: dict[int, int]
+    picked: dict[int, int]
+    sums: tuple[RowSum, ...]
+    levels: tuple[Level, ...]
+
+
+def walks(step: KernelStep) -> bool:
+    """Whether a program without products is a row loop: by its axes, by what ends them, because it
+    takes positions, or because its rows are long: RMSNorm of 4096x16384 took 71.7 us as
+    `skeletons.rows.plan` does it and 77 in a ring, of 2048x32768 78.5 and 76.7; LayerNorm of
+    32768x16384 809 in a ring, where the memory takes 504."""
+    program = step.program
+    kinds = {a.kind for a in program.axes} - {AxisKind.GRID}
+    ops = [op.kind for op in program.ops if op.kind not in (LOAD, STORE)]
+    if kinds or any(kind in ENDING or lookup(kind).masks for kind in ops):
+        return True
+    along = {op.attributes["over"] for op in program.ops if reduces(op.kind)}
+    loads = [len(op.dims) > 1 for op in program.loads() if not along.isdisjoint(op.dims)]
+    longest = longest_tile(sum(loads))
+    maps = [op.attributes["map"] for op in (*program.loads(), *program.stores())]
+    return len(along) == 1 < len(program.dims) and all(
+        extent(program.dims[d]) > longest and all(m[-1] == d for m in maps if d in m) for d in along
+    )
+
+
+def find_roles(
+    program: BlockProgram, loads: dict[int, View], stores: dict[int, View], where: str
+) -> Roles:
+    """The roles of all operations. Raises LoweringError where one has none."""
+    summed = {
+        program.axis(op.attributes["axis"]).dim
+        for op in program.ops
+        if op.kind in (ACCUMULATE, GRID_REDUCE)
+    }
+    column = _column(program, summed, loads, stores, where)
+    for a in program.axes:
+        if a.kind == AxisKind.LOOP or (a.kind == AxisKind.CLUSTER and a.dim != column):
+            raise LoweringError(f"{where}: {a.name}: in a row loop a block has its part of a row "
+                                f"whole, and a cluster shares the row, {column}")
+    walked = [a.dim for a in program.of_kind(AxisKind.PERSISTENT)]
+    others = [d for d in program.dims if d != column]
+    if summed and len(walked) != 1:
+        raise LoweringError(
+            f"{where}: sums over {', '.join(sorted(summed))} need one persistent axis to walk along"
+        )
+    rows = tuple(walked) if summed else tuple(others)
+    outer = tuple(d for d in others if d not in rows)
+    sums, chain = _sums(program, summed, where)
+    _check_sums(program, column, outer, sums, where)
+    complete = _complete(program, column, chain, where)
+    picked = {end: i for i, end in complete.items() if _picks(program, i)}
+    complete = {i: end for i, end in complete.items() if end not in picked}
+    levels = _levels(program, complete, sums, chain, where)
+    return Roles(column, rows, outer, complete, picked, sums, levels)
+
+
+def _column(
+    program: BlockProgram,
+    summed: set[str],
+    loads: dict[int, View],
+    stores: dict[int, View],
+    where: str,
+) -> str:
+    over = {str(op.attributes["over"]) for op in program.ops if reduces(op.kind)} - summed
+    if len(over) > 1:
+        raise LoweringError(f"{where}: rows are reduced along {', '.join(sorted(over))}, not one")
+    dims = {d: n for d, n in program.dims.items() if d not in summed}
+
+    def labels(views: dict[int, View]) -> list[list[str]]:
+        return [[d for d in v.labels if d in dims] for v in views.values()]
+
+    column = row_label(dims, sorted(over), labels(stores), labels(loads))
+    if column is None or isinstance(program.dims[column], Symbol):
+        raise LoweringError(f"{where}: no label of a fixed extent runs along the rows")
+    return column
+
+
+def reduces(kind: str) -> bool:
+    """Whether an operation of a block program reduces over a label."""
+    own = (LOAD, STORE, *ENDING)
+    return kind not in own and lookup(kind).reduces is not None
+
+
+def _sums(
+    program: BlockProgram, summed: set[str], where: str
+) -> tuple[tuple[RowSum, ...], dict[int, int]]:
+    """What is combined over rows, and for every operation of these chains its sum."""
+    users: dict[int, list[int]] = {}
+    for i, op in enumerate(program.ops):
+        for j in op.inputs:
+            users.setdefault(j, []).append(i)
+    sums: list[RowSum] = []
+    chain: dict[int, int] = {}
+    for i, op in enumerate(program.ops):
+        if i in chain or not (reduces(op.kind) and op.attributes["over"] in summed):
+            continue
+        last = i
+        means: list[str] = []
+        while True:
+            chain[last] = len(sums)
+            here = program.ops[last]
+            if here.kind == "mean":
+                means.append(here.attributes["over"])
+            following = users.get(last, [])
+            links = [j for j in following if _links(program, j, summed)]
+            if not links:
+                break
+            if len(following) > 1 or len(program.ops[links[0]].inputs) > 1:
+                raise LoweringError(f"{where}: a part of a sum (operation {last}) is used twice")
+            last = links[0]
+        kind = "max" if op.kind == "max" else "sum"
+        sums.append(RowSum(op.inputs[0], kind, tuple(means), last))
+    return tuple(sums), chain
+
+
+def _check_sums(
+    program: BlockProgram, column: str, outer: tuple[str, ...], sums: tuple[RowSum, ...], where: str
+) -> None:
+    """Refuse sums that are not completed alike, and what no block can compute of them."""
+    kept = {frozenset(outer) & set(program.ops[s.final].dims) for s in sums}
+    if len(kept) > 1:
+        names = " and over ".join(
+            ", ".join(sorted(set(outer) - k)) or "none" for k in sorted(kept, key=sorted)
+        )
+        raise LoweringError(f"{where}: sums over rows are over {names} of {', '.join(outer)}; a "
+                            "kernel sums over the same labels")
+    reaches = program.dependence.reaches
+    narrow = {s.final for s in sums if column not in program.ops[s.source].dims}
+    for i, op in enumerate(program.ops):
+        of = [s.final for s in sums if reaches(s.final, i)]
+        if reduces(op.kind) and op.attributes["over"] == column and of:
+            raise LoweringError(f"{where}: {op.kind} (operation {i}) along the row of a sum over "
+                                "rows, of which a block has some columns")
+        if column in op.dims and not narrow.isdisjoint(of):
+            raise LoweringError(f"{where}: {op.kind} (operation {i}) needs a sum of values of rows "
+                                "in every column, and only one block has it")
+
+
+def _links(program: BlockProgram, i: int, summed: set[str]) -> bool:
+    op = program.ops[i]
+    if op.kind in (ACCUMULATE, GRID_REDUCE):
+        return True
+    return reduces(op.kind) and op.attributes["over"] in summed
+
+
+def _complete(
+    program: BlockProgram, column: str, chain: dict[int, int], where: str
+) -> dict[int, int]:
+    """For every reduction along the row the operation that has it whole."""
+    split = program.parts_along(column, AxisKind.CLUSTER) > 1
+    found: dict[int, int] = {}
+    for i, op in enumerate(program.ops):
+        if not reduces(op.kind) or i in chain or op.attributes["over"] != column:
+            continue
+        if program.parts_along(column, AxisKind.GRID) > 1:
+            raise LoweringError(f"{where}: {op.kind} (operation {i}) along rows that the grid "
+                                "divides")
+        users = [j for j, o in enumerate(program.ops) if i in o.inputs]
+        ends = [j for j in users if program.ops[j].kind == CLUSTER_REDUCE]
+        if split and (len(users) != 1 or len(ends) != 1 or len(program.ops[ends[0]].inputs) > 1):
+            raise LoweringError(
+                f"{where}: {op.kind} (operation {i}) of a part of the row must go to one "
+                "cluster_reduce and nowhere else"
+            )
+        found[i] = ends[0] if ends else i
+    return found
+
+
+def _picks(program: BlockProgram, i: int) -> bool:
+    """Whether a reduction along the row is the sum of one element and zeros."""
+    op, source = program.ops[i], program.ops[program.ops[i].inputs[0]]
+    masks = source.kind not in (LOAD, *ENDING) and lookup(source.kind).one_column
+    return op.kind in ("sum", "mean") and masks and source.attributes["columns"] == op.attributes[
+        "over"
+    ]
+
+
+def _levels(
+    program: BlockProgram,
+    complete: dict[int, int],
+    sums: tuple[RowSum, ...],
+    chain: dict[int, int],
+    where: str,
+) -> tuple[Level, ...]:
+    """Divide the tile by the reductions that a value needs, counted along the longest path."""
+    level: dict[int, int] = {}
+    after: set[int] = {s.final for s in sums}
+    for i, op in enumerate(program.ops):
+        if not after.isdisjoint(op.inputs):
+            after.add(i)
+        own = max([level[j] for j in op.inputs], default=0)
+        level[i] = own + (i in complete)
+    last = max(level.values())
+    found = []
+    for n in range(last + 1):
+        reductions = tuple(i for i in complete if level[i] - 1 == n)
+        stores = tuple(
+            i for i, o in enumerate(program.ops)
+            if o.kind == STORE and i not in after and level[i] == n
+        )
+        parts = tuple(k for k, s in enumerate(sums) if level[s.source] == n)
+        found.append(Level(reductions, parts, stores))
+    for i in sorted(after - set(chain)):
+        op = program.ops[i]
+        if any(j not in after and program.ops[j].kind not in (LOAD, "constant") for j in op.inputs):
+            raise LoweringError(f"{where}: {op.kind} (operation {i}) mixes a sum over rows with "
+                                "what is computed in the loop")
+    return tuple(found)
+
+
+def check_views(
+    program: BlockProgram,
+    arguments: tuple[Argument, ...],
+    roles: Roles,
+    loads: dict[int, View],
+    stores: dict[int, View],
+    where: str,
+) -> None:
+    """Refuse what has no place in the loop."""
+    for a in arguments:
+        if any(isinstance(d, Symbol) for d in [d for d in a.shape if d != 1][1:]):
+            raise LoweringError(
+                f"{where}: {a.name} has a symbolic extent that is not its first dimension"
+            )
+    for i, op in enumerate(program.ops):
+        if op.kind in (LOAD, STORE, *ENDING) or not lookup(op.kind).masks:
+            continue
+        along = op.attributes["columns"]
+        if along != roles.column or op.attributes["rows"] in (set(roles.rows) if len(
+                roles.rows) > 1 else set()):
+            raise LoweringError(
+                f"{where}: {op.kind} (operation {i}) takes positions along {along} and "
+                f"{op.attributes['rows']}; a row loop knows those along {roles.column}, and rows "
+                "only where they are one label"
+            )
+    for d in roles.outer:
+        if program.tile[d] != 1 or program.parts_along(d, AxisKind.GRID) != program.dims[d]:
+            raise LoweringError(f"{where}: a block must have one element of {d}, which is not "
+                                "walked along")
+    finals = {s.final for s in roles.sums}
+    reaches = program.dependence.reaches
+    late = {i for i in range(len(program.ops)) if any(reaches(f, i) for f in finals)}
+    for i, view in stores.items():
+        name = arguments[view.argument].name
+        varies = any(d in view.labels for d in roles.rows)
+        if varies == (i in late):
+            raise LoweringError(f"{where}: {name} is neither stored row by row nor a sum over rows")
+    for i, view in loads.items():
+        meets = any(i in program.ops[j].inputs for j in late)
+        if meets and any(d in view.labels for d in roles.rows):
+            raise LoweringError(f"{where}: {arguments[view.argument].name} has rows and meets a sum"
+                                " over rows")

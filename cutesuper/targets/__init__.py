@@ -1,0 +1,34 @@
+"""The GPUs, one file per architecture; `base` says what is known of each.
+
+A new architecture is a file here and building blocks under ``device/``.
+"""
+
+from __future__ import annotations
+
+from cutesuper.errors import DeviceError
+from cutesuper.ir.arguments import shown
+from cutesuper.targets.base import ChainedRates, Rates, RowRates, Target
+from cutesuper.targets.blackwell import B200
+from cutesuper.targets.hopper import H100, H200
+
+TARGETS: dict[str, Target] = {t.name: t for t in (H200, H100, B200)}
+
+
+def find_target(name: str) -> Target:
+    """The target called ``name``. Raises DeviceError."""
+    if isinstance(name, str) and name in TARGETS:
+        return TARGETS[name]
+    raise DeviceError(f"target {shown(name)}: unknown; use one of {', '.join(TARGETS)}")
+
+
+__all__ = [
+    "B200",
+    "H100",
+    "H200",
+    "TARGETS",
+    "ChainedRates",
+    "Rates",
+    "RowRates",
+    "Target",
+    "find_target",
+]

@@ -1,0 +1,173 @@
+"""What the search and the schedule need to know of a GPU: counts, peak rates, measured rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ChainedRates:
+    """Constants of the cost model of two chained products, `skeletons.attention.cost`, in us.
+
+    Attributes:
+        streamed: bandwidth that keys and values reach, as a part of the target's.
+        from_l2: the same of L2.
+        overlap: exponent of `skeletons.matmul.cost.overlapped`.
+        ramp_us: barriers, the first loads and the last store of a block.
+        step_us: latencies of a warpgroup for a tile of keys: both products and the softmax between
+            them wait for each other.
+        exps_per_us: exponentials of one SM.
+        value_reads_per_us: elements of K and V that helper warps of one SM read for values of keys.
+        meet_us: joining two warpgroups along the keys, for each 1024 results of a block.
+        cluster_us: joining the parts of a cluster.
+        cluster_sent_us: for each 1024 results of a block.
+        grid_us: joining the parts of the grid.
+        grid_moved_us: for each 1024 results that a block leaves in memory or reads.
+    """
+
+    streamed: float
+    from_l2: float
+    overlap: float
+    ramp_us: float
+    step_us: float
+    exps_per_us: float
+    value_reads_per_us: float
+    meet_us: float
+    cluster_us: float
+    cluster_sent_us: float
+    grid_us: float
+    grid_moved_us: float
+
+
+@dataclass(frozen=True)
+class RowRates:
+    """Constants of the cost model of rows that are visited in turn, or lie in a cluster
+    (`skeletons.rows.cost`), microseconds.
+
+    Attributes:
+        start_us: the first tile of rows, while nothing else runs.
+        visit_us: what hides behind nothing in a visit: the exchanges of a reduction.
+        deep: what memory takes longer with more than two stages of 32 KB in flight.
+        finish_us: combining over the grid: a barrier, and the partial results.
+        cluster_us: what a block waits for each other block of its cluster in an exchange.
+        block_us: first loads and last stores of a cluster.
+    """
+
+    start_us: float
+    visit_us: float
+    deep: float
+    finish_us: float
+    cluster_us: float
+    block_us: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Constants of the cost model that are fitted to measurements; times in microseconds.
+
+    Values stand with their origin in the file of the architecture (`hopper`, `blackwell`).
+
+    Attributes:
+        sm_bytes_per_us: bytes that one SM takes in.
+        piece_bytes: pieces of so many bytes, each somewhere else in memory, take twice the time
+            that one after the other would.
+        iteration_us: an iteration of a staged loop: barrier, descriptor, wait.
+        prologue_per_us: elements that the helper warps of one SM read, compute and write back,
+            where the row operand of a product is computed.
+        statistic_per_us: elements that they only read, for statistics of the rows.
+        overlap: exponent of `skeletons.matmul.cost.overlapped`; infinite where what overlaps takes
+            no longer than the longest of it.
+        first_stage: part of the first stage that nothing hides.
+        block_us: a further block of an SM: barriers, first loads.
+        store_us: epilogue of 1024 accumulators.
+        cluster_store_us: the same in a cluster, where partial sums are added up before.
+        exchange_us_per_kb: a cluster's exchange of partial sums, for each KB that a block sends.
+        row_load_us: a value of a row that the epilogue loads.
+        reduction_us: a reduction of a row kernel across its warps.
+        after_product_us: a product after the loop: its row operand goes through shared memory.
+        column_reduction_us, cluster_reduction_us: a reduction of accumulators along the columns,
+            within a block, and what a cluster adds to it.
+        tensor_efficiency: part of the peak that the tensor cores reach with accumulators that are
+            infinitely large.
+        half_area: accumulator elements at which half of the rest is lost to operand traffic.
+        lanes_per_us: arithmetic instructions of one SM, one for each lane.
+        instructions: instructions per element, by operator; 1 for what is not named.
+    """
+
+    sm_bytes_per_us: float
+    piece_bytes: float
+    iteration_us: float
+    prologue_per_us: float
+    statistic_per_us: float
+    overlap: float
+    first_stage: float
+    block_us: float
+    store_us: float
+    cluster_store_us: float
+    exchange_us_per_kb: float
+    row_load_us: float
+    reduction_us: float
+    after_product_us: float
+    column_reduction_us: float
+    cluster_reduction_us: float
+    tensor_efficiency: float
+    half_area: float
+    lanes_per_us: float
+    instructions: Mapping[str, float] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU.
+
+    Attributes:
+        name: ``h200``.
+        arch: what the compiler is asked for, ``sm_90a``.
+        sms: streaming multiprocessors.
+        shared_bytes: shared memory one block may have.
+        reserved_bytes: shared memory that the driver takes for a block; an SM has as much more than
+            one block may have.
+        sm_threads, sm_blocks: threads and blocks of one multiprocessor, at most.
+        registers: 32-bit registers of one multiprocessor.
+        clusters: blocks per cluster -> clusters that run at once with one block per SM.
+        bandwidth: device memory, bytes/s, reading.
+        l2_bandwidth: L2 to the SMs, bytes/s.
+        tensor_flops: dense 16-bit multiply-adds (as 2 operations) per second.
+        launch_us: fixed cost of a kernel in a graph, latency of its first loads included,
+            microseconds.
+        rates: the fitted constants of the cost model.
+        chained: those of two chained products.
+        rows: those of rows that are visited, or lie in a cluster.
+    """
+
+    name: str
+    arch: str
+    sms: int
+    shared_bytes: int
+    reserved_bytes: int
+    sm_threads: int
+    sm_blocks: int
+    registers: int
+    clusters: Mapping[int, int] = field(hash=False)
+    bandwidth: float
+    l2_bandwidth: float
+    tensor_flops: float
+    launch_us: float
+    rates: Rates
+    chained: ChainedRates
+    rows: RowRates
+
+    @property
+    def sm_shared_bytes(self) -> int:
+        """Shared memory of one multiprocessor, what the driver takes included."""
+        return self.shared_bytes + self.reserved_bytes
+
+    def refuses_products(self) -> str | None:
+        """Why matrix products cannot be lowered for this GPU; None where they can."""
+        if self.arch.startswith("sm_90"):
+            return None
+        return (
+            "matrix products are lowered for Hopper (sm_90a) only, not for "
+            f"{self.name} ({self.arch})"
+        )
