@@ -89,7 +89,8 @@ class CompileError(CutesuperError, RuntimeError):
 
 
 class CacheError(CutesuperError, RuntimeError):
-    """The artifact cache cannot be used at all (a damaged entry is a miss, not an error)."""
+    """The artifact cache, or a temporary folder, cannot be used at all, or others can write
+    it (a damaged entry is a miss, not an error)."""
 
 
 class PatchError(CutesuperError, RuntimeError):

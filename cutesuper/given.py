@@ -10,11 +10,13 @@ from cutesuper.errors import CutesuperError, LoweringError, ScheduleError, Verif
 from cutesuper.ir.block import BlockProgram, KernelStep, MuGraph
 from cutesuper.ir.check import check_is_mugraph
 from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.unseen import followed
 from cutesuper.pipeline import (
     Choice,
     Options,
     as_target,
     check_definition,
+    check_numbers,
     compiled,
     verified,
 )
@@ -51,7 +53,8 @@ def compile_mugraph(
         cache: where compiled kernels are kept; default ``~/.cache/cutesuper``.
 
     Raises:
-        VerificationError: it computes something else; says where the two differ.
+        VerificationError: it computes something else; says where the two differ. Or it rounds to
+            float16 what float16 cannot hold (`cutesuper.ir.rounding`); says which value.
         LoweringError, ScheduleError: a kernel that no skeleton of the lowering runs.
         GraphError, ShapeError, CompileError: as for `cutesuper.superoptimize`.
     """
@@ -70,16 +73,22 @@ def compile_mugraph(
 
 
 def _choice(graph: KernelGraph, mugraph: MuGraph, options: Options) -> Choice:
-    verification = verified(graph, mugraph, options.seed)
+    verification = verified(graph, mugraph)
     if not verification:
         raise VerificationError(
             f"compile_mugraph: the muGraph does not compute the graph: {verification.summary()}"
         )
+    check_numbers(graph, mugraph)
     found = [_planned(step, mugraph, options) for step in mugraph.steps]
     steps = tuple(step for step, _, _ in found)
     if steps != mugraph.steps:
         mugraph = replace(mugraph, steps=steps)
-        verification = verified(graph, mugraph, options.seed)
+        verification = verified(graph, mugraph)
+    if not verification:
+        raise VerificationError(
+            "compile_mugraph: with the extents that the target can run, the muGraph does not "
+            f"compute the graph: {verification.summary()}"
+        )
     costs = tuple(cost for _, _, cost in found if cost is not None)
     costs = costs if len(costs) == len(steps) else ()
     text = "; ".join(f"{s.name}: {show(s.program)}" for s in steps)
@@ -92,10 +101,10 @@ def _planned(
 ) -> tuple[KernelStep, KernelPlan, Cost | None]:
     """The kernel as it is, or else with other extents. Raises LoweringError, ScheduleError."""
 
+    tensors = followed(mugraph)
+
     def plan(s: KernelStep) -> KernelPlan:
-        return make_plan(
-            s, mugraph.tensors, options.target, dependent_launch=options.dependent_launch
-        )
+        return make_plan(s, tensors, options.target, dependent_launch=options.dependent_launch)
 
     try:
         return step, plan(step), None

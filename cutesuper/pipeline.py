@@ -15,6 +15,7 @@ from cutesuper import store
 from cutesuper.differentiate import gradient_of
 from cutesuper.errors import (
     CutesuperError,
+    DeviceError,
     LoweringError,
     ScheduleError,
     SearchError,
@@ -24,9 +25,11 @@ from cutesuper.errors import (
 from cutesuper.ir.arguments import check_options
 from cutesuper.ir.block import MuGraph
 from cutesuper.ir.check import check_graph, check_kernel_graph
+from cutesuper.ir.definitions import added, unknown
 from cutesuper.ir.dims import Symbol, extent
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.unseen import followed
 from cutesuper.progress import progress_bar
 from cutesuper.report import kernel_notes, variant_report
 from cutesuper.runtime.cache import KernelCache, cache_or_default
@@ -63,7 +66,7 @@ class Options:
         dependent_launch: launch kernels before their predecessor in the stream has ended
             (programmatic dependent launch); inputs made with ``constant=True`` are then loaded
             while it still runs.
-        seed: chooses the verifier's inputs and the search's ties.
+        seed: of the search. The verifier draws a seed of its own, which its verdict states.
         budget_s: seconds the search may take; None is no limit.
         executor: searches parts of the graph in other processes or on other machines.
         tuned: use what `cutesuper.tune` has stored.
@@ -127,7 +130,7 @@ def superoptimize(
         graph: what to compute; at least one output marked.
         target: a `Target`, or a name such as ``"h200"``; None takes the current GPU.
         dependent_launch: see `Options`.
-        seed: equal seeds give equal results.
+        seed: of the search; equal seeds give equal results.
         budget_s: seconds the search may take; the best of what was found until then is taken, as
             after Ctrl-C.
         executor: any `concurrent.futures.Executor` (processes, ``dask.distributed``) to search
@@ -148,6 +151,7 @@ def superoptimize(
         ShapeError: a tensor is too large for 32-bit offsets.
         SearchError, LoweringError, ScheduleError: no program can be run; says which operator.
         CompileError: the compiler refused the kernel.
+        CacheError: others can write the folder of compiled kernels; says how to mend that.
     """
     check_graph("superoptimize", graph)
     options = Options(as_target(target), dependent_launch, seed, budget_s, executor, tuned)
@@ -258,7 +262,7 @@ def mugraphs(
     """
     check_graph("mugraphs", graph)
     check_options(keep=keep, seed=seed, budget_s=budget_s, executor=executor)
-    verifier = Verifier(graph, seed=seed)
+    verifier = Verifier(graph)
     with progress_bar() as show:
         return search(
             graph,
@@ -308,8 +312,6 @@ def current_target() -> Target:
             return target
     if torch.cuda.get_device_capability() == (9, 0):
         return H100
-    from cutesuper.errors import DeviceError
-
     raise DeviceError(
         f"GPU {torch.cuda.get_device_name()!r}: kernels are written for {', '.join(TARGETS)}; "
         "pass target= to compile for one of them"
@@ -337,11 +339,12 @@ def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
         text = "; ".join(f"{s.name}: {show(s.program)}" for s in mu.steps)
         candidate = Candidate(mu, entry.measured.predicted_us, (), text, True)
         try:
+            tensors = followed(mu)
             plans = tuple(
-                planned(step, mu.tensors, target, schedule)
+                planned(step, tensors, target, schedule)
                 for step, schedule in zip(mu.steps, entry.schedules, strict=True)
             )
-            verification = _verify(Verifier(graph, seed=options.seed), graph, candidate)
+            verification = _verify(Verifier(graph), graph, candidate)
         except CutesuperError as error:
             store.ignore(entry.path, error)
             continue
@@ -378,7 +381,7 @@ def choose(
         SearchError, LoweringError, ScheduleError: there is none; says why the best failed.
     """
     target = options.target
-    verifier = Verifier(graph, seed=options.seed)
+    verifier = Verifier(graph)
 
     def verify(mu: MuGraph) -> bool:
         return bool(verifier.check(mu, bound=False))
@@ -412,22 +415,43 @@ def choose(
 
 def _plans(candidate: Candidate, options: Options, target: Target) -> tuple[KernelPlan, ...]:
     mu = candidate.mugraph
+    tensors = followed(mu)
     return tuple(
-        make_plan(step, mu.tensors, target, dependent_launch=options.dependent_launch)
+        make_plan(step, tensors, target, dependent_launch=options.dependent_launch)
         for step in mu.steps
     )
 
 
-def verified(graph: KernelGraph, mu: MuGraph, seed: int = 0) -> Verification:
+def verified(graph: KernelGraph, mu: MuGraph) -> Verification:
     """At small extents, and at the real ones where that takes about a second."""
-    return _verdict(Verifier(graph, seed=seed), graph, mu)
+    return _verdict(Verifier(graph), graph, mu)
 
 
 def _verify(verifier: Verifier, graph: KernelGraph, candidate: Candidate) -> Verification:
     verification = _verdict(verifier, graph, candidate.mugraph)
     if not verification:
         raise VerificationError(f"{candidate.structure}: {verification.summary()}")
+    check_numbers(graph, candidate.mugraph)
     return verification
+
+
+def fault(graph: KernelGraph, mu: MuGraph) -> str | None:
+    """Why a muGraph must not be run: it computes something else, or rounds too much; or None."""
+    verification = verified(graph, mu)
+    if not verification:
+        return verification.summary()
+    try:
+        check_numbers(graph, mu)
+    except VerificationError as error:
+        return str(error)
+    return None
+
+
+def check_numbers(graph: KernelGraph, mu: MuGraph) -> None:
+    """Refuse what rounds to float16 what float16 cannot hold. Raises VerificationError."""
+    from cutesuper.verify.rounding import check_rounding  # imports torch
+
+    check_rounding(graph, mu)
 
 
 def _verdict(verifier: Verifier, graph: KernelGraph, mu: MuGraph) -> Verification:
@@ -462,5 +486,9 @@ def compile_request(plan: KernelPlan, name: str, target: Target) -> CompileReque
     from cutesuper.skeletons.kernel.build import build
 
     outputs = tuple(i for i, a in enumerate(plan.arguments) if a.written)
-    return CompileRequest(plan.key, target.arch, name, partial(build, plan), outputs)
+    kinds = {op.kind for op in plan.program.ops}
+    return CompileRequest(
+        plan.key, target.arch, name, partial(build, plan), outputs,
+        operators=added(kinds), unknown=tuple(f"{n}: {why}" for n, why in unknown(kinds).items()),
+    )  # fmt: skip
 

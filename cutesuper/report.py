@@ -107,6 +107,8 @@ def figures_text(step: CompiledStep) -> str:
     kept = ("HGMMA", "UTMALDG", "UBLKCP", "LDG.E.128", "STG.E.128", "MUFU", "LDL", "STL")
     mix = ", ".join(f"{k} {r.instructions[k]}" for k in kept if r.instructions.get(k))
     how = "from the cache" if step.artifact.from_cache else f"in {step.artifact.compile_s:.1f} s"
+    if unknown := step.artifact.request.unknown:
+        how += f", not kept on disk: an operator may change unseen ({'; '.join(unknown)})"
     return (
         f"{step.name}: {r.registers} registers, {r.stack_bytes} bytes of stack, {r.shared_bytes} "
         f"bytes shared, {r.threads} threads, {r.stages} stage(s); {mix}; compiled {how}"

@@ -13,8 +13,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -23,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from cutesuper.errors import CutesuperError, FormatError
-from cutesuper.ir.block import BlockProgram, KernelStep, MuGraph
+from cutesuper.ir.block import BlockOp, BlockProgram, KernelStep, MuGraph
+from cutesuper.ir.definitions import definitions, names_of
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.serial import from_dict, to_dict
 from cutesuper.runtime.cache import default_root
+from cutesuper.runtime.private import exposure, make_private, replace_file
 from cutesuper.skeletons.registry import read_schedule
 from cutesuper.skeletons.schedule import Schedule, schedule_dict
 
@@ -129,18 +129,19 @@ def canonical(graph: KernelGraph) -> dict[str, Any]:
 
     before: ``y = rms_norm(hidden[tokens, 64])``; after: node 0 an input of extents [symbol 0, 64],
     node 1 ``rms_norm`` of node 0, output 1. Symbols are counted, their hints kept: an entry is for
-    one bucket of a symbolic extent.
+    one bucket of a symbolic extent. Operators that were added to the package's own are named with
+    what they compute.
     """
     order: dict[int, int] = {i: n for n, i in enumerate(graph.inputs)}
 
-    def visit(i: int) -> None:
-        if i not in order:
-            for j in graph.nodes[i].inputs:
-                visit(j)
-            order[i] = len(order)
-
-    for i in graph.outputs:
-        visit(i)
+    stack = list(reversed(graph.outputs))
+    while stack:
+        i = stack[-1]
+        before = [j for j in graph.nodes[i].inputs if j not in order]
+        if i in order or not before:
+            order.setdefault(stack.pop(), len(order))
+        else:
+            stack += reversed(before)
     names = {name: n for n, name in enumerate(_symbols(graph))}
     nodes: list[dict[str, Any]] = []
     for i in order:
@@ -156,7 +157,10 @@ def canonical(graph: KernelGraph) -> dict[str, Any]:
             entry |= {"inputs": [order[j] for j in node.inputs]}
             entry |= {"attributes": dict(node.attributes)}
         nodes.append(entry)
-    return json.loads(json.dumps({"nodes": nodes, "outputs": [order[i] for i in graph.outputs]}))
+    data: dict[str, Any] = {"nodes": nodes, "outputs": [order[i] for i in graph.outputs]}
+    if outside := definitions(names_of(graph)):
+        data["operators"] = outside
+    return json.loads(json.dumps(data))
 
 
 def _symbols(graph: KernelGraph) -> list[str]:
@@ -187,13 +191,13 @@ def _renamed(mu: MuGraph, names: Mapping[str, str], symbols: Mapping[str, str]) 
         return Symbol(symbols.get(d.name, d.name), d.hint) if isinstance(d, Symbol) else d
 
     def program(p: BlockProgram) -> BlockProgram:
-        ops = tuple(
-            replace(op, attributes={**op.attributes, "tensor": names[op.attributes["tensor"]]})
-            if "tensor" in op.attributes
-            else op
-            for op in p.ops
-        )
+        ops = tuple(replace(op, attributes=renamed(op)) for op in p.ops)
         return replace(p, dims={k: dim(d) for k, d in p.dims.items()}, ops=ops)
+
+    def renamed(op: BlockOp) -> dict[str, Any]:
+        """The attributes of a load or a store name a tensor, and the table of its pages."""
+        named = {k: names[op.attributes[k]] for k in ("tensor", "table") if k in op.attributes}
+        return {**op.attributes, **named}
 
     tensors = {
         names[n]: replace(t, name=names[n], shape=tuple(dim(d) for d in t.shape))
@@ -254,16 +258,8 @@ def save(
         "schedules": [schedule_dict(s) for s in schedules],
         "measured": asdict(measured),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(json.dumps(data, indent=1, sort_keys=True) + "\n")
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    make_private(path.parent)
+    replace_file(path, f"{json.dumps(data, indent=1, sort_keys=True)}\n".encode())
     return path
 
 
@@ -278,7 +274,8 @@ def find(
 ) -> Iterator[Entry]:
     """Entries for a program, the user's before those that are shipped.
 
-    What cannot be read is passed over with a warning.
+    What cannot be read is passed over with a warning, and so is what others can write: what is
+    shipped lies with the code of the package, and is as safe as that.
     """
     name = file_name(graph, arch, dependent_launch)
     for folder in (user_folder(), shipped_folder()) if folders is None else folders:
@@ -286,9 +283,21 @@ def find(
         if not path.is_file():
             continue
         try:
+            if folder != shipped_folder():
+                _refuse_exposed(path)
             yield read_entry(path, graph, arch, dependent_launch)
         except FormatError as error:
             ignore(path, error)
+
+
+def _refuse_exposed(path: Path) -> None:
+    """Raises FormatError where others can write a file."""
+    try:
+        problem = exposure(path)
+    except OSError as error:
+        raise FormatError(f"{path}: cannot look at it: {error}") from error
+    if problem:
+        raise FormatError(f"{problem}; if nobody else has, {problem.mend}")
 
 
 def ignore(path: Path, why: CutesuperError) -> None:

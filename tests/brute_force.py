@@ -15,7 +15,7 @@ import numpy as np
 
 from cutesuper.egraph.expression import Expressions
 from cutesuper.egraph.labelled import LabelledOp, LabelledProgram
-from cutesuper.ir.field import DivisionByZero, FieldAlgebra, FieldValue, uniform
+from cutesuper.ir.field import DivisionByZero, FieldAlgebra, FieldValue, draw_primes, uniform
 from cutesuper.ir.operators.base import lookup
 
 #: extent of every label; with 2, a sum of what does not vary would be x + x
@@ -59,10 +59,11 @@ class Forward:
     number: dict[tuple[frozenset[str], int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.a, self.table, rng = FieldAlgebra(0), Expressions(), np.random.default_rng(0)
+        primes, rng = draw_primes([0]), np.random.default_rng(0)  # as the search draws them
+        self.a, self.table = FieldAlgebra(0, primes=primes), Expressions()
         for n, labels in enumerate(self.inputs):
             dims = [f"{label}.tile" for label in sorted(labels)]
-            x = uniform(rng, dims, [EXTENT] * len(dims))
+            x = uniform(rng, dims, [EXTENT] * len(dims), primes=primes)
             self._enter(self.table.variable(str(n), labels), x, labels, 0, None)
         for cost in range(1, self.most + 1):
             for step in list(self._steps(cost)):

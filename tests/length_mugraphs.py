@@ -96,6 +96,63 @@ def kernel(
     return mugraph(g, b.step())
 
 
+def paged_causal(alignment: str) -> KernelGraph:
+    """softmax(causal_mask(Q K^T)) V of 6 rows and 24 columns in pages of 4, without lengths."""
+    g = new_kernel_graph()
+    q = g.new_input((2, 6, 8), name="Q")
+    k, v = (g.new_input((15, 4, 8), name=x) for x in "KV")
+    table = g.new_input((2, 6), "int32", name="table")
+    k, v = g.gather_pages(k, table), g.gather_pages(v, table)
+    scores = g.causal_mask(g.matmul(q, g.transpose(k, (0, 2, 1))), alignment)
+    g.mark_output(g.matmul(g.softmax(scores), v))
+    return g
+
+
+def paged_causal_kernel(
+    g: KernelGraph, alignment: str, axes: dict[str, int | None]
+) -> MuGraph:
+    """Of `paged_causal`, in two walks."""
+    extents: dict[str, Any] = {"B": 2, "M": 6, "S": 24, "D": 8, "E": 8}
+    tile = {
+        x: -(-n // prod(p or 1 for a, p in axes.items() if a.startswith(f"{x}.")))
+        for x, n in extents.items()
+    }
+    b = Block(extents, axes, tile)
+    q = b.load("Q", "B", "M", "D")
+    k, v = (_load(b, x, "table", "B", "S", d) for x, d in (("K", "D"), ("V", "E")))
+    scores = b.op("matmul", q, k, over="D")
+    scores = b.op("causal_mask", scores, rows="M", columns="S", alignment=alignment)
+    top = b.close(b.op("max", scores, over="S"), "S", "max")
+    e = b.op("exp", b.op("sub", scores, top))
+    low, high = b.op("sum", e, over="S"), b.op("matmul", e, v, over="S")
+    b.store("Z", b.op("div", b.close(high, "S"), b.close(low, "S")), "B", "M", "E")
+    return mugraph(g, b.step())
+
+
+def stored_weights() -> tuple[KernelGraph, MuGraph]:
+    """``A @ (e / sum e)``: one kernel stores the exponentials e of masked scores, another one
+    divides and multiplies; there are sequences that see nothing, and tails."""
+    m, n, r, batch = 8, 12, 6, 12
+    g = new_kernel_graph()
+    a, x = g.new_input((batch, r, m), name="A"), g.new_input((batch, m, n), name="X")
+    lengths = g.new_input((batch,), "int32", name="lengths")
+    y = g.exp(g.length_mask(x, lengths))
+    g.mark_output(g.matmul(a, g.div(y, g.sum(y, -1))))
+    walks: dict[str, int | None] = {"B.grid": 2, "B.persistent": 2, "B.loop": 3}
+    b = Block({"B": batch, "M": m, "N": n}, {**walks, "M.grid": 2}, {"B": 1, "M": 4, "N": n})
+    scores = b.op(
+        "length_mask", b.load("X", "B", "M", "N"), b.load("lengths", "B"), rows=None, columns="N",
+        causal=False,
+    )
+    b.store("e", b.op("exp", scores), "B", "M", "N")
+    dims = {"B": batch, "R": r, "M": m, "N": n}
+    c = Block(dict(dims), {**walks, "R.grid": 2}, {**dims, "B": 1, "R": 3})
+    e = c.load("e", "B", "M", "N")
+    weights = c.op("div", e, c.op("sum", e, over="N"))
+    c.store("Z", c.op("matmul", c.load("A", "B", "R", "M"), weights, over="M"), "B", "R", "N")
+    return g, mugraph(g, b.step("exponentials"), c.step("products"), e=(batch, m, n))
+
+
 def _load(b: Block, tensor: str, table: str | None, *labels: str | None) -> int:
     pages = {} if table is None else {"table": table}
     return b._add(LOAD, (), {x for x in labels if x}, tensor=tensor, map=labels, **pages)
@@ -114,4 +171,12 @@ def _split(g: KernelGraph, axes: dict[str, int | None]) -> tuple[Any, Any, dict[
     return dims, axes, tile
 
 
-__all__ = ["SMALL", "SPLITS", "attention", "kernel"]
+__all__ = [
+    "SMALL",
+    "SPLITS",
+    "attention",
+    "kernel",
+    "paged_causal",
+    "paged_causal_kernel",
+    "stored_weights",
+]

@@ -1,13 +1,31 @@
-"""Everything that can be wrong with one operation of a muGraph."""
+"""Everything that can be wrong with one operation of a muGraph, and a long run of it.
+
+``python -m tests.mutants --count 100000 --seed 0`` mutates random programs and holds the verifier
+against float64; it prints what it counted and ends with 1 if the verifier accepted a wrong one.
+"""
 
 from __future__ import annotations
 
+import argparse
+import time
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
+import torch
+
+from cutesuper.errors import CutesuperError
 from cutesuper.ir.block import ENDING, LOAD, STORE, BlockOp, MuGraph
+from cutesuper.ir.dims import extent
+from cutesuper.ir.field import LARGEST
+from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import lookup
+from cutesuper.verify.equivalence import Verifier
+from cutesuper.verify.integers import draw_integers
+from cutesuper.verify.numeric import execute
+from tests.random_programs import random_program
 
 
 def change(mu: MuGraph, step: int, i: int, **fields: Any) -> MuGraph:
@@ -34,13 +52,16 @@ def mutations(mu: MuGraph, s: int, i: int, op: BlockOp) -> Iterator[tuple[str, M
             if other != j and ops[other].dims == ops[j].dims and ops[other].kind != STORE:
                 inputs = (*op.inputs[:k], other, *op.inputs[k + 1 :])
                 yield f"operand {k} is {other}", change(mu, s, i, inputs=inputs)
-    if op.kind in ("sub", "div"):
+    if op.kind in ("sub", "div", "maximum", "at_least", "keep", "hide"):
         yield "operands swapped", change(mu, s, i, inputs=op.inputs[::-1])
     kinds = {
         "add": ("sub", "mul"), "sub": ("add", "mul"), "mul": ("add", "div"), "div": ("mul",),
         "sum": ("mean", "max"), "mean": ("sum", "max"), "max": ("sum", "mean"),
         "square": ("relu", "exp"), "sqrt": ("rsqrt", "square"), "silu": ("relu", "sigmoid"),
-        "exp": ("square", "silu"),
+        "exp": ("square", "silu"), "maximum": ("at_least", "add", "keep"),
+        "at_least": ("maximum", "sub"), "keep": ("hide", "mul"), "hide": ("keep", "mul"),
+        "relu": ("silu", "step"), "step": ("relu",), "sigmoid": ("tanh",), "tanh": ("sigmoid",),
+        "erf": ("tanh",), "gelu": ("silu",), "floor": ("relu",),
     }  # fmt: skip
     for kind in kinds.get(op.kind, ()):
         yield f"{kind} for {op.kind}", change(mu, s, i, kind=kind)
@@ -50,10 +71,19 @@ def mutations(mu: MuGraph, s: int, i: int, op: BlockOp) -> Iterator[tuple[str, M
     if op.rescaled:
         yield "not rescaled", change(mu, s, i, inputs=op.inputs[:1])
     if op.kind == "constant":
-        for value in (0.0, op.attributes["value"] * 3, -op.attributes["value"]):
-            yield f"constant {value}", change(mu, s, i, attributes={"value": value})
+        value = op.attributes["value"]
+        for other in (0.0, value * 3, -value, value + LARGEST.p, value + LARGEST.q):
+            yield f"constant {other}", change(mu, s, i, attributes={"value": other})
+    if op.kind == "causal_mask":
+        turned = "top_left" if op.attributes["alignment"] == "bottom_right" else "bottom_right"
+        yield turned, change(mu, s, i, attributes={**op.attributes, "alignment": turned})
+    if op.kind == "length_mask" and op.attributes.get("rows"):
+        causal = not op.attributes["causal"]
+        yield f"causal {causal}", change(mu, s, i, attributes={**op.attributes, "causal": causal})
     droppable = op.kind in ENDING or (
-        op.kind not in (LOAD, STORE) and lookup(op.kind).elementwise and op.inputs
+        op.kind not in (LOAD, STORE)
+        and (lookup(op.kind).elementwise or lookup(op.kind).masks)
+        and op.inputs
     )
     if droppable:  # whoever uses it gets its first operand
         result = mu
@@ -71,3 +101,136 @@ def mutations(mu: MuGraph, s: int, i: int, op: BlockOp) -> Iterator[tuple[str, M
             if name != here.name and spec.shape == here.shape:
                 attributes = {**op.attributes, "tensor": name}
                 yield f"loads {name}", change(mu, s, i, attributes=attributes)
+
+
+# ----------------------------------------------------------------------------------- a long run
+
+#: mutants of one random program
+OF_ONE = 20
+#: magnitudes of inputs at which numbers are compared; nothing overflows at the first
+SCALES = (0.1, 1.0, 3.0)
+
+
+@dataclass
+class Tally:
+    """What happened to mutants.
+
+    Attributes:
+        counts: of programs, and of mutants by verdict.
+        wrong: mutants that the verifier accepted although numbers differ.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter[str])
+    wrong: list[str] = field(default_factory=list)
+
+    def show(self) -> str:
+        counts = ", ".join(f"{n} {k}" for k, n in sorted(self.counts.items()))
+        return "\n".join([counts, f"{len(self.wrong)} false accepts", *self.wrong])
+
+
+def run(count: int, seed: int, judged: float = 1.0) -> Tally:
+    """Mutate random programs and ask the verifier; hold what it says against float64.
+
+    Args:
+        count: of mutants.
+        seed: equal seeds give equal mutants.
+        judged: share of the refused mutants that are held against float64 as well.
+    """
+    rng, tally, made = Random(seed), Tally(), 0
+    while made < count:
+        program = rng.getrandbits(40)
+        graph, mu = random_program(program)
+        verifier = Verifier(graph, seed=rng.getrandbits(32))
+        if not verifier.check(mu, bound=False):
+            tally.counts["programs without a meaning"] += 1
+            continue
+        tally.counts["programs"] += 1
+        for what, mutant in _chosen(mu, rng, min(OF_ONE, count - made)):
+            made += 1
+            _judge(tally, f"program {program}, {what}", verifier, mu, mutant, judged, rng)
+    return tally
+
+
+def _judge(
+    tally: Tally, what: str, verifier: Verifier, mu: MuGraph, mutant: MuGraph,
+    judged: float, rng: Random,
+) -> None:
+    result = verifier.check(mutant, bound=False)
+    if result:
+        odd = distinguished(verifier.graph, mu, mutant)
+        tally.counts["accepted"] += 1
+        if odd is not None:
+            tally.wrong.append(f"{what}, verifier's seed {result.seed}: {odd}")
+    elif rng.random() >= judged:
+        tally.counts["refused"] += 1
+    else:
+        same = distinguished(verifier.graph, mu, mutant) is None
+        tally.counts["refused though numbers agree" if same else "refused and different"] += 1
+
+
+def _chosen(mu: MuGraph, rng: Random, count: int) -> list[tuple[str, MuGraph]]:
+    every = [
+        (f"step {s}, operation {i} ({op.kind}): {what}", mutant)
+        for s, step in enumerate(mu.steps)
+        for i, op in enumerate(step.program.ops)
+        for what, mutant in mutations(mu, s, i, op)
+    ]
+    return rng.sample(every, min(count, len(every)))
+
+
+def distinguished(graph: KernelGraph, mu: MuGraph, mutant: MuGraph) -> str | None:
+    """Where float64 tells two muGraphs of a graph apart, at several draws and magnitudes.
+
+    What is infinite or NaN counts at the least magnitude only, where nothing overflows.
+    """
+    for number, scale in enumerate(SCALES):
+        inputs = _inputs(graph, number, scale)
+        try:
+            found = execute(mutant, inputs)
+        except (CutesuperError, RuntimeError) as error:
+            return str(error)
+        for k, (want, have) in enumerate(zip(execute(mu, inputs), found, strict=True)):
+            odd = _odd(want, have, number == 0)
+            if odd is not None:
+                return f"output {k}, inputs of magnitude {scale:g}: {odd}"
+    return None
+
+
+def _odd(want: torch.Tensor, have: torch.Tensor, infinite: bool) -> str | None:
+    finite = want.isfinite() & have.isfinite()
+    same = (want == have) | (want.isnan() & have.isnan())
+    if infinite and not (finite | same).all():
+        at = (~(finite | same)).nonzero()[0].tolist()
+        return f"{float(have[tuple(at)])} for {float(want[tuple(at)])} at {at}"
+    zero = torch.zeros((), dtype=want.dtype)
+    error = float(torch.where(finite, have - want, zero).abs().max())
+    top = float(torch.where(finite, want, zero).abs().max())
+    return None if error <= 1e-9 * max(top, 1e-3) else f"differs by {error:g} of {top:g}"
+
+
+def _inputs(graph: KernelGraph, number: int, scale: float) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    shapes = {i: tuple(map(extent, graph.nodes[i].shape)) for i in graph.inputs}
+    return [
+        torch.from_numpy(draw_integers(graph, i, shape, [number, number, i]).data)
+        if graph.nodes[i].dtype.integer
+        else scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+        for i, shape in shapes.items()
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m tests.mutants")
+    parser.add_argument("--count", type=int, default=1000, help="mutants")
+    parser.add_argument("--seed", type=int, default=0, help="equal seeds give equal mutants")
+    parser.add_argument("--judged", type=float, default=0.1, help="share of the refused ones that "
+                        "are held against float64 too")  # fmt: skip
+    asked = parser.parse_args()
+    begin = time.monotonic()
+    tally = run(asked.count, asked.seed, asked.judged)
+    print(f"seed {asked.seed}, {time.monotonic() - begin:.0f} s: {tally.show()}")
+    return 1 if tally.wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

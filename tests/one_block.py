@@ -11,6 +11,7 @@ from cutesuper.egraph.labelled import LabelledOp, LabelMap, Region, RegionOp, Vi
 from cutesuper.ir.block import LOAD, STORE, BlockOp, BlockProgram, KernelStep, MuGraph
 from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import Items
 from tests.mugraphs import mugraph
 
 
@@ -34,7 +35,7 @@ def region(graph: KernelGraph) -> Region:
             RegionOp(
                 nodes[i].operator,
                 tuple(views[j] for j in nodes[i].inputs),
-                tuple(sorted(nodes[i].attributes.items())),
+                Items(nodes[i].attributes),
                 nodes[i].shape,
             )
             for i in ops

@@ -184,6 +184,7 @@ for _name in ("atan", "sinh", "cosh", "asinh", "erfc"):
     CASES[_name] = (lambda g, x, n=_name: g.apply(n, x * 2 - 1.7), ((3, 4),))
 for _name in ("asin", "acos", "atanh"):
     CASES[_name] = (lambda g, x, n=_name: g.apply(n, g.tanh(x - 0.7)), ((3, 4),))
+CASES["convert"] = (lambda g, x, y: g.convert(x, "bf16") @ g.convert(y, "bf16"), ((3, 4), (4, 5)))
 CASES["acosh"] = (lambda g, x: g.acosh(g.square(x) + 1.5), ((3, 4),))
 CASES["relu"] = (lambda g, x: g.relu(x - 1), ((5, 6),))
 CASES["floor"] = (lambda g, x: g.floor(x * 3 - 1) * x, ((5, 6),))
@@ -397,6 +398,12 @@ def test_constants_meet_and_cancel() -> None:
     signs = graph(lambda g, x: g.exp(0 - x), (3, 4))
     assert kinds(cs.grad(signs)) == ["input", "input", "constant", "sub", "exp", "mul", "constant",
                                      "mul"]
+
+
+def test_zeros_of_both_signs_are_two_numbers() -> None:
+    g = graph(lambda g, x: g.exp(g.clamp(x, 0.0, 1) * g.maximum(g.clamp(x, -0.0, 1), -0.0)), (3, 4))
+    lows = [n.attributes["min"] for n in cs.grad(g).nodes if n.operator == "clamp"]
+    assert sorted(map(repr, lows)) == ["-0.0", "0.0"]
 
 
 def test_means_stay_means() -> None:
@@ -639,6 +646,56 @@ def test_a_cotangent_that_is_a_gradient_of_another_type_is_converted() -> None:
     assert {of_outputs(s.backward)[int(s.gradients[n])] for n in "xw"} == {"bfloat16", "float16"}
     backward = cs.grad(g, wrt=["x", "w"])
     assert of_outputs(backward) == ["bfloat16", "float16"]
+
+
+def typed(build: Build, *outputs: str) -> KernelGraph:
+    """What is built of x [64, 128], y [128, 64] and z [64, 64], all bf16, stored as these types."""
+    g = new_kernel_graph()
+    shapes = ((64, 128), (128, 64), (64, 64))
+    made = build(g, *(g.new_input(s, "bf16", n) for s, n in zip(shapes, "xyz", strict=True)))
+    for t, dtype in zip(made, outputs, strict=True):
+        g.mark_output(t, dtype)
+    return g
+
+
+TYPED: dict[str, tuple[Build, tuple[str, ...]]] = {
+    "product": (lambda g, x, y, z: [x @ y + z], ("fp32",)),
+    "other 16 bits": (lambda g, x, y, z: [g.relu(x @ y) * z], ("fp16",)),
+    "sums": (lambda g, x, y, z: [g.sum(x @ y, 0), g.mean(x @ (y @ z), 1)], ("fp32", "fp32")),
+    "read again": (lambda g, x, y, z: [h := x @ y, g.relu(h) @ z], ("fp32", "bf16")),
+    "pieces": (
+        lambda g, x, y, z: [g.sum(g.slice(g.exp(x @ g.concat([y, g.transpose(x)], 1)), 1, 0, 64) *
+                                  z, 1)],
+        ("fp32",),
+    ),
+    "attention": (
+        lambda g, x, y, z: [g.scaled_dot_product_attention(x, g.transpose(y), z)], ("fp32",)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_cotangents_have_the_types_of_their_outputs(name: str) -> None:
+    """Products take them as what the program computes with."""
+    g = typed(TYPED[name][0], *TYPED[name][1])
+    check(g)
+    given = of_inputs(cs.grad(g))
+    assert [given[f"d{g.nodes[i].name}"] for i in g.outputs] == of_outputs(g)
+    assert set(of_outputs(cs.grad(g))) == {"bfloat16"}
+
+
+def test_float32_cotangents_of_products_have_kernels() -> None:
+    g = typed(TYPED["product"][0], "fp32")
+    for graph in (cs.grad(g, wrt=["x", "y"]), cs.split(g).backward):
+        assert found(graph)
+
+
+def test_a_bias_of_another_type_than_its_product() -> None:
+    g = new_kernel_graph()
+    x, w = g.new_input((64, 128), "bf16", "x"), g.new_input((128, 64), "bf16", "w")
+    g.mark_output(x @ w + g.new_input((64,), "fp32", "b"))
+    assert of_outputs(cs.grad(g)) == ["bfloat16", "bfloat16", "float32"]
+    check(g)
 
 
 def test_a_statistic_that_a_product_reads_keeps_the_type_of_the_product() -> None:

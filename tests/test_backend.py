@@ -427,6 +427,7 @@ def test_a_wrapper_in_cpp(mixed: Any) -> None:
     with config.patch(cpp_wrapper=True), torch.no_grad():
         judge(mixed, torch.compile(mixed, backend=chosen)(x), x)
     assert given[0]["cpp_wrapper"] and not reports[0].regions
+    assert [o.reason for o in reports[0].outside] == ["cpp_wrapper calls no operators of Python"]
 
 
 def test_code_from_the_cache_in_another_process(

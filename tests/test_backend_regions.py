@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 import cutesuper as cs
-from cutesuper.errors import DeviceError, FormatError, GraphError, OptionError, SearchError
+from cutesuper.errors import (
+    DeviceError,
+    FormatError,
+    GraphError,
+    OptionError,
+    SearchError,
+    ShapeError,
+)
 from cutesuper.runtime.calling import Launches
 
 torch = pytest.importorskip("torch")
@@ -74,7 +81,7 @@ def test_keys_are_those_of_the_program() -> None:
 
 @pytest.mark.parametrize(
     "edit",
-    [lambda k: k[:-4], lambda k: k.replace(":1:", ":2:", 1), lambda k: "f" * 16 + k[16:],
+    [lambda k: k[:-4], lambda k: k.replace(":2:", ":1:", 1), lambda k: "f" * 16 + k[16:],
      lambda k: "", lambda k: "a:b:c:d"],
 )  # fmt: skip
 def test_a_key_that_is_none(edit: Any) -> None:
@@ -192,7 +199,54 @@ def test_a_variant_for_each_bucket(kernels: Kernels) -> None:
     assert kernels.buckets == [8, 16, 4096]
     most = 2**31 // 48
     assert kernels.program._runner(most, GPU) is not kernels.program._reference
-    assert kernels.program._runner(most + 1, GPU) is kernels.program._reference
+    with pytest.raises(ShapeError, match=rf"called with {most + 1} rows, .* at most {most} of"):
+        kernels.program._runner(most + 1, GPU)
+
+
+def test_a_tensor_between_kernels_that_is_too_large(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its offsets would not fit into 32 bits; nothing of the definition is that large."""
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    program = kernels.program
+    monkeypatch.setattr(program, "target_on", lambda device: cs.H200)
+    monkeypatch.setattr(program, "found", lambda rows, target: ())
+    sizes = iter([(cs.symbol("M", 16), 2**20), (2**16, 2**16)])
+
+    def compiled(*args: Any) -> Any:
+        return SimpleNamespace(intermediates=((next(sizes), torch.float32),))
+
+    monkeypatch.setattr(operator.optimize, "compiled", compiled)
+    program.variant(16, GPU)
+    assert program.most_rows == (2**31 - 1) // 2**20
+    with pytest.raises(ShapeError, match="a tensor between kernels of shape"):
+        program.variant(5000, GPU)
+
+
+def test_more_rows_than_kernels_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled model is compiled anew for them, and what was a region is PyTorch's, as the report
+    says: nothing but Inductor's code would be as fast."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.Softmax(-1))
+    monkeypatch.setattr(operator, "MAX_ELEMENTS", 24 * 20)
+    call, reports = compiled(model, dynamic=True)
+    called: list[int] = []
+    real = operator.Program.__call__
+
+    def counted(self: Any, inputs: Any) -> Any:
+        called.append(len(inputs[0]))
+        return real(self, inputs)
+
+    monkeypatch.setattr(operator.Program, "__call__", counted)
+    with torch.no_grad():
+        for rows, taken in ((4, True), (20, True), (21, False), (100, False), (5, True)):
+            x = torch.randn(rows, 16)
+            judge(model, call(x), x)  # what is tried calls the operator too
+            called.clear()
+            call(x)
+            assert bool(called) == taken
+    assert [[r.verdict.taken for r in report.regions] for report in reports] == [[True], [False]]
+    assert reports[1].regions[0].verdict.reason.startswith("more than 20 rows")
 
 
 def test_a_bucket_without_kernels(kernels: Kernels) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import warnings
@@ -242,3 +244,129 @@ def test_sources_that_decide_the_code_are_in_the_key(monkeypatch: pytest.MonkeyP
     assert operators | skeletons | {"targets/hopper.py", "device/memory.py"} <= read
     assert "runtime/dsl.py" in read
     assert "runtime/kernel.py" not in read
+
+
+# ------------------------------------------------------------------------- what others could write
+
+
+def test_what_the_cache_makes_is_for_the_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        cache = KernelCache(tmp_path / "x" / "cache")
+        digest, path = _store(cache)
+        with cache.lock(digest):
+            assert cache.load(digest) is not None
+    finally:
+        os.umask(before)
+    made = [p for p in (tmp_path / "x").rglob("*") if not p.is_symlink()]
+    assert {stat.S_IMODE(p.stat().st_mode) for p in made if p.is_dir()} == {0o700}
+    assert {stat.S_IMODE(p.stat().st_mode) for p in path.iterdir()} == {0o644}
+
+
+def test_a_root_that_others_can_write(tmp_path: Path) -> None:
+    cache = KernelCache(tmp_path / "cache")
+    digest, _ = _store(cache)
+    cache.root.chmod(0o777)
+    for use in (lambda: KernelCache(cache.root), lambda: cache.load(digest)):
+        with pytest.raises(CacheError, match=r"can be written by others \(mode 0777\)") as caught:
+            use()
+        text = str(caught.value).replace("-R ", "")
+        assert f"run: chmod go-w {cache.root}; or remove the cache" in text
+        assert "CUTESUPER_CACHE" in str(caught.value)
+    cache.root.chmod(0o755)  # as earlier versions made it: others may read
+    assert KernelCache(cache.root).load(digest) is not None
+
+
+def test_a_parent_that_others_can_write(tmp_path: Path) -> None:
+    parent = tmp_path / "shared"
+    KernelCache(parent / "cache")
+    parent.chmod(0o777)
+    with pytest.raises(CacheError, match=rf"{parent} can be written .*chmod go-w {parent};"):
+        KernelCache(parent / "cache")
+    parent.chmod(0o1777)
+    KernelCache(parent / "cache")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives away")
+def test_another_owner(tmp_path: Path) -> None:
+    cache = KernelCache(tmp_path / "cache")
+    digest, path = _store(cache)
+    os.chown(path / OBJECT, 12345, -1)
+    with pytest.raises(CacheError, match=r"kernel\.o belongs to user 12345.* may hold anything"):
+        cache.load(digest)
+    os.chown(path / OBJECT, 0, -1)
+    os.chown(path, 12345, -1)
+    with pytest.raises(CacheError, match=rf"{path} belongs to user 12345.*run: chown -R 0 {path}"):
+        cache.load(digest)
+    os.chown(cache.root, 12345, -1)
+    with pytest.raises(CacheError, match=rf"{cache.root} belongs to user 12345"):
+        KernelCache(cache.root)
+
+
+@pytest.mark.parametrize("name", [*FILES, META])
+def test_a_file_that_others_can_write(cache: KernelCache, name: str) -> None:
+    digest, path = _store(cache)
+    (path / name).chmod(0o666)
+    with pytest.raises(CacheError, match=rf"{name} can be written by others"):
+        cache.load(digest)
+
+
+def test_a_folder_inside_that_others_can_write(cache: KernelCache) -> None:
+    digest, path = _store(cache)
+    path.parent.chmod(0o777)
+    with pytest.raises(CacheError, match=rf"{path.parent} can be written by others"):
+        cache.load(digest)
+
+
+def test_a_changed_entry_with_a_new_checksum(cache: KernelCache) -> None:
+    """What tells an entry from a forged one is who could write it, not its checksum."""
+    digest, path = _store(cache)
+    (path / OBJECT).write_bytes(b"other")
+    record = json.loads((path / META).read_text())
+    sums = {"bytes": 5, "sha256": hashlib.sha256(b"other").hexdigest()}
+    record["files"][OBJECT] = sums
+    (path / META).write_text(json.dumps(record))
+    assert cache.load(digest) is not None
+    path.chmod(0o777)
+    with pytest.raises(CacheError, match="kernels are code that would run as you"):
+        cache.load(digest)
+
+
+def test_links_in_place_of_files(cache: KernelCache, tmp_path: Path) -> None:
+    digest, path = _store(cache)
+    os.rename(path / OBJECT, tmp_path / OBJECT)
+    (path / OBJECT).symlink_to(tmp_path / OBJECT)
+    assert cache.load(digest) is None
+    _store(cache)
+    assert cache.load(digest) is not None
+
+
+def test_a_cache_behind_a_link(tmp_path: Path) -> None:
+    digest, _ = _store(KernelCache(tmp_path / "cache"))
+    (tmp_path / "link").symlink_to("cache")
+    assert KernelCache(tmp_path / "link").load(digest) is not None
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(CacheError, match="can be written by others"):
+        KernelCache(tmp_path / "link")
+
+
+def test_another_toolchain_is_another_key(
+    cache: KernelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cutesuper.runtime import cache as module
+    from cutesuper.runtime import toolchain
+
+    versions = {"nvidia-cutlass-dsl": "4.3.0", "apache-tvm-ffi": "0.1"}
+    versions |= {"nvidia-cutlass-dsl-libs-cu12": "4.3.0"}
+    found: set[str] = set()
+    monkeypatch.setattr(module, "dsl_versions", toolchain.dsl_versions.__wrapped__)
+    monkeypatch.setattr(toolchain, "package_version", versions.get)
+    for name, version in [("", ""), *((n, "9.9") for n in [*versions]),
+                          ("nvidia-cutlass-dsl-libs-cu13", "4.3.0")]:  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setitem(versions, name, version)
+            found.add(cache.digest("k", "sm_90a", "tvm_ffi"))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "host_machine", lambda: "another")
+        found.add(cache.digest("k", "sm_90a", "tvm_ffi"))
+    assert len(found) == 6

@@ -151,7 +151,7 @@ def region_of(graph: KernelGraph) -> Region:
 
 def form_of(graph: KernelGraph) -> ChainedForm:
     region = region_of(graph)
-    _, form = find_form(region, label(region))
+    form = find_form(region, label(region)).form
     assert isinstance(form, ChainedForm)
     return form
 
@@ -218,7 +218,7 @@ def test_rows_are_what_keys_have_not() -> None:
 def test_a_short_label_between_products_stays_with_the_matmul_loop(hidden: int) -> None:
     region = region_of(long_mlp(hidden))
     kind = MatmulForm if hidden == 128 else ChainedForm
-    assert isinstance(find_form(region, label(region))[1], kind)
+    assert isinstance(find_form(region, label(region)).form, kind)
 
 
 #: what results are multiplied by that the loop does not load

@@ -10,12 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cutesuper as cs
 from cutesuper.errors import CutesuperError, GraphError, OperatorError, ShapeError
 from cutesuper.ir.dims import extent
 from cutesuper.ir.evaluate import evaluate
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph, symbol
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.ir.serial import dumps, loads
+from cutesuper.pipeline import Options, choose
 from cutesuper.verify.equivalence import verify
 from cutesuper.verify.numeric import compare
 from tests.mugraphs import Block, mugraph
@@ -131,6 +133,22 @@ def test_a_mean_weighs_its_pieces() -> None:
     agree(g)
 
 
+def test_a_maximum_is_that_of_the_pieces() -> None:
+    g, [a, b, c] = inputs((4, 3), (4, 5), (4, 2))
+    x = g.concat([a, g.concat([b, g.exp(c)], 1)], 1)
+    g.mark_output(g.max(x, 1))
+    g.mark_output(g.logsumexp(g.slice(x, 1, 0, 8), 1))
+    assert kinds(g).count("maximum") == 3
+    agree(g)
+
+
+def test_a_softmax_of_pieces_is_searched_and_verified() -> None:
+    g, [a, b] = inputs((8, 64), (8, 32))
+    g.mark_output(g.slice(g.softmax(g.concat([a, b], 1)), 1, 0, 64))
+    _, choice = choose(g, Options(cs.H200))
+    assert choice.verification
+
+
 def test_a_product_of_pieces_is_made_of_products() -> None:
     g, [x, y, v, w] = inputs((4, 6), (3, 6), (6, 2), (6, 5))
     z = g.matmul(g.concat([x, y], 0), g.concat([v, w], 1))
@@ -214,14 +232,6 @@ REFUSED: list[tuple[Callable[[KernelGraph, list[Tensor]], Any], type[CutesuperEr
         lambda g, t: g.mark_output(g.softmax(g.concat(t[:2], 1))),
         GraphError,
         "it is put together along dimension 1",
-    ),
-    (
-        lambda g, t: g.mark_output(g.max(g.concat(t[:2], 1), 1)),
-        OperatorError,
-        (
-            "max(dim=1) t4[4, 1]: its operand is put together along this dimension, and there is "
-            "no element-wise maximum to combine those of the parts; reduce the parts separately"
-        ),
     ),
     (
         lambda g, t: g.mark_output(g.sum(g.causal_mask(g.concat(t[:2], 1)), 1)),
@@ -338,7 +348,7 @@ class Builder:
             self.values.append((g.transpose(x), columns, rows))
         else:
             dim = draw(st.integers(0, 1))
-            y = g.apply(draw(st.sampled_from(["sum", "mean"])), x, dim=dim)
+            y = g.apply(draw(st.sampled_from(["sum", "mean", "max"])), x, dim=dim)
             if kind == "statistic":
                 self.values.append((g.mul(x, y), rows, columns))
             else:
@@ -353,7 +363,7 @@ class Builder:
             for d, parts in enumerate(dims):
                 if len(parts) == 1:
                     continue
-                how = draw(st.sampled_from(["sum", "mean", "slice"]))
+                how = draw(st.sampled_from(["sum", "mean", "max", "slice"]))
                 if how == "slice":
                     p = draw(st.integers(0, len(parts) - 1))
                     x = g.slice(x, d, sum(parts[:p]), sum(parts[: p + 1]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import struct
 import subprocess
@@ -164,6 +166,108 @@ else:
     raise AssertionError("no error")
 """
     assert _record(cache, script) == []
+
+
+def test_launches_that_would_crash(cache: KernelCache, library: Path) -> None:
+    """Called from C with what cannot be right: an error of CUDA's, and nothing is launched."""
+    script = f"""
+import ctypes, struct
+library = ctypes.CDLL({str(library)!r})
+launch = library.cutesuper_launch
+INVALID, NOT_LOADED = 1, 3
+
+def arguments(x=(0x1000, 4), z=(0x2000, 4, 1024), y=(0x3000, 4)):
+    packed = [struct.pack("<Qi4x", *x), struct.pack("<Qi4xq", *z), struct.pack("<Qi4x", *y),
+              struct.pack("<f", 1.0), struct.pack("<Q", 0)]
+    kept = [ctypes.create_string_buffer(p, len(p)) for p in packed]
+    array = (ctypes.c_void_p * 5)(*map(ctypes.addressof, kept))
+    array.kept = kept
+    return array
+
+good = arguments()
+assert launch(0, good, 5) == NOT_LOADED
+for device in (-1, 256, -2**31, 2**31 - 1):
+    assert library.cutesuper_load(device) == 101
+assert library.cutesuper_load(0) == 0
+for kernel in (-1, 1, -2**31, 2**31 - 1):
+    assert launch(kernel, good, 5) == INVALID
+assert launch(0, None, 0) == launch(0, None, 5) == INVALID
+for count in (-1, 0, 1, 4, 6, 256, 257, -2**31, 2**31 - 1):
+    assert launch(0, good, count) == INVALID, count
+for n in range(5):
+    hole = arguments()
+    hole[n] = None
+    assert launch(0, hole, 5) == INVALID, n
+negative = dict(x=(0x1000, -1)), dict(z=(0x2000, -2**31, 1024)), dict(y=(0x3000, -4))
+nowhere = dict(x=(0, 4)), dict(z=(0, 4, 1024)), dict(y=(0, 4))
+for bad in (*negative, *nowhere):
+    assert launch(0, arguments(**bad), 5) == INVALID, bad
+assert launch(0, good, 5) == 0
+assert launch(0, arguments(x=(0, 0), z=(0, 0, 1024), y=(0, 0)), 5) == 0  # CUDA says what it thinks
+"""
+    launches = _record(cache, script)
+    assert [launch.grid for launch in launches] == [(4, 1, 1), (0, 1, 1)]
+
+
+def test_a_relative_name_is_a_file_of_the_current_folder(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one that the loader finds in LD_LIBRARY_PATH."""
+    monkeypatch.chdir(tmp_path)
+    opened: list[str] = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: opened.append(path) or real(path))
+    shutil.copy(library, tmp_path / "scale_add.so")
+    load_library("scale_add.so")
+    assert opened == [str(tmp_path / "scale_add.so")]
+    (tmp_path / "scale_add.so").unlink()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(library.parent))
+    with pytest.raises(FormatError, match=r"scale_add\.so: cannot read it: No such file"):
+        load_library("scale_add.so")
+
+
+real = ctypes.CDLL
+
+
+def test_libraries_that_others_can_write(library: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "shared" / "mine.so"
+    mine.parent.mkdir()
+    shutil.copy(library, mine)
+    mine.chmod(0o666)
+    with pytest.raises(FormatError, match=r"mine\.so can be written by others \(mode 0666\)"):
+        load_library(mine)
+    mine.chmod(0o644)
+    mine.parent.chmod(0o777)
+    with pytest.raises(FormatError, match=r"shared can be written by others .*chmod go-w"):
+        load_library(mine)
+    mine.parent.chmod(0o1777)
+    load_library(mine)
+    if os.geteuid() == 0:
+        os.chown(mine, 12345, -1)  # whoever may put files there
+        with pytest.raises(FormatError, match=r"mine\.so belongs to user 12345"):
+            load_library(mine)
+        mine.parent.chmod(0o755)
+        load_library(mine)  # a name that the user has chosen, in nobody else's folder
+
+
+def test_exporting_follows_no_link(
+    cache: KernelCache, library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the file's own nor one that somebody has put where it is written first."""
+    monkeypatch.setenv(toolchain.CUDART_VARIABLE, str(build_fake_runtime().cudart_static))
+    target, other = tmp_path / "x.so", tmp_path / "other"
+    other.write_text("other")
+    target.symlink_to(other)
+    (tmp_path / f".x.so.{os.getpid()}").symlink_to(other)
+    artifact = compile_kernel(kernels.request("scale_add", outputs=(2,)), cache)
+    export_library([artifact], {}, target)
+    assert other.read_text() == "other"
+    assert not target.is_symlink()
+    load_library(target)
+
+
+def test_the_compiler_is_named_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "gcc")
+    assert os.path.isabs(toolchain.require_c_compiler())
 
 
 def test_metadata(library: Path) -> None:

@@ -6,20 +6,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cutesuper.ir.field import (
+    HIDDEN,
+    LARGEST,
     OMEGA,
+    SMALLEST,
     DivisionByZero,
     FieldAlgebra,
     FieldValue,
-    P,
-    Q,
+    Primes,
+    draw_primes,
     inverse,
     uniform,
 )
 
+P, Q = LARGEST.p, LARGEST.q
 A = FieldAlgebra(seed=5)
 pytestmark = pytest.mark.filterwarnings("error")
 rows = settings(max_examples=40, deadline=None)
@@ -44,11 +48,46 @@ def is_prime(n: int) -> bool:
     return n > 1 and all(n % d for d in range(2, int(n**0.5) + 1))
 
 
-def test_the_primes_are_the_largest_safe_pair_below_2_31() -> None:
+def test_the_largest_pair_is_the_largest_safe_pair_below_2_31() -> None:
     assert P == 2 * Q + 1 and P < 2**31 and is_prime(P) and is_prime(Q)
     larger = [q for q in range(Q + 1, 2**30) if all(q % d and (2 * q + 1) % d for d in (2, 3, 5))]
     assert not any(2 * q + 1 < 2**31 and is_prime(q) and is_prime(2 * q + 1) for q in larger)
     assert OMEGA != 1 and pow(OMEGA, Q, P) == 1
+
+
+def test_pairs_are_drawn_from_many_and_again_by_their_seed() -> None:
+    pairs = [draw_primes([seed]) for seed in range(200)]
+    assert len(set(pairs)) == 200 and pairs[7] == draw_primes([7])
+    assert all(is_prime(x.p) and is_prime(x.q) for x in pairs[:20])
+    assert all(SMALLEST <= x <= LARGEST for x in pairs)
+    assert is_prime(SMALLEST.p) and is_prime(SMALLEST.q)
+
+
+@pytest.mark.parametrize("number", ["p", "q", "2p", "q + 1", "-p", "p / 2", "p - 1"])
+def test_numbers_that_vanish_or_meet_have_other_primes_drawn(number: str) -> None:
+    """-1, 0 and 1 are told apart from what is one of them in the first pair."""
+    first = draw_primes([0])
+    value = float(eval(number.replace("2p", "2 * p"), {"p": first.p, "q": first.q}))
+    other = draw_primes([0], [value])
+    assert not first.tells_apart([value])
+    assert other != first and other.tells_apart([value])
+    assert first.tells_apart([3.0]) and not first.tells_apart([3.0, 3.0 + first.p])
+
+
+@pytest.mark.parametrize("number", [float(P), -float(P), float(Q), 3.0 * Q, P / 2])
+def test_a_number_that_is_zero_only_here_is_refused(number: float) -> None:
+    with pytest.raises(DivisionByZero, match="is zero in the field"):
+        A.constant(number)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_exponentials_in_a_drawn_field(seed: int) -> None:
+    primes = draw_primes([seed])
+    a, rng = FieldAlgebra(seed, primes=primes), np.random.default_rng(seed)
+    x, y = (uniform(rng, ("M",), (9,), primes=primes) for _ in "xy")
+    assert same(a.exp(a.add(x, y)), a.mul(a.exp(x), a.exp(y)))
+    assert x.q is not None
+    assert a.exp(x).p.tolist() == [pow(OMEGA, int(v), primes.p) for v in x.q]
 
 
 @rows
@@ -110,6 +149,7 @@ def test_constants_are_exact(m: int, n: int, e: int) -> None:
 @rows
 @given(floats, floats)
 def test_different_constants_differ(x: float, y: float) -> None:
+    assume(Primes(Q).tells_apart([x, y]))
     assert same(A.constant(x), A.constant(y)) == (x == y)
 
 
@@ -192,7 +232,7 @@ def test_max_leaves_out_what_is_not_valid() -> None:
     x = uniform(np.random.default_rng(0), ("L", "K"), (3, 4))
     valid = np.arange(12).reshape(3, 4) < 7  # the last row is empty
     partial = A.max(x, ("K",), (("L", "K"), valid))
-    assert partial.p[2] == P
+    assert partial.p[2] == HIDDEN
     flat = FieldValue(("K",), x.p.reshape(-1)[:7], None if x.q is None else x.q.reshape(-1)[:7])
     assert same(A.max(partial, ("L",)), A.max(flat, ("K",)))
 

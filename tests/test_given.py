@@ -9,10 +9,12 @@ import pytest
 import torch
 
 import cutesuper as cs
+from cutesuper import given
 from cutesuper.errors import LoweringError, VerificationError
 from cutesuper.ir.block import Axis, AxisKind, BlockOp, BlockProgram, KernelStep, MuGraph
 from cutesuper.ir.block import TensorSpec as Spec
 from cutesuper.runtime.cache import KernelCache
+from cutesuper.verify.equivalence import verify
 from tests import zoo
 from tests.zoo import draw, judge
 
@@ -61,6 +63,15 @@ def test_other_extents_where_its_own_cannot_be_lowered(tmp_path: Path) -> None:
     inputs = draw(graph, seed=0)
     assert all(judge(graph, inputs, [kernel(*inputs)]))
     assert isinstance(kernel(*inputs), torch.Tensor)
+
+
+def test_the_verdict_on_other_extents_counts_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extents that the target can run are verified again, and may be refused."""
+    graph, mu = norm_linear(24)
+    verdicts = iter((given.verified(graph, mu), verify(graph, replace(mu, inputs=("W", "X")))))
+    monkeypatch.setattr(given, "verified", lambda *_: next(verdicts))
+    with pytest.raises(VerificationError, match="with the extents that the target can run"):
+        cs.compile_mugraph(graph, mu, target="h200")
 
 
 def test_a_muGraph_of_something_else_is_refused() -> None:

@@ -294,6 +294,8 @@ TINY = [
     Attention(heads=3, rows=5, keys=7, width=128, dtype="bfloat16"),
     Attention(heads=1, rows=65, keys=65, causal="top_left"),
     Attention(heads=2, group=3, rows=0, keys=129, width=96),
+    # the first rows see 1, 2, 3 keys, two thirds of them all
+    Attention(heads=6, rows=300, keys=100, width=80, causal="top_left", dtype="bfloat16"),
 ]
 
 

@@ -137,6 +137,24 @@ def test_statistics_of_rows_may_be_float32() -> None:
         assert [other.nodes[i].dtype for i in other.outputs] == [bfloat16, float32]
 
 
+def test_what_is_converted_has_its_own_type() -> None:
+    g, [x] = inputs((4, 6), dtype="fp32")
+    w = g.new_input((6, 8), "bf16", name="w")
+    h = g.convert(x, torch.bfloat16)
+    assert h.node.attributes == {"dtype": "bfloat16"} and h.dtype == bfloat16
+    y = g.mark_output(g.matmul(h, w), "fp32")
+    assert g.exp(y).dtype == bfloat16
+    other = loads(dumps(g))
+    assert isinstance(other, KernelGraph)
+    for same in (g.expanded(), g.apart([[0]]), other):
+        assert [n.dtype for n in same.nodes[2:4]] == [bfloat16, float32]
+    values = [torch.full((4, 6), 1 + 2**-9), torch.ones(6, 8, dtype=torch.bfloat16)]
+    assert evaluate(g, values)[0].tolist() == [[6.0] * 8] * 4  # rounded, as PyTorch would
+    assert evaluate(g, values, torch.float32)[0][0, 0] > 6  # what a kernel computes
+    with pytest.raises(DTypeError, match="nothing is computed in integers"):
+        g.convert(x, "int32")
+
+
 def test_inputs_of_different_types() -> None:
     """What is computed from several types is float32, as in PyTorch; outputs say what they are."""
     g, [x] = inputs((4, 6), dtype="bf16")
@@ -552,9 +570,9 @@ def test_scalar_formulas_are_the_references() -> None:
         round = round
 
     below_one, above_one = ("asin", "acos", "atanh"), ("acosh",)
-    for name in (*UNARY, *BINARY, "clamp", "at_least", "maximum", "keep", "hide"):
-        op = TABLE[name]
-        attributes = {"min": 0.25, "max": 0.5} if name == "clamp" else {}
+    given = {"clamp": {"min": 0.25, "max": 0.5}, "convert": {"dtype": "float16"}}
+    for name in (*UNARY, *BINARY, *given, "at_least", "maximum", "keep", "hide"):
+        op, attributes = TABLE[name], given.get(name, {})
         for value in (0.125, 0.375, 2.0, 2.5):
             if (name in below_one and value > 1) or (name in above_one and value < 1):
                 continue  # PyTorch has NaN there, and Python no number

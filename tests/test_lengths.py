@@ -43,7 +43,15 @@ from cutesuper.verify.equivalence import Verifier, verify
 from cutesuper.verify.extents import SizeChooser
 from cutesuper.verify.integers import draw_integers, typical_integers
 from cutesuper.verify.numeric import compare
-from tests.length_mugraphs import SMALL, SPLITS, attention, kernel
+from tests.length_mugraphs import (
+    SMALL,
+    SPLITS,
+    attention,
+    kernel,
+    paged_causal,
+    paged_causal_kernel,
+    stored_weights,
+)
 from tests.mugraphs import Block, mugraph
 from tests.mutants import change, mutations
 
@@ -163,11 +171,17 @@ def test_a_mask_and_softmax_are_the_definition(
 
 
 def test_softmax_of_nothing_is_zero_and_nothing_else_changes() -> None:
+    """Nothing is what the lengths leave. Rows of -inf that an input has are NaN, as in PyTorch and
+    in the kernels of programs without masks."""
+    t = torch.tensor([[0.0, 1, -torch.inf, 2], [-torch.inf] * 4, [torch.nan, 0, 0, 0]])
     g, [x] = graph_of(((3, 4), float16))
     g.mark_output(g.softmax(x))
-    t = torch.tensor([[0.0, 1, -torch.inf, 2], [-torch.inf] * 4, [torch.nan, 0, 0, 0]])
     [y] = evaluate(g, [t])
-    assert torch.equal(y[0], t[0].softmax(0)) and not y[1].any() and y[2].isnan().all()
+    assert torch.equal(y[0], t[0].softmax(0)) and y[1:].isnan().all()
+    g, [x, n] = graph_of(((3, 1, 4), float16), ((3,), int32))
+    g.mark_output(g.softmax(g.length_mask(x, n)))
+    [y] = evaluate(g, [t[:, None], torch.tensor([4, 0, 4], dtype=torch.int32)])
+    assert torch.equal(y[0, 0], t[0].softmax(0)) and not y[1].any() and y[2].isnan().all()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -770,3 +784,39 @@ def test_arguments() -> None:
         signature.bind([*good[:4], good[4].long()])
     with pytest.raises(ShapeError, match=r"input table has shape \[4, 5\], must be \[4, 6\]"):
         signature.bind([*good[:3], good[3][:, :5].contiguous(), good[4]])
+
+
+# ------------------------------------------------------- alignments in pages, rows that are empty
+
+ROW_SPLITS: dict[str, dict[str, int | None]] = {
+    "one block": {},
+    "grid": {"M.grid": 3},
+    "persistent rows": {"M.grid": 3, "M.persistent": 2},
+    "persistent rows, columns in a loop": {"M.grid": 3, "M.persistent": 2, "S.loop": 2},
+    "sequences": {"B.grid": 2, "M.grid": 2, "M.persistent": 3, "S.loop": 2},
+}
+
+
+@pytest.mark.parametrize("axes", ROW_SPLITS)
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+def test_alignments_of_masks_over_pages_are_told_apart(alignment: str, axes: str) -> None:
+    """Rows that are split twice outnumber the columns of two pages of two."""
+    other = "top_left" if alignment == "bottom_right" else "bottom_right"
+    g = paged_causal(alignment)
+    verifier = Verifier(g)
+    mu = paged_causal_kernel(g, alignment, ROW_SPLITS[axes])
+    assert verifier.check(mu, full=True)
+    assert not verifier.check(paged_causal_kernel(g, other, ROW_SPLITS[axes]))
+    sizes = SizeChooser(g.expanded()).small(mu, False)
+    q, k, _, table = sizes.inputs
+    assert k[1] * table[1] > q[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_quotients_of_stored_exponentials_of_empty_rows(seed: int) -> None:
+    graph, mu = stored_weights()
+    result = verify(graph, mu, seed=seed)
+    assert result, result.summary()
+    assert compare(graph, mu)
+    [e, *_] = [i for i, op in enumerate(mu.steps[1].program.ops) if op.kind == "sum"]
+    assert not verify(graph, change(mu, 1, e, kind="mean"), seed=seed)

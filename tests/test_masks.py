@@ -13,15 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cutesuper.egraph.labelled import Region, RegionOp, View, label
-from cutesuper.errors import CutesuperError, GraphError, LoweringError, OperatorError, ShapeError
+from cutesuper.errors import (
+    CutesuperError,
+    GraphError,
+    LoweringError,
+    OperatorError,
+    SearchError,
+    ShapeError,
+)
 from cutesuper.ir.block import ACCUMULATE, MuGraph
 from cutesuper.ir.check import check_mugraph
 from cutesuper.ir.dims import Dim
 from cutesuper.ir.dtypes import float16
 from cutesuper.ir.evaluate import evaluate
-from cutesuper.ir.field import FieldAlgebra, FieldValue, P, Unbounded, uniform
+from cutesuper.ir.field import HIDDEN, LARGEST, FieldAlgebra, FieldValue, Unbounded, uniform
 from cutesuper.ir.graph import KernelGraph, new_kernel_graph, symbol
+from cutesuper.ir.operators.base import Items
 from cutesuper.ir.serial import dumps, loads
+from cutesuper.search.cuts import Flat
+from cutesuper.search.forms import find_form
+from cutesuper.search.search import SearchOptions, search
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
 from cutesuper.targets import H200
@@ -145,12 +156,12 @@ def same(x: FieldValue, y: FieldValue) -> bool:
 def test_arithmetic_with_numbers_keeps_what_is_hidden(
     x: FieldValue, y: FieldValue, gone: np.ndarray
 ) -> None:
-    hidden = x.hide(gone)
+    hidden, above = x.hide(gone), replace(y, positive=True)
     assert same(hidden, x) == (not gone.any())
-    for f in (A.add, A.sub, A.mul, A.div):
-        assert same(f(hidden, y), f(x, y).hide(gone))
-    for f in (A.add, A.mul):
-        assert same(f(y, hidden), f(hidden, y))
+    for f, z in ((A.add, y), (A.sub, y), (A.mul, above), (A.div, above)):
+        assert same(f(hidden, z), f(x, z).hide(gone))
+    for f, z in ((A.add, y), (A.mul, above)):
+        assert same(f(z, hidden), f(hidden, z))
     assert same(A.add(hidden, hidden), A.add(x, x).hide(gone))
     assert same(A.sub(hidden, hidden), A.sub(x, x).hide(gone))
 
@@ -159,7 +170,11 @@ def test_arithmetic_with_numbers_keeps_what_is_hidden(
 @given(values(), values(), masks)
 def test_what_would_be_infinite_is_refused(x: FieldValue, y: FieldValue, gone: np.ndarray) -> None:
     hidden = x.hide(gone)
-    for f in (lambda: A.sub(y, hidden), lambda: A.div(y, hidden), lambda: A.mul(hidden, hidden)):
+    for f in (
+        lambda: A.sub(y, hidden), lambda: A.div(y, hidden), lambda: A.mul(hidden, hidden),
+        lambda: A.mul(hidden, y), lambda: A.mul(y, hidden), lambda: A.div(hidden, y),
+        lambda: A.matmul(hidden, y, ("N",)), lambda: A.matmul(y, hidden, ("N",)),
+    ):
         if gone.any():
             with pytest.raises(Unbounded, match=r"a masked element \(-inf\) is"):
                 f()
@@ -170,10 +185,10 @@ def test_what_would_be_infinite_is_refused(x: FieldValue, y: FieldValue, gone: n
 @rows
 @given(values(), values(), masks)
 def test_reductions_of_hidden_elements(x: FieldValue, y: FieldValue, gone: np.ndarray) -> None:
-    hidden, keep = x.hide(gone), ~gone
+    hidden, keep, y = x.hide(gone), ~gone, replace(y, positive=True)
     assert same(A.max(hidden, ("N",)), A.max(x, ("N",), (("N",), keep)))
-    assert (A.max(hidden, ("N",)).p == P) == gone.all()
-    assert (A.sum(hidden, ("N",)).p == P) == gone.any()
+    assert (A.max(hidden, ("N",)).p == HIDDEN) == gone.all()
+    assert (A.sum(hidden, ("N",)).p == HIDDEN) == gone.any()
     assert same(A.matmul(hidden, y, ("N",)), A.sum(A.mul(hidden, y), ("N",)))
     assert same(A.matmul(y, hidden, ("N",)), A.sum(A.mul(hidden, y), ("N",)))
     seen = FieldValue(("N",), x.p[keep], None if x.q is None else x.q[keep])
@@ -187,9 +202,33 @@ def test_functions_of_hidden_elements(x: FieldValue, gone: np.ndarray) -> None:
     assert (A.exp(hidden).p[gone] == 0).all() and not A.exp(hidden).masked
     assert (A.exp(hidden.without_q()).p[gone] == 0).all()
     f = A.opaque("silu", hidden)
-    assert (f.p < P).all() and not f.masked
+    assert (f.p < LARGEST.p).all() and not f.masked
     assert same(f.hide(gone), A.opaque("silu", x).hide(gone))
     assert len(set(f.p[gone].tolist())) <= 1
+
+
+POSITIVE = A.exp(uniform(np.random.default_rng(0), ("N",), (N,)))
+
+
+@pytest.mark.parametrize(
+    ("value", "positive"),
+    [
+        (A.constant(0.5), True), (A.constant(-0.5), False), (A.constant(0.0), False),
+        (POSITIVE, True), (A.add(POSITIVE, POSITIVE), True), (A.mul(POSITIVE, POSITIVE), True),
+        (A.div(A.constant(1.0), POSITIVE), True), (A.sub(POSITIVE, POSITIVE), False),
+        (A.mul(POSITIVE, A.constant(-1.0)), False), (A.sum(POSITIVE, ("N",)), True),
+        (A.opaque("silu", POSITIVE), False),
+    ],
+)  # fmt: skip
+def test_what_is_known_to_be_positive(value: FieldValue, positive: bool) -> None:
+    assert value.positive == positive
+
+
+@rows
+@given(values())
+def test_squares_are_positive_and_exponentials_of_what_is_seen(x: FieldValue) -> None:
+    assert A.mul(x, x).positive and not A.mul(x, A.add(x, x)).positive
+    assert A.exp(x).positive and not A.exp(x.hide(np.arange(N) < 2)).positive
 
 
 def test_fresh_values_for_maxima_are_finite_where_anything_is_seen() -> None:
@@ -469,16 +508,33 @@ def test_what_runs_a_mask_outside_of_attention() -> None:
         make_plan(mu.steps[0], mu.tensors, H200)
 
 
+@pytest.mark.parametrize("rows", [(0, 2, 1), (1, 0, 2), (1, 2, 0)])
+def test_masks_that_no_loop_over_keys_can_limit_are_refused(rows: tuple[int, ...]) -> None:
+    """Queries hidden by the position of a key, and positions counted along heads."""
+    g = new_kernel_graph()
+    q, k, v = (g.new_input((4, 64, 64), "bf16") for _ in range(3))
+    scores = g.transpose(g.matmul(q, g.transpose(k)), rows)
+    back = tuple(sorted(range(3), key=lambda d: rows[d]))
+    hidden = g.transpose(g.causal_mask(scores), back)
+    g.mark_output(g.matmul(g.softmax(hidden), v))
+    with pytest.raises(SearchError, match="no kernel can run causal_mask"):
+        search(g, H200, options=SearchOptions(lowered=True))
+    whole = Flat(g.expanded())
+    region = whole.segment(whole.order).region
+    with pytest.raises(SearchError, match=r"causal_mask hides .*, and the loop over N may hide N"):
+        find_form(region, label(region))
+
+
 # ----------------------------------------------------------------------------------------- labels
 
 
 def region(shape: tuple[Dim, ...], alignment: str) -> Region:
     ops = (
-        RegionOp("exp", (View(0, tuple(range(len(shape)))),), (), shape),
+        RegionOp("exp", (View(0, tuple(range(len(shape)))),), Items({}), shape),
         RegionOp(
             "causal_mask",
             (View(1, tuple(range(len(shape)))),),
-            (("alignment", alignment),),
+            Items({"alignment": alignment}),
             shape,
         ),
     )

@@ -131,6 +131,30 @@ def test_layers_of_other_tensors(found: list[str]) -> None:
             assert (twin(x)[..., 64:96] == twin.k.bias).all() and model(x).ne(0).all()
 
 
+def test_what_is_written_between_layers(found: list[str]) -> None:
+    torch.manual_seed(0)
+    original, x = Attention(), torch.randn(2, 3, 32)
+    model = copy.deepcopy(original)
+    cs.patch(model)
+
+    def halved(x: Any) -> Any:
+        for m in (model, original):
+            m.k.weight.mul_(0.5)
+        return x
+
+    with torch.no_grad():
+        for _ in range(2):
+            q, kv = original.q(x), model(x, halved)[..., 64:]
+            torch.testing.assert_close(kv, torch.cat((original.k(x), original.v(x)), -1))
+            torch.testing.assert_close(original(x)[..., :64], q)
+    model = copy.deepcopy(original)
+    cs.patch(model)
+    with torch.inference_mode():  # where tensors do not count writes
+        for _ in range(2):
+            y = model(x.clone(), lambda x: x.mul_(2.0))
+            torch.testing.assert_close(y, original(x.clone(), lambda x: x.mul_(2.0)))
+
+
 def test_threads_do_not_take_products_of_others(found: list[str]) -> None:
     torch.manual_seed(0)
     model = Attention()

@@ -22,7 +22,7 @@ from cutesuper.frontend.region import Region  # noqa: E402
 from cutesuper.frontend.sample import Sample  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.backends import compiled  # noqa: E402
-from tests.tracing import check, in_parts, randn, traced  # noqa: E402
+from tests.tracing import check, exported, in_parts, randn, traced  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:.*please report")
 
@@ -235,7 +235,7 @@ def parts(fn: Any, inputs: Any) -> Partition:
 
 
 def regions(fn: Any, inputs: Any) -> tuple[Region, ...]:
-    return trace.regions_of(trace._exported(fn, "fn", inputs, None, None)[0], "fn")
+    return trace.regions_of(exported(fn, inputs), "fn")
 
 
 @pytest.mark.parametrize("name", ["bool", "added", "keys from 1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 import tomllib
 import zipfile
 from collections.abc import Callable
@@ -119,6 +120,27 @@ def test_attention_is_stored_with_its_knobs() -> None:
     assert found is not None and [p.schedule for p in found.plans] == [tuned]
 
 
+def paged(names: str) -> KernelGraph:
+    g = cs.new_kernel_graph()
+    q = g.new_input((2, 2, 4, 64), name=names[0])
+    caches = [g.new_input((40, 16, 2, 64), name=n) for n in names[1:3]]
+    table = g.new_input((2, 16), dtype="int32", name=names[3])
+    lengths = g.new_input((2,), dtype="int32", name=names[4])
+    k, v = (g.transpose(g.gather_pages(c, table), (0, 2, 1, 3)) for c in caches)
+    g.mark_output(g.scaled_dot_product_attention(q, k, v, lengths=lengths))
+    return g
+
+
+def test_attention_over_pages_is_stored_with_its_table() -> None:
+    g = paged("QKVTL")
+    _, choice = choose(g, OPTIONS)
+    schedules = [plan.schedule for plan in choice.plans]
+    save(g, "sm_90a", False, choice.candidate.mugraph, schedules, SEEN, None)
+    for names in ("QKVTL", "abcde", "VKQLT"):
+        found = stored_choice(paged(names), OPTIONS)
+        assert found is not None and found.candidate.mugraph.inputs == tuple(names)
+
+
 def test_what_is_stored_is_read_under_other_names() -> None:
     path = stored()
     g = graph()
@@ -173,6 +195,20 @@ def test_a_file_is_replaced_as_a_whole() -> None:
 # ------------------------------------------------------------------------------ what is refused
 
 Edit = Callable[[dict[str, Any]], object]
+
+
+def test_what_others_can_write_is_not_used() -> None:
+    path = stored()
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    [entry] = store.find(graph(), "sm_90a", False)
+    assert entry.path == path
+    for place in (path, path.parent):
+        before = stat.S_IMODE(place.stat().st_mode)
+        place.chmod(0o777)
+        with pytest.warns(RuntimeWarning, match=rf"is not used: {place} can be written by others"):
+            assert list(store.find(graph(), "sm_90a", False)) == []
+        place.chmod(before)
+    assert len(list(store.find(graph(), "sm_90a", False))) == 1
 
 
 def constant_input(data: dict[str, Any]) -> None:

@@ -13,10 +13,10 @@ from cutesuper.errors import GraphError
 from cutesuper.ir.block import Axis, AxisKind, MuGraph
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.dtypes import float16
-from cutesuper.ir.field import Q, matmul_residues, uniform
+from cutesuper.ir.field import LARGEST, matmul_residues, uniform
 from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.verify import equivalence, numeric
-from cutesuper.verify.equivalence import Verifier, verify
+from cutesuper.verify.equivalence import FIELDS, Verifier, verify
 from cutesuper.verify.exponents import rank
 from cutesuper.verify.extents import SizeChooser
 from cutesuper.verify.numeric import acceptable, compare, execute
@@ -130,9 +130,10 @@ def test_rank() -> None:
     a = uniform(np.random.default_rng(0), ("A", "B"), (6, 4)).q
     c = uniform(np.random.default_rng(1), ("B", "C"), (4, 7)).q
     assert a is not None and c is not None
-    product = matmul_residues(a[None], c[None], Q)[0]
-    assert rank(product) == 4 and rank(np.eye(5, dtype=np.uint64)) == 5
-    assert rank(np.zeros((3, 3), np.uint64)) == 0
+    q = LARGEST.q
+    product = matmul_residues(a[None], c[None], q)[0]
+    assert rank(product, q) == 4 and rank(np.eye(5, dtype=np.uint64), q) == 5
+    assert rank(np.zeros((3, 3), np.uint64), q) == 0
 
 
 def test_equal_seeds_give_equal_results() -> None:
@@ -285,6 +286,98 @@ def test_kernels_agree_on_the_extents_of_what_they_share() -> None:
         assert first["M"] == second["M"] and first["N"] == second["N"]
         assert sizes.programs[0].axis("K.grid").extent == second["S"] == sizes.tensors["T"][0]
         assert any(p.ragged(d) for p in sizes.programs for d in p.dims) == ragged
+
+
+# ------------------------------------------------------------------ primes, numbers, degrees
+
+
+def numbered(value: float | None, kind: str, exponential: bool = False) -> Case:
+    """``X kind value``, or its exponential, against X; None: X alone."""
+    g = new_kernel_graph()
+    x = g.new_input((8, 16), name="X")
+    g.mark_output(g.exp(x) if exponential else g.mul(x, x))
+    b = Block({"M": 8, "N": 16}, {"M.grid": 4}, {"M": 2, "N": 16})
+    v = b.load("X", "M", "N")
+    y = v if value is None else b.op(kind, v, b.const(value))
+    b.store("Z", b.op("exp", y) if exponential else b.op("mul", v, y), "M", "N")
+    return g, mugraph(g, b.step())
+
+
+@pytest.mark.parametrize("k", range(4))
+@pytest.mark.parametrize("exponential", [False, True])
+def test_numbers_that_are_nothing_modulo_a_prime_are_seen(exponential: bool, k: int) -> None:
+    """x + p, exp(x + q), exp((q + 1) x), for the primes of the first draws of a known seed."""
+    verifier = Verifier(numbered(None, "add")[0], seed=5)
+    primes = LARGEST if k == 3 else verifier._field(k, 0)
+    for m in (primes.p, primes.q):
+        for value, kind in ((m, "add"), (m, "sub"), (m + 1, "mul"), (m + 1, "div"), (-m, "add")):
+            graph, mu = numbered(float(value), kind, exponential)
+            assert not verify(graph, mu, seed=5), (value, kind)
+    assert verify(*numbered(None, "add", exponential), seed=5)
+
+
+def test_a_graph_may_have_numbers_that_are_nothing_modulo_a_prime() -> None:
+    first = Verifier(numbered(None, "add")[0], seed=5)._field(0, 0)
+    for number in (float(first.p), float(first.q), float(LARGEST.p)):
+        g = new_kernel_graph()
+        g.mark_output(g.div(g.new_input((8, 16), name="X"), number))
+        b = Block({"M": 8, "N": 16}, {"M.grid": 4}, {"M": 2, "N": 16})
+        b.store("Z", b.op("div", b.load("X", "M", "N"), b.const(number)), "M", "N")
+        result = verify(g, mugraph(g, b.step()), seed=5)
+        assert result and result.bound_log2 is not None and result.bound_log2 < -80
+
+
+def test_trials_take_other_primes_and_a_seed_chooses_them() -> None:
+    graph = rms_linear()
+    one, again, other = (Verifier(graph, seed=s) for s in (1, 1, 2))
+    pairs = [one._field(t, 0) for t in range(FIELDS)]
+    assert len(set(pairs)) == FIELDS and pairs == [again._field(t, 0) for t in range(FIELDS)]
+    assert one._field(FIELDS, 0) == pairs[0] != one._field(0, 1)
+    assert not {other._field(t, 0) for t in range(FIELDS)} & set(pairs)
+
+
+def test_a_seed_that_nobody_chose_is_stated() -> None:
+    graph, mu = RIGHT["fused"]()
+    first, second = Verifier(graph).check(mu), Verifier(graph).check(mu)
+    assert first.seed != second.seed and f"seed {first.seed}" in first.summary()
+    assert verify(graph, mu, seed=first.seed) == first
+
+
+def powers(times: int, plus: int) -> Case:
+    """x^(2^times), and a kernel that computes x^(2^times) x^plus."""
+    g = new_kernel_graph()
+    y = x = g.new_input((8, 16), name="X")
+    b = Block({"M": 8, "N": 16}, {"M.grid": 4}, {"M": 2, "N": 16})
+    v = w = b.load("X", "M", "N")
+    for _ in range(times):
+        y, w = g.mul(y, y), b.op("mul", w, w)
+    for _ in range(plus):
+        w = b.op("mul", w, v)
+    assert y is not x
+    g.mark_output(y)
+    b.store("Z", w, "M", "N")
+    return g, mugraph(g, b.step())
+
+
+def test_degrees_that_exceed_the_field_are_refused() -> None:
+    """x^p is x there."""
+    assert verify(*powers(20, 0)) and not verify(*powers(20, 1))
+    result = verify(*powers(31, 0))
+    assert not result and "its degree" in str(result.reason)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e39])
+def test_numbers_that_are_none_are_refused(value: float) -> None:
+    result = verify(*numbered(value, "add"))
+    assert not result and "must be a finite number" in str(result.reason)
+
+
+def test_negative_zero_is_zero() -> None:
+    g = new_kernel_graph()
+    g.mark_output(g.add(g.new_input((8, 16), name="X"), 0.0))
+    b = Block({"M": 8, "N": 16}, {"M.grid": 4}, {"M": 2, "N": 16})
+    b.store("Z", b.op("add", b.load("X", "M", "N"), b.const(-0.0)), "M", "N")
+    assert verify(g, mugraph(g, b.step()))
 
 
 # ------------------------------------------------------------------------------------ the rule

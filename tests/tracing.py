@@ -14,6 +14,7 @@ from cutesuper.frontend import trace
 from cutesuper.frontend.partition import Partition, partition
 from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.trace import TracedProgram, superoptimize_callable
+from cutesuper.frontend.watch import Observer
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.checks import Signature
@@ -354,10 +355,15 @@ class _Part(nn.Module):
         return self.run([t.contiguous() for t in tensors])
 
 
+def exported(fn: Any, inputs: Any) -> Any:
+    """What ``torch.export`` makes of a function, as it is traced."""
+    with torch.enable_grad():
+        return trace._exported(fn, "fn", inputs, None, None, Observer(fn, frozenset()))[0]
+
+
 def in_parts(fn: Any, inputs: Any) -> tuple[Callable[..., Any], Partition]:
     """A program whose regions run as kernel graphs and the rest as it is, and the regions."""
-    with torch.no_grad():
-        module = trace._exported(fn, "fn", inputs, None, None)[0]
+    module = exported(fn, inputs)
     trace._fill_values(module)
     found = partition(module.graph, constants=[n for n in module.graph.nodes if n.op == "get_attr"])
     for i, r in enumerate(found.regions):

@@ -29,6 +29,7 @@ from cutesuper.ir.dims import Symbol
 from cutesuper.ir.dtypes import DType, float32
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.unseen import fates_of, guarded_graph
 
 #: names or tensors
 Names = str | Tensor | Sequence[str | Tensor]
@@ -261,6 +262,8 @@ class _Joint:
         """What node i adds to the cotangents of its operands."""
         node, args = self.graph.nodes[i], self._operands(i)
         op, y = lookup(node.operator), self.both.tensor(self.values[i])
+        if op.one_type or op.cuts:
+            dy = self.both.converted(dy, y.dtype)
         parts = op.derivative(self.both, args, dict(node.attributes), y, dy)
         return [
             (j, self.both.unbroadcast(t, y, a, op.elementwise))
@@ -283,7 +286,14 @@ class _Joint:
             name: given[i] if i in given else roots.index(i) for name, i in self.gradients.items()
         }
         graph = self.both.extract(inputs, roots)
-        return graph, {i: name for i, name in kept.items() if i in used}, places
+        fates = fates_of(self.both)
+        hidden = {
+            n: found
+            for n, (i, _) in enumerate(inputs)
+            if (found := fates[i]) is not None and found.hidden
+        }
+        saved = {i: name for i, name in kept.items() if i in used}
+        return guarded_graph(graph, hidden), saved, places
 
     def reuse(self) -> Reuse:
         """What the backward pass could be given."""

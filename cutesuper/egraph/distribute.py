@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 
+from cutesuper.egraph.clock import look
 from cutesuper.egraph.labelled import LabelledOp, LabelledProgram
 
 #: sums that are taken apart; LayerNorm and a product have five, each more may double the terms
@@ -145,6 +146,7 @@ class _Distribution:
         return over in self.late[i] and over in self.ops[i].labels
 
     def _add(self, op: LabelledOp) -> int:
+        look()
         if op in self.ops:
             return self.ops.index(op)
         before = frozenset[str]().union(*(self.late[i] for i in op.inputs))

@@ -29,6 +29,8 @@ from enum import IntEnum
 from functools import wraps
 from typing import Any, NamedTuple
 
+from cutesuper.egraph.clock import look
+
 ZERO, ONE = 0, 1  # the polynomials 0 and 1
 _UNIT = 0  # the monomial 1
 
@@ -135,6 +137,7 @@ class Expressions:
     def _multiply(self, x: int, y: int) -> int:
         terms: dict[int, int] = {}
         for m, c in self.polynomials[x]:
+            look()
             for n, d in self.polynomials[y]:
                 product = self.times(min(m, n), max(m, n))
                 terms[product] = terms.get(product, 0) + c * d

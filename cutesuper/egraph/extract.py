@@ -9,12 +9,13 @@ once and therefore paid once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
 from typing import Any, NamedTuple
 
+from cutesuper.egraph.clock import look
 from cutesuper.egraph.labelled import LabelledProgram
 from cutesuper.egraph.saturate import Derivation, Table
 from cutesuper.ir.block import (
@@ -27,7 +28,7 @@ from cutesuper.ir.block import (
     BlockOp,
     BlockProgram,
 )
-from cutesuper.ir.dims import Symbol
+from cutesuper.ir.dims import Dim, Symbol
 
 #: cost of computing class ``i`` by a derivation, in microseconds of the whole kernel
 Price = Callable[[int, Derivation], float]
@@ -71,6 +72,7 @@ class _Extraction:
             return self.memo[pending]
         if len(self.memo) >= self.limit:
             return []
+        look()
         top = max(pending, key=self.rank.__getitem__)
         found: list[_Chain] = []
         for own, d in self._derivations(top):
@@ -286,21 +288,28 @@ class _Builder:
         return tuple(Axis(d, AxisKind.GRID, 1) for d in self.dims if d in used)
 
     def program(self, axes: tuple[Axis, ...]) -> BlockProgram:
-        """One axis of a symbolic label has no extent, the persistent one or else that of the grid,
-        and its tile is 1."""
-        used = {d for op in self.ops for d in op.dims}
-        dims = {d: n for d, n in self.dims.items() if d in used}
-        visited = {a.dim for a in axes if a.kind == AxisKind.PERSISTENT}
-        opened = tuple(
-            replace(a, extent=None)
-            if isinstance(dims[a.dim], Symbol)
-            and a.kind == (AxisKind.PERSISTENT if a.dim in visited else AxisKind.GRID)
-            else a
-            for a in axes
-            if a.dim in dims
-        )
-        tile = {n: 1 if isinstance(d, Symbol) else d for n, d in dims.items()}
-        return BlockProgram(dims, opened, tile, tuple(self.ops))
+        """What was collected, without sizes."""
+        return unsized(self.dims, axes, tuple(self.ops))
+
+
+def unsized(
+    dims: Mapping[str, Dim], axes: tuple[Axis, ...], ops: tuple[BlockOp, ...]
+) -> BlockProgram:
+    """A program without sizes. One axis of a symbolic label has no extent, the persistent one or
+    else that of the grid, and its tile is 1."""
+    used = {d for op in ops for d in op.dims}
+    dims = {d: n for d, n in dims.items() if d in used}
+    visited = {a.dim for a in axes if a.kind == AxisKind.PERSISTENT}
+    opened = tuple(
+        replace(a, extent=None)
+        if isinstance(dims[a.dim], Symbol)
+        and a.kind == (AxisKind.PERSISTENT if a.dim in visited else AxisKind.GRID)
+        else a
+        for a in axes
+        if a.dim in dims
+    )
+    tile = {n: 1 if isinstance(d, Symbol) else d for n, d in dims.items()}
+    return BlockProgram(dims, opened, tile, ops)
 
 
 def _block_op(

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from cutesuper.egraph.clock import look
 from cutesuper.egraph.expression import ONE, ZERO, Atom, AtomKind, Expressions
 
-#: one bit field of this width counts the occurrences of one variable; its top bit is a guard
-_FIELD = 16
+#: one bit field of this width counts the occurrences of one variable; its top bit is a guard. A
+#: square of a square doubles it with every operator, of which there are up to 32
+_FIELD = 48
 
 Parts = dict[str, tuple[str, ...]]  # label -> symbols of all its parts
 
@@ -178,6 +180,7 @@ class Goal:
 
     def _divide(self, x: int, y: int) -> int | None:
         """Try each term of x as the first term of y times something; x shrinks each time."""
+        look()
         if x == ZERO:
             return ZERO
         first, coefficient = self.table.polynomials[y][0]

@@ -16,12 +16,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from cutesuper.egraph.clock import look
 from cutesuper.errors import SearchError
+from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Shape
 from cutesuper.ir.dtypes import DType
-from cutesuper.ir.operators.base import Attributes, lookup
+from cutesuper.ir.operators.base import Attributes, Items, lookup
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,11 @@ class View:
 
 @dataclass(frozen=True)
 class RegionOp:
-    """One operator of a region; ``attributes`` as sorted items, so that regions can be compared."""
+    """One operator of a region; its attributes are such that regions can be compared."""
 
     kind: str
     operands: tuple[View, ...]
-    attributes: tuple[tuple[str, Any], ...]
+    attributes: Items
     shape: Shape
 
 
@@ -68,7 +71,7 @@ class Region:
 LabelMap = tuple[str | None, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LabelledOp:
     """An operator on labelled values.
 
@@ -88,6 +91,15 @@ class LabelledOp:
     attributes: Attributes
     over: str | None = None
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LabelledOp):
+            return NotImplemented
+        same = self.kind == other.kind and self.inputs == other.inputs
+        same = same and self.labels == other.labels and self.over == other.over
+        return same and Items(self.attributes) == Items(other.attributes)
+
+    __hash__ = None  # type: ignore[assignment]  # attributes are a dictionary
+
 
 @dataclass(frozen=True)
 class LabelledProgram:
@@ -102,6 +114,11 @@ class LabelledProgram:
     dims: dict[str, Dim]
     ops: tuple[LabelledOp, ...]
     outputs: tuple[tuple[int, LabelMap], ...]
+
+    @cached_property
+    def dependence(self) -> Dependence:
+        """What every operation depends on."""
+        return Dependence([op.inputs for op in self.ops])
 
     @property
     def reduced(self) -> tuple[str, ...]:
@@ -185,21 +202,26 @@ def _unshared(region: Region) -> Region:
     """The region with one computation for each use of a value; equal ones become one again when
     their labels are known. Raises SearchError past `MAX_UNSHARED` operators."""
     inputs, ops = len(region.inputs), list[RegionOp]()
-
-    def copy(view: View) -> View:
+    made: list[View] = []  # operands of what is still to be made
+    todo: list[tuple[View, bool]] = [(v, False) for v in reversed(region.outputs)]
+    while todo:
+        view, ready = todo.pop()
         if view.value < inputs:
-            return view
+            made.append(view)
+            continue
         op = region.ops[view.value - inputs]
-        operands = tuple(copy(v) for v in op.operands)
+        if not ready:
+            todo.append((view, True))
+            todo += ((v, False) for v in reversed(op.operands))
+            continue
         if len(ops) == MAX_UNSHARED:
             raise SearchError(
                 "a value is used in two roles, and too much depends on it to compute it twice"
             )
-        ops.append(replace(op, operands=operands))
-        return View(inputs + len(ops) - 1, view.order)
-
-    outputs = tuple(copy(v) for v in region.outputs)
-    return replace(region, ops=tuple(ops), outputs=outputs)
+        first = len(made) - len(op.operands)
+        ops.append(replace(op, operands=tuple(made[first:])))
+        made[first:] = [View(inputs + len(ops) - 1, view.order)]
+    return replace(region, ops=tuple(ops), outputs=tuple(made))
 
 
 def _side_by_side(found: _Unification) -> _Unification:
@@ -243,6 +265,7 @@ class _Unification:
     def __init__(
         self, region: Region, groups: dict[Use, Group], equal: Sequence[tuple[Slot, Slot]] = ()
     ) -> None:
+        look()
         self.region, self.groups, self.equal = region, groups, equal
         self.parent: dict[Slot, Slot] = {}
         self.dead: list[Slot] = []  # dimensions of extent 1 that a reduction left behind
@@ -261,8 +284,12 @@ class _Unification:
 
     def find(self, slot: Slot) -> Slot:
         """The dimension that stands for all that are unified with this one."""
-        while slot in self.parent:
-            slot = self.parent[slot]
+        parent = self.parent
+        while slot in parent:
+            above = parent[slot]
+            if above in parent:
+                parent[slot] = parent[above]  # so that long chains are short the next time
+            slot = above
         return slot
 
     def _join(self, a: Slot, b: Slot) -> None:
@@ -336,7 +363,7 @@ class _Unification:
         index: dict[Any, int] = {}
         for i, op in enumerate(self.region.ops):
             args = [self._operand((i, j), ops, index) for j in range(len(op.operands))]
-            index[len(self.region.inputs) + i] = self._operation(i, op, args, ops)
+            index[len(self.region.inputs) + i] = self._operation(i, op, args, ops, index)
         outputs = tuple((index[v.value], self._map(v.value, v.order)) for v in self.region.outputs)
         order = [n for _, m in outputs for n in m if n is not None]
         order += [n for op in ops if op.kind == "load" for n in op.attributes["map"] if n]
@@ -359,19 +386,21 @@ class _Unification:
             index[key] = len(ops) - 1
         return index[key]
 
-    def _operation(self, i: int, op: RegionOp, args: list[int], ops: list[LabelledOp]) -> int:
+    def _operation(
+        self, i: int, op: RegionOp, args: list[int], ops: list[LabelledOp], index: dict[Any, int]
+    ) -> int:
         labels = frozenset[str]().union(*(ops[a].labels for a in args))
         kind, over, attributes = op.kind, None, dict(op.attributes)
-        if kind == "transpose":
+        if kind in ("transpose", "convert"):  # the type is that of the tensor that is stored
             return args[0]
         if kind == "matmul":
             over = self.names.get(self.find(self.slots((i, 0))[-1]))
             kind = kind if over else "mul"  # an inner dimension of extent 1
         elif lookup(kind).reduces:
-            over = self.names.get(self.find(self.slots((i, 0))[attributes["dim"]]))
-            attributes = {}
-            if over is None:  # of an extent of 1: the operand itself
+            slot = self.slots((i, 0))[attributes["dim"]]
+            if self.extent(slot) == 1:  # the operand itself; a single row may have a label
                 return args[0]
+            over, attributes = self.names[self.find(slot)], {}
         elif lookup(kind).masks and lookup(kind).integers:
             attributes |= self._counted(i, op)
         elif lookup(kind).masks:
@@ -385,10 +414,11 @@ class _Unification:
                                   "use 'bottom_right' for a row that sees all columns")
             attributes |= {"rows": rows, "columns": columns}
         made = LabelledOp(kind, tuple(args), labels - {over}, attributes, over)
-        if made in ops:  # computed for another use already
-            return ops.index(made)
-        ops.append(made)
-        return len(ops) - 1
+        key = kind, made.inputs, over, tuple(sorted(attributes.items()))
+        if key not in index:  # else it was computed for another use already
+            ops.append(made)
+            index[key] = len(ops) - 1
+        return index[key]
 
     def _counted(self, i: int, op: RegionOp) -> Attributes:
         """Attributes of a mask with lengths or labels. Raises SearchError."""

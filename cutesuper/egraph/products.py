@@ -23,11 +23,8 @@ def matrix_products(program: LabelledProgram) -> list[LabelledOp]:
 
 def after_products(program: LabelledProgram) -> set[int]:
     """Operations that are, or depend on, a matrix product."""
-    after: set[int] = set()
-    for i, op in enumerate(program.ops):
-        if is_product(program, op) or not after.isdisjoint(op.inputs):
-            after.add(i)
-    return after
+    products = (i for i, op in enumerate(program.ops) if is_product(program, op))
+    return program.dependence.after(products)
 
 
 def check_one_type(region: Region, loads: Iterable[LabelledOp]) -> None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cutesuper.egraph.clock import look
 from cutesuper.egraph.labelled import LabelledOp
 from cutesuper.egraph.space import ARITHMETIC, Pairing, Space
 from cutesuper.egraph.splits import AnyRules, Operand, Rules, Split, State, all_parts
@@ -97,7 +98,7 @@ class Table:
         #: for each form how many others it has met, and those with which anything can be made
         self._met: dict[int, tuple[int, list[tuple[list[int], Pairing]]]] = {}
         self._joins: dict[tuple[State, State], State | None] = {}
-        self._field = FieldAlgebra(seed)
+        self._field = FieldAlgebra(seed, primes=space.primes(seed))
         #: of normal forms, by operator: what `Operator.symbolic` calls
         self._arithmetic = {kind: getattr(space.table, kind) for kind in ARITHMETIC}
         self._rng = np.random.default_rng(seed)
@@ -143,7 +144,9 @@ class Table:
                 last = _PART ** len(self.split.parts(label))
                 ends = self._rng.integers(1, last, [_PART] * len(parts), dtype=np.uint64)
                 return FieldValue(tuple(parts), ends)
-            return uniform(self._rng, parts, [_PART] * len(parts))
+            return uniform(
+                self._rng, parts, [_PART] * len(parts), primes=self._field.primes
+            )
         if op.over is None:
             return self._elementwise_value(op.kind, args, op.attributes)
         kind = op.kind
@@ -168,6 +171,7 @@ class Table:
         """Combine until nothing new is useful. Raises TooLarge past the limit."""
         done = 0
         while done < len(self.classes):
+            look()
             self._unary(done)
             if done not in self._integers.values():
                 self._partners(done)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from cutesuper.egraph.clock import look
 from cutesuper.egraph.expression import Expressions
 from cutesuper.egraph.goal import Goal
 from cutesuper.egraph.labelled import LabelledOp, LabelledProgram
 from cutesuper.egraph.splits import all_parts
-from cutesuper.ir.operators.base import TABLE, lookup
+from cutesuper.ir.field import Primes, draw_primes
+from cutesuper.ir.operators.base import TABLE, Items, lookup
 
 #: 0: nothing else. 1: values with several users; a norm of a norm needs more than 4000 classes
 #: without, and 23 with. 2: all values; the program as it is written, with other reductions.
@@ -62,7 +64,7 @@ class Space:
         self.goal = Goal(self.table, (form for form, _ in self.goals), parts)
         #: operators with an integer operand: operator, attributes, and the load of the integers
         integers = [
-            (op.kind, _items(op), op.inputs[k])
+            (op.kind, Items(op.attributes), op.inputs[k])
             for op in program.ops
             for k in _integers(op)
         ]
@@ -72,11 +74,11 @@ class Space:
         #: for the load of lengths or labels the label that they count along, if any
         self.counted = dict.fromkeys([i for _, _, i in integers], "")
         self.counted |= {i: str(dict(items)["columns"]) for _, items, i in self.counting}
-        operators = {
-            (op.kind, _items(op), len(op.inputs))
+        operators = dict.fromkeys(  # not a set: numbers that differ in sign only have no order
+            (op.kind, Items(op.attributes), len(op.inputs))
             for op in program.ops
             if op.kind not in ("load", "constant") and op.over is None and not _integers(op)
-        }
+        )
         self.unary = sorted((k, a) for k, a, n in operators if n == 1)
         self.binary = sorted({k for k, _, n in operators if n == 2} | {"mul"})
         self.reductions = sorted(
@@ -92,6 +94,7 @@ class Space:
                     forms = self._taken.setdefault((op.kind, side), set())
                     forms.update(self.goal.later(values[i]))
         self._sides: dict[int, frozenset[tuple[str, int]]] = {}
+        self._primes: dict[int, Primes] = {}
         #: of normal forms that met in any split
         self.pairings: dict[tuple[int, int], Pairing] = {}
         self.outer = {
@@ -100,8 +103,16 @@ class Space:
             if len(op.inputs) == 2 and op.over is None and not _integers(op)
         }
 
+    def primes(self, seed: int) -> Primes:
+        """A field in which different numbers of the program differ, the same for all splits."""
+        if seed not in self._primes:
+            numbers = [op.attributes["value"] for op in self.program.ops if op.kind == "constant"]
+            self._primes[seed] = draw_primes([seed], numbers)
+        return self._primes[seed]
+
     def pairing(self, x: int, y: int) -> Pairing:
         """What can become of two normal forms; keep the answer in `pairings`."""
+        look()
         goal = self.goal
         fits, together = goal.fits(x, y), goal.together(x, y)
         chosen = self._chosen(x, y) if self._taken else ()
@@ -191,10 +202,6 @@ class Space:
             if inner is not None and len(inner.labels) < len(all_parts(label)):
                 return label
         return None
-
-
-def _items(op: LabelledOp) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(op.attributes.items()))
 
 
 def _integers(op: LabelledOp) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from cutesuper.frontend.choose import decide
 from cutesuper.frontend.operator import region as region_operator
 from cutesuper.frontend.options import BackendOptions, read_options
 from cutesuper.frontend.partition import partition
-from cutesuper.frontend.report import GraphReport, Phase, graph_report
+from cutesuper.frontend.report import GraphReport, Phase, graph_report, nothing_taken
 from cutesuper.frontend.rewrite import Call, rewrite
 
 NAME = "cutesuper"
@@ -84,7 +84,7 @@ def _inner(
         phase = "inference"
     if rest.get("cpp_wrapper"):
         # called from C++, an operator of Python that returns a list of one tensor crashes (2.13)
-        report = GraphReport(phase, (), ())
+        report = nothing_taken(phase, gm.graph, "cpp_wrapper calls no operators of Python")
     else:
         report = take_regions(gm, options, phase)
     if observe is not None:
@@ -103,8 +103,9 @@ def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> G
     try:
         found = partition(gm.graph)
     except Exception as error:  # whatever it is, Inductor can compile the graph
-        _complain(f"no regions were looked for ({type(error).__name__}: {error})")
-        return GraphReport(phase, (), ())
+        why = f"no regions were looked for ({type(error).__name__}: {error})"
+        _complain(why)
+        return nothing_taken(phase, gm.graph, why)
     decisions = [d for region in found.regions for d in decide(region, options)]
     report = graph_report(phase, decisions, found.refused)
     for entry, decision in zip(report.regions, decisions, strict=True):

@@ -6,12 +6,13 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from cutesuper.errors import CutesuperError, DeviceError
+from cutesuper.errors import CacheError, CutesuperError, DeviceError
 from cutesuper.frontend import timing
 from cutesuper.frontend.baseline import baseline
 from cutesuper.frontend.internals import apart, compile_inner, compile_with
@@ -20,8 +21,10 @@ from cutesuper.frontend.options import BackendOptions
 from cutesuper.frontend.partition import halves
 from cutesuper.frontend.region import Region
 from cutesuper.frontend.sample import Sample
+from cutesuper.frontend.values import fake
 from cutesuper.ir.operators.base import lookup
 from cutesuper.pipeline import Choice
+from cutesuper.runtime.cache import warn_once
 from cutesuper.search.search import show
 from cutesuper.tune.device import Device
 
@@ -118,7 +121,21 @@ def _decision(region: Region, options: BackendOptions) -> Decision:
     with _lock:
         if place not in _verdicts:
             _verdicts[place] = apart(partial(_judge, sample, options))
-        return Decision(region, key, _verdicts[place])
+        return _bounded(Decision(region, key, _verdicts[place]))
+
+
+def _bounded(decision: Decision) -> Decision:
+    """Refuse what has more rows than kernels can address. Where their number is symbolic, the
+    comparison becomes a guard of the compiled model: with more it is compiled anew, and refused."""
+    region, most = decision.region, program_of(decision.key).most_rows
+    for o in region.inputs if decision.verdict.taken else ():
+        if -1 in o.shape and o.part is None and o.lengths is None:
+            rest = prod(n for n in o.shape if n != -1)
+            if fake(o.node).numel() > most * rest:
+                reason = f"more than {most} rows, of which offsets do not fit into 32 bits"
+                return replace(decision, verdict=replace(decision.verdict, taken=False,
+                                                         reason=reason))
+    return decision
 
 
 def _judge(sample: Sample, options: BackendOptions) -> Verdict:
@@ -156,6 +173,9 @@ def _judged(sample: Sample, options: BackendOptions) -> Verdict:
         if verdict.taken and clock is not None:
             verdict = _timed(verdict, sample, options, clock)
     except DeviceError as error:
+        return replace(verdict, taken=False, reason=str(error), final=True)
+    except CacheError as error:
+        warn_once(f"compiled models get no kernels: {error}")
         return replace(verdict, taken=False, reason=str(error), final=True)
     except CutesuperError as error:
         return replace(verdict, taken=False, reason=f"no kernels: {error}")

@@ -12,6 +12,7 @@
   through it, and nothing in its graph says that a formula of the function itself was there.
 * ``torch._subclasses.fake_tensor``: shapes and strides of what is added to a traced program are
   found as those of the rest were, with tensors of no memory.
+* ``torch._export.utils``: what says whether extents are those that a program was exported for.
 * ``SymInt.node.hint``: the size that a symbolic extent has in the call that is compiled for; the
   documented ways to ask would make guards of it.
 """
@@ -149,6 +150,23 @@ def fake_result(node: fx.Node) -> Any:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
+def check_extents(
+    nodes: Sequence[fx.Node], paths: Sequence[Any], leaves: Sequence[Any], ranges: Any
+) -> None:
+    """Raise RuntimeError for arguments whose extents are not those that a program was exported for.
+
+    Args:
+        nodes: that stand for the arguments.
+        paths: to the arguments.
+        leaves: the arguments.
+        ranges: that ``torch.export`` found.
+    """
+    from torch._export.utils import _check_input_constraints_for_graph
+
+    given = list(zip(paths, leaves, strict=True))
+    _check_input_constraints_for_graph(list(nodes), given, ranges)
+
+
 def hint_of(value: Any) -> int | None:
     """The number behind an extent; None where nobody knows it before the call."""
     if isinstance(value, torch.SymInt):
@@ -175,6 +193,7 @@ def apart(work: Callable[[], T]) -> T:
 __all__ = [
     "InnerCompile",
     "apart",
+    "check_extents",
     "compile_inner",
     "compile_with",
     "fake_result",

@@ -20,21 +20,22 @@ from math import prod
 import torch
 
 from cutesuper import pipeline
-from cutesuper.errors import CutesuperError, DeviceError, FormatError, GraphError
+from cutesuper.errors import CutesuperError, DeviceError, FormatError, GraphError, ShapeError
 from cutesuper.ir import serial
+from cutesuper.ir.definitions import Defined, are_still, definitions, names_of
 from cutesuper.ir.dims import Shape, Symbol, extent
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ops.programs import Runner, launcher, reference_of
 from cutesuper.progress import progress_bar
 from cutesuper.runtime.cache import KernelCache
-from cutesuper.runtime.checks import MAX_ELEMENTS, Signature
+from cutesuper.runtime.checks import MAX_ELEMENTS, Signature, check_size
 from cutesuper.runtime.kernel import Variant, bucket_of
 from cutesuper.runtime.tensors import usable
 from cutesuper.search.search import SearchResult
 from cutesuper.targets import Target, find_target
 
 #: part of every key: code that a cache holds must not call an operator that has changed since
-VERSION = 1
+VERSION = 2
 #: the name of the symbolic extent in keys
 ROWS = "M"
 
@@ -57,12 +58,19 @@ class Program:
         self.target = target
         self.budget_s: float | None = None
         self._signature = Signature(graph)
+        self._defined = Defined(graph, "compile the model again, after torch.compiler.reset()")
         self._lock = threading.RLock()
         self._found: dict[tuple[int, str], tuple[SearchResult, pipeline.Choice]] = {}
         self._variants: dict[tuple[int, str], Variant] = {}
         self._runners: dict[tuple[int, torch.device], Runner] = {}
         self._reference = reference_of(graph)
         self._most_rows = _most(graph.nodes[i].shape for i in (*graph.inputs, *graph.outputs))
+
+    @property
+    def most_rows(self) -> int:
+        """How large the symbolic extent may be for kernels, as far as they are made; for more,
+        offsets do not fit into 32 bits."""
+        return self._most_rows
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -80,6 +88,7 @@ class Program:
         bucket = self._bucket(rows)
         with self._lock:
             if (bucket, target.name) not in self._found:
+                self._defined.check()
                 graph = self.graph.with_hints({ROWS: bucket})
                 with progress_bar() as show:
                     found = pipeline.find(graph, self._options(target), show)
@@ -92,10 +101,14 @@ class Program:
         with self._lock, torch.cuda.device(device):
             target = self.target_on(device)
             if (bucket, target.name) not in self._variants:
+                self._defined.check()
                 graph = self.graph.with_hints({ROWS: bucket})
                 found = self.found(rows, target)
                 made = pipeline.compiled(graph, self._options(target), KernelCache(), *found)
-                self._most_rows = min(self._most_rows, _most(s for s, _ in made.intermediates))
+                between = [s for s, _ in made.intermediates]
+                for shape in between:
+                    check_size("a tensor between kernels", [extent(d) for d in shape])
+                self._most_rows = min(self._most_rows, _most(between))
                 self._variants[bucket, target.name] = made
             return self._variants[bucket, target.name]
 
@@ -127,10 +140,12 @@ class Program:
     # --------------------------------------------------------------------------------- calling
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run it. Raises ShapeError, DTypeError, DeviceError, GraphError as a `Kernel` does."""
+        """Run it. Raises ShapeError, DTypeError, DeviceError, GraphError, OperatorError as a
+        `Kernel` does."""
+        self._defined.check_table()
         given = [usable(t) for t in inputs]
-        if any(not t.numel() or t.numel() > MAX_ELEMENTS for t in given):
-            rows, run = self._rows(given), self._reference
+        if not all(t.numel() for t in given):
+            rows, run = self._rows(given), self._reference  # there is nothing to launch
         else:
             extents = self._signature.bind(given)
             if extents is None:
@@ -139,6 +154,8 @@ class Program:
                 )
             rows = next(iter(extents.values()), 1)
             run = self._runner(rows, given[0].device)
+        if run is self._reference:
+            self._defined.check()
         outputs = self._outputs(given[0], rows)
         run(given, outputs, rows)
         return outputs
@@ -164,8 +181,14 @@ class Program:
         ]
 
     def _runner(self, rows: int, device: torch.device) -> Runner:
-        if device.type != "cuda" or rows > self._most_rows:
+        if device.type != "cuda":
             return self._reference
+        if rows > self._most_rows:
+            raise ShapeError(
+                f"cutesuper::region: a compiled model is called with {rows} rows, and its kernels "
+                f"compute offsets of at most {self._most_rows} of them in 32 bits; split the "
+                "batch, or call torch.compiler.reset() to have it compiled for this size"
+            )
         key = (self._bucket(rows), device)
         run = self._runners.get(key)
         if run is None:
@@ -206,7 +229,8 @@ _lock = threading.Lock()
 
 
 def key_of(graph: KernelGraph, target: Target | None = None) -> str:
-    """The key of a graph: a hash of what follows it, the target's name, and the graph itself.
+    """The key of a graph: a hash of what follows it, the target's name, the graph itself, and what
+    operators compute that were added to the package's own.
 
     Equal programs have equal keys, whatever names they give to inputs and to the symbolic extent.
 
@@ -216,7 +240,8 @@ def key_of(graph: KernelGraph, target: Target | None = None) -> str:
     data = serial.to_dict(_canonical(graph))
     text = json.dumps(data, separators=(",", ":"), sort_keys=True)
     packed = base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode()
-    content = f"{VERSION}:{target.name if target else ''}:{packed}"
+    outside = ",".join(definitions(names_of(graph)).values())
+    content = f"{VERSION}:{target.name if target else ''}:{outside}:{packed}"
     return f"{_digest(content)}:{content}"
 
 
@@ -241,7 +266,8 @@ def _digest(content: str) -> str:
 def _read(key: str) -> Program:
     digest, _, content = key.partition(":")
     version, _, rest = content.partition(":")
-    name, _, packed = rest.partition(":")
+    name, _, rest = rest.partition(":")
+    outside, _, packed = rest.partition(":")
     if version != str(VERSION) or digest != _digest(content):
         raise FormatError(
             f"cutesuper::region({digest[:40]!r}): not a key of this version; compile the model "
@@ -251,6 +277,12 @@ def _read(key: str) -> Program:
     graph = serial.loads(text)
     if not isinstance(graph, KernelGraph):
         raise FormatError(f"cutesuper::region({digest}): the key holds no kernel graph")
+    if not are_still(outside.split(",") if outside else [], names_of(graph)):
+        raise FormatError(
+            f"cutesuper::region({digest}): operators of it ({outside}) are not what they were "
+            "when the model was compiled; compile it again, with caches of PyTorch's compiler off "
+            "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1)"
+        )
     return Program(graph, find_target(name) if name else None)
 
 

@@ -112,6 +112,12 @@ def graph_report(
     return GraphReport(phase, regions, outside)
 
 
+def nothing_taken(phase: Phase, graph: fx.Graph, reason: str) -> GraphReport:
+    """What to say of a graph in which no regions were looked for."""
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    return graph_report(phase, (), dict.fromkeys(nodes, reason))
+
+
 def _place(node: fx.Node) -> str:
     return places([node]) or UNKNOWN
 
@@ -166,4 +172,5 @@ __all__ = [
     "RegionReport",
     "Report",
     "graph_report",
+    "nothing_taken",
 ]

@@ -7,16 +7,19 @@ import functools
 import inspect
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
 from cutesuper.frontend.blame import NO_KERNEL, refusal, without_kernel
+from cutesuper.frontend.calls import children_of, constant_fact
 from cutesuper.frontend.internals import autograd_functions, decompositions
 from cutesuper.frontend.pairs import is_complex, pair_complex
 from cutesuper.frontend.partition import partition
@@ -24,8 +27,12 @@ from cutesuper.frontend.positions import unread
 from cutesuper.frontend.region import Region, places, source_lines
 from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.table import is_free, is_known, moves
+from cutesuper.frontend.traced import ChangesItself, Trace, TracedProgram, TracedRegion
 from cutesuper.frontend.values import CONDITIONS, INTEGERS
+from cutesuper.frontend.watch import Observer, Watch
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.pipeline import superoptimize as optimize_graph
+from cutesuper.runtime.calling import picker
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.tensors import usable
 
@@ -57,199 +64,6 @@ class _Call(nn.Module):
         return self.kernel([usable(t) for t in tensors])
 
 
-@dataclass(frozen=True)
-class TracedRegion:
-    """A part of a traced program, and what runs it.
-
-    Attributes:
-        place: the user's lines: ``model.py:12-18``.
-        kernel: the superoptimized program; ``kernel.graph`` is the definition.
-    """
-
-    place: str
-    kernel: Kernel
-
-
-#: what PyTorch says of arguments that a traced program cannot take, and what helps
-_ADVICE = (
-    (
-        "view size is not compatible",
-        "a tensor has other strides than it was traced with; call .contiguous() on it",
-    ),
-    (
-        "Cannot access data pointer",
-        (
-            "an argument is no tensor in memory, as under torch.func, torch.vmap and torch.export; "
-            "transform the function first, and superoptimize what comes out"
-        ),
-    ),
-)
-
-
-@dataclass(frozen=True)
-class _Form:
-    """How a function was called when it was traced.
-
-    Attributes:
-        signature: of the function; None where nobody knows it.
-        places: how many arguments were given by place.
-        names: of those that were given by name.
-    """
-
-    signature: inspect.Signature | None
-    places: int
-    names: frozenset[str]
-
-    def fit(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The same arguments, by place and by name as they were given then.
-
-        Raises:
-            TypeError: one that is missing, or was left to its default then.
-        """
-        if len(args) == self.places and kwargs.keys() == self.names:
-            return args, kwargs
-        if self.signature is None:
-            raise TypeError(f"it was traced with {self.places} argument(s) by place and "
-                            f"{sorted(self.names)} by name, and got {len(args)} and "
-                            f"{sorted(kwargs)}")
-        given = self.signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        by_place = list(given.arguments)[: self.places]
-        for name, value in given.arguments.items():
-            traced = name in by_place or name in self.names
-            if not traced and value is not self.signature.parameters[name].default:
-                raise TypeError(f"the argument {name!r} was left to its default when it was traced")
-        values = given.arguments
-        return tuple(values[n] for n in by_place), {n: values[n] for n in sorted(self.names)}
-
-
-def _form(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> _Form:
-    try:
-        signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
-    except (TypeError, ValueError):  # functions of C have none
-        signature = None
-    kinds = (p.kind for p in signature.parameters.values()) if signature else ()
-    if any(k in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD) for k in kinds):
-        signature = None
-    return _Form(signature, len(args), frozenset(kwargs or {}))
-
-
-class TracedProgram:
-    """A function or a module of PyTorch whose operators run as superoptimized kernels.
-
-    It is called like the original, with tensors of the shapes that it was traced with (extents that
-    were declared dynamic may differ), by place or by name. Parameters are read at every call, where
-    they are (a module that is given other ones has to be traced again), and get gradients like
-    inputs: the first call that records some makes kernels for them (`Kernel.gradient`). Where the
-    function leaves a way out of its gradient (``detach``, ``torch.no_grad``) or has formulas of its
-    own (``torch.autograd.Function``), calls that record gradients are refused.
-
-    Attributes:
-        regions: its parts, each a kernel graph of its own; views stand between them.
-        outside: operators that compute no numbers and stay PyTorch's (copies, sorting, masks,
-            positions), with the user's lines.
-        graph_module: the program as it runs.
-    """
-
-    def __init__(
-        self, module: fx.GraphModule, regions: Sequence[TracedRegion], name: str,
-        outside: Sequence[str] = (), undifferentiable: str = "", form: _Form | None = None,
-    ) -> None:
-        self.graph_module = module
-        self.regions = tuple(regions)
-        self.outside = tuple(outside)
-        self._name = name
-        self._undifferentiable = undifferentiable
-        self._form = form
-
-    @property
-    def kernel(self) -> Kernel:
-        """The kernel, where there is one region.
-
-        Raises:
-            TraceError: there are several, see `regions`.
-        """
-        if len(self.regions) != 1:
-            raise TraceError(
-                f"{self._name}: it has {len(self.regions)} regions, so no one kernel; use "
-                ".regions[i].kernel"
-            )
-        return self.regions[0].kernel
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it.
-
-        Raises:
-            ShapeError, DTypeError, LayoutError, DeviceError: an argument that does not fit.
-            GraphError: a gradient that cannot be recorded; says why.
-            TraceError: arguments of another structure than it was traced with.
-        """
-        if self._undifferentiable and torch.is_grad_enabled():
-            self._refuse_gradients((args, kwargs))
-        if self._form is not None:
-            args, kwargs = self._fit(self._form, args, kwargs)
-        try:
-            return self.graph_module(*args, **kwargs)
-        except CutesuperError:
-            raise
-        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            advice = next((a for text, a in _ADVICE if text in str(error)),
-                          "trace it again, or declare the extent in dynamic_shapes=")
-            raise TraceError(
-                f"{self._name}: these arguments do not fit the ones it was traced with: {error}; "
-                f"{advice}"
-            ) from error
-
-    def _fit(self, form: _Form, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        try:
-            return form.fit(args, kwargs)
-        except TypeError as error:
-            raise TraceError(
-                f"{self._name}: these arguments do not fit the ones it was traced with: {error}; "
-                "trace it again with arguments like these"
-            ) from error
-
-    def _refuse_gradients(self, arguments: Any) -> None:
-        given = (t for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor))
-        if any(t.requires_grad for t in (*given, *self.graph_module.parameters())):
-            raise GraphError(
-                f"{self._name}: an argument or a parameter requires a gradient, and "
-                f"{self._undifferentiable}, which a traced program does not know of; call it under "
-                "torch.no_grad(), take that part out of the function, or train with "
-                'torch.compile(fn, backend="cutesuper")'
-            )
-
-    def explain(self) -> str:
-        """Where each region stands, and how its program was found, verified and priced."""
-        parts = [f"{self._name}: {len(self.regions)} region(s)"]
-        for i, r in enumerate(self.regions):
-            parts.append(f"region {i} ({r.place or 'no source'})\n{r.kernel.explain()}")
-        if self.outside:
-            parts.append("PyTorch computes\n" + "\n".join(f"  {line}" for line in self.outside))
-        return "\n\n".join(parts)
-
-    def __copy__(self) -> TracedProgram:
-        """Itself: nothing about it changes."""
-        return self
-
-    def __deepcopy__(self, memo: Any) -> TracedProgram:
-        """With parameters of its own, and the same kernels."""
-        return TracedProgram(
-            copy.deepcopy(self.graph_module, memo), self.regions, self._name, self.outside,
-            self._undifferentiable, self._form,
-        )
-
-    def __reduce__(self) -> Any:
-        raise GraphError(
-            f"{self!r}: traced programs cannot be pickled, since they hold loaded code; save the "
-            "state_dict() of the module, and superoptimize it again where it is loaded (what was "
-            "compiled is in the cache)"
-        )
-
-    def __repr__(self) -> str:
-        return f"TracedProgram({self._name}: {len(self.regions)} region(s))"
-
-
 def superoptimize_callable(
     fn: Callable[..., Any],
     example_inputs: Sequence[Any],
@@ -274,24 +88,118 @@ def superoptimize_callable(
         CompileError: as for a kernel graph.
     """
     name = getattr(fn, "__qualname__", type(fn).__name__)
-    module, undifferentiable = _exported(
-        fn, name, example_inputs, example_kwargs, dynamic_shapes
-    )
-    regions = regions_of(module, name)
-    outside = _outside(module.graph, regions)
-    traced: list[TracedRegion] = []
-    kernels: dict[str, Kernel] = {}
-    for i, region in enumerate(regions):
-        kernel = kernels.get(region.key)
-        if kernel is None:
-            kernel = kernels[region.key] = _kernel(name, region, options)
-        module.add_submodule(f"region_{i}", _Call(kernel))
-        traced.append(TracedRegion(region.place, kernel))
-    rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
+    if not isinstance(example_inputs, list | tuple):
+        example_inputs = (example_inputs,)
+    tracer = _Tracer(name, dynamic_shapes, options)
+    return TracedProgram(fn, name, tracer, tuple(example_inputs), dict(example_kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Tracer:
+    """Traces a function as often as that is needed.
+
+    Attributes:
+        name: of it, for messages.
+        dynamic_shapes: as for ``torch.export.export``.
+        options: of `cutesuper.superoptimize`.
+        kernels: that were made for it, by the keys of their regions.
+    """
+
+    name: str
+    dynamic_shapes: Any
+    options: dict[str, Any]
+    kernels: dict[str, Kernel] = field(default_factory=dict[str, Kernel])
+
+    def __call__(
+        self, fn: Callable[..., Any], watch: Watch, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Trace:
+        """A trace. Raises like `superoptimize_callable`."""
+        if watch.passing:
+            raise TraceError(
+                f"superoptimize({self.name}): {watch.passing} is an iterator, which gives "
+                "something else every time, and is read once where a function is traced; make what "
+                "it gives an argument"
+            )
+        # gradients are recorded, so that it can be seen where the function does not want that
+        recording = not watch.asks or torch.is_grad_enabled()
+        with torch.set_grad_enabled(recording):
+            observer = Observer(fn, watch.names)
+            module, stops = _exported(
+                fn, self.name, args, kwargs, self.dynamic_shapes, observer
+            )
+        if observer.change:
+            raise ChangesItself(observer.change)
+        if watch.hooked:
+            stops = stops or "a module has hooks that are called in the backward pass"
+        regions = regions_of(module, self.name)
+        outside = tuple(_outside(module.graph, regions))
+        traced = [TracedRegion(r.place, self._kernel_of(r)) for r in regions]
+        for i, region in enumerate(traced):
+            module.add_submodule(f"region_{i}", _Call(region.kernel))
+        rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
+        arguments = tuple(n for n in module.graph.nodes if n.op == "placeholder")
+        places = _lift(module, watch)
+        for place in observer.replaced.keys() & set(places):
+            raise ChangesItself(f"another tensor is put in the place of {observer.replaced[place]}")
+        specs: Any = module
+        names = tuple(children_of(specs._in_spec)[1].context)
+        return Trace(
+            _plain(module), tuple(traced), outside, stops, picker(places), specs._out_spec,
+            arguments, names, specs.range_constraints,
+        )
+
+    def _kernel_of(self, region: Region) -> Kernel:
+        if region.key not in self.kernels:
+            self.kernels[region.key] = _kernel(self.name, region, self.options)
+        return self.kernels[region.key]
+
+
+def _lift(module: fx.GraphModule, watch: Watch) -> list[int]:
+    """Make arguments of the tensors that the function finds by itself, so that they are read anew
+    at every call.
+
+    Returns:
+        Which of those that were found they are.
+    """
+    graph, places = module.graph, list[int]()
+    found: dict[int, fx.Node] = {}
+    last = max((n for n in graph.nodes if n.op == "placeholder"), key=list(graph.nodes).index,
+               default=None)  # fmt: skip
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        place = _place(functools.reduce(getattr, node.target.split("."), module), watch)
+        if place is None:
+            continue
+        if place not in found:
+            places.append(place)
+            where = graph.inserting_after(last) if last else graph.inserting_before()
+            with where:
+                last = found[place] = graph.placeholder(f"read_{len(places)}")
+        node.replace_all_uses_with(found[place])
+        graph.erase_node(node)
+    return places
+
+
+def _place(value: Any, watch: Watch) -> int | None:
+    """Which of the tensors that a function reads one is, or which it is without its gradient:
+    ``torch.export`` detaches those that are no parameters of the module."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    place = watch.place(value)
+    if place is not None:
+        return place
+    return next((i for i, t in enumerate(watch.tensors) if _is_detached(value, t)), None)
+
+
+def _is_detached(value: torch.Tensor, t: torch.Tensor) -> bool:
+    same = t.requires_grad and value.shape == t.shape and value.dtype == t.dtype
+    return same and value.is_set_to(t)
+
+
+def _plain(module: fx.GraphModule) -> fx.GraphModule:
+    """The same without hooks, and without parameters that it does not read."""
+    module.graph.set_codegen(CodeGen())
     module.graph.lint()
-    module.recompile()
-    form = _form(fn, example_inputs, example_kwargs)
-    return TracedProgram(module, traced, name, outside, undifferentiable, form)
+    return fx.GraphModule(module, module.graph)
 
 
 def _kernel(name: str, region: Region, options: dict[str, Any]) -> Kernel:
@@ -305,15 +213,13 @@ def _kernel(name: str, region: Region, options: dict[str, Any]) -> Kernel:
 
 
 def _exported(
-    fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Any, dynamic_shapes: Any
-) -> tuple[fx.GraphModule, str]:
+    fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Any, dynamic_shapes: Any,
+    observer: Observer,
+) -> tuple[fx.GraphModule, str]:  # fmt: skip
     """The traced program, and what there is in it that changes gradients and not values."""
     module = fn if isinstance(fn, nn.Module) else _Function(fn)
-    if not isinstance(args, list | tuple):
-        args = (args,)
     try:
-        # gradients are recorded, so that it can be seen where the function does not want that
-        with torch.enable_grad(), autograd_functions() as own:
+        with autograd_functions() as own, observer.observing(module):
             program = torch.export.export(
                 module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
             )
@@ -330,7 +236,10 @@ def _exported(
             f"superoptimize({name}): torch.export cannot trace it: {error}"
         ) from error
     options = {"check_guards": False} if _has_guards() else {}
-    return program.module(**options), undifferentiable
+    with warnings.catch_warnings():
+        # of tensors that are no parameters it says that they lose their gradient: see `_lift`
+        warnings.filterwarnings("ignore", ".*requires gradient.*")
+        return program.module(**options), undifferentiable
 
 
 def _undifferentiable(program: torch.export.ExportedProgram, own: Sequence[str]) -> str:
@@ -338,7 +247,9 @@ def _undifferentiable(program: torch.export.ExportedProgram, own: Sequence[str])
     if own:
         return f"it calls {own[0]}, a torch.autograd.Function, whose formula is its own"
     names = program.graph_signature
+    constants = names.inputs_to_lifted_tensor_constants.items()
     given = {*names.user_inputs, *names.inputs_to_parameters}
+    given |= {n for n, c in constants if getattr(program.constants[c], "requires_grad", False)}
     reaching: set[fx.Node] = set()
     for n in program.graph.nodes:
         source = n.op == "placeholder" and n.name in given
@@ -509,12 +420,11 @@ def _drop_checks(graph: fx.Graph) -> None:
 
 
 class Lazy:
-    """A function that is traced at its first call with tensors of a kind.
+    """A function that is traced at its first call with arguments of a kind.
 
     A kind is the structure of the arguments with shapes, element types and devices of the tensors
-    and the values of everything else; of a module also whether its parts are in training, and
-    which parameters and buffers it has (their values are read at every call). Other attributes
-    are read when it is traced.
+    and the values of everything else. What the function reads besides is seen as by every
+    `TracedProgram`. After an operator of graphs was defined anew it is traced again.
     """
 
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -527,7 +437,7 @@ class Lazy:
     def program(self, *args: Any, **kwargs: Any) -> TracedProgram:
         """The traced program for these arguments; see `superoptimize_callable`."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        kind = (structure, *map(_facts, leaves), _state(self._fn))
+        kind = (TABLE.changes, structure, *map(_facts, leaves))
         with self._lock:
             if kind not in self._programs:
                 self._programs[kind] = superoptimize_callable(
@@ -563,15 +473,6 @@ class Lazy:
         )
 
 
-def _state(fn: Callable[..., Any]) -> Any:
-    """What a module is traced with besides its arguments. A program keeps the tensors that it
-    reads, so no other ones have their identities."""
-    if not isinstance(fn, nn.Module):
-        return ()
-    tensors = (*fn.parameters(), *fn.buffers())
-    return tuple(m.training for m in fn.modules()), tuple(map(id, tensors))
-
-
 def _facts(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.dtype, leaf.device
@@ -582,8 +483,7 @@ def _facts(leaf: Any) -> Any:
             f"superoptimize: an argument is a {type(leaf).__name__}, which is no tensor and cannot "
             "tell calls apart; give torch tensors, numbers and texts"
         ) from None
-    # 0.0 == -0.0, and nan is not nan
-    return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
+    return constant_fact(leaf)
 
 
 __all__ = ["Lazy", "TracedProgram", "TracedRegion", "regions_of", "superoptimize_callable"]

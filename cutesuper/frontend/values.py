@@ -416,19 +416,40 @@ class Builder:
 
         before: ``x * 2`` of x[8, 16]; after: of x[1, 8, 16], the same memory.
         """
+        made: dict[int, Tensor] = {}
+        todo = [t]
+        while todo:
+            value = todo[-1]
+            waiting = [a for a in self._longest(node, value) if a.index not in made]
+            if waiting and value.index not in made:
+                todo += reversed(waiting)
+            else:
+                made[value.index] = made.get(value.index) or self._extended(value, made)
+                todo.pop()
+        return made[t.index]
+
+    def _longest(self, node: fx.Node, t: Tensor) -> list[Tensor]:
+        """The operands that get an extent of 1 in front if a value does. Raises Unsupported."""
         args = [self.g.tensor(i) for i in t.node.inputs]
         if t.node.operator == "input":
             given = self.operands[self.g.inputs.index(t.index)]
             if given.part is None and given.lengths is None:
-                return self._input_of(given.node, (None, *given.slots))
+                return []
         elif t.node.operator == "transpose":
-            dims = (0, *(d + 1 for d in t.node.attributes["dims"]))
-            return self.g.transpose(self._in_front(node, args[0]), dims)
+            return args
         elif lookup(t.node.operator).elementwise:
-            longest = len(t.shape)
-            args = [self._in_front(node, a) if len(a.shape) == longest else a for a in args]
-            return self.g.apply(t.node.operator, *args, **dict(t.node.attributes))
+            return [a for a in args if len(a.shape) == len(t.shape)]
         raise Unsupported(node, "has operands whose dimensions do not correspond")
+
+    def _extended(self, t: Tensor, made: dict[int, Tensor]) -> Tensor:
+        """A value with an extent of 1 in front, of operands that have one."""
+        if t.node.operator == "input":
+            given = self.operands[self.g.inputs.index(t.index)]
+            return self._input_of(given.node, (None, *given.slots))
+        args = [made.get(i, self.g.tensor(i)) for i in t.node.inputs]
+        if t.node.operator == "transpose":
+            return self.g.transpose(args[0], (0, *(d + 1 for d in t.node.attributes["dims"])))
+        return self.g.apply(t.node.operator, *args, **dict(t.node.attributes))
 
     def fits(self, operand: Any, slots: Slots) -> bool:
         """Whether an operand can have these slots without being rearranged."""
@@ -487,24 +508,50 @@ class Builder:
 
         before: columns of ``x W^T``; after: the product with these rows of W, read as they lie.
         """
+        made: dict[tuple[int, int], Tensor] = {}
+        todo = [(t, place)]
+        while todo:
+            value, at = todo[-1]
+            key = value.index, at
+            of = self._parts_of(value, at)
+            waiting = [(a, d) for a, d in of if (a.index, d) not in made]
+            if waiting and key not in made:
+                todo += reversed(waiting)
+                continue
+            if key not in made:
+                cut = {(a.index): made[a.index, d] for a, d in of}
+                made[key] = self._part(value, at, start, stop, cut)
+            todo.pop()
+        return made[t.index, place]
+
+    def _parts_of(self, t: Tensor, place: int) -> list[tuple[Tensor, int]]:
+        """The operands of which a range along one dimension of a value takes a range, and the
+        dimension."""
+        node, args = t.node, [self.g.tensor(i) for i in t.node.inputs]
+        if node.operator == "transpose":
+            return [(args[0], node.attributes["dims"][place])]
+        if node.operator == "matmul" and place == len(t.shape) - 1:
+            return [(args[1], len(args[1].shape) - 1)]
+        if node.operator != "input" and lookup(node.operator).elementwise:
+            back = place - len(t.shape)
+            long = [a for a in args if len(a.shape) >= -back and a.shape[back] != 1]
+            return [(a, len(a.shape) + back) for a in long]
+        return []
+
+    def _part(
+        self, t: Tensor, place: int, start: int, stop: int, cut: dict[int, Tensor]
+    ) -> Tensor:
+        """A range of a value, of ranges of its operands by their index."""
         node = t.node
         if node.operator == "input":
             return self._part_of_input(t, place, start, stop)
         args = [self.g.tensor(i) for i in node.inputs]
-        if node.operator == "transpose":
-            dims = node.attributes["dims"]
-            return self.g.transpose(self.part(args[0], dims[place], start, stop), dims)
         if node.operator == "matmul" and place == len(t.shape) - 1:
-            last = len(args[1].shape) - 1
-            return self.g.matmul(args[0], self.part(args[1], last, start, stop))
-        if lookup(node.operator).elementwise:
-            cut = [self._part_of_operand(a, place - len(t.shape), start, stop) for a in args]
-            return self.g.apply(node.operator, *cut, **dict(node.attributes))
+            return self.g.matmul(args[0], cut[args[1].index])
+        if node.operator == "transpose" or lookup(node.operator).elementwise:
+            args = [cut.get(a.index, a) for a in args]
+            return self.g.apply(node.operator, *args, **dict(node.attributes))
         return self.g.slice(t, place, start, stop)
-
-    def _part_of_operand(self, t: Tensor, place: int, start: int, stop: int) -> Tensor:
-        there = len(t.shape) >= -place and t.shape[place] != 1
-        return self.part(t, len(t.shape) + place, start, stop) if there else t
 
     def _part_of_input(self, t: Tensor, place: int, start: int, stop: int) -> Tensor:
         given = self.operands[self.g.inputs.index(t.index)]

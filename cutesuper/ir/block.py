@@ -20,8 +20,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from math import prod
 
+from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.ir.dtypes import DType
 from cutesuper.ir.operators.base import Attributes
@@ -135,6 +137,11 @@ class BlockProgram:
     tile: dict[str, int]
     ops: tuple[BlockOp, ...]
 
+    @cached_property
+    def dependence(self) -> Dependence:
+        """What every operation depends on."""
+        return Dependence([op.inputs for op in self.ops])
+
     def axis(self, name: str) -> Axis:
         """The axis called ``K.loop``. Raises KeyError."""
         return {a.name: a for a in self.axes}[name]
@@ -199,12 +206,22 @@ def _rank(kind: AxisKind) -> int:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor between kernels, or at the border of a muGraph."""
+    """A tensor between kernels, or at the border of a muGraph.
+
+    Attributes:
+        name: unique in its muGraph.
+        shape: its extents.
+        dtype: its element type.
+        constant: nobody writes it while the program runs.
+        hidden: what it is in rows that are hidden as a whole, if that is known; derived by
+            `cutesuper.ir.unseen.followed`, never stored.
+    """
 
     name: str
     shape: tuple[Dim, ...]
     dtype: DType
     constant: bool = False
+    hidden: float | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from cutesuper.errors import GraphError
 from cutesuper.ir.dims import Shape, Symbol
 from cutesuper.ir.dtypes import DType
 from cutesuper.ir.graph import KernelGraph, Node, Operand, Tensor
+from cutesuper.ir.operators.base import Items, lookup
 from cutesuper.ir.simplify import RULES
 
 
@@ -58,7 +59,7 @@ class Derivation(KernelGraph):
 
     def known(self, operator: str, args: list[Tensor]) -> Tensor | None:
         """A value that exists already (of an operator without attributes), or None."""
-        i = self._made.get((operator, tuple(a.index for a in args), ()))
+        i = self._made.get((operator, tuple(a.index for a in args), Items({})))
         return None if i is None else self.tensor(i)
 
     @contextmanager
@@ -69,6 +70,10 @@ class Derivation(KernelGraph):
             yield
         finally:
             self._verbatim = False
+
+    def converted(self, t: Tensor, dtype: DType) -> Tensor:
+        """The same value as an element type, for operators whose operands have one."""
+        return t if t.dtype == dtype else self.convert(t, dtype)
 
     def named(self, t: Tensor, name: str) -> Tensor:
         """The same value, with a name under which a forward pass may keep it."""
@@ -152,42 +157,55 @@ class Derivation(KernelGraph):
 
     def _mean_for_sum(self, t: Tensor, dim: int, n: int | Symbol) -> Tensor | None:
         """``t / n`` by turning a factor that is a sum over ``dim`` into a mean."""
-        kind = t.node.operator
-        args = [self.tensor(i) for i in t.node.inputs]
-        if kind == "sum" and t.node.attributes["dim"] - len(t.shape) == dim:
-            return self.mean(args[0], dim) if args[0].shape[dim] == n else None
-        if kind not in ("mul", "div"):
-            return None
-        for k, a in enumerate(args[: 2 if kind == "mul" else 1]):
-            mean = self._mean_for_sum(a, dim, n)
-            if mean is not None:
-                return self.apply(kind, *args[:k], mean, *args[k + 1 :])
+        path: list[tuple[str, list[Tensor], int]] = []
+        seen, todo = set[int](), [(t, path)]
+        while todo:
+            t, path = todo.pop()
+            kind, args = t.node.operator, [self.tensor(i) for i in t.node.inputs]
+            if kind == "sum" and t.node.attributes["dim"] - len(t.shape) == dim:
+                if args[0].shape[dim] == n:
+                    return self._with_mean(self.mean(args[0], dim), path)
+            elif kind in ("mul", "div") and t.index not in seen:
+                factors = args[: 2 if kind == "mul" else 1]
+                todo += reversed([(a, [*path, (kind, args, k)]) for k, a in enumerate(factors)])
+            seen.add(t.index)
         return None
+
+    def _with_mean(self, mean: Tensor, path: list[tuple[str, list[Tensor], int]]) -> Tensor:
+        """Products and quotients anew, the innermost first, of what became a mean."""
+        for kind, args, k in reversed(path):
+            mean = self.apply(kind, *args[:k], mean, *args[k + 1 :])
+        return mean
 
     # --------------------------------------------------------------------------- hidden elements
 
     def vanishes(self, t: Tensor, masked: Tensor) -> bool:
         """Whether ``t`` is 0 wherever ``masked`` is -inf, as what softmax passes on is."""
-        args = [self.tensor(i) for i in t.node.inputs]
-        kind = t.node.operator
-        if kind == "exp":
-            return self._hidden(args[0], masked)
-        if kind == "mul":
-            return any(self.vanishes(a, masked) for a in args)
-        if kind == "div":
-            return self.vanishes(args[0], masked)
-        return kind in ("add", "sub") and all(self.vanishes(a, masked) for a in args)
+        hidden, found = self._hidden(t, masked), dict[int, bool]()
+        for i in self._needed(t):
+            kind, args = self.nodes[i].operator, self.nodes[i].inputs
+            zero = [found[j] for j in args]
+            found[i] = (
+                (kind == "exp" and hidden[args[0]])
+                or (kind == "mul" and any(zero))
+                or (kind == "div" and zero[0])
+                or (kind in ("add", "sub") and all(zero))
+            )
+        return found[t.index]
 
-    def _hidden(self, t: Tensor, masked: Tensor) -> bool:
-        """Whether ``t`` is -inf wherever ``masked`` is; factors of a masked value are positive."""
-        if t.index == masked.index:
-            return True
-        args = [self.tensor(i) for i in t.node.inputs]
-        if t.node.operator in ("sub", "div"):
-            args = args[:1]
-        elif t.node.operator not in ("add", "mul"):
-            return False
-        return any(self._hidden(a, masked) for a in args)
+    def _hidden(self, t: Tensor, masked: Tensor) -> dict[int, bool]:
+        """Of everything that ``t`` is made of, whether it is -inf wherever ``masked`` is; factors
+        of a masked value are positive."""
+        found: dict[int, bool] = {}
+        for i in self._needed(t):
+            kind, args = self.nodes[i].operator, self.nodes[i].inputs
+            first = args[:1] if kind in ("sub", "div") else args if kind in ("add", "mul") else ()
+            found[i] = i == masked.index or any(found[j] for j in first)
+        return found
+
+    def _needed(self, t: Tensor) -> list[int]:
+        """What a value is made of, itself among it, in order."""
+        return sorted(self.needed([t.index]))
 
     # ------------------------------------------------------------------------------- one program
 
@@ -209,10 +227,18 @@ class Derivation(KernelGraph):
                 new[i] = g.new_input(n.shape, self.types.get(i, n.dtype), name)
         for i in sorted(self.between(set(new), outputs)):
             n = self.nodes[i]
-            new[i] = g.apply(n.operator, *(new[j] for j in n.inputs), **dict(n.attributes))
+            args = [self._given_to(n, j, new[j]) for j in n.inputs]
+            new[i] = g.apply(n.operator, *args, **dict(n.attributes))
         for i in outputs:
             g.mark_output(new[i], self.types.get(i))
         return g
+
+    def _given_to(self, n: Node, i: int, t: Tensor) -> Tensor:
+        """An operand in a plain graph. One that is given may be stored as another type than the
+        program computes it in, which products do not take."""
+        own = self.nodes[i].dtype
+        other = lookup(n.operator).one_type and not own.integer and t.dtype != own
+        return t.graph.convert(t, own) if other else t
 
     def between(self, start: set[int], outputs: list[int]) -> set[int]:
         """Nodes from which outputs are computed, where ``start`` is given."""
@@ -229,7 +255,7 @@ class Derivation(KernelGraph):
 def _key(n: Node) -> tuple[Any, ...]:
     """Equal for equal values."""
     inputs = sorted(n.inputs) if n.operator in ("add", "mul") else n.inputs
-    return n.operator, tuple(inputs), tuple(sorted(n.attributes.items()))
+    return n.operator, tuple(inputs), Items(n.attributes)
 
 
 def _padded(shape: Shape, rank: int) -> Shape:

@@ -2,52 +2,58 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import ShapeError
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import Attributes, lookup
+from cutesuper.ir.unseen import Fate, Fates, empties_quotient, fates_of, hides_difference
 
 if TYPE_CHECKING:
     import torch
 
 
-def reference(
-    kind: str, args: list[Any], attributes: Attributes, hidden: bool, empty: bool
-) -> Any:
-    """The reference of an operator, where rows may be masked.
+def reference(kind: str, args: list[Any], attributes: Attributes, fates: Fates) -> Any:
+    """The reference of an operator, where rows may be hidden as a whole.
 
     Args:
         kind: the operator.
         args: torch tensors that broadcast.
         attributes: of the operator.
-        hidden: -inf minus -inf is -inf: what a row or a tile without visible elements has for a
-            maximum is subtracted from hidden elements only.
-        empty: 0 / 0 is 0: the quotient of sums over no visible element.
+        fates: of the arguments; see `cutesuper.ir.unseen`.
     """
-    import torch
-
-    result = lookup(kind).reference(args, attributes)
-    if hidden and kind == "sub":
-        gone = (args[0] == -torch.inf) & (args[1] == -torch.inf)
-        return result.masked_fill(gone, -torch.inf)
-    if empty and kind == "div":
-        return result.masked_fill((args[0] == 0) & (args[1] == 0), 0.0)
+    operator = lookup(kind)
+    if empties_quotient(kind, fates):
+        args = [args[0], args[1].masked_fill(args[1] == 0, 1.0)]
+    result = operator.reference(args, attributes)
+    if hides_difference(kind, fates):
+        return hidden_difference(result, args)
+    if operator.of_hidden is not None and fates[0] == Fate(-inf):
+        gone = (args[0] == -inf).all(attributes["dim"], keepdim=True)
+        return result.masked_fill(gone, operator.of_hidden)
     return result
+
+
+def hidden_difference(difference: Any, args: list[Any]) -> Any:
+    """A difference where -inf minus -inf is -inf: what a row or a tile without visible elements has
+    for a maximum is subtracted from hidden elements only."""
+    return difference.masked_fill((args[0] == -inf) & (args[1] == -inf), -inf)
 
 
 def evaluate(graph: KernelGraph, inputs: list[torch.Tensor], dtype: Any = None) -> list[Any]:
     """Compute the outputs operator by operator.
 
-    Where lengths mask rows, the two rules of `reference` hold: rows that see nothing are 0 after a
-    softmax, written as one operator or as several.
+    Rows that the graph hides as a whole are 0 after a softmax, written as one operator or as
+    several (`cutesuper.ir.unseen`).
 
     Args:
         graph: any kernel graph.
         inputs: one tensor for each input, on one device.
         dtype: compute in this torch dtype (``torch.float64`` is the reference that everything is
             compared with); None computes each operator in the dtype of its arguments, as PyTorch
-            would; what it makes of arguments of different types is rounded to the graph's.
+            would; what it makes of arguments of different types, or converts, is rounded to the
+            graph's.
 
     Returns:
         The outputs in ``dtype`` (None: in the types in which they were computed).
@@ -57,7 +63,7 @@ def evaluate(graph: KernelGraph, inputs: list[torch.Tensor], dtype: Any = None) 
     """
     if len(inputs) != len(graph.inputs):
         raise ShapeError(f"the graph has {len(graph.inputs)} input(s), got {len(inputs)} tensor(s)")
-    empty = any(lookup(n.operator).empties for n in graph.nodes)
+    fates = fates_of(graph)
     values: dict[int, Any] = {}
     feed = iter(inputs)
     for i, node in enumerate(graph.nodes):
@@ -66,10 +72,11 @@ def evaluate(graph: KernelGraph, inputs: list[torch.Tensor], dtype: Any = None) 
             values[i] = value if dtype is None or node.dtype.integer else value.to(dtype)
         else:
             args = [values[j] for j in node.inputs]
-            value = reference(node.operator, args, dict(node.attributes), empty, empty)
+            known = [fates[j] for j in node.inputs]
+            value = reference(node.operator, args, dict(node.attributes), known)
             types = {x.dtype for x in args if x.dim() and x.is_floating_point()}
-            mixed = dtype is None and len(types) > 1
-            values[i] = value.to(node.dtype.torch) if mixed else value
+            own = len(types) > 1 or lookup(node.operator).dtype(node.attributes) is not None
+            values[i] = value.to(node.dtype.torch) if own and dtype is None else value
     return [values[i] for i in graph.outputs]
 
 

@@ -1,17 +1,17 @@
 """A finite field that gives every operator a second, exact meaning.
 
-A value is a tensor of residues mod p, and mod q until it has gone through an exponential, where
-``p = 2 q + 1`` is the largest pair of a prime and its Sophie Germain prime below 2^31. Because q
-divides p - 1, ``exp(x) = OMEGA^x mod p`` with x read mod q is a homomorphism from addition mod q to
-multiplication mod p, as the real exponential is from sums to products (the construction of Mirage,
-arXiv:2405.05751, section 5; the distribution of inputs and the bound are our own, see
-``docs/verification.md``).
+A value is a tensor of residues mod p, and mod q until it has gone through an exponential, where p
+and q are primes and ``p = 2 q + 1``. Because q divides p - 1, ``exp(x) = OMEGA^x mod p`` with x
+read mod q is a homomorphism from addition mod q to multiplication mod p, as the real exponential is
+from sums to products (the construction of Mirage, arXiv:2405.05751, section 5; the distribution of
+inputs and the bound are our own, see ``docs/verification.md``). Numbers that a program contains may
+be 0, or equal, modulo one pair of primes; so there are many pairs, and `draw_primes` draws one.
 
-An element may be -inf, where a causal mask hides it. It is marked by P itself, which is no residue,
-and 0 mod q. It stays -inf in sums, products and quotients: factors and denominators of masked
-values are taken to be positive, as the scale of attention is. Its exponential is 0 and a maximum
-ignores it. -inf minus -inf is -inf: a part of a row that is hidden as a whole has no maximum to
-subtract, and its exponentials are 0. What would be +inf is `Unbounded`.
+An element may be -inf, where a mask hides it. It is marked by `HIDDEN`, which is no residue, and 0
+mod q. It stays -inf in sums, and in products and quotients with what is known to be positive, as
+the scale of attention is; with what may be negative it is `Unbounded`. Its exponential is 0 and a
+maximum ignores it. -inf minus -inf is -inf: a part of a row that is hidden as a whole has no
+maximum to subtract, and its exponentials are 0. What would be +inf is `Unbounded`.
 
 Dimensions are *named*, so operands meet by name: ``{M, K} * {K} -> {M, K}``. The verifier names the
 parts of split dimensions (``K.loop``, ``K.tile``), the search names labels.
@@ -23,25 +23,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cutesuper.errors import CutesuperError
 
-P = 2147483579
-Q = 1073741789
-#: generates the subgroup of order Q (the squares) of the units mod P
+#: generates the subgroup of order q (the squares) of the units mod p
 OMEGA = 4
+#: marks -inf among residues mod p: above all primes
+HIDDEN = 2**31 - 1
 
 Residues = NDArray[np.uint64]
 
 _U = np.uint64
-_P, _Q = _U(P), _U(Q)
+_HIDDEN = _U(HIDDEN)
 _LOW = _U(0xFFFF)
 _16 = _U(16)
 #: below this many products the limbs cost more than multiplying element by element
@@ -55,14 +55,90 @@ _SKINNY = 64
 
 
 class DivisionByZero(CutesuperError, ArithmeticError):
-    """A denominator is zero mod p or mod q: the caller draws other inputs."""
+    """A denominator, or a number that is not 0, is zero mod p or mod q: the caller draws again."""
 
 
 class Unbounded(DivisionByZero):
-    """A masked element is subtracted from a number, divided by, or multiplied by another one.
+    """A masked element goes where it has no value, or where that would not be -inf.
 
-    Positions decide this: no other draw of the inputs helps.
+    It is subtracted from a number, divided by, multiplied by another one or by what may be
+    negative, or the argument of a function that has no value there.
     """
+
+
+class NoNumber(DivisionByZero):
+    """-inf minus -inf in a kernel graph; a draw that hides less may have none."""
+
+
+class Primes(NamedTuple):
+    """A prime q for which ``p = 2 q + 1`` is one too; both are below 2^31."""
+
+    q: int
+
+    @property
+    def p(self) -> int:
+        return 2 * self.q + 1
+
+    def tells_apart(self, numbers: Iterable[float]) -> bool:
+        """Whether different numbers have different residues, 0, 1 and all negatives included."""
+        different = {0.0, 1.0, -1.0}
+        for number in numbers:
+            different |= {number, -number}
+        return all(
+            len({residue(n, m) for n in different}) == len(different) for m in (self.p, self.q)
+        )
+
+
+#: the largest pair below 2^31, for what does not judge
+LARGEST = Primes(1073741789)
+#: the smallest pair that is drawn; there are 198,763 of them
+SMALLEST = Primes(1006632983)
+#: candidates that are looked at together
+_CANDIDATES = 512
+#: what divides a candidate leaves few for the test; 2 and 3 never do
+_SMALL = np.array([5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71], np.int64)
+#: the test of Miller and Rabin is a proof below 4,759,123,141 for these bases (G. Jaeschke, "On
+#: strong pseudoprimes to several bases", Mathematics of Computation 61, 1993)
+_BASES = (2, 7, 61)
+
+
+def draw_primes(seed: Sequence[int], numbers: Iterable[float] = ()) -> Primes:
+    """A uniformly drawn pair from `SMALLEST` to `LARGEST` that tells numbers apart.
+
+    Args:
+        seed: equal seeds (and numbers) give equal pairs.
+        numbers: those that a program contains.
+    """
+    rng, known = np.random.default_rng([*seed, 11]), tuple(numbers)
+    low, high = SMALLEST.q // 6, LARGEST.q // 6 + 1
+    while True:
+        q = 6 * rng.integers(low, high, _CANDIDATES) + 5  # else 2 or 3 divides q or p
+        rough = (q[:, None] % _SMALL != 0) & ((2 * q[:, None] + 1) % _SMALL != 0)
+        for pair in map(Primes, q[rough.all(1)].tolist()):
+            if (
+                SMALLEST <= pair <= LARGEST
+                and is_prime(pair.q)
+                and is_prime(pair.p)
+                and pair.tells_apart(known)
+            ):
+                return pair
+
+
+def is_prime(n: int) -> bool:
+    """Whether an odd number from 63 to 2^32 is prime."""
+    twos = ((n - 1) & (1 - n)).bit_length() - 1
+    return all(_passes(n, base, twos) for base in _BASES)
+
+
+def _passes(n: int, base: int, twos: int) -> bool:
+    x = pow(base, n >> twos, n)
+    return x == 1 or any(pow(x, 1 << k, n) == n - 1 for k in range(twos))
+
+
+def residue(number: float, m: int) -> int:
+    """A finite float mod m, exactly: it is a fraction whose denominator is a power of two."""
+    n, d = float(number).as_integer_ratio()
+    return n * pow(d, -1, m) % m
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,36 +147,45 @@ class FieldValue:
 
     Attributes:
         dims: name of every dimension, each once.
-        p: residues mod P, one axis per name.
-        q: residues mod Q of the same element, or None after an exponential (or where the caller
+        p: residues mod p, one axis per name.
+        q: residues mod q of the same element, or None after an exponential (or where the caller
             knows that no exponential will want them).
-        masked: whether elements may be -inf (P in ``p``, 0 in ``q``).
+        masked: whether elements may be -inf (`HIDDEN` in ``p``, 0 in ``q``).
+        positive: whether all elements that are not -inf are known to be above 0 in numbers.
+        flat: whether elements may be 0 in numbers for many inputs: a relu, or what is made of one.
     """
 
     dims: tuple[str, ...]
     p: Residues
     q: Residues | None = None
     masked: bool = False
+    positive: bool = False
+    flat: bool = False
 
     def gone(self) -> NDArray[np.bool_]:
         """Which elements are -inf."""
-        return self.p == _P
+        return self.p == _HIDDEN
+
+    def like(self, dims: tuple[str, ...], p: Residues, q: Residues | None) -> FieldValue:
+        """Other residues of which the same is known."""
+        return FieldValue(dims, p, q, self.masked, self.positive, self.flat)
 
     def hide(self, gone: NDArray[np.bool_]) -> FieldValue:
         """The same value with -inf where ``gone``, which broadcasts to ``p``."""
         q = None if self.q is None else np.where(gone, _U(0), self.q)
-        return FieldValue(self.dims, np.where(gone, _P, self.p), q, True)
+        p = np.where(gone, _HIDDEN, self.p)
+        return FieldValue(self.dims, p, q, True, self.positive, self.flat)
 
     def replace(self, gone: NDArray[np.bool_], fill: float) -> FieldValue:
         """The same value with -inf or 0 where ``gone``, which broadcasts to ``p``."""
         if fill:
             return self.hide(gone)
         q = None if self.q is None else np.where(gone, _U(0), self.q)
-        return FieldValue(self.dims, np.where(gone, _U(0), self.p), q, self.masked)
+        return FieldValue(self.dims, np.where(gone, _U(0), self.p), q, self.masked, False, True)
 
     def without_q(self) -> FieldValue:
         """The same value where only the residues mod p are of use."""
-        return self if self.q is None else FieldValue(self.dims, self.p, None, self.masked)
+        return self if self.q is None else self.like(self.dims, self.p, None)
 
     def key(self) -> int:
         """64 bits that are equal for equal values, whatever the order of their dimensions."""
@@ -112,11 +197,15 @@ class FieldValue:
 
 
 def uniform(
-    rng: np.random.Generator, dims: Sequence[str], shape: Sequence[int], with_q: bool = True
+    rng: np.random.Generator,
+    dims: Sequence[str],
+    shape: Sequence[int],
+    with_q: bool = True,
+    primes: Primes = LARGEST,
 ) -> FieldValue:
     """A value with independent uniform residues."""
-    p = uniform_residues(rng, P, tuple(shape))
-    q = uniform_residues(rng, Q, tuple(shape)) if with_q else None
+    p = uniform_residues(rng, primes.p, tuple(shape))
+    q = uniform_residues(rng, primes.q, tuple(shape)) if with_q else None
     return FieldValue(tuple(dims), p, q)
 
 
@@ -189,23 +278,26 @@ def _inverse_tree(x: Residues, m: int) -> Residues:
     return np.concatenate([_mul(head, high, _U(m)), _mul(head, low, _U(m)), inverses[half:]])
 
 
-@cache
-def _power_tables() -> tuple[Residues, Residues]:
-    """OMEGA^i for i < 2^16, and OMEGA^(2^16 i) for i < 2^15: any exponent is two look-ups."""
+@lru_cache(maxsize=16)
+def _power_tables(p: int) -> tuple[Residues, Residues]:
+    """OMEGA^i mod p for i < 2^16, and OMEGA^(2^16 i) for i < 2^15: any exponent is two look-ups.
+
+    A pair of tables takes 0.3 ms and 0.8 MB.
+    """
 
     def powers(base: int, count: int) -> Residues:
         table = np.ones(1, dtype=np.uint64)
         while len(table) < count:
-            table = np.concatenate([table, _mul(table, _U(pow(base, len(table), P)), _P)])
+            table = np.concatenate([table, _mul(table, _U(pow(base, len(table), p)), _U(p))])
         return table
 
-    return powers(OMEGA, 1 << 16), powers(pow(OMEGA, 1 << 16, P), 1 << 15)
+    return powers(OMEGA, 1 << 16), powers(pow(OMEGA, 1 << 16, p), 1 << 15)
 
 
-def exponential(x: Residues) -> Residues:
-    """OMEGA^x mod P for x mod Q."""
-    low, high = _power_tables()
-    return _mul(low[np.bitwise_and(x, _LOW)], high[np.right_shift(x, _16)], _P)
+def exponential(x: Residues, primes: Primes = LARGEST) -> Residues:
+    """OMEGA^x mod p for x mod q."""
+    low, high = _power_tables(primes.p)
+    return _mul(low[np.bitwise_and(x, _LOW)], high[np.right_shift(x, _16)], _U(primes.p))
 
 
 def _mix(x: Residues, key: int, m: np.uint64) -> Residues:
@@ -274,6 +366,7 @@ class FieldAlgebra:
             largest elements: a program whose outputs agree whatever its maxima are (safe softmax)
             is verified for all values of them at once. A maximum over hidden elements only is -inf
             all the same: as a shift of what is seen it would be infinite.
+        primes: the field.
 
     Attributes:
         nested_exp: an exponential met a value that is itself the result of an exponential; it was
@@ -282,14 +375,26 @@ class FieldAlgebra:
         empty_rows: 0 / 0 is 0. Where rows may be hidden as a whole, their exponentials and all sums
             of them are 0, and so is the quotient; kernels keep this rule (``docs/verification.md``,
             "Masks").
+        records: whether `partial` is kept.
+        partial: what was divided by although it may be 0 for many inputs, and further arguments for
+            which numbers may have no value.
     """
 
-    def __init__(self, seed: int = 0, shifts: np.random.Generator | None = None) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        shifts: np.random.Generator | None = None,
+        primes: Primes = LARGEST,
+    ) -> None:
         self.seed = seed
         self.shifts = shifts
+        self.primes = primes
+        self._p, self._q = _U(primes.p), _U(primes.q)
         self.nested_exp = False
         self.used_max = False
         self.empty_rows = False
+        self.records = False
+        self.partial: list[FieldValue] = []
         self._keys: dict[str, int] = {}
         self._constants: dict[float, FieldValue] = {}
 
@@ -297,11 +402,11 @@ class FieldAlgebra:
 
     def add(self, x: FieldValue, y: FieldValue) -> FieldValue:
         """Sum x + y, broadcast by name."""
-        return _binary(_add, x, y)
+        return self._binary(_add, x, y)
 
     def sub(self, x: FieldValue, y: FieldValue) -> FieldValue:
         """Difference x - y, broadcast by name. Raises Unbounded."""
-        difference = _binary(_sub, x, y)
+        difference = self._binary(_sub, x, y, False)
         if y.masked:
             number = ~align(x.gone(), x.dims, difference.dims)
             _refuse(number & align(y.gone(), y.dims, difference.dims), "is subtracted")
@@ -309,20 +414,24 @@ class FieldAlgebra:
 
     def mul(self, x: FieldValue, y: FieldValue) -> FieldValue:
         """Product x * y, broadcast by name. Raises Unbounded."""
-        product = _binary(_mul, x, y)
+        square = x.p is y.p and x.dims == y.dims and not x.flat
+        product = self._binary(_mul, x, y, square or (x.positive and y.positive))
         if x.masked and y.masked:
             both = align(x.gone(), x.dims, product.dims) & align(y.gone(), y.dims, product.dims)
             _refuse(both, "is multiplied by another")
+        _refuse_signs(x, y)
         return product
 
     def div(self, x: FieldValue, y: FieldValue) -> FieldValue:
         """Quotient x / y, broadcast by name. Raises DivisionByZero and Unbounded."""
         if y.masked:
             _refuse(y.gone(), "is a denominator")
+        if y.flat and self.records:
+            self.partial.append(y)
         if self.empty_rows:
             y = _without_empty(x, y)
-        q = None if x.q is None or y.q is None else inverse(y.q, Q)
-        return self.mul(x, FieldValue(y.dims, inverse(y.p, P), q))
+        q = None if x.q is None or y.q is None else inverse(y.q, self.primes.q)
+        return self.mul(x, y.like(y.dims, inverse(y.p, self.primes.p), q))
 
     def exp(self, x: FieldValue) -> FieldValue:
         """OMEGA^x: consumes the residues mod q; see `nested_exp` for a value that has none."""
@@ -330,20 +439,24 @@ class FieldAlgebra:
             self.nested_exp = True
             p = self.opaque("exp", x).p
         else:
-            p = exponential(x.q)
-        return FieldValue(x.dims, np.where(x.gone(), _U(0), p) if x.masked else p)
+            p = exponential(x.q, self.primes)
+        p = np.where(x.gone(), _U(0), p) if x.masked else p
+        return FieldValue(x.dims, p, positive=not x.masked)
 
     def opaque(self, name: str, x: FieldValue) -> FieldValue:
         """A random function for each name, applied to both residues independently (and to -inf)."""
-        q = None if x.q is None else _mix(x.q, self._key(name + "/q"), _Q)
-        return FieldValue(x.dims, _mix(x.p, self._key(name + "/p"), _P), q)
+        q = None if x.q is None else _mix(x.q, self._key(name + "/q"), self._q)
+        p = _mix(x.p, self._key(name + "/p"), self._p)
+        return FieldValue(x.dims, p, q, flat=x.flat)
 
     def constant(self, value: float) -> FieldValue:
-        """A finite float, exactly: it is a fraction whose denominator is a power of two."""
+        """A finite float, exactly. Raises DivisionByZero where another number than 0 is 0 here."""
         if value not in self._constants:
-            n, d = float(value).as_integer_ratio()
-            p, q = (np.array(n * pow(d, -1, m) % m, dtype=np.uint64) for m in (P, Q))
-            self._constants[value] = FieldValue((), p, q)
+            p, q = (residue(value, m) for m in (self.primes.p, self.primes.q))
+            if value and not (p and q):
+                raise DivisionByZero(f"the number {value!r} is zero in the field")
+            here, there = (np.array(n, dtype=np.uint64) for n in (p, q))
+            self._constants[value] = FieldValue((), here, there, positive=value > 0)
         return self._constants[value]
 
     # reductions ----------------------------------------------------------------------------
@@ -362,7 +475,8 @@ class FieldAlgebra:
                 r = np.remainder(np.add.reduce(r, axes), _U(m))
             return r if factor == 1 else _mul(r, _U(factor % m), _U(m))
 
-        total = FieldValue(kept, reduce(x.p, P), None if x.q is None else reduce(x.q, Q))
+        q = None if x.q is None else reduce(x.q, self.primes.q)
+        total = x.like(kept, reduce(x.p, self.primes.p), q)
         return total.hide(np.asarray(x.gone().any(axes))) if x.masked else total
 
     def max(
@@ -383,14 +497,15 @@ class FieldAlgebra:
         axes = tuple(x.dims.index(d) for d in over)
         if self.shifts is not None:
             shape = [n for d, n in zip(x.dims, x.p.shape, strict=True) if d not in over]
-            fresh = uniform(self.shifts, kept, shape, x.q is not None)
+            fresh = uniform(self.shifts, kept, shape, x.q is not None, self.primes)
+            fresh = x.like(kept, fresh.p, fresh.q)
             return fresh.hide(np.asarray(x.gone().all(axes))) if x.masked else fresh
         rank = self._rank(x)
         if valid is not None:
             rank = rank * align(valid[1], valid[0], x.dims)
         best = rank.max(axes) if axes else rank
         found = self._ranked(kept, best, x.q is not None)
-        return FieldValue(kept, found.p, found.q, x.masked)
+        return x.like(kept, found.p, found.q)
 
     def matmul(self, x: FieldValue, y: FieldValue, over: Iterable[str]) -> FieldValue:
         """Sum over ``over`` of x * y: batched where both have a name, outer where one has it."""
@@ -417,8 +532,11 @@ class FieldAlgebra:
             )
             return flat.reshape([sizes[d] for d in batch + rows + cols])
 
-        q = None if x.q is None or y.q is None else product(x.q, y.q, Q)
-        total = FieldValue(batch + rows + cols, product(x.p, y.p, P), q)
+        _refuse_signs(x, y)
+        q = None if x.q is None or y.q is None else product(x.q, y.q, self.primes.q)
+        p = product(x.p, y.p, self.primes.p)
+        total = FieldValue(batch + rows + cols, p, q, positive=x.positive and y.positive)
+        total = replace(total, flat=True) if x.flat or y.flat else total
         for v in (x, y):
             if v.masked:
                 kept = tuple(d for d in v.dims if d not in names)
@@ -427,6 +545,24 @@ class FieldAlgebra:
         return total
 
     # helpers -------------------------------------------------------------------------------
+
+    def _binary(
+        self, f: Any, x: FieldValue, y: FieldValue, positive: bool | None = None
+    ) -> FieldValue:
+        """``f`` on both residues; None is positive where both operands are."""
+        if x.dims == y.dims:
+            dims, xp, yp, xq, yq = x.dims, x.p, y.p, x.q, y.q
+        else:
+            dims = x.dims + tuple(d for d in y.dims if d not in x.dims)
+            xp, yp = align(x.p, x.dims, dims), align(y.p, y.dims, dims)
+            xq = None if x.q is None else align(x.q, x.dims, dims)
+            yq = None if y.q is None else align(y.q, y.dims, dims)
+        q = None if xq is None or yq is None else f(xq, yq, self._q)
+        positive = x.positive and y.positive if positive is None else positive
+        z = FieldValue(dims, f(xp, yp, self._p), q, False, positive, x.flat or y.flat)
+        for v in (x, y):
+            z = z.hide(align(v.gone(), v.dims, dims)) if v.masked else z
+        return z
 
     def _key(self, name: str) -> int:
         if name not in self._keys:
@@ -443,7 +579,7 @@ class FieldAlgebra:
         z = np.left_shift(np.bitwise_xor(z, np.right_shift(z, _16)), _U(31))
         z = np.add(z, _U(1))
         rank = z if x.q is None else np.add(z, x.q)
-        return np.where(x.p == _P, _U(0), rank)  # P itself marks the bottom
+        return np.where(x.p == _HIDDEN, _U(0), rank)  # the bottom
 
     def _ranked(self, dims: tuple[str, ...], rank: Residues, with_q: bool) -> FieldValue:
         """The elements that have these ranks."""
@@ -456,27 +592,13 @@ class FieldAlgebra:
             z = np.bitwise_xor(np.bitwise_xor(z, z >> _U(shift)), z >> _U(2 * shift))
         z = np.bitwise_xor(z, _U(self._key("max") & 0x7FFFFFFF))
         return FieldValue(
-            dims, np.where(bottom, _P, z), None if q is None else np.where(bottom, _U(0), q)
+            dims, np.where(bottom, _HIDDEN, z), None if q is None else np.where(bottom, _U(0), q)
         )
 
 
 _WORD = _U(0xFFFFFFFF)
 #: (shift, odd factor) of an invertible 32-bit mixer; shifts of at least 11 invert in two steps
 _ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
-
-
-def _binary(f: Any, x: FieldValue, y: FieldValue) -> FieldValue:
-    if x.dims == y.dims:
-        dims, xp, yp, xq, yq = x.dims, x.p, y.p, x.q, y.q
-    else:
-        dims = x.dims + tuple(d for d in y.dims if d not in x.dims)
-        xp, yp = align(x.p, x.dims, dims), align(y.p, y.dims, dims)
-        xq = None if x.q is None else align(x.q, x.dims, dims)
-        yq = None if y.q is None else align(y.q, y.dims, dims)
-    z = FieldValue(dims, f(xp, yp, _P), None if xq is None or yq is None else f(xq, yq, _Q))
-    for v in (x, y):
-        z = z.hide(align(v.gone(), v.dims, dims)) if v.masked else z
-    return z
 
 
 def _without_empty(x: FieldValue, y: FieldValue) -> FieldValue:
@@ -490,9 +612,16 @@ def _without_empty(x: FieldValue, y: FieldValue) -> FieldValue:
     dims = y.dims + tuple(d for d in x.dims if d not in y.dims)
     divided = align(x.p, x.dims, dims) != 0
     nothing = zero & ~divided.any(tuple(range(len(y.dims), len(dims))))
-    return FieldValue(y.dims, np.where(nothing, _U(1), y.p), None, y.masked)
+    return y.like(y.dims, np.where(nothing, _U(1), y.p), None)
 
 
 def _refuse(gone: NDArray[np.bool_], what: str) -> None:
     if gone.any():
         raise Unbounded(f"a masked element (-inf) {what}")
+
+
+def _refuse_signs(x: FieldValue, y: FieldValue) -> None:
+    """Refuse a product of what is hidden with what may be negative. Raises Unbounded."""
+    for hidden, factor in ((x, y), (y, x)):
+        if hidden.masked and not factor.positive:
+            _refuse(hidden.gone(), "is multiplied or divided by what is not known to be positive")

@@ -169,7 +169,7 @@ class KernelGraph(NamedOperators):
         attributes = op.check_attributes(attributes)
         _check_kinds(op, args)
         shape = op.shape([t.shape for t in args], attributes)
-        dtype = self.result_dtype(operator, args)
+        dtype = self.result_dtype(operator, args, attributes)
         node = Node(
             operator, tuple(t.index for t in args), attributes, shape, dtype, self._value_name()
         )
@@ -211,23 +211,29 @@ class KernelGraph(NamedOperators):
         """The builder's handle of node ``index``."""
         return Tensor(self, index)
 
-    def result_dtype(self, operator: str, args: Sequence[Tensor]) -> DType:
+    def result_dtype(
+        self, operator: str, args: Sequence[Tensor], attributes: Attributes
+    ) -> DType:
         """The element type of an operator's result, unless an output says another one.
 
-        That of its operands; float32 where they differ, as in PyTorch. But float32 statistics of
-        rows (last extent 1) leave the type to the other operands: ``x * rstd`` has that of x.
+        What it converts to, else that of its operands; float32 where they differ, as in PyTorch.
+        But float32 statistics of rows (last extent 1) leave the type to the other operands:
+        ``x * rstd`` has that of x.
 
         Raises:
             DTypeError: operands of different types of an operator that multiplies matrices or puts
                 tensors together.
         """
+        converted = lookup(operator).dtype(attributes)
+        if converted is not None:
+            return converted
         given = [(t, self._own_dtype(t)) for t in args if t.node.operator != "constant"]
         given = [(t, d) for t, d in given if not d.integer]
         dtypes = {d for _, d in given}
         if len(dtypes) > 1 and lookup(operator).one_type:
             raise DTypeError(
                 f"{operator}({', '.join(map(repr, args))}): element types differ; products take "
-                "operands of one type, and tensors that are put together have one"
+                "operands of one type, and tensors that are put together have one: convert one"
             )
         if len(dtypes) > 1:
             dtypes -= {float32 for t, _ in given if t.shape[-1:] == (1,)}
@@ -344,7 +350,8 @@ class KernelGraph(NamedOperators):
         """The type of a value, however it is stored if it is an output."""
         if t.index not in self.outputs:
             return t.dtype
-        return self.result_dtype(t.node.operator, [self.tensor(i) for i in t.node.inputs])
+        args = [self.tensor(i) for i in t.node.inputs]
+        return self.result_dtype(t.node.operator, args, t.node.attributes)
 
     def _with_types_of(self, other: KernelGraph) -> KernelGraph:
         """This graph, whose outputs are stored as those of another one."""

@@ -42,11 +42,19 @@ class Section:
 
 
 def sections(program: BlockProgram) -> tuple[Section, ...]:
-    """The program in the order in which it runs; empty sections are left out.
+    """The program in the order in which it runs; empty sections are left out. Every value of a page
+    asks for them, so they are kept with the program.
 
     Raises:
         GraphError: the program is illegal.
     """
+    kept = program.__dict__
+    if "sections" not in kept:
+        kept["sections"] = _sections(program)
+    return kept["sections"]
+
+
+def _sections(program: BlockProgram) -> tuple[Section, ...]:
     states = check_block_program(program)
     outer = next(iter(program.of_kind(AxisKind.PERSISTENT)), None)
     inner = next(iter(program.of_kind(AxisKind.LOOP)), None)
@@ -77,10 +85,12 @@ def _phases(program: BlockProgram, axis: Axis | None, states: list[ValueState]) 
         ends = op.kind == ACCUMULATE and op.attributes["axis"] == axis.name
         inside = axis.name in state.inside
         phases.append(2 * number - 1 if inside else 2 * number - 3 if ends else 2 * number - 2)
+    first: dict[int, int] = {}  # for every operation the earliest phase that uses it
     for i in reversed(range(len(phases))):
-        users = [phases[j] for j, op in enumerate(program.ops) if i in op.inputs]
-        if users and axis.name in states[i].inside:
-            phases[i] = min(users)  # a tile is loaded in the walk that uses it first
+        if i in first and axis.name in states[i].inside:
+            phases[i] = first[i]  # a tile is loaded in the walk that uses it first
+        for j in program.ops[i].inputs:
+            first[j] = min(first.get(j, phases[i]), phases[i])
     return phases
 
 

@@ -22,6 +22,7 @@ together.
 from __future__ import annotations
 
 from bisect import bisect_right
+from functools import reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -81,10 +82,8 @@ def _build(graph: KernelGraph, needed: list[dict[Box, list[list[Use]]]]) -> Kern
             continue
         for box, terms in needed[i].items():
             values = [_apply(g, graph, node, [made[u] for u in t], t) for t in terms]
-            total = values[0]
-            for v in values[1:]:
-                total = g.add(total, v)
-            made[i, box] = total
+            both = g.maximum if node.operator == "max" else g.add
+            made[i, box] = reduce(both, values)
     g.outputs = [made[i, _whole(graph.nodes[i].shape)].index for i in graph.outputs]
     _check_outputs(g, [graph.nodes[i] for i in graph.outputs])
     return g
@@ -158,7 +157,8 @@ def _aligned(args: list[Cuts], rank: int) -> Cuts:
 
 
 def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[Use]]:
-    """What a box of a node is made of: for each summand the parts of the operands."""
+    """What a box of a node is made of: for each summand (of a maximum, each candidate) the parts of
+    the operands."""
     node = graph.nodes[i]
     operator = lookup(node.operator)
     if node.operator == "input":
@@ -214,16 +214,11 @@ def _of_slice(graph: KernelGraph, node: Node, box: Box) -> list[list[Use]]:
 def _of_reduction(graph: KernelGraph, cuts: list[Cuts], node: Node, box: Box) -> list[list[Use]]:
     """before: ``sum(concat([a, b], 1), 1)``; after: ``add(sum(a, 1), sum(b, 1))``.
 
-    A mean is the sum of the means of the pieces, each times its share of the extent.
+    A mean is the sum of the means of the pieces, each times its share of the extent; a maximum is
+    the larger one of those of the pieces.
     """
     d, [operand] = node.attributes["dim"], node.inputs
     cells = _cells(graph.nodes[operand].shape[d], cuts[operand][d])
-    if len(cells) > 1 and node.operator == "max":
-        raise OperatorError(
-            f"max(dim={d}) {_show(node)}: its operand is put together along this dimension, and "
-            "there is no element-wise maximum to combine those of the parts; reduce the parts "
-            "separately, or pass them as one input"
-        )
     return [[_use(graph, node, 0, (*box[:d], c, *box[d + 1 :]))] for c in cells]
 
 

@@ -90,7 +90,8 @@ def _kernel_graph_dict(g: KernelGraph) -> dict[str, Any]:
             entry |= {"constant": n.constant}
         else:
             entry |= {"inputs": list(n.inputs), "attributes": _attributes(n.attributes)}
-            if n.dtype != g.result_dtype(n.operator, [g.tensor(j) for j in n.inputs]):
+            args = [g.tensor(j) for j in n.inputs]
+            if n.dtype != g.result_dtype(n.operator, args, n.attributes):
                 entry |= {"dtype": n.dtype.name}  # an output that is stored as another type
         nodes.append(entry)
     return {"nodes": nodes, "outputs": list(g.outputs)}

@@ -101,8 +101,9 @@ def _mul(g: Derivation, args: list[Tensor], attributes: dict[str, Any]) -> Tenso
     if known is not None:
         return known
     (c, u), (d, v) = _scaled(g, x), _scaled(g, y)
-    if _number(y) is not None:
-        d, v = _number(y) or 0.0, None
+    number = _number(y)
+    if number is not None:
+        d, v = number, None
     elif c == d == 1:
         return None
     product = _folded("mul", c, d)

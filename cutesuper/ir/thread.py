@@ -6,6 +6,7 @@ before: operations ``2 add(0, 1)``, ``3 sqrt(2)``, ``4 div(5, 3)`` of a block pr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import BlockProgram
 from cutesuper.ir.operators.base import TABLE, Attributes, lookup
+
+#: characters of an expression that is written as one
+LONG = 1000
 
 
 @dataclass(frozen=True)
@@ -50,15 +54,17 @@ class ThreadExpression:
         return values[-1]
 
     def text(self, names: Sequence[str]) -> str:
-        """The expression as a person would write it, with these names for its leaves."""
-        shown = list(names)
-        for op in self.ops:
+        """The expression as a person would write it, with these names for its leaves; a part of
+        more than `LONG` characters stands before it, under a name of its own."""
+        shown, before = list(names), list[str]()
+        for n, op in enumerate(self.ops):
             args = ", ".join(shown[i] for i in op.args)
-            if op.kind == "constant":
-                shown.append(f"{op.attributes['value']:g}")
-            else:
-                shown.append(f"{op.kind}({args})")
-        return shown[-1]
+            text = f"{op.attributes['value']:g}" if op.kind == "constant" else f"{op.kind}({args})"
+            if len(text) > LONG and n < len(self.ops) - 1:
+                before.append(f"v{n} = {text}")
+                text = f"v{n}"
+            shown.append(text)
+        return "; ".join((*before, shown[-1]))
 
 
 def fuse(
@@ -72,36 +78,22 @@ def fuse(
     Raises:
         LoweringError: something on the way is not element-wise.
     """
-    order: list[int] = []
-    leaves: list[int] = []
-
-    def visit(i: int) -> None:
-        if i in order or i in leaves:
-            return
-        op = program.ops[i]
-        if is_leaf(i):
-            leaves.append(i)
-            return
-        if op.kind in TABLE and TABLE[op.kind].masks:
-            raise LoweringError(
-                f"{where}: {op.kind} (operation {i}) depends on positions, which this kernel does "
-                "not know; add an input of 0 and -inf in its place"
-            )
-        if op.kind in TABLE and TABLE[op.kind].integers:
-            raise LoweringError(
-                f"{where}: {op.kind} (operation {i}) takes integers, which this kernel does not "
-                "read; add an input of float32 in its place"
-            )
-        if op.kind not in TABLE or not TABLE[op.kind].elementwise:
-            raise LoweringError(
-                f"{where}: {op.kind} (operation {i}) stands where only element-wise operators can "
-                "be fused; split the program there"
-            )
-        for j in op.inputs:
-            visit(j)
-        order.append(i)
-
-    visit(result)
+    order: dict[int, None] = {}
+    leaves: dict[int, None] = {}
+    stack = [result]
+    while stack:
+        i = stack[-1]
+        if i not in order and i not in leaves:
+            if is_leaf(i):
+                leaves[i] = None
+            else:
+                _check_fused(program, i, where)
+                later = [j for j in program.ops[i].inputs if j not in order and j not in leaves]
+                if later:
+                    stack += reversed(later)
+                    continue
+                order[i] = None
+        stack.pop()
     index = {v: n for n, v in enumerate((*leaves, *order))}
     ops = [
         ThreadOp(program.ops[i].kind, tuple(index[j] for j in program.ops[i].inputs),
@@ -109,6 +101,26 @@ def fuse(
         for i in order
     ]
     return _reciprocal_roots(ThreadExpression(tuple(leaves), tuple(ops)))
+
+
+def _check_fused(program: BlockProgram, i: int, where: str) -> None:
+    """Refuse what is not element-wise. Raises LoweringError."""
+    op = program.ops[i]
+    if op.kind in TABLE and TABLE[op.kind].masks:
+        raise LoweringError(
+            f"{where}: {op.kind} (operation {i}) depends on positions, which this kernel does "
+            "not know; add an input of 0 and -inf in its place"
+        )
+    if op.kind in TABLE and TABLE[op.kind].integers:
+        raise LoweringError(
+            f"{where}: {op.kind} (operation {i}) takes integers, which this kernel does not "
+            "read; add an input of float32 in its place"
+        )
+    if op.kind not in TABLE or not TABLE[op.kind].elementwise:
+        raise LoweringError(
+            f"{where}: {op.kind} (operation {i}) stands where only element-wise operators can "
+            "be fused; split the program there"
+        )
 
 
 def only_divides(expressions: Sequence[ThreadExpression], leaf: int) -> bool:
@@ -148,12 +160,12 @@ def _reciprocal_roots(e: ThreadExpression) -> ThreadExpression:
     """before: ``div(a, sqrt(b))``; after: ``mul(a, rsqrt(b))``, where the root has no other use."""
     ops = list(e.ops)
     base = len(e.leaves)
-    uses = [i for op in ops for i in op.args]
+    uses = Counter(i for op in ops for i in op.args)
     for n, op in enumerate(ops):
         if op.kind != "div" or op.args[1] < base:
             continue
         root = op.args[1] - base
-        if ops[root].kind == "sqrt" and uses.count(op.args[1]) == 1:
+        if ops[root].kind == "sqrt" and uses[op.args[1]] == 1:
             ops[root] = ThreadOp("rsqrt", ops[root].args, {})
             ops[n] = ThreadOp("mul", op.args, {})
     return ThreadExpression(e.leaves, tuple(ops))

@@ -15,6 +15,7 @@ from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.dtypes import DType
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.kernel import BUCKETS, bucket_of
 
 if TYPE_CHECKING:
@@ -132,8 +133,9 @@ def _by_heads(g: KernelGraph, t: Tensor, order: Order) -> Tensor:
 
 # ----------------------------------------------------------------------------------------- kernels
 
-#: by form and name of the GPU; None where no kernels take any batch
-_kernels: dict[tuple[Form, str], Kernel | None] = {}
+#: by form, changes of the table of operators, and name of the GPU; None where no kernels take any
+#: batch
+_kernels: dict[tuple[Form, int, str], Kernel | None] = {}
 _lock = threading.Lock()
 
 
@@ -194,7 +196,7 @@ def _cleared(t: torch.Tensor, seen: torch.Tensor, order: Order) -> torch.Tensor:
 
 def _kept(form: Form, device: torch.device) -> Kernel | None:
     """The kernels of a form, made at the first call."""
-    key = (form, torch.cuda.get_device_name(device))
+    key = (form, TABLE.changes, torch.cuda.get_device_name(device))
     if key not in _kernels:
         _kernels[key] = _made(form, device)
         if len(_kernels) > KEPT_FORMS:

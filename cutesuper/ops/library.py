@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from cutesuper.errors import GraphError, OperatorError
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.ops.definition import Definition, Kind, Maybe, Option, first_of, kind_of
 from cutesuper.ops.programs import Programs, programs_of, rows_class
 from cutesuper.ops.steps import (
@@ -95,7 +96,7 @@ class Library:
 
     def _forward(self, *args: Any) -> list[torch.Tensor]:
         tensors, options = self._split(args)
-        key = (options, *map(_facts, tensors))
+        key = (TABLE.changes, options, *map(_facts, tensors))
         plan = kept(
             self._plans, key, lambda: plan_of(self._definition, tensors, options, saving=True)
         )
@@ -143,7 +144,7 @@ class Library:
     def _backward(
         self, saved: list[torch.Tensor], cotangents: list[Maybe], text: str, needs: list[bool]
     ) -> list[torch.Tensor]:
-        key = (text, *needs, *map(_facts, saved), *map(_facts, cotangents))
+        key = (TABLE.changes, text, *needs, *map(_facts, saved), *map(_facts, cotangents))
         step = kept(self._backwards, key, lambda: self._step(saved, cotangents, text, needs))
         found = [t for t in step(saved, cotangents) if t is not None]
         own = {id(t) for t in (*saved, *cotangents)}

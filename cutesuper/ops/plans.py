@@ -10,6 +10,7 @@ import torch
 
 from cutesuper.errors import DeviceError, DTypeError, LayoutError, ShapeError
 from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.ops.forms import Form, Order, Runner, batch_of, runner_of
 from cutesuper.ops.layout import Stored, View, compact, order_of, refusal, stored, within
 
@@ -126,7 +127,7 @@ def attend(
     kind = (
         *_facts(query), *_facts(key), *_facts(value), *_facts(key_lengths),
         *(f for t in others if t is not None for f in _facts(t)),
-        page_table is None, query_norm is None, causal, scale, eps,
+        page_table is None, query_norm is None, causal, scale, eps, TABLE.changes,
     )  # fmt: skip
     plan = _plans.get(kind)
     if plan is None:

@@ -19,6 +19,7 @@ from cutesuper.errors import DeviceError
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.ir.subgraph import only
 from cutesuper.ops.definition import Definition, Kind, Role
 from cutesuper.runtime.calling import Launches
@@ -153,9 +154,14 @@ class Programs:
         return Backward(graph, tuple(sources[n] for n in kept), tuple(gradients))
 
 
-@lru_cache(maxsize=KEPT_PROGRAMS)
 def programs_of(definition: Definition, kind: Kind, hint: int) -> Programs:
-    """The graphs of a kind, optimized for so many rows."""
+    """The graphs of a kind, optimized for so many rows; of the operators that there are now."""
+    return _programs_of(definition, kind, hint, TABLE.changes)
+
+
+@lru_cache(maxsize=KEPT_PROGRAMS)
+def _programs_of(definition: Definition, kind: Kind, hint: int, changes: int) -> Programs:
+    del changes
     return Programs(definition, kind, hint)
 
 
@@ -180,7 +186,7 @@ def runner_of(key: tuple[object, ...], graph: KernelGraph, device: torch.device)
     """
     if device.type != "cuda":
         return reference_of(graph)
-    full = (*key, torch.cuda.get_device_name(device))
+    full = (*key, TABLE.changes, torch.cuda.get_device_name(device))
     with _lock:
         if full not in _kernels:
             _kernels[full] = _made(str(key[0]), graph, device)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.ops.definition import Definition, Maybe, Option, kind_of
 from cutesuper.ops.library import Library, kept, refuse_transforms
 from cutesuper.ops.steps import Plan, all_usable, gradients_of, plan_of
@@ -114,7 +115,8 @@ class RowOperator:
 
 
 def _key(tensors: tuple[Maybe, ...], options: tuple[Option, ...]) -> tuple[Any, ...]:
-    return options, _is_grad_enabled(), *[t if t is None else _facts(t) for t in tensors]
+    facts = [t if t is None else _facts(t) for t in tensors]
+    return options, TABLE.changes, _is_grad_enabled(), *facts
 
 
 def _has_no_behaviour(t: torch.Tensor) -> bool:

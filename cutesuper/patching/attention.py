@@ -67,9 +67,18 @@ def mask_of(*args: Any, **options: Any) -> Tensor | None:
         return mask  # no attributes can be given to what is traced
     keys = _keys_seen(mask, _MASK.bind(*args, **options).arguments)
     if keys is not None:
-        mask = mask.contiguous()  # as `generate` makes it, which then keeps this object
+        # contiguous, as `generate` makes it, which then keeps this object
+        mask = _with_version(mask.contiguous())
         setattr(mask, _KEYS, (keys, version(mask)))
     return mask
+
+
+def _with_version(t: Tensor) -> Tensor:
+    """The same, counting writes: inference tensors do not."""
+    if not t.is_inference():
+        return t
+    with torch.inference_mode(False):
+        return t.clone()
 
 
 def _keys_seen(mask: Tensor, given: dict[str, Any]) -> Tensor | None:

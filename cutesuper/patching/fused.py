@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from cutesuper.api import superoptimize
-from cutesuper.errors import CutesuperError
+from cutesuper.errors import CacheError, CutesuperError
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.patching.conditions import MOST_POSITIONS, is_usual
 from cutesuper.patching.probing import Failed, within_rule
 from cutesuper.patching.report import refused
+from cutesuper.runtime.cache import warn_once
 from cutesuper.runtime.kernel import bucket_of
 
 #: devices on which programs are made
@@ -58,7 +60,8 @@ def run(
         return None
     inputs = [x.reshape(rows, x.shape[-1]), *parameters]
     shapes = tuple(tuple(t.shape) for t in parameters)
-    kind = (function, rows if rows == 1 else bucket_of(rows), shapes, x.dtype, x.device)
+    few_rows = rows if rows == 1 else bucket_of(rows)
+    kind = (function, few_rows, shapes, x.dtype, x.device, TABLE.changes)
     if kind not in _programs and not _make(kind, function, inputs):
         return None
     program = _programs[kind]
@@ -84,6 +87,8 @@ def _make(kind: Any, function: Function, inputs: list[Tensor]) -> bool:
                 _programs[kind] = _found(function, inputs)
             except (CutesuperError, Failed, torch.OutOfMemoryError) as error:
                 shapes = " ".join(str(list(t.shape)) for t in inputs)
+                if isinstance(error, CacheError):  # not this program's fault, and easy to mend
+                    warn_once(f"patched models run their own code: {error}")
                 refused[kind] = f"{function} of {shapes}: {str(error).splitlines()[0]}"
                 _programs[kind] = None
     return True

@@ -47,13 +47,22 @@ class _Waiting:
     Attributes:
         thread: that computed them.
         x: what they are of, and its version then.
+        parameters: of the layers, and their versions then.
         made: by the place of the layer.
     """
 
     thread: int
     x: Tensor
     version: int
+    parameters: list[tuple[Tensor, int]]
     made: dict[int, Tensor]
+
+    def hold(self, x: Any, parameters: list[Tensor]) -> bool:
+        """Whether they are the products of x with these parameters."""
+        return self.x is x and self.version == version(x) and all(
+            p is own and made == version(p)
+            for p, (own, made) in zip(parameters, self.parameters, strict=True)
+        )
 
 
 class Group:
@@ -76,7 +85,8 @@ class Group:
         waiting = self._waiting
         if waiting is None or place is None or waiting.thread != threading.get_ident():
             return None
-        if waiting.x is not x or waiting.version != version(x):
+        parameters, _ = fused.parameters_of(self._layers)
+        if len(parameters) != len(waiting.parameters) or not waiting.hold(x, parameters):
             return None
         made = waiting.made.pop(place, None)
         if not waiting.made:
@@ -87,14 +97,16 @@ class Group:
         waiting, self._waiting = self._waiting, None
         if waiting is not None and waiting.thread == threading.get_ident():
             self._apart = True  # nobody has asked for the products of the call before
-        if self._apart:
+        # nobody notices what is written to an inference tensor, which has no version
+        if self._apart or (isinstance(x, Tensor) and x.is_inference()):
             return None
         parameters, biases = fused.parameters_of(self._layers)
         made = fused.run(Products(biases), parameters, x)
         if made is None:
             return None
         rest = dict(enumerate(made[1:], 1))
-        self._waiting = _Waiting(threading.get_ident(), x, version(x), rest)
+        versions = [(p, version(p)) for p in parameters]
+        self._waiting = _Waiting(threading.get_ident(), x, version(x), versions, rest)
         return made[0]
 
 

@@ -2,7 +2,9 @@
 
 An entry is a directory with the files of one kernel and ``meta.json``, which holds the size and
 SHA-256 of each. Entries are written to a temporary directory and renamed, so a reader sees a whole
-entry or none; whatever does not check out is a miss and is replaced. No pickles are written.
+entry or none; whatever does not check out is a miss and is replaced. No pickles are written. An
+entry is code that runs as whoever loads it: it is refused where others could have written it
+(`cutesuper.runtime.private`).
 
     <root>/v1/<2 hex>/<64 hex>/{kernel.o, kernel.cubin, kernel.ptx, meta.json}
     <root>/v1/locks/<64 hex>.lock      one writer per key
@@ -28,6 +30,15 @@ from typing import Any, cast
 
 from cutesuper.errors import CacheError, OptionError
 from cutesuper.ir.arguments import shown
+from cutesuper.ir.fingerprint import COVERED
+from cutesuper.runtime.private import (
+    Exposure,
+    checked_temporary,
+    exposure,
+    make_private,
+    read_private,
+    write_new,
+)
 from cutesuper.runtime.toolchain import dsl_versions, host_machine
 
 try:
@@ -74,7 +85,11 @@ class KernelCache:
     Args:
         root: where entries lie; default ``$CUTESUPER_CACHE`` or ``~/.cache/cutesuper``. When it
             cannot be written, a temporary directory takes its place for the life of this process
-            and one warning says so.
+            and one warning says so. Made for the user alone (mode 0700) where it is not there.
+
+    Raises:
+        CacheError: others can write the directory or put another one in its place; says how to
+            mend that.
     """
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
@@ -110,7 +125,11 @@ class KernelCache:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def load(self, digest: str) -> CacheEntry | None:
-        """The entry, or ``None`` when it is missing or anything about it is not as written."""
+        """The entry, or ``None`` when it is missing or anything about it is not as written.
+
+        Raises:
+            CacheError: others can write it.
+        """
         # A cache that cannot be written can still be read, e.g. one shared by a whole cluster.
         for root in dict.fromkeys((self._root, self._requested)):
             folder = _entry_folder(root, digest)
@@ -132,7 +151,7 @@ class KernelCache:
         try:
             self._write(folder, meta, files)
         except OSError as error:
-            _warn_once(f"cannot write the kernel cache entry {folder}: {error}; going on without")
+            warn_once(f"cannot write the kernel cache entry {folder}: {error}; going on without")
             return CacheEntry(digest, meta, dict(files), None)
         return CacheEntry(digest, meta, dict(files), folder)
 
@@ -147,8 +166,9 @@ class KernelCache:
         try:
             if fcntl is None:
                 raise OSError("no file locks")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            make_private(path.parent)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            handle = os.open(path, flags, 0o600)
         except OSError:
             yield
             return
@@ -177,21 +197,21 @@ class KernelCache:
 
     def _write(self, folder: Path, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         scratch_root = self._base / "tmp"
-        scratch_root.mkdir(parents=True, exist_ok=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_private(scratch_root)
+        make_private(folder.parent)
         scratch = Path(tempfile.mkdtemp(dir=scratch_root))
         try:
             new = scratch / "new"
-            new.mkdir()
+            new.mkdir(0o700)
             for name, content in files.items():
-                (new / name).write_bytes(content)
+                write_new(new / name, content)
             record = {
                 "format": FORMAT,
                 "meta": meta,
                 "meta_sha256": _meta_checksum(meta),
                 "files": _checksums(files),
             }
-            (new / META).write_text(json.dumps(record, indent=1, sort_keys=True))
+            write_new(new / META, json.dumps(record, indent=1, sort_keys=True).encode())
             # A directory cannot be renamed over a non-empty one, so the old one steps aside.
             with contextlib.suppress(FileNotFoundError):
                 os.rename(folder, scratch / "old")
@@ -211,11 +231,11 @@ def source_fingerprint() -> str:
     compiling.
 
     A key is the text of a plan's program and knobs; what planning derives from them (roles, fused
-    expressions), what operators expand to and what they compute is in the sources only.
+    expressions), what operators expand to and what they compute is in the sources only. Operators
+    that were added to the package's own are in the key (`cutesuper.ir.definitions`).
     """
     package = Path(__file__).resolve().parent.parent
-    folders = ("ir", "skeletons", "targets", "device")
-    sources = [path for folder in folders for path in package.glob(f"{folder}/**/*.py")]
+    sources = [path for folder in COVERED for path in package.glob(f"{folder}/**/*.py")]
     runtime = ("arguments", "compile", "dsl", "host_module")
     sources += [package / "runtime" / f"{name}.py" for name in runtime]
     digest = hashlib.sha256()
@@ -253,13 +273,14 @@ def _entry_folder(root: Path, digest: str) -> Path:
 
 
 def _read_entry(digest: str, folder: Path) -> CacheEntry:
-    """Reads and checks an entry; any exception means that it is damaged or not there."""
-    with (folder / META).open("rb") as stream:
-        text = stream.read(_MAX_META_BYTES + 1)
+    """Reads and checks an entry; any exception but CacheError means that it is damaged or not
+    there."""
+    _refuse_exposed(folder)
+    text = read_private(folder / META)
     record = cast("dict[str, Any]", json.loads(text))
     if len(text) > _MAX_META_BYTES or record["format"] != FORMAT:
         raise ValueError("not an entry of this version")
-    files = {name: (folder / name).read_bytes() for name in FILES}
+    files = {name: read_private(folder / name) for name in FILES}
     if record["files"] != _checksums(files):
         raise ValueError("a file differs from its checksum")
     meta = record["meta"]
@@ -288,28 +309,48 @@ def _compiler_settings() -> dict[str, str]:
     }
 
 
+def _refuse_exposed(folder: Path) -> None:
+    """Raises CacheError where others can write a folder, OSError where there is none."""
+    if problem := exposure(folder):
+        raise CacheError(
+            f"kernel cache {folder}: {problem}, and kernels are code that would run as you. If "
+            f"nobody else has written there, {_remedy(problem)}; or remove the cache, or set "
+            f"{ROOT_VARIABLE} to a folder of your own (mode 0700)"
+        )
+
+
+def _remedy(problem: Exposure) -> str:
+    return f"run: {problem.mend}" if problem.mend.startswith("ch") else problem.mend
+
+
 def _usable_root(requested: Path) -> Path:
     try:
-        requested.mkdir(parents=True, exist_ok=True)
+        make_private(requested)
+        _refuse_exposed(requested)
         with tempfile.TemporaryFile(dir=requested):
             return requested
     except OSError as error:
-        _warn_once(
+        warn_once(
             f"cannot write the kernel cache {requested}: {error.strerror or error}; kernels are "
             f"kept for this process only. Set {ROOT_VARIABLE} to a directory that can be written"
         )
-        return _temporary_root(str(requested))
+        return temporary_root(str(requested))
 
 
 @functools.cache
-def _temporary_root(requested: str) -> Path:
-    """One temporary directory per unusable root, removed when the process ends."""
+def temporary_root(requested: str) -> Path:
+    """One temporary directory per unusable root, removed when the process ends.
+
+    Raises:
+        CacheError: others could exchange it.
+    """
     del requested
     root = Path(tempfile.mkdtemp(prefix="cutesuper-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
-    return root
+    return checked_temporary(root)
 
 
 @functools.cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """A warning, said once."""
     warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -13,6 +13,7 @@ from cutesuper.errors import DeviceError, DTypeError, GraphError
 from cutesuper.ir.dims import Shape, Symbol
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.checks import Signature, check_size, refuse_tangents
 
 if TYPE_CHECKING:
@@ -64,11 +65,24 @@ class Program(ABC):
         self.graph = graph
         self.arch = arch
         self._devices: set[int] = set()
+        self._changes = TABLE.changes
 
     @cached_property
     def _signature(self) -> Signature:
         """Made at the first call: it needs PyTorch, and `ExportedProgram.launch` does not."""
         return Signature(self.graph)
+
+    @abstractmethod
+    def _check_operators(self) -> None:
+        """Look whether the reference executor would compute what kernels compute.
+
+        Raises:
+            OperatorError: an operator was defined anew.
+        """
+
+    def _notice_changes(self) -> None:
+        """Called where operators were entered anew since the last call."""
+        self._changes = TABLE.changes
 
     @abstractmethod
     def _launches(self, extents: dict[str, int]) -> Launches:
@@ -91,7 +105,8 @@ class Program(ABC):
             ShapeError, DTypeError, LayoutError, DeviceError: an argument that does not fit; the
                 message names it. Nothing has run then.
             GraphError: a gradient that cannot be recorded.
-            OperatorError: under a transform of ``torch.func``, or with tangents on a GPU.
+            OperatorError: under a transform of ``torch.func``, or with tangents on a GPU; or an
+                operator was defined anew since the program was made.
         """
         if inputs is None:
             as_list = len(args) == 1 and isinstance(args[0], list | tuple)
@@ -117,6 +132,8 @@ class Program(ABC):
         )
 
     def _run(self, inputs: Sequence[Any], out: Any) -> list[Any]:
+        if self._changes != TABLE.changes:
+            self._notice_changes()
         signature = self._signature
         extents = signature.bind(inputs)
         if extents is None:
@@ -160,6 +177,7 @@ class Program(ABC):
         )
 
     def _run_on_cpu(self, inputs: Sequence[Any], out: Any, extents: dict[str, int]) -> list[Any]:
+        self._check_operators()
         results = run_reference(self.graph, list(inputs))
         if out is None:
             return results

@@ -3,7 +3,7 @@
 No GPU is needed to compile, for any architecture. ``compile_kernel`` compiles in this process;
 ``compile_many`` in several worker processes, because CuTe DSL cannot compile in several threads.
 
-    request = CompileRequest(key=plan.to_json(), arch="sm_90a", name="rms_norm", build=build)
+    request = CompileRequest(key=plan.key, arch="sm_90a", name="rms_norm", build=build)
     artifact = compile_kernel(request)
     artifact.resources.spills            # read from the cubin
     kernel = artifact.load()             # kernel(x, w, y): torch tensors, the current stream
@@ -21,7 +21,16 @@ from typing import Any, Literal, overload
 
 from cutesuper.errors import CompileError, CutesuperError
 from cutesuper.runtime import dsl
-from cutesuper.runtime.cache import CUBIN, OBJECT, PTX, CacheEntry, KernelCache, cache_or_default
+from cutesuper.runtime.cache import (
+    CUBIN,
+    OBJECT,
+    PTX,
+    CacheEntry,
+    KernelCache,
+    cache_or_default,
+    temporary_root,
+    warn_once,
+)
 from cutesuper.runtime.host_module import LaunchFacts
 from cutesuper.runtime.resources import (
     Resources,
@@ -63,6 +72,10 @@ class CompileRequest:
         outputs: positions of the (flattened) arguments that the kernel writes; recorded in
             exported files.
         options: more options for ``cute.compile``, e.g. ``"--ptxas-options '-O2'"``.
+        operators: those that were added to the table in this process. Other processes do not know
+            them, so it is compiled in this one.
+        unknown: operators of which nobody can know whether they are still what they were, with the
+            reason. Their kernels are not kept on disk, and ``key`` has to be another one each time.
     """
 
     key: str
@@ -71,6 +84,8 @@ class CompileRequest:
     build: Build
     outputs: tuple[int, ...] = ()
     options: str = ""
+    operators: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -197,7 +212,7 @@ def compile_kernel(request: CompileRequest, cache: KernelCache | None = None) ->
         CompileError: when the compiler refuses the kernel or it needs more shared memory than the
             architecture has.
     """
-    cache = cache_or_default(cache)
+    cache = _cache_of(request, cache_or_default(cache))
     entry, hit = _entry_of(request, cache, "tvm_ffi")
     return Artifact(request, entry, cache, from_cache=hit)
 
@@ -250,7 +265,7 @@ def compile_many(
     missing = {
         digest: request
         for digest, request in zip(digests, requests, strict=True)
-        if cache.load(digest) is None
+        if not request.operators and cache.load(digest) is None
     }
     failures: dict[str, CompileError] = {}
     if len(missing) > 1 or (missing and workers is not None):
@@ -264,7 +279,10 @@ def compile_many(
         }
     results: list[Artifact | CompileError] = []
     for digest, request in zip(digests, requests, strict=True):
-        results.append(failures.get(digest) or _collect(request, cache, fresh=digest in missing))
+        found = failures.get(digest) or _collect(request, cache)
+        if isinstance(found, Artifact) and digest in missing:
+            found.from_cache = False
+        results.append(found)
     errors = [result for result in results if isinstance(result, CompileError)]
     if errors and not keep_errors:
         raise errors[0]
@@ -282,15 +300,22 @@ def native_arch() -> str:
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def _collect(
-    request: CompileRequest, cache: KernelCache, *, fresh: bool
-) -> Artifact | CompileError:
+def _collect(request: CompileRequest, cache: KernelCache) -> Artifact | CompileError:
     try:
-        artifact = compile_kernel(request, cache)
+        return compile_kernel(request, cache)
     except CompileError as error:
         return error
-    artifact.from_cache = not fresh
-    return artifact
+
+
+def _cache_of(request: CompileRequest, cache: KernelCache) -> KernelCache:
+    """Where a kernel is kept; of this process only where its operators cannot be told apart."""
+    if not request.unknown:
+        return cache
+    warn_once(
+        f"kernel {request.name} is not kept in the cache, because it cannot be known when an "
+        f"operator has changed: {'; '.join(request.unknown)}"
+    )
+    return KernelCache(temporary_root("operators"))
 
 
 def _digest(request: CompileRequest, cache: KernelCache, flavour: Flavour) -> str:

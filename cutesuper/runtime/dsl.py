@@ -12,7 +12,6 @@ import functools
 import re
 import shlex
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from typing import Any
 from cutesuper.errors import CompileError
 from cutesuper.runtime.arguments import describe_arguments
 from cutesuper.runtime.host_module import ArgumentLayout, LaunchFacts, entry_layouts, read_launches
+from cutesuper.runtime.private import temporary_folder
 
 # cute.compile keeps the options and the target of the current compile in one global object: four
 # threads that compiled at once raised random errors. Tracing, loading and compiling all take this.
@@ -93,11 +93,11 @@ def load_tvm_ffi(content: bytes, function: str) -> Callable[..., Any]:
     Raises:
         CompileError: when the object cannot be loaded.
     """
-    with DSL_LOCK, tempfile.TemporaryDirectory(prefix="cutesuper-") as folder:
+    with DSL_LOCK, temporary_folder() as folder:
         from cutlass.cute.runtime import load_module
 
         # From a private copy: the bytes that were verified are the bytes that are loaded.
-        path = Path(folder) / "kernel.o"
+        path = folder / "kernel.o"
         path.write_bytes(content)
         try:
             return load_module(str(path), enable_tvm_ffi=True)[function]
@@ -106,8 +106,8 @@ def load_tvm_ffi(content: bytes, function: str) -> Callable[..., Any]:
 
 
 def _compile(build: Build, arch: str, function: str, options: str, *, tvm_ffi: bool) -> Compiled:
-    with DSL_LOCK, tempfile.TemporaryDirectory(prefix="cutesuper-") as folder:
-        return _compile_into(Path(folder), build, arch, function, options, tvm_ffi)
+    with DSL_LOCK, temporary_folder() as folder:
+        return _compile_into(folder, build, arch, function, options, tvm_ffi)
 
 
 def _compile_into(

@@ -13,6 +13,18 @@ static cudart (about 1 MB), and exports four symbols with the C interface::
 ``kernel`` counts the ``kernels`` of the metadata. ``arguments`` are addresses, the stream's last:
 of a scalar, or of ``{pointer; dynamic extents; dynamic strides}`` as ``arguments[i].layout`` in the
 metadata says. What a whole program adds to the metadata is in `cutesuper.runtime.program`.
+
+Both return 0, or an error of the CUDA runtime (``cudaError_t``), of which these are found out
+before anything is asked of the GPU:
+
+* 1 (``cudaErrorInvalidValue``): there is no such kernel; ``arguments``, or one of them, is NULL;
+  ``count`` is not that of the kernel's arguments and the stream; an extent is negative; the pointer
+  of a tensor that is not empty is NULL;
+* 3 (``cudaErrorInitializationError``): ``cutesuper_load`` was not called before;
+* 101 (``cudaErrorInvalidDevice``): there can be no such device.
+
+``dlopen`` looks for a name without a slash in ``LD_LIBRARY_PATH``: open ``./program.so``, or better
+a whole path.
 """
 
 from __future__ import annotations
@@ -20,7 +32,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +40,7 @@ from cutesuper.errors import CompileError
 from cutesuper.ir.arguments import as_path
 from cutesuper.runtime.cache import OBJECT, CacheEntry
 from cutesuper.runtime.library import ABI_VERSION, MAX_COUNT, sealed
+from cutesuper.runtime.private import replace_file, temporary_folder
 from cutesuper.runtime.toolchain import (
     require_c_compiler,
     require_cudart_static,
@@ -45,17 +57,20 @@ if TYPE_CHECKING:
 _SHIM = r"""
 #include <pthread.h>
 
-#define DECLARE(init, load, launch) extern void init(void **), load(void **), launch(void **);
-#define ENTRY(init, load, launch) { init, load, launch },
+#define DECLARE(init, load, launch, count, fields) \
+    extern void init(void **), load(void **), launch(void **);
+#define ENTRY(init, load, launch, count, fields) { init, load, launch, count, fields },
 
 KERNELS(DECLARE)
 extern const char *cudaGetErrorString(int status);
 
 __attribute__((used, section(".cutesuper"))) const char cutesuper_metadata[] = { METADATA, 0 };
 
-static const struct { void (*init)(void **), (*load)(void **), (*launch)(void **); } kernels[] = {
-    KERNELS(ENTRY)
-};
+static const struct {
+    void (*init)(void **), (*load)(void **), (*launch)(void **);
+    int count;  /* arguments and the stream */
+    const field *fields;
+} kernels[] = { KERNELS(ENTRY) };
 enum { KERNEL_COUNT = sizeof kernels / sizeof *kernels };
 
 static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
@@ -90,12 +105,40 @@ int cutesuper_load(int device)
     return status;
 }
 
+/* Whether all arguments are there, no extent is negative, and whatever is not empty has memory. */
+static int is_sound(int kernel, void **arguments)
+{
+    const field *f = kernels[kernel].fields;
+    int i, missing = 0;
+    for (i = 0; i < kernels[kernel].count; i++)
+        if (!arguments[i])
+            return 0;
+    for (; f->width; f++) {
+        const char *place = (const char *)arguments[f->argument] + f->offset;
+        long long extent = 0;
+        if (f->is_pointer) {
+            if (missing)
+                return 0;
+            missing = !*(void *const *)place && !f->is_empty;
+        } else {
+            extent = f->width == 4 ? *(const int *)place : *(const long long *)place;
+            missing = missing && extent;
+        }
+        if (extent < 0)
+            return 0;
+    }
+    return !missing;
+}
+
 int cutesuper_launch(int kernel, void **arguments, int count)
 {
     void *all[MAX_COUNT + 1];
     int status = 0, i;
-    if (kernel < 0 || kernel >= KERNEL_COUNT || count < 0 || count > MAX_COUNT)
+    if (kernel < 0 || kernel >= KERNEL_COUNT || !arguments || count != kernels[kernel].count
+            || !is_sound(kernel, arguments))
         return 1;  /* cudaErrorInvalidValue */
+    if (!__atomic_load_n(&libraries[kernel], __ATOMIC_ACQUIRE))
+        return 3;  /* cudaErrorInitializationError */
     for (i = 0; i < count; i++)
         all[i] = arguments[i];
     all[count] = &status;
@@ -107,6 +150,11 @@ const char *cutesuper_error_text(int status)
 {
     return cudaGetErrorString(status);
 }
+"""
+_FIELD = """typedef struct {
+    unsigned short argument, offset;
+    unsigned char width, is_pointer, is_empty;
+} field;
 """
 _EXPORTS = "{ global: cutesuper_*; local: *; };\n"
 
@@ -133,13 +181,11 @@ def export_library(
     text = _metadata_text(name, artifacts, entries, program)
     target = Path(as_path("export", path))
     seal = hashlib.sha256(text.encode()).hexdigest()  # the place of the checksum: any such text
-    with tempfile.TemporaryDirectory(prefix="cutesuper-") as folder:
-        built = _link(Path(folder), name, entries, f"{text}\0{seal}")
+    with temporary_folder() as folder:
+        built = _link(folder, name, entries, f"{text}\0{seal}")
         try:
             # A new file under the old name: a process that has the old one loaded keeps it.
-            scratch = target.with_name(f".{target.name}.{os.getpid()}")
-            scratch.write_bytes(sealed(built.read_bytes(), seal.encode()))
-            os.replace(scratch, target)
+            replace_file(target, sealed(built.read_bytes(), seal.encode()))
         except OSError as error:
             raise CompileError(f"exporting {name}: cannot write {target}: {error}") from error
 
@@ -194,13 +240,31 @@ def _link(folder: Path, name: str, entries: Sequence[CacheEntry], metadata: str)
 def _names(entries: Sequence[CacheEntry], metadata: str) -> str:
     """What the shim is compiled with: its kernels' entry points, and the metadata as bytes."""
     kernels: list[str] = []
-    for entry in entries:
+    tables: list[str] = []
+    for n, entry in enumerate(entries):
+        arguments = entry.meta["arguments"]["arguments"]
+        tables.append(f"static const field fields{n}[] = {{ {_fields(arguments)} }};\n")
         prefix, function = f"_mlir_{entry.meta['prefix']}_", entry.meta["function"]
         points = ("cuda_init", "cuda_load_to_device", f"_mlir_ciface_{function}")
-        kernels.append(f"X({', '.join(prefix + point for point in points)})")
+        names = ", ".join(prefix + point for point in points)
+        kernels.append(f"X({names}, {len(arguments) + 1}, fields{n})")
     content = ",".join(str(byte) for byte in metadata.encode())
     return (
-        f"#define KERNELS(X) {' '.join(kernels)}\n"
+        f"{_FIELD}{''.join(tables)}#define KERNELS(X) {' '.join(kernels)}\n"
         f"#define METADATA {content}\n"
         f"#define MAX_COUNT {MAX_COUNT}\n"
     )
+
+
+def _fields(arguments: Sequence[Mapping[str, Any]]) -> str:
+    """Of every tensor the place of its pointer, then of its dynamic extents; ends with a zero."""
+    found: list[str] = []
+    for n, argument in enumerate(arguments):
+        if argument["kind"] != "tensor":
+            continue
+        (start, _), *rest = argument["layout"]["fields"]
+        found.append(f"{{ {n}, {start}, 8, 1, {int(0 in argument['shape'])} }}")
+        dynamic = [extent for extent in argument["shape"] if isinstance(extent, str)]
+        places = zip(dynamic, rest, strict=False)  # strides follow
+        found += [f"{{ {n}, {at}, {4 if kind == 'i32' else 8}, 0, 0 }}" for _, (at, kind) in places]
+    return ", ".join([*found, "{ 0 }"])

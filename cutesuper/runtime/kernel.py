@@ -14,6 +14,7 @@ from cutesuper.autodiff.gradient import reached
 from cutesuper.errors import CutesuperError, FormatError, GraphError, frameless
 from cutesuper.ir.arguments import as_path
 from cutesuper.ir.block import MuGraph
+from cutesuper.ir.definitions import Defined
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.calling import Launches, Picker, Program, picker
@@ -175,6 +176,7 @@ class Kernel(Program):
     ) -> None:
         super().__init__(graph, target.arch)
         self.target = target
+        self._defined = Defined(graph, "superoptimize the graph again")
         self._make_variant = make_variant
         self._differentiate = differentiate
         self._gradients: dict[tuple[str, ...], Gradient | GraphError] = {}
@@ -190,9 +192,17 @@ class Kernel(Program):
 
     def _variant(self, key: tuple[int, ...]) -> Variant:
         if key not in self._variants:
+            self._check_operators()
             names = [s.name for s in self._signature.symbols]
             self._variants[key] = self._make_variant(dict(zip(names, key, strict=True)))
         return self._variants[key]
+
+    def _check_operators(self) -> None:
+        self._defined.check()
+
+    def _notice_changes(self) -> None:
+        self._defined.check()
+        super()._notice_changes()
 
     # -------------------------------------------------------------------------------- gradients
 
@@ -214,6 +224,7 @@ class Kernel(Program):
         names = tuple(sorted(set(names), key=lambda n: order.index(n) if n in order else -1))
         with self._lock:
             if names not in self._gradients:
+                self._check_operators()
                 self._gradients[names] = self._derived(names)
             found = self._gradients[names]
         if isinstance(found, GraphError):

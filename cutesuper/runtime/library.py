@@ -12,6 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from cutesuper.errors import CompileError, DeviceError, FormatError, ShapeError
 from cutesuper.ir.arguments import as_path
 from cutesuper.runtime.arguments import RawTensor, check_description, pack_argument
 from cutesuper.runtime.elf import parse_elf
+from cutesuper.runtime.private import exposure
 
 ABI_VERSION = 1
 #: arguments of one kernel, the stream among them
@@ -35,16 +37,35 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     Only ``program`` is not looked into: it belongs to `cutesuper.runtime.program`.
 
     Raises:
-        FormatError: when the file is missing, no exported library, or of another version.
+        FormatError: when the file is missing, no exported library, of another version, or others
+            than its owner can write it.
     """
     what = as_path("load", path)
     text, _ = _section(_read(what), what)
+    refuse_exposed(what)
     try:
         metadata = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{what}: its metadata is damaged: {error!r}; export it again") from error
     check_metadata(metadata, what)
     return metadata
+
+
+def refuse_exposed(path: str) -> None:
+    """Refuse a library that others than its owner can write, or exchange.
+
+    Whoever names a file trusts its owner. In a folder where everyone may put files, the owner has
+    to be the user, or root.
+
+    Raises:
+        FormatError: naming what they can write.
+    """
+    with suppress(OSError):  # reading it will say so
+        if problem := exposure(path, any_owner=True):
+            raise FormatError(
+                f"{path}: {problem}, and its code would run as you; if nobody else has written "
+                f"it, {problem.mend}, or copy it into a folder of your own"
+            )
 
 
 def sealed(content: bytes, place: bytes) -> bytes:
@@ -299,6 +320,7 @@ def load_library(path: str | os.PathLike[str]) -> ExportedLibrary:
         FormatError: when it is not an exported library of this version.
         CompileError: when the system cannot load it.
     """
+    path = os.path.abspath(as_path("load", path))  # one file, whatever the folder is later
     return ExportedLibrary(path, read_metadata(path))
 
 

@@ -8,7 +8,8 @@
      "outputs": [...], "intermediates": [...],
      "scratch": [{"name": "scratch0", "shape": ["M", 4], "dtype": "int32", "zeroed": true}, ...],
      "steps": [{"kernel": 0, "places": [0, 1, 2]}, ...],
-     "report": "..."}                      # how the program was found
+     "report": "...",                      # how the program was found
+     "operators": {"softplus": "<hash>"}}  # that were added, see cutesuper.ir.definitions
 
 ``places`` says which tensor each argument of a kernel is: inputs, then outputs, then intermediates,
 then scratch memory, which belongs to one step each and has one dimension for the kernel.
@@ -23,11 +24,14 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
-from cutesuper.errors import CutesuperError, FormatError, ShapeError
+from cutesuper.errors import CutesuperError, FormatError, OperatorError, ShapeError
 from cutesuper.ir import serial
+from cutesuper.ir.arguments import as_path
+from cutesuper.ir.definitions import added, definition, names_of
 from cutesuper.ir.dims import Shape, Symbol
 from cutesuper.ir.dtypes import ALL
 from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.arguments import RawTensor
 from cutesuper.runtime.calling import Launches, Program
 from cutesuper.runtime.checks import ALIGNMENT
@@ -69,6 +73,7 @@ def export_program(graph: KernelGraph, variant: Variant, path: str | os.PathLike
         ],
         "steps": steps,
         "report": variant.report,
+        "operators": {name: definition(TABLE[name]) for name in added(names_of(graph))},
     }
     export_library(list(artifacts.values()), program, path)
 
@@ -100,6 +105,7 @@ class _Layout:
         scratch: memory that single steps need, with ``"zeroed"`` besides.
         steps: for every launch the kernel and the places of its arguments.
         report: how the program was found.
+        operators: definitions of those that the package does not have.
     """
 
     graph: KernelGraph
@@ -107,6 +113,7 @@ class _Layout:
     scratch: list[dict[str, Any]]
     steps: list[tuple[int, list[int]]]
     report: str
+    operators: dict[str, Any]
 
     def intermediates(self) -> list[tuple[Shape, Any]]:
         """Shape and torch dtype of every tensor between kernels."""
@@ -150,8 +157,11 @@ class _Reader:
         steps = [self._step(record, tensors, scratch) for record in self._list("steps")]
         self._check_scratch(steps, len(tensors), len(scratch))
         self._check_order(steps, len(graph.inputs), len(tensors))
-        report = self.program.get("report")
-        return _Layout(graph, tensors, scratch, steps, report if isinstance(report, str) else "")
+        report, operators = self.program.get("report"), self.program.get("operators")
+        return _Layout(
+            graph, tensors, scratch, steps, report if isinstance(report, str) else "",
+            operators if isinstance(operators, dict) else {},
+        )  # fmt: skip
 
     def _refuse(self, problem: str) -> NoReturn:
         raise FormatError(f"{self.what}: {problem}; export it again")
@@ -291,6 +301,7 @@ class ExportedProgram(Program):
     _remedy = f"{Program._remedy}, and export it again"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        path = os.path.abspath(as_path("load", path))  # one file, whatever the folder is later
         metadata = read_metadata(path)
         self._layout = _Reader(metadata, os.fsdecode(path)).read()
         super().__init__(self._layout.graph, str(metadata["arch"]))
@@ -301,6 +312,17 @@ class ExportedProgram(Program):
         self._compact = [
             (CompactLaunch(library, kernel), places) for kernel, places in self._steps
         ]
+
+    def _check_operators(self) -> None:
+        for name in added(names_of(self.graph)):
+            there = self._layout.operators.get(name)
+            if there is None or there != definition(TABLE[name]):
+                raise OperatorError(
+                    f"operator {name}: what it computes here need not be what it computed where "
+                    f"{self!r} was exported, so the reference executor cannot run it; call it with "
+                    "tensors on a GPU, or export it again with this definition and version of "
+                    "Python"
+                )
 
     @cached_property
     def _linked(self) -> Launches:
@@ -366,8 +388,8 @@ def load(path: str | os.PathLike[str]) -> ExportedProgram:
     """Loads a program written by `Kernel.export`. Its code runs: load only what you trust.
 
     Raises:
-        FormatError: when the file is no exported program of this version; none of its code has
-            run then.
+        FormatError: when the file is no exported program of this version, or others than its owner
+            could have written it; none of its code has run then.
         CompileError: when the system cannot load it.
     """
     return ExportedProgram(path)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import re
 import struct
-import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from cutesuper.errors import CompileError, FormatError
 from cutesuper.runtime.elf import Elf, parse_elf, read_string
 from cutesuper.runtime.host_module import LaunchFacts
+from cutesuper.runtime.private import temporary_folder
 from cutesuper.runtime.toolchain import require_nvdisasm, run_tool
 
 # Bytes of shared memory one block may use, static and dynamic together. The compiler does not
@@ -297,8 +296,8 @@ def disassemble(cubin: bytes) -> str:
         CompileError: when nvdisasm is missing (it says what to install) or fails.
     """
     tool = require_nvdisasm()
-    with tempfile.TemporaryDirectory(prefix="cutesuper-") as folder:
-        path = Path(folder) / "kernel.cubin"
+    with temporary_folder() as folder:
+        path = folder / "kernel.cubin"
         path.write_bytes(cubin)
         return run_tool([str(tool), "-c", str(path)], "disassembling a kernel")
 

@@ -111,8 +111,8 @@ def require_c_compiler() -> str:
     """The C compiler used to link exported kernels (``$CC``, ``cc``, ``gcc`` or ``clang``)."""
     asked = os.environ.get("CC")
     for name in (asked, "cc", "gcc", "clang"):
-        if name and shutil.which(name):
-            return name
+        if name and (found := shutil.which(name)):
+            return os.path.abspath(found)
     also = f"CC={asked} is no program, and " if asked else ""
     raise CompileError(
         f"exporting a kernel needs a C compiler to link a shared library; {also}none of cc, gcc, "

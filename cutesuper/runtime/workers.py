@@ -90,7 +90,7 @@ class _Worker:
             os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path
         )
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND],
+            [sys.executable, "-P", "-c", _COMMAND],  # -P: nothing from the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

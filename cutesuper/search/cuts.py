@@ -17,21 +17,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import inf
 from typing import Any, NamedTuple
 
 from cutesuper.egraph.labelled import Region, RegionOp, View
 from cutesuper.errors import SearchError, frameless
 from cutesuper.ir.dims import extent, show_shape, size
-from cutesuper.ir.dtypes import DType, float32
+from cutesuper.ir.dtypes import DType, float16, float32
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.operators.base import Items, lookup
+from cutesuper.ir.rounding import narrow
 from cutesuper.search.region import Way
 
 #: values that lie in memory before anything runs
 _GIVEN = ("input", "gather_pages")
-#: operators of one kernel at most; bounds the segments of a long graph
+#: pieces of one kernel at most; bounds the segments of a long graph. A piece is an operator, or in
+#: a long graph the operators between two positions where it may be cut: chains count once
 MAX_SEGMENT = 32
 #: operators of a graph up to which kernels may begin and end anywhere
 MANY_OPERATORS = 24
@@ -82,7 +84,7 @@ class Flat:
     def __init__(
         self, graph: KernelGraph, copy_all: bool = False, groups: Groups | None = None
     ) -> None:
-        self.graph, self.groups = graph, groups
+        self.graph, self.copy_all, self.groups = graph, copy_all, groups
         self.views: list[View] = []
         self.copies: set[int] = set()
         for i, n in enumerate(graph.nodes):
@@ -210,12 +212,20 @@ class Flat:
         return next((n for n, o in enumerate(self.graph.outputs) if self.views[o] == plain), None)
 
     def dtype(self, value: int) -> DType:
-        """Element type of a stored value: the graph's, float32 for statistics."""
+        """Element type of a stored value: the graph's; between two kernels float32 for statistics,
+        and for what float16 cannot hold."""
         node = self.graph.nodes[value]
         if value in self.copies and self._output(value) is None:
             return self.dtype(self.operands(value)[0].value)
-        between = node.operator not in _GIVEN and self._output(value) is None
-        return float32 if between and value in self.statistics else node.dtype
+        if node.operator in _GIVEN or self._output(value) is not None:
+            return node.dtype
+        wide = node.dtype == float16 and value not in self.narrow
+        return float32 if wide or value in self.statistics else node.dtype
+
+    @cached_property
+    def narrow(self) -> frozenset[int]:
+        """The values that may lie between two kernels as float16."""
+        return narrow(self.graph)
 
     @cached_property
     def statistics(self) -> frozenset[int]:
@@ -229,7 +239,7 @@ class Flat:
         for i in self.order:
             node = self.graph.nodes[i]
             extents = size(node.shape)
-            if any(lookup(self.graph.nodes[u].operator).one_type for u in self.users.get(i, ())):
+            if self._is_multiplied(i):
                 continue
             made = node.shape[-1:] == (1,) or lookup(node.operator).reduces is not None
             if made or any(
@@ -238,6 +248,15 @@ class Flat:
             ):
                 found.add(i)
         return frozenset(found)
+
+    def _is_multiplied(self, i: int) -> bool:
+        """Whether a value, or a copy of it in another order, is an operand of a product."""
+        users = self.users.get(i, ())
+        return any(
+            lookup(self.graph.nodes[u].operator).one_type
+            or (u in self.copies and self._is_multiplied(u))
+            for u in users
+        )
 
     def segment(self, members: tuple[int, ...]) -> Segment:
         """The region of some operators, in the order of the graph: equal sets are equal."""
@@ -266,16 +285,17 @@ class _SegmentBuilder:
 
     def _with_scalars(self) -> tuple[int, ...]:
         """The members, each after the numbers that it needs."""
-        found: dict[int, None] = {}
-
-        def add(i: int) -> None:
-            for v in self.flat.operands(i):
-                if v.value in self.flat.scalar:
-                    add(v.value)
-            found[i] = None
-
+        flat, found = self.flat, dict[int, None]()
         for i in self.members:
-            add(i)
+            stack = [i]
+            while stack:
+                n = stack[-1]
+                values = (v.value for v in flat.operands(n))
+                before = [v for v in values if v in flat.scalar and v not in found]
+                if before and n not in found:
+                    stack += reversed(before)
+                else:
+                    found[stack.pop()] = None
         return tuple(found)
 
     def build(self) -> Segment:
@@ -297,7 +317,7 @@ class _SegmentBuilder:
         node = self.flat.graph.nodes[i]
         operands = tuple(View(self.index[v.value], v.order) for v in self.flat.operands(i))
         attributes = {} if i in self.flat.copies else node.attributes
-        return RegionOp(node.operator, operands, tuple(sorted(attributes.items())), node.shape)
+        return RegionOp(node.operator, operands, Items(attributes), node.shape)
 
     def _stored(self) -> Iterable[tuple[View, str, DType]]:
         """What must outlive the kernel: outputs, and values with users elsewhere."""
@@ -333,6 +353,7 @@ class Segments:
         orders = (flat.order, flat.depth_first(False), flat.depth_first(True))
         self.orders = tuple(dict.fromkeys(orders))
         self._known: dict[frozenset[int], Segment] = {}
+        self._marks: dict[tuple[int, ...], list[int]] = {}
         nodes = flat.graph.nodes
         ends = sum(size(nodes[i].shape) for i in (*flat.graph.inputs, *flat.graph.outputs))
         #: elements that may be needed across a cut: storing the scores of attention backward (2.3
@@ -347,32 +368,49 @@ class Segments:
             self._known[key] = self.flat.segment(members)
         return self._known[key]
 
-    def all(self) -> Iterator[tuple[Segment, int, bool]]:
-        """Segments, short ones first, their length, and whether both ends are waists.
+    def known(self, order: tuple[int, ...], start: int, end: int) -> Segment | None:
+        """A segment that was asked for before."""
+        return self._known.get(frozenset(order[start:end]))
 
-        All of a short graph; of one with more than `MANY_OPERATORS` single operators, and those
-        that begin and end neither inside of a chain nor on a slope.
-        """
+    def marks(self, order: tuple[int, ...]) -> list[int]:
+        """The positions where an order may be cut, its ends among them: all of a short graph; of
+        one with more than `MANY_OPERATORS` those neither inside of a chain nor on a slope."""
+        if order not in self._marks:
+            inner = set[int]()
+            if len(order) > MANY_OPERATORS:
+                inner = self.inside_chains(order) | self.slopes(order) | self.inside_runs(order)
+            self._marks[order] = [n for n in range(len(order) + 1) if n not in inner]
+        return self._marks[order]
+
+    def all(self) -> Iterator[tuple[Segment, int, bool]]:
+        """Segments, short ones first, of how many pieces they are, and whether both ends are
+        waists."""
         waists_of = {order: self.waists(order) for order in self.orders}
-        long = len(self.orders[0]) > MANY_OPERATORS
-        inner_of = {
-            order: self.inside_chains(order) | self.slopes(order) if long else set[int]()
-            for order in self.orders
-        }
         for length in range(1, MAX_SEGMENT + 1):
             for order, waists in waists_of.items():
-                for start in range(len(order) - length + 1):
-                    end = start + length
-                    if self.mixed(order, start, end):
-                        continue
-                    if length > 1 and inner_of[order] & {start, end}:
-                        continue
-                    yield self.segment(order, start, end), length, {start, end} <= waists
+                marks = self.marks(order)
+                for start, end in zip(marks, marks[length:], strict=False):
+                    if not self.mixed(order, start, end):
+                        yield self.segment(order, start, end), length, {start, end} <= waists
+
+    def divide(self, runs: Callable[[Region], bool]) -> bool:
+        """Cut pieces that no kernel runs in two; return whether there are any."""
+        divided = False
+        for order in self.orders:
+            marks = self.marks(order)
+            halves = {
+                (start + end) // 2
+                for start, end in pairwise(marks)
+                if end - start > 1 and not runs(self.segment(order, start, end).region)
+            }
+            self._marks[order] = sorted({*marks, *halves})
+            divided |= bool(halves)
+        return divided
 
     def whole(self) -> Segment | None:
-        """All operators, where they are not too many for one kernel."""
+        """All operators."""
         (order, *_) = self.orders
-        if not 0 < len(order) <= MAX_SEGMENT or self.mixed(order, 0, len(order)):
+        if not order or self.mixed(order, 0, len(order)):
             return None
         return self.segment(order, 0, len(order))
 
@@ -392,6 +430,20 @@ class Segments:
             chain = lookup(before.operator).elementwise and lookup(after.operator).elementwise
             same = before.shape == after.shape and order[n - 1] not in flat.graph.outputs
             if alone and chain and same:
+                found.add(n)
+        return found
+
+    def inside_runs(self, order: tuple[int, ...]) -> set[int]:
+        """Positions from which a cut could move on, over element-wise operators, to where no more
+        is stored: between the sums of ``y + y * y`` again and again, each of which is used twice.
+        """
+        flat, crossing = self.flat, self._crossing(order)
+        movable = [lookup(flat.graph.nodes[i].operator).elementwise for i in order]
+        found, least = set[int](), inf  # of the positions further along that a cut can move to
+        for n in range(len(order) - 1, 0, -1):
+            least = min(least, crossing[n + 1]) if movable[n] else inf
+            kept = order[n - 1] in flat.graph.outputs
+            if movable[n - 1] and least <= crossing[n] and not kept:
                 found.add(n)
         return found
 
@@ -419,17 +471,24 @@ class Segments:
         return {n for n in found if crossing[n] == inf or crossing[n] <= self._most}
 
     def slopes(self, order: tuple[int, ...]) -> set[int]:
-        """Positions between two element-wise operators of which a neighbour stores fewer elements:
-        whatever computes one of them can compute both. Most of the backward pass of an nGPT block,
-        51 operators, has 1304 segments, and 495 that give as cheap a program."""
+        """Positions between element-wise operators from which fewer elements are stored further
+        along, and nowhere more on the way: whatever computes one operator can compute all of them.
+        Most of the backward pass of an nGPT block, 51 operators, has 1304 segments, and 495 that
+        give as cheap a program."""
         nodes, crossing = self.flat.graph.nodes, self._crossing(order)
         movable = [lookup(nodes[i].operator).elementwise for i in order]
-        return {
-            n
-            for n in range(1, len(order))
-            if movable[n - 1] and movable[n]
-            and min(crossing[n - 1], crossing[n + 1]) < crossing[n]
-        }
+        between = [a and b for a, b in pairwise(movable)]  # position n is between[n - 1]
+        found = set[int]()
+        for positions in (range(1, len(order)), range(len(order) - 1, 0, -1)):
+            falls = False
+            for n in positions:
+                before = n - positions.step
+                falls = between[n - 1] and (
+                    crossing[before] < crossing[n] or (crossing[before] == crossing[n] and falls)
+                )
+                if falls:
+                    found.add(n)
+        return found
 
     def _crossing(self, order: tuple[int, ...]) -> list[float]:
         """Elements that are needed on both sides of each position of an order."""
@@ -463,14 +522,18 @@ def _cheapest(
     segments: Segments, order: tuple[int, ...], find: Find, keep: int
 ) -> list[_Path]:
     ways: list[list[_Path]] = [[_Path(0.0, None, None)]] + [[] for _ in order]
-    for start in range(len(order)):
+    marks = segments.marks(order)
+    for n, start in enumerate(marks[:-1]):
         if not ways[start]:
             continue
         reasons: list[SearchError] = []
-        for end in range(start + 1, min(len(order), start + MAX_SEGMENT) + 1):
+        whole = () if start else marks[-1:]
+        for end in dict.fromkeys((*marks[n + 1 : n + 1 + MAX_SEGMENT], *whole)):
             if segments.mixed(order, start, end):
                 break
-            segment = segments.segment(order, start, end)
+            segment = segments.known(order, start, end)
+            if segment is None:
+                continue  # nobody looked at it
             try:
                 found = find(segment.region)
             except SearchError as e:
@@ -484,11 +547,12 @@ def _cheapest(
                 for k in found[: keep // (i + 1)]
             ]
             ways[end] = sorted(ways[end] + longer, key=lambda w: w.cost)[:keep]
-        if start + 1 < len(ways) and not any(ways[start + 1 :]):
+        if not any(ways[start + 1 :]):
             flat = segments.flat
+            reason = reasons[0] if reasons else SearchError("not looked at")
             raise SearchError(
-                f"no kernel can run {flat.describe(order[start])}: {reasons[0]}"
-            ) from reasons[0]
+                f"no kernel can run {flat.describe(order[start])}: {reason}"
+            ) from reason
     return ways[-1]
 
 

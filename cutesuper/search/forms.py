@@ -45,7 +45,15 @@ class BlockForm(AnyRules):
         )
 
 
-def find_form(region: Region, program: LabelledProgram) -> tuple[Skeleton, Form]:
+@dataclass(frozen=True)
+class Recognized:
+    """A skeleton that can run a region, and its rules for it."""
+
+    skeleton: Skeleton
+    form: Form
+
+
+def find_form(region: Region, program: LabelledProgram) -> Recognized:
     """The first skeleton that can run a region, and its rules.
 
     Raises:
@@ -60,5 +68,5 @@ def find_form(region: Region, program: LabelledProgram) -> tuple[Skeleton, Form]
             reasons.append(error)
             continue
         if form is not None:
-            return skeleton, form
+            return Recognized(skeleton, form)
     raise reasons[0]

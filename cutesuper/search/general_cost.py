@@ -248,7 +248,7 @@ class Model:
                 each = 1  # the reciprocal of a row's value multiplies
             count = self.elements[source] * self._times(source) * each
             iterated = bool(self.shape.iterated(source))
-            if not self.shape.products or (iterated and after[i]):
+            if not self.shape.products or (iterated and i in after):
                 looped += count
             elif iterated:
                 staged += count
@@ -257,12 +257,9 @@ class Model:
         return staged, looped, end
 
     @cached_property
-    def _after_products(self) -> list[bool]:
-        """Whether an operation depends on a product."""
-        after: list[bool] = []
-        for op in self.structure.ops:
-            after.append(op.kind == "matmul" or any(after[j] for j in op.inputs))
-        return after
+    def _after_products(self) -> set[int]:
+        """The operations that are, or depend on, a product."""
+        return self.structure.dependence.after(self.shape.products)
 
     def _times(self, i: int) -> Any:
         """How often a block runs an operation."""
@@ -285,10 +282,10 @@ class Model:
         if not self.shape.products:
             return read
         for j in {j for i in self.shape.products for j in ops[i].inputs}:
-            if ops[j].kind != LOAD and not after[j]:
+            if ops[j].kind != LOAD and j not in after:
                 rewritten += self.elements[j] * self._times(j)
         for i, op in enumerate(ops):
-            if op.kind != "matmul" and "over" in op.attributes and not after[i]:
+            if op.kind != "matmul" and "over" in op.attributes and i not in after:
                 read += self.elements[op.inputs[0]] * self._times(op.inputs[0])
         r = self.target.rates
         read[rewritten > 0] = 0.0

@@ -6,14 +6,16 @@ A pure function of region, target and options, so that regions can be searched i
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
+from cutesuper.egraph.clock import OUT_OF_TIME, OutOfTime, late, limited
 from cutesuper.egraph.extract import Partial, Structure, extract, structure
 from cutesuper.egraph.labelled import LabelledProgram, Region, label
 from cutesuper.egraph.saturate import TooLarge, saturate
@@ -23,9 +25,11 @@ from cutesuper.errors import SearchError, frameless
 from cutesuper.ir.block import ENDING, STORE, AxisKind, BlockOp, BlockProgram
 from cutesuper.ir.check import MAX_PASSES, check_block_program
 from cutesuper.ir.dims import extent
-from cutesuper.search.forms import BlockForm, find_form
+from cutesuper.search.forms import BlockForm, Recognized, find_form
 from cutesuper.search.general_cost import Model
 from cutesuper.search.general_sizes import CLUSTERS, STRIPS, Shape, candidates
+from cutesuper.search.rounding import Rounding
+from cutesuper.search.written import Written, core, tail
 from cutesuper.skeletons.base import Skeleton
 from cutesuper.skeletons.cost import Cost, Device, Sized, additive_price, cheapest
 from cutesuper.skeletons.form import Form
@@ -127,6 +131,9 @@ class Found:
     counts: Counts
 
 
+#: operators of a program that is saturated: more are run as they are written. With 180 in two
+#: chains around a softmax, saturation took 4 s and found nothing else
+MAX_SATURATED = 32
 #: how regions are searched that had too many classes: `Space`
 SEALING: tuple[Sealing, ...] = (0, 1, 2)
 #: elements of an operand that is not read again by every block (2 MB), and columns of a product
@@ -140,8 +147,6 @@ MAX_DEPTH = 3
 MAX_TRIED = 30_000
 #: ways to run a region that differ in nothing but sizes and the order of operators
 ALIKE = 3
-#: why splits were not tried (in `Counts.pruned`)
-OUT_OF_TIME = "out of time"
 #: structures of a region of any form that are sized (2 to 5 ms each)
 MAX_STRUCTURES = 96
 
@@ -155,11 +160,12 @@ def search_region(
         region: what to compute.
         target: the device.
         options: knobs.
-        seconds: after this time no further splits are tried.
+        seconds: after this time nothing further is looked for.
     """
-    search = _RegionSearch(region, target, options, seconds)
+    search = _RegionSearch(region, target, options)
     try:
-        return Found(tuple(search.run()), None, search.counts)
+        with limited(seconds):
+            return Found(tuple(search.run()), None, search.counts)
     except SearchError as error:
         search.counts.pruned[str(error)] += 1
         return Found((), frameless(error), search.counts)
@@ -171,17 +177,14 @@ def in_a_chain(region: Region) -> bool:
     if sum(op.kind == "matmul" for op in region.ops) < 2:
         return False
     try:
-        return find_form(region, label(region))[0].between_waists
+        return find_form(region, label(region)).skeleton.between_waists
     except SearchError:
         return False
 
 
 class _RegionSearch:
-    def __init__(
-        self, region: Region, target: Target, options: SearchOptions, seconds: float
-    ) -> None:
+    def __init__(self, region: Region, target: Target, options: SearchOptions) -> None:
         self.region, self.target, self.options = region, target, options
-        self._end = time.monotonic() + seconds
         self.counts = Counts(regions=1)
         self.itemsizes = {f"in{i}": t.itemsize for i, t in enumerate(region.input_dtypes)}
         self.itemsizes |= {f"out{i}": t.itemsize for i, t in enumerate(region.output_dtypes)}
@@ -210,17 +213,24 @@ class _RegionSearch:
         try:
             return search()
         except SearchError as error:
+            self.counts.pruned[OUT_OF_TIME] += isinstance(error, OutOfTime)
             reasons.append(frameless(error))
             return []
 
     def _by_skeleton(self, program: LabelledProgram) -> list[Way]:
-        skeleton, form = find_form(self.region, program)
-        space = skeleton.prepared(program, form)
+        by = find_form(self.region, program)
+        self._rounding = Rounding(self.region, program)
+        space = by.skeleton.prepared(program, by.form)
         if space is not None:
-            return list(self._skeleton(skeleton, form, space))
-        found = self._sealed(program, skeleton, form)
-        other = None if found else skeleton.otherwise(program, form)
-        return found if other is None else self._sealed(other, *find_form(self.region, other))
+            return list(self._skeleton(by, space))
+        reasons: list[SearchError] = []
+        found = self._attempt(lambda: self._sealed(program, by), reasons)
+        other = None if found else by.skeleton.otherwise(program, by.form)
+        if other is not None:
+            return self._sealed(other, find_form(self.region, other))
+        if reasons:
+            raise reasons[0]
+        return found or self._written(program, by)  # normal forms refuse a - (a + b)
 
     def _general(self, program: LabelledProgram) -> list[Way]:
         if not program.dims:
@@ -229,18 +239,28 @@ class _RegionSearch:
         if again is not None:
             self.counts.pruned[again] += 1
             raise SearchError(again)
-        return self._sealed(program, None, BlockForm())
+        return self._levels(program, lambda space: self._blocks(BlockForm(), space))
 
-    def _sealed(
-        self, program: LabelledProgram, skeleton: Skeleton | None, form: Form
+    def _sealed(self, program: LabelledProgram, by: Recognized) -> list[Way]:
+        """With as little sealed as the limits allow, or else as it is written."""
+        try:
+            return self._levels(program, lambda space: list(self._skeleton(by, space)))
+        except (TooLarge, OutOfTime) as error:
+            self.counts.pruned[str(error) if late() else "too long: as it is written"] += 1
+            found = self._written(program, by)
+            if found:
+                return found
+            raise
+
+    def _levels(
+        self, program: LabelledProgram, search: Callable[[Space], list[Way]]
     ) -> list[Way]:
-        """With as little sealed as the limit on classes allows."""
+        """Seal more and more. Raises TooLarge where even sealed values are too many."""
+        if sum(op.kind not in ("load", "constant") for op in program.ops) > MAX_SATURATED:
+            raise TooLarge(f"more than {MAX_SATURATED} operators; compute the program in pieces")
         for level in SEALING:
             try:
-                space = Space(program, level)
-                if skeleton is None:
-                    return self._blocks(form, space)
-                return list(self._skeleton(skeleton, form, space))
+                return search(Space(program, level))
             except TooLarge:
                 if level == SEALING[-1]:
                     raise
@@ -250,25 +270,51 @@ class _RegionSearch:
     # ----------------------------------------------------------------------- what skeletons run
 
     def _skeleton(
-        self, skeleton: Skeleton, form: Form, space: Space
+        self, by: Recognized, space: Space,
+        finish: Callable[[BlockProgram, Split], BlockProgram | None] = lambda program, _: program,
     ) -> Iterator[Way]:
-        """Sized programs of all splits of a form that the lowering has."""
-        for split in form.splits(space.program):
-            structures = self._structures(
-                skeleton, form, space, split, self.options.programs_per_split
-            )
+        """Sized programs of all splits of a form that the lowering has.
+
+        ``finish``: adds what was not searched.
+        """
+        keep = self.options.programs_per_split
+        for split in by.form.splits(space.program):
+            structures = self._structures(by.skeleton, by.form, space, split, keep)
             if not structures:
                 return  # a split with one axis more is not feasible either
             for _, found in structures:
-                (program,) = found.programs
-                reason = form.refuses(program)
-                if reason is not None:
-                    self.counts.pruned[reason] += 1
-                    continue
-                number = self._number(program)
-                sizes = skeleton.sizes(program, form, self.device, self.counts.pruned)
-                for s in cheapest(sizes, self.options.sizes_per_structure):
-                    yield Way((s.program,), (), (s.cost,), number, True)
+                program = finish(found.programs[0], split)
+                if program is not None:
+                    yield from self._sized(by, program)
+
+    def _sized(self, by: Recognized, program: BlockProgram) -> Iterator[Way]:
+        form = by.form
+        reason = (
+            _vanished(form, program) or form.refuses(program) or self._rounding.refuses(program)
+        )
+        if reason is not None:
+            self.counts.pruned[reason] += 1
+            return
+        number = self._number(program)
+        sizes = by.skeleton.sizes(program, form, self.device, self.counts.pruned)
+        for s in cheapest(sizes, self.options.sizes_per_structure):
+            yield Way((s.program,), (), (s.cost,), number, True)
+
+    def _written(self, program: LabelledProgram, by: Recognized) -> list[Way]:
+        """As it is written; what leads to the last reduction is searched where that is short."""
+        form, begun = by.form, core(program, tail(program))
+        if begun is not None:
+            before, wanted = begun
+
+            def finish(found: BlockProgram, split: Split) -> BlockProgram | None:
+                return Written(program, split, found, wanted).program(form)
+
+            with suppress(TooLarge, OutOfTime):
+                found = self._levels(before, lambda s: list(self._skeleton(by, s, finish)))
+                if found:
+                    return found
+        whole = (Written(program, split).program(form) for split in form.splits(program))
+        return [way for p in whole if p is not None for way in self._sized(by, p)]
 
     def _structures(
         self, skeleton: Skeleton | None, form: Form, space: Space, split: Split, count: int
@@ -296,12 +342,12 @@ class _RegionSearch:
 
     # ------------------------------------------------------------------------------ any form
 
-    def _blocks(self, form: Form, space: Space) -> list[Way]:
+    def _blocks(self, form: BlockForm, space: Space) -> list[Way]:
         """Sized programs of all splits that block programs can express."""
         found: list[tuple[float, Structure]] = []
         infeasible: set[tuple[object, ...]] = set()
         for split in form.splits(space.program):
-            if time.monotonic() > self._end:
+            if late():
                 self.counts.pruned[OUT_OF_TIME] += 1
                 break
             if self.counts.tried > MAX_TRIED:
@@ -313,18 +359,24 @@ class _RegionSearch:
             if self._hopeless(space.program, split):
                 self.counts.pruned["whole dimensions exceed the shared memory"] += 1
                 continue
-            structures = self._least_passes(form, space, split)
+            try:
+                structures = self._least_passes(form, space, split)
+            except OutOfTime:
+                continue  # which ends the loop
             if not structures:
                 infeasible.add(split.kinds)
             found += structures
         found.sort(key=lambda f: f[0])
         ways: list[Way] = []
         for _, s in found[:MAX_STRUCTURES]:
+            if ways and late():
+                self.counts.pruned[OUT_OF_TIME] += 1
+                break
             ways += self._sizes(form, s)
         return ways
 
     def _least_passes(
-        self, form: Form, space: Space, split: Split
+        self, form: BlockForm, space: Space, split: Split
     ) -> list[tuple[float, Structure]]:
         looped = any(a.kind == AxisKind.LOOP for a in split.axes)
         for passes in range(split.passes, (MAX_PASSES if looped else 1) + 1):
@@ -349,7 +401,7 @@ class _RegionSearch:
         loads = program.of_kind("load")
         return any(2 * prod(map(least, op.labels)) > self.target.shared_bytes for op in loads)
 
-    def _sizes(self, form: Form, found: Structure) -> list[Way]:
+    def _sizes(self, form: BlockForm, found: Structure) -> list[Way]:
         reason = form.refuses(found.programs[0])
         if reason is None and len(found.programs) == 2 and _iterates(found.programs[1]):
             reason = "a second kernel with a loop of its own"
@@ -392,6 +444,16 @@ class _RegionSearch:
             for i in order
             if np.isfinite(total[i])
         ]
+
+
+def _vanished(form: Any, program: BlockProgram) -> str | None:
+    """Why a form does not run what it was made for any more: a label that it names is gone.
+
+    before: ``sum(x) - sum(x) + y``, a form along the label that is summed; after: ``y``.
+    """
+    named = [getattr(form, f.name) for f in fields(form)]
+    gone = [d for d in named if isinstance(d, str) and d not in program.dims]
+    return f"nothing is left along {', '.join(gone)}" if gone else None
 
 
 def _diverse(ways: list[Way]) -> list[Way]:

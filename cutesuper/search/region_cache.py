@@ -6,6 +6,7 @@ import pickle
 from functools import lru_cache
 
 from cutesuper.egraph.labelled import Region
+from cutesuper.ir.definitions import definitions
 from cutesuper.search.region import Found, SearchOptions, search_region
 from cutesuper.targets import Target
 
@@ -26,8 +27,13 @@ class KnownRegions:
 
     def search(self, region: Region, target: Target, options: SearchOptions) -> Found:
         """As `search_region`."""
-        return pickle.loads(self._search(region, target, options))  # noqa: S301 (bytes of our own)
+        outside = tuple(definitions(op.kind for op in region.ops).items())
+        found = self._search(region, target, options, outside)
+        return pickle.loads(found)  # noqa: S301 (bytes of our own)
 
 
-def _as_bytes(region: Region, target: Target, options: SearchOptions) -> bytes:
+def _as_bytes(
+    region: Region, target: Target, options: SearchOptions, outside: tuple[tuple[str, str], ...]
+) -> bytes:
+    del outside  # only tells apart what operators of one name were
     return pickle.dumps(search_region(region, target, options))

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cutesuper.egraph.clock import OUT_OF_TIME, limited
 from cutesuper.egraph.labelled import Region, label
 from cutesuper.egraph.products import matrix_products
 from cutesuper.egraph.reductions import rows_meet
@@ -32,12 +33,12 @@ from cutesuper.ir.block import (
     TensorSpec,
 )
 from cutesuper.ir.check import check_kernel_graph, check_mugraph
+from cutesuper.ir.definitions import added
 from cutesuper.ir.dims import Dim
 from cutesuper.ir.dtypes import float32
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.search.cuts import Cut, Flat, Groups, Segment, Segments, cuts
 from cutesuper.search.region import (
-    OUT_OF_TIME,
     Counts,
     Found,
     SearchOptions,
@@ -46,6 +47,7 @@ from cutesuper.search.region import (
     search_region,
 )
 from cutesuper.search.region_cache import KnownRegions
+from cutesuper.search.summed import summed_first
 from cutesuper.skeletons.cost import Cost, describe
 from cutesuper.skeletons.form import needs_positions
 from cutesuper.targets import Target
@@ -193,7 +195,8 @@ class _Search:
     def run(self) -> SearchResult:
         candidates: list[Candidate] = []
         try:
-            self._collect(candidates)
+            with limited(self._left()):
+                self._collect(candidates)
         except KeyboardInterrupt:
             if not candidates:
                 raise
@@ -229,7 +232,7 @@ class _Search:
             if self._accepted(cut, mugraph):
                 candidates.append(_candidate(mugraph, cut))
                 self.best = candidates[0].cost_us
-            if len(candidates) == keep:
+            if len(candidates) == keep or (candidates and self._left() <= 0):
                 break
 
     # ------------------------------------------------------------------------------------- graphs
@@ -242,7 +245,7 @@ class _Search:
         found: list[tuple[Flat, Cut]] = []
         error: SearchError | None = None
         for flat in self._variants(plain):
-            if found and flat.copies != plain.copies:
+            if found and flat.copy_all:
                 break  # copies of views only where nothing else is possible
             segments = Segments(flat)
             self._gather(segments)
@@ -259,6 +262,9 @@ class _Search:
 
     def _variants(self, plain: Flat) -> Iterator[Flat]:
         yield plain
+        summed = summed_first(self.graph)
+        if summed is not None:
+            yield Flat(summed)
         if not self.options.lowered:
             for groups in _groups(len(self.graph.outputs)):
                 graph = self.graph.apart(groups)
@@ -283,15 +289,31 @@ class _Search:
         """Search every region of a graph, short ones first, until the budget is used up."""
         if self._interrupt is not None or self._is_one_kernel(segments):
             return
+        more = True
+        while more and self._interrupt is None:
+            wanted = self._wanted(segments)
+            self._look_at({r: o for r, o in wanted.items() if (r, o.lowered) not in self._found})
+            more = self._left() > 0 and segments.divide(self._runs)
+
+    def _wanted(self, segments: Segments) -> dict[Region, SearchOptions]:
+        """The regions that are worth a look, and how, as far as the budget reaches."""
         wanted: dict[Region, SearchOptions] = {}
         for segment, length, at_waists in segments.all():
+            if self._left() <= 0:
+                self.statistics.complete = False
+                break
             if at_waists or (self.options.lowered and not in_a_chain(segment.region)):
                 wanted[segment.region] = self.options
             elif length == 1:  # so that there is always a way
                 simple = needs_positions(segment.region) is None
                 options = replace(self.options, lowered=True) if simple else self.options
                 wanted.setdefault(segment.region, options)
-        self._look_at({r: o for r, o in wanted.items() if (r, o.lowered) not in self._found})
+        return wanted
+
+    def _runs(self, region: Region) -> bool:
+        """Whether a kernel was found for a region."""
+        found = (self._found.get((region, lowered)) for lowered in (False, True))
+        return any(f is not None and f.error is None for f in found)
 
     def _is_one_kernel(self, segments: Segments) -> bool:
         """Whether all of a graph is one kernel of rows, which no sequence of kernels is faster
@@ -320,8 +342,11 @@ class _Search:
 
     def _search_all(self, todo: dict[Region, SearchOptions]) -> Iterator[tuple[Region, Found]]:
         if self.executor is not None:
-            yield from self._elsewhere(todo, self.executor)
-            return
+            # other processes do not know operators that were added in this one
+            here = {r: o for r, o in todo.items() if added(op.kind for op in r.ops)}
+            away = {r: o for r, o in todo.items() if r not in here}
+            yield from self._elsewhere(away, self.executor)
+            todo = here
         for region, options in todo.items():
             if self._left() <= 0:
                 self.statistics.complete = False
@@ -425,7 +450,7 @@ def peak_mb() -> float:
 
 
 #: seconds that a worker may take past the budget before its part of the graph is given up
-_GRACE_S = 2.0
+_GRACE_S = 0.3
 
 
 def _groups(outputs: int) -> Iterator[Groups]:
@@ -505,28 +530,42 @@ def _candidate(mugraph: MuGraph, cut: Cut) -> Candidate:
     )
 
 
+#: characters of an expression that is written out again in each place where it is used
+MAX_SHOWN = 1000
+
+
 def show(program: BlockProgram) -> str:
-    """A program as one line of expressions.
+    """A program as one line of expressions; one of more than `MAX_SHOWN` characters gets a name.
 
     ``out0 = div(acc(matmul(X, W)), sqrt(acc(mean(square(X))))) with N.grid(64) ..., tile ...``
     """
     text: list[str] = []
+    named: list[str] = []
     stores: list[str] = []
+    for i, op in enumerate(program.ops):
+        shown = _shown(op, [text[j] for j in op.inputs])
+        if op.kind == STORE:
+            stores.append(f"{op.attributes['tensor']} = {shown}")
+        elif len(shown) > MAX_SHOWN:
+            named.append(f"v{i} = {shown}")
+            shown = f"v{i}"
+        text.append(shown)
+    return f"{', '.join((*named, *stores))} with {describe(program)}"
+
+
+def _shown(op: BlockOp, operands: list[str]) -> str:
+    """An operation as an expression of what it takes."""
+    args = ", ".join(operands)
     short = {ACCUMULATE: "acc", CLUSTER_REDUCE: "cluster", GRID_REDUCE: "grid"}
-    for op in program.ops:
-        args = ", ".join(text[j] for j in op.inputs)
-        if op.kind == LOAD:
-            text.append(op.attributes["tensor"])
-        elif op.kind == STORE:
-            stores.append(f"{op.attributes['tensor']} = {args}")
-            text.append("")
-        elif op.kind == "constant":
-            text.append(f"{op.attributes['value']:g}")
-        elif op.rescaled:
-            text.append(f"rescaled_{short[op.kind]}({text[op.inputs[0]]}, {text[op.inputs[1]]})")
-        else:
-            text.append(f"{short.get(op.kind, op.kind)}({args})")
-    return f"{', '.join(stores)} with {describe(program)}"
+    if op.kind == LOAD:
+        return op.attributes["tensor"]
+    if op.kind == STORE:
+        return args
+    if op.kind == "constant":
+        return f"{op.attributes['value']:g}"
+    if op.rescaled:
+        return f"rescaled_{short[op.kind]}({operands[0]}, {operands[1]})"
+    return f"{short.get(op.kind, op.kind)}({args})"
 
 
 __all__ = [

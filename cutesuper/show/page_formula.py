@@ -19,12 +19,14 @@ INFIX = {
     "matmul": ("@", 3, 4),
 }  # fmt: skip
 POWER, ATOM = 4, 5
+#: characters of a formula that is not divided
+LONG = 1000
 
 
 def formulas(program: BlockProgram) -> list[str]:
     """One line for every tensor that is stored, after lines for values that are used twice.
 
-    A value that is used twice is called ``v`` and its number in the program.
+    A value that is used twice, or needs a long line, is called ``v`` and its number in the program.
     """
     return _Formulas(program).lines()
 
@@ -39,16 +41,23 @@ class _Formulas:
             for j in op.inputs
         )
         plain = (LOAD, "constant")
+        #: of every operation so far
+        self.texts: dict[int, tuple[str, int]] = {}
         self.named = {i for i, n in used.items() if n > 1 and program.ops[i].kind not in plain}
 
     def lines(self) -> list[str]:
         """All lines, in the order in which the program computes them."""
         lines: list[str] = []
         for i, op in enumerate(self.program.ops):
-            if i in self.named:
-                lines.append(f"v{i} = {self._text(i)[0]}")
-            elif op.kind == STORE:
+            if op.kind == STORE:
                 lines.append(f"{op.attributes['tensor']} = {self._operand(op.inputs[0])[0]}")
+                continue
+            if op.kind in ENDING:
+                continue
+            self.texts[i] = self._text(i)
+            if i in self.named or len(self.texts[i][0]) > LONG:
+                lines.append(f"v{i} = {self.texts[i][0]}")
+                self.texts[i] = f"v{i}", ATOM
         return lines
 
     def _whole(self, i: int) -> int:
@@ -58,8 +67,7 @@ class _Formulas:
         return i
 
     def _operand(self, i: int) -> tuple[str, int]:
-        i = self._whole(i)
-        return (f"v{i}", ATOM) if i in self.named else self._text(i)
+        return self.texts[self._whole(i)]
 
     def _text(self, i: int) -> tuple[str, int]:
         """An expression and its precedence."""

@@ -20,6 +20,7 @@ from cutesuper.egraph.labelled import LabelledProgram, Region
 from cutesuper.egraph.saturate import Table
 from cutesuper.egraph.space import Space
 from cutesuper.ir.block import LOAD, BlockOp, BlockProgram, KernelStep, TensorSpec
+from cutesuper.ir.definitions import definitions
 from cutesuper.ir.dims import Dim, Symbol, extent
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.serial import program_dict
@@ -282,7 +283,8 @@ def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
 def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule: Schedule) -> str:
     """Canonical text of everything that decides the generated code.
 
-    Symbolic extents enter by name only: the hint does not change the code.
+    Symbolic extents enter by name only: the hint does not change the code. Operators do too, but
+    for those that were added to the package's own: what they compute is part of the text.
     """
     shapes = [
         [a.dtype, a.constant, a.written, [d.name if isinstance(d, Symbol) else d for d in a.shape]]
@@ -295,4 +297,6 @@ def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule
         for tensor in {"tensor", "table"} & op[3].keys():
             op[3][tensor] = names[op[3][tensor]]
     key = [data, shapes, schedule_dict(schedule)]
+    if outside := definitions(op.kind for op in program.ops):
+        key.append(outside)
     return json.dumps(key, sort_keys=True, separators=(",", ":"))

@@ -70,7 +70,11 @@ def needs_positions(region: Region) -> str | None:
     for op in region.ops:
         operator = lookup(op.kind)
         if operator.masks and operator.counts != Counts.LABELS:  # rows know the column of a label
-            return f"{op.kind} depends on positions, which only the loop of attention knows"
+            return (
+                f"{op.kind} depends on positions, which only the loop of attention knows; mask "
+                "scores [..., queries, keys] between the product that makes them and the one that "
+                "contracts the keys"
+            )
     for i, page in region.pages:
         return (
             f"input {i} lies in pages of {page}, and only the loop of attention reads through a "

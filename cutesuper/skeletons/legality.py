@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cutesuper.errors import LoweringError
-from cutesuper.ir.block import KernelStep
+from cutesuper.ir.block import KernelStep, TensorSpec
 from cutesuper.ir.check import check_block_program, passes
+from cutesuper.ir.unseen import guarded
 
 
 def is_chained(step: KernelStep) -> bool:
@@ -63,3 +66,9 @@ def refuse_shared_dims(step: KernelStep) -> None:
                 f"kernel {step.name}, {op.kind} of {op.attributes['tensor']}: the labels "
                 f"{', '.join(shared)} share a dimension; skeletons take one label for each"
             )
+
+
+def guarded_step(step: KernelStep, tensors: dict[str, TensorSpec]) -> KernelStep:
+    """The kernel with what keeps NaN out of rows that are hidden as a whole; see `ir.unseen`. The
+    attention loop has these rules built in."""
+    return replace(step, program=guarded(step.program, tensors))

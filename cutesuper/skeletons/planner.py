@@ -26,7 +26,7 @@ def make_plan(
 
     Args:
         step: the kernel.
-        tensors: the muGraph's tensors by name.
+        tensors: the muGraph's tensors by name, as `cutesuper.ir.unseen.followed` gives them.
         target: the GPU.
         schedule: knobs to use; None chooses them.
         dependent_launch: for a chosen schedule: launch before the predecessor has ended.

@@ -12,6 +12,7 @@ from itertools import zip_longest
 
 from cutesuper.errors import CompileError, LoweringError, ScheduleError
 from cutesuper.ir.block import MuGraph
+from cutesuper.ir.unseen import followed
 from cutesuper.pipeline import Options, compile_request
 from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.compile import CompileRequest, compile_kernel, compile_many
@@ -150,9 +151,10 @@ def _trial(
 
 def _schedules(mu: MuGraph, options: Options) -> list[Plans]:
     """Plans of all kernels: the default ones, then those with one kernel planned otherwise."""
+    tensors = followed(mu)
     try:
         default = tuple(
-            make_plan(s, mu.tensors, options.target, dependent_launch=options.dependent_launch)
+            make_plan(s, tensors, options.target, dependent_launch=options.dependent_launch)
             for s in mu.steps
         )
     except (LoweringError, ScheduleError):
@@ -160,7 +162,7 @@ def _schedules(mu: MuGraph, options: Options) -> list[Plans]:
     others = [
         [(*default[:n], plan, *default[n + 1 :]) for plan in plans]
         for n, (step, first) in enumerate(zip(mu.steps, default, strict=True))
-        for plans in [variants(step, mu.tensors, options.target, first)[1:]]
+        for plans in [variants(step, tensors, options.target, first)[1:]]
     ]
     # one of every kernel in turn
     return [default, *(p for turn in zip_longest(*others) for p in turn if p is not None)]

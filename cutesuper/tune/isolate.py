@@ -96,7 +96,8 @@ class Worker:
     def _start(self) -> None:
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _COMMAND, str(theirs.fileno())],
+            # -P: nothing from the current folder that this process does not take from there
+            [sys.executable, "-P", "-c", _COMMAND, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             # it must find the modules that the pickles name

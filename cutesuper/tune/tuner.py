@@ -26,9 +26,10 @@ from cutesuper import store
 from cutesuper.errors import DeviceError, TuningError
 from cutesuper.ir.arguments import check_options
 from cutesuper.ir.check import check_graph
+from cutesuper.ir.definitions import added, names_of
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.pipeline import Options, as_target, check_definition, choose, verified
+from cutesuper.pipeline import Options, as_target, check_definition, choose, fault
 from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.kernel import bucket_of
 from cutesuper.targets import Target
@@ -113,7 +114,7 @@ def tune(
         graph: what to compute.
         target: as for `cutesuper.superoptimize`.
         dependent_launch: the same; the launch mode is part of what is tuned.
-        seed: of the inputs, the search and the verifier.
+        seed: of the inputs and the search.
         budget_s: seconds. What has begun is finished: a wave of compiles, a timed candidate.
         candidates: how many to time at most.
         folder: where to store; default the user's folder.
@@ -125,7 +126,8 @@ def tune(
 
     Raises:
         DeviceError: no GPU.
-        TuningError: no candidate could be timed; says why.
+        TuningError: no candidate could be timed; says why. Also for a graph with operators that
+            were added to the package's own, which the measuring process does not have.
         GraphError, SearchError, LoweringError, ScheduleError: as for `cutesuper.superoptimize`.
         OSError: the folder cannot be written.
     """
@@ -134,6 +136,11 @@ def tune(
     if not budget_s or budget_s <= 0:
         raise TuningError(f"tune(budget_s={budget_s}): must be positive")
     check_definition("tune", graph)
+    if outside := added(names_of(graph)):
+        raise TuningError(
+            f"tune: {', '.join(outside)}: operators that were added in this process, which the one "
+            "that measures does not know; use superoptimize, whose choice needs no measuring"
+        )
     begin = time.monotonic()
     graph = graph.with_hints({s.name: bucket_of(s.hint) for s in _symbols(graph)})
     make_device = make_device or _cuda()
@@ -148,7 +155,7 @@ def tune(
         environment = _greeting(run.worker)
     finally:
         run.worker.close()
-    model, winner = trials[0], _verified_winner(graph, trials, seed)
+    model, winner = trials[0], _verified_winner(graph, trials)
     measured = _measured(winner, model, trials, environment)
     path = store.save(
         graph,
@@ -282,7 +289,7 @@ def spread(trial: Trial) -> float:
     return float(high - low)
 
 
-def _verified_winner(graph: KernelGraph, trials: Sequence[Trial], seed: int) -> Trial:
+def _verified_winner(graph: KernelGraph, trials: Sequence[Trial]) -> Trial:
     """The winner, which must verify at real extents too where `superoptimize` asks for that: the
     search has verified its structure only.
 
@@ -291,11 +298,11 @@ def _verified_winner(graph: KernelGraph, trials: Sequence[Trial], seed: int) -> 
     """
     while any(t.final for t in trials):
         winner = decide(trials)
-        verification = verified(graph, winner.program.mugraph, seed)
-        if verification:
+        why = fault(graph, winner.program.mugraph)
+        if why is None:
             return winner
         winner.final = False
-        winner.stop("wrong", verification.summary())
+        winner.stop("wrong", why)
     raise TuningError("tune: no candidate of the last stage verifies at real extents")
 
 

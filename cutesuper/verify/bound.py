@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cutesuper.ir.block import MuGraph
-from cutesuper.ir.field import P, Q
+from cutesuper.ir.field import SMALLEST
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import Attributes, Operator, lookup
 from cutesuper.verify.extents import Sizes
@@ -250,24 +250,75 @@ def _summed(x: Degree, y: Degree) -> Moves:
     return None if len(set(signs)) < len(signs) else moves
 
 
-def error_bound(
-    graph: KernelGraph, mu: MuGraph, sizes: Sizes, shifted: bool, exponents: str | None
-) -> Bound:
+@dataclass(frozen=True)
+class Degrees:
+    """Degrees of a kernel graph and a muGraph at the extents of a trial.
+
+    Attributes:
+        source, found: the algebras over which they were evaluated.
+        outputs: degrees of each output in both.
+    """
+
+    source: DegreeAlgebra
+    found: DegreeAlgebra
+    outputs: tuple[tuple[Degree, Degree], ...]
+
+    @property
+    def highest(self) -> int:
+        """The highest degree of a difference that has to be seen to be none: of an output, or of
+        two arguments of one function."""
+        pairs = (_difference(want, found) for want, found in self.outputs)
+        exponents = self.source.exponents + self.found.exponents
+        arguments = (2 * (x.num + x.den) for x in exponents)
+        opaque = 2 * max(self.source.argument, self.found.argument)
+        return max(opaque, *pairs, *arguments)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Degrees of a kernel graph, for many muGraphs.
+
+    Attributes:
+        algebra: over which it was evaluated.
+        inputs, outputs: their degrees.
+    """
+
+    algebra: DegreeAlgebra
+    inputs: tuple[Degree | Integers, ...]
+    outputs: tuple[Degree, ...]
+
+
+def source_degrees(graph: KernelGraph, sizes: Sizes, shifted: bool) -> Source:
+    """Evaluate a kernel graph over degrees.
+
+    Args:
+        graph: expanded, at the extents of ``sizes``.
+        sizes: extents of the trial.
+        shifted: maxima were replaced by fresh values.
+    """
+    algebra, inputs = DegreeAlgebra(shifted), _inputs(graph, sizes)
+    return Source(algebra, tuple(inputs), tuple(evaluate_graph(graph, algebra, inputs)))
+
+
+def degrees(source: Source, mu: MuGraph, sizes: Sizes) -> Degrees:
+    """Evaluate a muGraph over degrees, at the extents of a kernel graph's."""
+    found = DegreeAlgebra(source.algebra.shifted)
+    tensors: dict[str, Any] = dict(zip(mu.inputs, source.inputs, strict=True))
+    for program in sizes.programs:
+        tensors |= BlockRun(found, program, tensors, set()).run()
+    outputs = zip(source.outputs, (tensors[name] for name in mu.outputs), strict=True)
+    return Degrees(source.algebra, found, tuple(outputs))
+
+
+def error_bound(both: Degrees, exponents: str | None, drawn: Sequence[str] = ()) -> Bound:
     """The false-accept bound of one trial.
 
     Args:
-        graph: the expanded kernel graph at the extents of ``sizes``.
-        mu: the muGraph.
-        sizes: extents of the trial.
-        shifted: maxima were replaced by fresh values.
+        both: of the programs at the extents of the trial.
         exponents: which condition of `cutesuper.verify.exponents` fails, if any.
+        drawn: what is drawn besides elements of the field: lengths, for instance.
     """
-    source, found = DegreeAlgebra(shifted), DegreeAlgebra(shifted)
-    inputs = _inputs(graph, sizes)
-    want = evaluate_graph(graph, source, inputs)
-    tensors: dict[str, Any] = dict(zip(mu.inputs, inputs, strict=True))
-    for program in sizes.programs:
-        tensors |= BlockRun(found, program, tensors, set()).run()
+    source, found = both.source, both.found
     arguments = source.exponents + found.exponents
     if source.ordered or found.ordered:
         return Bound(None, "no bound: a maximum shows an element only where it is the largest")
@@ -278,17 +329,17 @@ def error_bound(
     if arguments and exponents is not None:
         return Bound(None, f"no bound: {exponents}")
     argument = 2 * max(source.argument, found.argument)
-    weight = max(
-        _element(w, tensors[name], argument) for w, name in zip(want, mu.outputs, strict=True)
-    )
+    weight = max(_element(want, found, argument) for want, found in both.outputs)
     weight += _accidents(source.exponents, arguments)
     zeros = source.zeros + found.zeros
     if source.empty_rows or found.empty_rows:
         weight += zeros  # an accidental 0 / 0 is not drawn again
-    bound = _bound(weight, 2 * zeros, Q) if arguments else _bound(weight, zeros, P)
-    if any(graph.nodes[i].dtype.integer for i in graph.inputs):
-        where = f"{bound.conditions} and at drawn lengths, tables and labels"
-        bound = replace(bound, conditions=where)
+    if arguments:
+        bound = _bound(weight, 2 * zeros, SMALLEST.q, "exponents jointly uniform, degree")
+    else:
+        bound = _bound(weight, zeros, SMALLEST.p, "degree")
+    if drawn:
+        bound = replace(bound, conditions=f"{bound.conditions} and at drawn {' and '.join(drawn)}")
     return bound
 
 
@@ -334,16 +385,19 @@ def _sizes(shape: tuple[int, ...]) -> dict[str, int]:
 def _element(want: Degree, found: Degree, argument: int) -> int:
     """Degree of the numerator of a difference, plus all chances of opaque arguments to collide."""
     terms = want.terms + found.terms
-    difference = max(want.num + found.den, found.num + want.den)
-    return difference + terms * (terms - 1) // 2 * argument
+    return _difference(want, found) + terms * (terms - 1) // 2 * argument
 
 
-def _bound(weight: int, zeros: int, order: int) -> Bound:
+def _difference(want: Degree, found: Degree) -> int:
+    return max(want.num + found.den, found.num + want.den)
+
+
+def _bound(weight: int, zeros: int, order: int, what: str) -> Bound:
     if 2 * zeros >= order or weight >= order:
         return Bound(None, "no bound: degrees too high for the field at these extents")
     chance = weight / order / (1 - zeros / order)
-    what = "degree" if order == P else "exponents jointly uniform, degree"
     return Bound(
         min(0.0, log2(max(chance, 1 / order))),
-        f"{what} {weight} over {order}; opaque functions taken as random; at these extents",
+        f"{what} {weight} over primes from {order} up; opaque functions taken as random; at these "
+        "extents",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -10,10 +11,11 @@ from numpy.typing import NDArray
 
 from cutesuper.errors import VerificationError
 from cutesuper.ir.field import (
+    LARGEST,
     FieldAlgebra,
     FieldValue,
-    P,
-    Q,
+    NoNumber,
+    Primes,
     Residues,
     align,
     uniform_residues,
@@ -25,7 +27,9 @@ from cutesuper.verify.tiles import Mapped, Window
 Valid = tuple[tuple[str, ...], NDArray[np.bool_]]
 
 
-def draw(shape: tuple[int, ...], seed: Sequence[int], with_q: bool) -> FieldValue:
+def draw(
+    shape: tuple[int, ...], seed: Sequence[int], with_q: bool, primes: Primes = LARGEST
+) -> FieldValue:
     """A uniform tensor, dimensions named as in `names_of`; p does not depend on ``with_q``."""
     names = names_of(shape)
     squeezed = tuple(n for n in shape if n != 1)
@@ -33,24 +37,108 @@ def draw(shape: tuple[int, ...], seed: Sequence[int], with_q: bool) -> FieldValu
     def residues(m: int) -> Residues:
         return uniform_residues(np.random.default_rng([*seed, m]), m, squeezed)
 
-    return FieldValue(names, residues(P), residues(Q) if with_q else None)
+    return FieldValue(names, residues(primes.p), residues(primes.q) if with_q else None)
+
+
+@dataclass(frozen=True)
+class Undefined:
+    """Where numbers may have no value.
+
+    Attributes:
+        every: the arguments of functions that not all numbers have (sqrt, log), and denominators
+            that may be 0 for many inputs: residues, each once.
+        doubtful: those of them that are not known to be positive.
+    """
+
+    every: Residues
+    doubtful: Residues
+
+    def same(self, other: Undefined) -> bool:
+        """Whether what is doubtful in one program occurs in both."""
+        here = np.isin(self.doubtful, other.every).all()
+        return bool(here and np.isin(other.doubtful, self.every).all())
+
+
+NOWHERE = Undefined(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
+
+
+def _elements(values: list[FieldValue]) -> Residues:
+    seen = (x.p[~x.gone()] if x.masked else np.ravel(x.p) for x in values)
+    return np.unique(np.concatenate([NOWHERE.every, *seen]))
 
 
 class FieldDomain(FieldAlgebra):
-    """`FieldAlgebra` plus loads and stores of tensors that are cut into parts."""
+    """`FieldAlgebra` plus conditions, and loads and stores of tensors that are cut into parts.
 
-    def __init__(self, seed: int = 0, shifts: np.random.Generator | None = None) -> None:
-        super().__init__(seed, shifts)
+    Args:
+        seed, shifts, primes: as for `FieldAlgebra`.
+        failing: share of conditions that do not hold.
+
+    Attributes:
+        strict: -inf minus -inf is `NoNumber`, as PyTorch's is NaN, unless `empty_rows`.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        shifts: np.random.Generator | None = None,
+        primes: Primes = LARGEST,
+        failing: float = 0.25,
+    ) -> None:
+        super().__init__(seed, shifts, primes)
+        self.strict = False
+        self._failing = np.uint64(failing * primes.p)
         self._padding = np.random.default_rng(seed + 1)
         self._padded: dict[tuple[int, tuple[int, ...]], tuple[Residues, Residues]] = {}
 
     def elementwise(self, kind: str, args: list[FieldValue], attributes: Attributes) -> FieldValue:
-        """An element-wise operator of the table."""
-        return lookup(kind).symbolic(self, args, attributes)
+        """An element-wise operator of the table. Raises DivisionByZero and Unbounded."""
+        operator = lookup(kind)
+        value = operator.symbolic(self, args, attributes)
+        masked = any(x.masked for x in args)
+        flat = operator.flat or value.flat
+        if operator.above_zero and not masked and not flat:
+            value = replace(value, positive=True)
+        if operator.flat:
+            value = replace(value, flat=True)
+        if operator.partial and self.records:
+            self.partial += args
+        if masked or operator.hides:
+            gone = operator.hidden(self, args, attributes)
+            if gone is not None:
+                value = value.hide(align(gone.p != 0, gone.dims, value.dims))
+        return value
+
+    def undefined(self) -> Undefined:
+        """Where numbers may have no value."""
+        doubtful = [x for x in self.partial if x.flat or not x.positive]
+        return Undefined(_elements(self.partial), _elements(doubtful))
+
+    def gone(self, x: FieldValue) -> FieldValue:
+        """1 where x is -inf, 0 elsewhere."""
+        return FieldValue(x.dims, x.gone().astype(np.uint64))
+
+    def fails(self, x: FieldValue) -> FieldValue:
+        """1 where x as a condition does not hold, else 0: a constant holds above 0.5, others hold
+        where x is 1, and not where x is 0 or -inf; of other residues a random function decides, the
+        same one everywhere."""
+        known = [number for number, v in self._constants.items() if v.p is x.p]
+        if known:
+            return FieldValue((), np.array(known[0] <= 0.5, dtype=np.uint64))
+        drawn = self.opaque("condition", x).p >= self._failing
+        holds = (drawn | (x.p == 1)) & (x.p != 0) & ~x.gone()
+        return FieldValue(x.dims, (~holds).astype(np.uint64))
+
+    def sub(self, x: FieldValue, y: FieldValue) -> FieldValue:
+        """Difference x - y. Raises Unbounded and NoNumber."""
+        difference = super().sub(x, y)
+        if self.strict and not self.empty_rows and y.masked and y.gone().any():
+            raise NoNumber("a masked element (-inf) is subtracted from another")
+        return difference
 
     def rename(self, x: FieldValue, names: Mapping[str, str]) -> FieldValue:
         """The same residues, dimensions renamed."""
-        return FieldValue(tuple(names.get(d, d) for d in x.dims), x.p, x.q, x.masked)
+        return x.like(tuple(names.get(d, d) for d in x.dims), x.p, x.q)
 
     def without_q(self, x: FieldValue) -> FieldValue:
         """The value where only residues mod p are of use."""
@@ -63,7 +151,7 @@ class FieldDomain(FieldAlgebra):
             raise VerificationError(f"a label is reduced after its axis {missing[0]} was")
         keep = align(valid[1], valid[0], x.dims)
         q = None if x.q is None else x.q * keep
-        return FieldValue(x.dims, x.p * keep, q, x.masked)
+        return x.like(x.dims, x.p * keep, q)
 
     def mask(
         self, x: FieldValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator
@@ -75,7 +163,9 @@ class FieldDomain(FieldAlgebra):
 
     def literal(self, names: tuple[str, ...], numbers: NDArray[np.float64]) -> FieldValue:
         """Plain numbers; NaN is a residue like any other, the same one everywhere."""
-        value = FieldValue(names, np.zeros(numbers.shape, np.uint64))
+        above = bool((numbers > 0).all())
+        zeros = np.zeros(numbers.shape, np.uint64)
+        value = FieldValue(names, zeros, positive=above, flat=not above)
         for number in np.unique(numbers):
             nan = np.isnan(number)
             one = self.opaque("nan", self.constant(0.0)) if nan else self.constant(float(number))
@@ -89,8 +179,8 @@ class FieldDomain(FieldAlgebra):
             return np.stack([r, align(s, y.dims, x.dims)])
 
         q = None if x.q is None or y.q is None else stack(x.q, y.q)
-        masked = x.masked or y.masked
-        return self.max(FieldValue(("pair", *x.dims), stack(x.p, y.p), q, masked), ("pair",))
+        known = x.masked or y.masked, x.positive and y.positive, x.flat or y.flat
+        return self.max(FieldValue(("pair", *x.dims), stack(x.p, y.p), q, *known), ("pair",))
 
     def gather(
         self, x: FieldValue, table: NDArray[np.int64], shape: tuple[int, ...]
@@ -102,7 +192,7 @@ class FieldDomain(FieldAlgebra):
             return whole[table].reshape([n for n in shape if n != 1])
 
         q = None if x.q is None else pages(x.q)
-        return FieldValue(names_of(shape), pages(x.p), q, x.masked)
+        return x.like(names_of(shape), pages(x.p), q)
 
     def load(self, x: FieldValue, mapped: Sequence[Mapped], window: Window) -> FieldValue:
         """Tiles of a tensor; padding holds random residues."""
@@ -112,8 +202,8 @@ class FieldDomain(FieldAlgebra):
             whole = self._pad(r, mapped, modulus).reshape([n for m in mapped for n in m.extents])
             return whole[tuple(slice(*window[n]) if n in window else slice(None) for n in names)]
 
-        q = None if x.q is None else tiles(x.q, Q)
-        return FieldValue(names, tiles(x.p, P), q, x.masked)
+        q = None if x.q is None else tiles(x.q, self.primes.q)
+        return x.like(names, tiles(x.p, self.primes.p), q)
 
     def store(
         self, x: FieldValue, mapped: Sequence[Mapped], window: Window, into: FieldValue | None
@@ -121,13 +211,13 @@ class FieldDomain(FieldAlgebra):
         """Put tiles where they belong; ``into`` holds what earlier windows stored."""
         names = tuple(p for m in mapped for p in m.parts)
         q = None if x.q is None else align(x.q, x.dims, names)
-        x = FieldValue(names, align(x.p, x.dims, names), q, x.masked)
+        x = x.like(names, align(x.p, x.dims, names), q)
         if not window:
             return x
         if into is None:
             covered = [n for m in mapped for n in m.extents]
             q = None if x.q is None else np.zeros(covered, np.uint64)
-            into = FieldValue(names, np.zeros(covered, np.uint64), q, x.masked)
+            into = x.like(names, np.zeros(covered, np.uint64), q)
         place = tuple(slice(*window[n]) if n in window else slice(None) for n in names)
         into.p[place] = x.p
         if into.q is not None and x.q is not None:
@@ -143,7 +233,7 @@ class FieldDomain(FieldAlgebra):
             return r.reshape(covered)[crop]
 
         names = names_of(tuple(m.extent for m in mapped))
-        return FieldValue(names, join(x.p), None if x.q is None else join(x.q), x.masked)
+        return x.like(names, join(x.p), None if x.q is None else join(x.q))
 
     def _pad(self, r: Residues, mapped: Sequence[Mapped], modulus: int) -> Residues:
         covered = tuple(prod(m.extents) for m in mapped)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, inf
+from secrets import randbits
 from typing import Any, Literal
 
 import numpy as np
@@ -21,11 +22,28 @@ from cutesuper.ir.arguments import check_options
 from cutesuper.ir.block import MuGraph
 from cutesuper.ir.check import check_graph, check_is_mugraph, check_mugraph
 from cutesuper.ir.dims import show_shape
-from cutesuper.ir.field import DivisionByZero, FieldValue, Unbounded, align
+from cutesuper.ir.field import (
+    SMALLEST,
+    DivisionByZero,
+    FieldValue,
+    NoNumber,
+    Primes,
+    Unbounded,
+    align,
+    draw_primes,
+)
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.verify.bound import Bound, affine_inputs, error_bound
-from cutesuper.verify.domain import FieldDomain, draw
-from cutesuper.verify.exponents import arguments_match, jointly_uniform
+from cutesuper.ir.operators.base import TABLE
+from cutesuper.verify.bound import (
+    Bound,
+    Source,
+    affine_inputs,
+    degrees,
+    error_bound,
+    source_degrees,
+)
+from cutesuper.verify.domain import NOWHERE, FieldDomain, Undefined, draw
+from cutesuper.verify.exponents import RecordingDomain, arguments_match, jointly_uniform
 from cutesuper.verify.extents import SizeChooser, Sizes, real_sizes, resized_graph
 from cutesuper.verify.integers import Integers, draw_integers, has_labels
 from cutesuper.verify.source import evaluate_graph, names_of
@@ -35,8 +53,11 @@ from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun
 DRAWS = 6
 #: a maximum shows an element that was left out only where that element is the largest
 MAX_TRIALS = 16
-#: labels are tried with as many integers that are none: two rows have one of them in each trial
+#: labels are tried with as many integers that are none: two rows have one of them in each trial;
+#: conditions hide other elements in each
 LABEL_TRIALS = 6
+#: pairs of primes that trials take in turn
+FIELDS = 3
 #: results of the kernel graph that are kept, by extents and trial
 KEPT = 256
 
@@ -51,7 +72,7 @@ class Counterexample:
     Attributes:
         output: its name.
         index: where in the output.
-        expected: residue mod p of the kernel graph.
+        expected: residue mod p of the kernel graph; 2^31 - 1 is -inf.
         found: residue mod p of the muGraph.
         inputs: shapes of the inputs in that trial.
     """
@@ -79,6 +100,7 @@ class Verification:
         extents: shapes of the inputs at which the trials of the bound ran.
         real_extents: whether the programs were also compared at their real extents, once.
         real_bound_log2: the same chance for that one comparison; None where none is stated.
+        seed: with which `Verifier` comes to this result again.
     """
 
     equal: bool
@@ -90,6 +112,7 @@ class Verification:
     extents: dict[str, tuple[int, ...]] = field(default_factory=dict)
     real_extents: bool = False
     real_bound_log2: float | None = None
+    seed: int = 0
 
     def __bool__(self) -> bool:
         return self.equal
@@ -97,7 +120,7 @@ class Verification:
     def summary(self) -> str:
         """A sentence for people."""
         if not self.equal:
-            return f"not equal: {self.reason}"
+            return f"not equal: {self.reason} (seed {self.seed})"
         at = ", ".join(f"{n}{show_shape(s)}" for n, s in self.extents.items())
         bound = (
             f"false accept below 2^{ceil(self.bound_log2)}"
@@ -107,17 +130,45 @@ class Verification:
         real = "; also at real extents" if self.real_extents else ""
         if self.real_bound_log2 is not None:
             real += f" (once, 2^{ceil(self.real_bound_log2)})"
-        return f"equal in {self.trials} trials at {at}{real}; {bound} ({self.conditions})"
+        return (
+            f"equal in {self.trials} trials at {at}{real}; {bound} ({self.conditions}); "
+            f"seed {self.seed}"
+        )
 
 
 @dataclass(frozen=True)
 class _Trial:
-    """One draw: inputs, and what the kernel graph makes of them."""
+    """One draw: inputs, what the kernel graph makes of them, and where it may have no value."""
 
     seed: int
-    shift_seed: int
+    primes: Primes
+    failing: float
     inputs: tuple[FieldValue | Integers, ...]
-    outputs: tuple[FieldValue, ...]
+    outputs: tuple[FieldValue, ...] = ()
+    undefined: Undefined = NOWHERE
+
+    def domain(self, mode: Mode, other: int) -> FieldDomain:
+        """The field of this trial; fresh values for maxima differ with ``other``."""
+        shifts = np.random.default_rng([7, self.seed + other]) if mode == "shift" else None
+        return FieldDomain(self.seed, shifts, self.primes, self.failing)
+
+    def recording(self) -> RecordingDomain:
+        """The same field, with maxima of zero."""
+        return RecordingDomain(self.seed, self.primes, self.failing)
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """What two programs have among their operators.
+
+    Attributes:
+        maxima, exponentials: any.
+        drawn: what a trial draws besides elements of the field.
+    """
+
+    maxima: bool
+    exponentials: bool
+    drawn: tuple[str, ...]
 
 
 class Verifier:
@@ -125,21 +176,25 @@ class Verifier:
 
     Args:
         graph: the kernel graph.
-        seed: chooses all inputs; equal seeds give equal results.
+        seed: chooses the primes and all inputs; equal seeds give equal results. None: one that
+            nobody can know before, `Verification.seed`.
         trials: at exact small extents, besides one with tails.
     """
 
-    def __init__(self, graph: KernelGraph, seed: int = 0, trials: int = 3) -> None:
+    def __init__(self, graph: KernelGraph, seed: int | None = None, trials: int = 3) -> None:
         check_graph("verify", graph)
+        seed = randbits(32) if seed is None else seed
         check_options(seed=seed, trials=trials)
         self.graph = graph.expanded()
         self.seed, self.trials = seed, trials
         self._choose = SizeChooser(self.graph)
-        kinds = {n.operator for n in self.graph.nodes}
-        if has_labels(self.graph):
+        self._kinds = {n.operator for n in self.graph.nodes}
+        if has_labels(self.graph) or any(TABLE[k].hides for k in self._kinds):
             self.trials = max(self.trials, LABEL_TRIALS)
-        self._has_max, self._has_exp = "max" in kinds, "exp" in kinds
-        self._known: OrderedDict[Any, _Trial] = OrderedDict()
+        self._primes: list[Primes] = []
+        self._apart: dict[Any, bool] = {}
+        self._known: OrderedDict[Any, _Trial | DivisionByZero] = OrderedDict()
+        self._degrees: dict[Any, Source] = {}
         self._graphs: dict[Any, KernelGraph] = {}
         self._uniform_at: dict[Any, bool] = {}
 
@@ -152,22 +207,21 @@ class Verifier:
             full: also one trial at the real extents.
         """
         try:
-            return self._check(mu, bound, full)
-        except Unbounded as error:
-            return _refused(str(error))
+            result = self._check(mu, bound, full)
+        except (Unbounded, NoNumber) as error:
+            result = _refused(str(error))
         except DivisionByZero:
-            return _refused(f"it divides by zero for {DRAWS} draws of the inputs")
+            result = _refused("it divides by zero where the graph does not, or they always do")
         except CutesuperError as error:
-            return _refused(str(error))
+            result = _refused(str(error))
+        return replace(result, seed=self.seed)
 
     def _check(self, mu: MuGraph, bound: bool, full: bool) -> Verification:
         check_mugraph(mu)
         check_interface(self.graph, mu)
         exact, ragged = self._choose.small(mu, False), self._choose.small(mu, True)
-        kinds = {op.kind for s in mu.steps for op in s.program.ops}
-        maxima = self._has_max or "max" in kinds
-        integers = any(n.dtype.integer for n in self.graph.nodes)
-        with_q = self._has_exp or "exp" in kinds
+        has = self._has(mu)
+        maxima, with_q = has.maxima, has.exponentials
         mode: Mode = "shift" if maxima else "order"
         found = self._compare(mu, exact, 0, mode, with_q)
         if found is not None and maxima:
@@ -183,45 +237,100 @@ class Verifier:
             found = self._compare(mu, sizes, trial, "order" if real else mode, with_q, real)
         if found is not None:
             return _differs(found, len(plan))
+        both = degrees(self._source_degrees(exact, mode), mu, exact)
+        if both.highest >= SMALLEST.q:
+            return _refused(
+                f"its degree {both.highest} is above the order of the field, where programs that "
+                "differ can agree everywhere; cut the graph"
+            )
         limit = real_limit = Bound(None, "bound not asked for")
         if bound:
-            limit = self._bound(mu, exact, mode, with_q, trials)
+            failed = self._failed_condition(mu, exact, mode, trials) if with_q else None
+            limit = error_bound(both, failed, has.drawn)
         if bound and full and not maxima and not with_q:
-            real_limit = self._bound(mu, real_sizes(mu), mode, with_q, 1)
+            sizes = real_sizes(mu)
+            both = degrees(self._source_degrees(sizes, mode), mu, sizes)
+            real_limit = error_bound(both, None, has.drawn)
         return Verification(
             equal=True,
             trials=len(plan) + 1,
-            # lengths and tables differ from trial to trial: what shows at one draw is tried once
-            bound_log2=None if limit.log2 is None else limit.log2 * (1 if integers else trials),
+            # lengths, for instance, differ from trial to trial: what shows at one is tried once
+            bound_log2=None if limit.log2 is None else limit.log2 * (1 if has.drawn else trials),
             conditions=limit.conditions,
             extents=dict(zip(mu.inputs, exact.inputs, strict=True)),
             real_extents=full,
             real_bound_log2=real_limit.log2,
         )
 
+    def _source_degrees(self, sizes: Sizes, mode: Mode) -> Source:
+        key = sizes.inputs, mode
+        if key not in self._degrees:
+            graph = self._graphs[sizes.inputs]
+            self._degrees[key] = source_degrees(graph, sizes, mode == "shift")
+        return self._degrees[key]
+
+    def _has(self, mu: MuGraph) -> _Kinds:
+        kinds = self._kinds | {op.kind for s in mu.steps for op in s.program.ops}
+        table = [TABLE[k] for k in kinds if k in TABLE]
+        hidden = any(o.hides or (o.masks and o.fill == -inf) for o in table)
+        drawn = {
+            "lengths, tables and labels": any(n.dtype.integer for n in self.graph.nodes),
+            "conditions": hidden and any(o.chooses for o in table),
+        }
+        return _Kinds("max" in kinds, "exp" in kinds, tuple(k for k, v in drawn.items() if v))
+
+    def _field(self, trial: int, attempt: int) -> Primes:
+        """The primes of a trial, the next ones each time that it is drawn again."""
+        number = trial % FIELDS + FIELDS * attempt
+        while len(self._primes) <= number:
+            seed = (self.seed & 0xFFFFFFFF, len(self._primes))
+            self._primes.append(draw_primes(seed, numbers(self.graph)))
+        return self._primes[number]
+
+    def _tells_apart(self, primes: Primes, mu: MuGraph) -> bool:
+        """Whether different numbers in the two programs are different in a field."""
+        found = {
+            op.attributes["value"]
+            for s in mu.steps
+            for op in s.program.ops
+            if op.kind == "constant"
+        }
+        key = primes, frozenset(found)
+        if key not in self._apart:
+            self._apart[key] = primes.tells_apart(found | numbers(self.graph))
+        return self._apart[key]
+
     def _compare(
         self, mu: MuGraph, sizes: Sizes, trial: int, mode: Mode, with_q: bool, real: bool = False
     ) -> Counterexample | None:
         """One trial. Raises DivisionByZero when no draw avoids it."""
+        alone = 0  # draws that are no fault of the kernel graph
         for attempt in range(DRAWS):
+            last = attempt == DRAWS - 1
             try:
-                return self._compare_draw(mu, sizes, (trial, attempt), mode, with_q, real)
+                known = self._source(sizes, (trial, attempt), mode, with_q, keep=not real)
+                if not self._tells_apart(known.primes, mu):
+                    raise DivisionByZero("numbers that differ are equal in the field")
+            except Unbounded:  # less hidden elements would only conceal it
+                raise
             except DivisionByZero:
-                if attempt == DRAWS - 1:
+                if last:
+                    raise
+                continue
+            try:
+                return self._compare_draw(mu, sizes, known, mode, real)
+            except DivisionByZero as error:
+                alone += 1
+                decided = isinstance(error, Unbounded) or alone > 1  # twice is no accident
+                if last or (decided and not _padded(sizes)):
                     raise
         return None
 
     def _compare_draw(
-        self,
-        mu: MuGraph,
-        sizes: Sizes,
-        number: tuple[int, int],
-        mode: Mode,
-        with_q: bool,
-        real: bool,
+        self, mu: MuGraph, sizes: Sizes, known: _Trial, mode: Mode, real: bool
     ) -> Counterexample | None:
-        known = self._source(sizes, number, mode, with_q, keep=not real)
-        a = _domain(known.seed, known.shift_seed + 1, mode)
+        a = known.domain(mode, 1)
+        a.records = not real
         tensors: dict[str, Any] = dict(zip(mu.inputs, known.inputs, strict=True))
         found = evaluate_mugraph(a, mu, sizes, tensors, CHUNK_ELEMENTS if real else None)
         shapes = dict(zip(mu.inputs, sizes.inputs, strict=True))
@@ -229,7 +338,9 @@ class Verifier:
             bad = _first_difference(name, want, found[name], sizes.tensors[name], shapes)
             if bad is not None:
                 return bad
-        return None
+        if real or _padded(sizes) or known.undefined.same(a.undefined()):
+            return None
+        return Counterexample("", (), 0, 0, shapes)
 
     def _source(
         self, sizes: Sizes, number: tuple[int, int], mode: Mode, with_q: bool, keep: bool
@@ -237,30 +348,38 @@ class Verifier:
         key = (sizes.inputs, number, mode, with_q)
         if key in self._known:
             self._known.move_to_end(key)
-            return self._known[key]
+            known = self._known[key]
+            if isinstance(known, DivisionByZero):
+                raise known
+            return known
         seeds = [self.seed & 0xFFFFFFFF, *number]
         if sizes.inputs not in self._graphs:
             self._graphs[sizes.inputs] = resized_graph(self.graph, sizes.inputs)
-        graph = self._graphs[sizes.inputs]
+        graph, primes = self._graphs[sizes.inputs], self._field(*number)
         inputs = tuple(
             draw_integers(graph, i, s, [*seeds, k])
             if graph.nodes[i].dtype.integer
-            else draw(s, [*seeds, k], with_q)
+            else draw(s, [*seeds, k], with_q, primes)
             for k, (i, s) in enumerate(zip(graph.inputs, sizes.inputs, strict=True))
         )
         seed = hash((*seeds, 1)) & 0x7FFFFFFF
-        a = _domain(seed, seed, mode)
-        outputs = tuple(evaluate_graph(graph, a, list(inputs)))
-        trial = _Trial(seed, seed, inputs, outputs)
+        trial = _Trial(seed, primes, _failing(*number), inputs)
+        a = trial.domain(mode, 0)
+        a.strict, a.records = True, keep
+        try:
+            outputs = tuple(evaluate_graph(graph, a, list(inputs)))
+        except DivisionByZero as error:
+            self._keep(key, error.with_traceback(None))
+            raise
+        trial = replace(trial, outputs=outputs, undefined=a.undefined())
         if keep:
-            self._known[key] = trial
-            if len(self._known) > KEPT:
-                self._known.popitem(last=False)
+            self._keep(key, trial)
         return trial
 
-    def _bound(self, mu: MuGraph, sizes: Sizes, mode: Mode, with_q: bool, trials: int) -> Bound:
-        failed = self._failed_condition(mu, sizes, mode, trials) if with_q else None
-        return error_bound(self._graphs[sizes.inputs], mu, sizes, mode == "shift", failed)
+    def _keep(self, key: Any, known: _Trial | DivisionByZero) -> None:
+        self._known[key] = known
+        if len(self._known) > KEPT:
+            self._known.popitem(last=False)
 
     def _failed_condition(self, mu: MuGraph, sizes: Sizes, mode: Mode, trials: int) -> str | None:
         """Which condition of `cutesuper.verify.exponents` does not hold, if any."""
@@ -278,7 +397,7 @@ class Verifier:
             known = self._source(sizes, (0, 0), mode, True, keep=True)
             affine = affine_inputs(graph, sizes)
             self._uniform_at[sizes.inputs] = jointly_uniform(
-                graph, known.inputs, affine, known.seed
+                graph, known.inputs, affine, known.recording
             )
         return self._uniform_at[sizes.inputs]
 
@@ -289,12 +408,12 @@ class Verifier:
         return arguments_match(
             lambda a: evaluate_graph(self._graphs[sizes.inputs], a, list(known.inputs)),
             lambda a: evaluate_mugraph(a, mu, sizes, tensors),
-            known.seed,
+            known.recording,
         )
 
 
 def verify(
-    graph: KernelGraph, mu: MuGraph, *, trials: int = 3, seed: int = 0, full: bool = False
+    graph: KernelGraph, mu: MuGraph, *, trials: int = 3, seed: int | None = None, full: bool = False
 ) -> Verification:
     """Check one muGraph against a kernel graph; see `Verifier.check`.
 
@@ -302,7 +421,7 @@ def verify(
         graph: what to compute.
         mu: how; an illegal muGraph is not equal to anything.
         trials: at small extents, besides one with tails.
-        seed: chooses the inputs.
+        seed: chooses the primes and the inputs; None: see `Verifier`.
         full: also one trial at the real extents (1 s for a 50 MB weight).
 
     Raises:
@@ -346,12 +465,22 @@ def check_interface(graph: KernelGraph, mu: MuGraph) -> None:
                 )
 
 
-def _domain(seed: int, shift_seed: int, mode: Mode) -> FieldDomain:
-    return FieldDomain(seed, _shifts(shift_seed, mode))
+def numbers(graph: KernelGraph) -> set[float]:
+    """The constants of a kernel graph."""
+    return {n.attributes["value"] for n in graph.nodes if n.operator == "constant"}
 
 
-def _shifts(seed: int, mode: Mode) -> np.random.Generator | None:
-    return np.random.default_rng([7, seed]) if mode == "shift" else None
+def _failing(trial: int, attempt: int) -> float:
+    """The share of conditions that do not hold in a draw.
+
+    Every third trial hides nearly everything at first, so that rows are hidden as a whole; where
+    such a row has no value the next draws hide less and less.
+    """
+    return 31 / 32 if trial % 3 == 1 and not attempt else 0.25 ** (attempt + 1)
+
+
+def _padded(sizes: Sizes) -> bool:
+    return any(p.ragged(d) for p in sizes.programs for d in p.dims)
 
 
 def _first_difference(
@@ -379,6 +508,12 @@ def _refused(reason: str) -> Verification:
 def _differs(found: Counterexample, trials: int) -> Verification:
     at = ", ".join(f"{n}{show_shape(s)}" for n, s in found.inputs.items())
     reason = f"output {found.output} differs at {list(found.index)} for inputs {at}"
+    if not found.output:
+        reason = (
+            "it divides by another number that is 0 for many inputs, or takes a function of "
+            f"another that is NaN for many (sqrt, log), for inputs {at}"
+        )
+        return replace(_refused(reason), trials=trials + 1)
     return replace(_refused(reason), trials=trials + 1, counterexample=found)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from cutesuper.ir.field import FieldValue, Q, Residues, align, inverse
+from cutesuper.ir.field import FieldValue, Primes, Residues, align, inverse
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.verify.domain import FieldDomain
 from cutesuper.verify.integers import Integers
@@ -37,8 +37,8 @@ _MAX_ARGUMENTS = 1024
 class RecordingDomain(FieldDomain):
     """A field in which maxima are zero, and which remembers the arguments of exponentials."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
+    def __init__(self, seed: int, primes: Primes, failing: float = 0.25) -> None:
+        super().__init__(seed, None, primes, failing)
         self.arguments: list[FieldValue] = []
 
     def exp(self, x: FieldValue) -> FieldValue:
@@ -68,16 +68,16 @@ class RecordingDomain(FieldDomain):
 def arguments_match(
     source: Callable[[RecordingDomain], object],
     found: Callable[[RecordingDomain], object],
-    seed: int,
+    domain: Callable[[], RecordingDomain],
 ) -> bool:
     """Condition 2 in one trial.
 
     Args:
         source: evaluates the kernel graph.
         found: evaluates the muGraph.
-        seed: of the domain.
+        domain: makes the field of that trial.
     """
-    wanted, given = RecordingDomain(seed), RecordingDomain(seed)
+    wanted, given = domain(), domain()
     source(wanted)
     found(given)
     if wanted.nested_exp or given.nested_exp:
@@ -91,7 +91,7 @@ def jointly_uniform(
     graph: KernelGraph,
     inputs: Sequence[FieldValue | Integers],
     affine: Sequence[int],
-    seed: int,
+    domain: Callable[[], RecordingDomain],
 ) -> bool:
     """Condition 1: an input among ``affine`` whose coefficient matrix has full row rank.
 
@@ -99,25 +99,24 @@ def jointly_uniform(
         graph: the expanded kernel graph at the extents of ``inputs``.
         inputs: one draw.
         affine: inputs (by position) in which all arguments of exponentials are affine.
-        seed: of the domain.
+        domain: makes the field of the inputs.
     """
-    return any(_full_rank(graph, inputs, k, seed) for k in affine)
+    return any(_full_rank(graph, inputs, k, domain()) for k in affine)
 
 
 def _full_rank(
-    graph: KernelGraph, inputs: Sequence[FieldValue | Integers], k: int, seed: int
+    graph: KernelGraph, inputs: Sequence[FieldValue | Integers], k: int, a: RecordingDomain
 ) -> bool:
     x = inputs[k]
     if isinstance(x, Integers) or x.q is None:
         return False
-    n = x.q.size
+    n, order = x.q.size, _U(a.primes.q)
     # every row of the probe adds 1 to another element; the last one adds nothing
     steps = np.vstack([np.eye(n, dtype=np.uint64), np.zeros((1, n), np.uint64)])
-    q = np.remainder(np.add(steps.reshape(n + 1, *x.q.shape), x.q), _U(Q))
+    q = np.remainder(np.add(steps.reshape(n + 1, *x.q.shape), x.q), order)
     p = np.broadcast_to(x.p, q.shape)
     probed = [*inputs]
     probed[k] = FieldValue((_PROBE, *x.dims), p, q)
-    a = RecordingDomain(seed)
     evaluate_graph(graph, a, probed)
     columns: list[Residues] = []
     for v in a.arguments:
@@ -133,13 +132,13 @@ def _full_rank(
     values = np.concatenate(columns, 1)
     if values.shape[1] > min(n, _MAX_ARGUMENTS):
         return False
-    matrix = np.remainder(np.subtract(np.add(values[:-1], _U(Q)), values[-1]), _U(Q))
-    return rank(np.ascontiguousarray(matrix.T)) == values.shape[1]
+    matrix = np.remainder(np.subtract(np.add(values[:-1], order), values[-1]), order)
+    return rank(np.ascontiguousarray(matrix.T), a.primes.q) == values.shape[1]
 
 
-def rank(matrix: Residues) -> int:
-    """Rank mod q, by elimination; the matrix is overwritten."""
-    q = _U(Q)
+def rank(matrix: Residues, prime: int) -> int:
+    """Rank modulo a prime, by elimination; the matrix is overwritten."""
+    q = _U(prime)
     found = 0
     for column in range(matrix.shape[1]):
         candidates = np.flatnonzero(matrix[found:, column])
@@ -147,7 +146,7 @@ def rank(matrix: Residues) -> int:
             continue
         pivot = found + int(candidates[0])
         matrix[[found, pivot]] = matrix[[pivot, found]]
-        row = np.remainder(matrix[found] * inverse(matrix[found, column : column + 1], Q), q)
+        row = np.remainder(matrix[found] * inverse(matrix[found, column : column + 1], prime), q)
         below = matrix[found + 1 :]
         factors = np.subtract(q, below[:, column])
         below[...] = np.remainder(np.add(below, np.multiply(factors[:, None], row)), q)

@@ -25,6 +25,8 @@ TILE = 2
 #: extent of a reduced dimension that no axis splits: with two elements, the squares of their
 #: differences from the mean are equal, and the largest is the mean (a wrong LayerNorm was accepted)
 WHOLE = 3
+#: how often extents are worked out until all masks have enough columns
+_ROUNDS = 6
 
 _Shape = tuple[int, ...]
 _Node = tuple[Any, ...]
@@ -120,14 +122,9 @@ class SizeChooser:
         classes = self._source.copy()
         _join_mugraph(classes, self.graph, mu)
         pages = _pages(classes, self.graph, mu)
-        extents, axes = _solve(classes, mu, pages)
+        extents, axes = self._extents(classes, mu, pages)
         exact = {classes.find(n) for dim, nodes in _shared(mu) for n in (dim, *nodes)}
-        tied = {classes.find(a) for a in axes} | exact
-        tied |= {classes.find(n) for dim, nodes in pages for n in (dim, *nodes)}
-        _add_pages(classes, self.graph, extents)
-        reduced = _reduced(classes, self.graph, mu) - tied
-        extents |= {c: WHOLE for c in reduced if extents.get(c) == TILE}
-        _lengthen_masked(classes, self.graph, extents, tied)
+        tied = _tied(classes, axes, exact, pages)
         if ragged:
             shown = {
                 c: n - 1 if n > TILE and c not in tied and c != classes.find(_ONE) else n
@@ -151,6 +148,39 @@ class SizeChooser:
             for k, s in enumerate(mu.steps)
         )
         return Sizes(inputs, tensors, programs)
+
+    def _extents(
+        self, classes: _Classes, mu: MuGraph, pages: list[tuple[_Node, list[_Node]]]
+    ) -> tuple[dict[_Node, int], dict[_Node, int]]:
+        """Extents of classes and parts of axes; columns under masks that are too few have others
+        grow with them, so all is worked out again. Raises GraphError."""
+        exact = {classes.find(n) for dim, nodes in _shared(mu) for n in (dim, *nodes)}
+        multiples: dict[_Node, int] = {}
+        for _ in range(_ROUNDS):
+            extents, axes = _solve(classes, mu, pages, multiples)
+            tied = _tied(classes, axes, exact, pages)
+            reduced = _reduced(classes, self.graph, mu) - tied
+            extents |= {c: WHOLE for c in reduced if extents.get(c) == TILE}
+            short = _lengthen_masked(classes, self.graph, extents, tied)
+            if not short:
+                _add_pages(classes, self.graph, extents)
+                return extents, axes
+            multiples |= short
+        raise GraphError(
+            "muGraph: no small extents have more columns than rows under a mask, so that its "
+            "alignment would not show"
+        )
+
+
+def _tied(
+    classes: _Classes,
+    axes: dict[_Node, int],
+    exact: set[_Node],
+    pages: list[tuple[_Node, list[_Node]]],
+) -> set[_Node]:
+    """Classes whose extents follow from others: parts of axes, shared dimensions, pages."""
+    tied = {classes.find(a) for a in axes} | exact
+    return tied | {classes.find(n) for dim, nodes in pages for n in (dim, *nodes)}
 
 
 def _join_node(classes: _Classes, graph: KernelGraph, i: int) -> None:
@@ -265,9 +295,15 @@ def _add_pages(classes: _Classes, graph: KernelGraph, extents: dict[_Node, int])
 
 
 def _solve(
-    classes: _Classes, mu: MuGraph, pages: list[tuple[_Node, list[_Node]]]
+    classes: _Classes,
+    mu: MuGraph,
+    pages: list[tuple[_Node, list[_Node]]],
+    multiples: dict[_Node, int],
 ) -> tuple[dict[_Node, int], dict[_Node, int]]:
-    """The extent of every class that has labels, and the parts of axes that tensors show."""
+    """The extent of every class that has labels, and the parts of axes that tensors show.
+
+    Extents of classes in ``multiples`` are multiples of the numbers there.
+    """
     shared = [*_shared(mu), *pages]
     nodes = {*classes.parent, *(n for _, parts in shared for n in parts)}
     axes = {n: PARTS[AxisKind(n[2].split(".")[-1])] for n in nodes if n[0] == "a"}
@@ -283,6 +319,8 @@ def _solve(
         for node, n in wanted:
             c = classes.find(node)
             extents[c] = 1 if c == one else lcm(extents.get(c, 1), n)
+        for c, n in multiples.items():
+            extents[c] = lcm(extents.get(c, 1), n)
         extents[one] = 1
         _multiply(classes, extents, shared)
         settled = {a: extents[classes.find(a)] for a in axes}
@@ -326,20 +364,28 @@ def _reduced(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> set[_Node]:
 
 def _lengthen_masked(
     classes: _Classes, graph: KernelGraph, extents: dict[_Node, int], tied: set[_Node]
-) -> None:
+) -> dict[_Node, int]:
     """More columns than rows under a mask where the graph has more: its alignment must show.
 
     before: 12 rows, 2 columns, one mask for both alignments; after: 12 rows, 14 columns. The tile
-    of the columns takes up the difference.
+    of the columns takes up the difference. Columns that follow from other extents, as those of
+    sequences in pages, are returned: what their extents have to be a multiple of.
     """
+    tied_columns: dict[_Node, int] = {}
     for i, node in enumerate(graph.nodes):
         if not lookup(node.operator).masks or extent(node.shape[-1]) <= extent(node.shape[-2]):
             continue
         last = len(node.shape) - 1
         rows, columns = (classes.find(("s", i, d)) for d in (last - 1, last))
         short, least = extents.get(columns, TILE), extents.get(rows, TILE)
-        if columns not in tied and short <= least:
-            extents[columns] = short * (least // short + 1)
+        if short > least:
+            continue
+        more = short * (least // short + 1)
+        if columns in tied:
+            tied_columns[columns] = more
+        else:
+            extents[columns] = more
+    return tied_columns
 
 
 def _wanted(program: BlockProgram, k: int, dim: str, axes: dict[_Node, int]) -> int:

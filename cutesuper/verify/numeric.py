@@ -8,179 +8,46 @@ FlashAttention's tests).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import floor, isfinite, log2, prod
-from string import ascii_letters
+from math import floor, isfinite, log2
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from cutesuper.errors import ShapeError
-from cutesuper.ir.block import MuGraph
+from cutesuper.ir.block import KernelStep, MuGraph
 from cutesuper.ir.check import check_mugraph
 from cutesuper.ir.dims import extent, show_shape
 from cutesuper.ir.dtypes import as_dtype
-from cutesuper.ir.evaluate import evaluate, reference
+from cutesuper.ir.evaluate import evaluate
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import Attributes, Operator
+from cutesuper.ir.unseen import guarded_mugraph
 from cutesuper.verify.equivalence import check_interface, evaluate_mugraph
 from cutesuper.verify.extents import real_sizes
 from cutesuper.verify.integers import Integers, draw_integers
-from cutesuper.verify.tiles import CHUNK_ELEMENTS, Mapped, Window
-
-
-@dataclass(frozen=True, eq=False)
-class TorchValue:
-    """A tensor with named dimensions."""
-
-    dims: tuple[str, ...]
-    data: torch.Tensor
-
-
-class TorchDomain:
-    """PyTorch as the algebra of `cutesuper.verify.tiles.BlockRun`."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.empty_rows = False  # a mask may have hidden rows as a whole
-
-    def elementwise(self, kind: str, args: list[TorchValue], attributes: Attributes) -> TorchValue:
-        """The reference of the operator, operands aligned by name."""
-        if kind == "constant":
-            return self.constant(attributes["value"])
-        dims = tuple(dict.fromkeys(d for x in args for d in x.dims))
-        data = [_align(x, dims) for x in args]
-        # -inf - -inf = -inf, see `cutesuper.ir.field`
-        return TorchValue(dims, reference(kind, data, attributes, True, self.empty_rows))
-
-    def add(self, x: TorchValue, y: TorchValue) -> TorchValue:
-        """Sum of two values of the same dimensions."""
-        return TorchValue(x.dims, x.data + _align(y, x.dims))
-
-    def larger(self, x: TorchValue, y: TorchValue) -> TorchValue:
-        """Maximum of two values of the same dimensions."""
-        return TorchValue(x.dims, torch.maximum(x.data, _align(y, x.dims)))
-
-    def div(self, x: TorchValue, y: TorchValue) -> TorchValue:
-        """Quotient by a constant."""
-        return TorchValue(x.dims, x.data / y.data)
-
-    def constant(self, value: float) -> TorchValue:
-        """A scalar."""
-        return TorchValue((), torch.tensor(value, dtype=self.dtype))
-
-    def sum(self, x: TorchValue, dims: Iterable[str], extents: Mapping[str, int]) -> TorchValue:
-        """Sum; a dimension that x lacks multiplies by its extent."""
-        over = tuple(dims)
-        factor = prod(extents[d] for d in over if d not in x.dims)
-        axes = [x.dims.index(d) for d in over if d in x.dims]
-        total = x.data.sum(axes) if axes else x.data
-        kept = tuple(d for d in x.dims if d not in over)
-        return TorchValue(kept, total if factor == 1 else total * factor)
-
-    def max(self, x: TorchValue, dims: Iterable[str], valid: Any = None) -> TorchValue:
-        """Maximum over the elements that exist."""
-        if valid is not None:
-            x = self._where(x, valid, -torch.inf)
-        over = [d for d in dims if d in x.dims]
-        kept = tuple(d for d in x.dims if d not in over)
-        axes = [x.dims.index(d) for d in over]
-        return TorchValue(kept, x.data.amax(axes) if axes else x.data)
-
-    def matmul(self, x: TorchValue, y: TorchValue, over: Iterable[str]) -> TorchValue:
-        """Contraction by name."""
-        names = dict.fromkeys((*x.dims, *y.dims))
-        letter = dict(zip(names, ascii_letters, strict=False))
-        dims = tuple(d for d in names if d not in set(over))
-        left, right, out = ("".join(letter[d] for d in v) for v in (x.dims, y.dims, dims))
-        return TorchValue(dims, torch.einsum(f"{left},{right}->{out}", x.data, y.data))
-
-    def masked(self, x: TorchValue, valid: Any) -> TorchValue:
-        """Zero where an element does not exist."""
-        return self._where(x, valid, 0.0)
-
-    def mask(
-        self, x: TorchValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator
-    ) -> TorchValue:
-        """What a masking operator makes of x, where ``keep`` has the dimensions ``names``."""
-        self.empty_rows |= operator.empties
-        return self._where(x, (names, keep), operator.fill)
-
-    def literal(self, names: tuple[str, ...], numbers: NDArray[np.float64]) -> TorchValue:
-        """Plain numbers."""
-        return TorchValue(names, torch.from_numpy(numbers).to(self.dtype))
-
-    def without_q(self, x: TorchValue) -> TorchValue:
-        """There is only one kind of number here."""
-        return x
-
-    def gather(
-        self, x: TorchValue, table: NDArray[np.int64], shape: tuple[int, ...]
-    ) -> TorchValue:
-        """Pages of x in the order of a table, as a tensor of this shape."""
-        pages = x.data[torch.from_numpy(table).to(x.data.device)]
-        return TorchValue(tuple(map(str, range(len(shape)))), pages.reshape(shape))
-
-    def load(self, x: TorchValue, mapped: Sequence[Mapped], window: Window) -> TorchValue:
-        """Tiles of a tensor, zero past its end."""
-        names = tuple(p for m in mapped for p in m.parts)
-        data = x.data.reshape([m.extent for m in mapped])
-        beyond = [prod(m.extents) - m.extent for m in mapped]
-        if any(beyond):
-            data = torch.nn.functional.pad(data, [n for b in reversed(beyond) for n in (0, b)])
-        data = data.reshape([n for m in mapped for n in m.extents])
-        return TorchValue(names, data[_place(names, window)])
-
-    def store(
-        self, x: TorchValue, mapped: Sequence[Mapped], window: Window, into: TorchValue | None
-    ) -> TorchValue:
-        """Put tiles where they belong."""
-        names = tuple(p for m in mapped for p in m.parts)
-        if not window:
-            return TorchValue(names, _align(x, names))
-        if into is None:
-            covered = [n for m in mapped for n in m.extents]
-            into = TorchValue(names, torch.zeros(covered, dtype=self.dtype, device=x.data.device))
-        into.data[_place(names, window)] = _align(x, names)
-        return into
-
-    def finish(self, x: TorchValue, mapped: Sequence[Mapped]) -> TorchValue:
-        """The tensor behind stored tiles, without the padding."""
-        data = x.data.reshape([prod(m.extents) for m in mapped])
-        dims = tuple(str(i) for i in range(len(mapped)))
-        return TorchValue(dims, data[tuple(slice(m.extent) for m in mapped)])
-
-    def _where(
-        self, x: TorchValue, valid: tuple[tuple[str, ...], NDArray[np.bool_]], other: float
-    ) -> TorchValue:
-        exists = torch.from_numpy(np.array(valid[1])).to(x.data.device)
-        keep = _align(TorchValue(valid[0], exists), x.dims)
-        return TorchValue(x.dims, torch.where(keep, x.data, other))
-
-
-def _place(names: tuple[str, ...], window: Window) -> tuple[slice, ...]:
-    return tuple(slice(*window[n]) if n in window else slice(None) for n in names)
-
-
-def _align(x: TorchValue, dims: tuple[str, ...]) -> torch.Tensor:
-    if x.dims == dims:
-        return x.data
-    data = x.data.permute([x.dims.index(d) for d in dims if d in x.dims])
-    return data[tuple(slice(None) if d in x.dims else None for d in dims)]
+from cutesuper.verify.rounding import RoundingRun, product_type
+from cutesuper.verify.tiles import CHUNK_ELEMENTS
+from cutesuper.verify.torchdomain import TorchDomain, TorchValue
 
 
 def execute(
-    mu: MuGraph, inputs: Sequence[torch.Tensor], dtype: torch.dtype = torch.float64
+    mu: MuGraph,
+    inputs: Sequence[torch.Tensor],
+    dtype: torch.dtype = torch.float64,
+    rounded: bool = False,
 ) -> list[torch.Tensor]:
-    """Run the block programs of a muGraph with PyTorch, tile by tile.
+    """Run the block programs of a muGraph with PyTorch, tile by tile, with the guards for hidden
+    rows that its kernels have.
 
     Args:
         mu: a legal muGraph.
         inputs: one tensor for each input, of its shape (symbolic extents: of their hint).
         dtype: all arithmetic is done in it.
+        rounded: round what kernels round, where they do: operands of matrix products to the type in
+            which products take them, and what is stored to the type of its tensor. Rows that a
+            kernel shifts next to zero (`cutesuper.skeletons.matmul.shift`) are not shifted here.
 
     Returns:
         The outputs in ``dtype``.
@@ -200,8 +67,37 @@ def execute(
                 f"execute: input {name} has shape {list(x.shape)}, expected {list(shape)}"
             )
         tensors[name] = _numbers(x, mu.tensors[name].dtype.integer, dtype)
-    found = evaluate_mugraph(TorchDomain(dtype), mu, real_sizes(mu), tensors, CHUNK_ELEMENTS)
+    mu = guarded_mugraph(mu)
+    if rounded:
+        found = _rounded(mu, tensors, dtype)
+    else:
+        found = evaluate_mugraph(TorchDomain(dtype), mu, real_sizes(mu), tensors, CHUNK_ELEMENTS)
     return [found[name].data for name in mu.outputs]
+
+
+def _rounded(mu: MuGraph, tensors: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """All tensors, where kernels round."""
+
+    def stored(name: str, x: Any) -> Any:
+        kind = mu.tensors[name].dtype
+        return x if kind.integer else _in_type(x, kind.torch)
+
+    domain, known = TorchDomain(dtype), {n: stored(n, x) for n, x in tensors.items()}
+    for step, program in zip(mu.steps, real_sizes(mu).programs, strict=True):
+        visit = _multiplied(step, mu)
+        run = RoundingRun(domain, program, known, visit, CHUNK_ELEMENTS)
+        known |= {n: stored(n, x) for n, x in run.run().items()}
+    return known
+
+
+def _multiplied(step: KernelStep, mu: MuGraph) -> Callable[[int, TorchValue], TorchValue]:
+    kind = product_type(step, mu).torch
+    return lambda _, x: _in_type(x, kind)
+
+
+def _in_type(x: TorchValue, kind: torch.dtype) -> TorchValue:
+    """The numbers that an element type has, in the type of the arithmetic."""
+    return TorchValue(x.dims, x.data.to(kind).to(x.data.dtype))
 
 
 def _numbers(x: torch.Tensor, integers: bool, dtype: torch.dtype) -> TorchValue | Integers:

@@ -171,23 +171,48 @@ class BlockRun:
     # the walk ------------------------------------------------------------------------------
 
     def _value(self, i: int, window: Window) -> Any:
-        here = {n: window[n] for n in self._cut[i]} if window else window
-        known = self._memo.get(i)
-        if known is not None and known[0] == here:
-            return known[1]
+        """The value of an operation: first those of its operands, without recursion."""
+        stack = [i]
+        while stack:
+            j = stack[-1]
+            here = self._here(j, window)
+            waiting = [] if self._is_known(j, here) else self._waiting(j, window)
+            if waiting:
+                stack += reversed(waiting)
+                continue
+            if not self._is_known(j, here):
+                self._evaluate(j, window, here)
+            stack.pop()
+        return self._memo[i][1]
+
+    def _here(self, i: int, window: Window) -> Window:
+        return {n: window[n] for n in self._cut[i]} if window else window
+
+    def _is_known(self, i: int, here: Window) -> bool:
+        return i in self._memo and self._memo[i][0] == here
+
+    def _walked(self, i: int) -> bool:
+        """Whether an operation walks chunks of an axis, and asks for its operands in each."""
         op = self.program.ops[i]
-        axis = op.attributes.get("axis")
-        if op.kind in _WALKED and axis in self._step:
-            return self._accumulate(i, axis, here)
-        args = [self._value(j, window) for j in op.inputs]
+        return op.kind in _WALKED and op.attributes.get("axis") in self._step
+
+    def _waiting(self, i: int, window: Window) -> list[int]:
+        """The operands that have to be computed before."""
+        inputs = () if self._walked(i) else self.program.ops[i].inputs
+        return [j for j in inputs if not self._is_known(j, self._here(j, window))]
+
+    def _evaluate(self, i: int, window: Window, here: Window) -> None:
+        op = self.program.ops[i]
+        if self._walked(i):
+            self._accumulate(i, op.attributes["axis"], here)
+            return
+        args = [self._memo[j][1] for j in op.inputs]
         if i not in self.q_wanted and op.kind != "exp" and not op.rescaled:
             args = [without_q(self.a, v) for v in args]
         value = self._apply(op, args, here)
-        value = value if i in self.q_wanted else without_q(self.a, value)
-        self._memo[i] = (here, value)
-        return value
+        self._memo[i] = (here, value if i in self.q_wanted else without_q(self.a, value))
 
-    def _accumulate(self, i: int, axis: str, here: Window) -> Any:
+    def _accumulate(self, i: int, axis: str, here: Window) -> None:
         """Walk the chunks of an axis once for all accumulators that end it in this walk."""
         ops, group = self.program.ops, self._walks[i]
         total: dict[int, Any] = {}
@@ -198,7 +223,6 @@ class BlockRun:
                 total[j] = combine(total[j], part) if j in total else part
         for j in group:
             self._memo[j] = (here, total[j] if j in self.q_wanted else self.a.without_q(total[j]))
-        return self._memo[i][1]
 
     def _apply(self, op: BlockOp, args: list[Any], window: Window) -> Any:
         if op.kind == LOAD:
@@ -213,7 +237,17 @@ class BlockRun:
         if operator.integers:
             [x] = args
             return self.a.literal(x.dims, operator.numbers(x.data, op.attributes))
+        if op.kind == "div" and self.a.empty_rows:
+            args = [self._without_padding(args[0], window), args[1]]
         return self.a.elementwise(op.kind, args, dict(op.attributes))
+
+    def _without_padding(self, x: Any, window: Window) -> Any:
+        """x, 0 where elements do not exist: the sum of a row that sees nothing is 0, and 0 / 0 is
+        0, but what lies past the end of that row may be anything."""
+        for names, exists in self.layout.valid.values():
+            if set(names) <= set(x.dims):
+                x = self.a.masked(x, (names, _cut_window(names, exists, window)))
+        return x
 
     def _load(self, op: BlockOp, window: Window) -> Any:
         name, table = _tensor(op), op.attributes.get("table")

@@ -75,7 +75,19 @@ class Operator:
     #: of masking operators with fill 0: what stays of a row is the column that the integer operand
     #: names, so that the sum of the row is one element
     one_column: ClassVar[bool] = False
+    #: one operand is a condition that says which elements of another stay
+    chooses: ClassVar[bool] = False
+    #: makes -inf of elements by a condition (masks do it by position)
+    hides: ClassVar[bool] = False
+    #: results are above 0 whatever the arguments are, but for arguments where it has none
+    above_zero: ClassVar[bool] = False
+    #: 0 for many arguments
+    flat: ClassVar[bool] = False
+    #: NaN for many arguments
+    partial: ClassVar[bool] = False
     composite: ClassVar[bool] = False
+    #: of composite operators: what they make of a row of -inf that is hidden, if it is one number
+    of_hidden: ClassVar[float | None] = None
     #: puts tensors together or takes one apart; `cutesuper.ir.remove_concat` removes it
     cuts: ClassVar[bool] = False
     #: all operands have one element type: products, and what puts tensors together
@@ -93,6 +105,10 @@ class Operator:
         """Shape of the result. Raises ShapeError."""
         raise NotImplementedError
 
+    def dtype(self, attributes: Attributes) -> DType | None:
+        """Element type of the result, where the operands have no say in it."""
+        return None
+
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         """The result on torch tensors, in their element type."""
         raise NotImplementedError
@@ -104,6 +120,25 @@ class Operator:
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
         """One element of the result, from elements of the arguments."""
         raise NotImplementedError
+
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Which results are -inf (element-wise operators whose `symbolic` is opaque).
+
+        Called where an operand may be -inf, and always for operators that hide.
+
+        Args:
+            a: the field, with ``gone(x)`` (1 where x is -inf, 0 elsewhere) and ``fails(x)`` (1
+                where the condition x does not hold).
+            args: values of the operands.
+            attributes: of the operator.
+
+        Returns:
+            A value that is 0 where results are numbers; None where all are.
+
+        Raises:
+            Unbounded: the function has no value there.
+        """
+        return None
 
     def visible(
         self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,
@@ -147,8 +182,7 @@ class Operator:
 
     @property
     def empties(self) -> bool:
-        """Whether it may hide rows as a whole: then their sums of exponentials are 0, and 0 / 0 is
-        0 (``docs/verification.md``, "Masks")."""
+        """Whether it may hide rows as a whole: see `cutesuper.ir.unseen`."""
         return self.masks and self.fill == -inf and bool(self.integers)
 
     def numbers(self, integers: NDArray[np.int64], attributes: Attributes) -> NDArray[np.float64]:
@@ -208,6 +242,32 @@ class Operator:
         return full
 
 
+class Items(tuple[tuple[str, Any], ...]):
+    """Attributes as sorted items, for comparing: equal where they are written alike.
+
+    To Python 0.0 equals -0.0, and 1 equals True; the programs of one are not those of the other.
+    """
+
+    _text: str
+
+    def __new__(cls, attributes: Attributes) -> Items:
+        made = super().__new__(cls, sorted(attributes.items()))
+        made._text = tuple.__repr__(made)
+        return made
+
+    def __getnewargs__(self) -> tuple[Attributes]:
+        return (dict(self),)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Items) and self._text == other._text
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+
 def show_call(name: str, shapes: list[Shape]) -> str:
     """``matmul([16, 4096], [4096, 6144])``: how a call is quoted in messages."""
     return f"{name}({', '.join(show_shape(s) for s in shapes)})"
@@ -220,7 +280,26 @@ def torch_module() -> Any:
     return torch
 
 
-TABLE: dict[str, Operator] = {}
+class _Table(dict[str, "Operator"]):
+    """Operators by name.
+
+    Attributes:
+        changes: how often a name got another operator, or lost the one it had. What was made of
+            operators compares it, to find out that it has to look again.
+    """
+
+    changes = 0
+
+    def __setitem__(self, name: str, new: Operator) -> None:
+        self.changes += name in self and self[name] is not new
+        super().__setitem__(name, new)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self.changes += 1
+
+
+TABLE = _Table()
 _Class = TypeVar("_Class", bound=Operator)
 
 

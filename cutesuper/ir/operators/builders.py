@@ -170,6 +170,15 @@ class NamedOperators:
         """``a`` limited to [min, max]."""
         return self.apply("clamp", a, min=min, max=max)
 
+    def convert(self, a: Tensor, dtype: Any) -> Tensor:
+        """``a`` as another element type (fp16, bf16 or fp32), in which it is stored where it is.
+
+        Products take operands of one type, and their kernels 16-bit ones: this is how a float32
+        tensor becomes such an operand. Everything is computed in fp32, so nothing is rounded
+        that stays inside of a kernel.
+        """
+        return self.apply("convert", a, dtype=dtype)
+
     def sum(self, a: Tensor, dim: int) -> Tensor:
         """Sum over ``dim``, which stays with extent 1."""
         return self.apply("sum", a, dim=dim)

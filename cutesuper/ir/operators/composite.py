@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutesuper.errors import OperatorError, ShapeError
@@ -152,24 +153,24 @@ class LayerNorm(Operator):
 
 @operator
 class Softmax(Operator):
-    """exp(x - max x) / sum exp(x - max x) along ``dim``; 0 where all of x is -inf.
+    """exp(x - max x) / sum exp(x - max x) along ``dim``.
 
-    PyTorch gives NaN there, except in attention; kernels follow attention.
+    A row that the graph hides as a whole is 0, as in attention (PyTorch's softmax gives NaN); one
+    that is -inf because an input is, is NaN.
     """
 
     name = "softmax"
     arity = 1
     attributes: ClassVar[Attributes] = {"dim": -1}
     composite = True
+    of_hidden = 0.0
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         attributes["dim"] = normal_dim(self.name, shapes[0], attributes["dim"])
         return shapes[0]
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        dim = attributes["dim"]
-        hidden = (args[0] == -float("inf")).all(dim, keepdim=True)
-        return args[0].softmax(dim).masked_fill(hidden, 0.0)
+        return args[0].softmax(attributes["dim"])
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
         dim = attributes["dim"]
@@ -189,12 +190,15 @@ class Softmax(Operator):
 
 @operator
 class LogSumExp(Operator):
-    """log(sum exp x) along ``dim``, which stays with extent 1: max x + log(sum exp(x - max x))."""
+    """log(sum exp x) along ``dim``, which stays with extent 1: max x + log(sum exp(x - max x)).
+
+    -inf where all of x is."""
 
     name = "logsumexp"
     arity = 1
     attributes: ClassVar[Attributes] = {"dim": -1}
     composite = True
+    of_hidden = -inf
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         dim = attributes["dim"] = normal_dim(self.name, shapes[0], attributes["dim"])
@@ -223,12 +227,16 @@ class LogSumExp(Operator):
 
 @operator
 class LogSoftmax(Operator):
-    """x - logsumexp x along ``dim``."""
+    """x - logsumexp x along ``dim``.
+
+    A row that the graph hides as a whole is -inf, the logarithm of its softmax (PyTorch gives NaN).
+    """
 
     name = "log_softmax"
     arity = 1
     attributes: ClassVar[Attributes] = {"dim": -1}
     composite = True
+    of_hidden = -inf
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         attributes["dim"] = normal_dim(self.name, shapes[0], attributes["dim"])

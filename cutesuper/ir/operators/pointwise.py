@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from math import inf, pi, sqrt
+from math import inf, isnan, nan, pi, sqrt
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cutesuper.errors import OperatorError
+from cutesuper.errors import DTypeError, OperatorError
+from cutesuper.ir.dtypes import ALL, DType, as_dtype
+from cutesuper.ir.field import Unbounded
 from cutesuper.ir.operators.base import Attributes, Elementwise, opaque, operator, torch_module
 
 if TYPE_CHECKING:
@@ -15,6 +17,20 @@ if TYPE_CHECKING:
 
 class _Unary(Elementwise):
     arity = 1
+    #: the value at -inf; NaN where there is none, or where it is +inf
+    at_hidden: ClassVar[float] = nan
+
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Where the operand is, if the function leaves -inf what it is."""
+        [x] = args
+        value = self.limit(attributes)
+        if isnan(value) and x.gone().any():
+            raise Unbounded(f"a masked element (-inf) is the argument of {self.name}")
+        return a.gone(x) if value == -inf else None
+
+    def limit(self, attributes: Attributes) -> float:
+        """The value at -inf, for these attributes."""
+        return self.at_hidden
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
         """Uninterpreted unless a subclass knows better."""
@@ -36,6 +52,8 @@ class Exp(_Named):
     """e^x."""
 
     name = "exp"
+    at_hidden = 0.0
+    above_zero = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -51,6 +69,7 @@ class Log(_Named):
     """Natural logarithm. Opaque: a verified program has the same arguments, not e^log(x) = x."""
 
     name = "log"
+    partial = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -63,6 +82,8 @@ class Sqrt(_Named):
     """Square root."""
 
     name = "sqrt"
+    partial = True
+    above_zero = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -75,6 +96,8 @@ class Rsqrt(_Named):
     """1 / sqrt(x): defined through `Sqrt` so that dividing by a root and this are one thing."""
 
     name = "rsqrt"
+    partial = True
+    above_zero = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -90,6 +113,7 @@ class Square(_Unary):
     """x x."""
 
     name = "square"
+    above_zero = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0] * args[0]
@@ -154,6 +178,8 @@ class Relu(_Unary):
     """max(x, 0)."""
 
     name = "relu"
+    flat = True
+    at_hidden = 0.0
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return torch_module().relu(args[0])
@@ -173,6 +199,8 @@ class Sigmoid(_Unary):
     """1 / (1 + e^-x)."""
 
     name = "sigmoid"
+    at_hidden = 0.0
+    above_zero = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return torch_module().sigmoid(args[0])
@@ -191,6 +219,7 @@ class Tanh(_Unary):
     """Hyperbolic tangent."""
 
     name = "tanh"
+    at_hidden = -1.0
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return torch_module().tanh(args[0])
@@ -209,6 +238,7 @@ class Erf(_Named):
     """The error function."""
 
     name = "erf"
+    at_hidden = -1.0
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -222,6 +252,7 @@ class Log1p(_Named):
     """log(1 + x), where nothing is lost next to x = 0."""
 
     name = "log1p"
+    partial = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -234,6 +265,7 @@ class Expm1(_Named):
     """e^x - 1, where nothing is lost next to x = 0."""
 
     name = "expm1"
+    at_hidden = -1.0
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -270,6 +302,7 @@ class Asin(_Named):
     """Inverse sine."""
 
     name = "asin"
+    partial = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -282,6 +315,7 @@ class Acos(_Named):
     """Inverse cosine."""
 
     name = "acos"
+    partial = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -294,6 +328,7 @@ class Atan(_Named):
     """Inverse tangent."""
 
     name = "atan"
+    at_hidden = -pi / 2
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -306,6 +341,7 @@ class Sinh(_Named):
     """Hyperbolic sine."""
 
     name = "sinh"
+    at_hidden = -inf
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -318,6 +354,7 @@ class Cosh(_Named):
     """Hyperbolic cosine."""
 
     name = "cosh"
+    above_zero = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -330,6 +367,7 @@ class Asinh(_Named):
     """Inverse hyperbolic sine."""
 
     name = "asinh"
+    at_hidden = -inf
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -342,6 +380,7 @@ class Acosh(_Named):
     """Inverse hyperbolic cosine."""
 
     name = "acosh"
+    partial = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -354,6 +393,7 @@ class Atanh(_Named):
     """Inverse hyperbolic tangent."""
 
     name = "atanh"
+    partial = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -366,6 +406,8 @@ class Erfc(_Named):
     """1 - erf(x), where nothing is lost next to a result of 0."""
 
     name = "erfc"
+    at_hidden = 2.0
+    above_zero = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -388,6 +430,8 @@ class Step(_Flat):
     """1 where x > 0, 0 elsewhere (NaN too): the derivative of relu, and comparisons."""
 
     name = "step"
+    flat = True
+    at_hidden = 0.0
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return (args[0] > 0).to(args[0].dtype)
@@ -401,6 +445,8 @@ class Floor(_Flat, _Named):
     """The largest integer that is at most x."""
 
     name = "floor"
+    flat = True
+    at_hidden = -inf
 
 
 @operator
@@ -408,6 +454,40 @@ class Round(_Flat, _Named):
     """The nearest integer, the even one of two."""
 
     name = "round"
+    flat = True
+    at_hidden = -inf
+
+
+@operator
+class Convert(_Unary):
+    """x, stored as another element type where it is stored: everything is computed in float32."""
+
+    name = "convert"
+    attributes: ClassVar[Attributes] = {"dtype": ...}
+
+    def dtype(self, attributes: Attributes) -> DType:
+        return ALL[attributes["dtype"]]
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0]
+
+    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        return args[0]
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> tuple[Tensor]:
+        return (dy,)
+
+    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
+        return args[0]
+
+    def check_attributes(self, given: Attributes) -> Attributes:
+        dtype = as_dtype(super().check_attributes(given)["dtype"])
+        if dtype.integer:
+            raise DTypeError(f"convert(dtype={dtype}): nothing is computed in integers; use one of "
+                             f"{', '.join(ALL)}")
+        return {"dtype": dtype.name}
 
 
 @operator
@@ -415,7 +495,11 @@ class Clamp(_Unary):
     """x limited to [min, max]."""
 
     name = "clamp"
+    flat = True
     attributes: ClassVar[Attributes] = {"min": ..., "max": ...}
+
+    def limit(self, attributes: Attributes) -> float:
+        return attributes["min"]
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0].clamp(attributes["min"], attributes["max"])

@@ -108,9 +108,19 @@ class Matmul(Operator):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> Cotangents:
-        a, b = args
-        dy = g.full(dy, y)
-        return g.matmul(dy, g.transpose(b)), g.matmul(g.transpose(a), dy)
+        """Of a product that was summed, dy has one value for a row, or a column: what it meets is
+        summed, and nothing is multiplied that often.
+
+        before: dy ``[M, 1]`` repeated to ``[M, N]``, ``dy @ B^T``; after: ``dy * sum(B^T)``.
+        """
+        if dy.shape[:-2] != y.shape[:-2]:
+            dy = g.full(dy, y)
+        columns = g.transpose(args[1])
+        same = dy.shape[-1] != y.shape[-1]
+        first = g.mul(dy, g.sum(columns, -2)) if same else g.matmul(dy, columns)
+        rows = g.transpose(args[0])
+        same = dy.shape[-2] != y.shape[-2]
+        return first, g.mul(g.sum(rows, -1), dy) if same else g.matmul(rows, dy)
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 2.0 * size(result) * size((shapes[0][-1],))

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from cutesuper.ir.derivation import Derivation
     from cutesuper.ir.graph import Tensor
 
+_PLACES = ("first", "second")
+
 
 class _OfTwo(Elementwise):
     """A function of two numbers without algebra: as a product it could be computed as one."""
@@ -22,9 +24,10 @@ class _OfTwo(Elementwise):
     arity = 2
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """Of h(x) + y, which tells pairs apart: h is a function that nothing else in a program has,
-        so that no other y makes up for another x."""
-        return a.opaque(self.name, a.add(a.opaque("first of two", args[0]), args[1]))
+        """Of g(x) + h(y), which tells pairs apart: g and h are functions that nothing else in a
+        program has, so that no other y makes up for another x, and -inf is a number like others."""
+        first, second = (a.opaque(f"{k} of two", x) for k, x in zip(_PLACES, args, strict=True))
+        return a.opaque(self.name, a.add(first, second))
 
 
 @operator
@@ -32,6 +35,7 @@ class AtLeast(_OfTwo):
     """1 where x >= y, 0 elsewhere (NaN too)."""
 
     name = "at_least"
+    flat = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         keep = args[0] >= args[1]
@@ -51,6 +55,7 @@ class Maximum(_OfTwo):
     """The larger of x and y, NaN if either is."""
 
     name = "maximum"
+    flat = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         dtype = torch_module().result_type(*args)
@@ -64,6 +69,10 @@ class Maximum(_OfTwo):
         one = g.mul(g.add(g.sub(left, right), 1.0), 0.5)
         return g.mul(dy, one), g.mul(dy, g.sub(1.0, one))
 
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Where both are."""
+        return a.mul(*map(a.gone, args))
+
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
         return m.maximum(*args)
 
@@ -72,6 +81,7 @@ class _Choice(_OfTwo):
     """x where a condition (1 or 0) holds, another number elsewhere, whatever x is there."""
 
     other: ClassVar[float]
+    chooses = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         condition, x = args
@@ -92,7 +102,13 @@ class Keep(_Choice):
     """x where a condition holds, 0 elsewhere: ``keep(c, x) + keep(1 - c, y)`` is a choice."""
 
     name = "keep"
+    flat = True
     other = 0.0
+
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Where x is and the condition holds."""
+        condition, x = args
+        return a.mul(a.gone(x), a.sub(a.constant(1.0), a.fails(condition)))
 
 
 @operator
@@ -101,3 +117,13 @@ class Hide(_Choice):
 
     name = "hide"
     other = -inf
+    hides = True
+
+    @property
+    def empties(self) -> bool:
+        return True
+
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Where x is, or the condition does not hold."""
+        condition, x = args
+        return a.add(a.gone(x), a.fails(condition))

@@ -151,6 +151,7 @@ def chained_form(
     form = _roles(program, first, second, after)
     _check_extents(program, form)
     _check_reductions(program, form, program.ops.index(second))
+    _check_masks(program, form)
     for _, mapping in program.outputs:
         if labels_of(mapping)[-1:] != [form.columns]:
             raise SearchError(f"chained products store their columns {form.columns} last")
@@ -209,6 +210,21 @@ def _check_reductions(program: LabelledProgram, form: ChainedForm, last: int) ->
             raise SearchError(f"chained products: {op.kind} over {op.over}")
     if any(i not in after for i, _ in program.outputs):
         raise SearchError("chained products: an output that does not depend on the second one")
+
+
+def _check_masks(program: LabelledProgram, form: ChainedForm) -> None:
+    """Masks are limits of the loop over the keys. Raises SearchError."""
+    for op in program.ops:
+        if not is_mask(op.kind):
+            continue
+        rows, columns = op.attributes["rows"], op.attributes["columns"]
+        if columns != form.keys or rows not in (None, *form.rows):
+            raise SearchError(
+                f"chained products: {op.kind} hides {columns}"
+                f"{'' if rows is None else f' by the position of {rows}'}, and the loop over "
+                f"{form.keys} may hide {form.keys} by that of {shown(form.rows)}; mask scores "
+                "whose last dimension the second product contracts"
+            )
 
 
 def _multiplied(

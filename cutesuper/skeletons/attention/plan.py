@@ -337,6 +337,11 @@ class AttentionPlan(Plan[AttentionSchedule]):
         return self.query_bytes + ring + ends + key_values + row_values + 1024
 
     @property
+    def stages(self) -> int:
+        """Slots of the shared-memory ring."""
+        return self.schedule.stages
+
+    @property
     def scratch(self) -> tuple[Scratch, ...]:
         """Partial results of the grid's parts, and a counter for every group that combines them."""
         if self.grid_parts == 1:

@@ -34,7 +34,8 @@ class AttentionRoles:
         self.where = f"kernel {step.name}"
         self.ops = ops = self.program.ops
         products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
-        if len(products) != 2 or products[0] not in self._needs(products[1]):
+        reaches = self.program.dependence.reaches
+        if len(products) != 2 or not reaches(*products):
             raise self._refuse(f"it has {len(products)} matrix products; it runs two, the second "
                                "of what it computes from the first")
         self.product, self.second = products
@@ -53,7 +54,7 @@ class AttentionRoles:
                                f"of the second product alone")
         self.key_load = with_keys[0]
         self.row_operand = sides[0] if sides[1] == self.key_load else sides[1]
-        values = [i for i in ops[self.second].inputs if self.product not in self._needs(i)]
+        values = [i for i in ops[self.second].inputs if not self._is_score(i)]
         if len(values) != 1:
             raise self._refuse(f"operation {self.second} multiplies two scores")
         self.value_load = values[0]
@@ -63,7 +64,7 @@ class AttentionRoles:
                 raise self._refuse(f"operation {i} ({ops[i].kind}) is multiplied where only a "
                                    "tensor in memory can be; store it, or move what is done to it "
                                    "to the other operand")
-        rows = [i for i in self._needs(self.row_operand) if ops[i].kind == LOAD]
+        rows = [i for i in self.program.dependence.before(self.row_operand) if ops[i].kind == LOAD]
         matrices = [i for i in rows if set(ops[i].dims) - {self.inner}]
         if len(matrices) != 1:
             raise self._refuse("the first operand of the first product is made of several tensors")
@@ -284,7 +285,11 @@ class AttentionRoles:
 
     def _is_value(self, i: int) -> bool:
         """Whether an operation is a value of rows or of keys, which the scores take as it is."""
-        return self.ops[i].kind != "constant" and self.product not in self._needs(i)
+        return self.ops[i].kind != "constant" and not self._is_score(i)
+
+    def _is_score(self, i: int) -> bool:
+        """Whether an operation is, or depends on, the first product."""
+        return i == self.product or self.program.dependence.reaches(self.product, i)
 
     def _is_score_leaf(self, i: int) -> bool:
         return i == self.product or self._is_value(i)
@@ -339,16 +344,6 @@ class AttentionRoles:
         return True
 
     # ----------------------------------------------------------------------------------- other
-
-    def _needs(self, i: int) -> set[int]:
-        """An operation and everything that it depends on."""
-        found, queue = set[int](), [i]
-        while queue:
-            j = queue.pop()
-            if j not in found:
-                found.add(j)
-                queue += self.ops[j].inputs
-        return found
 
     def _view(self, i: int) -> View:
         return view_of(self.ops[i], self.arguments)

@@ -100,12 +100,14 @@ class MatmulForm:
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
         """Statistics of rows, and complete products along the columns; sums of a column operand
-        are products with a vector of ones."""
+        over what is contracted are products with a vector of ones. Nothing else is made of a column
+        operand: ``sum_N(X W)`` is not ``X sum_N(W)`` here, which has no product to accumulate."""
         if not labels.isdisjoint(self.hidden):
             return False
         if over == self.contracted:
             return self.vectors or self.column not in labels
-        return self.reduced and over == self.column and not state.pending
+        complete = not state.pending and not self._column_side(labels)
+        return self.reduced and over == self.column and complete
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:
         """Rows or vectors first; the column operand is a plain load, the row operand no partial
@@ -234,11 +236,15 @@ def _check_after(
         SearchError: something else is reduced, or stored that depends on no product.
     """
     reduced = False
+    tails = program.dependence.after(
+        i for i, op in enumerate(program.ops)
+        if is_product(program, op) and not after.isdisjoint(op.inputs)
+    )
     for op in program.ops:
         if op.over is None or after.isdisjoint(op.inputs):
             continue
         if is_product(program, op):
-            if op.over not in hidden or any(_tail(program, j, after) for j in op.inputs):
+            if op.over not in hidden or not tails.isdisjoint(op.inputs):
                 raise SearchError("a product of a product of a product: another kernel")
             continue
         if op.over != column or hidden:
@@ -249,14 +255,6 @@ def _check_after(
     if any(set(hidden) & set(labels_of(m)) for _, m in program.outputs):
         raise SearchError("what lies between two products is not stored")
     return reduced
-
-
-def _tail(program: LabelledProgram, i: int, after: set[int]) -> bool:
-    """Whether an operation depends on a product of what another one gave."""
-    op = program.ops[i]
-    if is_product(program, op) and not after.isdisjoint(op.inputs):
-        return True
-    return any(_tail(program, j, after) for j in op.inputs)
 
 
 def _check_product(

@@ -51,9 +51,8 @@ class Roles:
         self.where = f"kernel {step.name}"
         ops = self.program.ops
         products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
-        self.depends = self._dependencies(LOAD)
-        after = self._dependencies("matmul")
-        first = [ops[i].attributes["over"] for i in products if after[i] == {i}]
+        after = self.program.dependence.after(products)
+        first = [ops[i].attributes["over"] for i in products if after.isdisjoint(ops[i].inputs)]
         if not first:
             raise LoweringError(f"{self.where}: it has no matrix product")
         # the longest label is the loop's: X W + T B, where T has 16 columns, contracts 16 after it
@@ -192,18 +191,12 @@ class Roles:
             if not any(self._is_load(i) and free & set(ops[i].dims) for i in sides):
                 return False
         staged = {rows[0], self.contracted}
-        matrices = [i for i in self.depends[row_operand] if staged <= set(ops[i].dims)]
+        needed = self.program.dependence.before(row_operand)
+        loads = filter(self._is_load, needed)
+        matrices = [i for i in loads if staged <= set(ops[i].dims)]
         return all(self._view(i).stride(self.contracted) == 1 for i in matrices)
 
     # ---------------------------------------------------------------------------------- roles
-
-    def _dependencies(self, kind: str) -> list[set[int]]:
-        """For every operation those of a kind that it depends on, itself included."""
-        result: list[set[int]] = []
-        for i, op in enumerate(self.program.ops):
-            mine = {i} if op.kind == kind else set[int]()
-            result.append(mine.union(*(result[j] for j in op.inputs)))
-        return result
 
     def _view(self, i: int) -> View:
         return view_of(self.program.ops[i], self.arguments)

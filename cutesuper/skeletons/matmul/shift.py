@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from cutesuper.ir.block import ENDING, LOAD, STORE, BlockProgram
-from cutesuper.ir.field import DivisionByZero, FieldAlgebra, FieldValue, uniform
+from cutesuper.ir.field import DivisionByZero, FieldAlgebra, FieldValue, draw_primes, uniform
 from cutesuper.ir.operators.base import lookup
 
 #: rows of a tile: with 256 rows of which a thread of the helper warps has 16, numbers to subtract
@@ -132,7 +132,9 @@ def _values(
 
     Products take their operands from ``multiplied``, where it is given.
     """
-    a, rng = FieldAlgebra(seed), np.random.default_rng(seed)
+    constants = (op.attributes["value"] for op in program.ops if op.kind == "constant")
+    primes = draw_primes([seed], constants)
+    a, rng = FieldAlgebra(seed, primes=primes), np.random.default_rng(seed)
     loaded: dict[Any, FieldValue] = {}
     values: list[FieldValue] = []
     for i, op in enumerate(program.ops):
@@ -140,7 +142,7 @@ def _values(
         if op.kind == LOAD:
             key = op.attributes["tensor"], op.attributes["map"]
             if key not in loaded:
-                loaded[key] = uniform(rng, op.dims, [_EXTENT] * len(op.dims), False)
+                loaded[key] = uniform(rng, op.dims, [_EXTENT] * len(op.dims), False, primes)
             value = loaded[key]
         elif op.kind in (STORE, *ENDING):
             value = args[0]
@@ -155,7 +157,7 @@ def _values(
         if i == shifted:
             rows = tuple(d for d in op.dims if d != contracted)
             own = np.random.default_rng([seed, 1])
-            value = a.sub(value, uniform(own, rows, [_EXTENT] * len(rows), False))
+            value = a.sub(value, uniform(own, rows, [_EXTENT] * len(rows), False, primes))
         values.append(value)
     return values
 

@@ -17,7 +17,12 @@ from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.skeletons.base import Plan, Skeleton
 from cutesuper.skeletons.cost import Device, Sized, additive_price
 from cutesuper.skeletons.form import Form, needs_positions, single_reduction, unsized
-from cutesuper.skeletons.legality import is_chained, refuse_running_maxima, refuse_tables
+from cutesuper.skeletons.legality import (
+    guarded_step,
+    is_chained,
+    refuse_running_maxima,
+    refuse_tables,
+)
 from cutesuper.skeletons.matmul.explain import matmul_lines
 from cutesuper.skeletons.matmul.form import MatmulForm, matmul_form
 from cutesuper.skeletons.matmul.plan import MatmulPlan
@@ -100,6 +105,7 @@ class Matmul(Skeleton):
         """See `matmul.planner.plan_matmul`."""
         refuse_running_maxima(step)
         refuse_tables(step)
+        step = guarded_step(step, tensors)
         return plan_matmul(step, tensors, target, schedule, dependent_launch)
 
     def explain(self, plan: Any) -> list[str]:

@@ -97,7 +97,11 @@ def row_form(region: Region, program: LabelledProgram) -> RowForm | PersistentFo
     if row is None:
         raise SearchError("all tensors have one element; no kernel is made for that")
     if isinstance(program.dims[row], Symbol):
-        raise SearchError(f"rows run along {row}, which has the symbolic extent {row}")
+        raise SearchError(
+            f"rows run along {row}, which has the symbolic extent {program.dims[row]}; of a tensor "
+            "that is read only its first dimension may be symbolic, and another one must be longer "
+            "than 1"
+        )
     if not counted <= {row}:
         raise SearchError(f"positions along {shown(sorted(counted))}, and rows run along {row}")
     clustered = bool(reduced) and _exceeds_a_block(program, row)

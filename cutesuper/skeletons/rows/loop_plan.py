@@ -360,6 +360,11 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
         return frozenset(i for i in found if i in self.loads)
 
     @property
+    def stages(self) -> int:
+        """Slots of the shared-memory ring; 1 where tiles are read straight into registers."""
+        return max(1, self.schedule.stages)
+
+    @property
     def scratch(self) -> tuple[Scratch, ...]:
         """Partial sums, and the counter at which blocks meet."""
         if not self.meets:

@@ -157,9 +157,10 @@ def _check_sums(
         )
         raise LoweringError(f"{where}: sums over rows are over {names} of {', '.join(outer)}; a "
                             "kernel sums over the same labels")
+    reaches = program.dependence.reaches
     narrow = {s.final for s in sums if column not in program.ops[s.source].dims}
     for i, op in enumerate(program.ops):
-        of = [s.final for s in sums if _depends(program, i, s.final)]
+        of = [s.final for s in sums if reaches(s.final, i)]
         if reduces(op.kind) and op.attributes["over"] == column and of:
             raise LoweringError(f"{where}: {op.kind} (operation {i}) along the row of a sum over "
                                 "rows, of which a block has some columns")
@@ -270,19 +271,15 @@ def check_views(
             raise LoweringError(f"{where}: a block must have one element of {d}, which is not "
                                 "walked along")
     finals = {s.final for s in roles.sums}
+    reaches = program.dependence.reaches
+    late = {i for i in range(len(program.ops)) if any(reaches(f, i) for f in finals)}
     for i, view in stores.items():
         name = arguments[view.argument].name
         varies = any(d in view.labels for d in roles.rows)
-        if varies == any(_depends(program, i, f) for f in finals):
+        if varies == (i in late):
             raise LoweringError(f"{where}: {name} is neither stored row by row nor a sum over rows")
     for i, view in loads.items():
-        if any(_depends(program, j, f) and i in program.ops[j].inputs
-               for j in range(len(program.ops)) for f in finals) and any(
-                   d in view.labels for d in roles.rows):
+        meets = any(i in program.ops[j].inputs for j in late)
+        if meets and any(d in view.labels for d in roles.rows):
             raise LoweringError(f"{where}: {arguments[view.argument].name} has rows and meets a sum"
                                 " over rows")
-
-
-def _depends(program: BlockProgram, i: int, source: int) -> bool:
-    op = program.ops[i]
-    return i != source and any(j == source or _depends(program, j, source) for j in op.inputs)

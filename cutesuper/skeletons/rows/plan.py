@@ -33,6 +33,9 @@ MAX_STRIP = 128
 #: bytes of a thread, of all rows that are loaded, for which 64 registers are enough: LayerNorm with
 #: 32 elements, two vectors beside the row, needs all of them
 MAX_LOADED = 192
+#: elements of all values that a thread has at the same time, of 255 registers; the rest are for
+#: addresses and for what is being computed
+MAX_LIVE = 192
 #: longest strided rows that are read coalesced: 32 threads along the row, 64 elements each
 MAX_STRIDED = 32 * MAX_PER_THREAD
 
@@ -216,28 +219,22 @@ def _strided(views: list[View], column: str) -> list[View]:
 def _order(
     program: BlockProgram, reductions: tuple[int, ...], schedule: RowSchedule
 ) -> tuple[int, ...]:
-    """All loads first, so that they overlap. Where these are more elements than a thread may hold
-    of one, or registers are for two large blocks, reductions and what they need first, then the
-    rest, so that more blocks share an SM: LayerNorm of 4096 elements needs 78 registers, with its
-    vectors loaded first 118, and 6 blocks are 48 KB in flight where 4 are 32. (RMSNorm of 32768
-    elements spilled.)"""
+    """All loads first, so that they overlap, if those of an element-wise program fit. Where these
+    are more elements than a thread may hold of one, or registers are for two large blocks,
+    reductions and what they need first, then the rest, so that more blocks share an SM: LayerNorm
+    of 4096 elements needs 78 registers, with its vectors loaded first 118, and 6 blocks are 48 KB
+    in flight where 4 are 32. (RMSNorm of 32768 elements spilled.)"""
     count = range(len(program.ops))
     work = [i for i in count if program.ops[i].kind != STORE]
     held = schedule.vector * schedule.chunks
     loads = sum(op.kind == LOAD for op in program.ops)
     small = schedule.lanes * schedule.rows < LARGE and held * loads <= MAX_PER_THREAD
+    if not reductions and held * loads > MAX_LIVE:
+        return tuple(work)
     if not reductions or small:
         return tuple(sorted(work, key=lambda i: program.ops[i].kind != LOAD))
-    found: dict[int, None] = {}
-
-    def visit(i: int) -> None:
-        for j in program.ops[i].inputs:
-            visit(j)
-        found[i] = None
-
-    for i in (*reductions, *work):
-        visit(i)
-    return tuple(found)
+    needed = program.dependence.before
+    return tuple(dict.fromkeys(j for i in (*reductions, *work) for j in needed(i)))
 
 
 def inverted_divisors(
@@ -336,6 +333,15 @@ def _default_schedule(
             and 2 * ceil_div(length, vector * per_thread) < LARGE
         ):
             per_thread //= 2
+    # the gradient of 20 operators around a softmax spilled 2304 bytes with 32 elements of each; of
+    # element-wise programs the compiler computes one element after the other
+    live = live_values(program, column) if reduces else 1
+    while (
+        vector * per_thread * live > MAX_LIVE
+        and vector * per_thread > 1
+        and 2 * ceil_div(length, vector * per_thread) <= LARGE
+    ):
+        vector, per_thread = (vector, per_thread // 2) if per_thread > 1 else (vector // 2, 1)
     # the longest rows take 512 threads of 128 registers, which leaves more of them for addresses:
     # LayerNorm of 32768 elements spilled 62 registers with 1024 threads of 64, with 512 it spills 6
     most = MAX_THREADS if length <= MAX_ROW // 2 else MAX_THREADS // 2
@@ -349,6 +355,18 @@ def _default_schedule(
     while rows > max(1, 32 // lanes) and ceil_div(total, rows) < target.sms:
         rows //= 2
     return RowSchedule(lanes, vector, chunks, rows, dependent_launch=dependent_launch)
+
+
+def live_values(program: BlockProgram, column: str) -> int:
+    """The most values along the rows that are needed at the same time, in the program's order."""
+    last = {j: i for i, op in enumerate(program.ops) for j in op.inputs}
+    alive, most = set[int](), 1
+    for i, op in enumerate(program.ops):
+        if column in op.dims and op.kind != STORE:
+            alive.add(i)
+        most = max(most, len(alive))
+        alive -= {j for j in op.inputs if last[j] == i}
+    return most
 
 
 def _strip(length: int, vector: int, lanes: int) -> int:

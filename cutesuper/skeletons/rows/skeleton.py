@@ -13,7 +13,7 @@ from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep, TensorSpec
 from cutesuper.skeletons.base import Plan, Skeleton
 from cutesuper.skeletons.cost import Device, Sized
 from cutesuper.skeletons.form import Form, needs_positions, single_reduction, unsized
-from cutesuper.skeletons.legality import refuse_running_maxima, refuse_tables
+from cutesuper.skeletons.legality import guarded_step, refuse_running_maxima, refuse_tables
 from cutesuper.skeletons.rows.explain import row_lines, row_loop_lines
 from cutesuper.skeletons.rows.form import RowForm, row_form
 from cutesuper.skeletons.rows.limits import row_label
@@ -86,6 +86,7 @@ class Rows(Skeleton):
         """A row loop where the program or the schedule asks for one, else a row kernel."""
         refuse_running_maxima(step)
         refuse_tables(step)
+        step = guarded_step(step, tensors)
         if isinstance(schedule, RowLoopSchedule) or (schedule is None and walks(step)):
             return plan_row_loop(step, tensors, target, schedule, dependent_launch)
         return plan_rows(step, tensors, target, schedule, dependent_launch)

@@ -473,12 +473,33 @@ class Values:
 
     def of(self, i: int) -> Any:
         """The value of an operation: a fragment, or a number."""
+        stack = [i]
+        while stack:
+            j = stack.pop()
+            if self._is_known(j):
+                continue
+            waiting = [n for n in self._needs(j) if not self._is_known(n)]
+            if waiting:
+                stack += [j, *reversed(waiting)]
+            else:
+                self._store(j)[j] = self.compute(j)
+        return self._store(i)[i]
+
+    def _store(self, i: int) -> dict[int, Any]:
+        """Where a value is remembered: for this piece, or for the row."""
         plan = self.k.plan
-        whole = plan.column in plan.program.ops[i].dims
-        store = self.found if whole else self.known
-        if i not in store:
-            store[i] = self.compute(i)
-        return store[i]
+        return self.found if plan.column in plan.program.ops[i].dims else self.known
+
+    def _is_known(self, i: int) -> bool:
+        return i in self._store(i)
+
+    def _needs(self, i: int) -> tuple[int, ...]:
+        """The operands that `compute` asks for: long chains are computed in order."""
+        plan, op = self.k.plan, self.k.plan.program.ops[i]
+        if i in plan.picked:
+            return ()
+        inverted = op.kind == "div" and plan.column in op.dims and op.inputs[1] in plan.inverted
+        return op.inputs[:1] if inverted else op.inputs
 
     def compute(self, i: int) -> Any:
         """Evaluate an operation."""

@@ -54,12 +54,14 @@ class Picks:
         return ops[self.plan.picked[end]].inputs[0]
 
     def _leaves(self, i: int) -> list[int]:
-        ops = self.plan.program.ops
-        if self.plan.column not in ops[i].dims:
-            return []
-        if ops[i].kind == LOAD:
-            return [i]
-        return list(dict.fromkeys(n for j in ops[i].inputs for n in self._leaves(j)))
+        ops, column = self.plan.program.ops, self.plan.column
+        found, stack = dict[int, None](), [i]
+        while stack:
+            j = stack.pop()
+            if j not in found and column in ops[j].dims:
+                found[j] = None
+                stack += reversed(ops[j].inputs)
+        return [j for j in found if ops[j].kind == LOAD]
 
     def ask(self, end: int, row: dict[str, Any], tensors: list[cute.Tensor],
             place: dict[str, Any]) -> Asked:

@@ -37,6 +37,8 @@ class RowKernel:
         self.strips = ceil_div(self.length, plan.width)
         #: neighbouring blocks take what is neighbouring in memory
         self.rows_first = s.interleaved or self.strips == 1
+        #: loads in the order of the program
+        self.early = sorted(plan.loads)
         written = [a.dtype for a in plan.arguments if a.written]
         self.math = DeviceMath(fast="float32" not in written)
 
@@ -174,12 +176,14 @@ class RowKernel:
     def read_all(self, found, wide, tensors, row, first, first_row):
         """All of these loads; ``wide`` in fp32."""
         if first_row < self.row_count(tensors):
-            for i in cutlass.range_constexpr(len(self.plan.program.ops)):
-                if cutlass.const_expr(i in found):
-                    self.read_row(self.plan.loads[i], tensors, row, first, found[i])
-            for i in cutlass.range_constexpr(len(self.plan.program.ops)):
-                if cutlass.const_expr(i in wide):
-                    wide[i].store(widen(found[i]))
+            for i in cutlass.range_constexpr(len(self.early)):
+                n = self.early[i]
+                if cutlass.const_expr(n in found):
+                    self.read_row(self.plan.loads[n], tensors, row, first, found[n])
+            for i in cutlass.range_constexpr(len(self.early)):
+                n = self.early[i]
+                if cutlass.const_expr(n in wide):
+                    wide[n].store(widen(found[n]))
 
     def registers(self, view: View) -> cute.Tensor:
         """What a thread has of a row of a tensor, in its own type."""

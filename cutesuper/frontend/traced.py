@@ -1,0 +1,324 @@
+"""Traced programs: what a function of PyTorch becomes, and what is traced again at a call."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from cutesuper.errors import CutesuperError, GraphError, TraceError
+from cutesuper.frontend.calls import Border, Form, border_of, form_of, stand_ins, state_of
+from cutesuper.frontend.watch import Watch, difference
+from cutesuper.runtime.calling import Picker
+from cutesuper.runtime.kernel import Kernel
+
+#: how often a program is traced before it is refused to go on: each is a search, and is kept
+MOST_TRACES = 64
+
+#: what PyTorch says of arguments that a traced program cannot take, and what helps
+_ADVICE = (
+    (
+        "view size is not compatible",
+        "a tensor has other strides than it was traced with; call .contiguous() on it",
+    ),
+    (
+        "Cannot access data pointer",
+        (
+            "an argument is no tensor in memory, as under torch.func, torch.vmap and torch.export; "
+            "transform the function first, and superoptimize what comes out"
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class TracedRegion:
+    """A part of a traced program, and what runs it.
+
+    Attributes:
+        place: the user's lines: ``model.py:12-18``.
+        kernel: the superoptimized program; ``kernel.graph`` is the definition.
+    """
+
+    place: str
+    kernel: Kernel
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What came of tracing a function once.
+
+    Attributes:
+        module: takes the arguments in a row, then tensors that the function reads besides; returns
+            the results in a row.
+        regions: its parts that kernels compute.
+        outside: the operators that stay PyTorch's.
+        undifferentiable: why it has no gradient, or nothing.
+        read: takes those tensors out of all that a `Watch` has found.
+        results: their structure.
+        arguments: nodes that stand for the arguments.
+        names: of those by name, in their order.
+        ranges: of extents that may differ.
+    """
+
+    module: fx.GraphModule
+    regions: tuple[TracedRegion, ...]
+    outside: tuple[str, ...]
+    undifferentiable: str
+    read: Picker
+    results: pytree.TreeSpec
+    arguments: tuple[fx.Node, ...]
+    names: tuple[str, ...]
+    ranges: Mapping[Any, Any]
+
+    def __call__(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """Run it.
+
+        Args:
+            leaves: the arguments in a row.
+            tensors: all that the `Watch` has found.
+        """
+        made = self.module.forward(*leaves, *self.read(tensors))
+        return made[0] if self.results.is_leaf() else pytree.tree_unflatten(made, self.results)
+
+    def border(self, form: Form, args: Any, kwargs: Any) -> Border:
+        """What it takes, of the arguments that it was traced with."""
+        found = [n.meta.get("val") for n in self.arguments]
+        shapes = [v.shape for v in found if isinstance(v, torch.Tensor)]
+        symbolic = any(isinstance(e, torch.SymInt) for shape in shapes for e in shape)
+        nodes = self.arguments if symbolic else ()
+        return border_of(form, args, {n: kwargs[n] for n in self.names}, nodes, self.ranges)
+
+
+class ChangesItself(Exception):
+    """A function that is traced changes what it reads; says what."""
+
+
+#: traces a function, which reads what a `Watch` has found, with arguments by place and by name
+Tracer = Callable[[Any, Watch, Sequence[Any], dict[str, Any]], Trace]
+
+
+class TracedProgram:
+    """A function or a module of PyTorch whose operators run as superoptimized kernels.
+
+    It is called like the original, with tensors of the shapes that it was traced with (extents that
+    were declared dynamic may differ), by place or by name. Tensors that the function reads besides
+    its arguments (parameters, buffers, what closures, globals and attributes hold) are looked up at
+    every call, where they are, and get gradients like inputs: the first call that records some
+    makes kernels for them (`Kernel.gradient`). Where anything else has changed that the function
+    reads, or where other arguments are one tensor or lie on another device, it is traced again, and
+    what was traced is kept. Where the function leaves a way out of its gradient
+    (``detach``, ``torch.no_grad``) or has formulas of its own (``torch.autograd.Function``), calls
+    that record gradients are refused.
+
+    Args:
+        fn: the function or module.
+        name: of it, for messages.
+        tracer: traces it.
+        args: by place, to trace it with.
+        kwargs: by name.
+
+    Raises:
+        TraceError: it cannot be traced, or changes what it reads.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], name: str, tracer: Tracer, args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self._fn = fn
+        self._name = name
+        self._tracer = tracer
+        self._lock = threading.RLock()
+        self._traces: dict[Any, dict[Any, Trace]] = {}
+        watch, self._latest = self._traced(Watch(fn), args, kwargs, ())
+        self._border = self._latest.border(form_of(fn, args, kwargs), args, kwargs)
+        leaves = self._border.leaves(args, kwargs)
+        self._keep(watch, state_of(self._border.tensors(leaves), watch), self._latest)
+
+    # ----------------------------------------------------------------------------- what was traced
+
+    @property
+    def regions(self) -> tuple[TracedRegion, ...]:
+        """Parts of what ran last, each a kernel graph of its own; views stand between them."""
+        return self._latest.regions
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """Operators that compute no numbers and stay PyTorch's (copies, sorting, masks, positions),
+        with the user's lines."""
+        return self._latest.outside
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """What ran last: a function of the arguments in a row and of what is read besides."""
+        return self._latest.module
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel, where there is one region.
+
+        Raises:
+            TraceError: there are several, see `regions`.
+        """
+        if len(self.regions) != 1:
+            raise TraceError(
+                f"{self._name}: it has {len(self.regions)} regions, so no one kernel; use "
+                ".regions[i].kernel"
+            )
+        return self.regions[0].kernel
+
+    def explain(self) -> str:
+        """Where each region stands, and how its program was found, verified and priced."""
+        parts = [f"{self._name}: {len(self.regions)} region(s)"]
+        for i, r in enumerate(self.regions):
+            parts.append(f"region {i} ({r.place or 'no source'})\n{r.kernel.explain()}")
+        if self.outside:
+            parts.append("PyTorch computes\n" + "\n".join(f"  {line}" for line in self.outside))
+        return "\n\n".join(parts)
+
+    # ------------------------------------------------------------------------------------- calling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it; trace it before, where that is needed.
+
+        Raises:
+            ShapeError, DTypeError, LayoutError, DeviceError: an argument that does not fit.
+            GraphError: a gradient that cannot be recorded; says why.
+            TraceError: arguments of another structure than it was traced with, or what cannot be
+                traced as it is now.
+        """
+        try:
+            leaves = self._border.leaves(args, kwargs)
+            given = self._border.tensors(leaves)
+            watch, known = self._present()
+            state = state_of(given, watch)
+            trace = known.get(state)
+            if trace is None:
+                watch, trace = self._again(watch, state, leaves)
+            self._latest = trace
+            if trace.undifferentiable and torch.is_grad_enabled():
+                self._refuse_gradients(trace, (*given, *trace.read(watch.tensors)))
+            return trace(leaves, watch.tensors)
+        except CutesuperError:
+            raise
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            advice = next((a for text, a in _ADVICE if text in str(error)),
+                          "trace it again with arguments like these, or declare the extent in "
+                          "dynamic_shapes=")
+            raise TraceError(
+                f"{self._name}: these arguments do not fit the ones it was traced with: {error}; "
+                f"{advice}"
+            ) from error
+
+    def _present(self) -> tuple[Watch, dict[Any, Trace]]:
+        """What the function reads now, and what was traced while it read the same."""
+        watch, known = self._now
+        if watch.holds():
+            return watch, known
+        with self._lock:
+            watch = Watch(self._fn, watch.names)
+            self._now = watch, self._traces.setdefault(watch.facts, {})
+            return self._now
+
+    def _keep(self, watch: Watch, state: Any, trace: Trace) -> None:
+        known = self._traces.setdefault(watch.facts, {})
+        known[state] = trace
+        self._now = watch, known
+
+    def _refuse_gradients(self, trace: Trace, tensors: Sequence[torch.Tensor]) -> None:
+        if any(t.requires_grad for t in tensors):
+            raise GraphError(
+                f"{self._name}: an argument or a parameter requires a gradient, and "
+                f"{trace.undifferentiable}, which a traced program does not know of; call it under "
+                "torch.no_grad(), take that part out of the function, or train with "
+                'torch.compile(fn, backend="cutesuper")'
+            )
+
+    # ------------------------------------------------------------------------------------- tracing
+
+    def _again(self, watch: Watch, state: Any, leaves: Sequence[Any]) -> tuple[Watch, Trace]:
+        """A trace for a call of which there is none yet."""
+        with self._lock:
+            found = self._traces.get(watch.facts, {}).get(state)
+            if found is not None:
+                return watch, found
+            self._check_count(watch)
+            args, kwargs = pytree.tree_unflatten(list(leaves), self._border.structure)
+            other = self._border.symbolic and not watch.measures
+            shapes = [shape for _, shape in self._border.kinds] if other else []
+            watch, trace = self._traced(watch, args, kwargs, shapes)
+            self._keep(watch, state_of(self._border.tensors(leaves), watch), trace)
+            return watch, trace
+
+    def _check_count(self, watch: Watch) -> None:
+        if sum(map(len, self._traces.values())) < MOST_TRACES:
+            return
+        changes = (difference(facts, watch.facts) for facts in reversed(self._traces))
+        what = next(filter(None, changes), "its arguments are shared or laid out in another way")
+        raise TraceError(
+            f"{self._name}: it was traced {MOST_TRACES} times, each time for something else that "
+            f"it reads ({what}); make what changes at every call an argument or a tensor"
+        )
+
+    def _traced(
+        self, watch: Watch, args: Sequence[Any], kwargs: dict[str, Any],
+        shapes: Sequence[torch.Size],
+    ) -> tuple[Watch, Trace]:  # fmt: skip
+        """A trace, and what the function read. What a first call makes for later ones, such as a
+        table in an attribute, it makes in a call without tracing."""
+        leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
+        given, named = pytree.tree_unflatten(stand_ins(leaves, watch.tensors, shapes), structure)
+        try:
+            return watch, self._tracer(self._fn, watch, given, named)
+        except ChangesItself:
+            with torch.no_grad():
+                self._fn(*args, **kwargs)
+        watch = Watch(self._fn, watch.names)
+        try:
+            return watch, self._tracer(self._fn, watch, given, named)
+        except ChangesItself as change:
+            raise TraceError(
+                f"superoptimize({self._name}): it changes what it reads: {change}. A traced "
+                "program would not do that; return the new value, or leave this outside of the "
+                "function"
+            ) from None
+
+    # -------------------------------------------------------------------------------------- copies
+
+    def __copy__(self) -> TracedProgram:
+        """Itself."""
+        return self
+
+    def __deepcopy__(self, memo: Any) -> TracedProgram:
+        """The program of a copy of the module, with the same kernels; functions have no copies."""
+        made = object.__new__(TracedProgram)
+        memo[id(self)] = made
+        for name, value in vars(self).items():
+            setattr(made, name, value)
+        made._fn = copy.deepcopy(self._fn, memo)
+        made._lock = threading.RLock()
+        with self._lock:
+            made._traces = {facts: dict(known) for facts, known in self._traces.items()}
+        watch = Watch(made._fn, self._now[0].names)
+        made._now = watch, made._traces.setdefault(watch.facts, {})
+        return made
+
+    def __reduce__(self) -> Any:
+        raise GraphError(
+            f"{self!r}: traced programs cannot be pickled, since they hold loaded code; save the "
+            "state_dict() of the module, and superoptimize it again where it is loaded (what was "
+            "compiled is in the cache)"
+        )
+
+    def __repr__(self) -> str:
+        return f"TracedProgram({self._name}: {len(self.regions)} region(s))"
+
+
+__all__ = ["MOST_TRACES", "ChangesItself", "Trace", "TracedProgram", "TracedRegion", "Tracer"]

@@ -1,0 +1,424 @@
+"""What a piece of Python computes, as a hash: its code and everything that the code names.
+
+A key of the compile cache names operators; for those of the package the sources are hashed once
+(`cutesuper.runtime.cache.source_fingerprint`). An operator that somebody adds has its code
+anywhere, in a notebook too, so what is hashed is what runs, not a file: bytecode, constants,
+defaults, closures, the globals that functions name, the functions that they call, base classes, the
+state of objects. Libraries count by their version.
+
+What a function reads from files, the environment or a clock is not seen. Where something cannot be
+hashed, or code is made while it runs (``eval``), `Unknown` says what.
+"""
+
+from __future__ import annotations
+
+import builtins
+import copyreg
+import dis
+import enum
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+#: folders of the package whose sources are hashed as a whole
+COVERED = ("ir", "skeletons", "targets", "device")
+#: objects that are looked at for one hash; more is no operator but a program around it
+MOST_OBJECTS = 20_000
+
+# as code objects have it, which is how the sources were found when they were imported
+_PACKAGE = os.path.dirname(os.path.dirname((lambda: 0).__code__.co_filename))
+_OWN = tuple(os.path.join(_PACKAGE, folder, "") for folder in COVERED)
+_OWN_MODULES = tuple(f"{__name__.partition('.')[0]}.{folder}." for folder in COVERED)
+_STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
+#: of classes and modules: not what they compute, or said by something else
+_IRRELEVANT = frozenset((
+    "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__",
+    "__annotate__", "__annotate_func__", "__annotations_cache__", "__firstlineno__", "_abc_impl",
+    "__static_attributes__", "__parameters__", "__orig_bases__", "__abstractmethods__",
+))  # fmt: skip
+_UNSEEN = frozenset(("eval", "exec", "compile", "globals", "__import__", "open", "input"))
+_GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
+
+
+class Unknown(Exception):
+    """What something computes cannot be hashed; the text says why."""
+
+
+#: what to look at in the place of an object; None: at itself
+Instead = Callable[[Any], Any]
+
+
+def fingerprint(
+    thing: Any, instead: Instead = lambda thing: None, home: frozenset[str] = frozenset()
+) -> str:
+    """SHA-256, in hexadecimal digits, of what an object computes.
+
+    Equal definitions have equal hashes in every process of one version of Python.
+
+    Args:
+        thing: a function, a class, an object.
+        instead: what to hash in the place of an object, if not itself.
+        home: installed packages whose code is looked at, since it is what this is about; their
+            versions need not change with it.
+
+    Raises:
+        Unknown: something that it names cannot be hashed.
+    """
+    writer = _Writer(instead, home)
+    writer.text("python", platform.python_version())
+    try:
+        writer.thing(thing)
+    except RecursionError:
+        raise Unknown("its objects are nested too deeply") from None
+    return writer.digest()
+
+
+def is_own_function(function: types.FunctionType) -> bool:
+    """Whether the code of a function stands in the sources that are hashed as a whole."""
+    file, module = function.__code__.co_filename, str(function.__globals__.get("__name__"))
+    made = file == "<string>" and module.startswith(_OWN_MODULES)  # for a dataclass
+    return file.startswith(_OWN) or made
+
+
+def is_own_class(cls: type) -> bool:
+    """Whether a class, with all functions in it, stands in those sources."""
+    own = cls.__module__.startswith(_OWN_MODULES) and _is_named(cls)
+    functions = (v for v in vars(cls).values() if isinstance(v, types.FunctionType))
+    return own and all(map(is_own_function, functions))
+
+
+class _Writer:
+    """Walks over objects, each once, and hashes what it meets."""
+
+    def __init__(self, instead: Instead, home: frozenset[str]) -> None:
+        self._instead, self._home = instead, home
+        self._hash = hashlib.sha256()
+        self._count = 0
+        self._seen: dict[int, int] = {}
+        self._alive: list[Any] = []  # an identity means nothing once its object is gone
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def text(self, *parts: object) -> None:
+        """Texts and numbers; none can be taken for two others."""
+        for part in parts:
+            content = part if isinstance(part, bytes) else str(part).encode(errors="surrogatepass")
+            self._hash.update(f"{len(content)}:".encode() + content)
+
+    def thing(self, x: Any) -> None:
+        """Any object. Raises Unknown."""
+        if type(x) in _PLAIN:
+            return self.text(type(x).__name__, repr(x) if not isinstance(x, bytes) else x)
+        if id(x) in self._seen:
+            return self.text("again", self._seen[id(x)])
+        self._count += 1
+        if self._count > MOST_OBJECTS:
+            raise Unknown(f"it names more than {MOST_OBJECTS} objects")
+        if type(x) not in (tuple, frozenset):  # which of these are shared is up to the compiler
+            self._seen[id(x)] = len(self._seen)
+            self._alive.append(x)
+        if (other := self._instead(x)) is not None:
+            return self.thing(other)
+        if isinstance(x, type):
+            return self._class(x)
+        if isinstance(x, enum.Enum):
+            return self._member(x)
+        return _KINDS.get(type(x), _Writer._object)(self, x)
+
+    def things(self, *parts: Any) -> None:
+        """Several objects."""
+        self.text(len(parts))
+        for part in parts:
+            self.thing(part)
+
+    # ------------------------------------------------------------------------------- containers
+
+    def _sequence(self, x: Any) -> None:
+        self.text(type(x).__name__)
+        self.things(*x)
+
+    def _dict(self, x: Mapping[Any, Any]) -> None:
+        self.text("dict")
+        self.things(*(part for item in x.items() for part in item))
+
+    def _set(self, x: Any) -> None:
+        self.text(type(x).__name__, *sorted(fingerprint(e, self._instead, self._home) for e in x))
+
+    # ------------------------------------------------------------------------------------- code
+
+    def _function(self, f: types.FunctionType) -> None:
+        self.text("function")
+        place = self._place(f.__code__.co_filename)
+        if place is None:
+            self._code(f.__code__)
+            for name in _names(f.__code__):
+                self._named(name, f)
+        else:
+            self.text(f.__qualname__, f.__code__.co_firstlineno)
+            self._origin(f.__globals__.get("__name__"))
+            # a function that was made or wrapped there may hold anything
+            if _is_named(f) and self._place(_file(f.__module__)) == place:
+                return None
+        return self.things(f.__defaults__, f.__kwdefaults__, f.__dict__, *map(_content, _cells(f)))
+
+    def _code(self, code: types.CodeType) -> None:
+        self.text("code", code.co_code, code.co_exceptiontable, code.co_flags, code.co_argcount)
+        self.text(code.co_posonlyargcount, code.co_kwonlyargcount)
+        self.things(code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        self.text(len(code.co_consts))
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                self._code(constant)
+            else:
+                self.thing(constant)
+
+    def _named(self, name: tuple[Any, ...], f: types.FunctionType) -> None:
+        """What a function finds under a name: an import, or a global and attributes of it."""
+        kind, first, *attributes = name
+        self.text(*name)
+        if kind == "import":
+            return self.things(*_imported(first, attributes, f))
+        if first in f.__globals__:
+            return self._attribute(f.__globals__[first], attributes)
+        if first in _UNSEEN:
+            raise Unknown(f"{f.__qualname__} calls {first}, which hides what it uses")
+        return self.text("builtin" if hasattr(builtins, first) else "missing")
+
+    def _attribute(self, x: Any, names: list[str]) -> None:
+        """``math.pi`` of a module; of anything else the thing itself."""
+        where = ""
+        while isinstance(x, types.ModuleType) and names and hasattr(x, names[0]):
+            where = x.__name__
+            x = getattr(x, names.pop(0))
+        plain = not isinstance(x, types.FunctionType | type | types.ModuleType)
+        if where and plain and callable(x) and self._place(_file(where)) == "library":
+            return self._origin(where)  # a function of C
+        return self.thing(x)
+
+    def _module(self, m: types.ModuleType) -> None:
+        self.text("module", m.__name__)
+        if self._place(_file(m.__name__)) is not None or _top(m.__name__) == _top(__name__):
+            return self._origin(m.__name__)
+        names = sorted(n for n in vars(m) if not (n.startswith("__") and n.endswith("__")))
+        return self.things(*names, *(vars(m)[n] for n in names))
+
+    def _place(self, file: str | None) -> str | None:
+        """As `_place`; None at home."""
+        place = _place(file)
+        return None if place == "library" and _package_of(file or "") in self._home else place
+
+    def _origin(self, module: str | None) -> None:
+        """A library counts by its name and version. Raises Unknown."""
+        self.text("of", module, _version(_top(module or "")))
+
+    # ---------------------------------------------------------------------------------- objects
+
+    def _class(self, cls: type) -> None:
+        self.text("class", cls.__module__, cls.__qualname__)
+        if cls.__module__ == "builtins" or is_own_class(cls):
+            return None
+        known = _is_named(cls) and _top(cls.__module__) != _top(__name__)
+        if known and self._place(_file(cls.__module__)) == "library":
+            return self._origin(cls.__module__)
+        self.things(type(cls), *cls.__bases__)
+        inside = {k: v for k, v in vars(cls).items() if k not in _IRRELEVANT}
+        return self.things(*inside, *inside.values())
+
+    def _member(self, x: enum.Enum) -> None:
+        self.text("member", x.name)
+        self.things(x.value, type(x))
+
+    def _descriptor(self, x: Any) -> None:
+        self.text(type(x).__name__, x.__name__)
+
+    def _bound(self, x: Any) -> None:
+        self.things("bound", x.__func__, x.__self__)
+
+    def _wrapped(self, x: Any) -> None:
+        self.things(type(x).__name__, x.__func__)
+
+    def _property(self, x: property) -> None:
+        self.things("property", x.fget, x.fset, x.fdel)
+
+    def _cached_property(self, x: functools.cached_property[Any]) -> None:
+        self.things("cached_property", x.func)  # it has a lock besides
+
+    def _cached(self, x: Any) -> None:
+        self.things("cached", x.__wrapped__, x.cache_parameters())
+
+    def _builtin(self, x: types.BuiltinFunctionType) -> None:
+        self.text("builtin", x.__module__, x.__qualname__)
+        if not isinstance(x.__self__, types.ModuleType | None):
+            self.thing(x.__self__)
+        elif x.__module__:
+            self._origin(x.__module__)
+
+    def _object(self, x: Any) -> None:
+        """As `pickle` would write it, and its attributes, which need not be part of that."""
+        self.text("object")
+        try:
+            made = copyreg.dispatch_table.get(type(x), _reduced)(x)
+        except Exception as error:  # it runs code of the object's class
+            raise Unknown(f"a {type(x).__qualname__} has no value to compare: {error}") from None
+        if isinstance(made, str):  # the name of a global
+            self.text(made)
+            return self._origin(getattr(x, "__module__", None) or type(x).__module__)
+        self.things(type(x), *(_listed(part) for part in made))
+        return self.thing(getattr(x, "__dict__", None))
+
+
+_KINDS: dict[type, Callable[[_Writer, Any], None]] = {
+    tuple: _Writer._sequence,
+    list: _Writer._sequence,
+    dict: _Writer._dict,
+    types.MappingProxyType: _Writer._dict,
+    set: _Writer._set,
+    frozenset: _Writer._set,
+    types.FunctionType: _Writer._function,
+    types.CodeType: _Writer._code,
+    types.ModuleType: _Writer._module,
+    types.MethodType: _Writer._bound,
+    types.BuiltinFunctionType: _Writer._builtin,
+    staticmethod: _Writer._wrapped,
+    classmethod: _Writer._wrapped,
+    property: _Writer._property,
+    functools.cached_property: _Writer._cached_property,
+    type(functools.cache(lambda: None)): _Writer._cached,
+    types.GetSetDescriptorType: _Writer._descriptor,
+    types.MemberDescriptorType: _Writer._descriptor,
+    types.WrapperDescriptorType: _Writer._descriptor,
+    types.MethodDescriptorType: _Writer._descriptor,
+    types.ClassMethodDescriptorType: _Writer._descriptor,
+}
+
+
+def _reduced(x: Any) -> Any:
+    return x.__reduce_ex__(4)
+
+
+def _listed(part: Any) -> Any:
+    """A part of what an object is made of again; items come as iterators."""
+    return list(part) if hasattr(part, "__next__") else part
+
+
+def _cells(f: types.FunctionType) -> tuple[types.CellType, ...]:
+    return f.__closure__ or ()
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return ("empty",)
+
+
+def _is_named(x: Any) -> bool:
+    """Whether a function or a class is what its module has under its name."""
+    found: Any = sys.modules.get(x.__module__)
+    for name in x.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is x
+
+
+# ------------------------------------------------------------------------------------------ names
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(code: types.CodeType) -> tuple[tuple[Any, ...], ...]:
+    """``("global", name, attribute, ..)`` and ``("import", module, name, ..)`` of a function and
+    of those inside it, in order."""
+    steps = [i for i in dis.get_instructions(code) if i.opname != "EXTENDED_ARG"]
+    found: dict[tuple[Any, ...], None] = {}
+    for n, step in enumerate(steps):
+        if step.opname in _GLOBAL:
+            found["global", step.argval, *_attributes(steps, n + 1)] = None
+        elif step.opname == "IMPORT_NAME":
+            level, wanted = steps[n - 2].argval, steps[n - 1].argval or ()
+            found["import", "." * level + step.argval, *wanted] = None
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= dict.fromkeys(_names(constant))
+    return tuple(found)
+
+
+def _attributes(steps: list[dis.Instruction], n: int) -> Iterator[str]:
+    while n < len(steps) and steps[n].opname in _ATTRIBUTE:
+        yield steps[n].argval
+        n += 1
+
+
+def _imported(module: str, names: list[str], f: types.FunctionType) -> tuple[Any, ...]:
+    """The module that a function imports, and that which stands before the first dot. Raises
+    Unknown where something of it is not loaded yet."""
+    package = f.__globals__.get("__package__") or ""
+    try:
+        full = importlib.util.resolve_name(module, package)
+    except (ImportError, TypeError):
+        raise Unknown(f"{f.__qualname__} imports {module!r} from nowhere") from None
+    found = sys.modules.get(full)
+    missing = [n for n in names if n != "*" and not hasattr(found, n)]
+    if found is None or missing:
+        what = ".".join((full, *missing[:1])) if found else full
+        raise Unknown(f"{f.__qualname__} imports {what}, which is not loaded")
+    return (sys.modules.get(_top(full), found), found)
+
+
+# -------------------------------------------------------------------------------------- libraries
+
+
+def _place(file: str | None) -> str | None:
+    """Where code comes from: "own" (the hashed sources), "library", or None: somebody's own."""
+    if file is None or file.startswith("<frozen "):
+        return "library"
+    if file.startswith(_OWN):
+        return "own"
+    installed = file.startswith(_STDLIB) or any(part in file for part in _INSTALLED)
+    return "library" if installed else None
+
+
+def _package_of(file: str) -> str:
+    """The name right below a folder of installed packages."""
+    for part in _INSTALLED:
+        if part in file:
+            return file.rpartition(part)[2].partition(os.sep)[0].removesuffix(".py")
+    return ""
+
+
+def _file(module: str) -> str | None:
+    """The file of a module; None of what is built in."""
+    if _top(module) in sys.stdlib_module_names:
+        return None
+    return getattr(sys.modules.get(module), "__file__", None) or "<nowhere>"
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@functools.cache
+def _version(top: str) -> str:
+    """Of a library; that of Python is in every hash. Raises Unknown."""
+    if top in sys.stdlib_module_names or top in ("builtins", ""):
+        return ""
+    if version := getattr(sys.modules.get(top), "__version__", None):
+        return str(version)
+    try:
+        return importlib.metadata.version(top)
+    except importlib.metadata.PackageNotFoundError:
+        raise Unknown(f"{top}, of which the version is not known") from None
+
+
+__all__ = ["COVERED", "Unknown", "fingerprint", "is_own_class", "is_own_function"]

@@ -1,0 +1,204 @@
+"""Values that a kernel computes and rounds to float16, and whether float16 can hold them.
+
+Everything is computed in float32, but operands of matrix products and tensors between kernels have
+an element type of 16 bits. bfloat16 has the range of float32. float16 ends at 65504 and loses
+digits below 6e-5, so that a value of a kernel may be infinite or 0 in it where neither the inputs
+nor the outputs are: in ``(x z) @ W / rms(x z)``, from ``rms_norm(x z) @ W``, ``x z`` is infinite
+for elements of 300, and half of its digits are gone for elements of 0.0005.
+
+A value *fits* if float16 holds it wherever float16 holds what it is computed from. This is found by
+computing it: with normally distributed tensors of each of the magnitudes 2^-12 and 2^12, any three
+of them in all combinations (an orthogonal array), and with all of magnitude 1. It fits if nothing
+is too large and the error of rounding it is at most `MOST` of its norm. So ``x + r``,
+``x sigmoid(z)``, ``x / rms(x)`` and ``exp(s - max(s))`` fit, ``x z``, ``x^2`` and ``exp(s)`` do
+not. Vectors are weights and biases, of magnitude 1.
+
+What does not fit may still be rounded where the program that is asked for rounds it as well: see
+`proportional`, and `narrow` for whole graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from cutesuper.ir.arraymath import Array, ArrayMath
+from cutesuper.ir.dims import Dim, extent
+from cutesuper.ir.dtypes import DType, float16
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import Attributes, lookup
+
+#: tensors are tried with elements of the order of 2^-12 and 2^12
+MAGNITUDE = 2.0**12
+#: error of rounding a value, as a part of its norm: one unit in the last place of 1
+MOST = float16.eps
+#: the greatest constant that a value may be of one that is rounded anyway, and 1 / the least
+FACTOR = 4.0
+#: elements of a dimension in these trials
+EXTENT = 4
+#: binary digits of the number of a trial
+_DIGITS = 5
+
+
+@cache
+def levels() -> Array:
+    """The magnitudes, one row for each trial and one column for each of 16 tensors.
+
+    Column by column the parity of some digits of the row's number, an odd number of them: any three
+    such columns are independent, so that all eight combinations occur (Rao, "Factorial experiments
+    derivable from combinatorial arrangements of arrays", 1947).
+    """
+    rows = np.arange(2**_DIGITS)
+    masks = [m for m in range(2**_DIGITS) if m.bit_count() % 2]
+    parity = np.array([[(int(r) & m).bit_count() % 2 for m in masks] for r in rows])
+    signs = np.concatenate([2.0 * parity - 1.0, np.zeros((1, len(masks)))])
+    return MAGNITUDE**signs
+
+
+@dataclass
+class Trials:
+    """Draws tensors for all trials at once; the first dimension of every array is the trial.
+
+    Attributes:
+        columns: the column of `levels` of every tensor that was drawn, by name.
+    """
+
+    columns: dict[Any, int] = field(default_factory=dict)
+
+    def draw(self, name: Any, shape: Sequence[int], dtype: DType, rank: int) -> Array:
+        """A tensor, with numbers of its type; of ``rank`` dimensions where it is stored."""
+        column = self.columns.setdefault(name, len(self.columns))
+        rng = np.random.default_rng([column, *shape])
+        plain = rng.standard_normal(tuple(shape))[None]
+        magnitudes = levels()[:, column % levels().shape[1]]
+        if rank < 2:  # a weight or a bias
+            magnitudes = np.ones_like(magnitudes)
+        x = magnitudes.reshape(-1, *(1 for _ in shape)) * plain
+        return x if dtype.itemsize > 2 else x.astype(np.float16).astype(np.float64)
+
+
+def small(n: Dim) -> int:
+    """The extent of a dimension in a trial."""
+    return min(extent(n), EXTENT)
+
+
+def computed(kind: str, args: Sequence[Array], attributes: Attributes) -> Array:
+    """An element-wise operator, or a mask (which hides nothing here), on float64."""
+    operator = lookup(kind)
+    if operator.masks:
+        return args[0]
+    if operator.integers:
+        return np.ones_like(args[0])
+    with np.errstate(all="ignore"):
+        return np.atleast_1d(operator.scalar(ArrayMath, list(args), attributes))
+
+
+def product(multiply: Callable[[Array, Array], Array], x: Array, y: Array) -> Array:
+    """A product, where infinities may meet zeros."""
+    with np.errstate(all="ignore"):
+        return multiply(x, y)
+
+
+def reduced(kind: str, x: Array, axis: int) -> Array:
+    """A sum, mean or maximum along an axis, which stays with extent 1."""
+    with np.errstate(all="ignore"):
+        return np.asarray(getattr(np, kind)(x, axis=axis, keepdims=True))
+
+
+# -------------------------------------------------------------------------------------- the rule
+
+
+def fits(x: Array) -> bool:
+    """Whether float16 holds a value in every trial."""
+    with np.errstate(all="ignore"):
+        error = _norms(x.astype(np.float16).astype(np.float64) - x)
+        return bool((error <= MOST * _norms(x)).all())  # false where anything is not finite
+
+
+def proportional(x: Array, y: Array) -> bool:
+    """Whether x is y times one number between 1 / `FACTOR` and `FACTOR`, in every trial in which y
+    is finite. Their elements may be in another order, as after a transpose: they are sorted."""
+    if x.size != y.size:
+        return False
+    x, y = (v.reshape(v.shape[0], -1) for v in (x, y))
+    finite = np.isfinite(y).all(1)
+    if not finite.any() or not np.isfinite(x[finite]).all():
+        return False
+    x, y = x[finite], y[finite]
+    ratio = float(_norms(x[-1:])[0] / max(_norms(y[-1:])[0], 1e-300))
+    if not 1 / FACTOR <= ratio <= FACTOR:
+        return False
+    return any(_near(np.sort(x, 1), np.sort(sign * ratio * y, 1)) for sign in (1, -1))
+
+
+def _near(x: Array, y: Array) -> bool:
+    return bool((_norms(x - y) <= 1e-6 * _norms(y)).all())
+
+
+def _norms(x: Array) -> Array:
+    return np.sqrt(np.square(x).reshape(x.shape[0], -1).sum(1))
+
+
+# ---------------------------------------------------------------------------------- whole graphs
+
+
+def narrow(graph: KernelGraph) -> frozenset[int]:
+    """The nodes that may lie in memory as float16, between two kernels.
+
+    Those that fit, and those that the program itself rounds: operands of products and what products
+    give, which have 16 bits whoever computes them. Whatever is computed from a product is judged as
+    if that was loaded.
+
+    Args:
+        graph: primitive operators.
+    """
+    trials, found, drawn = Trials(), set[int](), dict[int, Array]()
+    for i, node in enumerate(graph.nodes):
+        if node.operator in (*_GIVEN, "matmul"):
+            shape = [small(n) for n in node.shape]
+            drawn[i] = trials.draw(i, shape, node.dtype, len(shape))
+            found |= {i, *node.inputs}
+    for i, x in enumerate(node_values(graph, drawn)):
+        if i not in found and fits(x):
+            found.add(i)
+    for i in reversed(range(len(graph.nodes))):  # a transpose is a view: its operand is stored
+        if i in found and graph.nodes[i].operator == "transpose":
+            found.update(graph.nodes[i].inputs)
+    return frozenset(found)
+
+
+#: values that have their element type from outside
+_GIVEN = ("input", "gather_pages")
+
+
+def node_values(graph: KernelGraph, given: dict[int, Array]) -> list[Array]:
+    """Every node's value in all trials, from those that are given.
+
+    Args:
+        graph: primitive operators.
+        given: at least the inputs, and what is gathered from pages.
+    """
+    values: list[Array] = []
+    for i, node in enumerate(graph.nodes):
+        operator, args = lookup(node.operator), [values[j] for j in node.inputs]
+        if i in given:
+            values.append(given[i])
+        elif node.operator == "transpose":
+            values.append(args[0].transpose(0, *(1 + d for d in node.attributes["dims"])))
+        elif node.operator == "matmul":
+            values.append(product(np.matmul, *_aligned(args)))
+        elif operator.reduces:
+            values.append(reduced(operator.reduces, args[0], 1 + node.attributes["dim"]))
+        else:
+            values.append(computed(node.operator, _aligned(args), node.attributes))
+    return values
+
+
+def _aligned(args: Sequence[Array]) -> list[Array]:
+    """With as many dimensions, extents of 1 put in after the trial."""
+    rank = max((x.ndim for x in args), default=0)
+    return [x.reshape(*x.shape[:1], *(1,) * (rank - x.ndim), *x.shape[1:]) for x in args]

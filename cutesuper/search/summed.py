@@ -1,0 +1,122 @@
+"""Another definition of the same values: what a product is summed over is summed before it.
+
+before: ``sum_N(X W + b)``, M x N x K multiplications; after: ``sum_K(X * sum_N(W)) + sum_N(b)``,
+which reads X and W once. The sums of W are statistics, float32 between kernels.
+
+Which one is faster depends on the extents: of 64x128x96 the columns are reduced where they are
+accumulated, in one kernel; 4096x4096x4096 are two kernels without a matrix product. So a graph is
+searched both ways; like everything that is found, the result is verified against the graph as the
+user wrote it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from cutesuper.ir.graph import KernelGraph, Tensor
+
+
+def summed_first(graph: KernelGraph) -> KernelGraph | None:
+    """The program with sums and means of products moved to one operand of the product.
+
+    Args:
+        graph: primitive operators only.
+
+    Returns:
+        None where there is no such sum, of a product that nothing else uses.
+    """
+    moving = _Moving(graph)
+    found = moving.run()
+    return found if moving.moved else None
+
+
+class _Moving:
+    def __init__(self, graph: KernelGraph) -> None:
+        self.graph, self.new = graph, KernelGraph()
+        self.values: list[Tensor] = []
+        self.moved = False
+        self._users = Counter(i for n in graph.nodes for i in n.inputs)
+        self._users.update(graph.outputs)
+
+    def run(self) -> KernelGraph:
+        """The program again, without what is not needed any more."""
+        g = self.new
+        for i, n in enumerate(self.graph.nodes):
+            if n.operator == "input":
+                g.nodes.append(n)
+                self.values.append(g.tensor(len(g.nodes) - 1))
+            else:
+                self.values.append(self._linear(i) or self._again(i))
+        for i in self.graph.outputs:
+            g.mark_output(self.values[i], self.graph.nodes[i].dtype)
+        return g.apart([range(len(g.outputs))])
+
+    def _again(self, i: int) -> Tensor:
+        n = self.graph.nodes[i]
+        args = (self.values[j] for j in n.inputs)
+        return self.new.apply(n.operator, *args, **dict(n.attributes))
+
+    def _linear(self, i: int) -> Tensor | None:
+        """A sum or a mean of something that is linear in a product; None for anything else."""
+        n = self.graph.nodes[i]
+        if n.operator not in ("sum", "mean"):
+            return None
+        [operand], kind = n.inputs, n.operator
+        dim = n.attributes["dim"] - len(n.shape)
+        if not self._has_product(kind, operand, dim):
+            return None
+        self.moved = True
+        return self._reduced(kind, operand, dim)
+
+    # ------------------------------------------------------------------------------------- terms
+
+    def _has_product(self, kind: str, i: int, dim: int) -> bool:
+        """Whether a sum over a dimension, counted from the end, gets to a product."""
+        if self._is_product(i, dim):
+            return True
+        return any(self._has_product(kind, j, dim) for j in self._terms(kind, i, dim))
+
+    def _is_product(self, i: int, dim: int) -> bool:
+        """Whether it is a product of which nothing else than the sum is needed."""
+        alone = self._users[i] == 1 and dim >= -2
+        return alone and self.graph.nodes[i].operator == "matmul" and self._has(i, dim)
+
+    def _terms(self, kind: str, i: int, dim: int) -> list[int]:
+        """The operands that a sum over a dimension may be taken of instead of the value.
+
+        What is the same all along the dimension is its own mean; its sum would be a number of times
+        itself, and a number of elements is right at one extent only.
+        """
+        n = self.graph.nodes[i]
+        along = [j for j in n.inputs if self._has(j, dim)]
+        if self._users[i] > 1 or not along:
+            return []
+        if n.operator in ("add", "sub"):
+            return along if kind == "mean" or len(along) == 2 else []
+        if n.operator == "mul" or (n.operator == "div" and along[0] == n.inputs[0]):
+            return along if len(along) == 1 else []
+        return []
+
+    def _has(self, i: int, dim: int) -> bool:
+        """Whether values differ along a dimension."""
+        shape = self.graph.nodes[i].shape
+        return len(shape) >= -dim and shape[dim] != 1
+
+    def _reduced(self, kind: str, i: int, dim: int) -> Tensor:
+        """The sum or mean of a value over a dimension that it has."""
+        if self._is_product(i, dim):
+            return self._summed_first(kind, i, dim)
+        terms = self._terms(kind, i, dim)
+        if not any(self._has_product(kind, j, dim) for j in terms):
+            return self.new.apply(kind, self.values[i], dim=dim)
+        n = self.graph.nodes[i]
+        args = (self._reduced(kind, j, dim) if j in terms else self.values[j] for j in n.inputs)
+        return self.new.apply(n.operator, *args)
+
+    def _summed_first(self, kind: str, i: int, dim: int) -> Tensor:
+        """Of a product, over its columns or its rows: multiplied and summed without tensor cores,
+        in float32."""
+        g, (a, b) = self.new, (self.values[j] for j in self.graph.nodes[i].inputs)
+        if dim == -1:
+            return g.sum(g.mul(a, g.transpose(g.apply(kind, b, dim=-1))), -1)
+        return g.sum(g.mul(g.transpose(g.apply(kind, a, dim=-2)), b), -2)

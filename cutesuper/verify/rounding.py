@@ -1,0 +1,268 @@
+"""What the kernels of a muGraph round to 16 bits: as numbers, and whether float16 can hold it.
+
+A kernel computes in float32. It rounds the operands of its matrix products to the type in which
+products take them, and what it stores to the type of the tensor. `RoundingRun` shows both to
+whoever runs a block program; `check_rounding` refuses what float16 cannot hold, by the rule of
+`cutesuper.ir.rounding`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cutesuper.errors import VerificationError
+from cutesuper.ir.arraymath import Array
+from cutesuper.ir.block import LOAD, BlockOp, BlockProgram, KernelStep, MuGraph
+from cutesuper.ir.dtypes import DType, float16, float32
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import Operator
+from cutesuper.ir.rounding import Trials, fits, narrow, node_values, proportional
+from cutesuper.verify.extents import SizeChooser, resized_graph
+from cutesuper.verify.integers import Integers, draw_integers
+from cutesuper.verify.tiles import BlockRun, Mapped, Window
+from cutesuper.verify.torchdomain import TorchDomain, TorchValue
+
+#: sees an operand of a product (operation and value), and says what is multiplied
+Visit = Callable[[int, Any], Any]
+
+
+class RoundingRun(BlockRun):
+    """A run of a block program in which somebody sees the operands of all products."""
+
+    def __init__(
+        self, a: Any, program: BlockProgram, tensors: Mapping[str, Any], visit: Visit,
+        chunk_elements: int | None = None,
+    ) -> None:
+        super().__init__(a, program, tensors, set(), chunk_elements)
+        self._visit = visit
+
+    def _over(self, op: BlockOp, args: list[Any], window: Window) -> Any:
+        if op.kind == "matmul":
+            args = [self._visit(i, x) for i, x in zip(op.inputs, args, strict=True)]
+        return super()._over(op, args, window)
+
+
+def product_type(step: KernelStep, mu: MuGraph) -> DType:
+    """The type in which the products of a kernel take their operands: that of those it loads. If it
+    computes all of them, the shortest one of its loads: statistics may be float32."""
+    ops = step.program.ops
+    operands = [ops[i] for op in ops if op.kind == "matmul" for i in op.inputs]
+    loads = [op for op in operands if op.kind == LOAD] or step.program.loads()
+    types = (mu.tensors[op.attributes["tensor"]].dtype for op in loads)
+    return min(types, key=lambda t: t.itemsize, default=float32)
+
+
+def check_rounding(graph: KernelGraph, mu: MuGraph) -> None:
+    """Refuse a muGraph that rounds to float16 what float16 cannot hold.
+
+    Args:
+        graph: what is computed.
+        mu: a legal muGraph that computes it.
+
+    Raises:
+        VerificationError: says which value of which kernel.
+    """
+    if any(_rounds(step, mu) for step in mu.steps):
+        _Check(graph.expanded(), mu).run()
+
+
+def _rounds(step: KernelStep, mu: MuGraph) -> bool:
+    """Whether a kernel may round anything to float16 that is no output."""
+    if any(mu.tensors[n].dtype == float16 for n in step.writes if n not in mu.outputs):
+        return True
+    return product_type(step, mu) == float16 and bool(_computed_operands(step.program))
+
+
+def _computed_operands(program: BlockProgram) -> list[int]:
+    operands = (i for op in program.ops if op.kind == "matmul" for i in op.inputs)
+    return [i for i in dict.fromkeys(operands) if program.ops[i].kind != LOAD]
+
+
+class _Check:
+    """All trials of a muGraph and its graph, at small extents.
+
+    A tensor between two kernels that is a value of the graph is drawn like an input, for the graph
+    too: each kernel is judged by what it makes of what it loads.
+    """
+
+    def __init__(self, graph: KernelGraph, mu: MuGraph) -> None:
+        self.mu, self.narrow = mu, narrow(graph)
+        self.sizes = SizeChooser(graph).small(mu, False)
+        self.graph = resized_graph(graph, self.sizes.inputs)
+        self.domain = _TrialDomain()
+
+    def run(self) -> None:
+        trials, plain = Trials(), _Plain()
+        views = dict(self._views(plain))
+        given = self._inputs(trials)
+        tensors = {n: given[i] for n, i in zip(self.mu.inputs, self.graph.inputs, strict=True)}
+        for name, nodes in views.items():
+            spec = self.mu.tensors[name]
+            x = trials.draw(name, self.sizes.tensors[name], spec.dtype, len(spec.shape))
+            tensors[name] = x
+            given |= {i: _transposed(x, _inverse(order)) for i, order in nodes.items()}
+        values = node_values(self.graph, self._with_pages(given))
+        multiplied = [
+            values[i] for n in self.graph.nodes if n.operator == "matmul" for i in n.inputs
+        ]
+        for step, program in zip(self.mu.steps, self.sizes.programs, strict=True):
+            found = self._kernel(step, program, tensors, multiplied)
+            for name, x in found.items():
+                self._check_stored(step, name, x, views.get(name))
+                tensors.setdefault(name, x)
+
+    def _kernel(
+        self, step: KernelStep, program: BlockProgram, tensors: Mapping[str, Any],
+        multiplied: Sequence[Array],
+    ) -> dict[str, Array]:
+        """What a kernel stores. Raises VerificationError."""
+        wanted = _computed_operands(program) if product_type(step, self.mu) == float16 else []
+
+        def visit(i: int, x: TorchValue) -> TorchValue:
+            value = _whole(x, program.ops[i])
+            if i in wanted and not fits(value) and not any(
+                proportional(value, y) for y in multiplied
+            ):
+                raise _refusal(f"kernel {step.name}: operation {i} ({program.ops[i].kind}) is an "
+                               "operand of a product")
+            return x
+
+        loaded = {n: self._value(tensors[n]) for n in step.reads}
+        run = RoundingRun(self.domain, program, loaded, visit)
+        return {n: x.data.numpy() for n, x in run.run().items()}
+
+    def _check_stored(
+        self, step: KernelStep, name: str, x: Array, nodes: Mapping[int, Any] | None
+    ) -> None:
+        if name in self.mu.outputs or self.mu.tensors[name].dtype != float16:
+            return
+        may = fits(x) if nodes is None else not self.narrow.isdisjoint(nodes)
+        if not may:
+            raise _refusal(f"kernel {step.name}: {name} is stored for another kernel")
+
+    # ---------------------------------------------------------------------------------- the draw
+
+    def _inputs(self, trials: Trials | _Plain) -> dict[int, Any]:
+        g, given = self.graph, dict[int, Any]()
+        for i, shape in zip(g.inputs, self.sizes.inputs, strict=True):
+            node = g.nodes[i]
+            given[i] = (
+                draw_integers(g, i, shape, [0, i])
+                if node.dtype.integer
+                else trials.draw(i, shape, node.dtype, len(shape))
+            )
+        return given
+
+    def _with_pages(self, given: Mapping[int, Any]) -> dict[int, Array]:
+        """Also what is gathered from pages; integers as numbers, which nothing depends on."""
+        full = {
+            i: np.ones((1, *x.data.shape)) if isinstance(x, Integers) else x
+            for i, x in given.items()
+        }
+        for i, node in enumerate(self.graph.nodes):
+            if node.operator == "gather_pages":
+                cache, table = (given[j] for j in node.inputs)
+                full[i] = cache[:, table.data].reshape(-1, *node.shape)
+        return full
+
+    def _value(self, x: Any) -> Any:
+        return x if isinstance(x, Integers) else TorchValue((), torch.from_numpy(x))
+
+    def _views(self, plain: _Plain) -> Iterator[tuple[str, dict[int, tuple[int, ...]]]]:
+        """For stored tensors the nodes of the graph that they are, in which order of dimensions."""
+        given = self._inputs(plain)
+        tensors = {n: given[i] for n, i in zip(self.mu.inputs, self.graph.inputs, strict=True)}
+        values = node_values(self.graph, self._with_pages(given))
+        for step, program in zip(self.mu.steps, self.sizes.programs, strict=True):
+            loaded = {n: self._value(tensors[n]) for n in step.reads}
+            for name, x in RoundingRun(self.domain, program, loaded, _as_it_is).run().items():
+                tensors[name] = x.data.numpy()
+                found = {i: o for i, y in enumerate(values) if (o := _order(tensors[name], y))}
+                if found:
+                    yield name, found
+
+
+class _Plain:
+    """Draws tensors of magnitude 1, in one trial."""
+
+    def draw(self, name: Any, shape: Sequence[int], dtype: DType, rank: int) -> Array:
+        rng = np.random.default_rng([name, *shape])
+        return rng.standard_normal((1, *shape))
+
+
+def _whole(x: TorchValue, op: BlockOp) -> Array:
+    """A value without the axes over which it is a partial result: the blocks of a cluster multiply
+    a part each of ``(X A) B``."""
+    own = ("trial", *op.dims)
+    parts = [n for n, part in enumerate(x.dims) if part.split(".")[0] not in own]
+    return (x.data.sum(parts) if parts else x.data).numpy()
+
+
+def _as_it_is(i: int, x: Any) -> Any:
+    return x
+
+
+def _order(x: Array, y: Array) -> tuple[int, ...] | None:
+    """The order of y's dimensions in which it is x; None if in none."""
+    if x.size != y.size or x.ndim != y.ndim:
+        return None
+    for order in permutations(range(x.ndim - 1)):
+        moved = _transposed(y, order)
+        if moved.shape == x.shape and np.allclose(moved, x, rtol=1e-9, atol=1e-12):
+            return order
+    return None
+
+
+def _transposed(x: Array, order: Sequence[int]) -> Array:
+    return x.transpose(0, *(1 + d for d in order))
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(d) for d in range(len(order))]
+
+
+def _refusal(what: str) -> VerificationError:
+    return VerificationError(
+        f"{what} as float16, which cannot hold it: of inputs of the order of 2^-12 or 2^12 it is "
+        "too large, or loses its digits, and the graph rounds no such value; multiply what is "
+        "loaded or normalized, store float32 between kernels, or use bfloat16"
+    )
+
+
+class _TrialDomain(TorchDomain):
+    """All trials at once: tensors have them as their first dimension. Masks hide nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float64)
+
+    def load(self, x: TorchValue, mapped: Sequence[Mapped], window: Window) -> TorchValue:
+        return super().load(x, [self._trials(x), *mapped], window)
+
+    def store(
+        self, x: TorchValue, mapped: Sequence[Mapped], window: Window, into: TorchValue | None
+    ) -> TorchValue:
+        return super().store(x, [self._trials(x), *mapped], window, into)
+
+    def finish(self, x: TorchValue, mapped: Sequence[Mapped]) -> TorchValue:
+        return super().finish(x, [self._trials(x), *mapped])
+
+    def gather(
+        self, x: TorchValue, table: NDArray[np.int64], shape: tuple[int, ...]
+    ) -> TorchValue:
+        return TorchValue((), x.data[:, torch.from_numpy(table)].reshape(-1, *shape))
+
+    def mask(
+        self, x: TorchValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator
+    ) -> TorchValue:
+        return x
+
+    def _trials(self, x: TorchValue) -> Mapped:
+        at = x.dims.index("trial") if "trial" in x.dims else 0
+        n = int(x.data.shape[at])
+        return Mapped(("trial",), (n,), n)

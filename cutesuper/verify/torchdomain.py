@@ -1,0 +1,161 @@
+"""PyTorch as the algebra of block programs: `TorchDomain` for `cutesuper.verify.tiles.BlockRun`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from string import ascii_letters
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cutesuper.ir.evaluate import hidden_difference
+from cutesuper.ir.operators.base import Attributes, Operator, lookup
+from cutesuper.verify.tiles import Mapped, Window
+
+
+@dataclass(frozen=True, eq=False)
+class TorchValue:
+    """A tensor with named dimensions."""
+
+    dims: tuple[str, ...]
+    data: torch.Tensor
+
+
+class TorchDomain:
+    """PyTorch as the algebra of `cutesuper.verify.tiles.BlockRun`."""
+
+    #: guards in the program say what a hidden row is (`cutesuper.ir.unseen`), not the algebra
+    empty_rows = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def elementwise(self, kind: str, args: list[TorchValue], attributes: Attributes) -> TorchValue:
+        """The reference of the operator, operands aligned by name."""
+        if kind == "constant":
+            return self.constant(attributes["value"])
+        dims = tuple(dict.fromkeys(d for x in args for d in x.dims))
+        data = [align(x, dims) for x in args]
+        result = lookup(kind).reference(data, attributes)
+        # -inf - -inf = -inf, see `cutesuper.ir.field`
+        return TorchValue(dims, hidden_difference(result, data) if kind == "sub" else result)
+
+    def add(self, x: TorchValue, y: TorchValue) -> TorchValue:
+        """Sum of two values of the same dimensions."""
+        return TorchValue(x.dims, x.data + align(y, x.dims))
+
+    def larger(self, x: TorchValue, y: TorchValue) -> TorchValue:
+        """Maximum of two values of the same dimensions."""
+        return TorchValue(x.dims, torch.maximum(x.data, align(y, x.dims)))
+
+    def div(self, x: TorchValue, y: TorchValue) -> TorchValue:
+        """Quotient by a constant."""
+        return TorchValue(x.dims, x.data / y.data)
+
+    def constant(self, value: float) -> TorchValue:
+        """A scalar."""
+        return TorchValue((), torch.tensor(value, dtype=self.dtype))
+
+    def sum(self, x: TorchValue, dims: Iterable[str], extents: Mapping[str, int]) -> TorchValue:
+        """Sum; a dimension that x lacks multiplies by its extent."""
+        over = tuple(dims)
+        factor = prod(extents[d] for d in over if d not in x.dims)
+        axes = [x.dims.index(d) for d in over if d in x.dims]
+        total = x.data.sum(axes) if axes else x.data
+        kept = tuple(d for d in x.dims if d not in over)
+        return TorchValue(kept, total if factor == 1 else total * factor)
+
+    def max(self, x: TorchValue, dims: Iterable[str], valid: Any = None) -> TorchValue:
+        """Maximum over the elements that exist."""
+        if valid is not None:
+            x = self._where(x, valid, -torch.inf)
+        over = [d for d in dims if d in x.dims]
+        kept = tuple(d for d in x.dims if d not in over)
+        axes = [x.dims.index(d) for d in over]
+        return TorchValue(kept, x.data.amax(axes) if axes else x.data)
+
+    def matmul(self, x: TorchValue, y: TorchValue, over: Iterable[str]) -> TorchValue:
+        """Contraction by name."""
+        names = dict.fromkeys((*x.dims, *y.dims))
+        letter = dict(zip(names, ascii_letters, strict=False))
+        dims = tuple(d for d in names if d not in set(over))
+        left, right, out = ("".join(letter[d] for d in v) for v in (x.dims, y.dims, dims))
+        return TorchValue(dims, torch.einsum(f"{left},{right}->{out}", x.data, y.data))
+
+    def masked(self, x: TorchValue, valid: Any) -> TorchValue:
+        """Zero where an element does not exist."""
+        return self._where(x, valid, 0.0)
+
+    def mask(
+        self, x: TorchValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator
+    ) -> TorchValue:
+        """What a masking operator makes of x, where ``keep`` has the dimensions ``names``."""
+        return self._where(x, (names, keep), operator.fill)
+
+    def literal(self, names: tuple[str, ...], numbers: NDArray[np.float64]) -> TorchValue:
+        """Plain numbers."""
+        return TorchValue(names, torch.from_numpy(numbers).to(self.dtype))
+
+    def without_q(self, x: TorchValue) -> TorchValue:
+        """There is only one kind of number here."""
+        return x
+
+    def gather(
+        self, x: TorchValue, table: NDArray[np.int64], shape: tuple[int, ...]
+    ) -> TorchValue:
+        """Pages of x in the order of a table, as a tensor of this shape."""
+        pages = x.data[torch.from_numpy(table).to(x.data.device)]
+        return TorchValue(tuple(map(str, range(len(shape)))), pages.reshape(shape))
+
+    def load(self, x: TorchValue, mapped: Sequence[Mapped], window: Window) -> TorchValue:
+        """Tiles of a tensor, zero past its end."""
+        names = tuple(p for m in mapped for p in m.parts)
+        data = x.data.reshape([m.extent for m in mapped])
+        beyond = [prod(m.extents) - m.extent for m in mapped]
+        if any(beyond):
+            data = torch.nn.functional.pad(data, [n for b in reversed(beyond) for n in (0, b)])
+        data = data.reshape([n for m in mapped for n in m.extents])
+        return TorchValue(names, data[place(names, window)])
+
+    def store(
+        self, x: TorchValue, mapped: Sequence[Mapped], window: Window, into: TorchValue | None
+    ) -> TorchValue:
+        """Put tiles where they belong."""
+        names = tuple(p for m in mapped for p in m.parts)
+        if not window:
+            return TorchValue(names, align(x, names))
+        if into is None:
+            covered = [n for m in mapped for n in m.extents]
+            into = TorchValue(names, torch.zeros(covered, dtype=self.dtype, device=x.data.device))
+        into.data[place(names, window)] = align(x, names)
+        return into
+
+    def finish(self, x: TorchValue, mapped: Sequence[Mapped]) -> TorchValue:
+        """The tensor behind stored tiles, without the padding."""
+        data = x.data.reshape([prod(m.extents) for m in mapped])
+        dims = tuple(str(i) for i in range(len(mapped)))
+        return TorchValue(dims, data[tuple(slice(m.extent) for m in mapped)])
+
+    def _where(
+        self, x: TorchValue, valid: tuple[tuple[str, ...], NDArray[np.bool_]], other: float
+    ) -> TorchValue:
+        exists = torch.from_numpy(np.array(valid[1])).to(x.data.device)
+        keep = align(TorchValue(valid[0], exists), x.dims)
+        return TorchValue(x.dims, torch.where(keep, x.data, other))
+
+
+def place(names: tuple[str, ...], window: Window) -> tuple[slice, ...]:
+    """Where the tiles of a window lie."""
+    return tuple(slice(*window[n]) if n in window else slice(None) for n in names)
+
+
+def align(x: TorchValue, dims: tuple[str, ...]) -> torch.Tensor:
+    """The data with these dimensions, extents of 1 where x has none."""
+    if x.dims == dims:
+        return x.data
+    data = x.data.permute([x.dims.index(d) for d in dims if d in x.dims])
+    return data[tuple(slice(None) if d in x.dims else None for d in dims)]

@@ -1,0 +1,79 @@
+"""Block programs run as their kernels would be: in float32, with every tensor in its element type.
+
+`cutesuper.verify.numeric.execute` computes everything in one element type. Here what is stored
+between kernels is rounded, and so are operands of products, which tensor cores take in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.serial import dumps, loads
+from cutesuper.verify.extents import real_sizes
+from cutesuper.verify.integers import Integers
+from cutesuper.verify.numeric import TorchDomain, TorchValue
+from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun
+from tests.fuzz.programs import ROWS
+
+
+class KernelDomain(TorchDomain):
+    """PyTorch in float32, whose products take operands of a 16-bit type."""
+
+    def __init__(self, short: torch.dtype | None) -> None:
+        super().__init__(torch.float32)
+        self.short = short
+
+    def matmul(self, x: TorchValue, y: TorchValue, over: Iterable[str]) -> TorchValue:
+        """Contraction by name."""
+        return super().matmul(self._operand(x), self._operand(y), over)
+
+    def _operand(self, x: TorchValue) -> TorchValue:
+        if self.short is None:
+            return x
+        return replace(x, data=x.data.to(self.short).float())
+
+
+def execute_rounded(mu: MuGraph, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of a muGraph, in their element types."""
+    domain = KernelDomain(_short(mu))
+    tensors: dict[str, Any] = {
+        name: _given(x) for name, x in zip(mu.inputs, inputs, strict=True)
+    }
+    for program in real_sizes(mu).programs:
+        made = BlockRun(domain, program, tensors, set(), CHUNK_ELEMENTS).run()
+        tensors |= {name: _stored(x, mu.tensors[name].dtype.torch) for name, x in made.items()}
+    return [tensors[n].data.to(mu.tensors[n].dtype.torch) for n in mu.outputs]
+
+
+def at_rows(thing: Any, rows: int) -> Any:
+    """The same kernel graph or muGraph, run with another symbolic extent."""
+    if isinstance(thing, KernelGraph):
+        return thing.with_hints({ROWS: rows})
+    hints = {d.hint for d in thing.symbols().values()}
+    text = dumps(thing)
+    for hint in hints:
+        text = text.replace(f'"hint": {hint},', f'"hint": {rows},')
+    return loads(text)
+
+
+def _short(mu: MuGraph) -> torch.dtype | None:
+    """The type of operands of products: the only one of 16 bits; None where there are two."""
+    types = {t.dtype.torch for t in mu.tensors.values() if t.dtype.itemsize == 2}
+    return types.pop() if len(types) == 1 else None
+
+
+def _given(x: Tensor) -> TorchValue | Integers:
+    if not x.is_floating_point():
+        return Integers((), x.numpy().astype("int64"))
+    return TorchValue(tuple(map(str, range(x.dim()))), x.float())
+
+
+def _stored(x: TorchValue, dtype: torch.dtype) -> TorchValue:
+    return replace(x, data=x.data.to(dtype).float())

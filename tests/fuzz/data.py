@@ -1,0 +1,61 @@
+"""Elements of the inputs of a program, from its seed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.programs import ROWS, Source
+
+#: what an input of numbers may hold
+KINDS = ("normal", "positive", "binary", "peaks", "zeros", "coarse")
+
+
+def elements(source: Source, rows: int, seed: int) -> Tensor:
+    """A tensor for an input, of its element type.
+
+    Args:
+        source: what it holds: ``normal`` numbers, ``positive`` ones (at least 0.1), ``binary``
+            ones (0 or 1), ``peaks`` (a few are 64 times as large), ``zeros`` (half of them, of
+            either sign), ``coarse`` (multiples of 1/4: many are equal), ``lengths``, ``labels``
+            (a few are none), ``table`` (pages, each once where there are enough).
+        rows: what the symbolic extent is.
+        seed: of the elements.
+    """
+    shape = tuple(rows if d == ROWS else int(d) for d in source.shape)
+    generator = torch.Generator().manual_seed(seed)
+    if source.kind in ("lengths", "labels", "table"):
+        return _integers(source, shape, generator).to(getattr(torch, source.dtype))
+    x = _numbers(source.kind, shape, generator) * 2.0**source.exponent
+    return x.to(getattr(torch, source.dtype))
+
+
+def _numbers(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if kind == "positive":
+        return x.abs() + 0.1
+    if kind == "coarse":
+        return (x * 4).round() / 4
+    chosen = torch.rand(shape, generator=generator, dtype=torch.float64)
+    if kind == "binary":
+        return (chosen < 0.7).double()
+    if kind == "peaks":
+        return torch.where(chosen < 0.02, 64 * x, x)
+    return torch.where(chosen < 0.5, 0.0 * x, x) if kind == "zeros" else x
+
+
+def _integers(source: Source, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if source.kind == "table":
+        count = math.prod(shape)
+        pages = torch.cat([torch.randperm(source.limit, generator=generator)
+                           for _ in range(-(-count // source.limit))])
+        return pages[:count].reshape(shape)
+    low, high = (0, source.limit + 2) if source.kind == "lengths" else (-1, source.limit + 1)
+    x = torch.randint(low, high, shape, generator=generator)
+    if source.kind == "labels":  # wrong ones are rare, or no loss would be a number
+        inside = torch.randint(0, source.limit, shape, generator=generator)
+        rare = torch.rand(shape, generator=generator) < 0.05
+        return torch.where(rare, torch.where(x < 0, -100, inside), inside)
+    return x

@@ -1,0 +1,299 @@
+"""What each operator of the table should compute, written once more.
+
+Nothing here calls the references of the package: a formula is a function ``f(m, args, attributes,
+dtype)`` over the operations of `tests.fuzz.arithmetic`. Operators made of others round in between
+(``m.store(.., limited=False)``), since a program may be cut there, but with the range of float32:
+what PyTorch computes in float32 inside of one operator must not overflow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.fuzz.arithmetic import Arithmetic
+
+Formula = Callable[[Arithmetic, list[Any], dict[str, Any], torch.dtype], Any]
+
+FORMULAS: dict[str, Formula] = {}
+
+#: element-wise functions of one number
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": torch.exp,
+    "log": torch.log,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "square": lambda x: x * x,
+    "silu": lambda x: x * torch.sigmoid(x),  # of -inf NaN, as in PyTorch
+    "relu": lambda x: x.relu(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "erf": torch.erf,
+    "log1p": torch.log1p,
+    "expm1": torch.expm1,
+    "sin": torch.sin,
+    "cos": torch.cos,
+    "asin": torch.asin,
+    "acos": torch.acos,
+    "atan": torch.atan,
+    "sinh": torch.sinh,
+    "cosh": torch.cosh,
+    "asinh": torch.asinh,
+    "acosh": torch.acosh,
+    "atanh": torch.atanh,
+    "erfc": torch.erfc,
+    "floor": torch.floor,
+    "round": torch.round,
+    "step": lambda x: (x > 0).double(),
+}
+
+#: of two numbers
+PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "at_least": lambda x, y: (x >= y).double(),
+    "maximum": torch.maximum,
+    "keep": lambda c, x: torch.where(c > 0.5, x, 0.0),
+    "hide": lambda c, x: torch.where(c > 0.5, x, -torch.inf),
+}
+
+#: these have no rounding of their own
+EXACT = {"relu", "floor", "round", "step", "at_least", "maximum", "keep", "hide"}
+#: these jump: next to a threshold a right program may be on either side
+JUMPS = {"floor", "round", "step", "at_least", "keep", "hide"}
+
+
+def formula(name: str) -> Callable[[Formula], Formula]:
+    """Enter a formula under the name of an operator."""
+
+    def enter(f: Formula) -> Formula:
+        FORMULAS[name] = f
+        return f
+
+    return enter
+
+
+def _elementwise(name: str, f: Callable[..., Tensor]) -> Formula:
+    return lambda m, args, a, dtype: m.function(f, *args, exact=name in EXACT)
+
+
+FORMULAS |= {name: _elementwise(name, f) for name, f in (FUNCTIONS | PAIRS).items()}
+
+
+@formula("clamp")
+def _clamp(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return m.function(lambda x: x.clamp(a["min"], a["max"]), args[0], exact=True)
+
+
+@formula("gelu")
+def _gelu(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """In the form that everybody uses, whose error is one of x where the result is small."""
+    share = m.function(lambda x: torch.erf(x / math.sqrt(2)), args[0])
+    return m.function(lambda x, s: 0.5 * x * (1 + s), args[0], share)
+
+
+@formula("sum")
+def _sum(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return m.sum(args[0], a["dim"])
+
+
+@formula("mean")
+def _mean(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return _scaled(m, m.sum(args[0], a["dim"]), 1.0 / m.value(args[0]).shape[a["dim"]])
+
+
+@formula("max")
+def _max(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return m.max(args[0], a["dim"])
+
+
+@formula("matmul")
+def _matmul(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return m.matmul(*args)
+
+
+@formula("transpose")
+def _transpose(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    rank = m.value(args[0]).dim()
+    dims = (*range(rank - 2), rank - 1, rank - 2) if a["dims"] is None else a["dims"]
+    return m.move(lambda x: x.permute(dims), args[0])
+
+
+@formula("concat")
+def _concat(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return m.move(lambda *xs: torch.cat(xs, a["dim"]), *args)
+
+
+@formula("slice")
+def _slice(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    places = torch.arange(m.value(args[0]).shape[a["dim"]])[a["start"] : a["stop"]]
+    return m.move(lambda x: x.index_select(a["dim"], places), args[0])
+
+
+# ---------------------------------------------------------------------------- masks and integers
+
+
+@formula("causal_mask")
+def _causal_mask(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    rows, columns = m.value(args[0]).shape[-2:]
+    offset = columns - rows if a["alignment"] == "bottom_right" else 0
+    keep = torch.ones(rows, columns, dtype=torch.bool).tril(offset)
+    return m.where(keep, args[0], -torch.inf)
+
+
+@formula("length_mask")
+def _length_mask(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return m.where(seen(m.value(args[0]).shape, args[1], a["causal"]), args[0], -torch.inf)
+
+
+def seen(shape: Any, lengths: Tensor, causal: bool) -> Tensor:
+    """Which scores of a shape lie in their sequence; a longer one ends with the columns."""
+    rows, columns = shape[-2:]
+    more = [1] * (len(shape) - lengths.dim())
+    ends = lengths.long().clamp(max=columns).reshape(*lengths.shape, *more)
+    if causal:
+        ends = ends - torch.arange(rows - 1, -1, -1).reshape(rows, 1)
+    return (torch.arange(columns) < ends).broadcast_to(shape)
+
+
+@formula("gather_pages")
+def _gather_pages(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    table = args[1].long()
+
+    def gathered(cache: Tensor) -> Tensor:
+        rows = [torch.cat([cache[p] for p in row.tolist()]) for row in table]
+        return torch.stack(rows)
+
+    return m.move(gathered, args[0])
+
+
+@formula("pick")
+def _pick(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return m.where(torch.arange(m.value(args[0]).shape[-1]) == args[1], args[0], 0.0)
+
+
+@formula("label_weight")
+def _label_weight(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    return m.given(weights(args[0], a["classes"], a["ignore_index"]))
+
+
+def weights(labels: Tensor, classes: int, ignored: int) -> Tensor:
+    """1 for a class, 0 for what is ignored, NaN for anything else."""
+    w = torch.full(labels.shape, torch.nan, dtype=torch.float64)
+    w[(labels >= 0) & (labels < classes)] = 1.0
+    w[labels == ignored] = 0.0
+    return w
+
+
+def _hidden_sub(x: Tensor, y: Tensor) -> Tensor:
+    return torch.where((x == -torch.inf) & (y == -torch.inf), -torch.inf, x - y)
+
+
+def _empty_div(x: Tensor, y: Tensor) -> Tensor:
+    empty = (x == 0) & (y == 0)
+    return torch.where(empty, 0.0, x / torch.where(empty, 1.0, y))
+
+
+# ----------------------------------------------------------------------------------- composites
+
+
+@formula("rms_norm")
+def _rms_norm(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    x = args[0]
+    squares = m.store(m.function(FUNCTIONS["square"], x), dtype, limited=False)
+    y = m.function(torch.div, x, _root(m, squares, a["eps"], m.value(x).shape[-1]))
+    return m.function(torch.mul, m.store(y, dtype, False), args[1]) if len(args) > 1 else y
+
+
+@formula("layer_norm")
+def _layer_norm(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    n = m.value(args[0]).shape[-1]
+    middle = _scaled(m, m.sum(args[0], -1), 1.0 / n)
+    centred = m.store(m.function(torch.sub, args[0], middle), dtype, limited=False)
+    squares = m.function(FUNCTIONS["square"], centred)
+    y = m.function(torch.div, centred, _root(m, squares, a["eps"], n))
+    y = m.function(torch.mul, m.store(y, dtype, False), args[1]) if len(args) > 1 else y
+    return m.function(torch.add, m.store(y, dtype, False), args[2]) if len(args) > 2 else y
+
+
+def _root(m: Arithmetic, squares: Any, eps: float, n: int) -> Any:
+    """sqrt(mean + eps)"""
+    return m.function(lambda s: torch.sqrt(s / n + eps), m.sum(squares, -1))
+
+
+@formula("softmax")
+def _softmax(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    _, e = _exponentials(m, args[0], a["dim"], dtype)
+    y = m.function(torch.div, e, m.sum(e, a["dim"]))
+    return m.where(~_empty(m, args[0], a["dim"]), y, 0.0)
+
+
+@formula("logsumexp")
+def _logsumexp(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    _, e = _exponentials(m, args[0], a["dim"], dtype)
+    return m.function(
+        lambda s, top: torch.where(top.isfinite(), torch.log(s) + top, top),
+        m.sum(e, a["dim"]), m.max(args[0], a["dim"]),
+    )  # fmt: skip
+
+
+@formula("log_softmax")
+def _log_softmax(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    shifted, e = _exponentials(m, args[0], a["dim"], dtype)
+    return m.function(torch.sub, shifted, m.function(torch.log, m.sum(e, a["dim"])))
+
+
+@formula("cross_entropy")
+def _cross_entropy(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    x, labels = args
+    n = m.value(x).shape[-1]
+    shifted, e = _exponentials(m, x, -1, dtype)
+    own = labels.long().clamp(0, n - 1)
+    picked = m.move(lambda t: t.gather(-1, own), shifted)
+    loss = m.function(torch.sub, m.function(torch.log, m.sum(e, -1)), picked)
+    return m.function(torch.mul, loss, m.given(weights(labels, n, a["ignore_index"])), exact=True)
+
+
+@formula("scaled_dot_product_attention")
+def _attention(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    query, key, value = args[:3]
+    scale = a["scale"]
+    scale = m.value(query).shape[-1] ** -0.5 if scale is None else scale
+    scores = m.matmul(query, m.move(lambda t: t.transpose(-1, -2), key))
+    scores = m.store(_scaled(m, scores, scale), dtype, limited=False)
+    shape = m.value(scores).shape
+    if len(args) == 4:
+        scores = m.where(seen(shape, args[3], a["is_causal"]), scores, -torch.inf)
+    elif a["is_causal"]:
+        scores = m.where(torch.ones(shape[-2:], dtype=torch.bool).tril(), scores, -torch.inf)
+    share = m.store(_softmax(m, [scores], {"dim": -1}, dtype), dtype, limited=False)
+    return m.matmul(share, value)
+
+
+def _exponentials(m: Arithmetic, x: Any, dim: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """x - max, and its exponentials; -inf minus -inf is -inf."""
+    top = m.max(x, dim)
+    top = m.where(m.value(top) != -torch.inf, top, 0.0)
+    shifted = m.store(m.function(torch.sub, x, top), dtype, limited=False)
+    return shifted, m.store(m.function(torch.exp, shifted), dtype, limited=False)
+
+
+def _empty(m: Arithmetic, x: Any, dim: int) -> Tensor:
+    return (m.value(x) == -torch.inf).all(dim, keepdim=True)
+
+
+def _scaled(m: Arithmetic, x: Any, factor: float) -> Any:
+    return m.function(lambda t: t * factor, x)
+
+
+#: in programs with lengths (docs/verification.md, "Masks"): -inf minus -inf is -inf, 0 / 0 is 0
+WITH_LENGTHS = FORMULAS | {
+    "sub": _elementwise("sub", _hidden_sub),
+    "div": _elementwise("div", _empty_div),
+}

@@ -1,0 +1,196 @@
+"""The judge: what the outputs of a program should be, and whether given ones will do.
+
+The program is evaluated several times with `tests.fuzz.formulas`, in float64:
+
+* exactly;
+* rounded to the nearest at each operator, to the element type of its value, as eager PyTorch does,
+  and four times with random roundings: what errors usually are;
+* with a bound for every element (`Balls`): how large an error may be at worst, if each value is
+  rounded to its element type and float32 sums are added up in any order.
+
+An output is **wrong** if
+
+* its shape or element type is another one;
+* an element is NaN or infinite where the exact one is not, and no value that it is made of leaves
+  the range of its element type (of float32 inside of operators that are made of others), or it is
+  finite where the exact one is not;
+* an element is off by more than `AT_WORST` times its bound;
+* the largest error, or the Frobenius norm of the errors relative to that of the exact output, is
+  more than `USUALLY` times the largest of those of the five rounded evaluations, plus 4 ulp. Only
+  elements that are well conditioned count, and no programs that compare or round computed values:
+  there one element on the other side of a threshold decides.
+
+Elements whose bound is infinite (next to a pole, or beyond the range) are not judged; an output
+with no other elements is *unjudged*. NaN is not asked for in programs with masks, where the
+arithmetic of hidden elements has rules of its own (``docs/verification.md``, "Masks").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutesuper.ir.graph import KernelGraph
+from tests.fuzz.arithmetic import Arithmetic, Ball, Balls, Numbers, reach, smallest, unit
+from tests.fuzz.formulas import FORMULAS, JUMPS, WITH_LENGTHS
+
+#: times the bound of an element
+AT_WORST = 4.0
+#: times the largest error of rounded evaluations
+USUALLY = 6.0
+#: with random roundings
+SAMPLES = 4
+
+MASKS = {"causal_mask", "length_mask", "hide", "scaled_dot_product_attention"}
+
+
+def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any]:
+    """The outputs of a kernel graph by the formulas, on the numbers of an arithmetic."""
+    lengths = any(node.operator == "length_mask" for node in graph.nodes)
+    formulas = WITH_LENGTHS if lengths else FORMULAS
+    values: list[Any] = []
+    feed = iter(inputs)
+    for node in graph.nodes:
+        if node.operator == "input":
+            x = next(feed)
+            values.append(x if node.dtype.integer else m.given(x))
+        elif node.operator == "constant":
+            values.append(m.given(torch.tensor(node.attributes["value"], dtype=torch.float64)))
+        else:
+            args = [values[j] for j in node.inputs]
+            dtype = node.dtype.torch
+            y = formulas[node.operator](m, args, dict(node.attributes), dtype)
+            values.append(m.store(y, dtype))
+    return [values[i] for i in graph.outputs]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an output should be.
+
+    Attributes:
+        ball: exact numbers and bounds.
+        samples: rounded evaluations.
+        dtype: element type.
+        jumps: the program compares or rounds.
+        masks: it hides elements.
+    """
+
+    ball: Ball
+    samples: tuple[Tensor, ...]
+    dtype: torch.dtype
+    jumps: bool = False
+    masks: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """About one output: "right", "wrong" or "unjudged", and why."""
+
+    kind: str
+    reason: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the output will not do."""
+        return self.kind == "wrong"
+
+
+RIGHT = Verdict("right")
+
+
+def expected(graph: KernelGraph, inputs: Sequence[Tensor]) -> list[Expected]:
+    """What the outputs of a kernel graph should be."""
+    balls = run(graph, inputs, Balls())
+    runs = [run(graph, inputs, Numbers("nearest"))]
+    runs += [run(graph, inputs, Numbers("random", s)) for s in range(SAMPLES)]
+    names = {n.operator for n in graph.nodes}
+    return [
+        Expected(ball, samples, graph.nodes[i].dtype.torch, bool(names & JUMPS),
+                 bool(names & MASKS))
+        for ball, samples, i in zip(balls, zip(*runs, strict=True), graph.outputs, strict=True)
+    ]  # fmt: skip
+
+
+def judged(outputs: Sequence[Tensor], wanted: Sequence[Expected]) -> Verdict:
+    """The worst verdict about some outputs."""
+    verdicts = [judge(y, w) for y, w in zip(outputs, wanted, strict=True)]
+    wrong = [(i, v) for i, v in enumerate(verdicts) if v.wrong]
+    if wrong:
+        i, v = wrong[0]
+        return Verdict("wrong", f"output {i}: {v.reason}")
+    return next((v for v in verdicts if v.kind == "unjudged"), RIGHT)
+
+
+def judge(y: Tensor, want: Expected) -> Verdict:
+    """About one output."""
+    v, e = want.ball.v, want.ball.e
+    if y.shape != v.shape:
+        return Verdict("wrong", f"shape {list(y.shape)}, expected {list(v.shape)}")
+    if y.dtype != want.dtype:
+        return Verdict("wrong", f"element type {y.dtype}, expected {want.dtype}")
+    y = y.detach().cpu().double()
+    known = e.isfinite() & ~(v.isnan() & want.masks)
+    if not known.any():
+        return Verdict("unjudged", "no element has a bound")
+    rules = (_odd, _at_worst, _usually)
+    return next((found for rule in rules if (found := rule(y, want, known))), RIGHT)
+
+
+def _odd(y: Tensor, want: Expected, known: Tensor) -> Verdict | None:
+    """NaN and infinities in other places."""
+    v = want.ball.v
+    near = known & (v.abs() + want.ball.e > reach(want.dtype))  # may be rounded to infinity
+    same = torch.where(v.isnan(), y.isnan(), y == v)
+    bad = known & ~near & ~torch.where(v.isfinite(), y.isfinite(), same)
+    return _shown(y, want, bad, "NaN or infinite where it should not be, or the other way round")
+
+
+def _at_worst(y: Tensor, want: Expected, known: Tensor) -> Verdict | None:
+    v, e = want.ball.v, want.ball.e
+    finite = known & v.isfinite() & y.isfinite()
+    bad = finite & ((y - v).abs() > AT_WORST * (e + smallest(want.dtype)))
+    return _shown(y, want, bad, f"off by more than {AT_WORST:g} times what rounding explains")
+
+
+def _usually(y: Tensor, want: Expected, known: Tensor) -> Verdict | None:
+    v, e = want.ball.v, want.ball.e
+    if want.jumps:
+        return None
+    top = float(torch.where(v.isfinite() & known, v.abs(), 0.0).max())
+    calm = known & v.isfinite() & y.isfinite() & (e <= 0.05 * v.abs() + 64 * unit(want.dtype) * top)
+    size = float(torch.where(calm, v, 0.0).norm())
+    found = _errors(y, v, calm, size)
+    usual = [_errors(s, v, calm & s.isfinite(), size) for s in want.samples]
+    ulp = 2 * unit(want.dtype)
+    for what, error, others, floor in zip(
+        ("largest error", "relative error"), found, zip(*usual, strict=True),
+        (4 * ulp * top + smallest(want.dtype), 4 * ulp), strict=True,
+    ):  # fmt: skip
+        limit = USUALLY * max(others) + floor
+        if error > limit:
+            return Verdict("wrong", f"{what} {error:.3g}, {max(others):.3g} is usual, {limit:.3g} "
+                                    "allowed")
+    return None
+
+
+def _errors(x: Tensor, v: Tensor, keep: Tensor, size: float) -> tuple[float, float]:
+    if not keep.any():
+        return 0.0, 0.0
+    d = torch.where(keep, x - v, 0.0)
+    norm = float(d.norm())
+    return float(d.abs().max()), norm / size if size else norm
+
+
+def _shown(y: Tensor, want: Expected, bad: Tensor, what: str) -> Verdict | None:
+    count = int(bad.sum())
+    if not count:
+        return None
+    at = tuple(int(i) for i in bad.nonzero()[0])
+    v, e = float(want.ball.v[at]), float(want.ball.e[at])
+    return Verdict("wrong", f"{count} of {bad.numel()} elements {what}; first at {list(at)}: "
+                            f"{float(y[at]):.6g} for {v:.6g}, bound {e:.3g}")

@@ -1,0 +1,335 @@
+"""The fuzzer: what it draws, what its judge says, that it finds what is planted; and some of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cutesuper.errors import CutesuperError
+from cutesuper.ir.operators.base import TABLE
+from tests.fuzz import check, functions, judge, limits, minimise
+from tests.fuzz.__main__ import main
+from tests.fuzz.arithmetic import Ball, Balls, Numbers
+from tests.fuzz.check import Settings, check_case
+from tests.fuzz.data import elements
+from tests.fuzz.draw import RECIPES, by_signature, draw_case
+from tests.fuzz.formulas import FORMULAS
+from tests.fuzz.functions import Function, Line, draw_function
+from tests.fuzz.outcome import FINDINGS, Outcome, Tally
+from tests.fuzz.programs import Case, Source, Step
+from tests.fuzz.runs import Plan, Replay, drawn, run
+
+#: seconds that the random programs of this file may take, and how many of each front there are
+SECONDS, PROGRAMS = 45.0, 60
+#: programs that are right or refused on a machine without a GPU, whatever it is: no time decides
+CALM = Settings(budget_s=None, keep=2, limit_s=300.0, slow_s=300.0)
+
+MATRIX = Source((16, 32))
+NORM = Case((MATRIX,), (Step("square", (0,)), Step("rms_norm", (1,), {"eps": 1e-3})), ((2, None),))
+
+
+def expected_of(case: Case) -> tuple[list[torch.Tensor], list[judge.Expected]]:
+    inputs = [elements(s, case.rows[1], case.seed + n) for n, s in enumerate(case.sources)]
+    return inputs, judge.expected(case.graph(), inputs)
+
+
+# ---------------------------------------------------------------------------------------- drawing
+
+
+def test_every_operator_of_the_table_has_a_formula() -> None:
+    """A new operator needs a line in `tests.fuzz.formulas`: the judge takes nobody's word."""
+    assert set(FORMULAS) == set(TABLE) - {"input", "constant"}
+
+
+def test_every_operator_of_the_table_is_drawn() -> None:
+    drawn_operators: Counter[str] = Counter()
+    for index in range(600):
+        drawn_operators.update(draw_case(5, index).operators)
+    assert set(drawn_operators) >= set(TABLE) - {"input", "constant"}
+
+
+def test_operators_without_a_recipe_are_drawn_by_their_signature() -> None:
+    """So a new one is, too."""
+    from tests.fuzz.draw import Draw
+
+    assert len(set(TABLE) - set(RECIPES)) > 30
+    found = set()
+    for name in ("tanh", "at_least", "mean", "softmax", "cross_entropy", "transpose", "pick"):
+        d = Draw(random.Random(name), 3)
+        d.source((4, 8))
+        by_signature(d, TABLE[name])
+        found |= {k.operator for k in d.kinds if isinstance(k, Step)}
+    assert {"tanh", "at_least", "mean", "softmax", "transpose", "pick"} <= found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("front", ["graph", "torch"])
+def test_programs_are_those_of_their_seed_and_can_be_written(front: str) -> None:
+    for index in range(20):
+        program = drawn(3, index, front)
+        assert program.dumps() == drawn(3, index, front).dumps()
+        again = Replay.of(program.dumps()).program
+        assert again == program
+    assert drawn(4, 1, front).dumps() != drawn(3, 1, front).dumps()
+
+
+def test_code_of_a_program_builds_it() -> None:
+    for index in range(30):
+        case = draw_case(9, index)
+        code = case.code().rsplit("\n", 1)[0]  # all but the search
+        space: dict[str, Any] = {}
+        try:
+            exec(code, space)
+        except CutesuperError:
+            assert check_case(case, CALM).kind in ("refused", "exception")
+            continue
+        assert len(space["g"].outputs) == len(case.outputs if case.wrt is None else case.wrt)
+
+
+# ------------------------------------------------------------------------------------------ judge
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_judge_takes_what_is_rounded_in_another_order(dtype: str) -> None:
+    source = Source((8, 256), dtype)
+    steps = (Step("square", (0,)), Step("sum", (1,), {"dim": -1}), Step("rsqrt", (2,)),
+             Step("mul", (0, 3)))  # fmt: skip
+    [x], [want] = expected_of(Case((source,), steps, ((4, None),)))
+    y = x.float()
+    for squares in ((y * y).flip(-1).cumsum(-1)[:, -1:], (y * y).sum(-1, keepdim=True)):
+        assert judge.judge((y * squares.rsqrt()).to(x.dtype), want).kind == "right"
+    early = (y * (y * y).to(x.dtype).float().sum(-1, keepdim=True).rsqrt().to(x.dtype).float())
+    assert judge.judge(early.to(x.dtype), want).kind == "right"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_judge_refuses_what_is_wrong(dtype: str) -> None:
+    _, [want] = expected_of(replace(NORM, sources=(replace(MATRIX, dtype=dtype),)))
+    right = want.ball.v.to(want.dtype)
+    assert judge.judge(right, want).kind == "right"
+    for value in (torch.nan, torch.inf, -torch.inf, 0.0, 1.25 * float(right[3, 5])):
+        wrong = right.clone()
+        wrong[3, 5] = value
+        assert judge.judge(wrong, want).kind == "wrong", value
+    swapped = right.clone()
+    swapped[[2, 3]] = swapped[[3, 2]]
+    assert judge.judge(swapped, want).kind == "wrong"
+    assert judge.judge(right[:, :-1], want).kind == "wrong"
+    assert judge.judge(right.double(), want).kind == "wrong"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_judge_refuses_an_error_four_times_what_is_allowed(dtype: str) -> None:
+    """Of one element, and spread over all of them where each one alone would do."""
+    _, [want] = expected_of(replace(NORM, sources=(replace(MATRIX, dtype=dtype),)))
+    v, e = want.ball.v, want.ball.e
+    one = v.clone()
+    one[1, 1] += 4 * judge.AT_WORST * e[1, 1] * v[1, 1].sign() + 4e-3 * v[1, 1]
+    assert judge.judge(one.to(want.dtype), want).kind == "wrong"
+    usual = max(float((s - v).norm() / v.norm()) for s in want.samples)
+    spread = v * (1 + 4 * judge.USUALLY * usual)
+    assert judge.judge(spread.to(want.dtype), want).kind == "wrong"
+
+
+def test_judge_wants_the_infinities_and_zeros_of_masks() -> None:
+    case = Case((Source((2, 4, 8)), Source((2,), "int32", "lengths", 0, 8)),
+                (Step("length_mask", (0, 1), {"causal": False}),
+                 Step("softmax", (2,), {"dim": -1})), ((3, None),))  # fmt: skip
+    scores = torch.randn(2, 4, 8).half()
+    want = judge.expected(case.graph(), [scores, torch.tensor([0, 5], dtype=torch.int32)])[0]
+    assert (want.ball.v[0] == 0).all() and (want.ball.v[1, :, 5:] == 0).all()
+    assert judge.judge(torch.full((2, 4, 8), torch.nan).half(), want).kind == "wrong"
+
+
+def test_bounds_hold_for_rounded_evaluations() -> None:
+    """The two kinds of numbers agree about random programs."""
+    judged = 0
+    for index in range(60):
+        case = draw_case(2, index)
+        try:
+            graph = case.graph()
+        except Exception:
+            continue
+        inputs = [elements(s, case.rows[0], case.seed + n) for n, s in enumerate(case.sources)]
+        balls = judge.run(graph, inputs, Balls())
+        for rounding in ("nearest", "random"):
+            for y, ball in zip(judge.run(graph, inputs, Numbers(rounding)), balls, strict=True):
+                known = ball.e.isfinite() & ball.v.isfinite()
+                assert ((y - ball.v).abs() <= 1.01 * ball.e + 1e-30)[known].all(), case.dumps()
+                judged += bool(known.any())
+    assert judged > 80
+
+
+def test_errors_of_two_operands_come_together() -> None:
+    """A choice that may go the other way brings the error of what is chosen."""
+    m = Balls()
+    c, x = (Ball(torch.tensor([v]).double(), torch.tensor([e]).double())
+            for v, e in ((0.0, 1.0), (0.001, 0.25)))  # fmt: skip
+    kept = m.function(lambda c, x: torch.where(c > 0.5, x, 0.0), c, x, exact=True)
+    assert float(kept.e) == pytest.approx(0.251)
+    assert float(m.function(torch.mul, x, x).e) >= 0.25**2 + 2 * 0.25 * 0.001
+
+
+def test_nothing_is_known_next_to_a_pole_or_beyond_the_range() -> None:
+    m = Balls()
+    near = Ball(torch.tensor([1e-4, 1.0]).double(), torch.tensor([1e-3, 1e-3]).double())
+    one = m.given(torch.ones(2))
+    assert m.function(torch.log, near).e.isinf().tolist() == [True, False]
+    assert m.function(torch.div, one, near).e[0] > 1.0
+    large = Ball(torch.tensor([65500.0, 6550.0]).double(), torch.tensor([30.0, 30.0]).double())
+    assert m.store(large, torch.float16).e.isinf().tolist() == [True, False]
+    assert not m.store(large, torch.float16, limited=False).e.isinf().any()
+
+
+# ------------------------------------------------------------------------------- what is planted
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block programs compute erf where they should compute tanh."""
+    from cutesuper.verify import numeric
+
+    real = numeric.reference
+
+    def wrong(kind: str, *rest: Any) -> Any:
+        return real("erf" if kind == "tanh" else kind, *rest)
+
+    monkeypatch.setattr(numeric, "reference", wrong)
+
+
+LONG = Case(
+    (Source((24, 64)), Source((64, 16)), Source((16,))),
+    (
+        Step("matmul", (0, 1)), Step("add", (3, 2)), Step("tanh", (4,)), Step("square", (5,)),
+        Step("mean", (6,), {"dim": -1}), Step("sub", (6, 7)),
+    ),
+    ((8, None), (5, "float32")),
+)  # fmt: skip
+
+
+def test_a_planted_fault_is_found_and_made_small(planted: None) -> None:
+    outcome = check_case(LONG, CALM)
+    assert outcome.kind == "wrong" and "muGraph" in outcome.where
+    small = minimise.minimised(LONG, lambda c: check_case(c, CALM).key == outcome.key, 60.0)
+    assert [s.operator for s in small.steps] == ["tanh"]
+    assert len(small.sources) == 1 and small.sources[0].shape[0] * small.sources[0].shape[-1] <= 16
+    again = Replay.of(small.dumps()).program
+    assert check_case(again, CALM).key == outcome.key
+    assert "g.apply('tanh', v0)" in small.code()
+
+
+def test_the_same_program_is_right_without_the_fault() -> None:
+    assert check_case(LONG, CALM).kind == "right"
+
+
+def test_a_fault_in_a_function_is_found_and_made_small(planted: None) -> None:
+    f = Function((Source((16, 32)), Source((32,))), (
+        Line("{0} * {1}", (0, 1)), Line("torch.tanh({0})", (2,)), Line("{0} + 1", (3,)),
+    ), (4,))  # fmt: skip
+    outcome = functions.check_function(f, CALM)
+    assert outcome.kind == "wrong"
+    small = functions.minimised(
+        f, lambda x: functions.check_function(x, CALM).key == outcome.key, 60.0
+    )
+    assert [x.text for x in small.lines] == ["torch.tanh({0})"]
+
+
+def test_undocumented_exceptions_hangs_and_refusals_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(error: BaseException) -> Any:
+        def choose(*_: Any, **__: Any) -> Any:
+            raise error
+
+        return choose
+
+    from cutesuper.errors import SearchError
+
+    for error, kind in ((KeyError("x"), "exception"), (limits.TimedOut(), "hang"),
+                        (SearchError("no kernel"), "refused")):  # fmt: skip
+        monkeypatch.setattr(check.optimize, "choose", fails(error))
+        assert check_case(NORM, CALM).kind == kind
+
+
+def test_what_takes_too_long_is_stopped() -> None:
+    def forever(stage: Any) -> Outcome:
+        stage("waiting")
+        while True:
+            pass
+
+    outcome = check.examined(forever, replace(CALM, limit_s=0.2))
+    assert outcome.kind == "hang" and outcome.where.startswith("waiting")
+
+
+def test_findings_are_printed_with_what_replays_them(
+    planted: None, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    case = Case((MATRIX,), (Step("tanh", (0,)),), ((1, None),))
+    assert main(["--replay", case.dumps()]) == 1
+    text = capsys.readouterr().out
+    assert "g.apply('tanh', v0)" in text and "--replay" in text
+    file = tmp_path / "case.json"
+    file.write_text(case.dumps())
+    assert main(["--replay", str(file)]) == 1
+    assert main(["--replay", NORM.dumps()]) == 0
+
+
+def test_tallies_add_up_and_are_written(tmp_path: Any) -> None:
+    a, b = Tally(), Tally()
+    wrong = Outcome("wrong", "launch", "7 for 8")
+    assert a.add(wrong, {"exp"}) and a.add(wrong, {"exp"}) and b.add(wrong, {"log"})
+    assert not a.add(Outcome("refused", "search", "no kernel"), set())
+    for t in (a, b):
+        assert t.note({"key": wrong.key}) and not t.note({"key": wrong.key})
+    a.merge(Tally.of(json.loads(json.dumps(b.data()))))
+    assert a.counts["wrong"] == 3 and len(a.findings) == 1 and "3 wrong" in a.text()
+
+
+def test_processes_share_the_programs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(os.path.dirname(os.path.dirname(__file__)))
+    file = tmp_path / "found.json"
+    main(["--jobs", "2", "--cases", "2", "--seconds", "300", "--front", "graph", "--json",
+          str(file), "--no-minimise"])  # fmt: skip
+    found = json.loads(file.read_text())
+    assert sum(found["counts"].values()) == 2
+
+
+def test_a_verifier_that_accepts_anything_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = replace(LONG, seed=3 * LONG.seed)
+    assert check_case(asked, CALM).kind == "right"
+    monkeypatch.setattr(check.cs, "verify", lambda *_: True)
+    assert "accepts another" in check_case(asked, CALM).where
+
+
+def test_kernels_are_compiled_where_asked() -> None:
+    pytest.importorskip("cutlass")
+    assert check_case(NORM, replace(CALM, compile=True)).kind == "right"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("front", ["graph", "torch"])
+def test_kernels_of_random_programs_on_a_gpu(front: str) -> None:
+    tally = run(Plan(seed=2027, seconds=120.0, cases=20, front=front, gpu=True))
+    assert not tally.findings, "\n".join(f["replay"] for f in tally.findings)
+
+
+# --------------------------------------------------------------------------------------- the run
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch warns of what is drawn
+@pytest.mark.parametrize("front", ["graph", "torch"])
+def test_random_programs_are_right_or_refused(front: str) -> None:
+    """Of a fixed seed; a failure prints the program made small, and how to run it again."""
+    plan = Plan(seed=2026, seconds=SECONDS / 2, cases=PROGRAMS, front=front, limit_s=200.0)
+    tally = run(plan)
+    assert not tally.findings, "\n".join(f["replay"] for f in tally.findings)
+    assert tally.counts["right"] > 0
+    assert not set(tally.counts) & set(FINDINGS)
+    draw_function(0, 0)
