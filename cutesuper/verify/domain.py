@@ -75,6 +75,7 @@ class FieldDomain(FieldAlgebra):
         failing: share of conditions that do not hold.
 
     Attributes:
+        hid: for each operation that hides by a condition whether it hid anything.
         strict: -inf minus -inf is `NoNumber`, as PyTorch's is NaN, unless `empty_rows`.
     """
 
@@ -87,6 +88,7 @@ class FieldDomain(FieldAlgebra):
     ) -> None:
         super().__init__(seed, shifts, primes)
         self.strict = False
+        self.hid: list[bool] = []
         self._failing = np.uint64(failing * primes.p)
         self._padding = np.random.default_rng(seed + 1)
         self._padded: dict[tuple[int, tuple[int, ...]], tuple[Residues, Residues]] = {}
@@ -107,6 +109,8 @@ class FieldDomain(FieldAlgebra):
             gone = operator.hidden(self, args, attributes)
             if gone is not None:
                 value = value.hide(align(gone.p != 0, gone.dims, value.dims))
+            if operator.hides:
+                self.hid.append(bool(value.gone().any()))
         return value
 
     def undefined(self) -> Undefined:

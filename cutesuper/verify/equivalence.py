@@ -195,6 +195,8 @@ class Verifier:
         self._apart: dict[Any, bool] = {}
         self._known: OrderedDict[Any, _Trial | DivisionByZero] = OrderedDict()
         self._degrees: dict[Any, Source] = {}
+        #: by extents: for each `hide` of the graph whether it hid anything where all had a value
+        self._hid: dict[Any, list[bool]] = {}
         self._graphs: dict[Any, KernelGraph] = {}
         self._uniform_at: dict[Any, bool] = {}
 
@@ -227,16 +229,20 @@ class Verifier:
         if found is not None and maxima:
             mode, found = "order", self._compare(mu, exact, 0, "order", with_q)
         trials = MAX_TRIALS if maxima and mode == "order" else self.trials
-        plan = [(exact, t) for t in range(1, trials)] + [(ragged, 0)]
+        plan = [(exact, t, mode) for t in range(1, trials)] + [(ragged, 0, mode)]
+        if mode == "shift":  # true maxima may make a denominator 0 that fresh values do not
+            plan.append((exact, 0, "order"))
         if full:
-            plan.append((real_sizes(mu), 0))
-        for k, (sizes, trial) in enumerate(plan):
+            plan.append((real_sizes(mu), 0, "order"))
+        for k, (sizes, trial, how) in enumerate(plan):
             if found is not None:
                 return _differs(found, k)
             real = full and k == len(plan) - 1
-            found = self._compare(mu, sizes, trial, "order" if real else mode, with_q, real)
+            found = self._compare(mu, sizes, trial, how, with_q, real)
         if found is not None:
             return _differs(found, len(plan))
+        if not all(self._hid.get(exact.inputs, ())):
+            return _refused("what the graph hides by a condition (hide) has no value in any draw")
         both = degrees(self._source_degrees(exact, mode), mu, exact)
         if both.highest >= SMALLEST.q:
             return _refused(
@@ -372,6 +378,8 @@ class Verifier:
             self._keep(key, error.with_traceback(None))
             raise
         trial = replace(trial, outputs=outputs, undefined=a.undefined())
+        before = self._hid.get(sizes.inputs, [False] * len(a.hid))
+        self._hid[sizes.inputs] = [x or y for x, y in zip(before, a.hid, strict=True)]
         if keep:
             self._keep(key, trial)
         return trial
@@ -473,10 +481,10 @@ def numbers(graph: KernelGraph) -> set[float]:
 def _failing(trial: int, attempt: int) -> float:
     """The share of conditions that do not hold in a draw.
 
-    Every third trial hides nearly everything at first, so that rows are hidden as a whole; where
-    such a row has no value the next draws hide less and less.
+    In turn some, nearly all and few: rows are hidden in part, as a whole, and not at all. Where a row
+    that is hidden as a whole has no value, the next draws hide less and less.
     """
-    return 31 / 32 if trial % 3 == 1 and not attempt else 0.25 ** (attempt + 1)
+    return 0.25 ** (attempt + 1) if attempt else (1 / 4, 31 / 32, 1 / 16)[trial % 3]
 
 
 def _padded(sizes: Sizes) -> bool:

@@ -49,7 +49,8 @@ def execute_rounded(mu: MuGraph, inputs: Sequence[Tensor]) -> list[Tensor]:
     for program in real_sizes(mu).programs:
         made = BlockRun(domain, program, tensors, set(), CHUNK_ELEMENTS).run()
         tensors |= {name: _stored(x, mu.tensors[name].dtype.torch) for name, x in made.items()}
-    return [tensors[n].data.to(mu.tensors[n].dtype.torch) for n in mu.outputs]
+    found = [tensors[n].data.to(mu.tensors[n].dtype.torch) for n in mu.outputs]
+    return [x.contiguous() for x in found]
 
 
 def at_rows(thing: Any, rows: int) -> Any:
