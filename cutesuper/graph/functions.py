@@ -134,6 +134,7 @@ class Silu(_Unary):
     """x sigmoid(x)."""
 
     name = "silu"
+    keeps_zero = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return torch_module().nn.functional.silu(args[0])
@@ -155,6 +156,7 @@ class Gelu(_Unary):
     """x Phi(x) with the error function, as PyTorch's default (approximate='none')."""
 
     name = "gelu"
+    keeps_zero = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return torch_module().nn.functional.gelu(args[0])
@@ -177,6 +179,7 @@ class Relu(_Unary):
     """max(x, 0)."""
 
     name = "relu"
+    keeps_zero = True
     flat = True
     at_hidden = 0.0
 
@@ -218,6 +221,7 @@ class Tanh(_Unary):
     """Hyperbolic tangent."""
 
     name = "tanh"
+    keeps_zero = True
     at_hidden = -1.0
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
@@ -237,6 +241,7 @@ class Erf(_Named):
     """The error function."""
 
     name = "erf"
+    keeps_zero = True
     at_hidden = -1.0
 
     def derivative(
@@ -251,6 +256,7 @@ class Log1p(_Named):
     """log(1 + x), where nothing is lost next to x = 0."""
 
     name = "log1p"
+    keeps_zero = True
     partial = True
 
     def derivative(
@@ -264,6 +270,7 @@ class Expm1(_Named):
     """e^x - 1, where nothing is lost next to x = 0."""
 
     name = "expm1"
+    keeps_zero = True
     at_hidden = -1.0
 
     def derivative(
@@ -277,6 +284,7 @@ class Sin(_Named):
     """Sine, of radians of any size."""
 
     name = "sin"
+    keeps_zero = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -301,6 +309,7 @@ class Asin(_Named):
     """Inverse sine."""
 
     name = "asin"
+    keeps_zero = True
     partial = True
 
     def derivative(
@@ -327,6 +336,7 @@ class Atan(_Named):
     """Inverse tangent."""
 
     name = "atan"
+    keeps_zero = True
     at_hidden = -pi / 2
 
     def derivative(
@@ -340,6 +350,7 @@ class Sinh(_Named):
     """Hyperbolic sine."""
 
     name = "sinh"
+    keeps_zero = True
     at_hidden = -inf
 
     def derivative(
@@ -366,6 +377,7 @@ class Asinh(_Named):
     """Inverse hyperbolic sine."""
 
     name = "asinh"
+    keeps_zero = True
     at_hidden = -inf
 
     def derivative(
@@ -392,6 +404,7 @@ class Atanh(_Named):
     """Inverse hyperbolic tangent."""
 
     name = "atanh"
+    keeps_zero = True
     partial = True
 
     def derivative(
@@ -429,6 +442,7 @@ class Step(_Flat):
     """1 where x > 0, 0 elsewhere (NaN too): the derivative of relu, and comparisons."""
 
     name = "step"
+    keeps_zero = True
     flat = True
     at_hidden = 0.0
 
@@ -444,6 +458,7 @@ class Floor(_Flat, _Named):
     """The largest integer that is at most x."""
 
     name = "floor"
+    keeps_zero = True
     flat = True
     at_hidden = -inf
 
@@ -453,6 +468,7 @@ class Round(_Flat, _Named):
     """The nearest integer, the even one of two."""
 
     name = "round"
+    keeps_zero = True
     flat = True
     at_hidden = -inf
 
