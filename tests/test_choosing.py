@@ -238,5 +238,7 @@ def test_functions_say_where_they_are_zero_positive_or_nothing(name: str) -> Non
     x = torch.linspace(-5, 5, 1001, dtype=torch.float64)
     y = operator.reference([x], attributes)
     assert not operator.above_zero or bool((y[~y.isnan()] >= 0).all())
+    at_zero = operator.reference([torch.zeros(1, dtype=torch.float64)], attributes).item()
+    assert operator.keeps_zero == (at_zero == 0 and name not in ("sqrt", "square", "clamp"))
     assert operator.flat == (int((y == 0).sum()) > 9)
     assert operator.partial == (int(y.isnan().sum()) > 9)

@@ -140,7 +140,8 @@ def _near(x: Array, y: Array) -> bool:
 
 
 def _norms(x: Array) -> Array:
-    return np.sqrt(np.square(x).reshape(x.shape[0], -1).sum(1))
+    with np.errstate(all="ignore"):
+        return np.sqrt(np.square(x).reshape(x.shape[0], -1).sum(1))
 
 
 # ---------------------------------------------------------------------------------- whole graphs

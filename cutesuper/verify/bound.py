@@ -88,6 +88,7 @@ class DegreeAlgebra:
         zeros: sum of the degrees of all elements that are divided by.
         exponents: arguments of exponentials.
         ordered: `max` was used where it means the largest element.
+        kept_zero: a function that is 0 at 0 was applied.
         empty_rows: 0 / 0 is 0, see `cutesuper.ir.field.FieldAlgebra`.
     """
 
@@ -98,6 +99,7 @@ class DegreeAlgebra:
         self.zeros = 0
         self.exponents: list[Degree] = []
         self.ordered = False
+        self.kept_zero = False
         self.empty_rows = False
 
     def add(self, x: Degree, y: Degree) -> Degree:
@@ -196,6 +198,7 @@ class DegreeAlgebra:
 
     def elementwise(self, kind: str, args: list[Degree], attributes: Attributes) -> Degree:
         """An element-wise operator of the table."""
+        self.kept_zero |= lookup(kind).keeps_zero
         return lookup(kind).symbolic(self, args, attributes)
 
     def rename(self, x: Degree, names: Mapping[str, str]) -> Degree:
@@ -329,7 +332,8 @@ def error_bound(both: Degrees, exponents: str | None, drawn: Sequence[str] = ())
     if arguments and exponents is not None:
         return Bound(None, f"no bound: {exponents}")
     argument = 2 * max(source.argument, found.argument)
-    weight = max(_element(want, found, argument) for want, found in both.outputs)
+    zero = source.kept_zero or found.kept_zero
+    weight = max(_element(want, found, argument, zero) for want, found in both.outputs)
     weight += _accidents(source.exponents, arguments)
     zeros = source.zeros + found.zeros
     if source.empty_rows or found.empty_rows:
@@ -382,10 +386,12 @@ def _sizes(shape: tuple[int, ...]) -> dict[str, int]:
     return dict(zip(names_of(shape), (n for n in shape if n != 1), strict=True))
 
 
-def _element(want: Degree, found: Degree, argument: int) -> int:
-    """Degree of the numerator of a difference, plus all chances of opaque arguments to collide."""
+def _element(want: Degree, found: Degree, argument: int, zero: bool) -> int:
+    """Degree of the numerator of a difference, plus all chances of opaque arguments to collide,
+    with each other and with 0 if that counts."""
     terms = want.terms + found.terms
-    return _difference(want, found) + terms * (terms - 1) // 2 * argument
+    pairs = terms * (terms - 1) // 2 + (terms if zero else 0)
+    return _difference(want, found) + pairs * argument
 
 
 def _difference(want: Degree, found: Degree) -> int:

@@ -40,6 +40,15 @@ def draw(
     return FieldValue(names, residues(primes.p), residues(primes.q) if with_q else None)
 
 
+def _kept_zero(value: FieldValue, x: FieldValue) -> FieldValue:
+    """A function of x, 0 where x is."""
+    zero = np.uint64(0)
+    q = None
+    if value.q is not None and x.q is not None:
+        q = np.where((x.q == zero) & ~x.gone(), zero, value.q)
+    return value.like(value.dims, np.where(x.p == zero, zero, value.p), q)
+
+
 @dataclass(frozen=True)
 class Undefined:
     """Where numbers may have no value.
@@ -97,6 +106,8 @@ class FieldDomain(FieldAlgebra):
         """An element-wise operator of the table. Raises DivisionByZero and Unbounded."""
         operator = lookup(kind)
         value = operator.symbolic(self, args, attributes)
+        if operator.keeps_zero:
+            value = _kept_zero(value, args[0])
         masked = any(x.masked for x in args)
         flat = operator.flat or value.flat
         if operator.above_zero and not masked and not flat:

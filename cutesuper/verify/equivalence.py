@@ -481,8 +481,8 @@ def numbers(graph: KernelGraph) -> set[float]:
 def _failing(trial: int, attempt: int) -> float:
     """The share of conditions that do not hold in a draw.
 
-    In turn some, nearly all and few: rows are hidden in part, as a whole, and not at all. Where a row
-    that is hidden as a whole has no value, the next draws hide less and less.
+    In turn some, nearly all and few: rows are hidden in part, as a whole, and not at all. Where a
+    row that is hidden as a whole has no value, the next draws hide less and less.
     """
     return 0.25 ** (attempt + 1) if attempt else (1 / 4, 31 / 32, 1 / 16)[trial % 3]
 

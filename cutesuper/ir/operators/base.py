@@ -83,6 +83,8 @@ class Operator:
     above_zero: ClassVar[bool] = False
     #: 0 for many arguments
     flat: ClassVar[bool] = False
+    #: 0 at 0, and the verifier knows it (not of `sqrt`, which would loosen all bounds of norms)
+    keeps_zero: ClassVar[bool] = False
     #: NaN for many arguments
     partial: ClassVar[bool] = False
     composite: ClassVar[bool] = False

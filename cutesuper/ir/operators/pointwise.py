@@ -135,6 +135,7 @@ class Silu(_Unary):
     """x sigmoid(x)."""
 
     name = "silu"
+    keeps_zero = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return torch_module().nn.functional.silu(args[0])
@@ -156,6 +157,7 @@ class Gelu(_Unary):
     """x Phi(x) with the error function, as PyTorch's default (approximate='none')."""
 
     name = "gelu"
+    keeps_zero = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return torch_module().nn.functional.gelu(args[0])
@@ -178,6 +180,7 @@ class Relu(_Unary):
     """max(x, 0)."""
 
     name = "relu"
+    keeps_zero = True
     flat = True
     at_hidden = 0.0
 
@@ -219,6 +222,7 @@ class Tanh(_Unary):
     """Hyperbolic tangent."""
 
     name = "tanh"
+    keeps_zero = True
     at_hidden = -1.0
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
@@ -238,6 +242,7 @@ class Erf(_Named):
     """The error function."""
 
     name = "erf"
+    keeps_zero = True
     at_hidden = -1.0
 
     def derivative(
@@ -252,6 +257,7 @@ class Log1p(_Named):
     """log(1 + x), where nothing is lost next to x = 0."""
 
     name = "log1p"
+    keeps_zero = True
     partial = True
 
     def derivative(
@@ -265,6 +271,7 @@ class Expm1(_Named):
     """e^x - 1, where nothing is lost next to x = 0."""
 
     name = "expm1"
+    keeps_zero = True
     at_hidden = -1.0
 
     def derivative(
@@ -278,6 +285,7 @@ class Sin(_Named):
     """Sine, of radians of any size."""
 
     name = "sin"
+    keeps_zero = True
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -302,6 +310,7 @@ class Asin(_Named):
     """Inverse sine."""
 
     name = "asin"
+    keeps_zero = True
     partial = True
 
     def derivative(
@@ -328,6 +337,7 @@ class Atan(_Named):
     """Inverse tangent."""
 
     name = "atan"
+    keeps_zero = True
     at_hidden = -pi / 2
 
     def derivative(
@@ -341,6 +351,7 @@ class Sinh(_Named):
     """Hyperbolic sine."""
 
     name = "sinh"
+    keeps_zero = True
     at_hidden = -inf
 
     def derivative(
@@ -367,6 +378,7 @@ class Asinh(_Named):
     """Inverse hyperbolic sine."""
 
     name = "asinh"
+    keeps_zero = True
     at_hidden = -inf
 
     def derivative(
@@ -393,6 +405,7 @@ class Atanh(_Named):
     """Inverse hyperbolic tangent."""
 
     name = "atanh"
+    keeps_zero = True
     partial = True
 
     def derivative(
@@ -430,6 +443,7 @@ class Step(_Flat):
     """1 where x > 0, 0 elsewhere (NaN too): the derivative of relu, and comparisons."""
 
     name = "step"
+    keeps_zero = True
     flat = True
     at_hidden = 0.0
 
@@ -445,6 +459,7 @@ class Floor(_Flat, _Named):
     """The largest integer that is at most x."""
 
     name = "floor"
+    keeps_zero = True
     flat = True
     at_hidden = -inf
 
@@ -454,6 +469,7 @@ class Round(_Flat, _Named):
     """The nearest integer, the even one of two."""
 
     name = "round"
+    keeps_zero = True
     flat = True
     at_hidden = -inf
 
