@@ -141,7 +141,7 @@ def run(count: int, seed: int, judged: float = 1.0) -> Tally:
         program = rng.getrandbits(40)
         graph, mu = random_program(program)
         verifier = Verifier(graph, seed=rng.getrandbits(32))
-        if not verifier.check(mu, bound=False):
+        if not verifier.check(mu, bound=False, full=True):
             tally.counts["programs without a meaning"] += 1
             continue
         tally.counts["programs"] += 1
@@ -155,7 +155,7 @@ def _judge(
     tally: Tally, what: str, verifier: Verifier, mu: MuGraph, mutant: MuGraph,
     judged: float, rng: Random,
 ) -> None:
-    result = verifier.check(mutant, bound=False)
+    result = verifier.check(mutant, bound=False, full=True)  # as for what is returned to a user
     if result:
         odd = distinguished(verifier.graph, mu, mutant)
         tally.counts["accepted"] += 1
