@@ -22,7 +22,7 @@ def test_no_mutant_is_accepted_that_numbers_tell_apart(seed: int) -> None:
 
 #: mutants of the long run that earlier rules accepted, by program and seed of the verifier
 FOUND = (180357832894, 44393170448, 1026388925498, 686802488767, 550197228075, 1062438370415,
-         1046633657905, 291952100060, 851865484107, 547371245984, 816160795731)  # fmt: skip
+         1046633657905, 291952100060, 547371245984, 816160795731)  # fmt: skip
 
 
 @pytest.mark.parametrize("program", FOUND)

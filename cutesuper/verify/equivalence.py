@@ -229,7 +229,8 @@ class Verifier:
         if found is not None and maxima:
             mode, found = "order", self._compare(mu, exact, 0, "order", with_q)
         trials = MAX_TRIALS if maxima and mode == "order" else self.trials
-        plan = [(exact, t, mode) for t in range(1, trials)] + [(ragged, 0, mode)]
+        plan: list[tuple[Sizes, int, Mode]] = [(exact, t, mode) for t in range(1, trials)]
+        plan.append((ragged, 0, mode))
         if mode == "shift":  # true maxima may make a denominator 0 that fresh values do not
             plan.append((exact, 0, "order"))
         if full:
