@@ -28,7 +28,7 @@ from benchmarks.tables import (
 )
 
 #: of the picture, in pixels: a line, the names on the left, the bars, the head, the foot
-LINE, NAMES, BARS, HEAD, FOOT = 28, 340, 330, 44, 14
+LINE, NAMES, BARS, HEAD, FOOT = 28, 380, 330, 44, 14
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,9 @@ def picture(lines: Sequence[Line]) -> str:
     unit = BARS / ceil(max(e.ratio for e in lines))
     height = HEAD + LINE * len(lines) + FOOT
     svg = new_picture("Speedup over the fastest other", _style(), NAMES + BARS + 60, height)
-    text = "Speedup over the fastest other implementation (1 is as fast)"
-    add(svg, "text", "ink head", text, x=16, y=26)
+    gpus = ", ".join(dict.fromkeys(e.environment["gpu"] for e in lines))
+    head = f"Speedup over the fastest other implementation, {gpus} (1 is as fast)"
+    add(svg, "text", "ink head", head, x=16, y=26)
     for n, line in enumerate(lines):
         y = HEAD + n * LINE
         end = NAMES + line.ratio * unit
