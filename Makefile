@@ -15,6 +15,9 @@ TORCH ?= auto
 WORKLOAD ?= inference
 ARGS ?=
 
+# with tables that are made of results; WORKLOAD's stand in one of them, or in two
+PAGES := benchmarks performance search
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 BENCH_STAMP := $(VENV)/.ready-bench
@@ -50,9 +53,11 @@ test: lint  ## lint, types and all tests that need no GPU
 gpu-test: $(STAMP)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu --durations=10 $(ARGS)
 
-bench: $(BENCH_STAMP)  ## measure WORKLOAD against its peers, refresh the table in README.md (GPU)
+bench: $(BENCH_STAMP)  ## measure WORKLOAD against its peers, refresh the tables of the pages (GPU)
 	$(BIN)/python -m benchmarks $(WORKLOAD) --json benchmarks/results/$(WORKLOAD).json $(ARGS)
-	$(BIN)/python -m benchmarks.report --readme README.md benchmarks/results/$(WORKLOAD).json
+	$(BIN)/python -m benchmarks.report $(foreach page,$(PAGES),--page docs/$(page).md) \
+		benchmarks/results/$(WORKLOAD)*.json
+	$(BIN)/python -m benchmarks.summary benchmarks/results README.md docs/summary.svg
 
 golden: $(STAMP)  ## write the golden files in tests/golden again
 	$(BIN)/python -m pytest -m "not gpu" --golden-update $(ARGS)

@@ -1,16 +1,17 @@
-"""Results for people: a table on the terminal, a table in Markdown, and the tables of the README.
+"""Results for people: a table on the terminal, a table in Markdown, and the tables of pages.
 
 Everything here reads the dictionary that a benchmark returns (or its JSON) and needs no GPU::
 
-    python -m benchmarks.report results.json                        # print
-    python -m benchmarks.report --readme README.md results.json     # rewrite between the markers
-    python -m benchmarks.report --document docs/performance.md a.json b.json   # one table of two
+    python -m benchmarks.report results.json                               # print
+    python -m benchmarks.report --page docs/benchmarks.md results.json     # rewrite a page's table
+    python -m benchmarks.report --page docs/performance.md a.json b.json   # one table of two
 
 Several files of the same sweep make one table; of a case in more than one, the last counts.
-A document's tables stand between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``, NAME being
+A page's tables stand between ``<!-- bench:NAME -->`` and ``<!-- /bench:NAME -->``, NAME being
 the ``name`` of the results: the workload (followed by ``-bfloat16`` where that is the dtype), or
 the command where that is not the comparison with peers (`KINDS`). Where there is a longer version
-too, it stands in the document that has NAME-details.
+too, it stands in the page that has NAME-details. ``--page`` may be given several times: results go
+to the pages that have their markers. The README is `benchmarks.summary`'s.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,8 +207,8 @@ class Kind:
     Attributes:
         fields: what a results file must have.
         show: prints them.
-        markdown: the table for a document.
-        details: a longer version of it, which other documents have.
+        markdown: the table for a page.
+        details: a longer version of it, which other pages have.
         merges: whether several results make one table; their cases have a ``key`` then.
     """
 
@@ -274,19 +275,33 @@ def merged(loaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def rewrite_readme(text: str, results: dict[str, Any]) -> str:
-    """Replace what stands between the markers of these results.
+def rewrite_pages(pages: Mapping[Path, str], results: dict[str, Any]) -> dict[Path, str]:
+    """The pages, with the table of these results in each one that has its markers.
+
+    Raises:
+        ValueError: no page has the markers, or one has not exactly one pair.
+    """
+    markers = re.compile(f"<!-- /?bench:{re.escape(results['name'])}(-details)? -->")
+    having = [path for path, text in pages.items() if markers.search(text)]
+    return {
+        path: _rewritten(text, results) if path in having or not having else text
+        for path, text in pages.items()
+    }
+
+
+def _rewritten(text: str, results: dict[str, Any]) -> str:
+    name, kind = results["name"], _kind(results)
+    if kind.details is not None and f"<!-- bench:{name}-details -->" in text:
+        return replace_table(text, f"{name}-details", kind.details(results))
+    return replace_table(text, name, kind.markdown(results))
+
+
+def replace_table(text: str, name: str, table: str) -> str:
+    """Replace what stands between the markers of a name.
 
     Raises:
         ValueError: the markers are missing, or not exactly one pair.
     """
-    name, kind = results["name"], _kind(results)
-    if kind.details is not None and f"<!-- bench:{name}-details -->" in text:
-        return _replaced(text, f"{name}-details", kind.details(results))
-    return _replaced(text, name, kind.markdown(results))
-
-
-def _replaced(text: str, name: str, table: str) -> str:
     begin, end = f"<!-- bench:{name} -->", f"<!-- /bench:{name} -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"expected exactly one {begin} followed by one {end}")
@@ -300,18 +315,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("results", nargs="+", type=Path, help="JSON written by a benchmark run")
     parser.add_argument(
-        "--document", "--readme", "--search", type=Path, metavar="FILE",
-        help="document whose marked tables are rewritten",
+        "--page", type=Path, metavar="FILE", action="append",
+        help="page whose marked tables are rewritten",
     )  # fmt: skip
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
     arguments = parser.parse_args(argv)
     try:
         loaded = merged([load_results(path) for path in arguments.results])
-        if arguments.document:
-            text = arguments.document.read_text()
+        if arguments.page:
+            pages = {path: path.read_text() for path in arguments.page}
             for results in loaded:
-                text = rewrite_readme(text, results)
-            write_atomically(arguments.document, text)
+                pages = rewrite_pages(pages, results)
+            for path, text in pages.items():
+                write_atomically(path, text)
             return 0
     except (OSError, ValueError) as error:
         print(f"error: {error}")

@@ -333,7 +333,7 @@ def test_one_run_fills_both_tables(scripted, tmp_path):
     path, document = tmp_path / "attention.json", tmp_path / "README.md"
     assert attention.main(["--json", str(path)], "") == 0
     document.write_text("<!-- bench:attention -->\n<!-- /bench:attention -->\n")
-    assert report.main(["--document", str(document), str(path)]) == 0
+    assert report.main(["--page", str(document), str(path)]) == 0
     text = document.read_text()
     # recordings: two floors, ours twice, eager, compile, compile-max, three of SDPA, fa4
     assert (
@@ -352,7 +352,7 @@ def test_prefill_states_rates(scripted, tmp_path):
     path, document = tmp_path / "prefill.json", tmp_path / "README.md"
     assert prefill.main(["--tokens", "2048,8192", "--json", str(path)], "") == 0
     document.write_text("<!-- bench:prefill -->\n<!-- /bench:prefill -->\n")
-    assert report.main(["--document", str(document), str(path)]) == 0
+    assert report.main(["--page", str(document), str(path)]) == 0
     text = document.read_text()
     assert "| tokens | SDPA (best) | FlashAttention-4 | **cutesuper** |" in text
     # 442 kFLOP in 5 us are 0.09 TFLOP/s

@@ -128,7 +128,7 @@ def test_the_command_fills_both_tables(scripted, tmp_path):
         *(f"llama/{b}x4096x32" for b in (1, 8, 32)), "dlrm/2048x512x256"
     ]  # fmt: skip
     document.write_text("<!-- bench:decode -->\n<!-- /bench:decode -->\n")
-    assert report.main(["--document", str(document), str(path)]) == 0
+    assert report.main(["--page", str(document), str(path)]) == 0
     lines = document.read_text().splitlines()
     assert lines[1] == "cutesuper is faster than every PyTorch column in 3 of 3 cases."
     assert lines[3] == (

@@ -489,7 +489,7 @@ def test_a_document_is_rewritten_between_its_markers(in_process, tmp_path, capsy
     data, document = tmp_path / "rank.json", tmp_path / "search.md"
     report.save_results(results, data)
     document.write_text("a\n<!-- bench:rank -->\nold\n<!-- /bench:rank -->\nz\n")
-    assert report.main(["--search", str(document), str(data)]) == 0
+    assert report.main(["--page", str(document), str(data)]) == 0
     lines = document.read_text().splitlines()
     assert lines[2].startswith("| workload | timed | Spearman | as many kernels | Kendall |")
     assert lines[4] == (

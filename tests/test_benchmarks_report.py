@@ -1,17 +1,21 @@
-"""Tables on the terminal, in Markdown and in the README."""
+"""Tables on the terminal, in Markdown and in the pages; the summary in the README."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import report
+from benchmarks import report, summary
 from tests.benchmark_fakes import (
     measure,
     right,
     writer,
 )
+
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks/results"
 
 
 def entry(name, kind, time_us, status="ok", **extra):
@@ -85,23 +89,76 @@ def test_markdown(results):
     assert "H200, driver 580, torch 2.11" in lines[-1]
 
 
-def test_readme_is_rewritten_between_its_markers(results, tmp_path, capsys):
-    readme, data = tmp_path / "README.md", tmp_path / "r.json"
+def test_a_page_is_rewritten_between_its_markers(results, tmp_path, capsys):
+    page, data = tmp_path / "page.md", tmp_path / "r.json"
     text = "a\n<!-- bench:rmsnorm_linear -->\nold \\1\n<!-- /bench:rmsnorm_linear -->\nz\n"
-    readme.write_text(text)
+    page.write_text(text)
     report.save_results(results, data)
-    assert report.main(["--readme", str(readme), str(data)]) == 0
-    new = readme.read_text()
+    assert report.main(["--page", str(page), str(data)]) == 0
+    new = page.read_text()
     assert new.startswith("a\n<!-- bench:rmsnorm_linear -->\n| shape |")
     assert new.endswith("<!-- /bench:rmsnorm_linear -->\nz\n")
     assert "\\1" not in new
-    assert report.main(["--readme", str(readme), str(data)]) == 0
-    assert readme.read_text() == new
-    readme.write_text("no markers")
-    assert report.main(["--readme", str(readme), str(data)]) == 1
+    assert report.main(["--page", str(page), str(data)]) == 0
+    assert page.read_text() == new
+    page.write_text("no markers")
+    assert report.main(["--page", str(page), str(data)]) == 1
     assert "expected exactly one <!-- bench:rmsnorm_linear -->" in capsys.readouterr().out
-    assert readme.read_text() == "no markers"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["README.md", "r.json"]
+    assert page.read_text() == "no markers"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["page.md", "r.json"]
+
+
+def test_results_go_to_the_pages_that_have_their_markers(results, tmp_path, capsys):
+    data, names = tmp_path / "r.json", ("with.md", "without.md", "half.md")
+    pages = [tmp_path / name for name in names]
+    report.save_results(results, data)
+    pages[0].write_text("<!-- bench:rmsnorm_linear -->\n<!-- /bench:rmsnorm_linear -->\n")
+    pages[1].write_text("<!-- bench:rmsnorm_linear_nk -->\n<!-- /bench:rmsnorm_linear_nk -->\n")
+    pages[2].write_text("<!-- bench:rmsnorm_linear -->\n")
+    before = [page.read_text() for page in pages]
+    options = [["--page", str(page)] for page in pages]
+    assert report.main([*options[0], *options[1], *options[2], str(data)]) == 1
+    assert "expected exactly one <!-- bench:rmsnorm_linear -->" in capsys.readouterr().out
+    assert [page.read_text() for page in pages] == before
+    assert report.main([*options[0], *options[1], str(data)]) == 0
+    assert "| shape |" in pages[0].read_text() and pages[1].read_text() == before[1]
+
+
+def test_tables_of_the_documentation_are_those_of_the_results():
+    loaded = report.merged([report.load_results(path) for path in sorted(RESULTS.glob("*.json"))])
+    pages = {path: path.read_text() for path in sorted((RESULTS.parents[1] / "docs").glob("*.md"))}
+    made = pages
+    for result in loaded:
+        made = report.rewrite_pages(made, result)
+    assert [p.name for p in pages if pages[p] != made[p]] == []
+
+
+def test_the_summary_is_that_of_the_results(tmp_path):
+    page, drawn = tmp_path / "README.md", tmp_path / "summary.svg"
+    page.write_text((RESULTS.parents[1] / "README.md").read_text())
+    assert summary.main([str(RESULTS), str(page), str(drawn)]) == 0
+    assert page.read_text() == (RESULTS.parents[1] / "README.md").read_text()
+    assert drawn.read_text() == (RESULTS.parents[1] / "docs/summary.svg").read_text()
+    texts = [e.text for e in ElementTree.parse(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    for line in summary.read_lines(RESULTS):
+        assert {line.choice.program, f"{line.ratio:.2f}x"} <= set(texts)
+        assert line.ratio == line.peer_us / line.ours_us
+
+
+def test_the_summary_refuses_results_without_its_cases(results, tmp_path, capsys, monkeypatch):
+    page, drawn = tmp_path / "README.md", tmp_path / "summary.svg"
+    page.write_text("unchanged")
+    results["cases"][0]["key"] = "here"
+    report.save_results(results, tmp_path / "r.json")
+    for key, ours, message in (
+        ("here", "cutesuper", "expected exactly one <!-- bench:headline -->"),
+        ("there", "cutesuper", "r.json: no case there"),
+        ("here", "another", "r.json: here lacks another, a peer or a floor"),
+    ):
+        monkeypatch.setattr(summary, "CHOICES", (summary.Choice("r", key, "program", ours),))
+        assert summary.main([str(tmp_path), str(page), str(drawn)]) == 1
+        assert message in capsys.readouterr().out
+    assert page.read_text() == "unchanged" and not drawn.exists()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 2}', '{"schema": 1}'])

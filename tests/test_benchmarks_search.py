@@ -288,7 +288,7 @@ def test_tables_of_the_ablation(ablated, tmp_path):
     document, data = tmp_path / "search.md", tmp_path / "ablation.json"
     document.write_text("a\n<!-- bench:ablation -->\n<!-- /bench:ablation -->\nz\n")
     report.save_results(ablated, data)
-    assert report.main(["--search", str(document), str(data)]) == 0
+    assert report.main(["--page", str(document), str(data)]) == 0
     assert text in document.read_text()
 
 

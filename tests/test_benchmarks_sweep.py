@@ -260,7 +260,7 @@ def test_several_files_make_one_table(of_models, tmp_path):
         report.save_results(results, tmp_path / f"{i}.json")
     document = tmp_path / "performance.md"
     document.write_text("a\n<!-- bench:layers -->\n<!-- /bench:layers -->\nz\n")
-    assert report.main(["--document", str(document), *paths, paths[0]]) == 0
+    assert report.main(["--page", str(document), *paths, paths[0]]) == 0
     text = document.read_text()
     assert text.count("**Llama-3-8B**") == text.count("**Qwen2.5-7B**") == 1
     # recordings: two floors, cutesuper, cutesuper-pdl, eager, compile, matmul-alone

@@ -467,7 +467,7 @@ def scripted(monkeypatch):
 def rewritten(tmp_path, *files, marker="training"):
     document = tmp_path / "document.md"
     document.write_text(f"<!-- bench:{marker} -->\n<!-- /bench:{marker} -->\n")
-    assert report.main(["--document", str(document), *map(str, files)]) == 0
+    assert report.main(["--page", str(document), *map(str, files)]) == 0
     return document.read_text()
 
 

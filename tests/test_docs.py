@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ from cutesuper.ir.operators.base import TABLE
 from tests.pages import GPU, PAGES, ROOT, Block, blocks, headings
 
 RUN = [p for p in PAGES if any(not b.hidden for b in blocks(p))]
+#: a file of Python in backticks, or at the beginning of an indented line
+NAMED = re.compile(r"(?:`|^ {4,})([\w*/.]+\.py)\b", re.MULTILINE)
+SOURCES = [
+    f"/{path.relative_to(ROOT)}"
+    for folder in ("cutesuper", "benchmarks", "examples", "scripts", "tests")
+    for path in (ROOT / folder).rglob("*.py")
+]
 RUN_ON_GPU = [p for p in PAGES if any(b.needs_gpu for b in blocks(p))]
 
 
@@ -70,6 +78,14 @@ def test_links_lead_somewhere(page: str) -> None:
         assert path.exists(), target
         if anchor:
             assert anchor[1:] in headings(str(path.resolve().relative_to(ROOT))), target + anchor
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page: str) -> None:
+    """Paths may begin at any folder, and be patterns."""
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    for name in NAMED.findall(text):
+        assert any(fnmatchcase(path, f"*/{name}") for path in SOURCES), name
 
 
 def test_every_page_is_found() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks.picture import COLOURS, FILLED, add, as_text, both_schemes, new_picture
 from benchmarks.report import load_results, write_atomically
 from benchmarks.search.report import VARIANTS, least
 
@@ -32,9 +33,7 @@ _LOOKS = {
 }
 #: class -> light, dark; text and series at least 4.5 to 1 against the paper
 _COLOURS = {
-    "ink": ("#1f2328", "#e6edf3"),
-    "grid": ("#d0d7de", "#30363d"),
-    "paper": ("#ffffff", "#0d1117"),
+    **COLOURS,
     "saturation": ("#0550ae", "#79c0ff"),
     "forwards": ("#116329", "#56d364"),
     "order": ("#953800", "#f0883e"),
@@ -56,13 +55,7 @@ def render(results: dict[str, Any]) -> str:
     columns = min(COLUMNS, len(cases))
     width = columns * (LEFT + WIDTH + RIGHT)
     height = HEAD + ceil(len(cases) / columns) * (ABOVE + HEIGHT + BELOW)
-    svg = ElementTree.Element(
-        "svg", xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {width} {height}",
-        width=str(width), height=str(height), role="img",
-    )  # fmt: skip
-    ElementTree.SubElement(svg, "title").text = "States of the search by operators of a program"
-    ElementTree.SubElement(svg, "style").text = _style()
-    _add(svg, "rect", "paper", width=width, height=height)
+    svg = new_picture("States of the search by operators of a program", _style(), width, height)
     _legend(svg, results)
     cells = [c for case in cases for c in case["cells"]]
     operators = (min(c["most"] for c in cells), max(c["most"] for c in cells))
@@ -70,45 +63,25 @@ def render(results: dict[str, Any]) -> str:
     for n, case in enumerate(cases):
         left = n % columns * (LEFT + WIDTH + RIGHT) + LEFT
         top = HEAD + n // columns * (ABOVE + HEIGHT + BELOW) + ABOVE
-        group = _add(svg, "g", "ink", transform=f"translate({left},{top})")
+        group = add(svg, "g", "ink", transform=f"translate({left},{top})")
         _panel(group, case, operators, decades)
-    ElementTree.indent(svg)
-    return ElementTree.tostring(svg, encoding="unicode") + "\n"
+    return as_text(svg)
 
 
 def _style() -> str:
     """Lines and markers take the colour of their class; a hollow marker has that of the paper."""
-
-    def colours(scheme: int) -> str:
-        rules = [f".{name} {{ color: {c[scheme]}; }}" for name, c in _COLOURS.items()]
-        paper = _COLOURS["paper"][scheme]
-        return "\n".join([*rules, f".hollow {{ fill: {paper}; }}"])
-
     return (
         "text { font: 12px system-ui, sans-serif; }\n"
         ".head { font-size: 15px; font-weight: 600; } .name { font-weight: 600; }\n"
-        "text, .mark, .paper { fill: currentColor; }\n"
+        f"{FILLED}"
         ".line, .mark, .hollow { stroke: currentColor; }\n"
         ".line { fill: none; } .series { stroke-width: 1.6; } .saturation { stroke-width: 2.6; }\n"
-        f"{colours(0)}\n@media (prefers-color-scheme: dark) {{\n{colours(1)}\n}}"
+        + both_schemes(_COLOURS, fills={"hollow": "paper"})
     )
 
 
-def _add(
-    parent: ElementTree.Element, tag: str, name: str, text: str = "", **attributes: object
-) -> ElementTree.Element:
-    """A child; numbers are rounded to a tenth, ``_`` in names stands for ``-``."""
-    shown = {
-        k.replace("_", "-"): f"{v:.1f}" if isinstance(v, float) else str(v)
-        for k, v in attributes.items()
-    }
-    child = ElementTree.SubElement(parent, tag, {"class": name, **shown})
-    child.text = text or None
-    return child
-
-
 def _legend(svg: ElementTree.Element, results: dict[str, Any]) -> None:
-    _add(svg, "text", "ink head", "States by operators of a program", x=LEFT, y=24)
+    add(svg, "text", "ink head", "States by operators of a program", x=LEFT, y=24)
     circle = _LOOKS["forward enumeration"][1]
     entries = [
         ("saturation: classes", "saturation", "", ""),
@@ -118,15 +91,15 @@ def _legend(svg: ElementTree.Element, results: dict[str, Any]) -> None:
     x = float(LEFT)
     for text, look, path, marker in entries:
         if look:
-            _add(svg, "path", f"{look} series line", d=f"M{x:.1f},46h22")
+            add(svg, "path", f"{look} series line", d=f"M{x:.1f},46h22")
         if path:
             _mark(svg, f"{look} {marker}", path, x + 11, 46)
-        _add(svg, "text", "ink", text, x=x + 28, y=50)
+        add(svg, "text", "ink", text, x=x + 28, y=50)
         x += 46 + 6.4 * len(text)
 
 
 def _mark(parent: ElementTree.Element, name: str, path: str, x: float, y: float) -> None:
-    _add(parent, "path", name.strip(), d=path, transform=f"translate({x:.1f},{y:.1f})")
+    add(parent, "path", name.strip(), d=path, transform=f"translate({x:.1f},{y:.1f})")
 
 
 def _panel(
@@ -138,18 +111,18 @@ def _panel(
         lambda states: HEIGHT - log10(max(1.0, states)) / decades * HEIGHT,
     )
     title = f"{case['program']} (needs {least(case)})"
-    _add(group, "text", "ink name", title, x=0, y=-12)
+    add(group, "text", "ink name", title, x=0, y=-12)
     for decade in range(decades + 1):
         y = panel.y(10.0**decade)
-        _add(group, "path", f"{'grid' if decade else 'ink'} line", d=f"M0,{y:.1f}H{WIDTH}")
+        add(group, "path", f"{'grid' if decade else 'ink'} line", d=f"M0,{y:.1f}H{WIDTH}")
         if decade % 2 == 0:
-            _add(group, "text", "ink", _power(decade), x=-8, y=y + 4, text_anchor="end")
+            add(group, "text", "ink", _power(decade), x=-8, y=y + 4, text_anchor="end")
     for n in range(first + (first + 1) % 2, last + 1, 2):
-        _add(group, "text", "ink", str(n), x=panel.x(n), y=HEIGHT + 16, text_anchor="middle")
+        add(group, "text", "ink", str(n), x=panel.x(n), y=HEIGHT + 16, text_anchor="middle")
     below = {"x": WIDTH / 2, "y": HEIGHT + 32, "text_anchor": "middle"}
-    _add(group, "text", "ink", "operators at most", **below)
+    add(group, "text", "ink", "operators at most", **below)
     y = panel.y(case["saturation"]["classes"])
-    _add(group, "path", "saturation series line", d=f"M0,{y:.1f}H{WIDTH}")
+    add(group, "path", "saturation series line", d=f"M0,{y:.1f}H{WIDTH}")
     for variant in VARIANTS:
         _series(group, [c for c in case["cells"] if c["variant"] == variant], panel)
 
@@ -165,7 +138,7 @@ def _series(
     look, path = _LOOKS[cells[0]["variant"]]
     points = [(panel.x(c["most"]), panel.y(c["states"])) for c in cells]
     line = "L".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    _add(group, "path", f"{look} series line", d=f"M{line}")
+    add(group, "path", f"{look} series line", d=f"M{line}")
     for (x, y), cell in zip(points, cells, strict=True):
         _mark(group, f"{look} {'mark' if cell['finished'] else 'hollow'}", path, x, y)
 
