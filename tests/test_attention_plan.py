@@ -596,7 +596,7 @@ def test_schedules_that_do_not_fit(name: str) -> None:
 
 def test_a_schedule_of_another_skeleton() -> None:
     mu = DECODE.mugraph()
-    with pytest.raises(ScheduleError, match="an attention loop needs an AttentionSchedule"):
+    with pytest.raises(ScheduleError, match="an attention loop takes AttentionSchedule"):
         make_plan(mu.steps[0], mu.tensors, H200, MatmulSchedule(4))
 
 
@@ -612,7 +612,8 @@ def test_schedules_as_json() -> None:
     ):
         with pytest.raises(FormatError, match=message):
             read_schedule(data | changes)
-    with pytest.raises(FormatError, match="'kind' must be one of matmul, rows, row loop"):
+    said = "'kind' must be one of matmul, attention, rows, row loop"
+    with pytest.raises(FormatError, match=said):
         read_schedule({**data, "kind": "attentive"})
 
 

@@ -217,7 +217,7 @@ def test_a_tensor_between_kernels_that_is_too_large(
     def compiled(*args: Any) -> Any:
         return SimpleNamespace(intermediates=((next(sizes), torch.float32),))
 
-    monkeypatch.setattr(operator.optimize, "compiled", compiled)
+    monkeypatch.setattr(operator.pipeline, "compiled", compiled)
     program.variant(16, GPU)
     assert program.most_rows == (2**31 - 1) // 2**20
     with pytest.raises(ShapeError, match="a tensor between kernels of shape"):

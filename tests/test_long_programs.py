@@ -16,8 +16,9 @@ from cutesuper.ir.block import MuGraph
 from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.ir.graph_text import kernel_graph_text
 from cutesuper.ir.serial import dumps, loads
-from cutesuper.ir.text import kernel_graph_text, mugraph_text
+from cutesuper.ir.text import mugraph_text
 from cutesuper.pipeline import verified
 from cutesuper.report import plan_text
 from cutesuper.search.cuts import Flat

@@ -13,7 +13,7 @@ pytest.importorskip("cutlass")
 
 import cutesuper as cs
 from cutesuper.ir.graph import KernelGraph, new_kernel_graph
-from cutesuper.report import plan_text
+from cutesuper.report import kernel_notes, plan_text
 from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.kernel import CompiledStep, Kernel, Variant
 from cutesuper.runtime.toolchain import find_nvdisasm
@@ -165,7 +165,8 @@ def test_an_export_brings_its_own_scratch(tmp_path: Path) -> None:
     attention = Attention(group=4, rows=0, keys=4096, width=128, grid=8, cluster=2)
     mu = attention.mugraph()
     plan = plan_of(attention)
-    variant = Variant(mu, (CompiledStep(plan, compiled(plan)),), "")
+    step = CompiledStep(plan, compiled(plan))
+    variant = Variant(mu, (step,), "", notes=(kernel_notes(step),))
     kernel = Kernel(attention.graph(), H200, lambda hints: variant)
     kernel.draw(tmp_path / "page.html")
     assert "the last one to arrive adds" in (tmp_path / "page.html").read_text()

@@ -247,7 +247,7 @@ def test_explain_tells_of_a_row_loop() -> None:
     text = kernel.explain()
     for line in (
         "row loop: 128 blocks walk over M", "summed over rows: dw; all blocks meet",
-        "reads x, dy, w, rstd; writes dx, dw", f"{step.stages} stage(s); ", "UBLKCP ",
+        "reads x, dy, w, rstd; writes dx, dw", f"{step.plan.stages} stage(s); ", "UBLKCP ",
     ):  # fmt: skip
         assert line in text
     assert kernel.resources.stages == step.plan.schedule.stages
@@ -258,7 +258,7 @@ def test_stages_of_a_compiled_kernel() -> None:
     straight = plan_of("backward_few_rows")
     assert straight.schedule.stages == 0
     step = CompiledStep(straight, compiled(straight))
-    assert step.stages == step.resources.stages == 1
+    assert step.plan.stages == step.resources.stages == 1
 
 
 def test_schedules_are_different_kernels() -> None:

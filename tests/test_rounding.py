@@ -22,8 +22,9 @@ from cutesuper.errors import VerificationError
 from cutesuper.ir.block import MuGraph
 from cutesuper.ir.dims import extent
 from cutesuper.ir.dtypes import as_dtype
-from cutesuper.ir.evaluate import evaluate, reference
+from cutesuper.ir.evaluate import evaluate
 from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.operators import lookup
 from cutesuper.ir.rounding import levels, narrow, proportional
 from cutesuper.pipeline import Options, choose
 from cutesuper.targets import H200
@@ -255,7 +256,7 @@ def careful(graph: KernelGraph, inputs: list[torch.Tensor], dtype: torch.dtype) 
         if n.operator == "matmul":
             args = [x.to(dtype).float() for x in args]
         new = next(feed).float() if n.operator == "input" else None
-        values.append(reference(n.operator, args, dict(n.attributes), False, False)
+        values.append(lookup(n.operator).reference(args, dict(n.attributes))
                       if new is None else new)  # fmt: skip
     return values[expanded.outputs[0]].to(dtype)
 

@@ -537,7 +537,7 @@ def test_a_schedule_of_another_skeleton() -> None:
     _, mu = CASES[BACKWARD]()
     with pytest.raises(LoweringError, match=r"accumulate .* has no place in a row kernel"):
         make_plan(mu.steps[0], mu.tensors, H200, RowSchedule(32, 8, 4, 2))
-    with pytest.raises(ScheduleError, match="a row kernel needs a RowSchedule"):
+    with pytest.raises(ScheduleError, match="a row kernel takes RowSchedule"):
         make_plan(mu.steps[0], mu.tensors, H200, MatmulSchedule(4))
 
 

@@ -354,9 +354,9 @@ def test_schedules_that_do_not_fit() -> None:
         Linear().plan(schedule=MatmulSchedule(stages=1))
     with pytest.raises(ScheduleError, match=r"20 stages of 20480 bytes.*use smaller tiles"):
         Linear().plan(schedule=MatmulSchedule(stages=20))
-    with pytest.raises(ScheduleError, match="kernel linear: a matmul loop needs a MatmulSchedule"):
+    with pytest.raises(ScheduleError, match="kernel linear: a matmul loop takes MatmulSchedule"):
         Linear().plan(schedule=RowSchedule(32, 8, 1, 4))
-    with pytest.raises(ScheduleError, match="kernel rows: a row kernel needs a RowSchedule"):
+    with pytest.raises(ScheduleError, match="kernel rows: a row kernel takes RowSchedule"):
         rows_plan(16, 512, "exp", schedule=MatmulSchedule(2))
 
 
@@ -553,7 +553,7 @@ GOOD = schedule_dict(MatmulSchedule(4))
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (None, "'kind' must be one of matmul, rows"),
+        (None, "'kind' must be one of matmul, attention, rows"),
         ([], "'kind' must be one of"),
         ({}, "'kind' must be one of"),
         ({"kind": "columns"}, "'kind' must be one of"),

@@ -408,7 +408,8 @@ def test_a_copy_costs_its_bytes() -> None:
 SEVERAL: dict[str, tuple[Callable[[], Graph], int]] = {
     "softmax of a product": (lambda: linear(16, 4096, 4096, lambda g, t: g.softmax(t)), 2),
     "lora": (lambda: lora(16, 256, 4096, 16), 3),
-    "attention": (lambda: attention(safe=False), 2),
+    # float16 does not hold exponentials of anything: they wait for their sums in float32
+    "attention": (lambda: attention(safe=False), 3),
     "safe attention": (lambda: attention(safe=True), 3),
     "QKNorm": (lambda: attention(safe=True, norm=True), 5),
 }

@@ -16,6 +16,7 @@ from cutesuper import pipeline
 from cutesuper.ir.dims import extent
 from cutesuper.ir.evaluate import evaluate, run_reference
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
+from cutesuper.ir.operators import lookup
 from cutesuper.ir.unseen import followed, guarded
 from cutesuper.runtime.toolchain import find_nvdisasm
 from cutesuper.skeletons.planner import KernelPlan
@@ -164,7 +165,7 @@ def run_rows(plan: RowPlan, inputs: dict[str, Any]) -> Any:
         elif op.kind == "div" and plan.column in op.dims and op.inputs[1] in plan.inverted:
             values[i] = args[0] * (1 / args[1])
         else:
-            values[i] = cs.graph.operators.lookup(op.kind).scalar(m, args, op.attributes)
+            values[i] = lookup(op.kind).scalar(m, args, op.attributes)
     raise AssertionError("no store")
 
 

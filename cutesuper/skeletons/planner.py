@@ -41,7 +41,9 @@ def make_plan(
     skeleton = _skeleton_for(step)
     if schedule is not None and not isinstance(schedule, skeleton.schedules):
         names = " or ".join(s.__name__ for s in skeleton.schedules)
-        raise ScheduleError(f"kernel {step.name}: {skeleton.name} needs a {names}")
+        raise ScheduleError(
+            f"kernel {step.name}: {skeleton.name} takes {names}, not {type(schedule).__name__}"
+        )
     return skeleton.plan(step, tensors, target, schedule, dependent_launch)
 
 

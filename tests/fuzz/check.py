@@ -29,9 +29,10 @@ from cutesuper.errors import (
 from cutesuper.ir.dims import extent
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.text import mugraph_svg, mugraph_text
+from cutesuper.ir.text import mugraph_text
 from cutesuper.runtime.kernel import bucketed
 from cutesuper.show.page import mugraph_page
+from cutesuper.show.svg import mugraph_svg
 from cutesuper.targets import H200
 from cutesuper.verify.numeric import execute
 from tests.fuzz import judge

@@ -479,6 +479,8 @@ class Convert(_Unary):
     """x, stored as another element type where it is stored: everything is computed in float32."""
 
     name = "convert"
+    keeps_zero = True
+    at_hidden = -inf
     attributes: ClassVar[Attributes] = {"dtype": ...}
 
     def dtype(self, attributes: Attributes) -> DType:
