@@ -87,8 +87,11 @@ def small(n: Dim) -> int:
 
 
 def computed(kind: str, args: Sequence[Array], attributes: Attributes) -> Array:
-    """An element-wise operator, or a mask (which hides nothing here), on float64."""
+    """An element-wise operator, or a mask, on float64. Nothing is hidden here: what a mask hides
+    is -inf, which every type holds."""
     operator = lookup(kind)
+    if operator.hides:
+        return np.broadcast_arrays(*args)[-1]
     if operator.masks:
         return args[0]
     if operator.integers:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cutesuper.egraph.labelled import LabelledProgram, Region
 from cutesuper.egraph.splits import AnyRules, Split, splits
-from cutesuper.errors import SearchError
+from cutesuper.errors import SearchError, frameless
 from cutesuper.ir.block import (
     CLUSTER_REDUCE,
     AxisKind,
@@ -65,8 +65,11 @@ def find_form(region: Region, program: LabelledProgram) -> Recognized:
         try:
             form = skeleton.recognize(region, program)
         except SearchError as error:
-            reasons.append(error)
+            reasons.append(frameless(error))
             continue
         if form is not None:
             return Recognized(skeleton, form)
-    raise reasons[0]
+    try:
+        raise reasons[0]
+    finally:
+        reasons.clear()  # its frame is this one: a circle would keep all callers' tensors

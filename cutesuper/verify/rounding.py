@@ -21,12 +21,12 @@ from cutesuper.ir.arraymath import Array
 from cutesuper.ir.block import LOAD, BlockOp, BlockProgram, KernelStep, MuGraph
 from cutesuper.ir.dtypes import DType, float16, float32
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import Operator
+from cutesuper.ir.operators.base import Attributes, Operator, lookup
 from cutesuper.ir.rounding import Trials, fits, narrow, node_values, proportional
 from cutesuper.verify.extents import SizeChooser, resized_graph
 from cutesuper.verify.integers import Integers, draw_integers
 from cutesuper.verify.tiles import BlockRun, Mapped, Window
-from cutesuper.verify.torchdomain import TorchDomain, TorchValue
+from cutesuper.verify.torchdomain import TorchDomain, TorchValue, align
 
 #: sees an operand of a product (operation and value), and says what is multiplied
 Visit = Callable[[int, Any], Any]
@@ -240,6 +240,12 @@ class _TrialDomain(TorchDomain):
 
     def __init__(self) -> None:
         super().__init__(torch.float64)
+
+    def elementwise(self, kind: str, args: list[TorchValue], attributes: Attributes) -> TorchValue:
+        found = super().elementwise(kind, args, attributes)
+        if not lookup(kind).hides:
+            return found
+        return TorchValue(found.dims, align(args[-1], found.dims).expand_as(found.data))
 
     def load(self, x: TorchValue, mapped: Sequence[Mapped], window: Window) -> TorchValue:
         return super().load(x, [self._trials(x), *mapped], window)
