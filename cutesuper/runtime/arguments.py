@@ -1,7 +1,7 @@
-"""Describes the arguments of a compiled kernel as JSON, checks real ones and lays them out.
+"""Description of a compiled kernel's arguments as JSON; checking and packing of real ones.
 
-An argument is a tensor, a scalar or a pointer. Extents that are only known at call time are
-symbols (``"d0"``), shared by all tensors that must agree on them::
+An argument is a tensor, a scalar or a pointer. Extents that are only known at call time are symbols
+(``"d0"``), shared by all tensors that must agree on them::
 
     {"symbols": {"d0": 8},                       # d0 is a multiple of 8
      "arguments": [{"kind": "tensor", "dtype": "bfloat16", "shape": ["d0", 4096],
@@ -137,10 +137,10 @@ def _dtype_name(dtype: type) -> str:
 
 
 def check_description(description: Any, what: str) -> list[dict[str, Any]]:
-    """Validates a description from a file and returns its arguments.
+    """Validate a description from a file and return its arguments.
 
     Raises:
-        FormatError: naming the first thing that is wrong.
+        FormatError: names the first thing that is wrong.
     """
     try:
         symbols, records = description["symbols"], description["arguments"]
@@ -223,7 +223,7 @@ def _dynamic_values(
     record: Mapping[str, Any], tensor: RawTensor, symbols: Mapping[str, int],
     bound: dict[str, int], what: str,
 ) -> list[int]:  # fmt: skip
-    """Checks a tensor; returns its dynamic extents and then its dynamic strides."""
+    """Check a tensor; return its dynamic extents and then its dynamic strides."""
     if tensor.dtype != record["dtype"]:
         raise DTypeError(f"{what}: dtype {tensor.dtype}, but it was compiled for {record['dtype']}")
     if len(tensor.shape) != len(record["shape"]):
@@ -243,7 +243,8 @@ def _dynamic_values(
         values += [] if isinstance(expected, int) else [actual]
     for axis, (expected, actual) in enumerate(zip(record["stride"], tensor.stride, strict=True)):
         if tensor.shape[axis] == 1:
-            # Never used, and PyTorch reports any value; a TMA descriptor still wants a legal one.
+            # This stride is never used, and PyTorch reports any value; a TMA descriptor still needs
+            # a legal one.
             divisor = 1 if isinstance(expected, int) else symbols[expected]
             values += [] if isinstance(expected, int) else [-(-actual // divisor) * divisor]
             continue
@@ -259,7 +260,7 @@ def _dynamic_values(
 def _match(
     expected: int | str, actual: int, symbols: Mapping[str, int], bound: dict[str, int]
 ) -> str:
-    """Why ``actual`` does not fit, or ''."""
+    """Reason why ``actual`` does not fit, or ''."""
     if isinstance(expected, int):
         return "" if actual == expected else f"the kernel was compiled for {expected}"
     if actual % symbols[expected]:
