@@ -27,12 +27,12 @@ def names_of(shape: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def needs_exponents(kinds: list[str], inputs: list[tuple[int, ...]], also: set[int]) -> set[int]:
-    """Operations whose residues mod q an exponential consumes, directly or later.
+    """Operations whose residues mod q are used by an exponential, directly or later.
 
     Args:
         kinds: operator of each operation.
         inputs: operands of each operation.
-        also: operations whose residues are wanted for another reason.
+        also: operations whose residues are needed for another reason.
     """
     needed = set(also)
     for i in reversed(range(len(kinds))):
@@ -138,7 +138,7 @@ def _mask(
 
 
 def _squeezed(x: NDArray[Any]) -> NDArray[Any]:
-    """Without dimensions of extent 1, which have no name."""
+    """x without dimensions of extent 1, which have no name."""
     return x.reshape([n for n in x.shape if n != 1])
 
 
