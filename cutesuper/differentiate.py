@@ -22,11 +22,11 @@ def gradient_of(prospect: Prospect, kernel: Kernel, wrt: tuple[str, ...]) -> Gra
     """Cut a kernel's program and its derivative in two, and make kernels of both parts.
 
     Two cuts are searched, and the one with the lower predicted time of both parts is compiled: one
-    keeps the values that ``split(save="auto")`` selects, the other none. A row kernel reads kept row
-    statistics in no time, but keeping them costs RMSNorm + Linear two more kernels in the forward
-    pass, because the matmul loop cannot write them (64x256x128: 6.2 + 8.4 us predicted with them,
-    3.9 + 8.8 us without). If only inputs and outputs are kept, the forward pass is the kernel
-    itself.
+    keeps the values that ``split(save="auto")`` selects, the other none. A row kernel reads kept
+    row statistics in no time, but keeping them costs RMSNorm + Linear two more kernels in the
+    forward pass, because the matmul loop cannot write them (64x256x128: 6.2 + 8.4 us predicted
+    with them, 3.9 + 8.8 us without). If only inputs and outputs are kept, the forward pass is the
+    kernel itself.
 
     Args:
         prospect: the source of the kernel.

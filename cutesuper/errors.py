@@ -1,6 +1,6 @@
 """All errors that cutesuper raises for users.
 
-A message says what was asked, what is wrong, where, and what to do, in that order, e.g.
+A message states the request, the fault, its place and the remedy, in that order, e.g.
 ``matmul(X[16, 4096], W[4095, 6144]): inner dimensions 4096 and 4095 differ; transpose or reshape
 one of them``. Nothing in the package raises a bare ``assert`` at a user, and nothing aborts the
 process.
@@ -66,7 +66,7 @@ class SearchError(CutesuperError, RuntimeError):
 
 
 class VerificationError(CutesuperError, RuntimeError):
-    """A program that does not compute what the graph defines."""
+    """A program that does not compute the function of its graph."""
 
 
 class ScheduleError(CutesuperError, RuntimeError):

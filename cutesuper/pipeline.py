@@ -207,7 +207,7 @@ class Prospect:
     def _variant(self, hints: dict[str, int]) -> Variant:
         graph = self.graph.with_hints(hints)
         ready = [f for h, f in self._found if h == hints]
-        self._found = []  # the rest of what the search found is large
+        self._found = []  # the other results of the search are large
         found = ready[0] if ready else find(graph, self.options, self._on_progress)
         return compiled(graph, self.options, self._cache, *found)
 
@@ -215,8 +215,8 @@ class Prospect:
 def best_variant(graph: KernelGraph, *, target: Target | str | None = None) -> Variant:
     """The best program for a kernel graph at the hints of its symbols, compiled.
 
-    A `Kernel` finds one for every bucket of extents that it is called with; this is for callers who
-    have buckets of their own. It is right for all extents.
+    A `Kernel` finds one for every bucket of extents that it is called with; this function is for
+    callers with buckets of their own. The result is correct for all extents.
 
     Args:
         graph: the definition.

@@ -185,7 +185,7 @@ def pack_argument(
         value: a :class:`RawTensor`, or a number for scalars and pointers.
         symbols: divisibility by symbol.
         bound: values of the symbols seen so far in this call; extended here.
-        what: how messages call the argument, e.g. ``"rms_norm argument 2"``.
+        what: name of the argument in messages, e.g. ``"rms_norm argument 2"``.
 
     Raises:
         ShapeError, DTypeError, LayoutError: naming the extent, type or stride that does not fit.

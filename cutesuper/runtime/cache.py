@@ -53,7 +53,7 @@ ROOT_VARIABLE = "CUTESUPER_CACHE"
 
 _MAX_META_BYTES = 16 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-# Compiler settings that do not change what is emitted, so they stay out of the key.
+# Compiler settings that do not change its output, so they stay out of the key.
 _IRRELEVANT_SETTINGS = {
     f"CUTE_DSL_{name}"
     for name in ("ARCH", "CACHE_DIR", "DUMP_DIR", "KEEP", "LIBS", "LOG_LEVEL", "LOG_TO_CONSOLE",
@@ -102,7 +102,7 @@ class KernelCache:
         return self._root
 
     def digest(self, key: str, arch: str, flavour: str) -> str:
-        """The name of an entry: SHA-256 over everything that decides what the compiler emits.
+        """The name of an entry: SHA-256 over everything that determines the compiler's output.
 
         Args:
             key: canonical text of the plan.

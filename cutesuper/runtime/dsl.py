@@ -66,7 +66,7 @@ def import_without_torch() -> None:
         return
     sys.modules["torch"] = None  # type: ignore[assignment] - importing it raises ImportError
     try:
-        with contextlib.suppress(ImportError):  # compiling will say what is missing
+        with contextlib.suppress(ImportError):  # the compile will name a missing package
             import tvm_ffi  # noqa: F401  # pyright: ignore[reportUnusedImport]
     finally:
         del sys.modules["torch"]

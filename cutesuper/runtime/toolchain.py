@@ -38,7 +38,7 @@ def package_version(name: str) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def dsl_versions() -> dict[str, str]:
-    """Versions that decide what the compiler emits, without importing the compiler.
+    """Versions that determine the compiler's output, without importing the compiler.
 
     Returns:
         ``{"dsl": ..., "flavours": "cu12+...", "tvm_ffi": ...}``.
@@ -97,7 +97,7 @@ def find_nvdisasm() -> Path | None:
 
 
 def require_nvdisasm() -> Path:
-    """Like :func:`find_nvdisasm`; raises :class:`CompileError` when there is none."""
+    """``nvdisasm`` as in :func:`find_nvdisasm`; raises :class:`CompileError` when there is none."""
     found = find_nvdisasm()
     if found is None:
         raise CompileError(

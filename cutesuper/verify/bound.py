@@ -27,7 +27,7 @@ from cutesuper.verify.tiles import BlockRun, Mapped
 
 @dataclass(frozen=True)
 class Bound:
-    """log2 of the false-accept chance of one trial, and what it rests on.
+    """log2 of the false-accept chance of one trial, and its conditions.
 
     ``log2`` is None where no bound can be stated; ``conditions`` then says why.
     """

@@ -46,7 +46,7 @@ def evaluate_graph(graph: KernelGraph, a: Any, inputs: list[Any]) -> list[Any]:
 
     Args:
         graph: primitive operators on concrete extents.
-        a: the algebra, with what `cutesuper.verify.domain.FieldDomain` adds to a field.
+        a: the algebra, with the additions of `cutesuper.verify.domain.FieldDomain` to a field.
         inputs: values whose dimensions are named as in `names_of`; `Integers` for integers.
 
     Raises:

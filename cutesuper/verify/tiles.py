@@ -304,7 +304,7 @@ class BlockRun:
         valid = None if valid is None else (valid[0], _cut_window(valid[0], valid[1], window))
         if op.kind == "max":
             return a.max(args[0], over, valid)
-        if valid is not None:  # both operands of a product: zero times what is not finite is NaN
+        if valid is not None:  # both operands of a product: zero times an infinity or NaN is NaN
             args = [a.masked(x, valid) for x in args]
         if op.kind == "matmul":
             return a.matmul(args[0], args[1], over)

@@ -122,7 +122,7 @@ class PagedLoads:
         return found
 
     def turn(self, place: dict[str, Any], first: Any, tile: Any) -> None:
-        """Before the loads of a tile: move to its window and prefetch the next one."""
+        """Move to the window of a tile and prefetch the next one, before the tile's loads."""
         for argument, table in place["tables"].items():
             self.turn_table(table, self.tiles(self.tables[argument]), first, tile)
 

@@ -1,4 +1,4 @@
-"""From scores to weights, in registers: running maximum, sums, and the operand for the values.
+"""Weights from scores, in registers: running maximum, sums, and the operand for the values.
 
 A thread holds, for one or two rows (8 apart), the columns ``8 j + 2 (lane % 4) + {0, 1}`` of a
 tile; four threads share a row. Maxima are kept in units of log2: ``exp(c s - M)`` is one

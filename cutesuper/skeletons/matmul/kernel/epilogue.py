@@ -59,7 +59,7 @@ class Epilogue:
     def begin(self):
         """Wait for everything that the steps after the loop may need."""
         if cutlass.const_expr(self.k.dependent):
-            # loads and stores after the loop may touch what the predecessor reads or writes
+            # loads and stores after the loop may touch tensors of the predecessor
             cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.early_rows):
             self.wait_row_values()

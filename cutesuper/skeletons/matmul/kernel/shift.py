@@ -37,7 +37,7 @@ class RowShift:
     def __init__(self, side: RowSide) -> None:
         self.side, self.k = side, side.k
         self.shift = self.k.plan.shift
-        #: whether products take the shifted rows
+        #: True if products take the shifted rows
         self.of_products = self.shift is not None and self.shift.products
 
     def fragments(self) -> list[list[cute.Tensor]]:

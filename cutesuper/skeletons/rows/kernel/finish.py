@@ -332,7 +332,7 @@ class Finish:
 
     def offset(self, view: Any, first: Any, outer: dict[str, Any]) -> Any:
         """Offset in elements of the first column."""
-        at = first * view.stride(self.plan.column)  # 0 for what has no columns
+        at = first * view.stride(self.plan.column)  # stride 0 without columns
         for d, index in outer.items():
             at = at + index * view.stride(d)
         return at

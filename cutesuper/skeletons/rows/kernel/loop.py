@@ -3,7 +3,7 @@
 
 A thread has the same columns of all its rows. Its computation is traced piece by piece, on
 fragments of these columns; the values of a piece live in a `Values`, which evaluates an operation
-when it is first asked for.
+when it is first used.
 """
 
 from __future__ import annotations
@@ -451,7 +451,7 @@ class RowLoopKernel:
 
 
 class Values:
-    """The values of one piece of one row, evaluated when they are asked for.
+    """The values of one piece of one row, each evaluated at its first use.
 
     Args:
         kernel: the kernel that is traced.
