@@ -65,7 +65,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored program, in the tensor names of the graph that it was looked up for.
+    """A stored program, with the tensor names of the graph of the look-up.
 
     Attributes:
         path: the file.
@@ -164,7 +164,7 @@ def canonical(graph: KernelGraph) -> dict[str, Any]:
 
 
 def _symbols(graph: KernelGraph) -> list[str]:
-    """Names of the symbolic extents, in the order in which inputs have them."""
+    """Names of the symbolic extents, in the order of the inputs."""
     dims = [d for i in graph.inputs for d in graph.nodes[i].shape]
     return list(dict.fromkeys(d.name for d in dims if isinstance(d, Symbol)))
 

@@ -138,7 +138,7 @@ class DeviceMath:
         return cute.where(condition, *values)
 
     def position(self, n: Any) -> Any:
-        """A label as an Int32 position; -1, which is no position, if it does not fit."""
+        """A label as an Int32 position; -1, which is no position, if it does not fit into Int32."""
         if n.dtype is Int32:
             return n
         fits = (n >= 0) & (n <= MAX_POSITION)

@@ -65,7 +65,7 @@ class RawTensor:
 def describe_arguments(
     arguments: Sequence[Any], layouts: Sequence[ArgumentLayout] | None = None
 ) -> dict[str, Any]:
-    """Describes the fake arguments a kernel is compiled with; lists are flattened.
+    """Describe the fake arguments a kernel is compiled with; lists are flattened.
 
     Args:
         arguments: fake tensors, CuTe scalars, pointers, or nested lists of these.
@@ -73,7 +73,7 @@ def describe_arguments(
 
     Raises:
         CompileError: when the layouts do not fit the arguments (compile-time constants among
-            them: they belong into the launcher object).
+            them: they belong in the launcher object).
     """
     flat = list(_flatten(arguments))
     symbols = _Symbols()
@@ -93,7 +93,7 @@ def describe_arguments(
 
 
 class _Symbols:
-    """Names symbolic extents by identity, as the compiler does."""
+    """Names of symbolic extents, assigned by identity, as the compiler does."""
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}

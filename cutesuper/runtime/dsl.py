@@ -156,7 +156,8 @@ def _object(compiled: Any, folder: Path, function: str, tvm_ffi: bool) -> bytes:
 
 
 def _artifact(folder: Path, extension: str) -> bytes:
-    """The dumped file: searched for, since its name follows no rule on some architectures."""
+    """The contents of the dumped file; it is searched for, since its name follows no rule on some
+    architectures."""
     found = sorted(folder.glob(f"*.{extension}"))
     if len(found) != 1:
         raise CompileError(

@@ -47,7 +47,7 @@ class Gradient:
     backward: Kernel | None
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs of the program, recorded by autograd.
+        """Run the program and return its outputs, recorded by autograd.
 
         Args:
             inputs: of the program.

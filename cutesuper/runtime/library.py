@@ -69,7 +69,7 @@ def refuse_exposed(path: str) -> None:
 
 
 def sealed(content: bytes, place: bytes) -> bytes:
-    """A library with its checksum where ``place`` stands: SHA-256 of everything else, in
+    """A library with its checksum in the position of ``place``: SHA-256 of all other bytes, in
     hexadecimal digits."""
     before, _, after = content.partition(place)
     return before + _checksum(before, after) + after
@@ -147,7 +147,7 @@ def _check_fields(record: Any, types: Mapping[str, type], what: str) -> None:
 
 
 class ExportedLibrary:
-    """The code of an exported library. Kernels are loaded to a device when they first run there.
+    """The code of an exported library. Kernels are loaded to a device at their first launch there.
 
     Attributes:
         metadata: validated, see `read_metadata`.

@@ -85,9 +85,9 @@ class DegreeAlgebra:
 
     Attributes:
         argument: highest degree (numerator plus denominator) under an opaque function.
-        zeros: sum of the degrees of all elements that are divided by.
+        zeros: sum of the degrees of all elements of divisors.
         exponents: arguments of exponentials.
-        ordered: `max` was used where it means the largest element.
+        ordered: `max` was used in its meaning of the largest element.
         kept_zero: a function that is 0 at 0 was applied.
         empty_rows: 0 / 0 is 0, see `cutesuper.ir.field.FieldAlgebra`.
     """
@@ -305,7 +305,7 @@ def source_degrees(graph: KernelGraph, sizes: Sizes, shifted: bool) -> Source:
 
 
 def degrees(source: Source, mu: MuGraph, sizes: Sizes) -> Degrees:
-    """Evaluate a muGraph over degrees, at the extents of a kernel graph's."""
+    """Evaluate a muGraph over degrees, at the extents of the kernel graph."""
     found = DegreeAlgebra(source.algebra.shifted)
     tensors: dict[str, Any] = dict(zip(mu.inputs, source.inputs, strict=True))
     for program in sizes.programs:

@@ -49,7 +49,7 @@ class Sizes:
 
 
 def real_sizes(mu: MuGraph) -> Sizes:
-    """The extents the muGraph was made for; symbols count with their hint."""
+    """The original extents of the muGraph; symbols count with their hint."""
     tensors = {n: tuple(map(extent, t.shape)) for n, t in mu.tensors.items()}
     inputs = tuple(tensors[n] for n in mu.inputs)
     return Sizes(inputs, tensors, tuple(_concrete(s.program) for s in mu.steps))

@@ -171,7 +171,7 @@ class BlockRun:
     # the walk ------------------------------------------------------------------------------
 
     def _value(self, i: int, window: Window) -> Any:
-        """The value of an operation: first those of its operands, without recursion."""
+        """The value of an operation, after those of its operands; without recursion."""
         stack = [i]
         while stack:
             j = stack[-1]

@@ -129,8 +129,9 @@ class Rows:
         return total
 
     def place(self, tensors: list[cute.Tensor]) -> dict[str, Any]:
-        """Work of this block: its part of the keys, tile of rows, batch coordinates and sequence
-        lengths."""
+        """Work of this block: its ``part`` of the keys, the ``tile`` of rows and its index along
+        each label (``tiles``), the ``batch`` coordinates, the ``rank`` in the cluster and the
+        ``lengths`` of masks."""
         plan = self.plan
         index, _, _ = cute.arch.block_idx()
         part, tile = index % plan.parts, index // plan.parts
@@ -204,7 +205,8 @@ class Rows:
     def prepare(self, smem, tensors, thread, group, lane, warp, place):
         """Wait for the rows; compute their values and replace them by the operand of the product.
 
-        Returns for each of a thread's rows: limit, values; and the limits of the tile.
+        Returns the fp32 ``values`` and key ``limits`` of each of a thread's rows, the ``least``
+        limit of the tile and the ``end`` of the keys that have been written.
         """
         cute.arch.mbarrier_wait(smem["rows_full"], 0)
         if cutlass.const_expr(self.prepares):

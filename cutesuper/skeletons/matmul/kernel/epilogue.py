@@ -28,7 +28,11 @@ CONSUMERS_BARRIER = 2
 
 
 class Epilogue:
-    """All steps after the last product of a tile."""
+    """All steps after the last product of a tile.
+
+    ``accumulators`` are fp32 fragments of ``(64 columns, rows)``, by product and block of columns;
+    ``where`` is ``(row tile, column tile, rank of the split, batch index)``.
+    """
 
     def __init__(self, kernel: MatmulKernel) -> None:
         self.k = kernel
@@ -66,8 +70,7 @@ class Epilogue:
 
     @cute.jit
     def run(self, accumulators, vectors, smem, tensors, tidx, warp, lane, where, outs):
-        """Take the accumulators of all consumer warps (fp32 fragments, by product and block of 64
-        columns) to memory."""
+        """Take the accumulators of all consumer warps to memory."""
         k = self.k
         if cutlass.const_expr(k.cluster > 1):
             self.send(accumulators, vectors, smem, warp, lane, where)
@@ -206,7 +209,7 @@ class Epilogue:
 
     @cute.jit
     def stage(self, sums, o: cutlass.Constexpr, tile, smem, tensors, column, where, quarter):
-        """Apply an output's expression to one column and put it into the tile."""
+        """Apply an output's expression to one column and write it to the tile in shared memory."""
         plan = self.k.plan
         output = plan.outputs[o]
         last = self.k.extents.of(plan.column, tensors) - 1
@@ -328,7 +331,7 @@ class Epilogue:
 
     @cute.jit
     def fetch(self, view: cutlass.Constexpr, tensors, n, label: cutlass.Constexpr, where, local):
-        """Load a bias, residual or the like, for one column."""
+        """Load a bias, residual or the like for one column, as fp32."""
         k, plan = self.k, self.k.plan
         base = self.batch_offset(view, where[3]) + n * view.stride(label)
         source = tensors[view.argument].iterator

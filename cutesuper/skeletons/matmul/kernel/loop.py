@@ -364,7 +364,7 @@ class MatmulKernel:
 
     @cute.jit
     def produce(self, atoms, sources, slots, smem, tensors, where):
-        """Load all tiles of this block."""
+        """Load all tiles of this block; ``slots`` and ``sources`` are in the order of ``atoms``."""
         if cutlass.const_expr(self.head_starts):
             self.produce_own(atoms, sources, slots, smem, where)
         else:
@@ -434,8 +434,8 @@ class MatmulKernel:
     @cute.jit
     def load_stage(self, atoms, sources, slots, smem, where, iteration, stage,
                    early: cutlass.Constexpr):
-        """Issue one stage's loads: those that may come before the dependency wait, or the
-        others."""
+        """Issue one stage's loads: those that may come before the dependency wait (``early``), or
+        the others."""
         plan = self.plan
         tile_m, tile_n, rank, batch = where
         full = smem["full"] + stage
@@ -490,7 +490,11 @@ class MatmulKernel:
 
     @cute.jit
     def consume(self, smem, tensors, tidx, warp, lane, where, outs):
-        """Multiply all tiles of this block, each finished before the next."""
+        """Multiply all tiles of this block, each finished before the next.
+
+        ``where`` is ``(row tile, column tile, rank of the split, batch index)`` as in `Walk`;
+        ``outs`` are the TMA stores of `TileStore.partition`.
+        """
         if cutlass.const_expr(self.grouped):
             cute.arch.cluster_wait()
         stage, phase = Int32(0), Int32(0)
@@ -507,7 +511,8 @@ class MatmulKernel:
 
     @cute.jit
     def consume_tile(self, smem, tensors, tidx, warp, lane, where, outs, stage, phase):
-        """Multiply all stages, then finish the tile."""
+        """Multiply all stages, then finish the tile; return the next stage and its phase
+        (Int32)."""
         group = warp // 4
         self.prefetch.run(tensors, tidx, where)
         # the columns' instruction, or that of a hidden label if the loop multiplies nothing else

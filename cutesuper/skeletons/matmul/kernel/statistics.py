@@ -101,7 +101,8 @@ class RowSide:
     @cute.jit
     def tile(self, smem, thread, lane, rank, stage, phase, turn, fresh, shifts):
         """Read every stage once; then reduce over the cluster and compute the row values. Without a
-        prologue there is nothing to do if the previous tile had the same rows."""
+        prologue there is nothing to do if the previous tile had the same rows (``fresh`` false).
+        Return the next stage and its phase (Int32)."""
         k, plan = self.k, self.k.plan
         if cutlass.const_expr(plan.prologue is not None):
             fresh = True

@@ -123,7 +123,7 @@ class Tails:
 
     @cute.jit
     def run(self, mmas, accumulators, inner, smem, tensors, warp, lane, where):
-        """Write every row operand, then multiply."""
+        """Write every row operand, then multiply; parameters as in `Epilogue`."""
         k = self.k
         for t in cutlass.range_constexpr(len(self.tails)):
             if cutlass.const_expr(t not in self.loaded):

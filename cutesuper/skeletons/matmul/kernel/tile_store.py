@@ -105,7 +105,7 @@ class TileStore:
 
     @cute.jit
     def send(self, atom, source, target, warp):
-        """Start to store a piece that all warps of the warpgroup have written."""
+        """Start the TMA store of a piece that all warps of the warpgroup have written."""
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet(warp // 4)
         if warp % 4 == 0:
@@ -133,7 +133,7 @@ class TileStore:
     @cute.jit
     def write(self, sums, smem, tensors, warp, lane, where, block, p: cutlass.Constexpr,
               o: cutlass.Constexpr, buffer):
-        """Apply an output's expression to a piece and put it into its buffer."""
+        """Apply an output's expression to a piece and write it to its buffer."""
         k, output = self.k, self.k.plan.outputs[o]
         dtype = ELEMENT[k.plan.arguments[output.view.argument].dtype]
         tile_n = where[1]
@@ -166,7 +166,8 @@ class TileStore:
 
     @cute.jit
     def transpose(self, words, smem, warp, lane, buffer, dtype: cutlass.Constexpr):
-        """Write a piece row by row; lane ``8 i + r`` says where row ``r`` of block ``i`` goes."""
+        """Write a piece row by row; lane ``8 i + r`` gives the address of row ``r`` of block
+        ``i``."""
         atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(True, 4), dtype)
         base = cute.recast_ptr(smem["pieces"].iterator, dtype=dtype) + buffer * PIECE_ELEMENTS
         row = lane % 8

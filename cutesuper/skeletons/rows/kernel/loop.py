@@ -151,7 +151,9 @@ class RowLoopKernel:
         return smem
 
     def place(self, block: Any, tensors: list[cute.Tensor], tidx: Any) -> dict[str, Any]:
-        """Coordinates of this block and thread."""
+        """Coordinates of this block and thread: the block's ``walker`` (of ``walkers``), ``outer``
+        labels, ``part`` of the row and ``rank`` in the cluster; the thread's ``group`` (which
+        shares its rows), ``lane`` and ``first`` column; the columns ``left`` in the part."""
         plan = self.plan
         rank = block % plan.cluster
         rest = block // plan.cluster

@@ -36,7 +36,9 @@ class Slices:
         self.rows_left = plan.threads // max(32, self.across)
 
     def place(self, place: dict[str, Any], tensors: list[cute.Tensor]) -> dict[str, Any]:
-        """Coordinates of this thread in the block's slice."""
+        """Coordinates of this thread in the block's slice: those of `RowLoopKernel.place`, with the
+        slice's first ``column``, its ``unit`` of the outer labels, and the thread's place ``x``,
+        ``y`` in it."""
         plan = self.plan
         slices = ceil_div(plan.length, plan.slice_columns)
         unit, index = place["block"] // slices, place["block"] % slices

@@ -275,8 +275,12 @@ class Tiles:
 
     def read(self, it: Any, smem: dict[str, Any], tensors: list[cute.Tensor],
              place: dict[str, Any]) -> list[dict[str, Any]]:
-        """Read the rows of this thread: their coordinates, their values, and the fragments that it
-        keeps."""
+        """Read the rows of this thread.
+
+        Returns for each: its index ``row``, ``local`` in the tile; the predicate ``valid``;
+        ``memory``, its stage of the ring; ``scalars`` and ``fragments`` by load; ``picked``
+        elements by operation.
+        """
         plan, k = self.plan, self.k
         first, rows = self.first_row(it, place), self.row_count(tensors)
         exact = isinstance(rows, int) and rows % self.rows == 0
