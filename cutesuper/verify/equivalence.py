@@ -53,8 +53,8 @@ from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun
 DRAWS = 6
 #: a maximum reveals a left-out element only if that element is the largest
 MAX_TRIALS = 16
-#: labels are also tried with integers that are no label: two rows have one of them in each trial;
-#: conditions hide other elements in each
+#: labels are tried with this many integers that are no label: two rows have one of them in each
+#: trial; conditions hide other elements in each
 LABEL_TRIALS = 6
 #: pairs of primes used by the trials in turn
 FIELDS = 3
