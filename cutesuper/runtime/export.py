@@ -11,9 +11,9 @@ cudart (about 1 MB), and exports four symbols with the C interface::
     const char *cutesuper_error_text(int status);
 
 ``kernel`` is an index into the ``kernels`` of the metadata. ``arguments`` are addresses, the last
-one that of the stream; each points to a scalar, or to ``{pointer; dynamic extents; dynamic
-strides}`` in the layout that ``arguments[i].layout`` in the metadata gives. The metadata of whole
-programs is described in `cutesuper.runtime.program`.
+one that of the stream; each points to a scalar, or to
+``{pointer; dynamic extents; dynamic strides}`` in the layout that ``arguments[i].layout`` in the
+metadata gives. The metadata of whole programs is described in `cutesuper.runtime.program`.
 
 Both functions return 0, or an error of the CUDA runtime (``cudaError_t``). These errors are found
 before the GPU is used:

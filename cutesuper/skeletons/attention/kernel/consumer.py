@@ -82,8 +82,8 @@ class Consumer:
     def plain(self, mmas, fragments, smem, state, rows, group, thread, lane, lead, keys, steps):
         """Process one tile after the other.
 
-        ``scores`` and ``result`` are fp32 accumulator fragments of ``(64, key tile)`` and ``(64,
-        width)``; ``weights`` is the 16-bit A operand over the same registers as ``words`` (Int32).
+        ``scores`` and ``result`` are fp32 accumulator fragments of ``(64, key tile)`` and
+        ``(64, width)``; ``weights`` is the 16-bit A operand in the registers of ``words`` (Int32).
         """
         a, b, v, scores, weights, words, result = fragments
         stage, phase = Int32(0) + lead, Int32(0)
