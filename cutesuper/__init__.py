@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 
-#: public names in modules that import torch
+#: public names of modules that import torch
 _LATE = {
     "Patch": "cutesuper.patching",
     "TracedProgram": "cutesuper.frontend.trace",
@@ -78,7 +78,8 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
-    """What imports torch, which nothing else here needs, at its first use."""
+    """Import the modules that need torch at the first use of their names; nothing else here needs
+    it."""
     if name in ("nn", "ops"):
         return importlib.import_module(f"cutesuper.{name}")
     if name in _LATE:

@@ -1,4 +1,4 @@
-"""`cutesuper.superoptimize`, of kernel graphs and of PyTorch."""
+"""`cutesuper.superoptimize` for kernel graphs and for PyTorch programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cutesuper.runtime.kernel import Kernel
 if TYPE_CHECKING:
     from cutesuper.frontend.trace import Lazy, TracedProgram
 
-#: in place of None, which a caller may have by mistake
+#: default in place of None, which a caller may pass by mistake
 _LEFT_OUT: Any = object()
 
 
@@ -48,9 +48,9 @@ def superoptimize(
     """Find, verify and compile the best program for a kernel graph, a function or a module.
 
     Args:
-        program: a kernel graph, or a function of tensors or a module of PyTorch.
-        example_inputs: arguments that a function or module is traced with. Without them it is
-            traced at its first call with arguments of a kind, so this is also a decorator.
+        program: a kernel graph, or a PyTorch module or function of tensors.
+        example_inputs: arguments for tracing a function or module. Without them it is traced at
+            its first call with arguments of a kind, so this is also a decorator.
         example_kwargs: example arguments by name.
         dynamic_shapes: extents that may differ from call to call, as for ``torch.export.export``:
             ``{"x": {0: torch.export.Dim("batch")}}``. The first extents of a tensor only.
@@ -59,7 +59,7 @@ def superoptimize(
 
     Returns:
         A `Kernel` for a kernel graph; for PyTorch a `TracedProgram`, which is called like the
-        original (see `cutesuper.frontend.trace`), or what makes one at the first call.
+        original (see `cutesuper.frontend.trace`), or an object that makes one at the first call.
 
     Raises:
         GraphError: ``program`` is neither.

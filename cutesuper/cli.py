@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code: 0 done, 1 failed, 2 wrong arguments or no GPU, 130 Ctrl-C
-    (where a search has found nothing yet)."""
+    (if a search has found nothing yet)."""
     parser = argparse.ArgumentParser(prog="cutesuper", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="optimize RMSNorm + Linear and run it")
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = {"demo": _demo, "explain": _explain, "tune": _tune}[args.command]
     try:
         code = run(args)
-        sys.stdout.flush()  # a full disk, a reader that has left
+        sys.stdout.flush()  # fails on a full disk, or for a reader that has left
         return code
     except _UsageError as error:
         print(f"cutesuper: {error}", file=sys.stderr)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"cutesuper: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # what is still buffered would fail again when the interpreter ends
+        # the remaining buffer would fail again when the interpreter ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_anything() -> None:
-    """Names of a user's tensors may have letters that the terminal's encoding has not."""
+    """Escape letters that the terminal's encoding lacks, e.g. in names of a user's tensors."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -96,7 +96,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 
 class _UsageError(Exception):
-    """Wrong arguments: exit code 2."""
+    """Wrong arguments; the exit code is 2."""
 
 
 def _read_graph(path: Path) -> KernelGraph:
@@ -163,7 +163,7 @@ def _tune(args: argparse.Namespace) -> int:
 
 
 def _tuned_graph(args: argparse.Namespace) -> KernelGraph:
-    """The graph of a file, or of a workload of the benchmarks. Raises FormatError, _UsageError."""
+    """The graph of a file, or of a benchmark workload. Raises FormatError, _UsageError."""
     path = Path(args.workload)
     if path.suffix == ".json" or path.is_file():
         if args.shape or args.dtype:

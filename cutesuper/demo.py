@@ -21,7 +21,7 @@ EPS = 1e-6
 
 
 def demo_graph(shape: tuple[int, int, int], dtype: str, weight: bool) -> KernelGraph:
-    """rms_norm(X) @ W, with a norm weight G if asked for."""
+    """The graph of rms_norm(X) @ W, with a norm weight G if ``weight``."""
     m, k, n = shape
     g = KernelGraph()
     x = g.new_input((m, k), dtype, name="X")
@@ -32,7 +32,7 @@ def demo_graph(shape: tuple[int, int, int], dtype: str, weight: bool) -> KernelG
 
 
 def run_demo(shape: tuple[int, int, int], dtype: str, weight: bool) -> int:
-    """Search, show, run, compare. Returns the exit code: 1 if the result is wrong."""
+    """Search, show, run and compare. Returns the exit code: 1 if the result is wrong."""
     import torch
 
     console = Console()
@@ -74,7 +74,7 @@ def _inputs(graph: KernelGraph, device: str) -> list[Any]:
 
 
 def _eager(graph: KernelGraph) -> Any:
-    """The definition as a person writes it in PyTorch."""
+    """The definition as idiomatic PyTorch."""
     import torch
 
     def program(x: Any, w: Any, g: Any = None) -> Any:
@@ -96,8 +96,8 @@ def _check(console: Console, kernel: Kernel, inputs: list[Any]) -> bool:
 
 
 def _time(console: Console, kernel: Kernel, graph: KernelGraph, inputs: list[Any]) -> None:
-    """Cold-L2 graph replays of ours, eager and torch.compile; `cutesuper bench` is the careful
-    form of this."""
+    """Time cold-L2 graph replays of the kernel, eager PyTorch and torch.compile; `cutesuper bench`
+    measures more carefully."""
     import torch
 
     count = max(2, -(-600_000_000 // sum(t.numel() * t.element_size() for t in inputs)))

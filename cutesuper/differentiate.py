@@ -1,4 +1,4 @@
-"""The kernels of a derivative: what `Kernel.gradient` asks for."""
+"""Kernels of a derivative, for `Kernel.gradient`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 def gradient_of(prospect: Prospect, kernel: Kernel, wrt: tuple[str, ...]) -> Gradient:
     """Cut a kernel's program and its derivative in two, and make kernels of both parts.
 
-    Two cuts are searched for, and the one with the lower predicted time of both parts is compiled:
-    what ``split(save="auto")`` keeps, and nothing. Statistics of rows are read again in no time by
-    a row kernel, but cost RMSNorm + Linear two more kernels in the forward pass, because the loop
-    that multiplies has nowhere to write them (64x256x128: 6.2 + 8.4 us predicted with them, 3.9 +
-    8.8 us without). Where nothing is kept but inputs and outputs, the forward pass is the kernel
-    itself.
+    Two cuts are searched, and the one with the lower predicted time of both parts is compiled: one
+    keeps the values that ``split(save="auto")`` selects, the other none. A row kernel reads kept
+    row statistics in no time, but keeping them costs RMSNorm + Linear two more kernels in the
+    forward pass, because the matmul loop cannot write them (64x256x128: 6.2 + 8.4 us predicted
+    with them, 3.9 + 8.8 us without). If only inputs and outputs are kept, the forward pass is the
+    kernel itself.
 
     Args:
-        prospect: what the kernel was made of.
-        kernel: which to differentiate.
-        wrt: inputs, by name.
+        prospect: the source of the kernel.
+        kernel: the kernel to differentiate.
+        wrt: names of inputs.
 
     Raises:
         GraphError: there is no derivative, or no kernels for it; says why and what to do.
@@ -50,11 +50,11 @@ def gradient_of(prospect: Prospect, kernel: Kernel, wrt: tuple[str, ...]) -> Gra
 
 @dataclass(frozen=True)
 class _Cut:
-    """A way to divide a program and its derivative, with what was found for both parts.
+    """A way to divide a program and its derivative, with the programs found for both parts.
 
     Attributes:
         split: the graphs.
-        forward, backward: None where every gradient is a cotangent.
+        forward, backward: None if every gradient is a cotangent.
     """
 
     split: Split
@@ -67,7 +67,8 @@ class _Cut:
 
 
 def _cheapest(prospect: Prospect, wrt: tuple[str, ...]) -> _Cut:
-    """Raises the error of the last cut where there is none that can be run."""
+    """The cut with the lower predicted time. Raises the error of the last cut if none can be
+    run."""
     graph = prospect.graph
     if prospect.options.dependent_launch:
         graph = _written(graph, wrt)
@@ -101,8 +102,9 @@ def _best(cut: Callable[[str], _Cut]) -> _Cut:
 
 
 def _written(graph: KernelGraph, names: tuple[str, ...]) -> KernelGraph:
-    """The same program, without the promise that nobody writes some inputs: optimizers do, in a
-    kernel that may still be running when a dependent launch of the next step reads them."""
+    """A copy of the graph in which some inputs are no longer declared constant: optimizers write
+    them, in a kernel that may still be running when a dependent launch of the next step reads
+    them."""
     if not any(n.constant and n.name in names for n in graph.nodes):
         return graph
     nodes = [replace(n, constant=n.constant and n.name not in names) for n in graph.nodes]

@@ -1,6 +1,6 @@
-"""Every error a user can meet.
+"""All errors that cutesuper raises for users.
 
-A message says what was asked, what is wrong, where, and what to do, in that order, e.g.
+A message states the request, the fault, its place and the remedy, in that order, e.g.
 ``matmul(X[16, 4096], W[4095, 6144]): inner dimensions 4096 and 4095 differ; transpose or reshape
 one of them``. Nothing in the package raises a bare ``assert`` at a user, and nothing aborts the
 process.
@@ -14,8 +14,8 @@ E = TypeVar("E", bound=BaseException)
 
 
 def frameless(error: E) -> E:
-    """An error that is kept for later, and what led to it, without the frames they went through:
-    frames know their callers, and so would keep alive every tensor that those have."""
+    """Remove the tracebacks of an error and its causes, so that it can be kept: frames know their
+    callers, and would keep alive every tensor of theirs."""
     error.__traceback__ = None
     link = error.__cause__ or error.__context__
     while link is not None and link.__traceback__ is not None:
@@ -45,7 +45,7 @@ class DTypeError(CutesuperError, TypeError):
 
 
 class DeviceError(CutesuperError, RuntimeError):
-    """Tensors on the wrong device, or a device that cannot run what was asked."""
+    """Tensors on the wrong device, or a device that cannot run the request."""
 
 
 class LayoutError(CutesuperError, ValueError):
@@ -53,11 +53,12 @@ class LayoutError(CutesuperError, ValueError):
 
 
 class GraphError(CutesuperError, ValueError):
-    """A graph that is not legal: what stands in ``ir/check.py``."""
+    """A graph that violates a rule of ``ir/check.py``."""
 
 
 class FormatError(CutesuperError, ValueError):
-    """A file from outside (graph, schedule, exported kernel) that is not what it claims to be."""
+    """A file from outside (graph, schedule, exported kernel) that is malformed or of another
+    kind."""
 
 
 class SearchError(CutesuperError, RuntimeError):
@@ -65,7 +66,7 @@ class SearchError(CutesuperError, RuntimeError):
 
 
 class VerificationError(CutesuperError, RuntimeError):
-    """A program that does not compute what the graph defines."""
+    """A program that does not compute the function of its graph."""
 
 
 class ScheduleError(CutesuperError, RuntimeError):
@@ -81,7 +82,7 @@ class LoweringError(CutesuperError, NotImplementedError):
 
 
 class TraceError(CutesuperError, RuntimeError):
-    """A function of PyTorch of which some part is no kernel graph."""
+    """A PyTorch function with a part that cannot become a kernel graph."""
 
 
 class CompileError(CutesuperError, RuntimeError):

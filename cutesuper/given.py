@@ -1,4 +1,5 @@
-"""A muGraph that somebody brings: verified, given sizes that the target can run, compiled."""
+"""Compilation of a muGraph given by the user: verified, and resized where the target requires
+it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from cutesuper.skeletons.planner import KernelPlan, make_plan
 from cutesuper.skeletons.registry import SKELETONS
 from cutesuper.targets import Target
 
-#: extents that are tried in place of those of a given kernel
+#: limit on the extents tried in place of those of a given kernel
 EXTENTS = 16
 
 
@@ -42,19 +43,19 @@ def compile_mugraph(
 ) -> Kernel:
     """Verify a muGraph against its definition and compile it.
 
-    Where the extents of a kernel cannot be lowered (tiles of 24 columns, say) its structure is kept
-    and gets the extents that the cost model prefers.
+    If a kernel's extents cannot be lowered (tiles of 24 columns, say), its structure is kept and
+    gets the extents that the cost model prefers.
 
     Args:
-        graph: what it should compute.
+        graph: the definition.
         mugraph: written by hand, loaded, or read with `cutesuper.load_mirage`.
         target: a `Target`, or a name such as ``"h200"``; None takes the current GPU.
         dependent_launch: see `cutesuper.superoptimize`.
-        cache: where compiled kernels are kept; default ``~/.cache/cutesuper``.
+        cache: the store of compiled kernels; default ``~/.cache/cutesuper``.
 
     Raises:
         VerificationError: it computes something else; says where the two differ. Or it rounds to
-            float16 what float16 cannot hold (`cutesuper.ir.rounding`); says which value.
+            float16 a value that float16 cannot hold (`cutesuper.ir.rounding`); names the value.
         LoweringError, ScheduleError: a kernel that no skeleton of the lowering runs.
         GraphError, ShapeError, CompileError: as for `cutesuper.superoptimize`.
     """
@@ -99,7 +100,7 @@ def _choice(graph: KernelGraph, mugraph: MuGraph, options: Options) -> Choice:
 def _planned(
     step: KernelStep, mugraph: MuGraph, options: Options
 ) -> tuple[KernelStep, KernelPlan, Cost | None]:
-    """The kernel as it is, or else with other extents. Raises LoweringError, ScheduleError."""
+    """Plan a kernel as it is, or else with other extents. Raises LoweringError, ScheduleError."""
 
     tensors = followed(mugraph)
 
@@ -121,7 +122,7 @@ def _planned(
 def _other_extents(
     step: KernelStep, mugraph: MuGraph, target: Target
 ) -> Iterator[tuple[BlockProgram, Cost]]:
-    """The structure of a kernel at the extents that the cost model likes, cheapest first."""
+    """The structure of a kernel at the extents that the cost model prefers, cheapest first."""
     device = Device(target, {n: t.dtype.itemsize for n, t in mugraph.tensors.items()})
     for skeleton in SKELETONS:
         if (found := skeleton.restructured(step.program)) is not None:

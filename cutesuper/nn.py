@@ -1,7 +1,7 @@
 """Modules of ``torch.nn`` that run the operators of `cutesuper.ops`.
 
 They are subclasses: constructor arguments, parameters, ``state_dict`` and ``isinstance`` are those
-of PyTorch. What the operators do not do is refused when a module is made, or called.
+of PyTorch. Cases that the operators do not support are refused when a module is made, or called.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from cutesuper.ops.softmax import log_softmax, softmax
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm`, and in place of the norms of Llama, Qwen and Gemma in transformers.
+    """`torch.nn.RMSNorm`; also replaces the norms of Llama, Qwen and Gemma in transformers.
 
     Their weights have the name ``weight`` too, and ``RMSNorm(hidden_size, eps)`` makes them.
 
     Args:
         normalized_shape: last extents of x.
         eps: None is that of x's element type.
-        elementwise_affine: whether there is a weight.
+        elementwise_affine: true for a module with a weight.
         device: of the weight.
         dtype: of the weight; x may have another one.
         weight_offset: added to the weight, which begins at ``1 - weight_offset``; 1.0 for Gemma.
@@ -47,11 +47,11 @@ class RMSNorm(torch.nn.RMSNorm):
 
     @property
     def variance_epsilon(self) -> float | None:
-        """The name of eps in transformers."""
+        """eps under its name in transformers."""
         return self.eps
 
     def reset_parameters(self) -> None:
-        """Weights that multiply by 1."""
+        """Initialise the weights so that they multiply by 1."""
         if self.elementwise_affine:
             torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
 
@@ -66,13 +66,13 @@ class RMSNorm(torch.nn.RMSNorm):
         return y.view(x.shape) if residual is None else tuple(t.view(x.shape) for t in y)
 
     def extra_repr(self) -> str:
-        """As in PyTorch, and the offset."""
+        """PyTorch's text with the offset."""
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
         return super().extra_repr() + offset
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm`."""
+    """`torch.nn.LayerNorm` as one kernel."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (PyTorch's name)
         """The norm of rows, in their element type."""
@@ -84,14 +84,14 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 def _eps_of(x: Any) -> float:
-    """That of x's element type; 0 for what the operator refuses."""
+    """Machine epsilon of x's element type; 0 for inputs that the operator refuses."""
     floats = isinstance(x, torch.Tensor) and x.is_floating_point()
     return torch.finfo(x.dtype).eps if floats else 0.0
 
 
 def _rows(module: RMSNorm | LayerNorm, x: torch.Tensor) -> torch.Tensor:
-    """x with its last dimensions as one. Raises ShapeError if they are not those of the module,
-    DTypeError for what is no tensor."""
+    """x with its last dimensions merged into one. Raises ShapeError if they are not those of the
+    module, DTypeError if x is no tensor."""
     last = tuple(module.normalized_shape)
     if not isinstance(x, torch.Tensor):
         raise DTypeError(f"{type(module).__name__}({last}): called with a {type(x).__name__}, must "
@@ -106,7 +106,7 @@ def _rows(module: RMSNorm | LayerNorm, x: torch.Tensor) -> torch.Tensor:
 
 
 class Softmax(torch.nn.Softmax):
-    """`torch.nn.Softmax` of the last dimension."""
+    """`torch.nn.Softmax` over the last dimension."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (PyTorch's name)
         """The softmax of rows, in their element type."""
@@ -114,7 +114,7 @@ class Softmax(torch.nn.Softmax):
 
 
 class LogSoftmax(torch.nn.LogSoftmax):
-    """`torch.nn.LogSoftmax` of the last dimension."""
+    """`torch.nn.LogSoftmax` over the last dimension."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (PyTorch's name)
         """The logarithm of the softmax of rows, in their element type."""
@@ -122,10 +122,11 @@ class LogSoftmax(torch.nn.LogSoftmax):
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss` of labels, without weights and smoothing; it is float32.
+    """`torch.nn.CrossEntropyLoss` of class labels, without weights and smoothing; the loss is
+    float32.
 
-    Classes are the second dimension, as in PyTorch; where there are more than two, the logits are
-    copied to have them last. `cutesuper.ops.cross_entropy` takes them last.
+    Classes are the second dimension, as in PyTorch; with more than two dimensions, the logits are
+    copied to have the classes last. `cutesuper.ops.cross_entropy` takes them last.
     """
 
     def __init__(
@@ -162,10 +163,10 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 
 class SwiGLU(torch.nn.Module):
-    """``silu(gate) * up``."""
+    """The product ``silu(gate) * up``."""
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Of two tensors of one shape, in the element type of the gate."""
+        """The product for two tensors of one shape, in the element type of the gate."""
         return swiglu(gate, up)
 
 

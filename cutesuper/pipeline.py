@@ -1,6 +1,6 @@
-"""The whole road: graph -> search -> verify -> schedule -> lower -> compile -> a kernel to call.
+"""The whole pipeline: graph -> search -> verify -> schedule -> lower -> compile -> callable kernel.
 
-A program that was tuned before (`cutesuper.store`) takes the place of the search.
+A previously tuned program (`cutesuper.store`) takes the place of the search.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from cutesuper.skeletons.variants import planned
 from cutesuper.targets import H100, H200, TARGETS, Target, find_target
 from cutesuper.verify.equivalence import Verification, Verifier
 
-#: programs up to this many multiply-adds, and elements of all values together, are checked at their
-#: real extents too (about 1 s; the softmax of 4096x65536 took 110 s)
+#: programs up to this many multiply-adds, and elements of all values together, are also checked at
+#: their real extents (about 1 s; the softmax of 4096x65536 took 110 s)
 FULL_CHECK_FLOPS = 4e9
 FULL_CHECK_ELEMENTS = 5e7
 
 
 @dataclass(frozen=True)
 class Options:
-    """How `superoptimize` works.
+    """Options of `superoptimize`.
 
     Attributes:
         target: the GPU.
@@ -69,7 +69,7 @@ class Options:
         seed: of the search. The verifier draws a seed of its own, which its verdict states.
         budget_s: seconds the search may take; None is no limit.
         executor: searches parts of the graph in other processes or on other machines.
-        tuned: use what `cutesuper.tune` has stored.
+        tuned: use the programs stored by `cutesuper.tune`.
 
     Raises:
         OptionError: a value of another kind.
@@ -89,20 +89,20 @@ class Options:
         )  # fmt: skip
 
 
-#: what this process has found of parts of graphs
+#: results of this process for parts of graphs
 _REGIONS = KnownRegions()
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate that survived everything.
+    """A candidate that passed verification, planning and lowering.
 
     Attributes:
         candidate: from the search.
         plans: of its kernels.
         verification: at small and, where cheap enough, real extents.
         refused: better-priced candidates that no schedule or lowering could run, and why.
-        stored: the tuned program that this is; None where the cost model chose.
+        stored: the stored program this choice came from; None if the cost model chose.
     """
 
     candidate: Candidate
@@ -127,19 +127,19 @@ def superoptimize(
     """Find, verify and compile the best program for a kernel graph.
 
     Args:
-        graph: what to compute; at least one output marked.
+        graph: the definition; at least one output marked.
         target: a `Target`, or a name such as ``"h200"``; None takes the current GPU.
         dependent_launch: see `Options`.
         seed: of the search; equal seeds give equal results.
-        budget_s: seconds the search may take; the best of what was found until then is taken, as
+        budget_s: seconds the search may take; the best program found until then is taken, as
             after Ctrl-C.
         executor: any `concurrent.futures.Executor` (processes, ``dask.distributed``) to search
             with; the result is the same. One search takes seconds: it pays for whole layers.
-        tuned: where `cutesuper.tune` has stored a program for this graph, target and launch mode,
-            verify and use it; nothing is searched then. False: always the cost model's choice.
-        on_progress: called with the search's `Progress`; default: a line on standard error, where
+        tuned: if `cutesuper.tune` has stored a program for this graph, target and launch mode,
+            verify and use it without a search. False: always the cost model's choice.
+        on_progress: called with the search's `Progress`; default: a line on standard error, if
             that is a terminal.
-        cache: where compiled kernels are kept; default ``~/.cache/cutesuper``.
+        cache: the store of compiled kernels; default ``~/.cache/cutesuper``.
 
     Returns:
         A `Kernel`: call it with torch tensors.
@@ -161,12 +161,12 @@ def superoptimize(
 
 
 class Prospect:
-    """A kernel to be: what it runs is found, and priced, before anything is compiled.
+    """A kernel whose program has been chosen and priced, but not compiled.
 
     Args:
-        graph: what to compute.
-        options: how.
-        cache: where compiled kernels are kept.
+        graph: the definition.
+        options: see `Options`.
+        cache: the store of compiled kernels.
         on_progress: called with the search's `Progress`.
 
     Attributes:
@@ -195,19 +195,19 @@ class Prospect:
         self._found = [(hints, found)]
 
     def kernel(self) -> Kernel:
-        """Compiled. Raises CompileError."""
+        """The compiled kernel. Raises CompileError."""
         return Kernel(
             self.graph, self.options.target, self._variant, partial(gradient_of, self)
         )
 
     def another(self, graph: KernelGraph) -> Prospect:
-        """Of another graph, made alike. Raises like `Prospect`."""
+        """A prospect for another graph with the same options. Raises like `Prospect`."""
         return Prospect(graph, self.options, self._cache, self._on_progress)
 
     def _variant(self, hints: dict[str, int]) -> Variant:
         graph = self.graph.with_hints(hints)
         ready = [f for h, f in self._found if h == hints]
-        self._found = []  # the rest of what the search found is large
+        self._found = []  # the other results of the search are large
         found = ready[0] if ready else find(graph, self.options, self._on_progress)
         return compiled(graph, self.options, self._cache, *found)
 
@@ -215,11 +215,11 @@ class Prospect:
 def best_variant(graph: KernelGraph, *, target: Target | str | None = None) -> Variant:
     """The best program for a kernel graph at the hints of its symbols, compiled.
 
-    A `Kernel` finds one for every bucket of extents that it is called with; this is for callers who
-    have buckets of their own. It is right for all extents.
+    A `Kernel` finds one for every bucket of extents that it is called with; this function is for
+    callers with buckets of their own. The result is correct for all extents.
 
     Args:
-        graph: what to compute.
+        graph: the definition.
         target: a `Target`, or a name; None takes the current GPU.
 
     Raises:
@@ -242,14 +242,14 @@ def mugraphs(
     executor: Executor | None = None,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> SearchResult:
-    """The best muGraphs for a graph, verified, whether or not the lowering can run them.
+    """The best muGraphs for a graph, verified, even if the lowering cannot run them.
 
     before: attention; after: one kernel with a running maximum and a cluster over the keys, two
     kernels with partial results (`Candidate.lowered` False), and so on. `superoptimize` chooses
     among those that can be run.
 
     Args:
-        graph: what to compute.
+        graph: the definition.
         target: a `Target`, or a name; None takes the current GPU.
         keep: how many.
         seed: as for `superoptimize`.
@@ -276,7 +276,7 @@ def mugraphs(
 
 
 def check_definition(call: str, graph: KernelGraph) -> None:
-    """Refuse what no kernel can be made for.
+    """Refuse a graph that no kernel can be made for.
 
     Raises:
         GraphError: the graph is not complete.
@@ -290,14 +290,14 @@ def check_definition(call: str, graph: KernelGraph) -> None:
 
 
 def as_target(target: Target | str | None) -> Target:
-    """A target, the one of this name, or that of the current GPU. Raises DeviceError."""
+    """A target as given, the one of this name, or that of the current GPU. Raises DeviceError."""
     if target is None:
         return current_target()
     return target if isinstance(target, Target) else find_target(target)
 
 
 def current_target() -> Target:
-    """The target of torch's current CUDA device; H200 where there is none.
+    """The target of torch's current CUDA device; H200 if there is none.
 
     Raises:
         DeviceError: a GPU whose architecture has no building blocks.
@@ -323,8 +323,8 @@ def find(
     options: Options,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> tuple[SearchResult, Choice]:
-    """The tuned program for a graph if there is one, else what `choose` chooses; what `compiled`
-    takes. Can be pickled."""
+    """The tuned program for a graph if there is one, else the result of `choose`; the input of
+    `compiled`. Can be pickled."""
     choice = stored_choice(graph, options) if options.tuned else None
     if choice is not None:
         return SearchResult((choice.candidate,), Statistics()), choice
@@ -332,8 +332,8 @@ def find(
 
 
 def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
-    """The tuned program for a graph, verified and planned like any candidate; None where there is
-    none that holds. One that does not is passed over with a warning."""
+    """The tuned program for a graph, verified and planned like any candidate; None if no valid one
+    is stored. An invalid one is skipped with a warning."""
     for entry in store.find(graph, options.target.arch, options.dependent_launch):
         mu, target = entry.mugraph, options.target
         text = "; ".join(f"{s.name}: {show(s.program)}" for s in mu.steps)
@@ -355,7 +355,7 @@ def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
 def compiled(
     graph: KernelGraph, options: Options, cache: KernelCache, result: SearchResult, choice: Choice
 ) -> Variant:
-    """A choice, compiled, with the story of how it was found."""
+    """Compile a choice, with a report on how it was found."""
     steps = compile_plans(choice, options, cache)
     report = variant_report(graph, options, result, choice, steps)
     candidate = choice.candidate
@@ -372,10 +372,10 @@ def choose(
     """The cheapest candidate that verifies and that a schedule and the lowering can run.
 
     Args:
-        graph: what to compute.
-        options: how.
+        graph: the definition.
+        options: see `Options`.
         on_progress: called with the search's `Progress`.
-        keep: candidates asked of the search.
+        keep: number of candidates requested from the search.
 
     Raises:
         SearchError, LoweringError, ScheduleError: there is none; says why the best failed.
@@ -423,7 +423,7 @@ def _plans(candidate: Candidate, options: Options, target: Target) -> tuple[Kern
 
 
 def verified(graph: KernelGraph, mu: MuGraph) -> Verification:
-    """At small extents, and at the real ones where that takes about a second."""
+    """Verify a muGraph at small extents, and at the real ones if that takes about a second."""
     return _verdict(Verifier(graph), graph, mu)
 
 
@@ -436,7 +436,8 @@ def _verify(verifier: Verifier, graph: KernelGraph, candidate: Candidate) -> Ver
 
 
 def fault(graph: KernelGraph, mu: MuGraph) -> str | None:
-    """Why a muGraph must not be run: it computes something else, or rounds too much; or None."""
+    """The reason why a muGraph must not be run: it computes something else, or rounds too much; or
+    None."""
     verification = verified(graph, mu)
     if not verification:
         return verification.summary()
@@ -448,7 +449,8 @@ def fault(graph: KernelGraph, mu: MuGraph) -> str | None:
 
 
 def check_numbers(graph: KernelGraph, mu: MuGraph) -> None:
-    """Refuse what rounds to float16 what float16 cannot hold. Raises VerificationError."""
+    """Refuse a program that rounds to float16 a value that float16 cannot hold. Raises
+    VerificationError."""
     from cutesuper.verify.rounding import check_rounding  # imports torch
 
     check_rounding(graph, mu)
@@ -482,7 +484,7 @@ def compile_plans(
 
 
 def compile_request(plan: KernelPlan, name: str, target: Target) -> CompileRequest:
-    """What to ask of the compiler for a kernel of this name."""
+    """The compile request for a kernel of this name."""
     from cutesuper.skeletons.kernel.build import build
 
     outputs = tuple(i for i, a in enumerate(plan.arguments) if a.written)

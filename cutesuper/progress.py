@@ -1,4 +1,5 @@
-"""The search as a line in the terminal: what was looked at, verified, and the best so far."""
+"""Search progress as a line in the terminal: counts of states, verified programs, and the best so
+far."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _STAGES = {"kernels": "searching kernels", "verify": "verifying", "done": "searc
 
 @contextmanager
 def progress_bar(console: Console | None = None) -> Iterator[Callable[[Progress], None]]:
-    """Shows what it is called with; nothing where the console is not a terminal.
+    """Yield a function that shows a `Progress`; shows nothing if the console is not a terminal.
 
     Args:
         console: default: standard error.
@@ -34,7 +35,7 @@ def progress_bar(console: Console | None = None) -> Iterator[Callable[[Progress]
 
 
 def describe(p: Progress) -> str:
-    """``verifying: 1,204 states, 310 pruned, 5 verified, best 10.2 us``."""
+    """The text ``verifying: 1,204 states, 310 pruned, 5 verified, best 10.2 us``."""
     best = "" if p.best_cost_us is None else f", best {p.best_cost_us:.1f} us"
     counts = f"{p.states:,} states, {p.pruned:,} pruned, {p.verified} verified"
     return f"{_STAGES[p.stage]}: {counts}{best}"

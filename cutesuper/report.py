@@ -1,4 +1,4 @@
-"""What `Kernel.explain`, `Kernel.draw` and the demo tell: program, choice, plan, figures."""
+"""Text reports for `Kernel.explain`, `Kernel.draw` and the demo: program, choice, plan, figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cutesuper.search.search import Candidate, SearchResult
     from cutesuper.store import Entry
 
-#: alternatives that a report lists
+#: number of alternatives in a report
 ALTERNATIVES = 5
 
 
@@ -27,7 +27,7 @@ def variant_report(
     choice: Choice,
     steps: tuple[CompiledStep, ...],
 ) -> str:
-    """The whole story of one compiled program, section by section."""
+    """The full report on one compiled program, section by section."""
     sections = {
         "program": kernel_graph_text(graph),
         "search": stored_text(choice.stored) if choice.stored else search_text(result),
@@ -44,7 +44,7 @@ def variant_report(
 
 
 def stored_text(entry: Entry) -> str:
-    """Where a tuned program came from and what was measured."""
+    """Origin and measurements of a tuned program."""
     m = entry.measured
     model = "did not run" if m.model_us is None else f"took {m.model_us:.2f} us"
     versions = {
@@ -60,7 +60,7 @@ def stored_text(entry: Entry) -> str:
 
 
 def search_text(result: SearchResult) -> str:
-    """What the search looked at and what it left out."""
+    """Statistics of the search: explored and omitted programs."""
     s = result.statistics
     lines = [
         (
@@ -91,13 +91,13 @@ def alternatives_text(result: SearchResult, choice: Choice) -> str:
 
 
 def plan_text(name: str, plan: KernelPlan) -> str:
-    """Where everything lives and who does what, for one kernel."""
+    """The plan of one kernel: placement of its data and roles of its warps."""
     lines = skeleton_of(plan).explain(plan)
     return f"kernel {name}\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def kernel_notes(step: CompiledStep) -> str:
-    """Plan and figures of one kernel, for its place on the page."""
+    """Plan and figures of one kernel, for the HTML page."""
     return f"{plan_text(step.name, step.plan)}\n\n{figures_text(step)}"
 
 

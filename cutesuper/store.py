@@ -2,10 +2,9 @@
 
     <folder>/sm90/<operators>_<shapes>_<type>[_pdl]-<16 hex>.json
 
-A file holds the program it is for (`canonical`), the muGraph, a schedule for each kernel, and what
-was measured. It is data from outside: `read_entry` checks every field, and whoever uses an entry
-verifies the muGraph and plans its schedules again. Files of the user's folder come before those
-that are shipped.
+A file holds the program it is for (`canonical`), the muGraph, a schedule for each kernel, and the
+measurements. It is data from outside: `read_entry` checks every field, and callers verify the
+muGraph and plan its schedules again. Files of the user's folder come before the shipped ones.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ _FIELDS = ("format", "version", "program", "arch", "dependent_launch", "mugraph"
 
 @dataclass(frozen=True)
 class Measured:
-    """What the tuner saw.
+    """Measurements of the tuner.
 
     Attributes:
         median_us: microseconds of the program, cold L2, median of the rounds.
         spread_us: between the 10th and the 90th percentile of the rounds.
-        model_us: the same for the cost model's choice; None where that did not run.
-        predicted_us: by the cost model, for the program that is stored.
-        timed: candidates that were timed.
-        gpu, driver, cuda, torch, cutlass_dsl, cutesuper, commit: where and with what; None unknown.
+        model_us: the median for the cost model's choice; None if that did not run.
+        predicted_us: by the cost model, for the stored program.
+        timed: number of candidates that were timed.
+        gpu, driver, cuda, torch, cutlass_dsl, cutesuper, commit: the setup; None if unknown.
     """
 
     median_us: float
@@ -66,7 +65,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored program, in the tensor names of the graph that it was looked up for.
+    """A stored program, with the tensor names of the graph of the look-up.
 
     Attributes:
         path: the file.
@@ -85,19 +84,20 @@ class Entry:
 
 
 def user_folder() -> Path:
-    """Where `cutesuper.tune` stores: ``schedules`` in the cache folder (``$CUTESUPER_CACHE``)."""
+    """Folder in which `cutesuper.tune` stores: ``schedules`` in the cache folder
+    (``$CUTESUPER_CACHE``)."""
     return default_root() / "schedules"
 
 
 def shipped_folder() -> Path:
-    """What comes with the package, or lies beside it in a checkout."""
+    """Folder of the schedules shipped with the package, or beside it in a checkout."""
     package = Path(__file__).resolve().parent
     checkout = package.parent
     return (checkout if (checkout / "pyproject.toml").is_file() else package) / "schedules"
 
 
 def file_name(graph: KernelGraph, arch: str, dependent_launch: bool) -> Path:
-    """Where below a folder the program lies: readable, and unique by its hash."""
+    """Path of a program's file below a folder: readable, and unique by its hash."""
     key = [canonical(graph), arch, dependent_launch]
     text = json.dumps(key, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -128,9 +128,9 @@ def canonical(graph: KernelGraph) -> dict[str, Any]:
     on values that no output needs.
 
     before: ``y = rms_norm(hidden[tokens, 64])``; after: node 0 an input of extents [symbol 0, 64],
-    node 1 ``rms_norm`` of node 0, output 1. Symbols are counted, their hints kept: an entry is for
-    one bucket of a symbolic extent. Operators that were added to the package's own are named with
-    what they compute.
+    node 1 ``rms_norm`` of node 0, output 1. Symbols are numbered, their hints kept: an entry is for
+    one bucket of a symbolic extent. Operators that were added to the package's own are named
+    together with their definitions.
     """
     order: dict[int, int] = {i: n for n, i in enumerate(graph.inputs)}
 
@@ -164,7 +164,7 @@ def canonical(graph: KernelGraph) -> dict[str, Any]:
 
 
 def _symbols(graph: KernelGraph) -> list[str]:
-    """Names of the symbolic extents, in the order in which inputs have them."""
+    """Names of the symbolic extents, in the order of the inputs."""
     dims = [d for i in graph.inputs for d in graph.nodes[i].shape]
     return list(dict.fromkeys(d.name for d in dims if isinstance(d, Symbol)))
 
@@ -185,7 +185,7 @@ def _named_for(graph: KernelGraph, mu: MuGraph) -> MuGraph:
 
 
 def _renamed(mu: MuGraph, names: Mapping[str, str], symbols: Mapping[str, str]) -> MuGraph:
-    """Tensors and symbolic extents under other names."""
+    """A muGraph with other names of tensors and symbolic extents."""
 
     def dim(d: Dim) -> Dim:
         return Symbol(symbols.get(d.name, d.name), d.hint) if isinstance(d, Symbol) else d
@@ -195,7 +195,8 @@ def _renamed(mu: MuGraph, names: Mapping[str, str], symbols: Mapping[str, str]) 
         return replace(p, dims={k: dim(d) for k, d in p.dims.items()}, ops=ops)
 
     def renamed(op: BlockOp) -> dict[str, Any]:
-        """The attributes of a load or a store name a tensor, and the table of its pages."""
+        """Attributes with new names: those of a load or store name a tensor, and the table of its
+        pages."""
         named = {k: names[op.attributes[k]] for k in ("tensor", "table") if k in op.attributes}
         return {**op.attributes, **named}
 
@@ -235,14 +236,14 @@ def save(
     Args:
         graph: the program, with the hints of one bucket.
         arch: such as ``sm_90a``.
-        dependent_launch: how the kernels are launched.
+        dependent_launch: true for programmatic dependent launch.
         mugraph: the winner.
         schedules: one for each kernel.
         measured: by the tuner.
         folder: default `user_folder`.
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
         OSError: it cannot be written.
@@ -272,10 +273,10 @@ def find(
     dependent_launch: bool,
     folders: Sequence[Path] | None = None,
 ) -> Iterator[Entry]:
-    """Entries for a program, the user's before those that are shipped.
+    """Entries for a program, the user's before the shipped ones.
 
-    What cannot be read is passed over with a warning, and so is what others can write: what is
-    shipped lies with the code of the package, and is as safe as that.
+    Unreadable files are skipped with a warning, and so are files that others can write. Shipped
+    files are not checked for that: they lie with the code of the package, and are as safe as that.
     """
     name = file_name(graph, arch, dependent_launch)
     for folder in (user_folder(), shipped_folder()) if folders is None else folders:
@@ -291,7 +292,7 @@ def find(
 
 
 def _refuse_exposed(path: Path) -> None:
-    """Raises FormatError where others can write a file."""
+    """Raise FormatError if others can write a file."""
     try:
         problem = exposure(path)
     except OSError as error:
@@ -301,7 +302,7 @@ def _refuse_exposed(path: Path) -> None:
 
 
 def ignore(path: Path, why: CutesuperError) -> None:
-    """Say once that a file is not used."""
+    """Warn once that a file is not used."""
     _warn_once(f"tuned schedule {path} is not used: {why}")
 
 
@@ -311,7 +312,7 @@ def _warn_once(message: str) -> None:
 
 
 def read_entry(path: Path, graph: KernelGraph, arch: str, dependent_launch: bool) -> Entry:
-    """Read what `save` wrote.
+    """Read an entry written by `save`.
 
     Raises:
         FormatError: it is not a legal entry for this program; names the file and the field.
@@ -362,7 +363,7 @@ def _read_mugraph(data: Any, graph: KernelGraph) -> MuGraph:
         specs = [(mu.tensors[n].shape, mu.tensors[n].dtype) for n in names]
         if specs != [(graph.nodes[i].shape, graph.nodes[i].dtype) for i in indices]:
             raise FormatError("'mugraph' has other inputs or outputs than the program")
-    # what is constant is loaded before the predecessor has ended, so the file has no say in it
+    # constant inputs are loaded before the predecessor has ended, so only the graph decides on them
     constant = {graph.nodes[i].name for i in graph.inputs if graph.nodes[i].constant}
     if constant != {n for n, t in mu.tensors.items() if t.constant}:
         raise FormatError("'mugraph' has other constant tensors than the program")

@@ -1,1 +1,1 @@
-"""Building blocks for CuTe DSL kernels, written by hand. They know nothing of graphs or plans."""
+"""Hand-written building blocks for CuTe DSL kernels, independent of graphs and plans."""

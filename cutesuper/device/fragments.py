@@ -1,8 +1,8 @@
-"""Fragments in registers: 16-bit elements made wide, and reductions of what a thread has.
+"""Register fragments: conversion of 16-bit elements to fp32, and reductions within a thread.
 
 Two 16-bit elements lie in a register. Taken apart one by one, the upper bf16 costs two instructions
 (bring it down, shift it up again); as a word it costs one, as the lower one does. A maximum is
-exact in any type, so it is taken of both halves at once, before anything is made wide.
+exact in any type, so it is taken of both halves at once, before the conversion.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from cutlass.cutlass_dsl import T, dsl_user_op, select_
 
 from cutesuper.device.math import nan_max
 
-#: what changes no result
+#: neutral element of each reduction
 NEUTRAL = {"sum": 0.0, "max": float("-inf")}
-#: running sums of a thread: enough to hide the latency of an addition, and a product that is added
-#: is one instruction but for the first of each
+#: running sums of a thread: enough to hide the latency of an addition; every product but the first
+#: of each sum is added with one instruction
 CHAINS = 4
 #: -inf twice
 _LOWEST = {BFloat16: 0xFF80FF80, Float16: 0xFC00FC00}
 
 
 def packed(registers: cute.Tensor) -> bool:
-    """Whether the elements of a fragment ``(vector, accesses)`` lie two in a register."""
+    """True if a fragment ``(vector, accesses)`` holds two elements per register."""
     return registers.element_type in _LOWEST and registers.shape[0] % 2 == 0
 
 
 def widen(registers: cute.Tensor) -> cute.TensorSSA:
-    """A fragment ``(vector, accesses)`` of floats in fp32.
+    """Convert a fragment ``(vector, accesses)`` of floats to fp32.
 
-    before: words ``ba dc``; after: ``a b c d``, one instruction each. Of words, because of what
-    is converted element by element the compiler makes fp32 where it is loaded, if that is in a
-    branch: weights then wait in twice the registers.
+    before: words ``ba dc``; after: ``a b c d``, one instruction each. Works on 32-bit words: when
+    elements are converted one by one inside a branch, the compiler converts them at the load, and
+    weights then occupy twice the registers while they wait.
     """
     if not packed(registers):
         return registers.load().to(Float32)
@@ -51,13 +51,13 @@ def widen(registers: cute.Tensor) -> cute.TensorSSA:
 
 
 def reduced(kind: str, fragment: cute.Tensor | cute.TensorSSA, inside: Sequence[Any]) -> Float32:
-    """What a thread has of a row, combined: ``sum`` or ``max``.
+    """Combine a thread's elements of a row into their ``sum`` or ``max``.
 
     Args:
         kind: of the reduction.
-        fragment: ``(vector, accesses)`` in fp32, or packed elements of which the maximum is taken.
-        inside: for each access whether it lies in the row, None where it always does. Rows are
-            whole accesses, so that there is no comparison for each element.
+        fragment: ``(vector, accesses)`` in fp32, or packed elements whose maximum is taken.
+        inside: for each access a predicate that is true inside the row, or None if it always is.
+            Rows are whole accesses, so that there is no comparison for each element.
     """
     if isinstance(fragment, cute.TensorSSA):
         values = [fragment[n] for n in range(cute.size(fragment.shape))]
@@ -80,7 +80,7 @@ def words_of(registers: cute.Tensor) -> list[Int32]:
 
 
 def lowest(dtype: Any) -> Int32:
-    """A register with two elements that no maximum is."""
+    """A register with two elements that never win a maximum (-inf twice)."""
     return Int32(_LOWEST[dtype] - (1 << 32))
 
 
@@ -109,7 +109,7 @@ def _packed_max(a: Int32, b: Int32, name: str, *, loc: Any = None, ip: Any = Non
 
 
 def combine(kind: str, a: Any, b: Any) -> Any:
-    """a + b or max(a, b)."""
+    """Return a + b or max(a, b)."""
     return nan_max(a, b) if kind == "max" else a + b
 
 
@@ -122,7 +122,7 @@ def tree(kind: str, values: list[Any]) -> Any:
 
 
 def total(kind: str, values: Sequence[Any]) -> Any:
-    """Combine what a thread has of a row: running results, then these."""
+    """Combine a thread's values of a row: `CHAINS` running results, then these."""
     running = list(values[:CHAINS])
     for n, x in enumerate(values[CHAINS:]):
         running[n % CHAINS] = combine(kind, running[n % CHAINS], x)

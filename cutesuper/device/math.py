@@ -106,7 +106,7 @@ class DeviceMath:
         return cute.math.floor(x)
 
     def round(self, x: Any) -> Any:
-        """The nearest integer, the even one of two."""
+        """The nearest integer; ties go to the even one."""
         return cute.math.roundeven(x)
 
     def sigmoid(self, x: Any) -> Any:
@@ -124,7 +124,7 @@ class DeviceMath:
         return _each(_at_least, x, y)
 
     def kept(self, condition: Any, x: Any, other: float) -> Any:
-        """x where the condition is 1, else another number, whatever x is."""
+        """x where the condition is 1, else ``other``, whatever x is."""
         return _each(_kept, condition, x, other)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
@@ -138,7 +138,7 @@ class DeviceMath:
         return cute.where(condition, *values)
 
     def position(self, n: Any) -> Any:
-        """A label as Int32, in which positions are; -1, which is none, where it does not fit."""
+        """A label as an Int32 position; -1, which is no position, if it does not fit into Int32."""
         if n.dtype is Int32:
             return n
         fits = (n >= 0) & (n <= MAX_POSITION)

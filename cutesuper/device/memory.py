@@ -1,4 +1,4 @@
-"""Bulk loads, barriers and exchange through distributed shared memory (Hopper)."""
+"""TMA loads and stores, barriers, and exchange through distributed shared memory (Hopper)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
-#: L2 eviction hints of bulk copies, as createpolicy encodes them
+#: L2 eviction hints of bulk copies, in the encoding of createpolicy
 EVICT_FIRST = 0x12F0000000000000
 EVICT_LAST = 0x14F0000000000000
 
@@ -17,8 +17,8 @@ EVICT_LAST = 0x14F0000000000000
 def init_barriers(groups: cutlass.Constexpr):
     """Initialise mbarriers: ``groups`` is a list of (pointer, count, arrivals).
 
-    One elected thread and constant addresses: with one lane per barrier the compiler makes a
-    serial loop with a proxy fence each, 2000 cycles instead of 600.
+    One elected thread and constant addresses: with one lane per barrier the compiler makes a serial
+    loop with a proxy fence each, 2000 cycles instead of 600.
     """
     with cute.arch.elect_one():
         for pointer, count, arrivals in groups:
@@ -31,10 +31,10 @@ def init_barriers(groups: cutlass.Constexpr):
 @cute.jit
 def bulk_load(atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer,
               hint: cutlass.Constexpr, mask=None):
-    """Issue one bulk tensor load; the whole warp calls it, the copy elects a lane.
+    """Issue one TMA load; the whole warp calls it, the copy elects a lane.
 
-    With a ``mask`` of ranks the bytes go to the same place in all these blocks of the cluster, and
-    count on their barriers.
+    With a ``mask`` of ranks (bits of an Int16) the bytes go to the same place in all these blocks
+    of the cluster, and count on their barriers.
     """
     options = {} if mask is None else {"mcast_mask": mask}
     if cutlass.const_expr(hint is not None):
@@ -51,9 +51,9 @@ def expect_bytes(barrier: cute.Pointer, count: cutlass.Constexpr):
 
 @cute.jit
 def release_warp(barrier: cute.Pointer, lane: Int32):
-    """Give a stage back that the warp has read (or written) with ordinary instructions.
+    """Release a stage that the warp has read (or written) with ordinary instructions.
 
-    The next bulk load writes it through the asynchronous proxy, so the reads need a proxy fence
+    The next TMA load writes it through the asynchronous proxy, so the reads need a proxy fence
     before the arrival. Without it loads overtook reads: row statistics of 64x4096x1024 mixed in
     elements of the stage's next tile in most launches.
     """
@@ -64,13 +64,13 @@ def release_warp(barrier: cute.Pointer, lane: Int32):
 
 @cute.jit
 def fence_reads():
-    """Order a warp's reads and writes of shared memory before what bulk copies do after them."""
+    """Order a warp's reads and writes of shared memory before later bulk copies."""
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
 
 
 def operand(alloc: cutlass.memory.SmemAllocator, dtype: type, layout: cute.ComposedLayout):
-    """Shared memory of an operand of the tensor cores, aligned for every swizzle."""
+    """Allocate shared memory for a tensor-core operand, aligned for every swizzle."""
     return alloc.allocate_tensor(dtype, layout.outer, 1024, layout.inner)
 
 
@@ -80,7 +80,7 @@ def element(array: cute.Pointer, index: Int32) -> Float32:
 
 
 def float_bits(value: Float32) -> Int32:
-    """The bit pattern of a float: what st.async carries."""
+    """The bit pattern of a float, the operand of st.async."""
     register = cute.make_rmem_tensor(cute.make_layout(1), Float32)
     register[0] = value
     return cute.recast_tensor(register, Int32)[0]
@@ -98,7 +98,7 @@ def push(target: cute.Pointer, values: tuple[Int32, ...], barrier: cute.Pointer,
 
 def tile_atom(tensor: cute.Tensor, smem_layout: cute.ComposedLayout, tile: tuple[int, ...],
               multicast: bool = False):
-    """A bulk-load atom for tiles of a tensor, and the coordinate tensor to slice."""
+    """A TMA load atom for tiles of a tensor, and the coordinate tensor to slice."""
     op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else (
         cpasync.CopyBulkTensorTileG2SOp()
     )
@@ -106,14 +106,15 @@ def tile_atom(tensor: cute.Tensor, smem_layout: cute.ComposedLayout, tile: tuple
 
 
 def store_atom(tensor: cute.Tensor, smem_layout: cute.ComposedLayout, tile: tuple[int, ...]):
-    """A bulk-store atom for tiles of a tensor, and the coordinate tensor to slice."""
+    """A TMA store atom for tiles of a tensor, and the coordinate tensor to slice."""
     return cpasync.make_tiled_tma_atom(
         cpasync.CopyBulkTensorTileS2GOp(), tensor, smem_layout, tile
     )
 
 
 def partition(atom: cute.CopyAtom, smem: cute.Tensor, tiles: cute.Tensor, tile_rank: int):
-    """Shared-memory slots and global tiles as the copy wants them: (bytes of a box, index...)."""
+    """Shared-memory slots and global tiles in the form of the TMA copy: (bytes of a box,
+    index...)."""
     return cpasync.tma_partition(
         atom,
         0,

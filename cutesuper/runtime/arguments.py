@@ -1,7 +1,7 @@
-"""Describes the arguments of a compiled kernel as JSON, checks real ones and lays them out.
+"""Description of a compiled kernel's arguments as JSON; checking and packing of real ones.
 
-An argument is a tensor, a scalar or a pointer. Extents that are only known at call time are
-symbols (``"d0"``), shared by all tensors that must agree on them::
+An argument is a tensor, a scalar or a pointer. Extents that are only known at call time are symbols
+(``"d0"``), shared by all tensors that must agree on them::
 
     {"symbols": {"d0": 8},                       # d0 is a multiple of 8
      "arguments": [{"kind": "tensor", "dtype": "bfloat16", "shape": ["d0", 4096],
@@ -65,7 +65,7 @@ class RawTensor:
 def describe_arguments(
     arguments: Sequence[Any], layouts: Sequence[ArgumentLayout] | None = None
 ) -> dict[str, Any]:
-    """Describes the fake arguments a kernel is compiled with; lists are flattened.
+    """Describe the fake arguments a kernel is compiled with; lists are flattened.
 
     Args:
         arguments: fake tensors, CuTe scalars, pointers, or nested lists of these.
@@ -73,7 +73,7 @@ def describe_arguments(
 
     Raises:
         CompileError: when the layouts do not fit the arguments (compile-time constants among
-            them: they belong into the launcher object).
+            them: they belong in the launcher object).
     """
     flat = list(_flatten(arguments))
     symbols = _Symbols()
@@ -93,7 +93,7 @@ def describe_arguments(
 
 
 class _Symbols:
-    """Names symbolic extents by identity, as the compiler does."""
+    """Names of symbolic extents, assigned by identity, as the compiler does."""
 
     def __init__(self) -> None:
         self.names: dict[int, str] = {}
@@ -137,10 +137,10 @@ def _dtype_name(dtype: type) -> str:
 
 
 def check_description(description: Any, what: str) -> list[dict[str, Any]]:
-    """Validates a description from a file and returns its arguments.
+    """Validate a description from a file and return its arguments.
 
     Raises:
-        FormatError: naming the first thing that is wrong.
+        FormatError: names the first thing that is wrong.
     """
     try:
         symbols, records = description["symbols"], description["arguments"]
@@ -185,7 +185,7 @@ def pack_argument(
         value: a :class:`RawTensor`, or a number for scalars and pointers.
         symbols: divisibility by symbol.
         bound: values of the symbols seen so far in this call; extended here.
-        what: how messages call the argument, e.g. ``"rms_norm argument 2"``.
+        what: name of the argument in messages, e.g. ``"rms_norm argument 2"``.
 
     Raises:
         ShapeError, DTypeError, LayoutError: naming the extent, type or stride that does not fit.
@@ -223,7 +223,7 @@ def _dynamic_values(
     record: Mapping[str, Any], tensor: RawTensor, symbols: Mapping[str, int],
     bound: dict[str, int], what: str,
 ) -> list[int]:  # fmt: skip
-    """Checks a tensor; returns its dynamic extents and then its dynamic strides."""
+    """Check a tensor; return its dynamic extents and then its dynamic strides."""
     if tensor.dtype != record["dtype"]:
         raise DTypeError(f"{what}: dtype {tensor.dtype}, but it was compiled for {record['dtype']}")
     if len(tensor.shape) != len(record["shape"]):
@@ -243,7 +243,8 @@ def _dynamic_values(
         values += [] if isinstance(expected, int) else [actual]
     for axis, (expected, actual) in enumerate(zip(record["stride"], tensor.stride, strict=True)):
         if tensor.shape[axis] == 1:
-            # Never used, and PyTorch reports any value; a TMA descriptor still wants a legal one.
+            # This stride is never used, and PyTorch reports any value; a TMA descriptor still needs
+            # a legal one.
             divisor = 1 if isinstance(expected, int) else symbols[expected]
             values += [] if isinstance(expected, int) else [-(-actual // divisor) * divisor]
             continue
@@ -259,7 +260,7 @@ def _dynamic_values(
 def _match(
     expected: int | str, actual: int, symbols: Mapping[str, int], bound: dict[str, int]
 ) -> str:
-    """Why ``actual`` does not fit, or ''."""
+    """Reason why ``actual`` does not fit, or ''."""
     if isinstance(expected, int):
         return "" if actual == expected else f"the kernel was compiled for {expected}"
     if actual % symbols[expected]:

@@ -2,9 +2,9 @@
 
 An entry is a directory with the files of one kernel and ``meta.json``, which holds the size and
 SHA-256 of each. Entries are written to a temporary directory and renamed, so a reader sees a whole
-entry or none; whatever does not check out is a miss and is replaced. No pickles are written. An
-entry is code that runs as whoever loads it: it is refused where others could have written it
-(`cutesuper.runtime.private`).
+entry or none; an entry that fails a check is a miss and is replaced. No pickles are written. An
+entry is code that runs with the rights of the user who loads it: it is refused if others could have
+written it (`cutesuper.runtime.private`).
 
     <root>/v1/<2 hex>/<64 hex>/{kernel.o, kernel.cubin, kernel.ptx, meta.json}
     <root>/v1/locks/<64 hex>.lock      one writer per key
@@ -53,7 +53,7 @@ ROOT_VARIABLE = "CUTESUPER_CACHE"
 
 _MAX_META_BYTES = 16 << 20
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-# Compiler settings that do not change what is emitted, so they stay out of the key.
+# Compiler settings that do not change its output, so they stay out of the key.
 _IRRELEVANT_SETTINGS = {
     f"CUTE_DSL_{name}"
     for name in ("ARCH", "CACHE_DIR", "DUMP_DIR", "KEEP", "LIBS", "LOG_LEVEL", "LOG_TO_CONSOLE",
@@ -68,7 +68,7 @@ class CacheEntry:
 
     Attributes:
         digest: the key, 64 hex digits.
-        meta: what ``meta.json`` holds, without the checksums.
+        meta: contents of ``meta.json``, without the checksums.
         files: contents by file name (``kernel.o``, ``kernel.cubin``, ``kernel.ptx``).
         path: the entry's directory, or ``None`` when it could not be written.
     """
@@ -83,9 +83,9 @@ class KernelCache:
     """A directory of compiled kernels. Safe to use from several threads and processes.
 
     Args:
-        root: where entries lie; default ``$CUTESUPER_CACHE`` or ``~/.cache/cutesuper``. When it
+        root: folder of the entries; default ``$CUTESUPER_CACHE`` or ``~/.cache/cutesuper``. When it
             cannot be written, a temporary directory takes its place for the life of this process
-            and one warning says so. Made for the user alone (mode 0700) where it is not there.
+            and one warning says so. A missing folder is made for the user alone (mode 0700).
 
     Raises:
         CacheError: others can write the directory or put another one in its place; says how to
@@ -102,7 +102,7 @@ class KernelCache:
         return self._root
 
     def digest(self, key: str, arch: str, flavour: str) -> str:
-        """The name of an entry: SHA-256 over everything that decides what the compiler emits.
+        """The name of an entry: SHA-256 over everything that determines the compiler's output.
 
         Args:
             key: canonical text of the plan.
@@ -125,7 +125,7 @@ class KernelCache:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def load(self, digest: str) -> CacheEntry | None:
-        """The entry, or ``None`` when it is missing or anything about it is not as written.
+        """Return the entry, or ``None`` when it is missing or anything about it is not as written.
 
         Raises:
             CacheError: others can write it.
@@ -138,7 +138,7 @@ class KernelCache:
         return None
 
     def store(self, digest: str, meta: Mapping[str, Any], files: Mapping[str, bytes]) -> CacheEntry:
-        """Writes an entry, replacing a damaged one; never fails for want of disk space.
+        """Write an entry, replacing a damaged one; a full disk is no error.
 
         Raises:
             CacheError: when ``files`` does not hold exactly the three files of an entry.
@@ -157,10 +157,10 @@ class KernelCache:
 
     @contextlib.contextmanager
     def lock(self, digest: str) -> Iterator[None]:
-        """Holds the writer lock of one key; look the entry up again once inside.
+        """Hold the writer lock of one key; look the entry up again once inside.
 
-        Where the file system has no locks this does nothing: two processes may then compile the
-        same kernel, and the renames keep the entry whole.
+        If the file system has no locks, this does nothing: two processes may then compile the same
+        kernel, and the renames keep the entry whole.
         """
         path = self._base / "locks" / f"{digest}.lock"
         try:
@@ -186,8 +186,8 @@ class KernelCache:
                 yield entry
 
     def clear(self) -> None:
-        """Removes all entries; kernels that are loaded stay usable. Locks are kept: a process
-        that waits on one would otherwise hold a lock nobody else can see."""
+        """Remove all entries; loaded kernels stay usable. Locks are kept: otherwise a process that
+        waits on one would hold a lock that is invisible to others."""
         for folder in (*self._base.glob("[0-9a-f][0-9a-f]"), self._base / "tmp"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -227,12 +227,12 @@ class KernelCache:
 
 @functools.lru_cache(maxsize=1)
 def source_fingerprint() -> str:
-    """SHA-256 of the sources that decide what is in an entry: operators, planning, lowering,
+    """SHA-256 of the sources that decide the contents of an entry: operators, planning, lowering,
     compiling.
 
-    A key is the text of a plan's program and knobs; what planning derives from them (roles, fused
-    expressions), what operators expand to and what they compute is in the sources only. Operators
-    that were added to the package's own are in the key (`cutesuper.ir.definitions`).
+    A key is the text of a plan's program and knobs. The results of planning (roles, fused
+    expressions) and the expansion and meaning of operators are in the sources only. Operators that
+    were added to the package's own are in the key (`cutesuper.ir.definitions`).
     """
     package = Path(__file__).resolve().parent.parent
     sources = [path for folder in COVERED for path in package.glob(f"{folder}/**/*.py")]
@@ -273,8 +273,7 @@ def _entry_folder(root: Path, digest: str) -> Path:
 
 
 def _read_entry(digest: str, folder: Path) -> CacheEntry:
-    """Reads and checks an entry; any exception but CacheError means that it is damaged or not
-    there."""
+    """Read and check an entry; any exception but CacheError means that it is damaged or missing."""
     _refuse_exposed(folder)
     text = read_private(folder / META)
     record = cast("dict[str, Any]", json.loads(text))
@@ -310,7 +309,7 @@ def _compiler_settings() -> dict[str, str]:
 
 
 def _refuse_exposed(folder: Path) -> None:
-    """Raises CacheError where others can write a folder, OSError where there is none."""
+    """Raise CacheError if others can write a folder, OSError if there is none."""
     if problem := exposure(folder):
         raise CacheError(
             f"kernel cache {folder}: {problem}, and kernels are code that would run as you. If "
@@ -339,7 +338,7 @@ def _usable_root(requested: Path) -> Path:
 
 @functools.cache
 def temporary_root(requested: str) -> Path:
-    """One temporary directory per unusable root, removed when the process ends.
+    """Return one temporary directory per unusable root, removed when the process ends.
 
     Raises:
         CacheError: others could exchange it.
@@ -352,5 +351,5 @@ def temporary_root(requested: str) -> Path:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """A warning, said once."""
+    """Issue a warning once."""
     warnings.warn(message, RuntimeWarning, stacklevel=4)

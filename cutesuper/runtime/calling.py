@@ -1,4 +1,4 @@
-"""How programs are called, whether just compiled (`Kernel`) or loaded (`ExportedProgram`)."""
+"""Calls of programs, just compiled (`Kernel`) or loaded (`ExportedProgram`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from cutesuper.runtime.checks import Signature, check_size, refuse_tangents
 if TYPE_CHECKING:
     import torch
 
-#: takes some of a sequence, in an order of its own
+#: picks some elements of a sequence, in an order of its own
 Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 def picker(places: Sequence[int]) -> Picker:
-    """Takes what is at these places: ``itemgetter``, which gives a tuple for several only."""
+    """A function that picks the elements at these places (``itemgetter`` returns a tuple for
+    several only)."""
     if len(places) > 1:
         return itemgetter(*places)
     return lambda values: tuple(values[n] for n in places)
@@ -37,7 +38,7 @@ class Launches:
     Attributes:
         intermediates: shape and torch dtype of every tensor between kernels.
         launch: launches all kernels on torch's current device and stream; takes inputs, outputs
-            and intermediates in one list, checked, all on that device. Scratch memory it gets
+            and intermediates in one list, checked, all on that device. Allocates scratch memory
             itself.
     """
 
@@ -55,10 +56,10 @@ class Program(ABC):
 
     Attributes:
         graph: the definition.
-        arch: what the kernels were compiled for, e.g. ``sm_90a``.
+        arch: the architecture of the kernels, e.g. ``sm_90a``.
     """
 
-    #: what to do about tensors on a GPU that the kernels are not for
+    #: remedy for tensors on a GPU other than that of the kernels
     _remedy = "superoptimize on that GPU, or pass its name as target="
 
     def __init__(self, graph: KernelGraph, arch: str) -> None:
@@ -69,19 +70,21 @@ class Program(ABC):
 
     @cached_property
     def _signature(self) -> Signature:
-        """Made at the first call: it needs PyTorch, and `ExportedProgram.launch` does not."""
+        """The signature, made at the first call: it needs PyTorch, and `ExportedProgram.launch`
+        does not."""
         return Signature(self.graph)
 
     @abstractmethod
     def _check_operators(self) -> None:
-        """Look whether the reference executor would compute what kernels compute.
+        """Check that the reference executor computes the same as the kernels.
 
         Raises:
-            OperatorError: an operator was defined anew.
+            OperatorError: an operator has been redefined.
         """
 
     def _notice_changes(self) -> None:
-        """Called where operators were entered anew since the last call."""
+        """Record the changes of the operator table; called if operators were redefined since the
+        last call."""
         self._changes = TABLE.changes
 
     @abstractmethod
@@ -106,7 +109,7 @@ class Program(ABC):
                 message names it. Nothing has run then.
             GraphError: a gradient that cannot be recorded.
             OperatorError: under a transform of ``torch.func``, or with tangents on a GPU; or an
-                operator was defined anew since the program was made.
+                operator was redefined since the program was made.
         """
         if inputs is None:
             as_list = len(args) == 1 and isinstance(args[0], list | tuple)
@@ -121,7 +124,7 @@ class Program(ABC):
         return results[0] if len(results) == 1 else tuple(results)
 
     def __deepcopy__(self, memo: Any) -> Program:
-        """Itself: nothing about it changes, and the code that it has loaded has no copies."""
+        """Return the program itself: it is immutable, and its loaded code cannot be copied."""
         return self
 
     def __reduce__(self) -> Any:
@@ -168,7 +171,7 @@ class Program(ABC):
         return outputs
 
     def _record(self, inputs: Sequence[Any], out: Any) -> list[Any]:
-        """A call whose gradients are recorded. Raises GraphError where there are none."""
+        """Run a call whose gradients are recorded. Raises GraphError if there are none."""
         del out
         raise self._signature.refusal(
             inputs,
@@ -187,7 +190,7 @@ class Program(ABC):
         return outputs
 
     def _admit(self, device: Any) -> None:
-        """Check once for each device that the compiled code can run there."""
+        """Check once per device that the compiled code can run there."""
         import torch
 
         major, minor = torch.cuda.get_device_capability(device)

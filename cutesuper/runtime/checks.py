@@ -1,4 +1,4 @@
-"""Checks of call arguments: fast when all is well, precise when it is not."""
+"""Checks of call arguments: fast for valid calls, precise for invalid ones."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from cutesuper.errors import (
 from cutesuper.ir.dims import Shape, Symbol, show_shape
 from cutesuper.ir.graph import KernelGraph
 
-#: bulk copies and 16-byte accesses need this alignment of the first element
+#: alignment of the first element in bytes, for bulk copies and 16-byte accesses
 ALIGNMENT = 16
 #: kernels compute offsets in 32 bits
 MAX_ELEMENTS = 2**31 - 1
 
-#: about tensors that transforms of PyTorch wrap
+#: message about tensors wrapped by transforms of PyTorch
 TRANSFORMED = (
     "it cannot be called under vmap (or with batched gradients) and other transforms of "
     "torch.func; give it a tensor with one more leading dimension, and use torch.autograd for "
@@ -51,13 +51,13 @@ def check_size(what: str, shape: Sequence[int]) -> None:
         )
 
 
-#: what to do about a tensor that has an `oddity`
+#: remedy for a tensor that has an `oddity`
 ORDINARY = "use .to_dense(), .to_padded_tensor() or .dequantize()"
 
 
 def oddity(t: Any) -> str:
-    """What keeps a tensor from being an array of numbers in memory: nested, a sparse layout, a
-    quantized type; nothing for an ordinary one."""
+    """Name of the property that keeps a tensor from being an array of numbers in memory: nested, a
+    sparse layout, a quantized type; empty for an ordinary one."""
     import torch
 
     if t.is_nested:
@@ -68,7 +68,7 @@ def oddity(t: Any) -> str:
 
 
 class Signature:
-    """What a kernel's inputs and outputs must look like."""
+    """The required names, shapes and dtypes of a kernel's inputs and outputs."""
 
     def __init__(self, graph: KernelGraph) -> None:
         nodes = [graph.nodes[i] for i in graph.inputs]
@@ -83,7 +83,7 @@ class Signature:
         self._grad_enabled = torch.is_grad_enabled
 
     def bind(self, inputs: Sequence[Any]) -> dict[str, int] | None:
-        """Check the inputs; return the extents of the symbols, or None where a gradient is to be
+        """Check the inputs; return the extents of the symbols, or None if a gradient is to be
         recorded.
 
         Raises:
@@ -117,11 +117,11 @@ class Signature:
         return None if recorded else extents
 
     def refusal(self, inputs: Sequence[Any], remedy: str) -> GraphError:
-        """What to raise where the gradient of an input cannot be recorded.
+        """The error for an input whose gradient cannot be recorded.
 
         Args:
-            inputs: of which one requires a gradient.
-            remedy: why not, and what to do.
+            inputs: at least one requires a gradient.
+            remedy: the reason, and what to do.
         """
         name = next(n for n, t in zip(self.names, inputs, strict=True) if t.requires_grad)
         return GraphError(f"kernel{self._call()}: input {name} requires a gradient, and {remedy}")
@@ -176,7 +176,7 @@ class Signature:
         """Raise for the first thing that is wrong with input ``i``."""
         name, want = self.names[i], self.shapes[i]
         what = f"kernel{self._call()}: input {name}"
-        if not hasattr(t, "data_ptr"):  # an array of NumPy, which has a dtype and a device too
+        if not hasattr(t, "data_ptr"):  # a NumPy array, which has a dtype and a device too
             raise DTypeError(f"{what} is a {type(t).__name__}, not a torch tensor")
         if t.dtype is not self.dtypes[i]:
             raise DTypeError(f"{what} is {t.dtype}, must be {self.dtypes[i]}; convert it with "
@@ -205,7 +205,8 @@ class Signature:
                               "bytes (a view into another tensor?); clone it")
 
     def _refuse_others(self, inputs: Sequence[Any], error: Exception) -> None:
-        """Raise for the first input that is no ordinary tensor; ``error`` is what it led to."""
+        """Raise for the first input that is no ordinary tensor; ``error`` is the exception it
+        caused."""
         import torch
 
         if isinstance(error, CutesuperError):

@@ -1,4 +1,4 @@
-"""Compiles launchers to artifacts: objects, cubins and PTX, cached on disk, on any machine.
+"""Compilation of launchers to artifacts: objects, cubins and PTX, cached on disk, on any machine.
 
 No GPU is needed to compile, for any architecture. ``compile_kernel`` compiles in this process;
 ``compile_many`` in several worker processes, because CuTe DSL cannot compile in several threads.
@@ -55,7 +55,7 @@ _loaded_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """What to compile.
+    """A kernel to compile.
 
     Attributes:
         key: canonical text (JSON of the plan) of everything the kernel depends on, apart from
@@ -72,10 +72,10 @@ class CompileRequest:
         outputs: positions of the (flattened) arguments that the kernel writes; recorded in
             exported files.
         options: more options for ``cute.compile``, e.g. ``"--ptxas-options '-O2'"``.
-        operators: those that were added to the table in this process. Other processes do not know
-            them, so it is compiled in this one.
-        unknown: operators of which nobody can know whether they are still what they were, with the
-            reason. Their kernels are not kept on disk, and ``key`` has to be another one each time.
+        operators: operators added to the table in this process. Other processes do not know
+            them, so the kernel is compiled in this one.
+        unknown: operators for which a change of definition cannot be detected, with the reason.
+            Their kernels are not kept on disk, and ``key`` has to be another one each time.
     """
 
     key: str
@@ -100,11 +100,11 @@ class CompileRequest:
 
 
 class Artifact:
-    """A compiled kernel: its object, cubin and PTX, what they need, and how to run them.
+    """A compiled kernel: its object, cubin and PTX, its resources, and its loader.
 
     Attributes:
         name, arch: as requested.
-        from_cache: whether an earlier compile was reused.
+        from_cache: true if an earlier compile was reused.
         compile_s: seconds the compile took, when it was done.
     """
 
@@ -161,7 +161,7 @@ class Artifact:
 
     @property
     def launches(self) -> Sequence[LaunchFacts]:
-        """What is constant about its launches: block, cluster, shared memory, dependent launch."""
+        """Constant facts of its launches: block, cluster, shared memory, dependent launch."""
         return dsl.launches_from_json(self._entry.meta["launches"])
 
     @functools.cached_property
@@ -192,7 +192,7 @@ class Artifact:
             return _loaded[self.digest]
 
     def plain(self) -> CacheEntry:
-        """The same kernel with a plain C entry point, for `cutesuper.runtime.export`.
+        """The kernel with a plain C entry point, for `cutesuper.runtime.export`.
 
         Compiled at the first request, like the kernel itself; then it is in the cache too.
 
@@ -203,10 +203,10 @@ class Artifact:
 
 
 def compile_kernel(request: CompileRequest, cache: KernelCache | None = None) -> Artifact:
-    """Compiles a kernel in this process, or takes it from the cache.
+    """Compile a kernel in this process, or take it from the cache.
 
-    Compiles take turns: the DSL is not thread-safe. Several processes that ask for one key wait
-    for the first and read its result.
+    Compiles take turns: the DSL is not thread-safe. Several processes that ask for one key wait for
+    the first and read its result.
 
     Raises:
         CompileError: when the compiler refuses the kernel or it needs more shared memory than the
@@ -244,14 +244,13 @@ def compile_many(
     *,
     keep_errors: bool = False,
 ) -> list[Artifact] | list[Artifact | CompileError]:
-    """Compiles several kernels in worker processes; results come back through the cache.
+    """Compile several kernels in worker processes; results come back through the cache.
 
-    A kernel that crashes the compiler takes down its worker, not this process. A single kernel
-    that is missing is compiled here when ``workers`` is not given: starting a worker costs about
-    a second.
+    A kernel that crashes the compiler takes down its worker, not this process. A single missing
+    kernel is compiled here when ``workers`` is not given: starting a worker costs about a second.
 
     Args:
-        requests: what to compile; ``build`` must be picklable.
+        requests: the kernels; ``build`` must be picklable.
         workers: worker processes, default one per processor that this process may use.
         cache: default :class:`KernelCache`.
         keep_errors: put the error of a kernel in its place of the result instead of raising it.
@@ -308,7 +307,8 @@ def _collect(request: CompileRequest, cache: KernelCache) -> Artifact | CompileE
 
 
 def _cache_of(request: CompileRequest, cache: KernelCache) -> KernelCache:
-    """Where a kernel is kept; of this process only where its operators cannot be told apart."""
+    """The cache for a kernel: one of this process alone if changes of its operators are
+    undetectable."""
     if not request.unknown:
         return cache
     warn_once(
@@ -326,7 +326,7 @@ def _digest(request: CompileRequest, cache: KernelCache, flavour: Flavour) -> st
 def _entry_of(
     request: CompileRequest, cache: KernelCache, flavour: Flavour
 ) -> tuple[CacheEntry, bool]:
-    """The entry and whether it was there already."""
+    """Return the entry, and true if it was in the cache already."""
     digest = _digest(request, cache, flavour)
     entry = cache.load(digest)
     if entry is not None:

@@ -1,6 +1,6 @@
 """The only module that runs CuTe DSL: one traced launcher in, object, cubin and PTX out.
 
-CuTe DSL is imported inside functions, because importing it takes half a second and snapshots its
+CuTe DSL is imported inside functions, because its import takes half a second and snapshots the
 environment.
 """
 
@@ -35,12 +35,12 @@ _REASON_LINES = 8
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one run of the compiler gave.
+    """The output of one run of the compiler.
 
     Attributes:
         object: relocatable host object with the device code inside.
         cubin, ptx: the device code by itself.
-        function: name under which the object's entry point is found.
+        function: name of the object's entry point.
         arguments: described arguments, see :func:`describe_arguments`; with their memory layouts
             for the plain flavour.
         launches: constant facts of the launches.
@@ -57,38 +57,38 @@ class Compiled:
 
 
 def import_without_torch() -> None:
-    """Imports TVM-FFI in a process that only compiles.
+    """Import TVM-FFI in a process that only compiles, without PyTorch.
 
-    It imports PyTorch where that is installed, to exchange tensors with it. That took 1.3 to 2
-    seconds in every worker process, which are four kernels.
+    TVM-FFI imports an installed PyTorch in order to exchange tensors with it. That took 1.3 to 2
+    seconds in every worker process, the time of four kernels.
     """
     if "torch" in sys.modules:
         return
     sys.modules["torch"] = None  # type: ignore[assignment] - importing it raises ImportError
     try:
-        with contextlib.suppress(ImportError):  # compiling will say what is missing
+        with contextlib.suppress(ImportError):  # the compile will name a missing package
             import tvm_ffi  # noqa: F401  # pyright: ignore[reportUnusedImport]
     finally:
         del sys.modules["torch"]
 
 
 def compile_tvm_ffi(build: Build, arch: str, function: str, options: str = "") -> Compiled:
-    """Compiles to an object with a TVM-FFI entry point called ``function``.
+    """Compile to an object with a TVM-FFI entry point called ``function``.
 
-    The stream is not an argument of that entry point: TVM-FFI hands in the caller's current one,
-    for the device of the first tensor. A launcher that takes only pointers is therefore refused.
-    Whatever the builder or the compiler raises comes through as it is.
+    The stream is not an argument of that entry point: TVM-FFI passes the caller's current one, for
+    the device of the first tensor. A launcher that takes only pointers is therefore refused.
+    Exceptions of the builder and the compiler come through unchanged.
     """
     return _compile(build, arch, function, options, tvm_ffi=True)
 
 
 def compile_plain(build: Build, arch: str, function: str, options: str = "") -> Compiled:
-    """Compiles to an object with a plain C entry point, for linking without TVM-FFI."""
+    """Compile to an object with a plain C entry point, for linking without TVM-FFI."""
     return _compile(build, arch, function, options, tvm_ffi=False)
 
 
 def load_tvm_ffi(content: bytes, function: str) -> Callable[..., Any]:
-    """Loads an object made by :func:`compile_tvm_ffi`; device code follows at the first call.
+    """Load an object made by :func:`compile_tvm_ffi`; device code follows at the first call.
 
     Raises:
         CompileError: when the object cannot be loaded.
@@ -124,8 +124,8 @@ def _compile_into(
     flags += " --enable-tvm-ffi" if tvm_ffi else _portable_host()
     with _target(arch):
         launcher, arguments = build()
-        # An engine would only run the kernel here; going without saves half of the time and makes
-        # any architecture compile on any machine.
+        # An engine would only run the kernel here; without one, compiling takes half of the time,
+        # and any architecture compiles on any machine.
         compiled: Any = cute.compile(
             launcher,
             *arguments,
@@ -156,7 +156,8 @@ def _object(compiled: Any, folder: Path, function: str, tvm_ffi: bool) -> bytes:
 
 
 def _artifact(folder: Path, extension: str) -> bytes:
-    """The dumped file: searched for, since its name follows no rule on some architectures."""
+    """The contents of the dumped file; it is searched for, since its name follows no rule on some
+    architectures."""
     found = sorted(folder.glob(f"*.{extension}"))
     if len(found) != 1:
         raise CompileError(
@@ -168,11 +169,11 @@ def _artifact(folder: Path, extension: str) -> bytes:
 
 @contextlib.contextmanager
 def _target(arch: str) -> Iterator[None]:
-    """Makes ``arch`` the target of everything traced inside.
+    """Make ``arch`` the target of everything traced inside.
 
-    ``--gpu-arch`` alone is not enough: while the builder runs, the DSL still has the options of
-    the *previous* compile, so MMA and copy atoms made there would be checked against its
-    architecture; and before the first compile it probes the driver, or takes sm_100a silently.
+    ``--gpu-arch`` alone is not enough: while the builder runs, the DSL still has the options of the
+    *previous* compile, so MMA and copy atoms made there would be checked against its architecture;
+    and before the first compile it probes the driver, or takes sm_100a silently.
     """
     from cutlass.base_dsl.compiler import CompileOptions, GPUArch
     from cutlass.cutlass_dsl import CuTeDSL
@@ -189,8 +190,8 @@ def _target(arch: str) -> Iterator[None]:
 
 @functools.lru_cache(maxsize=1)
 def _load_runtime_libraries() -> None:
-    """Makes the launch functions visible: without an engine nothing else loads them, and writing
-    an object resolves their names."""
+    """Make the launch functions visible: without an engine nothing else loads them, and writing an
+    object resolves their names."""
     from cutlass.cute.runtime import find_runtime_libraries
 
     for path in find_runtime_libraries(enable_tvm_ffi=True):
@@ -198,8 +199,8 @@ def _load_runtime_libraries() -> None:
 
 
 def _portable_host() -> str:
-    """Host code of exported kernels must run anywhere; the default is tuned to this processor
-    (it uses AVX registers for copying descriptors)."""
+    """Options for portable host code: exported kernels must run anywhere, but the default is tuned
+    to this processor (it uses AVX registers for copying descriptors)."""
     import platform
 
     machine = platform.machine()

@@ -1,6 +1,6 @@
-"""A reader for the 64-bit little-endian ELF files that we meet: cubins and exported libraries.
+"""A reader for the 64-bit little-endian ELF files in use here: cubins and exported libraries.
 
-Files come from outside, so every offset is checked; whatever does not fit raises
+Files come from outside, so every offset is checked; a file that does not fit raises
 :class:`FormatError` and never an ``IndexError``.
 """
 
@@ -45,11 +45,11 @@ class Elf:
 
 
 def parse_elf(data: bytes, what: str) -> Elf:
-    """Parses the section table.
+    """Parse the section table.
 
     Args:
         data: the whole file.
-        what: how messages call it, e.g. a path.
+        what: name of the file in messages, e.g. a path.
 
     Raises:
         FormatError: when this is not a complete 64-bit little-endian ELF file.

@@ -1,8 +1,8 @@
-"""Exports kernels as one self-contained shared library; `cutesuper.runtime.library` loads it.
+"""Export of kernels as one self-contained shared library; `cutesuper.runtime.library` loads it.
 
-The library needs only libc and the CUDA driver: no CuTe DSL, no Python, no nvcc. It holds the
-plain launch code of every kernel with the device code inside, the DSL's static launch runtime and
-static cudart (about 1 MB), and exports four symbols with the C interface::
+The library needs only libc and the CUDA driver: no CuTe DSL, no Python, no nvcc. It holds the plain
+launch code of every kernel with the device code inside, the DSL's static launch runtime and static
+cudart (about 1 MB), and exports four symbols with the C interface::
 
     const char cutesuper_metadata[];                       // JSON, also section .cutesuper, where
                                                            // the checksum of the file follows it
@@ -10,12 +10,13 @@ static cudart (about 1 MB), and exports four symbols with the C interface::
     int cutesuper_launch(int kernel, void **arguments, int count);
     const char *cutesuper_error_text(int status);
 
-``kernel`` counts the ``kernels`` of the metadata. ``arguments`` are addresses, the stream's last:
-of a scalar, or of ``{pointer; dynamic extents; dynamic strides}`` as ``arguments[i].layout`` in the
-metadata says. What a whole program adds to the metadata is in `cutesuper.runtime.program`.
+``kernel`` is an index into the ``kernels`` of the metadata. ``arguments`` are addresses, the last
+one that of the stream; each points to a scalar, or to
+``{pointer; dynamic extents; dynamic strides}`` in the layout that ``arguments[i].layout`` in the
+metadata gives. The metadata of whole programs is described in `cutesuper.runtime.program`.
 
-Both return 0, or an error of the CUDA runtime (``cudaError_t``), of which these are found out
-before anything is asked of the GPU:
+Both functions return 0, or an error of the CUDA runtime (``cudaError_t``). These errors are found
+before the GPU is used:
 
 * 1 (``cudaErrorInvalidValue``): there is no such kernel; ``arguments``, or one of them, is NULL;
   ``count`` is not that of the kernel's arguments and the stream; an extent is negative; the pointer
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from cutesuper.runtime.compile import Artifact
 
 # Packed entry points take an array with the address of each argument and then of the result. Init
-# and load want one more level: the address of a pointer to the library handle.
+# and load need one more level: the address of a pointer to the library handle.
 _SHIM = r"""
 #include <pthread.h>
 
@@ -162,7 +163,7 @@ _EXPORTS = "{ global: cutesuper_*; local: *; };\n"
 def export_library(
     artifacts: Sequence[Artifact], program: Mapping[str, Any], path: str | os.PathLike[str]
 ) -> None:
-    """Links kernels into a shared library at ``path`` (replaced atomically).
+    """Link kernels into a shared library at ``path`` (replaced atomically).
 
     Args:
         artifacts: one or more kernels for one architecture.
@@ -180,7 +181,7 @@ def export_library(
     entries = [artifact.plain() for artifact in artifacts]
     text = _metadata_text(name, artifacts, entries, program)
     target = Path(as_path("export", path))
-    seal = hashlib.sha256(text.encode()).hexdigest()  # the place of the checksum: any such text
+    seal = hashlib.sha256(text.encode()).hexdigest()  # place of the checksum: any such text
     with temporary_folder() as folder:
         built = _link(folder, name, entries, f"{text}\0{seal}")
         try:
@@ -238,7 +239,7 @@ def _link(folder: Path, name: str, entries: Sequence[CacheEntry], metadata: str)
 
 
 def _names(entries: Sequence[CacheEntry], metadata: str) -> str:
-    """What the shim is compiled with: its kernels' entry points, and the metadata as bytes."""
+    """Definitions for compiling the shim: its kernels' entry points, and the metadata as bytes."""
     kernels: list[str] = []
     tables: list[str] = []
     for n, entry in enumerate(entries):
@@ -257,7 +258,7 @@ def _names(entries: Sequence[CacheEntry], metadata: str) -> str:
 
 
 def _fields(arguments: Sequence[Mapping[str, Any]]) -> str:
-    """Of every tensor the place of its pointer, then of its dynamic extents; ends with a zero."""
+    """For every tensor the place of its pointer, then of its dynamic extents; ends with a zero."""
     found: list[str] = []
     for n, argument in enumerate(arguments):
         if argument["kind"] != "tensor":

@@ -1,4 +1,5 @@
-"""Calls whose gradients are recorded: two kernels, and what goes from one to the other.
+"""Calls whose gradients are recorded: a forward and a backward kernel, and the tensors kept between
+them.
 
 `Kernel.gradient` makes a `Gradient`; a call with inputs that require gradients runs it as one
 operator of PyTorch's autograd.
@@ -28,15 +29,15 @@ Maybe = torch.Tensor | None
 
 @dataclass(frozen=True)
 class Gradient:
-    """A program that keeps what its derivative needs, and the derivative, both compiled.
+    """A program that keeps the values its derivative needs, and the derivative, both compiled.
 
     Attributes:
         graph: the definition of the program.
-        wrt: the inputs whose gradients these are, by name.
-        split: both graphs and how they belong together, see `cutesuper.split`.
-        forward: the kernels of the program; what is kept are further outputs.
-        backward: the kernels of the derivative. They take inputs of the program, what is kept, and
-            cotangents: ``backward.graph`` names them. None where every gradient is a cotangent.
+        wrt: names of the inputs whose gradients are computed.
+        split: both graphs and their connections, see `cutesuper.split`.
+        forward: the kernels of the program; kept values are further outputs.
+        backward: the kernels of the derivative. They take inputs of the program, kept values, and
+            cotangents: ``backward.graph`` names them. None if every gradient is a cotangent.
     """
 
     graph: KernelGraph
@@ -46,7 +47,7 @@ class Gradient:
     backward: Kernel | None
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs of the program, recorded by autograd.
+        """Run the program and return its outputs, recorded by autograd.
 
         Args:
             inputs: of the program.
@@ -67,19 +68,19 @@ class Gradient:
 
     @cached_property
     def _kept(self) -> list[str]:
-        """Names of what the backward pass is given besides cotangents."""
+        """Names of the backward pass's inputs other than cotangents."""
         nodes, given = self.split.backward.nodes, self.split.backward.inputs
         return [nodes[i].name for i in given if nodes[i].name not in self.split.cotangents]
 
     @cached_property
     def _operands(self) -> list[str]:
-        """Names of what the kernels of the derivative take."""
+        """Names of the inputs of the derivative's kernels."""
         graph = self.backward.graph if self.backward else None
         return [graph.nodes[i].name for i in graph.inputs] if graph else []
 
     @cached_property
     def constant(self) -> tuple[int, ...]:
-        """Which outputs of the program depend on no input of ``wrt``."""
+        """Indices of the program's outputs that depend on no input of ``wrt``."""
         nodes = self.graph.nodes
         found = {i for i in self.graph.inputs if nodes[i].name in self.wrt}
         for i, n in enumerate(nodes):
@@ -90,17 +91,17 @@ class Gradient:
     def kept(
         self, inputs: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What the backward pass is given, of inputs and outputs of the forward pass."""
+        """The kept tensors for the backward pass, from inputs and outputs of the forward pass."""
         saved = self.split.saved
         return [made[saved[n]] if n in saved else inputs[self._inputs.index(n)] for n in self._kept]
 
     def pulled_back(
         self, kept: Sequence[torch.Tensor], cotangents: Sequence[Maybe], shapes: Sequence[Any]
     ) -> list[Maybe]:
-        """One gradient for each input of the program, None where there is none.
+        """One gradient for each input of the program, None if there is none.
 
         Args:
-            kept: see above.
+            kept: see `kept`.
             cotangents: of the outputs of the program; None is zero.
             shapes: of inputs and outputs of the program.
         """
@@ -119,7 +120,7 @@ class Gradient:
         for name, shape in zip(self._inputs, shapes, strict=False):
             place = self.split.gradients.get(name)
             t = values[place] if isinstance(place, str) else None if place is None else made[place]
-            # the gradient of what was broadcast has extents of 1 in front
+            # the gradient of a broadcast input has extents of 1 in front
             found.append(t if t is None else t.reshape(shape))
         return found
 
@@ -157,17 +158,17 @@ class _Recorded(torch.autograd.Function):
 
 
 def _is_batched(t: Maybe) -> bool:
-    """Whether it comes from ``torch.autograd.grad(is_grads_batched=True)``, which is no transform
-    of functorch."""
+    """True if a tensor comes from ``torch.autograd.grad(is_grads_batched=True)``, which is no
+    transform of functorch."""
     return t is not None and functorch.is_legacy_batchedtensor(t)
 
 
 class _Once(torch.autograd.Function):
-    """Gradients as they are, which refuse to be differentiated again."""
+    """Identity on gradients that refuses to be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: Maybe) -> tuple[Maybe, ...]:
-        """The first of the tensors; the others are what they depend on."""
+        """Return the first ``count`` tensors; the others are those that they depend on."""
         del ctx
         return tuple(None if t is None else t.view_as(t) for t in tensors[:count])
 

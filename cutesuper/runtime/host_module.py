@@ -1,7 +1,7 @@
-"""Reads facts out of the lowered host module, the text of ``compiled.ir_module``.
+"""Reader for the lowered host module, the text of ``compiled.ir_module``.
 
-Two things are only there: how each argument lies in memory when the plain entry point is called,
-and the grid, block, cluster and dynamic shared memory of every launch as far as they are constant.
+Two kinds of facts are found only there: the memory layout of each argument of the plain entry
+point, and the constant grid, block, cluster and dynamic shared memory of every launch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Field:
 
 @dataclass(frozen=True)
 class ArgumentLayout:
-    """How one argument of the plain entry point lies in memory."""
+    """Memory layout of one argument of the plain entry point."""
 
     size: int
     fields: tuple[Field, ...]
@@ -80,7 +80,7 @@ class _Type:
 
 
 def _parse_type(text: str, position: int) -> tuple[_Type, int]:
-    """Parses one LLVM dialect type and lays it out as C would.
+    """Parse one LLVM dialect type and lay it out as C would.
 
     The nesting decides the padding: ``{ptr, {{i32}, {i32, i64}}}`` puts the inner strides on an
     8-byte boundary, where a flat list of the same scalars would not.
@@ -134,7 +134,8 @@ _Path = tuple[str, str]
 
 
 class _LaunchReader:
-    """Follows one host function line by line; values are in SSA form, so a dict is enough.
+    """Reader that follows one host function line by line; values are in SSA form, so a dict is
+    enough.
 
     ``places`` maps a pointer to (the struct it points into, the path inside it); ``stored`` maps
     such a pair to the constant written there, or ``None`` for a run-time value.
@@ -150,7 +151,7 @@ class _LaunchReader:
         self.launches: list[tuple[str, list[str]]] = []
 
     def read(self, line: str) -> None:
-        """Takes in one line of the module."""
+        """Process one line of the module."""
         if match := _CONSTANT.search(line):
             self.constants[match.group(1)] = int(match.group(2))
         elif match := _CONFIG.search(line):
@@ -207,7 +208,7 @@ class _LaunchReader:
         )
 
     def _flag(self, base: str | None) -> bool:
-        """An attribute that is present counts unless a constant zero is stored in it."""
+        """True if an attribute is present and no constant zero is stored in it."""
         return base is not None and self.stored.get((base, "2")) != 0
 
 

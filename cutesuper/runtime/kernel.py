@@ -1,4 +1,4 @@
-"""The object a user holds: call it, look into it, export it."""
+"""The object a user holds: a kernel to call, inspect and export."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cutesuper.skeletons.cost import Cost
     from cutesuper.verify.equivalence import Verification
 
-#: upper ends of the batch sizes that share one compiled variant; beyond the last, the last
+#: upper ends of the buckets of batch sizes, one compiled variant each; larger sizes use the last
 BUCKETS = (8, 16, 32, 64, 128, 512, 4096)
 
 
@@ -72,8 +72,8 @@ class Variant:
     Attributes:
         mugraph: the program.
         steps: its kernels in order.
-        report: how it was found, verified and priced; what `Kernel.explain` prints.
-        costs: predicted, one for each kernel; empty if nobody asked a model.
+        report: how it was found, verified and priced; printed by `Kernel.explain`.
+        costs: predicted, one for each kernel; empty if no cost model was used.
         verification: that the program computes the graph; None if that was not checked.
         notes: the plan and the figures of every kernel in words.
     """
@@ -87,7 +87,7 @@ class Variant:
 
     @cached_property
     def wiring(self) -> tuple[tuple[int, ...], ...]:
-        """For every step the places of its arguments among inputs, outputs, intermediates,
+        """For every step, the places of its arguments among inputs, outputs, intermediates,
         scratch."""
         place = {name: i for i, name in enumerate(self.names)}
         scratch = itertools.count(len(self.names))
@@ -98,7 +98,7 @@ class Variant:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Inputs, outputs, intermediates."""
+        """Names of inputs, outputs, intermediates."""
         mu = self.mugraph
         border = (*mu.inputs, *mu.outputs)
         return (*border, *(n for n in mu.tensors if n not in border))
@@ -113,7 +113,7 @@ class Variant:
 
     @cached_property
     def scratch(self) -> tuple[Scratch, ...]:
-        """What the kernels need besides their tensors, step by step."""
+        """Scratch memory of the kernels, step by step."""
         return tuple(s for step in self.steps for s in step.plan.scratch)
 
     @cached_property
@@ -123,11 +123,11 @@ class Variant:
 
     @cached_property
     def launches(self) -> Launches:
-        """The loaded kernels as one thing to call."""
+        """The loaded kernels as one callable."""
         calls = [(f, picker(places)) for f, places in zip(self.functions, self.wiring, strict=True)]
         if len(calls) != 1 or self.scratch:
             return Launches(self.intermediates, partial(self._launch, calls))
-        # most programs: what is not needed takes half as long (0.6 us) as to call the kernel
+        # most programs: the steps left out here take 0.6 us, half as long as the call of the kernel
         [(function, take)] = calls
 
         def launch(values: list[Any]) -> None:
@@ -152,12 +152,12 @@ class Variant:
             function(*take(values))
 
 
-#: of a kernel, with respect to inputs by name
+#: makes the gradient of a kernel with respect to inputs, by name
 Differentiate = Callable[["Kernel", tuple[str, ...]], "Gradient"]
 
 
 class Kernel(Program):
-    """A superoptimized program; how it is called is in `Program`.
+    """A superoptimized program; calling it is described in `Program`.
 
     Inputs that require gradients get them: the first call with some set of them makes two further
     programs (`gradient`), which such calls run. A derivative of a derivative is refused.
@@ -207,14 +207,14 @@ class Kernel(Program):
     # -------------------------------------------------------------------------------- gradients
 
     def gradient(self, *wrt: str) -> Gradient:
-        """The compiled derivative: kernels to look into, to draw, to export, to call.
+        """The compiled derivative: kernels to inspect, draw, export and call.
 
         Args:
-            wrt: inputs, by name; none is all that have a gradient.
+            wrt: names of inputs; none stands for all that have a gradient.
 
         Returns:
-            What calls run in which just these inputs require gradients, made at the first call or
-            now.
+            The programs run by calls in which just these inputs require gradients; compiled now if
+            no call has done so.
 
         Raises:
             GraphError: an input without a gradient, or no kernels compute it; says why.
@@ -282,8 +282,8 @@ class Kernel(Program):
 
     @property
     def resources(self) -> Resources:
-        """Registers, spills, shared memory, stages and instruction mix; with several kernels the
-        largest of each, instructions added up (`kernels` has them one by one)."""
+        """Registers, spills, shared memory, stages and instruction mix; for several kernels the
+        largest of each, with instructions added up (`kernels` has them one by one)."""
         return combine([s.resources for s in self.kernels])
 
     @property
@@ -293,13 +293,13 @@ class Kernel(Program):
 
     @property
     def sass(self) -> str:
-        """Disassembly of all kernels. Raises CompileError, saying what to install, without
+        """Disassembly of all kernels. Raises CompileError, naming the package to install, without
         nvdisasm."""
         return "\n".join(s.artifact.sass for s in self.kernels)
 
     def explain(self) -> str:
-        """Which muGraph, why, what it costs, how it was verified, what the alternatives were; and
-        which gradients there are by now."""
+        """Report on the chosen muGraph: why it was chosen, its cost, its verification, the
+        alternatives, and the gradients compiled so far."""
         lines = [gradient_text(g) for g in self._gradients.values() if not isinstance(g, Exception)]
         if not lines:
             return self._main.report
@@ -309,7 +309,7 @@ class Kernel(Program):
         """Write the muGraph as a picture.
 
         Args:
-            path: ends in ``.html`` or ``.htm``: a page to look into, with the definition, the block
+            path: ends in ``.html`` or ``.htm``: an interactive page with the definition, the block
                 program of every kernel, its traffic and predicted time; it needs no other file and
                 no network. Any other name: the block programs as an SVG picture.
 
@@ -353,7 +353,8 @@ class Kernel(Program):
 
 
 def gradient_text(gradient: Gradient) -> str:
-    """What is kept, how many kernels there are, and where to look."""
+    """One line on a gradient: the kept values, the number of kernels, and the call that explains
+    them."""
     kept = ", ".join(gradient.split.saved) or "nothing"
     call = f"kernel.gradient({', '.join(map(repr, gradient.wrt))})"
     made = gradient.backward

@@ -1,4 +1,4 @@
-"""Exported libraries, read back: their metadata, their kernels, launching them.
+"""Exported libraries, read back: their metadata, their kernels, and launches.
 
 The C interface is in `cutesuper.runtime.export`. Nothing here imports PyTorch or CuTe DSL.
 """
@@ -34,7 +34,7 @@ _EXTENTS = {"i32": struct.Struct("<i"), "i64": struct.Struct("<q")}
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The metadata of an exported library, validated, without running any of its code.
 
-    Only ``program`` is not looked into: it belongs to `cutesuper.runtime.program`.
+    Only ``program`` is not validated: it belongs to `cutesuper.runtime.program`.
 
     Raises:
         FormatError: when the file is missing, no exported library, of another version, or others
@@ -54,13 +54,13 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 def refuse_exposed(path: str) -> None:
     """Refuse a library that others than its owner can write, or exchange.
 
-    Whoever names a file trusts its owner. In a folder where everyone may put files, the owner has
-    to be the user, or root.
+    Naming a file implies trust in its owner. In a folder where every user may put files, the owner
+    has to be the user, or root.
 
     Raises:
         FormatError: naming what they can write.
     """
-    with suppress(OSError):  # reading it will say so
+    with suppress(OSError):  # the following read reports it
         if problem := exposure(path, any_owner=True):
             raise FormatError(
                 f"{path}: {problem}, and its code would run as you; if nobody else has written "
@@ -69,15 +69,15 @@ def refuse_exposed(path: str) -> None:
 
 
 def sealed(content: bytes, place: bytes) -> bytes:
-    """A library with its checksum where ``place`` stands: SHA-256 of everything else, in
+    """A library with its checksum in the position of ``place``: SHA-256 of all other bytes, in
     hexadecimal digits."""
     before, _, after = content.partition(place)
     return before + _checksum(before, after) + after
 
 
 def check_seal(path: str) -> None:
-    """Refuse a library of which a bit is not as it was written: code that is damaged does not
-    fail, it crashes.
+    """Refuse a library that has changed since it was written: damaged code does not fail, it
+    crashes.
 
     Raises:
         FormatError: naming the file.
@@ -94,7 +94,7 @@ def _checksum(*parts: bytes) -> bytes:
 
 
 def _read(path: str) -> bytes:
-    """The bytes of a file. Raises FormatError for one that cannot be read, or has no end."""
+    """The bytes of a file. Raises FormatError if it cannot be read, or has no end."""
     try:
         file = Path(path)
         if file.exists() and not (file.is_file() or file.is_dir()):
@@ -105,7 +105,7 @@ def _read(path: str) -> bytes:
 
 
 def _section(content: bytes, what: str) -> tuple[bytes, bytes]:
-    """Metadata and checksum as they stand in a library."""
+    """Metadata and checksum stored in a library."""
     section = parse_elf(content, what).find(_SECTION)
     if section is None:
         raise FormatError(f"{what}: not exported by cutesuper (it has no section {_SECTION})")
@@ -114,7 +114,7 @@ def _section(content: bytes, what: str) -> tuple[bytes, bytes]:
 
 
 def check_metadata(metadata: Any, what: str) -> None:
-    """Validates what `read_metadata` read. Raises FormatError."""
+    """Validate the result of `read_metadata`. Raises FormatError."""
     _check_fields(metadata, {"abi": int}, what)
     if (abi := metadata["abi"]) != ABI_VERSION:
         raise FormatError(
@@ -147,7 +147,7 @@ def _check_fields(record: Any, types: Mapping[str, type], what: str) -> None:
 
 
 class ExportedLibrary:
-    """The code of an exported library. Kernels are loaded to a device when they first run there.
+    """The code of an exported library. Kernels are loaded to a device at their first launch there.
 
     Attributes:
         metadata: validated, see `read_metadata`.
@@ -171,7 +171,7 @@ class ExportedLibrary:
         )
 
     def launch(self, kernel: ExportedKernel, addresses: Sequence[int], device: int) -> None:
-        """Launches a kernel with the addresses of its arguments, the stream's last.
+        """Launch a kernel with the addresses of its arguments, the stream's last.
 
         Raises:
             DeviceError: when the device refuses the library or the kernel.
@@ -206,7 +206,7 @@ class ExportedKernel:
         index: its place in the library.
         name: as it was compiled.
         arguments: described arguments, see :mod:`cutesuper.runtime.arguments`.
-        outputs: which of them it writes.
+        outputs: indices of the arguments that it writes.
     """
 
     def __init__(self, library: ExportedLibrary, index: int, record: Mapping[str, Any]) -> None:
@@ -221,7 +221,7 @@ class ExportedKernel:
         return f"ExportedKernel({self.name}, {self._library.metadata['arch']})"
 
     def launch(self, values: Sequence[Any], *, stream: int, device: int) -> None:
-        """Launches with :class:`RawTensor` and numbers; needs no PyTorch.
+        """Launch with :class:`RawTensor` and numbers; needs no PyTorch.
 
         Args:
             values: one for each argument.
@@ -255,16 +255,15 @@ class ExportedKernel:
 
 
 class CompactLaunch:
-    """Launches a kernel on torch tensors that were checked before: `fits_compact` when the library
-    was loaded, extents and alignment by the caller. Costs 6 us where `ExportedKernel.launch`, which
-    trusts nothing, costs 22 (three arguments).
-    """
+    """Launcher of a kernel on torch tensors that were checked before: `fits_compact` when the
+    library was loaded, extents and alignment by the caller. Costs 6 us; `ExportedKernel.launch`,
+    which checks everything, costs 22 (three arguments)."""
 
     def __init__(self, library: ExportedLibrary, kernel: ExportedKernel) -> None:
         self._library = library
         self._kernel = kernel
         self._offsets: list[int] = []
-        #: for every argument the place of its pointer, and place, type and axis of its extents
+        #: for every argument: the place of its pointer, and the place, type and axis of its extents
         self._fields: list[tuple[int, list[tuple[int, struct.Struct, int]]]] = []
         size = 0
         for record in kernel.arguments:
@@ -281,7 +280,7 @@ class CompactLaunch:
         self._size = size + _POINTER.size
 
     def launch(self, tensors: Sequence[Any], stream: int, device: int) -> None:
-        """Launches; one tensor for each argument. Raises DeviceError."""
+        """Launch with one tensor for each argument. Raises DeviceError."""
         buffer = ctypes.create_string_buffer(self._size)
         for tensor, (pointer, extents) in zip(tensors, self._fields, strict=True):
             _POINTER.pack_into(buffer, pointer, tensor.data_ptr())
@@ -293,7 +292,7 @@ class CompactLaunch:
 
 
 def fits_compact(argument: Mapping[str, Any], symbols: Mapping[str, int], alignment: int) -> bool:
-    """Whether an argument is any compact row-major tensor that starts at ``alignment`` bytes.
+    """True if an argument accepts any compact row-major tensor that starts at ``alignment`` bytes.
 
     Args:
         argument: as described.
@@ -314,7 +313,7 @@ def fits_compact(argument: Mapping[str, Any], symbols: Mapping[str, int], alignm
 
 
 def load_library(path: str | os.PathLike[str]) -> ExportedLibrary:
-    """Loads an exported library. Its code runs: load only what you trust.
+    """Load an exported library. Its code runs: load only trusted files.
 
     Raises:
         FormatError: when it is not an exported library of this version.

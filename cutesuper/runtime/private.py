@@ -1,12 +1,12 @@
-"""Files that are run, or believed: whether somebody else could have written them.
+"""Access checks for files that are run, or believed: others must not be able to write them.
 
-Kernels are native code. Whoever can write a folder of theirs, or put another folder in its place,
-runs code as whoever loads them. As ssh does with keys, what is loaded has to belong to the user or
-to root, and only they may write it and every folder on the way to it; others may put files beside
-it where the sticky bit keeps them from exchanging it (``/tmp``). Reading is free.
+Kernels are native code. A user who can write their folder, or put another folder in its place, runs
+code with the rights of the user who loads them. As with the keys of ssh, a loaded file has to
+belong to the user or to root, and only they may write it and every folder on the way to it; others
+may put files beside it if the sticky bit keeps them from exchanging it (``/tmp``). Reading is free.
 
-A group counts as the user alone where it is the one that systems make for each user, of the same
-name and without other members: with a umask of 002 the group may write everything.
+A group counts as the user alone if it is the one that systems make for each user, of the same name
+and without other members: with a umask of 002 the group may write everything.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cutesuper.errors import CacheError
 try:
     import grp
     import pwd
-except ImportError:  # no such users on this system, and nothing is checked
+except ImportError:  # no such users on this system; nothing is checked
     grp = pwd = None
 
 _MOST_LINKS = 40
@@ -36,12 +36,12 @@ _ROOT = 0
 
 @dataclass(frozen=True)
 class Exposure:
-    """Why others could have written something.
+    """The reason why others could have written a file or folder.
 
     Attributes:
-        path: what they can write, or own.
+        path: the file or folder that they can write, or own.
         why: "belongs to user 1001 (eve)", "can be written by others (mode 0777)".
-        mend: what to run.
+        mend: the command to run.
     """
 
     path: str
@@ -53,15 +53,16 @@ class Exposure:
 
 
 def exposure(path: str | os.PathLike[str], *, any_owner: bool = False) -> Exposure | None:
-    """Why others could have written a file or folder, or put another one in its place.
+    """The reason why others could have written a file or folder, or put another one in its place;
+    or None.
 
     Args:
-        path: links are followed, and the folders that they stand in are looked at too.
-        any_owner: trust the owners of all folders on the way to it, and its own; but not whoever
-            else may put files into a folder that all may write.
+        path: links are followed, and the folders that contain them are checked too.
+        any_owner: trust the owners of all folders on the way to it, and its own; but not other
+            users who may put files into a folder that all may write.
 
     Raises:
-        OSError: it does not exist, or cannot be looked at.
+        OSError: it does not exist, or cannot be inspected.
     """
     if pwd is None:
         return None
@@ -79,12 +80,12 @@ def exposure(path: str | os.PathLike[str], *, any_owner: bool = False) -> Exposu
 
 
 def file_exposure(path: str, found: os.stat_result) -> Exposure | None:
-    """The same of an open file, in a folder that was looked at."""
+    """`exposure` of an open file, in a folder that was checked."""
     return None if pwd is None else _problem(path, found, last=True, owner=True)
 
 
 def read_private(path: Path) -> bytes:
-    """The bytes of a file that only the user can have written, in a folder that was looked at.
+    """The bytes of a file that only the user can have written, in a folder that was checked.
 
     Raises:
         OSError: it is not there, or no ordinary file.
@@ -101,7 +102,7 @@ def read_private(path: Path) -> bytes:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those on the way to it that are missing, for the user alone (0700).
+    """Make a folder, and its missing parents, for the user alone (0700).
 
     Raises:
         OSError: it cannot be made.
@@ -115,7 +116,7 @@ def make_private(folder: Path) -> None:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Write a file that is not there yet, which nobody else may write whatever the umask.
+    """Write a new file that other users may not write, whatever the umask.
 
     Raises:
         OSError: something of this name is there, or it cannot be written.
@@ -130,7 +131,7 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    # a name that nobody can guess, and put a link there
+    # an unpredictable name, so that no link can be put there in advance
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         write_new(scratch, content)
@@ -153,7 +154,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def checked_temporary(folder: Path) -> Path:
-    """A new temporary folder, if nobody can exchange it. Raises CacheError."""
+    """Return a new temporary folder if others cannot exchange it. Raises CacheError."""
     if problem := exposure(folder):
         raise CacheError(
             f"temporary folder {folder}: {problem}, so others could exchange what is compiled "
@@ -166,7 +167,8 @@ def checked_temporary(folder: Path) -> Path:
 
 
 def _steps(path: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
-    """Everything on the way to a path, itself the last; links, and what they lead over."""
+    """Every folder on the way to a path, then the path itself; links, and the folders they lead
+    through."""
     rest = os.path.join(os.getcwd(), os.fspath(path)).split(os.sep)[::-1]
     place, links = os.sep, 0
     yield place, os.lstat(place)
@@ -220,7 +222,7 @@ def _named(uid: int) -> str:
 
 
 def _is_private_group(found: os.stat_result, place: str) -> bool:
-    """Whether a group is the user alone."""
+    """True if a group stands for the user alone."""
     if pwd is None or grp is None or _has_acl(place):
         return False
     try:
@@ -232,7 +234,8 @@ def _is_private_group(found: os.stat_result, place: str) -> bool:
 
 
 def _has_acl(place: str) -> bool:
-    """Whether the rights of the group are the most that a list of other users may have."""
+    """True if there is an access control list: the group's rights are then the maximum for its
+    users."""
     try:
         return "system.posix_acl_access" in os.listxattr(place, follow_symlinks=False)
     except (OSError, AttributeError):  # a file system without lists
@@ -241,8 +244,8 @@ def _has_acl(place: str) -> bool:
 
 @functools.cache
 def _nobody() -> int | None:
-    """Who seems to own what belongs to users of outside this container: nobody of inside can be
-    that user. None where all users are inside."""
+    """The apparent owner (a user id) of files of users outside this container; no user inside has
+    it. None if all users are inside."""
     try:
         lines = Path("/proc/self/uid_map").read_text().split("\n")
         whole = any(int(line.split()[2]) >= 2**32 - 1 for line in lines if line)

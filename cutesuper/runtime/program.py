@@ -1,6 +1,6 @@
-"""Whole programs as shared libraries: `export_program` writes one, `load` gives it back to call.
+"""Whole programs as shared libraries: `export_program` writes one, `load` reads it back to call.
 
-`cutesuper.runtime.export` holds the kernels; this is what makes a program of them. Metadata
+`cutesuper.runtime.export` holds the kernels; this module connects them to a program. Metadata
 ``program``, where a shape is a list of extents, symbols by name::
 
     {"graph": {...},                       # the kernel graph, see cutesuper.ir.serial
@@ -11,7 +11,7 @@
      "report": "...",                      # how the program was found
      "operators": {"softplus": "<hash>"}}  # that were added, see cutesuper.ir.definitions
 
-``places`` says which tensor each argument of a kernel is: inputs, then outputs, then intermediates,
+``places`` gives the tensor of each argument of a kernel: inputs, then outputs, then intermediates,
 then scratch memory, which belongs to one step each and has one dimension for the kernel.
 """
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def export_program(graph: KernelGraph, variant: Variant, path: str | os.PathLike[str]) -> None:
-    """Writes all kernels of a program, and what `load` needs to call them, to ``path``.
+    """Write all kernels of a program, and the metadata for `load`, to ``path``.
 
     Raises:
         CompileError: no C compiler or no static CUDA runtime to link with, or ``path`` cannot be
@@ -79,7 +79,7 @@ def export_program(graph: KernelGraph, variant: Variant, path: str | os.PathLike
 
 
 def _border(graph: KernelGraph) -> dict[str, list[dict[str, Any]]]:
-    """The inputs and outputs as they stand in the metadata."""
+    """The inputs and outputs in the form of the metadata."""
     sides = {"inputs": graph.inputs, "outputs": graph.outputs}
     return {
         side: [_tensor(n.name, n.shape, n.dtype.name) for n in (graph.nodes[i] for i in indices)]
@@ -97,12 +97,12 @@ def _tensor(name: str, shape: Shape, dtype: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What the metadata says about a program, checked.
+    """The checked metadata of a program.
 
     Attributes:
         graph: the definition.
         tensors: inputs, outputs, intermediates as ``{"name", "shape", "dtype"}``.
-        scratch: memory that single steps need, with ``"zeroed"`` besides.
+        scratch: memory of single steps, with ``"zeroed"`` besides.
         steps: for every launch the kernel and the places of its arguments.
         report: how the program was found.
         operators: definitions of those that the package does not have.
@@ -121,7 +121,7 @@ class _Layout:
         return [(self._shape(t), ALL[t["dtype"]].torch) for t in self.tensors[border:]]
 
     def memory(self) -> ScratchMemory:
-        """Gives the steps their scratch memory."""
+        """The allocator of the steps' scratch memory."""
         import torch
 
         needs = [
@@ -135,7 +135,7 @@ class _Layout:
 
 
 class _Reader:
-    """Checks the ``program`` of a library's metadata against its graph and its kernels."""
+    """Checker of a library's metadata ``program`` against its graph and its kernels."""
 
     def __init__(self, metadata: Mapping[str, Any], what: str) -> None:
         self.kernels: list[dict[str, Any]] = metadata["kernels"]
@@ -143,7 +143,7 @@ class _Reader:
         self.what = what
 
     def read(self) -> _Layout:
-        """Raises FormatError, naming the first thing that is wrong."""
+        """Return the layout. Raises FormatError, naming the first thing that is wrong."""
         graph = self._graph()
         symbols = _symbols(graph)
         tensors: list[dict[str, Any]] = []
@@ -215,7 +215,8 @@ class _Reader:
         return kernel, places
 
     def _check_scratch(self, steps: list[tuple[int, list[int]]], first: int, count: int) -> None:
-        """Scratch memory belongs to one argument of one step, and is none of its outputs."""
+        """Check that scratch memory belongs to one argument of one step, and is none of its
+        outputs."""
         used = [p for _, places in steps for p in places if p >= first]
         if sorted(used) != list(range(first, first + count)):
             self._refuse("scratch memory is used by several steps, or by none")
@@ -224,7 +225,8 @@ class _Reader:
                 self._refuse(f"kernel {kernel} has scratch memory as its output")
 
     def _check_order(self, steps: list[tuple[int, list[int]]], inputs: int, count: int) -> None:
-        """No input is written, and every other tensor is written before anyone reads it."""
+        """Check that no input is written, and that every other tensor is written before it is
+        read."""
         written = set(range(inputs))
         for kernel, places in steps:
             outputs = {places[i] for i in self.kernels[kernel]["outputs"]}
@@ -255,7 +257,7 @@ def _scratch_shape(shape: list[Any], symbols: Mapping[str, Symbol]) -> bool:
 
 
 def _fits(argument: Mapping[str, Any], tensor: Mapping[str, Any], bound: dict[str, Any]) -> bool:
-    """Whether a kernel compiled for ``argument`` takes ``tensor``, as far as known before a call.
+    """True if a kernel compiled for ``argument`` takes ``tensor``, as far as known before a call.
 
     Args:
         argument: as described, its symbols called ``d0``, ...
@@ -273,8 +275,8 @@ def _fits(argument: Mapping[str, Any], tensor: Mapping[str, Any], bound: dict[st
 def _fits_scratch(
     argument: Mapping[str, Any], scratch: Mapping[str, Any], bound: dict[str, Any]
 ) -> bool:
-    """The same for scratch memory: one dimension, of a length that no other argument has a say in
-    where it is symbolic."""
+    """`_fits` for scratch memory: one dimension; if symbolic, its length is shared with no other
+    argument."""
     if argument["dtype"] != scratch.get("dtype") or len(argument["shape"]) != 1:
         return False
     [length], shape = argument["shape"], scratch["shape"]
@@ -287,14 +289,14 @@ def _fits_scratch(
 
 
 class ExportedProgram(Program):
-    """A program from a shared library; how it is called is in `Program`.
+    """A program from a shared library; calling it is described in `Program`.
 
-    Needs neither CuTe DSL nor a compiler. With symbolic extents it has the kernels for the
-    symbols' hints, which compute every batch size.
+    Needs neither CuTe DSL nor a compiler. With symbolic extents it has the kernels for the symbols'
+    hints, which compute every batch size.
 
     Attributes:
         graph: the definition.
-        arch: what the kernels were compiled for, e.g. ``sm_90a``.
+        arch: the architecture of the kernels, e.g. ``sm_90a``.
         version: the version of cutesuper that exported it.
     """
 
@@ -306,7 +308,7 @@ class ExportedProgram(Program):
         self._layout = _Reader(metadata, os.fsdecode(path)).read()
         super().__init__(self._layout.graph, str(metadata["arch"]))
         self.version = str(metadata["version"])
-        # Only now, after everything has been checked, does code of the file run.
+        # Code of the file runs only now, after everything has been checked.
         library = ExportedLibrary(path, metadata)
         self._steps = [(library.kernels[kernel], places) for kernel, places in self._layout.steps]
         self._compact = [
@@ -348,16 +350,17 @@ class ExportedProgram(Program):
 
     @property
     def tensors(self) -> list[dict[str, Any]]:
-        """Inputs, outputs, intermediates and scratch memory, each with ``name``, ``shape`` (symbols
-        by name) and ``dtype``: what `launch` takes, in this order.
+        """The tensors that `launch` takes, in order: inputs, outputs, intermediates and scratch
+        memory, each with ``name``, ``shape`` (symbols by name) and ``dtype``.
 
-        Scratch memory has a field ``zeroed`` besides. It is passed with one dimension, of as many
-        elements as its shape has, and with ``zeroed`` it has to be zero before its first launch;
-        kernels leave zeros, and two launches that may run at the same time need memory each."""
+        Scratch memory also has a field ``zeroed``. It is passed with one dimension and the number
+        of elements of its shape, and if ``zeroed``, it has to be zero before its first launch;
+        kernels leave zeros, and two launches that may run at the same time need memory each.
+        """
         return [*self._layout.tensors, *self._layout.scratch]
 
     def launch(self, values: Sequence[RawTensor], *, stream: int, device: int) -> None:
-        """Launches all kernels, for callers without PyTorch.
+        """Launch all kernels, for callers without PyTorch.
 
         Args:
             values: one for each of `tensors`, compact and row-major; scratch with one dimension.
@@ -376,7 +379,7 @@ class ExportedProgram(Program):
             kernel.launch([values[place] for place in places], stream=stream, device=device)
 
     def explain(self) -> str:
-        """How the program was found, as `Kernel.explain` told it."""
+        """Report on how the program was found, as in `Kernel.explain`."""
         return self._layout.report
 
     def __repr__(self) -> str:
@@ -385,7 +388,7 @@ class ExportedProgram(Program):
 
 
 def load(path: str | os.PathLike[str]) -> ExportedProgram:
-    """Loads a program written by `Kernel.export`. Its code runs: load only what you trust.
+    """Load a program written by `Kernel.export`. Its code runs: load only trusted files.
 
     Raises:
         FormatError: when the file is no exported program of this version, or others than its owner

@@ -1,8 +1,8 @@
-"""What a compiled kernel needs on the device: read from its cubin, SASS and PTX.
+"""Device resources of a compiled kernel: read from its cubin, SASS and PTX.
 
 Nothing here needs a GPU or CuTe DSL. The cubin is an ELF file; registers, stack frame, threads and
 barriers stand in its ``.nv.info`` sections (attribute numbers found by comparing with cuobjdump).
-Instructions are counted in SASS where nvdisasm is at hand, else estimated from PTX.
+Instructions are counted in SASS if nvdisasm is available, else estimated from PTX.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class Resources:
         threads: per block.
         barriers: named barriers in use (``mbarrier`` objects live in shared memory instead).
         code_bytes: of all kernels together.
-        instructions: how often each instruction stands in the code (not how often it runs), by
+        instructions: static count of each instruction in the code (not executions), by
             opcode (``HGMMA``, ``LDL``) and, for global and shared memory, by opcode with width
             (``LDG.E.128``).
         ptx: counts of PTX facts that SASS hides or renames (``griddepcontrol.wait``, ...).
         source: where ``instructions`` comes from, ``"sass"`` or ``"ptx"``.
         kernels: names of the kernels.
-        shared_is_exact: whether ``shared_bytes`` is all that is launched with.
+        shared_is_exact: true if ``shared_bytes`` includes all shared memory of a launch.
         stages: slots of the shared-memory ring that operands are loaded through; 1 without one.
     """
 
@@ -83,7 +83,7 @@ class Resources:
 
     @property
     def spills(self) -> bool:
-        """Whether any thread keeps values in local memory."""
+        """True if any thread keeps values in local memory."""
         return self.stack_bytes > 0 or bool(
             self.instructions.get("LDL", 0) + self.instructions.get("STL", 0)
         )
@@ -173,7 +173,8 @@ def _kernel(
 
 
 def _barriers(attributes: Mapping[int, list[bytes]], text_flags: int) -> int:
-    """Newer cubins have an attribute; older ones keep the count in the flags of the code."""
+    """Number of barriers: newer cubins have an attribute, older ones a count in the flags of the
+    code."""
     if _BARRIERS in attributes:
         return attributes[_BARRIERS][0][0]
     return (text_flags >> 20) & 0x7F
@@ -266,7 +267,7 @@ _PTX_FACTS = {
 
 
 def count_sass(sass: str) -> dict[str, int]:
-    """Counts instructions in nvdisasm output, predicated ones included, padding NOPs not."""
+    """Count instructions in nvdisasm output, predicated ones included, padding NOPs not."""
     counts: Counter[str] = Counter()
     for opcode in _SASS_LINE.findall(sass):
         base, *modifiers = opcode.split(".")
@@ -280,7 +281,7 @@ def count_sass(sass: str) -> dict[str, int]:
 
 
 def count_ptx(ptx: str) -> dict[str, int]:
-    """Estimates :func:`count_sass` from PTX, under the same names; spills cannot be seen there."""
+    """Estimate :func:`count_sass` from PTX, under the same names; spills are not visible there."""
     return _count(ptx, _PTX_MIX)
 
 
@@ -313,7 +314,7 @@ def _count(text: str, patterns: Mapping[str, str]) -> dict[str, int]:
 def measure(
     cubin: bytes, ptx: str, launches: Sequence[LaunchFacts] = (), sass: str | None = None
 ) -> Resources:
-    """Puts all sources together; without ``sass`` instructions are estimated from ``ptx``.
+    """Combine all sources; without ``sass`` instructions are estimated from ``ptx``.
 
     Raises:
         FormatError: when the cubin is damaged.

@@ -1,18 +1,18 @@
-"""Scratch memory of kernels: where it comes from, and who may share it.
+"""Scratch memory of kernels: its allocation, and the rules for sharing it.
 
 Some of it has to be zero when a kernel starts, and the kernel leaves zeros behind (counters of
 blocks that have arrived). No two launches that may run at the same time share such memory:
 
-* A call outside of captures takes what belongs to its program and its stream. A stream runs its
+* A call outside of captures takes the memory of its program and its stream. A stream runs its
   launches one after the other; kernels with dependent launch wait for their predecessor before
   they touch scratch.
-* Every call that is captured into a CUDA graph takes memory that nobody else gets, ever: a graph
-  may be replayed beside any other work.
+* Every call that is captured into a CUDA graph takes memory that is never given to another call: a
+  graph may be replayed beside any other work.
 
 Both come from a pool of zeros, one for each device. It is filled outside of captures only, by calls
 that see it run low; a capture that finds it empty has its memory zeroed in the graph, which costs
-one more node. What the pool has given away never comes back: neither the end of the last launch nor
-that of the last graph can be seen from here, and it is some KiB for each.
+one more node. Memory that the pool has given away never comes back: neither the end of the last
+launch nor that of the last graph can be detected here, and it is some KiB for each.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 
 from cutesuper.ir.dims import Shape, Symbol
 
-#: bytes that a pool gets at a time, at least
+#: minimum number of bytes that a pool allocates at a time
 CHUNK_BYTES = 1 << 20
-#: captured calls that a pool is kept ready for: layers of a model, launches of a recording
+#: captured calls that a pool holds memory for: layers of a model, launches of a recording
 CAPTURED_CALLS = 128
-#: but not with more bytes than this
+#: upper limit of that reserve, in bytes
 LARGEST_RESERVE = 16 << 20
-#: a line of L2: neighbours do not share one
+#: alignment in bytes: a line of L2, so that neighbours do not share one
 ALIGNMENT = 128
 
 
@@ -43,7 +43,7 @@ class Need:
     Attributes:
         shape: the first extent may be symbolic.
         dtype: of torch.
-        zeroed: found zero and left zero.
+        zeroed: true if it is zero before a launch, and left zero.
     """
 
     shape: Shape
@@ -61,7 +61,7 @@ def rows_of(shapes: Sequence[Shape]) -> dict[str, int]:
 
 
 class ScratchMemory:
-    """Gives the launches of one program their scratch memory.
+    """The scratch memory of the launches of one program.
 
     Args:
         needs: of all launches, in order.
@@ -72,7 +72,7 @@ class ScratchMemory:
     def __init__(self, needs: Sequence[Need], rows: Mapping[str, int]) -> None:
         self._needs = [_Length.of(need, rows) for need in needs]
         self._zeroed = [n for n in self._needs if n.zeroed]
-        #: what calls outside of captures use, and its bytes, by device, stream and lengths
+        #: memory of calls outside of captures, and its bytes, by device, stream and lengths
         self._kept: dict[tuple[int, ...], tuple[list[Any], int]] = {}
 
     def allot(self, values: Sequence[Any]) -> list[Any]:
@@ -109,12 +109,12 @@ class ScratchMemory:
         sizes = self._bytes(lengths)
         pool.keep(sum(sizes))
         taken = pool.take(sizes)
-        if taken is None:  # larger than what the pool is kept ready for
+        if taken is None:  # larger than the reserve of the pool
             taken = new_zeros(device, sum(sizes))
         return self._kept.setdefault(key, (self._cut(taken, lengths), sum(sizes)))[0]
 
     def _bytes(self, lengths: Sequence[int]) -> list[int]:
-        """Bytes of each need, so that all begin at a line."""
+        """Bytes of each need, rounded up so that all begin at a line."""
         sizes = [m * n.dtype.itemsize for n, m in zip(self._zeroed, lengths, strict=True)]
         return [-(-s // ALIGNMENT) * ALIGNMENT for s in sizes]
 
@@ -128,7 +128,7 @@ class ScratchMemory:
 
 @dataclass(frozen=True)
 class _Length:
-    """How many elements a need is, given the tensors of a call."""
+    """Number of elements of a need, given the tensors of a call."""
 
     row: int
     place: int | None
@@ -147,7 +147,8 @@ class _Length:
         return self.row if self.place is None else self.row * values[self.place].shape[0]
 
     def rounded(self, values: Sequence[Any]) -> int:
-        """With a symbolic extent a power of two of rows, so that there are few lengths."""
+        """The length; a symbolic extent is rounded up to a power of two of rows, so that there are
+        few lengths."""
         if self.place is None:
             return self.row
         return self.row << (values[self.place].shape[0] - 1).bit_length()
@@ -164,11 +165,11 @@ class Pool:
         self._lock = threading.Lock()
         self._left: Any = None
         self._bytes = 0
-        #: all that it ever had: captured graphs use what nobody else holds on to
+        #: all memory that it ever had: captured graphs use it without a reference of their own
         self._chunks: list[Any] = []
 
     def keep(self, size: int) -> None:
-        """Have enough left for captured calls of ``size`` bytes; not in a capture."""
+        """Reserve enough for captured calls of ``size`` bytes; not in a capture."""
         reserve = max(CHUNK_BYTES, min(CAPTURED_CALLS * size, LARGEST_RESERVE))
         if self._bytes >= reserve // 2:
             return
@@ -179,8 +180,8 @@ class Pool:
                 self._chunks.append(self._left)
 
     def take(self, sizes: Sequence[int]) -> Any:
-        """As many zeroed bytes as the multiples of `ALIGNMENT` in ``sizes`` are together; None
-        where not as many are left."""
+        """Take zeroed bytes for all ``sizes``, multiples of `ALIGNMENT`, together; None if too few
+        are left."""
         size = sum(sizes)
         with self._lock:
             if size > self._bytes:
@@ -203,10 +204,10 @@ def pool_of(device: Any) -> Pool:
 
 
 def new_zeros(device: Any, size: int) -> Any:
-    """``size`` zeroed bytes that kernels on any stream may use at once.
+    """Allocate ``size`` zeroed bytes that kernels on any stream may use at once.
 
-    Allocated by another thread, on the default stream: what a thread or a stream allocates may be
-    diverted to memory that is reused, as in the calls before a capture of
+    They are allocated by another thread, on the default stream: an allocation by this thread or
+    stream may be diverted to memory that is reused, as in the calls before a capture of
     ``torch.compile(mode="reduce-overhead")``. Raises what torch raises when memory is short.
     """
     import torch

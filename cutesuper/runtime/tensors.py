@@ -1,4 +1,4 @@
-"""Tensors of PyTorch as kernels read them."""
+"""PyTorch tensors in the form that kernels read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from cutesuper.runtime.checks import ALIGNMENT
 
 
 def usable(t: torch.Tensor) -> torch.Tensor:
-    """The tensor as kernels read it: contiguous, its first element aligned; a copy where needed.
+    """The tensor in the form that kernels read: contiguous, its first element aligned; a copy if
+    needed.
 
     Raises LayoutError: calls are remembered by shape, whatever the layout.
     """

@@ -1,4 +1,4 @@
-"""Finds the tools and libraries outside Python: nvdisasm, the C compiler, static archives.
+"""Search for tools and libraries outside Python: nvdisasm, the C compiler, static archives.
 
 Nothing here imports CuTe DSL. A search returns ``None`` when nothing was found; the ``require_*``
 functions turn that into a :class:`CompileError` that names the package to install.
@@ -38,7 +38,7 @@ def package_version(name: str) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def dsl_versions() -> dict[str, str]:
-    """Versions that decide what the compiler emits, without importing the compiler.
+    """Versions that determine the compiler's output, without importing the compiler.
 
     Returns:
         ``{"dsl": ..., "flavours": "cu12+...", "tvm_ffi": ...}``.
@@ -82,7 +82,7 @@ def host_machine() -> str:
 
 
 def available_processors() -> int:
-    """Processors this process may use, which a container or a batch system may have limited."""
+    """Number of processors this process may use; a container or a batch system may limit it."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -97,7 +97,7 @@ def find_nvdisasm() -> Path | None:
 
 
 def require_nvdisasm() -> Path:
-    """Like :func:`find_nvdisasm`; raises :class:`CompileError` when there is none."""
+    """``nvdisasm`` as in :func:`find_nvdisasm`; raises :class:`CompileError` when there is none."""
     found = find_nvdisasm()
     if found is None:
         raise CompileError(
@@ -160,7 +160,7 @@ def require_dialect_archive(cuda_major: int) -> Path:
 
 
 def run_tool(command: list[str], what: str) -> str:
-    """Runs a tool and returns what it printed.
+    """Run a tool and return its output.
 
     Raises:
         CompileError: with the first lines of its errors when it fails.
@@ -188,7 +188,7 @@ def _wheel_files(package: str, name: str) -> Iterator[Path]:
 
 
 def _toolkits() -> Iterator[Path]:
-    """Roots of CUDA toolkits, the ones the user named first."""
+    """Roots of CUDA toolkits, those named by the user first."""
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if root := os.environ.get(variable):
             yield Path(root)

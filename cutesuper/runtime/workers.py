@@ -34,7 +34,7 @@ _COMMAND = "from cutesuper.runtime.workers import serve; serve()"
 def run_in_workers(
     requests: Sequence[CompileRequest], cache_root: str, workers: int
 ) -> list[str | None]:
-    """Compiles requests into the cache at ``cache_root``; one error text or ``None`` for each.
+    """Compile requests into the cache at ``cache_root``; one error text or ``None`` for each.
 
     Raises:
         CompileError: when a request cannot be pickled.
@@ -55,13 +55,13 @@ def run_in_workers(
 
 
 def serve() -> None:
-    """The main loop of a worker: compiles what arrives on standard input until it closes."""
+    """The main loop of a worker: compiles requests from standard input until it closes."""
     from cutesuper.runtime.cache import KernelCache
     from cutesuper.runtime.compile import compile_kernel
     from cutesuper.runtime.dsl import import_without_torch
 
     import_without_torch()
-    # What kernels print while they are traced must not mix with the replies.
+    # Text that kernels print while they are traced must not mix with the replies.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     root = sys.stdin.buffer.read(_LENGTH.unpack(sys.stdin.buffer.read(_LENGTH.size))[0]).decode()
@@ -70,7 +70,8 @@ def serve() -> None:
         content = sys.stdin.buffer.read(_LENGTH.unpack(header)[0])
         problem: str | None = None
         try:
-            # The pipe comes from the process that started this one, and nobody else writes to it.
+            # The pipe comes from the process that started this one; no other process can write to
+            # it.
             compile_kernel(pickle.loads(content), cache)
         except CompileError as error:
             problem = str(error)
@@ -99,7 +100,7 @@ class _Worker:
         self._send(cache_root.encode())
 
     def compile(self, content: bytes) -> str | None:
-        """Compiles one pickled request; the error text or ``None``.
+        """Compile one pickled request; return the error text or ``None``.
 
         Raises:
             ChildProcessError: when the worker died of it.
@@ -113,7 +114,7 @@ class _Worker:
         return reply["problem"]
 
     def close(self) -> None:
-        """Lets the worker end; its pipes are closed."""
+        """End the worker and close its pipes."""
         if self._process.stdin:
             with contextlib.suppress(OSError):  # it may be dead already
                 self._process.stdin.close()
@@ -126,7 +127,7 @@ class _Worker:
         stdin = self._process.stdin
         if stdin is None:
             return
-        with contextlib.suppress(BrokenPipeError):  # the missing reply will tell
+        with contextlib.suppress(BrokenPipeError):  # the missing reply will show it
             stdin.write(_LENGTH.pack(len(content)) + content)
             stdin.flush()
 
@@ -141,7 +142,8 @@ class _Worker:
 def _drain(
     jobs: queue.SimpleQueue[tuple[int, str, bytes]], root: str, problems: list[str | None]
 ) -> None:
-    """One thread: feeds its own worker until no job is left, with a new worker after a death."""
+    """Feed one worker until no job is left, with a new worker after a death; runs in a thread of
+    its own."""
     worker: _Worker | None = None
     try:
         while True:

@@ -27,7 +27,7 @@ from cutesuper.verify.tiles import BlockRun, Mapped
 
 @dataclass(frozen=True)
 class Bound:
-    """log2 of the false-accept chance of one trial, and what it rests on.
+    """log2 of the false-accept chance of one trial, and its conditions.
 
     ``log2`` is None where no bound can be stated; ``conditions`` then says why.
     """
@@ -49,13 +49,13 @@ class Move:
     dims: frozenset[str]
 
 
-#: the shifts that a value contains as summands; None: it depends on shifts in any other way
+#: the shifts that a value contains as summands; None if it depends on shifts in any other way
 Moves = tuple[Move, ...] | None
 
 
 @dataclass(frozen=True)
 class Degree:
-    """What is known of every element of a value.
+    """Bounds that hold for every element of a value.
 
     Attributes:
         sizes: extent of every dimension by name.
@@ -85,9 +85,9 @@ class DegreeAlgebra:
 
     Attributes:
         argument: highest degree (numerator plus denominator) under an opaque function.
-        zeros: sum of the degrees of all elements that are divided by.
+        zeros: sum of the degrees of all elements of divisors.
         exponents: arguments of exponentials.
-        ordered: `max` was used where it means the largest element.
+        ordered: `max` was used in its meaning of the largest element.
         kept_zero: a function that is 0 at 0 was applied.
         empty_rows: 0 / 0 is 0, see `cutesuper.ir.field.FieldAlgebra`.
     """
@@ -103,17 +103,17 @@ class DegreeAlgebra:
         self.empty_rows = False
 
     def add(self, x: Degree, y: Degree) -> Degree:
-        """Over the product of both denominators."""
+        """Sum over the product of both denominators."""
         both = self.mul(x, y)
         return replace(both, num=max(x.num + y.den, y.num + x.den), moves=_summed(x, y))
 
     def sub(self, x: Degree, y: Degree) -> Degree:
-        """What y adds is subtracted."""
+        """Difference: the shifts that y adds are subtracted."""
         moves = y.moves and tuple(replace(m, sign=-m.sign) for m in y.moves)
         return self.add(x, replace(y, moves=moves))
 
     def mul(self, x: Degree, y: Degree) -> Degree:
-        """Degrees add up."""
+        """Product: degrees add up."""
         return Degree(
             {**x.sizes, **y.sizes},
             x.num + y.num,
@@ -125,33 +125,34 @@ class DegreeAlgebra:
         )
 
     def div(self, x: Degree, y: Degree) -> Degree:
-        """Numerator and denominator of y change places."""
+        """Quotient: numerator and denominator of y change places."""
         self.zeros += y.num * prod(y.sizes.values())
         varies = x.varies | y.varies | (frozenset(y.sizes) if y.num else frozenset())
         product = self.mul(x, y)
         return replace(product, num=x.num + y.den, den=x.den + y.num, varies=varies)
 
     def opaque(self, name: str, x: Degree) -> Degree:
-        """A fresh variable."""
+        """A fresh variable for an opaque function of x."""
         self.argument = max(self.argument, x.num + x.den)
         dims = x.term_dims | frozenset(x.sizes)
         return Degree(x.sizes, 1, 0, frozenset(), x.terms + 1, dims, _unmoved(x))
 
     def exp(self, x: Degree) -> Degree:
-        """A fresh variable, times and over those of shifts; `error_bound` says if that holds."""
+        """A fresh variable, multiplied and divided by those of shifts; `error_bound` checks that
+        this holds."""
         self.exponents.append(x)
         up = sum(m.sign > 0 for m in x.moves or ())
         down = [m.dims for m in x.moves or () if m.sign < 0]
         return Degree(x.sizes, 1 + up, len(down), frozenset().union(*down), moves=None)
 
     def constant(self, value: float) -> Degree:
-        """Degree zero."""
+        """A constant, of degree zero."""
         return Degree({})
 
     def sum(
         self, x: Degree, dims: Iterable[str], extents: Mapping[str, int] | None = None
     ) -> Degree:
-        """As many different denominators as the reduced dimensions make."""
+        """Sum, with as many different denominators as the reduced dimensions make."""
         over = set(dims)
         fractions = prod(n for d, n in x.sizes.items() if d in over & x.varies)
         return Degree(
@@ -165,35 +166,35 @@ class DegreeAlgebra:
         )
 
     def max(self, x: Degree, dims: Iterable[str], valid: Any = None) -> Degree:
-        """A fresh variable where maxima are replaced by fresh values; else no bound holds."""
+        """A fresh variable if maxima are replaced by fresh values; otherwise no bound holds."""
         self.ordered |= not self.shifted
         over = set(dims)
         sizes = {d: n for d, n in x.sizes.items() if d not in over}
         return Degree(sizes, self.shift_degree, moves=(Move(1, frozenset(sizes)),))
 
     def matmul(self, x: Degree, y: Degree, over: Iterable[str]) -> Degree:
-        """A sum of products."""
+        """Matrix product: a sum of products."""
         return self.sum(self.mul(x, y), over)
 
     def masked(self, x: Degree, valid: Any) -> Degree:
-        """Leaving elements out raises no degree."""
+        """x: leaving elements out raises no degree."""
         return x
 
     def mask(self, x: Degree, names: Any, keep: Any, operator: Operator) -> Degree:
-        """What is -inf or 0 is so whatever the inputs are."""
+        """x: the elements set to -inf or 0 do not depend on the inputs."""
         self.empty_rows |= operator.empties
         return x
 
     def literal(self, names: tuple[str, ...], numbers: Any) -> Degree:
-        """Degree zero, and no draw of the inputs changes it."""
+        """Literal numbers: degree zero, unchanged by any draw of the inputs."""
         return Degree(dict(zip(names, numbers.shape, strict=True)))
 
     def gather(self, x: Degree, table: Any, shape: tuple[int, ...]) -> Degree:
-        """Pages of an input: the degree is that of the cache everywhere."""
+        """Pages of an input: everywhere the degree of the cache."""
         return _spread(x, _sizes(shape))
 
     def without_q(self, x: Degree) -> Degree:
-        """Degrees are the same for both residues."""
+        """x: degrees are the same for both residues."""
         return x
 
     def elementwise(self, kind: str, args: list[Degree], attributes: Attributes) -> Degree:
@@ -202,7 +203,7 @@ class DegreeAlgebra:
         return lookup(kind).symbolic(self, args, attributes)
 
     def rename(self, x: Degree, names: Mapping[str, str]) -> Degree:
-        """Dimensions renamed."""
+        """x with its dimensions renamed."""
 
         def renamed(dims: frozenset[str]) -> frozenset[str]:
             return frozenset(names.get(d, d) for d in dims)
@@ -216,11 +217,11 @@ class DegreeAlgebra:
         )
 
     def load(self, x: Degree, mapped: Sequence[Mapped], window: Any) -> Degree:
-        """Over parts; what varied along some dimension is taken to vary along all."""
+        """x over parts; variation along some dimension is taken as variation along all."""
         return _spread(x, {p: n for m in mapped for p, n in zip(m.parts, m.extents, strict=True)})
 
     def store(self, x: Degree, mapped: Sequence[Mapped], window: Any, into: Any) -> Degree:
-        """Tiles are put together in `finish`."""
+        """x: tiles are put together in `finish`."""
         return x
 
     def finish(self, x: Degree, mapped: Sequence[Mapped]) -> Degree:
@@ -241,7 +242,7 @@ def _spread(x: Degree, sizes: dict[str, int]) -> Degree:
 
 
 def _unmoved(*values: Degree) -> Moves:
-    """Of what is no sum: free of shifts where all operands are."""
+    """Shifts of a value that is no sum: none if all operands are free of shifts."""
     return () if all(x.moves == () for x in values) else None
 
 
@@ -268,7 +269,7 @@ class Degrees:
 
     @property
     def highest(self) -> int:
-        """The highest degree of a difference that has to be seen to be none: of an output, or of
+        """The highest degree of a difference that has to be recognised as zero: of an output, or of
         two arguments of one function."""
         pairs = (_difference(want, found) for want, found in self.outputs)
         exponents = self.source.exponents + self.found.exponents
@@ -282,7 +283,7 @@ class Source:
     """Degrees of a kernel graph, for many muGraphs.
 
     Attributes:
-        algebra: over which it was evaluated.
+        algebra: the algebra over which it was evaluated.
         inputs, outputs: their degrees.
     """
 
@@ -304,7 +305,7 @@ def source_degrees(graph: KernelGraph, sizes: Sizes, shifted: bool) -> Source:
 
 
 def degrees(source: Source, mu: MuGraph, sizes: Sizes) -> Degrees:
-    """Evaluate a muGraph over degrees, at the extents of a kernel graph's."""
+    """Evaluate a muGraph over degrees, at the extents of the kernel graph."""
     found = DegreeAlgebra(source.algebra.shifted)
     tensors: dict[str, Any] = dict(zip(mu.inputs, source.inputs, strict=True))
     for program in sizes.programs:
@@ -317,9 +318,9 @@ def error_bound(both: Degrees, exponents: str | None, drawn: Sequence[str] = ())
     """The false-accept bound of one trial.
 
     Args:
-        both: of the programs at the extents of the trial.
+        both: degrees of the two programs at the extents of the trial.
         exponents: which condition of `cutesuper.verify.exponents` fails, if any.
-        drawn: what is drawn besides elements of the field: lengths, for instance.
+        drawn: kinds of values drawn besides elements of the field: lengths, for instance.
     """
     source, found = both.source, both.found
     arguments = source.exponents + found.exponents
@@ -366,14 +367,15 @@ def affine_inputs(graph: KernelGraph, sizes: Sizes) -> list[int]:
 
 
 def _accidents(source: list[Degree], both: list[Degree]) -> int:
-    """Weight of the accidents of exponents: low rank, or a strange one that looks known."""
+    """Weight of accidents with exponents: a low rank, or an unknown argument that equals a known
+    one."""
     count = sum(prod(x.sizes.values()) for x in source)
     highest = max((x.num + x.den for x in both), default=0)
     return (3 * count + 2) * highest
 
 
 def _inputs(graph: KernelGraph, sizes: Sizes) -> list[Degree | Integers]:
-    """Inputs of degree 1. What integers hold does not matter for degrees."""
+    """Inputs of degree 1. The values of integers do not matter for degrees."""
     return [
         Integers((), np.zeros(shape, np.int64))
         if graph.nodes[i].dtype.integer
@@ -387,8 +389,8 @@ def _sizes(shape: tuple[int, ...]) -> dict[str, int]:
 
 
 def _element(want: Degree, found: Degree, argument: int, zero: bool) -> int:
-    """Degree of the numerator of a difference, plus all chances of opaque arguments to collide,
-    with each other and with 0 if that counts."""
+    """Degree of the numerator of a difference, plus the weight of all collisions of opaque
+    arguments, with each other and with 0 if ``zero``."""
     terms = want.terms + found.terms
     pairs = terms * (terms - 1) // 2 + (terms if zero else 0)
     return _difference(want, found) + pairs * argument

@@ -1,4 +1,4 @@
-"""The finite field with what walking block programs needs: loads, stores, masks."""
+"""The finite field with the operations that block programs need: loads, stores, masks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Valid = tuple[tuple[str, ...], NDArray[np.bool_]]
 def draw(
     shape: tuple[int, ...], seed: Sequence[int], with_q: bool, primes: Primes = LARGEST
 ) -> FieldValue:
-    """A uniform tensor, dimensions named as in `names_of`; p does not depend on ``with_q``."""
+    """A uniform tensor with dimensions named as in `names_of`; p does not depend on ``with_q``."""
     names = names_of(shape)
     squeezed = tuple(n for n in shape if n != 1)
 
@@ -41,7 +41,7 @@ def draw(
 
 
 def _kept_zero(value: FieldValue, x: FieldValue) -> FieldValue:
-    """A function of x, 0 where x is."""
+    """A function of x, set to 0 where x is 0."""
     zero = np.uint64(0)
     q = None
     if value.q is not None and x.q is not None:
@@ -51,7 +51,7 @@ def _kept_zero(value: FieldValue, x: FieldValue) -> FieldValue:
 
 @dataclass(frozen=True)
 class Undefined:
-    """Where numbers may have no value.
+    """Arguments at which numbers may have no value.
 
     Attributes:
         every: the arguments of functions that not all numbers have (sqrt, log), and denominators
@@ -63,7 +63,7 @@ class Undefined:
     doubtful: Residues
 
     def same(self, other: Undefined) -> bool:
-        """Whether what is doubtful in one program occurs in both."""
+        """True if the doubtful residues of each program occur in the other."""
         here = np.isin(self.doubtful, other.every).all()
         return bool(here and np.isin(other.doubtful, self.every).all())
 
@@ -84,7 +84,7 @@ class FieldDomain(FieldAlgebra):
         failing: share of conditions that do not hold.
 
     Attributes:
-        hid: for each operation that hides by a condition whether it hid anything.
+        hid: for each operation that hides by a condition, true if it hid anything.
         strict: -inf minus -inf is `NoNumber`, as PyTorch's is NaN, unless `empty_rows`.
     """
 
@@ -125,7 +125,7 @@ class FieldDomain(FieldAlgebra):
         return value
 
     def undefined(self) -> Undefined:
-        """Where numbers may have no value."""
+        """The arguments so far at which numbers may have no value."""
         doubtful = [x for x in self.partial if x.flat or not x.positive]
         return Undefined(_elements(self.partial), _elements(doubtful))
 
@@ -134,9 +134,9 @@ class FieldDomain(FieldAlgebra):
         return FieldValue(x.dims, x.gone().astype(np.uint64))
 
     def fails(self, x: FieldValue) -> FieldValue:
-        """1 where x as a condition does not hold, else 0: a constant holds above 0.5, others hold
-        where x is 1, and not where x is 0 or -inf; of other residues a random function decides, the
-        same one everywhere."""
+        """1 where x as a condition does not hold, else 0. A constant holds above 0.5; others hold
+        where x is 1, and not where x is 0 or -inf; for other residues a random function decides,
+        the same one everywhere."""
         known = [number for number, v in self._constants.items() if v.p is x.p]
         if known:
             return FieldValue((), np.array(known[0] <= 0.5, dtype=np.uint64))
@@ -152,15 +152,15 @@ class FieldDomain(FieldAlgebra):
         return difference
 
     def rename(self, x: FieldValue, names: Mapping[str, str]) -> FieldValue:
-        """The same residues, dimensions renamed."""
+        """x with its dimensions renamed."""
         return x.like(tuple(names.get(d, d) for d in x.dims), x.p, x.q)
 
     def without_q(self, x: FieldValue) -> FieldValue:
-        """The value where only residues mod p are of use."""
+        """x without residues mod q, for uses that need only those mod p."""
         return x.without_q()
 
     def masked(self, x: FieldValue, valid: Valid) -> FieldValue:
-        """Zero where an element does not exist. Raises VerificationError."""
+        """x, zero where an element does not exist. Raises VerificationError."""
         missing = [d for d in valid[0] if d not in x.dims]
         if missing:
             raise VerificationError(f"a label is reduced after its axis {missing[0]} was")
@@ -171,13 +171,13 @@ class FieldDomain(FieldAlgebra):
     def mask(
         self, x: FieldValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator
     ) -> FieldValue:
-        """What a masking operator makes of x: it keeps elements where ``keep``, whose dimensions
-        are ``names``, holds. If it may hide rows as a whole, 0 / 0 is 0 from now on."""
+        """A masking operator applied to x: elements are kept where ``keep``, with dimensions
+        ``names``, holds. If it may hide rows as a whole, 0 / 0 is 0 from now on."""
         self.empty_rows |= operator.empties
         return x.replace(align(~keep, names, x.dims), operator.fill)
 
     def literal(self, names: tuple[str, ...], numbers: NDArray[np.float64]) -> FieldValue:
-        """Plain numbers; NaN is a residue like any other, the same one everywhere."""
+        """Literal numbers; NaN is a residue like any other, the same one everywhere."""
         above = bool((numbers > 0).all())
         zeros = np.zeros(numbers.shape, np.uint64)
         value = FieldValue(names, zeros, positive=above, flat=not above)
@@ -223,7 +223,7 @@ class FieldDomain(FieldAlgebra):
     def store(
         self, x: FieldValue, mapped: Sequence[Mapped], window: Window, into: FieldValue | None
     ) -> FieldValue:
-        """Put tiles where they belong; ``into`` holds what earlier windows stored."""
+        """Store tiles at their places; ``into`` holds the tiles that earlier windows stored."""
         names = tuple(p for m in mapped for p in m.parts)
         q = None if x.q is None else align(x.q, x.dims, names)
         x = x.like(names, align(x.p, x.dims, names), q)

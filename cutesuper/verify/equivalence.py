@@ -1,10 +1,10 @@
-"""Whether a muGraph computes what a kernel graph defines: tests over a finite field.
+"""Equivalence test of a muGraph and a kernel graph over a finite field.
 
-Both programs are evaluated on the same uniformly random residues (`cutesuper.ir.field`), at
-small extents that exercise every axis (`cutesuper.verify.extents`), several times, and once more
-with tails; on request once at the real extents. Programs that are equal always pass; the chance
-that unequal ones pass is what `Verification.bound_log2` states. The argument, its conditions and
-what it does not cover are in ``docs/verification.md``.
+Both programs are evaluated on the same uniformly random residues (`cutesuper.ir.field`), at small
+extents that exercise every axis (`cutesuper.verify.extents`), several times, and once more with
+tails; on request once at the real extents. Equal programs always pass; the chance that unequal ones
+pass is given by `Verification.bound_log2`. The argument, its conditions and its limits are in
+``docs/verification.md``.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun
 
 #: draws of one trial before a division by zero counts as the program's fault
 DRAWS = 6
-#: a maximum shows an element that was left out only where that element is the largest
+#: a maximum reveals a left-out element only if that element is the largest
 MAX_TRIALS = 16
-#: labels are tried with as many integers that are none: two rows have one of them in each trial;
-#: conditions hide other elements in each
+#: labels are tried with this many integers that are no label: two rows have one of them in each
+#: trial; conditions hide other elements in each
 LABEL_TRIALS = 6
-#: pairs of primes that trials take in turn
+#: pairs of primes used by the trials in turn
 FIELDS = 3
-#: results of the kernel graph that are kept, by extents and trial
+#: number of results of the kernel graph to keep, by extents and trial
 KEPT = 256
 
-#: what ``max`` means: fresh values, or the largest in a random order
+#: meaning of ``max``: fresh values, or the largest in a random order
 Mode = Literal["shift", "order"]
 
 
@@ -71,7 +71,7 @@ class Counterexample:
 
     Attributes:
         output: its name.
-        index: where in the output.
+        index: place in the output.
         expected: residue mod p of the kernel graph; 2^31 - 1 is -inf.
         found: residue mod p of the muGraph.
         inputs: shapes of the inputs in that trial.
@@ -86,20 +86,20 @@ class Counterexample:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a check; true where the programs are equal.
+    """The result of a check; true if the programs are equal.
 
     Attributes:
         equal: no trial found a difference.
         trials: evaluations of both programs that were compared.
         bound_log2: log2 of the chance that programs which differ at ``extents`` (and at the lengths
-            and tables of a trial, where there are any) pass all trials there; None where no bound
+            and tables of a trial, if there are any) pass all trials there; None if no bound
             can be stated.
-        conditions: what the bound rests on, or why there is none.
+        conditions: the assumptions of the bound, or the reason why there is none.
         reason: why the programs are not equal.
         counterexample: an element that differs.
         extents: shapes of the inputs at which the trials of the bound ran.
-        real_extents: whether the programs were also compared at their real extents, once.
-        real_bound_log2: the same chance for that one comparison; None where none is stated.
+        real_extents: true if the programs were also compared at their real extents, once.
+        real_bound_log2: the same chance for that one comparison; None if none is stated.
         seed: with which `Verifier` comes to this result again.
     """
 
@@ -118,7 +118,7 @@ class Verification:
         return self.equal
 
     def summary(self) -> str:
-        """A sentence for people."""
+        """The result as one sentence."""
         if not self.equal:
             return f"not equal: {self.reason} (seed {self.seed})"
         at = ", ".join(f"{n}{show_shape(s)}" for n, s in self.extents.items())
@@ -138,7 +138,8 @@ class Verification:
 
 @dataclass(frozen=True)
 class _Trial:
-    """One draw: inputs, what the kernel graph makes of them, and where it may have no value."""
+    """One draw: inputs, the kernel graph's results, and the arguments at which it may have no
+    value."""
 
     seed: int
     primes: Primes
@@ -153,17 +154,17 @@ class _Trial:
         return FieldDomain(self.seed, shifts, self.primes, self.failing)
 
     def recording(self) -> RecordingDomain:
-        """The same field, with maxima of zero."""
+        """The field of this trial with maxima of zero, recording the arguments of exponentials."""
         return RecordingDomain(self.seed, self.primes, self.failing)
 
 
 @dataclass(frozen=True)
 class _Kinds:
-    """What two programs have among their operators.
+    """Kinds of operators in two programs.
 
     Attributes:
-        maxima, exponentials: any.
-        drawn: what a trial draws besides elements of the field.
+        maxima, exponentials: true if there are any.
+        drawn: kinds of values that a trial draws besides elements of the field.
     """
 
     maxima: bool
@@ -176,8 +177,8 @@ class Verifier:
 
     Args:
         graph: the kernel graph.
-        seed: chooses the primes and all inputs; equal seeds give equal results. None: one that
-            nobody can know before, `Verification.seed`.
+        seed: chooses the primes and all inputs; equal seeds give equal results. None: an
+            unpredictable one, `Verification.seed`.
         trials: at exact small extents, besides one with tails.
     """
 
@@ -195,7 +196,8 @@ class Verifier:
         self._apart: dict[Any, bool] = {}
         self._known: OrderedDict[Any, _Trial | DivisionByZero] = OrderedDict()
         self._degrees: dict[Any, Source] = {}
-        #: by extents: for each `hide` of the graph whether it hid anything where all had a value
+        #: by extents: for each `hide` of the graph, true if it hid anything in a draw without
+        #: undefined values
         self._hid: dict[Any, list[bool]] = {}
         self._graphs: dict[Any, KernelGraph] = {}
         self._uniform_at: dict[Any, bool] = {}
@@ -261,7 +263,8 @@ class Verifier:
         return Verification(
             equal=True,
             trials=len(plan) + 1,
-            # lengths, for instance, differ from trial to trial: what shows at one is tried once
+            # with lengths, for instance, which differ from trial to trial, a difference may show in
+            # one only
             bound_log2=None if limit.log2 is None else limit.log2 * (1 if has.drawn else trials),
             conditions=limit.conditions,
             extents=dict(zip(mu.inputs, exact.inputs, strict=True)),
@@ -287,7 +290,7 @@ class Verifier:
         return _Kinds("max" in kinds, "exp" in kinds, tuple(k for k, v in drawn.items() if v))
 
     def _field(self, trial: int, attempt: int) -> Primes:
-        """The primes of a trial, the next ones each time that it is drawn again."""
+        """The primes of a trial; the next ones each time that it is drawn again."""
         number = trial % FIELDS + FIELDS * attempt
         while len(self._primes) <= number:
             seed = (self.seed & 0xFFFFFFFF, len(self._primes))
@@ -295,7 +298,7 @@ class Verifier:
         return self._primes[number]
 
     def _tells_apart(self, primes: Primes, mu: MuGraph) -> bool:
-        """Whether different numbers in the two programs are different in a field."""
+        """True if different numbers in the two programs are different in a field."""
         found = {
             op.attributes["value"]
             for s in mu.steps
@@ -310,8 +313,8 @@ class Verifier:
     def _compare(
         self, mu: MuGraph, sizes: Sizes, trial: int, mode: Mode, with_q: bool, real: bool = False
     ) -> Counterexample | None:
-        """One trial. Raises DivisionByZero when no draw avoids it."""
-        alone = 0  # draws that are no fault of the kernel graph
+        """Run one trial. Raises DivisionByZero when no draw avoids it."""
+        alone = 0  # draws whose failure is not that of the kernel graph
         for attempt in range(DRAWS):
             last = attempt == DRAWS - 1
             try:
@@ -391,7 +394,7 @@ class Verifier:
             self._known.popitem(last=False)
 
     def _failed_condition(self, mu: MuGraph, sizes: Sizes, mode: Mode, trials: int) -> str | None:
-        """Which condition of `cutesuper.verify.exponents` does not hold, if any."""
+        """The condition of `cutesuper.verify.exponents` that does not hold, if any."""
         try:
             if not self._uniform(self._graphs[sizes.inputs], sizes, mode):
                 return "the arguments of the exponentials are not shown to be jointly uniform"
@@ -411,7 +414,7 @@ class Verifier:
         return self._uniform_at[sizes.inputs]
 
     def _arguments_match(self, mu: MuGraph, sizes: Sizes, trial: int, mode: Mode) -> bool:
-        """Whether the exponentials of both programs have the same arguments, in one trial."""
+        """True if the exponentials of both programs have the same arguments, in one trial."""
         known = self._source(sizes, (trial, 0), mode, True, keep=True)
         tensors: dict[str, Any] = dict(zip(mu.inputs, known.inputs, strict=True))
         return arguments_match(
@@ -427,8 +430,8 @@ def verify(
     """Check one muGraph against a kernel graph; see `Verifier.check`.
 
     Args:
-        graph: what to compute.
-        mu: how; an illegal muGraph is not equal to anything.
+        graph: the definition.
+        mu: the program; an illegal muGraph is not equal to anything.
         trials: at small extents, besides one with tails.
         seed: chooses the primes and the inputs; None: see `Verifier`.
         full: also one trial at the real extents (1 s for a 50 MB weight).
@@ -482,8 +485,8 @@ def numbers(graph: KernelGraph) -> set[float]:
 def _failing(trial: int, attempt: int) -> float:
     """The share of conditions that do not hold in a draw.
 
-    In turn some, nearly all and few: rows are hidden in part, as a whole, and not at all. Where a
-    row that is hidden as a whole has no value, the next draws hide less and less.
+    In turn some, nearly all and few: rows are hidden in part, as a whole, and not at all. If a row
+    that is hidden as a whole has no value, the next draws hide less and less.
     """
     return 0.25 ** (attempt + 1) if attempt else (1 / 4, 31 / 32, 1 / 16)[trial % 3]
 

@@ -1,13 +1,13 @@
-"""When an error bound holds for programs with exponentials, and the checks of its conditions.
+"""Conditions of the error bound for programs with exponentials, and their checks.
 
 ``exp(e)`` is ``OMEGA^e`` with e read mod q. If the arguments ``e_1 .. e_n`` of the kernel graph's
 exponentials are *jointly uniform*, the powers behave like n further inputs, drawn from a set of
 size q, and degrees bound the chance of an accident as they do without exponentials. The checks:
 
 1. There is one input in which all arguments are affine, with a coefficient matrix of full rank
-   (then they are jointly uniform, whatever the other inputs are). Affine is read off degrees; the
+   (then they are jointly uniform, whatever the other inputs are). Affinity is read off degrees; the
    rank is computed at one point, which proves that it is full at almost all points.
-2. Where all maxima are zero, every argument in the muGraph is zero or one of the kernel graph's,
+2. With all maxima set to zero, every argument in the muGraph is zero or one of the kernel graph's,
    in every trial.
 3. Fresh values in place of maxima (shifts) enter arguments as summands only: at most one is added
    and at most one subtracted. `cutesuper.verify.bound` reads this off the programs.
@@ -30,25 +30,25 @@ from cutesuper.verify.source import evaluate_graph
 
 _U = np.uint64
 _PROBE = "probe"
-#: more arguments than this are not checked: elimination is cubic
+#: limit on the number of arguments to check: elimination is cubic
 _MAX_ARGUMENTS = 1024
 
 
 class RecordingDomain(FieldDomain):
-    """A field in which maxima are zero, and which remembers the arguments of exponentials."""
+    """A field in which maxima are zero and the arguments of exponentials are recorded."""
 
     def __init__(self, seed: int, primes: Primes, failing: float = 0.25) -> None:
         super().__init__(seed, None, primes, failing)
         self.arguments: list[FieldValue] = []
 
     def exp(self, x: FieldValue) -> FieldValue:
-        """The exponential; the same argument is remembered once."""
+        """The exponential; the same argument is recorded once."""
         if x.q is not None and not any(x.q is y.q for y in self.arguments):
             self.arguments.append(x)
         return super().exp(x)
 
     def max(self, x: FieldValue, dims: Iterable[str], valid: Any = None) -> FieldValue:
-        """Zero."""
+        """Zero in place of a maximum."""
         over = set(dims)
         kept = tuple(d for d in x.dims if d not in over)
         shape = [n for d, n in zip(x.dims, x.p.shape, strict=True) if d not in over]
@@ -82,7 +82,7 @@ def arguments_match(
     found(given)
     if wanted.nested_exp or given.nested_exp:
         return False
-    # parts of a sum are merged with exp(t - T), a difference of two maxima
+    # zero is allowed: parts of a sum are merged with exp(t - T), a difference of two maxima
     allowed = np.concatenate([wanted.residues(), np.zeros(1, np.uint64)])
     return bool(np.isin(given.residues(), allowed).all())
 
@@ -111,7 +111,7 @@ def _full_rank(
     if isinstance(x, Integers) or x.q is None:
         return False
     n, order = x.q.size, _U(a.primes.q)
-    # every row of the probe adds 1 to another element; the last one adds nothing
+    # row k of the probe adds 1 to element k of the input; the last row adds nothing
     steps = np.vstack([np.eye(n, dtype=np.uint64), np.zeros((1, n), np.uint64)])
     q = np.remainder(np.add(steps.reshape(n + 1, *x.q.shape), x.q), order)
     p = np.broadcast_to(x.p, q.shape)

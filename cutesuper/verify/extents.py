@@ -1,10 +1,10 @@
 """Small extents at which a structure is verified.
 
-A muGraph is checked where its loops have 3 iterations, its clusters 3 blocks, its grids 2 and its
-tiles 2 elements. The kernels of a muGraph and the kernel graph must agree on the extents of what
-they share, so dimensions are first gathered into classes: two dimensions are of one class when the
+A muGraph is checked with 3 iterations per loop, 3 blocks per cluster, 2 parts per grid axis and 2
+elements per tile. The kernels of a muGraph and the kernel graph must agree on the extents that they
+share, so dimensions are first gathered into classes: two dimensions are of one class when the
 kernel graph or a block program needs them to be equal. A class then gets the least extent that
-every block program which has it as a label can split as it wants.
+every block program with such a label can split as required.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TILE = 2
 #: extent of a reduced dimension that no axis splits: with two elements, the squares of their
 #: differences from the mean are equal, and the largest is the mean (a wrong LayerNorm was accepted)
 WHOLE = 3
-#: how often extents are worked out until all masks have enough columns
+#: limit on the rounds until all masks have enough columns
 _ROUNDS = 6
 
 _Shape = tuple[int, ...]
@@ -49,7 +49,7 @@ class Sizes:
 
 
 def real_sizes(mu: MuGraph) -> Sizes:
-    """The extents the muGraph was made for; symbols count with their hint."""
+    """The original extents of the muGraph; symbols count with their hint."""
     tensors = {n: tuple(map(extent, t.shape)) for n, t in mu.tensors.items()}
     inputs = tuple(tensors[n] for n in mu.inputs)
     return Sizes(inputs, tensors, tuple(_concrete(s.program) for s in mu.steps))
@@ -61,9 +61,10 @@ def _concrete(program: BlockProgram) -> BlockProgram:
 
 
 def resized_graph(graph: KernelGraph, inputs: tuple[_Shape, ...]) -> KernelGraph:
-    """The same operators on inputs of other shapes. Raises ShapeError where they do not fit.
+    """A graph of the same operators on inputs of other shapes. Raises ShapeError if they do not
+    fit.
 
-    A mask may have more rows than columns here, which a graph that is built may not.
+    A mask may have more rows than columns here, which a newly built graph may not.
     """
     g = KernelGraph()
     shapes = iter(inputs)
@@ -152,8 +153,8 @@ class SizeChooser:
     def _extents(
         self, classes: _Classes, mu: MuGraph, pages: list[tuple[_Node, list[_Node]]]
     ) -> tuple[dict[_Node, int], dict[_Node, int]]:
-        """Extents of classes and parts of axes; columns under masks that are too few have others
-        grow with them, so all is worked out again. Raises GraphError."""
+        """Extents of classes and parts of axes. If a mask has too few columns, other extents grow
+        with its columns, so all is recomputed. Raises GraphError."""
         exact = {classes.find(n) for dim, nodes in _shared(mu) for n in (dim, *nodes)}
         multiples: dict[_Node, int] = {}
         for _ in range(_ROUNDS):
@@ -184,7 +185,7 @@ def _tied(
 
 
 def _join_node(classes: _Classes, graph: KernelGraph, i: int) -> None:
-    """Join the dimensions that node ``i`` needs to be equal."""
+    """Join the dimensions of node ``i`` that must be equal."""
     node = graph.nodes[i]
     rank = len(node.shape)
     for d, n in enumerate(node.shape):
@@ -227,7 +228,7 @@ def _join_mugraph(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> None:
     for i, name in pairs:
         for d in range(len(graph.nodes[i].shape)):
             classes.join(("s", i, d), ("t", name, d))
-    # an intermediate may have an extent of 1 because an axis has: it is still tried with more
+    # an intermediate may have an extent of 1 because an axis has one: it is still tried with more
     for k, step in enumerate(mu.steps):
         for op in (*step.program.loads(), *step.program.stores()):
             name, table = op.attributes["tensor"], op.attributes.get("table")
@@ -259,7 +260,7 @@ def _shared(mu: MuGraph) -> list[tuple[_Node, list[_Node]]]:
 def _pages(
     classes: _Classes, graph: KernelGraph, mu: MuGraph
 ) -> list[tuple[_Node, list[_Node]]]:
-    """Positions of sequences that lie in pages: the positions of a page times its pages."""
+    """Positions of paged sequences: the positions of a page times the number of pages."""
     found: list[tuple[_Node, list[_Node]]] = []
     for i, n in enumerate(graph.nodes):
         if n.operator == "gather_pages":
@@ -283,7 +284,7 @@ def _pages(
 
 
 def _add_pages(classes: _Classes, graph: KernelGraph, extents: dict[_Node, int]) -> None:
-    """As many pages as all sequences have, and one more: then each has pages of its own."""
+    """Set the number of pages to that of all sequences plus one: then each has pages of its own."""
     for n in graph.nodes:
         if n.operator != "gather_pages":
             continue
@@ -300,7 +301,7 @@ def _solve(
     pages: list[tuple[_Node, list[_Node]]],
     multiples: dict[_Node, int],
 ) -> tuple[dict[_Node, int], dict[_Node, int]]:
-    """The extent of every class that has labels, and the parts of axes that tensors show.
+    """The extent of every class that has labels, and the visible parts of axes in tensors.
 
     Extents of classes in ``multiples`` are multiples of the numbers there.
     """
@@ -333,8 +334,8 @@ def _solve(
 def _multiply(
     classes: _Classes, extents: dict[_Node, int], shared: list[tuple[_Node, list[_Node]]]
 ) -> None:
-    """Make the extent of a shared dimension the product of its labels'; the last one takes up what
-    is missing. Raises GraphError."""
+    """Make the extent of a shared dimension the product of its labels' extents; the last label is
+    enlarged as needed. Raises GraphError."""
     for _ in range(8):
         before = dict(extents)
         for dim, nodes in shared:
@@ -365,11 +366,11 @@ def _reduced(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> set[_Node]:
 def _lengthen_masked(
     classes: _Classes, graph: KernelGraph, extents: dict[_Node, int], tied: set[_Node]
 ) -> dict[_Node, int]:
-    """More columns than rows under a mask where the graph has more: its alignment must show.
+    """Give a mask more columns than rows if the graph has more: its alignment must show.
 
     before: 12 rows, 2 columns, one mask for both alignments; after: 12 rows, 14 columns. The tile
-    of the columns takes up the difference. Columns that follow from other extents, as those of
-    sequences in pages, are returned: what their extents have to be a multiple of.
+    of the columns takes up the difference. For columns that follow from other extents, as those of
+    paged sequences, the result maps them to the number that their extents have to be a multiple of.
     """
     tied_columns: dict[_Node, int] = {}
     for i, node in enumerate(graph.nodes):
@@ -401,7 +402,8 @@ def _resize(
     axes: dict[_Node, int],
     exact: set[_Node] | None,
 ) -> BlockProgram:
-    """The program at small extents, with tails (but for ``exact`` classes) unless that is None."""
+    """The program at small extents, with tails (except for ``exact`` classes) unless that is
+    None."""
     dims: dict[str, Dim] = {}
     parts: dict[str, int] = {}
     tile: dict[str, int] = {}
@@ -411,6 +413,6 @@ def _resize(
         for a in program.axes_of(d):
             parts[a.name] = 1 if covered == 1 else axes.get(("a", k, a.name), PARTS[a.kind])
         tile[d] = max(1, covered // prod(parts[a.name] for a in program.axes_of(d)))
-        # a dimension too short to lose an element gets a longer tile in its place
+        # a dimension too short to lose an element gets a longer tile instead
         tile[d] += exact is not None and c not in exact and shown[c] == covered and covered > 1
     return program.resized(dims, parts, tile)

@@ -1,8 +1,8 @@
 """Integers in the verifier: lengths, tables of pages, labels.
 
-They are no field elements: positions are compared with lengths and labels, and tables say where
-elements lie, whatever the algebra is. So they are plain numbers here, drawn anew in every trial,
-and an algebra only sees what they decide: which elements stay, and which pages are read.
+They are no field elements: positions are compared with lengths and labels, and tables give the
+places of elements, in every algebra. So they are plain numbers here, drawn anew in every trial, and
+an algebra only sees their effects: the elements that stay, and the pages that are read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import Counts, lookup
 
-#: lengths are tried up to this far past the last column
+#: largest distance of a tried length past the last column
 _BEYOND = 2
 
 
@@ -29,7 +29,7 @@ class Integers:
     Attributes:
         dims: names of the parts of tiles (see `cutesuper.verify.tiles`), one for each dimension of
             ``data``; none for a whole tensor.
-        data: int64, also dimensions of extent 1.
+        data: int64, including dimensions of extent 1.
     """
 
     dims: tuple[str, ...]
@@ -37,12 +37,12 @@ class Integers:
 
 
 def has_labels(graph: KernelGraph) -> bool:
-    """Whether some operator reads labels."""
+    """True if some operator reads labels."""
     return any(lookup(n.operator).counts == Counts.LABELS for n in graph.nodes)
 
 
 def without_q(a: Any, x: Any) -> Any:
-    """A value where only residues mod p are of use; numbers as they are."""
+    """A value without residues mod q, for uses that need only those mod p; integers unchanged."""
     return x if isinstance(x, Integers) else a.without_q(x)
 
 
@@ -51,14 +51,14 @@ def draw_integers(
 ) -> Integers:
     """An integer input for one trial.
 
-    Lengths: of three sequences in a row two end inside of the scores, at different places where
-    there are enough, and one is empty, whole, or longer than the scores. Which ones these are
-    changes from trial to trial, so that every sequence ends inside in two trials of three.
+    Lengths: of three sequences in a row two end inside the scores, at different places if there are
+    enough, and one is empty, whole, or longer than the scores. The roles change from trial to
+    trial, so that every sequence ends inside in two trials of three.
 
-    Tables: no page occurs twice where there are enough, so that nothing is right by chance.
+    Tables: no page occurs twice if there are enough, so that nothing is right by chance.
 
-    Labels: every other row has a column, different ones where there are enough; the others have
-    what is no label, is ignored, or is the last class, one after the other from trial to trial.
+    Labels: every other row has a column, different ones if there are enough; the others have an
+    integer that is no label, is ignored, or is the last class, in turn from trial to trial.
 
     Args:
         graph: the kernel graph at small (or real) extents.
@@ -80,7 +80,7 @@ def draw_integers(
 def typical_integers(
     graph: KernelGraph, index: int, shape: tuple[int, ...], seed: int
 ) -> NDArray[np.int64]:
-    """An integer input to measure with: lengths from half of the columns up to all of them, labels
+    """An integer input for measurements: lengths from half of the columns up to all of them, labels
     that are classes.
 
     Args:
@@ -96,8 +96,9 @@ def typical_integers(
 
 
 def _kind(graph: KernelGraph, index: int) -> tuple[Counts, int, tuple[int, ...]]:
-    """What an integer input holds, the largest number in it that makes a difference, and of labels
-    what is none. An input in several roles is a table if it is one, so that pages exist."""
+    """The role of an integer input, its largest number that makes a difference, and for labels
+    the numbers that are none. An input in several roles is a table if it is one, so that pages
+    exist."""
     uses = [
         (n, lookup(n.operator), [graph.nodes[j].shape for j in n.inputs])
         for n in graph.nodes

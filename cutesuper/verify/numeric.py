@@ -1,4 +1,4 @@
-"""Floating point: muGraphs run with PyTorch, and the rule by which compiled kernels are accepted.
+"""Floating point: muGraphs run with PyTorch, and the acceptance rule for compiled kernels.
 
 `execute` is the meaning of a muGraph in numbers, tile by tile, without a GPU; `compare` checks it
 against the kernel graph in float64. `acceptable` is the one rule for the output of any kernel: its
@@ -38,16 +38,16 @@ def execute(
     dtype: torch.dtype = torch.float64,
     rounded: bool = False,
 ) -> list[torch.Tensor]:
-    """Run the block programs of a muGraph with PyTorch, tile by tile, with the guards for hidden
-    rows that its kernels have.
+    """Run the block programs of a muGraph with PyTorch, tile by tile, with its kernels' guards for
+    hidden rows.
 
     Args:
         mu: a legal muGraph.
         inputs: one tensor for each input, of its shape (symbolic extents: of their hint).
-        dtype: all arithmetic is done in it.
-        rounded: round what kernels round, where they do: operands of matrix products to the type in
-            which products take them, and what is stored to the type of its tensor. Rows that a
-            kernel shifts next to zero (`cutesuper.skeletons.matmul.shift`) are not shifted here.
+        dtype: type of all arithmetic.
+        rounded: round as kernels do: operands of matrix products to the products' operand type, and
+            stored values to the type of their tensor. Rows that a kernel shifts next to zero
+            (`cutesuper.skeletons.matmul.shift`) are not shifted here.
 
     Returns:
         The outputs in ``dtype``.
@@ -76,7 +76,7 @@ def execute(
 
 
 def _rounded(mu: MuGraph, tensors: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """All tensors, where kernels round."""
+    """All tensors, rounded as kernels round."""
 
     def stored(name: str, x: Any) -> Any:
         kind = mu.tensors[name].dtype
@@ -96,7 +96,7 @@ def _multiplied(step: KernelStep, mu: MuGraph) -> Callable[[int, TorchValue], To
 
 
 def _in_type(x: TorchValue, kind: torch.dtype) -> TorchValue:
-    """The numbers that an element type has, in the type of the arithmetic."""
+    """x rounded to an element type, in the type of the arithmetic."""
     return TorchValue(x.dims, x.data.to(kind).to(x.data.dtype))
 
 
@@ -111,15 +111,15 @@ def _numbers(x: torch.Tensor, integers: bool, dtype: torch.dtype) -> TorchValue 
 
 @dataclass(frozen=True)
 class Report:
-    """Whether an output is acceptable, with the figures behind it.
+    """Verdict on an output, with the figures behind it.
 
     Attributes:
         ok: the verdict; also the truth value.
         max_abs: largest absolute error.
         relative: Frobenius norm of the error over that of the reference.
-        allowed_max_abs: what ``max_abs`` may be.
-        allowed_relative: what ``relative`` may be.
-        message: for people.
+        allowed_max_abs: limit of ``max_abs``.
+        allowed_relative: limit of ``relative``.
+        message: text for people.
     """
 
     ok: bool
@@ -139,7 +139,7 @@ def acceptable(
     """The acceptance rule: error at most 2 x that of eager PyTorch, plus 2 ulp.
 
     Args:
-        out: what a kernel computed.
+        out: a kernel's output.
         reference64: the same in float64.
         eager: the same by PyTorch in ``dtype``.
         dtype: element type of the output; one ulp is taken at the largest magnitude of the
@@ -176,11 +176,11 @@ def compare(
     """Run a muGraph and its kernel graph in float64 on normal inputs; the worst output counts.
 
     Args:
-        graph: what to compute.
+        graph: the definition.
         mu: a legal muGraph with the graph's inputs and outputs.
         seed: of the inputs.
         rtol: allowed error, relative to the largest element and to the Frobenius norm.
-        stress: where the graph has a maximum, compare on inputs of magnitude 1000 as well. The
+        stress: if the graph has a maximum, compare on inputs of magnitude 1000 as well. The
             maximum under an exponential cancels (safe softmax), so a muGraph that leaves it out is
             equal, but overflows here.
 
@@ -238,7 +238,7 @@ def _errors(x: torch.Tensor, want: torch.Tensor, finite: torch.Tensor) -> tuple[
 
 
 def _nonfinite(x: torch.Tensor, want: torch.Tensor) -> str | None:
-    """What is wrong with the NaN and infinities of ``x``, if anything."""
+    """Description of wrong NaN and infinities in ``x``, or None."""
     got = x.detach().to(want)
     same = (got.isnan() & want.isnan()) | (got == want)
     bad = ~torch.where(got.isfinite() & want.isfinite(), True, same)

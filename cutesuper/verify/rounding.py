@@ -1,9 +1,8 @@
-"""What the kernels of a muGraph round to 16 bits: as numbers, and whether float16 can hold it.
+"""Rounding to 16 bits in the kernels of a muGraph: its emulation, and a range check for float16.
 
-A kernel computes in float32. It rounds the operands of its matrix products to the type in which
-products take them, and what it stores to the type of the tensor. `RoundingRun` shows both to
-whoever runs a block program; `check_rounding` refuses what float16 cannot hold, by the rule of
-`cutesuper.ir.rounding`.
+A kernel computes in float32. It rounds the operands of its matrix products to the products' operand
+type, and stored values to the type of their tensor. `RoundingRun` passes operands to a callback;
+`check_rounding` refuses values that float16 cannot hold, by the rule of `cutesuper.ir.rounding`.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from cutesuper.verify.integers import Integers, draw_integers
 from cutesuper.verify.tiles import BlockRun, Mapped, Window
 from cutesuper.verify.torchdomain import TorchDomain, TorchValue, align
 
-#: sees an operand of a product (operation and value), and says what is multiplied
+#: takes an operand of a product (operation and value), and returns the value to multiply
 Visit = Callable[[int, Any], Any]
 
 
 class RoundingRun(BlockRun):
-    """A run of a block program in which somebody sees the operands of all products."""
+    """A run of a block program with a callback for the operands of all products."""
 
     def __init__(
         self, a: Any, program: BlockProgram, tensors: Mapping[str, Any], visit: Visit,
@@ -49,8 +48,8 @@ class RoundingRun(BlockRun):
 
 
 def product_type(step: KernelStep, mu: MuGraph) -> DType:
-    """The type in which the products of a kernel take their operands: that of those it loads. If it
-    computes all of them, the shortest one of its loads: statistics may be float32."""
+    """The operand type of a kernel's products: that of the operands it loads. If it computes all of
+    them, the shortest type of its loads: statistics may be float32."""
     ops = step.program.ops
     operands = [ops[i] for op in ops if op.kind == "matmul" for i in op.inputs]
     loads = [op for op in operands if op.kind == LOAD] or step.program.loads()
@@ -59,21 +58,21 @@ def product_type(step: KernelStep, mu: MuGraph) -> DType:
 
 
 def check_rounding(graph: KernelGraph, mu: MuGraph) -> None:
-    """Refuse a muGraph that rounds to float16 what float16 cannot hold.
+    """Refuse a muGraph that rounds to float16 a value that float16 cannot hold.
 
     Args:
-        graph: what is computed.
+        graph: the definition.
         mu: a legal muGraph that computes it.
 
     Raises:
-        VerificationError: says which value of which kernel.
+        VerificationError: names the value and the kernel.
     """
     if any(_rounds(step, mu) for step in mu.steps):
         _Check(graph.expanded(), mu).run()
 
 
 def _rounds(step: KernelStep, mu: MuGraph) -> bool:
-    """Whether a kernel may round anything to float16 that is no output."""
+    """True if a kernel may round anything other than an output to float16."""
     if any(mu.tensors[n].dtype == float16 for n in step.writes if n not in mu.outputs):
         return True
     return product_type(step, mu) == float16 and bool(_computed_operands(step.program))
@@ -88,7 +87,7 @@ class _Check:
     """All trials of a muGraph and its graph, at small extents.
 
     A tensor between two kernels that is a value of the graph is drawn like an input, for the graph
-    too: each kernel is judged by what it makes of what it loads.
+    too: each kernel is judged by its own results on the tensors that it loads.
     """
 
     def __init__(self, graph: KernelGraph, mu: MuGraph) -> None:
@@ -121,7 +120,7 @@ class _Check:
         self, step: KernelStep, program: BlockProgram, tensors: Mapping[str, Any],
         multiplied: Sequence[Array],
     ) -> dict[str, Array]:
-        """What a kernel stores. Raises VerificationError."""
+        """The stored tensors of a kernel. Raises VerificationError."""
         wanted = _computed_operands(program) if product_type(step, self.mu) == float16 else []
 
         def visit(i: int, x: TorchValue) -> TorchValue:
@@ -160,7 +159,8 @@ class _Check:
         return given
 
     def _with_pages(self, given: Mapping[int, Any]) -> dict[int, Array]:
-        """Also what is gathered from pages; integers as numbers, which nothing depends on."""
+        """The given values, and those gathered from pages; integers become ones, on which nothing
+        depends."""
         full = {
             i: np.ones((1, *x.data.shape)) if isinstance(x, Integers) else x
             for i, x in given.items()
@@ -175,7 +175,8 @@ class _Check:
         return x if isinstance(x, Integers) else TorchValue((), torch.from_numpy(x))
 
     def _views(self, plain: _Plain) -> Iterator[tuple[str, dict[int, tuple[int, ...]]]]:
-        """For stored tensors the nodes of the graph that they are, in which order of dimensions."""
+        """For each stored tensor: the nodes of the graph that equal it, each with its order of
+        dimensions."""
         given = self._inputs(plain)
         tensors = {n: given[i] for n, i in zip(self.mu.inputs, self.graph.inputs, strict=True)}
         values = node_values(self.graph, self._with_pages(given))
@@ -197,8 +198,8 @@ class _Plain:
 
 
 def _whole(x: TorchValue, op: BlockOp) -> Array:
-    """A value without the axes over which it is a partial result: the blocks of a cluster multiply
-    a part each of ``(X A) B``."""
+    """A value summed over the axes of which it is a partial result: each block of a cluster
+    multiplies a part of ``(X A) B``."""
     own = ("trial", *op.dims)
     parts = [n for n, part in enumerate(x.dims) if part.split(".")[0] not in own]
     return (x.data.sum(parts) if parts else x.data).numpy()
@@ -209,7 +210,7 @@ def _as_it_is(i: int, x: Any) -> Any:
 
 
 def _order(x: Array, y: Array) -> tuple[int, ...] | None:
-    """The order of y's dimensions in which it is x; None if in none."""
+    """The order of y's dimensions in which y equals x; None if there is none."""
     if x.size != y.size or x.ndim != y.ndim:
         return None
     for order in permutations(range(x.ndim - 1)):
@@ -236,7 +237,7 @@ def _refusal(what: str) -> VerificationError:
 
 
 class _TrialDomain(TorchDomain):
-    """All trials at once: tensors have them as their first dimension. Masks hide nothing."""
+    """All trials at once, as the first dimension of every tensor. Masks hide nothing."""
 
     def __init__(self) -> None:
         super().__init__(torch.float64)

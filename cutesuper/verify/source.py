@@ -27,12 +27,12 @@ def names_of(shape: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def needs_exponents(kinds: list[str], inputs: list[tuple[int, ...]], also: set[int]) -> set[int]:
-    """Operations whose residues mod q an exponential consumes, directly or later.
+    """Operations whose residues mod q are used by an exponential, directly or later.
 
     Args:
         kinds: operator of each operation.
         inputs: operands of each operation.
-        also: operations whose residues are wanted for another reason.
+        also: operations whose residues are needed for another reason.
     """
     needed = set(also)
     for i in reversed(range(len(kinds))):
@@ -46,7 +46,7 @@ def evaluate_graph(graph: KernelGraph, a: Any, inputs: list[Any]) -> list[Any]:
 
     Args:
         graph: primitive operators on concrete extents.
-        a: the algebra, with what `cutesuper.verify.domain.FieldDomain` adds to a field.
+        a: the algebra, with the additions of `cutesuper.verify.domain.FieldDomain` to a field.
         inputs: values whose dimensions are named as in `names_of`; `Integers` for integers.
 
     Raises:
@@ -138,7 +138,7 @@ def _mask(
 
 
 def _squeezed(x: NDArray[Any]) -> NDArray[Any]:
-    """Without dimensions of extent 1, which have no name."""
+    """x without dimensions of extent 1, which have no name."""
     return x.reshape([n for n in x.shape if n != 1])
 
 

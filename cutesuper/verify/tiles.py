@@ -5,11 +5,11 @@ A dimension ``K`` that a program splits becomes one named dimension for each par
 then held in one value, and each operation of a block program is one operation on named dimensions:
 ``sum over K`` reduces ``K.tile``, ``accumulate(K.loop)`` reduces ``K.loop``.
 
-Where that would not fit in memory (real extents), grid, persistent and loop axes are cut into
-chunks that are visited in turn: a value that has a cut dimension is made for one chunk at a time,
-and `accumulate` (over the grid `grid_reduce`) walks the chunks of its axis, as often as the program
-walks the loop. Accumulators
-that end an axis in the same walk share it; rescaled sums take a walk of their own after the maxima.
+If that would not fit in memory (real extents), grid, persistent and loop axes are cut into chunks
+that are visited in turn: a value with a cut dimension is made for one chunk at a time, and
+`accumulate` (over the grid `grid_reduce`) walks the chunks of its axis, as often as the program
+walks the loop. Accumulators that end an axis in the same walk share it; rescaled sums take a walk
+of their own after the maxima.
 
 Elements past the end of a dimension never count: sums, products and maxima over a label leave them
 out, stores drop them. They hold random residues, so a leak would show.
@@ -44,7 +44,7 @@ from cutesuper.ir.operators.base import TABLE, Operator
 from cutesuper.verify.integers import Integers, without_q
 from cutesuper.verify.source import needs_exponents
 
-#: elements of one value that are held at a time; about ten values live at once
+#: limit on the elements of one value held at a time; about ten values live at once
 CHUNK_ELEMENTS = 1 << 22
 
 #: axis -> the range of its parts that is held
@@ -56,7 +56,7 @@ _WALKED = (ACCUMULATE, GRID_REDUCE)
 
 @dataclass(frozen=True)
 class Mapped:
-    """How one dimension of a tensor is laid out over parts.
+    """Layout of one dimension of a tensor over parts.
 
     Attributes:
         parts: names of the parts, outermost first (none for an extent of 1).
@@ -76,7 +76,7 @@ class Layout:
         self.program = program
         self.extents: dict[str, int] = {}
         self.labels: dict[str, Mapped] = {}
-        #: for labels with padding: names of the parts and which elements exist
+        #: for labels with padding: names of the parts, and a mask of the elements that exist
         self.valid: dict[str, tuple[tuple[str, ...], NDArray[np.bool_]]] = {}
         for d, n in program.dims.items():
             axes = program.axes_of(d)
@@ -104,7 +104,7 @@ class Layout:
         return result
 
     def _part(self, label: str) -> Mapped:
-        """A label, or the part of one that an axis is."""
+        """The layout of a label, or of an axis as one part of a label."""
         if label in self.labels:
             return self.labels[label]
         n = self.extents[label]
@@ -115,10 +115,10 @@ class BlockRun:
     """One run of a block program.
 
     Args:
-        a: the algebra, with what `cutesuper.verify.domain.FieldDomain` adds to a field.
+        a: the algebra, with the additions of `cutesuper.verify.domain.FieldDomain` to a field.
         program: concrete extents.
-        tensors: what can be loaded, by name; `Integers` for integers.
-        wanted: names of stored tensors whose residues mod q a later kernel consumes.
+        tensors: the tensors to load, by name; `Integers` for integers.
+        wanted: names of stored tensors whose residues mod q a later kernel uses.
         chunk_elements: None holds all tiles at once; else the size to which values are cut.
     """
 
@@ -144,7 +144,7 @@ class BlockRun:
         self._gathered: dict[tuple[str, str], Any] = {}
 
     def q_loaded(self) -> set[str]:
-        """Names of the loaded tensors whose residues mod q are consumed."""
+        """Names of the loaded tensors whose residues mod q are used."""
         ops = enumerate(self.program.ops)
         return {_tensor(op) for i, op in ops if op.kind == LOAD and i in self.q_wanted}
 
@@ -171,7 +171,7 @@ class BlockRun:
     # the walk ------------------------------------------------------------------------------
 
     def _value(self, i: int, window: Window) -> Any:
-        """The value of an operation: first those of its operands, without recursion."""
+        """The value of an operation, after those of its operands; without recursion."""
         stack = [i]
         while stack:
             j = stack[-1]
@@ -192,12 +192,12 @@ class BlockRun:
         return i in self._memo and self._memo[i][0] == here
 
     def _walked(self, i: int) -> bool:
-        """Whether an operation walks chunks of an axis, and asks for its operands in each."""
+        """True if an operation walks the chunks of an axis and computes its operands in each."""
         op = self.program.ops[i]
         return op.kind in _WALKED and op.attributes.get("axis") in self._step
 
     def _waiting(self, i: int, window: Window) -> list[int]:
-        """The operands that have to be computed before."""
+        """The operands that have to be computed first."""
         inputs = () if self._walked(i) else self.program.ops[i].inputs
         return [j for j in inputs if not self._is_known(j, self._here(j, window))]
 
@@ -242,8 +242,8 @@ class BlockRun:
         return self.a.elementwise(op.kind, args, dict(op.attributes))
 
     def _without_padding(self, x: Any, window: Window) -> Any:
-        """x, 0 where elements do not exist: the sum of a row that sees nothing is 0, and 0 / 0 is
-        0, but what lies past the end of that row may be anything."""
+        """x, 0 where elements do not exist: the sum of a row without visible elements is 0, and 0 /
+        0 is 0, but elements past the end of that row may be anything."""
         for names, exists in self.layout.valid.values():
             if set(names) <= set(x.dims):
                 x = self.a.masked(x, (names, _cut_window(names, exists, window)))
@@ -266,7 +266,7 @@ class BlockRun:
         return self.a.load(x, mapped, window)
 
     def _mask(self, op: BlockOp, operator: Operator, args: list[Any], window: Window) -> Any:
-        """Positions follow from the parts, the outermost one counts most."""
+        """Apply a mask; positions follow from the parts, of which the outermost counts most."""
         none = Mapped((), (), 1)
         first, second = (
             none if op.attributes[side] is None else self.layout.labels[op.attributes[side]]
@@ -304,7 +304,7 @@ class BlockRun:
         valid = None if valid is None else (valid[0], _cut_window(valid[0], valid[1], window))
         if op.kind == "max":
             return a.max(args[0], over, valid)
-        if valid is not None:  # both operands of a product: zero times what is not finite is NaN
+        if valid is not None:  # both operands of a product: zero times an infinity or NaN is NaN
             args = [a.masked(x, valid) for x in args]
         if op.kind == "matmul":
             return a.matmul(args[0], args[1], over)
@@ -347,7 +347,8 @@ class BlockRun:
         return names
 
     def _chunks(self, limit: int) -> dict[str, int]:
-        """Parts of each cut axis that are held at a time: halve axes until every value fits."""
+        """Parts of each cut axis that are held at a time: axes are halved until every value
+        fits."""
         step = dict(self.layout.extents)
         kinds = (AxisKind.GRID, AxisKind.PERSISTENT, AxisKind.LOOP)
         axes = [a.name for kind in kinds for a in self.program.of_kind(kind)]
@@ -360,7 +361,7 @@ class BlockRun:
             step[free[0]] = ceil_div(step[free[0]], 2)
 
     def _group_accumulators(self) -> dict[int, tuple[int, ...]]:
-        """For every accumulator those that one walk over the chunks of its axis makes."""
+        """For every accumulator, those computed in the same walk over the chunks of its axis."""
         ops, states = self.program.ops, check_block_program(self.program)
         groups: dict[Any, list[int]] = {}
         for i, op in enumerate(ops):

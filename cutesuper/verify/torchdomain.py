@@ -28,7 +28,7 @@ class TorchValue:
 class TorchDomain:
     """PyTorch as the algebra of `cutesuper.verify.tiles.BlockRun`."""
 
-    #: guards in the program say what a hidden row is (`cutesuper.ir.unseen`), not the algebra
+    #: hidden rows are defined by guards in the program (`cutesuper.ir.unseen`), not by the algebra
     empty_rows = False
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -87,21 +87,21 @@ class TorchDomain:
         return TorchValue(dims, torch.einsum(f"{left},{right}->{out}", x.data, y.data))
 
     def masked(self, x: TorchValue, valid: Any) -> TorchValue:
-        """Zero where an element does not exist."""
+        """x, zero where an element does not exist."""
         return self._where(x, valid, 0.0)
 
     def mask(
         self, x: TorchValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator
     ) -> TorchValue:
-        """What a masking operator makes of x, where ``keep`` has the dimensions ``names``."""
+        """A masking operator applied to x; ``keep`` has the dimensions ``names``."""
         return self._where(x, (names, keep), operator.fill)
 
     def literal(self, names: tuple[str, ...], numbers: NDArray[np.float64]) -> TorchValue:
-        """Plain numbers."""
+        """Literal numbers."""
         return TorchValue(names, torch.from_numpy(numbers).to(self.dtype))
 
     def without_q(self, x: TorchValue) -> TorchValue:
-        """There is only one kind of number here."""
+        """x: there is only one kind of number here."""
         return x
 
     def gather(
@@ -124,7 +124,7 @@ class TorchDomain:
     def store(
         self, x: TorchValue, mapped: Sequence[Mapped], window: Window, into: TorchValue | None
     ) -> TorchValue:
-        """Put tiles where they belong."""
+        """Store tiles at their places."""
         names = tuple(p for m in mapped for p in m.parts)
         if not window:
             return TorchValue(names, align(x, names))
@@ -149,7 +149,7 @@ class TorchDomain:
 
 
 def place(names: tuple[str, ...], window: Window) -> tuple[slice, ...]:
-    """Where the tiles of a window lie."""
+    """Slices of the tiles of a window."""
     return tuple(slice(*window[n]) if n in window else slice(None) for n in names)
 
 

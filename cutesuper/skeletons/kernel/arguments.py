@@ -1,4 +1,4 @@
-"""What the loop skeletons need: element types, labelled views of arguments, fake arguments."""
+"""Helpers of the loop skeletons: element types, labelled views of arguments, fake arguments."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def labelled(
 
 
 def batch_labels(batch: tuple[str, ...], view: View) -> tuple[str, ...]:
-    """The batch labels that an operand has."""
+    """The batch labels of an operand."""
     return tuple(d for d in batch if d in view.labels)
 
 
@@ -67,13 +67,13 @@ def unravel(index: Any, counts: dict[str, Any]) -> dict[str, Any]:
 
 
 def described(extent: Any) -> Any:
-    """An extent as a bulk load's descriptor keeps it: a static 1 vanishes, and the descriptor then
-    does not fit its box."""
+    """An extent for a TMA descriptor: a static 1 is replaced, because it would vanish, and the
+    descriptor would then not fit its box."""
     return Int32(1) if isinstance(extent, int) and extent == 1 else extent
 
 
 def fake_arguments(arguments: tuple[Argument, ...]) -> tuple[cute.Tensor, ...]:
-    """Arguments to compile with; equal symbols share one run-time extent."""
+    """Fake tensors to compile with; equal symbols share one run-time extent."""
     symbols: dict[str, Any] = {}
 
     def dim(d: Any) -> Any:
@@ -93,7 +93,7 @@ def fake_arguments(arguments: tuple[Argument, ...]) -> tuple[cute.Tensor, ...]:
 
 
 def fake_scratch(scratch: tuple[Scratch, ...]) -> tuple[cute.Tensor, ...]:
-    """Arguments to compile with for scratch memory, each with one dimension.
+    """Fake tensors to compile with for scratch memory, each with one dimension.
 
     before: ``Scratch((M, 4), "int32", True)``; after: an int32 vector whose length is known at the
     call, where it has 4 elements for each of at least M rows.

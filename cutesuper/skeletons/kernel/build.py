@@ -1,4 +1,4 @@
-"""The entry of the lowering: a plan in, something `cute.compile` takes out."""
+"""The entry of the lowering: turns a plan into the input of `cute.compile`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cutesuper.skeletons.registry import skeleton_of
 
 
 def build(plan: KernelPlan) -> tuple[Any, tuple[Any, ...]]:
-    """The traced kernel and arguments to compile it with: tensors, then scratch memory (the stream
+    """The traced kernel and its compile-time arguments: tensors, then scratch memory (the stream
     comes after them).
 
     Imports CuTe DSL, which reads its environment at that moment.

@@ -6,7 +6,8 @@ import math
 
 
 class HostMath:
-    """Plain Python; raises ArithmeticError or ValueError where the device gives inf or NaN."""
+    """The functions in plain Python; raise ArithmeticError or ValueError where the device gives inf
+    or NaN."""
 
     exp = staticmethod(math.exp)
     log = staticmethod(math.log)

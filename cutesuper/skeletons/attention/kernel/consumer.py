@@ -1,4 +1,4 @@
-"""Consumer warpgroups of the attention loop: products, and what is computed between them."""
+"""Consumer warpgroups of the attention loop: matrix products and the work between them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,30 @@ if TYPE_CHECKING:
 
 
 class Consumer:
-    """Walks the tiles of one warpgroup."""
+    """The loop over the key tiles of one consumer warpgroup (128 threads, 64 rows)."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self.k = kernel
         even = kernel.steps is not None and kernel.steps % kernel.key_groups == 0
-        #: whether two warpgroups issue their products in turn, so that they do not drift together
+        #: True if two warpgroups take turns in issuing their products, so that they do not drift
+        #: together
         self.turns = kernel.plan.schedule.overlapped and kernel.warpgroups == 2 and (
             kernel.key_groups == 1 or even
         )
 
     @cute.jit
     def consume(self, smem, tensors, scratch, tidx, warp, lane, place, first, count):
-        """Walk the tiles of this warpgroup, then combine and store."""
+        """Walk the tiles of this warpgroup, then combine and store.
+
+        ``smem`` maps names to shared-memory tensors, ``tensors`` are the kernel's arguments and
+        ``scratch`` its device memory; ``first`` and ``count`` (Int32) select the key tiles of this
+        block.
+        """
         group = warp // 4
         lead = group % self.k.key_groups  # this warpgroup's first stage
         thread = tidx % 128
         mma, more, second = self.k.score_mma(), self.k.score_mma(), self.k.value_mma()
-        # the flag of one instruction cannot change inside a run-time loop: two of them
+        # two atoms, because the accumulate flag of a WGMMA cannot change inside a run-time loop
         mma.set(warpgroup.Field.ACCUMULATE, False)
         more.set(warpgroup.Field.ACCUMULATE, True)
         second.set(warpgroup.Field.ACCUMULATE, True)
@@ -49,8 +55,8 @@ class Consumer:
         result = cute.make_rmem_tensor(second.partition_shape_C((ROW_BLOCK, self.k.width)), Float32)
         result.fill(0.0)
         words = cute.make_rmem_tensor(cute.make_layout(self.k.key_tile // 4), Int32)
-        # the accumulators' order (2 columns, row and row + 8, blocks of 8 columns) is that of a
-        # first operand in registers: 8 values for 16 keys
+        # the accumulators' order (2 columns, row and row + 8, blocks of 8 columns) is that of an A
+        # operand in registers: 8 values for 16 keys
         layout = cute.make_layout(((2, 2, 2), 1, self.k.key_tile // 16), stride=((1, 2, 4), 0, 8))
         weights = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.k.dtype), layout)
         state = self.k.scores.start(warp, lane)
@@ -74,7 +80,11 @@ class Consumer:
 
     @cute.jit
     def plain(self, mmas, fragments, smem, state, rows, group, thread, lane, lead, keys, steps):
-        """One tile after the other."""
+        """Process one tile after the other.
+
+        ``scores`` and ``result`` are fp32 accumulator fragments of ``(64, key tile)`` and
+        ``(64, width)``; ``weights`` is the 16-bit A operand in the registers of ``words`` (Int32).
+        """
         a, b, v, scores, weights, words, result = fragments
         stage, phase = Int32(0) + lead, Int32(0)
         for _ in cutlass.range(steps, unroll=1):
@@ -101,9 +111,9 @@ class Consumer:
     @cute.jit
     def overlapped(self, mmas, fragments, smem, state, rows, group, thread, lane, lead, keys,
                    steps):
-        """The next tile's scores are multiplied before this tile's weights, so that exponentials
-        are computed during a product: 14.5 -> 13.9 us at 16x256 rows and 4096 keys, with lazy
-        rescaling."""
+        """Multiply the next tile's scores before this tile's weights, so that exponentials are
+        computed during a product: 14.5 -> 13.9 us at 16x256 rows and 4096 keys, with lazy
+        rescaling. Parameters as in `plain`."""
         a, b, v, scores, weights, words, result = fragments
         stage, phase = Int32(0) + lead, Int32(0)
         before, before_phase = Int32(0) + lead, Int32(0)
@@ -148,8 +158,8 @@ class Consumer:
             warpgroup.wait_group(0)
             self.release(smem["values_empty"] + before, lane)
             self.k.scores.rescale(result, state)
-            # only now: packed earlier, the weights get the registers of those being multiplied,
-            # and the compiler serialises all products
+            # only now: packed earlier, the weights get the registers of those being multiplied, and
+            # the compiler serialises all products
             self.k.scores.pack(scores, words)
             before, before_phase = stage, phase
         if cutlass.const_expr(self.turns):
@@ -161,11 +171,11 @@ class Consumer:
             warpgroup.fence()
             self.multiply_values(mmas[2], result, weights, v, before)
             warpgroup.wait_group(0)
-            # nobody loads into this stage any more
+            # no release: nothing is loaded into this stage any more
 
     @cute.jit
     def multiply_keys(self, mmas, scores, a, b, stage):
-        """Scores of one tile."""
+        """Compute the fp32 scores ``(64, key tile)`` of one stage, as one group of WGMMAs."""
         for kk in cutlass.range_constexpr(self.k.depth // 16):
             mma = mmas[0] if kk == 0 else mmas[1]
             cute.gemm(mma, scores, a[None, None, kk], b[None, None, kk, stage], scores)
@@ -173,7 +183,7 @@ class Consumer:
 
     @cute.jit
     def multiply_values(self, mma, result, weights, v, stage):
-        """Add one tile's weighted values."""
+        """Add one tile's weighted values to the fp32 result ``(64, width)``."""
         for kk in cutlass.range_constexpr(self.k.key_tile // 16):
             cute.gemm(mma, result, weights[None, None, kk], v[None, None, kk, stage], result)
         warpgroup.commit_group()

@@ -1,10 +1,10 @@
-"""The end of the attention loop: what warpgroups, blocks and clusters hold of a tile of rows is
-combined, then stored.
+"""The end of the attention loop: combine the results of warpgroups, blocks and clusters for a tile
+of rows, then store them.
 
-A thread's part of the result is cut into *items* of 16 bytes, in the order of its registers:
-whoever combines them reads what the thread of the same number wrote, so that nothing is rearranged,
-and no banks conflict. At every level the items are shared out, so that each participant combines a
-part:
+A thread's part of the result is cut into *items* of 16 bytes, in the order of its registers. The
+thread that combines an item has the same number as those that wrote it, so that nothing is
+rearranged and no banks conflict. At every level the items are divided among the participants, each
+of which combines a part:
 
 * warpgroups along the keys: through shared memory, half of the items each. Half as many bytes then
   go through distributed shared memory (6.6 -> 6.1 us at 256x4096 keys in a cluster of 8).
@@ -33,7 +33,7 @@ ITEM = 4
 
 
 class Join:
-    """Combines and stores."""
+    """The steps that combine partial results and store the outputs of one kernel."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self.k = kernel
@@ -47,7 +47,7 @@ class Join:
         self.shifted = plan.maximum is not None
 
     def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
-        """Where warpgroups and blocks meet."""
+        """Allocate the shared memory through which warpgroups and blocks exchange items."""
         for name, count in (
             ("meeting", self.plan.meeting_bytes),
             ("exchange", self.plan.exchange_bytes),
@@ -58,7 +58,7 @@ class Join:
 
     @cute.jit
     def expect(self, smem, place):
-        """Arm the barriers with what the cluster will send to this block."""
+        """Arm the barriers with the number of bytes that the cluster will send to this block."""
         for g in cutlass.range_constexpr(self.k.warpgroups):
             share = self.share(g, place)
             owned = cutlass.min(self.owned, cutlass.max(self.half - share * self.owned, 0))
@@ -71,7 +71,10 @@ class Join:
 
     @cute.jit
     def run(self, result, state, smem, scratch, tensors, tidx, warp, lane, place, rows):
-        """From the registers of all warpgroups to memory."""
+        """Combine the results of all warpgroups and store them.
+
+        ``result`` is the fp32 fragment of ``(64, width)``, ``state`` that of `Scores.start`.
+        """
         group, thread = warp // 4, tidx % 128
         for r in cutlass.range_constexpr(2):
             total = state[2 * r + 1]
@@ -100,10 +103,10 @@ class Join:
                 self.store(owned, state, tensors, warp, lane, group, place, rows)
 
     def share(self, group: Any, place: dict[str, Any]) -> Any:
-        """Which share of a warpgroup's items this block owns.
+        """Index of the share of a warpgroup's items that this block owns.
 
-        With fewer items than blocks, the warpgroups along the keys give theirs to different
-        blocks: 6.8 -> 6.6 us at 256x4096 keys in a cluster of 8, where half of the blocks received
+        With fewer items than blocks, the warpgroups along the keys give theirs to different blocks:
+        6.8 -> 6.6 us at 256x4096 keys in a cluster of 8, where half of the blocks received
         everything.
         """
         if self.k.key_groups == 1 or self.owners == self.cluster:
@@ -118,26 +121,27 @@ class Join:
         return (share + (group % 2) * (self.cluster // 2)) % self.cluster
 
     def register(self, item: int, e: int) -> int:
-        """Where an item's element is in the accumulator: two blocks of columns of one row, or one
-        block of two rows."""
+        """Register of an item's element in the accumulator: an item is two blocks of columns of one
+        row, or one block of two rows."""
         return 8 * item + (e if e < 2 else e + 2) if self.few else ITEM * item + e
 
     def row_of(self, e: int) -> int:
-        """Which of the thread's rows an item's element belongs to."""
+        """Index of the thread's row that an item's element belongs to."""
         return 0 if self.few else e // 2
 
     # ------------------------------------------------------------------------ warpgroups of a block
 
     @cute.jit
     def meet(self, result, items, state, smem, group, thread):
-        """Everybody writes all items; each warpgroup combines its half, picked by address: picked
-        from registers by a run-time condition, the compiler lost copies."""
+        """Exchange items between two warpgroups: both write all items, and each combines its half.
+        The half is picked by address: when it was picked from registers by a run-time condition,
+        the compiler lost copies."""
         own = self.meeting(smem, group)
         if thread < self.active:
             for i in cutlass.range_constexpr(self.items):
                 self.put(own, i, thread, [result[self.register(i, e)] for e in range(ITEM)])
             self.put(own, self.items, thread, [state[n] for n in range(4)])
-        # two warpgroups along the keys are all there are
+        # there are at most two warpgroups along the keys
         cute.arch.barrier(barrier_id=ROWS_BARRIER, number_of_threads=256)
         if thread < self.active:
             other = self.meeting(smem, group ^ 1)
@@ -150,18 +154,18 @@ class Join:
 
     @cute.jit
     def add(self, items, i: cutlass.Constexpr, own, other, item, thread, mine, added):
-        """One item of both warpgroups."""
+        """Combine one item of both warpgroups."""
         a, b = self.get(own, item, thread), self.get(other, item, thread)
         for e in cutlass.range_constexpr(ITEM):
             r = self.row_of(e)
             items[ITEM * i + e] = a[e] * mine[r] + b[e] * added[r]
 
     def meeting(self, smem: dict[str, Any], group: Any) -> Any:
-        """A warpgroup's place in shared memory."""
+        """Part of shared memory that belongs to a warpgroup."""
         return smem["meeting"] + group * (ITEM * self.active * (self.items + 1))
 
     def merge(self, state: Any, theirs: Any) -> tuple[list[Any], list[Any]]:
-        """Take another part into the maxima and sums; the factors of both parts."""
+        """Merge another part into the maxima and sums; return the factors of both parts."""
         mine, added = [], []
         for r in range(2):
             a: Any = 1.0
@@ -176,14 +180,14 @@ class Join:
         return mine, added
 
     def put(self, base: Any, slot: Any, thread: Any, values: list[Any]) -> None:
-        """16 bytes of a thread."""
+        """Write 16 bytes of a thread."""
         register = cute.make_rmem_tensor(cute.make_layout(ITEM), Float32)
         for e in range(ITEM):
             register[e] = values[e]
         cute.autovec_copy(register, self.place(base, slot, thread))
 
     def get(self, base: Any, slot: Any, thread: Any) -> cute.Tensor:
-        """What the thread of the same number put there."""
+        """Read the item written by the thread of the same number."""
         register = cute.make_rmem_tensor(cute.make_layout(ITEM), Float32)
         cute.autovec_copy(self.place(base, slot, thread), register)
         return register
@@ -196,7 +200,7 @@ class Join:
 
     @cute.jit
     def exchange(self, items, owned, state, smem, group, thread, lane, place):
-        """Push every item to the block that owns it; add what comes."""
+        """Push every item to the block that owns it; add those that arrive."""
         each = self.plan.part_words
         base = smem["exchange"] + group * (self.cluster * each)
         mine = base + place["rank"] * each
@@ -219,7 +223,7 @@ class Join:
     def gather(self, owned, state, base, count: cutlass.Constexpr, thread):
         """Add the items of all parts in their order.
 
-        The statistics are read twice: kept in registers, those of 16 parts spilled.
+        The statistics are read twice: when they were kept in registers, those of 16 parts spilled.
         """
         tops = [Float32(state[0]), Float32(state[2])]
         each, statistic = self.plan.part_words, thread // 4
@@ -250,9 +254,9 @@ class Join:
 
     @cute.jit
     def join_grid(self, owned, state, smem, scratch, group, thread, place):
-        """Leave the items in device memory; the last part to arrive adds those of all.
+        """Leave the items in device memory; the last part to arrive adds those of all parts.
 
-        Nobody waits for anybody, so that it does not matter in which order blocks run.
+        No block waits for another, so blocks may run in any order.
         """
         partials, counters = scratch
         unit = (place["tile"] * self.cluster + place["rank"]) * self.k.warpgroups + group
@@ -291,7 +295,7 @@ class Join:
             for s in plan.row_sums:
                 total = state[2 * r + 1]
                 if cutlass.const_expr(s.final in plan.divisors):
-                    # a row that sees nothing is 0, not 0 / 0
+                    # a row without visible keys is 0, not 0 / 0
                     total = 1.0 / total if total != 0.0 else Float32(0.0)
                 known[s.final] = total
             if cutlass.const_expr(plan.maximum is not None):
@@ -305,7 +309,7 @@ class Join:
             positions, inside = k.rows.positions(place, group, row)
             if k.rows.exists(tensors, positions, inside):
                 for j in cutlass.range_constexpr(count):
-                    # of the last owners some items are padding
+                    # the last owners may have padding in place of items
                     if own + j < self.half and first + j < self.items:
                         self.store_item(
                             owned, j, first + j, r, finals[r], tensors, positions, lane
@@ -314,7 +318,7 @@ class Join:
     @cute.jit
     def store_item(self, owned, j: cutlass.Constexpr, item, r: cutlass.Constexpr, known, tensors,
                    positions, lane):
-        """Two columns of one row, or two times two."""
+        """Store an item: two columns of one row, or two columns each of two blocks."""
         plan = self.plan
         pairs = [(0, 2 * item), (2, 2 * item + 1)] if self.few else [(2 * r, item)]
         for e, block in pairs:

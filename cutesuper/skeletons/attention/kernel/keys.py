@@ -1,8 +1,8 @@
-"""Values of keys: reductions of the tiles of keys and values that a warpgroup multiplies.
+"""Values of keys: row reductions over the tiles of keys and values in shared memory.
 
-``rms(V)`` scales the weight of every key by the root of its mean square. The tile is in shared
-memory already: helper warps read it as soon as it arrives, a thread one key's row, 16 bytes at a
-time, and leave the values where consumers find them.
+``rms(V)`` scales the weight of every key by the root of its mean square. Helper warps read each
+tile as soon as it arrives, one thread per key's row, 16 bytes at a time, and write the values to
+shared memory for the consumers.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ BATCH = 8
 
 
 class KeyValues:
-    """Reads tiles with ordinary loads; also clears values that lie behind a sequence's length."""
+    """The helper warps' work on keys; also clears values that lie behind a sequence's length."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self.k = kernel
         self.plan = plan = kernel.plan
-        #: whether there may be anything behind the last key
+        #: True if sequences have lengths: memory behind the last key may then hold anything
         self.clears = kernel.rows.has_lengths
         self.order = list(plan.key_values)
         self.threads = 32 * plan.helpers
 
     def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
-        """Every value of every key in the ring."""
+        """Allocate an fp32 slot for every value of every key in the ring, and the barriers."""
         count = len(self.order) * self.k.key_tile * self.k.stages
         smem["key_values"] = alloc.allocate_array(Float32, max(4, count), byte_alignment=16)
         smem["values_ready"] = alloc.allocate_array(Int64, self.k.stages, byte_alignment=8)
 
     def slot(self, n: int, stage: Any, key: Any) -> Any:
-        """Where a value lies."""
+        """Index of the n-th value of a key in shared memory."""
         return (stage * len(self.order) + n) * self.k.key_tile + key
 
     @cute.jit
@@ -54,14 +54,14 @@ class KeyValues:
         stage, phase = Int32(0), Int32(0)
         for i in cutlass.range(count, unroll=1):
             cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
-            # whoever waits for values as well knows that the last round's have been used
+            # waiting for the values as well ensures that the last round's have been used
             cute.arch.mbarrier_wait(smem["values_full"] + stage, phase)
             keys = (first + i) * self.k.key_tile
             for turn in cutlass.range_constexpr(-(-self.k.key_tile // self.threads)):
                 key = thread + turn * self.threads
                 if key < self.k.key_tile:
                     self.compute_key(smem, key, stage, keys + key < end)
-            # every thread for itself: racecheck does not see that one arrives for its warp
+            # every thread arrives for itself: racecheck does not see that one arrives for its warp
             cute.arch.mbarrier_arrive(smem["values_ready"] + stage)
             fence_reads()
             if lane == 0:
@@ -74,18 +74,18 @@ class KeyValues:
 
     @cute.jit
     def wait(self, smem, stage, phase):
-        """Until the values of a stage are there."""
+        """Wait until the values of a stage are ready."""
         if cutlass.const_expr(self.threads > 0):
             cute.arch.mbarrier_wait(smem["values_ready"] + stage, phase)
 
     @cute.jit
     def meet(self, group):
-        """All threads of a warpgroup."""
+        """Synchronise all threads of a warpgroup."""
         cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=128)
 
     def compute_key(self, smem: dict[str, Any], key: Any, stage: Any, exists: Any) -> None:
-        """The values of one key; behind the last one they are 1:
-        weights are 0 there, and of no key there may be 0 as well, of which 0 / 0 would be NaN."""
+        """Compute the values of one key. Behind the last key they are 1: weights are 0 there, but
+        the value of a missing key may be 0 as well, and 0 / 0 would be NaN."""
         totals = {r.value: self.reduce(smem, stage, key, r) for r in self.plan.key_reductions}
         for n, e in enumerate(self.plan.key_values.values()):
             value = e.evaluate([totals[i] for i in e.leaves], self.k.math)
@@ -94,7 +94,7 @@ class KeyValues:
 
     @cute.jit
     def reduce(self, smem, stage, key, reduction: cutlass.Constexpr):
-        """One key's row, reduced."""
+        """Reduce one key's row to an fp32 scalar."""
         whole = self.plan.tile(
             self.plan.inner if reduction.operand == self.plan.key_load else self.plan.columns
         )
@@ -104,8 +104,8 @@ class KeyValues:
                 self.read(smem, reduction.operand, stage, key, piece)
                 for piece in range(first, min(first + BATCH, whole // PIECE))
             ]
-            # without it the compiler issues every read just before its use: 26.6 us at 16x256
-            # rows and 4096 keys, 18.2 with it
+            # without this fence the compiler issues every read just before its use: 26.6 us at
+            # 16x256 rows and 4096 keys, 18.2 with it
             cute.arch.fence_acq_rel_cta()
             for piece in pieces:
                 v = reduction.source.evaluate([piece.load().to(Float32)], self.k.math)
@@ -115,7 +115,7 @@ class KeyValues:
     def read(
         self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: Any
     ) -> cute.Tensor:
-        """Eight elements of a key's row."""
+        """Read eight elements of a key's row."""
         register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
         if self.has_rows(operand):
             cute.autovec_copy(self.linear(smem, operand, stage, key, piece), register)
@@ -125,11 +125,11 @@ class KeyValues:
         return register
 
     def has_rows(self, operand: int) -> bool:
-        """Whether the elements of a key lie next to each other; otherwise keys do."""
+        """True if the elements of a key are contiguous; otherwise the keys are."""
         return self.k.inner_major if operand == self.plan.key_load else self.k.column_major
 
     def ring(self, smem: dict[str, Any], operand: int, stage: Any) -> tuple[cute.Pointer, int]:
-        """Where a stage's tile of an operand begins, and the (padded) length of a key's row."""
+        """Start of a stage's tile of an operand, and the (padded) length of a key's row."""
         name, length = ("keys", self.k.depth) if operand == self.plan.key_load else (
             "values", self.k.width
         )
@@ -139,7 +139,8 @@ class KeyValues:
     def linear(
         self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: Any
     ) -> cute.Tensor:
-        """Where they lie: rows of a chunk each, all keys of a chunk one after the other."""
+        """View of eight contiguous elements of a key: rows of one chunk each, all keys of a chunk
+        one after the other."""
         pointer, length = self.ring(smem, operand, stage)
         chunk = chunk_of(length)
         per = chunk // PIECE
@@ -151,7 +152,7 @@ class KeyValues:
     def across(
         self, smem: dict[str, Any], operand: int, stage: Any, key: Any, index: Any
     ) -> cute.Tensor:
-        """Where one of them lies if a chunk has one element of 64 keys."""
+        """View of one element of a key in a tile whose chunks hold one element of 64 keys."""
         pointer, length = self.ring(smem, operand, stage)
         chunk = chunk_of(self.k.key_tile)
         row = (key // chunk) * length + index
@@ -160,7 +161,7 @@ class KeyValues:
         return cute.make_tensor(pointer + offset, cute.make_layout(1))
 
     def pair(self, smem: dict[str, Any], operation: int, stage: Any, key: Any) -> cute.Tensor:
-        """A value of two keys, the first of which is even."""
+        """Values of two neighbouring keys, the first of which is even."""
         register = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         offset = cute.assume(self.slot(self.order.index(operation), stage, key), divby=2)
         source = cute.make_tensor(smem["key_values"] + offset, cute.make_layout(2))
@@ -169,8 +170,8 @@ class KeyValues:
 
     @cute.jit
     def clean(self, smem, thread, group, stage, keys, rows):
-        """Set values behind the last key to 0: memory that nobody has written may hold NaN, and
-        0 times NaN is NaN."""
+        """Set values behind the last key to 0: uninitialised memory may hold NaN, and 0 times NaN
+        is NaN."""
         if cutlass.const_expr(self.clears):
             if keys + self.k.key_tile > rows["end"]:
                 if thread < self.k.key_tile and keys + thread >= rows["end"]:

@@ -1,7 +1,7 @@
 """The attention loop as a traced kernel: walks an `AttentionPlan`.
 
 Roles of the warps of a block: consumer warpgroups of 64 rows (scores, weights, results in
-registers) and one producer warp (bulk loads). Warpgroups along the keys take stages in turn: while
+registers) and one producer warp (TMA loads). Warpgroups along the keys take stages in turn: while
 one computes exponentials, the tensor cores work for the other.
 """
 
@@ -39,7 +39,8 @@ from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents, batch_labels,
 
 
 class AttentionKernel:
-    """Launches a cluster for each tile of rows and part of the grid; see the module's docstring."""
+    """The kernel: launches a cluster for each tile of rows and part of the grid; see the module's
+    docstring."""
 
     def __init__(self, plan: AttentionPlan) -> None:
         self.plan = plan
@@ -61,7 +62,7 @@ class AttentionKernel:
         self.key_values = KeyValues(self)
         self.join = Join(self)
         tiles = -(-plan.key_extent // self.key_tile)
-        #: tiles of keys of every block, where all have as many
+        #: key tiles of every block, if all blocks have the same number
         self.steps = tiles // plan.parts if not plan.varying and tiles % plan.parts == 0 else None
         self.consumer = Consumer(self)
 
@@ -69,7 +70,7 @@ class AttentionKernel:
 
     @cute.jit
     def __call__(self, *args):
-        """Arguments are the plan's tensors in order, its scratch, then the stream."""
+        """Launch; the arguments are the plan's tensors in order, its scratch, then the stream."""
         plan = self.plan
         count = len(plan.arguments)
         tensors, scratch, stream = list(args[:count]), list(args[count:-1]), args[-1]
@@ -85,21 +86,21 @@ class AttentionKernel:
         for label in plan.batch:
             batch = batch * self.extents.of(label, tensors)
         self.kernel([a[0] for a in atoms], [a[1] for a in atoms], tensors, scratch).launch(
-            # one dimension: the others end at 65535
+            # one grid dimension: the others end at 65535
             grid=(plan.parts * self.rows.tiles(tensors) * batch, 1, 1),
             block=(plan.threads, 1, 1),
             cluster=(plan.cluster, 1, 1),
             stream=stream,
             use_pdl=self.dependent,
             min_blocks_per_mp=plan.schedule.resident,
-            # asked for where blocks share an SM; the compiler asks a driver for it otherwise
+            # set where blocks share an SM; otherwise the compiler asks a driver for it
             **({"preferred_smem_carveout": 100} if plan.schedule.resident > 1 else {}),
         )
 
     def matrix(
         self, view: Any, labels: tuple[str, ...], tensors: list[cute.Tensor]
     ) -> cute.Tensor:
-        """An operand as bulk loads see it, with modes (labels..., its batch labels...)."""
+        """An operand as TMA loads see it, with modes (labels..., its batch labels...)."""
         tensor = labelled(self.extents, view, (*labels, *self.batch_of(view)), tensors)
         shape = tuple(described(n) for n in tensor.shape)
         return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.stride))
@@ -108,29 +109,29 @@ class AttentionKernel:
         self, view: Any, tile: dict[str, int], stage: cute.ComposedLayout,
         tensors: list[cute.Tensor],
     ) -> Any:
-        """The bulk load of a column-side operand with modes (labels..., its batch labels...)."""
+        """The TMA load of a column-side operand with modes (labels..., its batch labels...)."""
         if isinstance(view, Pages):
             return self.pages.atom(view, stage, tensors)
         return tile_atom(self.matrix(view, tuple(tile), tensors), stage, tuple(tile.values()))
 
     def batch_of(self, view: Any) -> tuple[str, ...]:
-        """The batch labels that an operand has."""
+        """The batch labels of an operand."""
         return batch_labels(self.plan.batch, view)
 
     def key_layout(self, stages: int) -> cute.ComposedLayout:
-        """Tiles of keys ``[key, inner, stage]``, swizzled for the instruction."""
+        """Layout of the key tiles ``[key, inner, stage]``, swizzled for WGMMA."""
         order = LayoutEnum.ROW_MAJOR if self.inner_major else LayoutEnum.COL_MAJOR
         shape = (ROW_BLOCK, self.key_tile, self.depth)
         return sm90.make_smem_layout_b(order, shape, self.dtype, stages)
 
     def value_layout(self, stages: int) -> cute.ComposedLayout:
-        """Tiles of values ``[column, key, stage]``."""
+        """Layout of the value tiles ``[column, key, stage]``, swizzled for WGMMA."""
         order = LayoutEnum.COL_MAJOR if self.column_major else LayoutEnum.ROW_MAJOR
         shape = (ROW_BLOCK, self.width, self.key_tile)
         return sm90.make_smem_layout_b(order, shape, self.dtype, stages)
 
     def score_mma(self) -> cute.TiledMma:
-        """Rows times keys, both in shared memory."""
+        """The WGMMA of rows times keys, both operands in shared memory."""
         major = OperandMajorMode.K if self.inner_major else OperandMajorMode.MN
         return sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (1, 1, 1),
@@ -138,7 +139,7 @@ class AttentionKernel:
         )  # fmt: skip
 
     def value_mma(self) -> cute.TiledMma:
-        """Weights in registers times values."""
+        """The WGMMA of weights (in registers) times values."""
         major = OperandMajorMode.MN if self.column_major else OperandMajorMode.K
         return sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (1, 1, 1),
@@ -178,7 +179,7 @@ class AttentionKernel:
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
         if cutlass.const_expr(self.plan.cluster > 1):
-            # relaxed: the releasing form waits for the bulk loads in flight (3.6 us)
+            # relaxed: the releasing form waits for the TMA loads in flight (3.6 us)
             cute.arch.cluster_arrive_relaxed()
         registers = self.plan.registers
         if warp >= self.producer:
@@ -198,7 +199,7 @@ class AttentionKernel:
             self.consumer.consume(smem, tensors, scratch, tidx, warp, lane, place, first, count)
 
     def allocate(self) -> dict[str, Any]:
-        """Shared memory: operands, where results meet, barriers."""
+        """Allocate shared memory: operands, exchange buffers, barriers."""
         alloc = cutlass.memory.SmemAllocator()
         smem = {
             "rows": operand(alloc, self.dtype, self.rows.layout(self.row_groups)),
@@ -214,7 +215,7 @@ class AttentionKernel:
         return smem
 
     def partition_all(self, atoms: list[Any], coords: list[Any], smem: dict[str, Any]) -> Any:
-        """Slots in shared memory and tiles in device memory: of rows, keys and values."""
+        """Slots in shared memory and tiles in device memory, for rows, keys and values."""
         found = [self.rows.partition(atoms[0], coords[0], smem)]
         boxes = (
             (self.key_view, smem["keys"], (self.key_tile, self.depth)),
@@ -230,7 +231,7 @@ class AttentionKernel:
 
     @cute.jit
     def set_up(self, smem, place):
-        """Barriers, by the producer warp, before anything else."""
+        """Initialise the barriers; called by the producer warp before anything else."""
         readers = 4 * self.row_groups + self.plan.helpers
         groups = [
             (smem["keys_full"], self.stages, 1),
@@ -249,7 +250,7 @@ class AttentionKernel:
 
     @cute.jit
     def span(self, tensors, place):
-        """The tiles of keys of this block: the first, and how many."""
+        """The key tiles of this block: the first one, and their number (Int32)."""
         plan = self.plan
         part = place["part"]
         if cutlass.const_expr(self.steps is not None):
@@ -264,7 +265,7 @@ class AttentionKernel:
 
     @cute.jit
     def fill(self, atoms, loads, smem, place, first, count):
-        """The rows, and the first round of the ring."""
+        """Load the rows and the first round of the ring."""
         expect_bytes(smem["rows_full"], self.rows.bytes)
         self.rows.load(atoms[0], loads[0], smem, place)
         for i in cutlass.range(min(self.stages, count), unroll=1):
@@ -274,7 +275,7 @@ class AttentionKernel:
 
     @cute.jit
     def produce(self, atoms, loads, smem, place, first, count):
-        """The other tiles, each once its stage has been read."""
+        """Load the remaining tiles, each once its stage has been read."""
         stage, phase = Int32(0), Int32(0)
         for i in cutlass.range(self.stages, count, unroll=1):
             self.pages.turn(place, first, first + i)
@@ -289,7 +290,7 @@ class AttentionKernel:
 
     @cute.jit
     def load_operand(self, n: cutlass.Constexpr, atoms, loads, smem, place, tile, stage):
-        """One tile of keys (0) or of values (1)."""
+        """Load one tile of keys (n = 0) or of values (n = 1)."""
         view = (self.key_view, self.value_view)[n]
         barrier = smem[("keys_full", "values_full")[n]] + stage
         expect_bytes(barrier, 2 * self.key_tile * (self.depth, self.width)[n])
@@ -303,9 +304,9 @@ class AttentionKernel:
 
     @property
     def hint(self) -> int | None:
-        """What L2 should do with keys and values."""
+        """L2 eviction hint for keys and values, or None."""
         return EVICT_FIRST if self.plan.schedule.stream_keys else None
 
     def coordinates(self, view: Any, place: dict[str, Any]) -> tuple[Any, ...]:
-        """Where this block's batch lies in an operand."""
+        """Coordinates of this block's batch in an operand."""
         return tuple(place["batch"][d] for d in self.batch_of(view))

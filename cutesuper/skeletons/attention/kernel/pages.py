@@ -1,6 +1,6 @@
-"""Keys and values in pages: which page is read comes from a table in device memory.
+"""Paged keys and values: a table in device memory names the page of each position.
 
-A stage of keys (or values) is filled by one bulk load for each page, or part of a page, that it
+A stage of keys (or values) is filled by one TMA load for each page, or part of a page, that it
 holds, always of whole boxes of ``min(page, tile)`` positions::
 
     table[b]    7 2 9 4 ...        pages of 32, tile of 64 keys
@@ -10,9 +10,9 @@ holds, always of whole boxes of ``min(page, tile)`` positions::
 Rows of a swizzled tile are permuted in groups of 8, and boxes have 16 rows or more, so a box lands
 where the same rows of a whole tile would.
 
-The producer warp reads the table 32 entries at a time, one a lane: the window that it is in, and
-the next one, so that no load waits for an entry but the first. A page behind the sequence's end is
-never read: its entry counts as -1, a coordinate outside of the cache, for which the bulk load
+The producer warp reads the table 32 entries at a time, one per lane. It holds the current window
+and the next one, so that only the first load waits for an entry. A page behind the sequence's end
+is never read: its entry counts as -1, a coordinate outside of the cache, for which the TMA load
 writes zeros (and counts their bytes).
 """
 
@@ -39,24 +39,24 @@ NOWHERE = -1
 
 
 class PagedLoads:
-    """Tables, atoms and loads of the operands that lie in pages."""
+    """Tables, TMA atoms and loads of the paged operands."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self.k = kernel
         views = (kernel.key_view, kernel.value_view)
-        #: a table for each argument; keys and values share one usually
+        #: one table for each argument; keys and values usually share one
         self.tables = {v.table: v for v in views if isinstance(v, Pages)}
 
     # ------------------------------------------------------------------------------- operands
 
     def rows(self, view: Pages) -> int:
-        """Positions of a box."""
+        """Number of positions in a box."""
         return min(view.size, self.k.key_tile)
 
     def box(self, view: Pages, stages: int) -> cute.Layout:
-        """A ring ``[position, inner, box of the stage, stage]`` without its swizzle; without the
-        last two modes for 0 stages. Keys and values lie alike: rows of a chunk each, all keys of a
-        chunk one after the other."""
+        """Layout of a ring ``[position, inner, box of the stage, stage]`` without its swizzle;
+        without the last two modes for 0 stages. Keys and values have the same order: rows of one
+        chunk each, all keys of a chunk one after the other."""
         rows, depth = self.rows(view), self.depth(view)
         chunk, tile = chunk_of(depth), self.k.key_tile
         shape: tuple[Any, ...] = (rows, (chunk, depth // chunk), tile // rows, stages)
@@ -65,16 +65,16 @@ class PagedLoads:
         return cute.make_layout(shape[:count], stride=stride[:count])
 
     def depth(self, view: Pages) -> int:
-        """Elements of a position, padded."""
+        """Elements of a position, with padding."""
         return self.k.depth if view is self.k.key_view else self.k.width
 
     def inner(self, view: Pages) -> str:
-        """The label along which a position lies in memory."""
+        """The contiguous label of a position in memory."""
         return self.k.plan.inner if view is self.k.key_view else self.k.plan.columns
 
     def atom(self, view: Pages, layout: cute.ComposedLayout, tensors: list[cute.Tensor]) -> Any:
-        """The bulk load of a box of a cache ``[position, inner, heads..., page]``; ``layout`` is
-        that of a stage, whose swizzle it takes."""
+        """The TMA load of a box of a cache ``[position, inner, heads..., page]``; ``layout`` is
+        that of a stage and provides the swizzle."""
         cache = tensors[view.argument]
         heads = self.k.batch_of(view)
         shape = [view.size, *(self.k.extents.of(d, tensors) for d in (self.inner(view), *heads))]
@@ -86,7 +86,7 @@ class PagedLoads:
         return tile_atom(cute.make_tensor(cache.iterator, paged), box, tile)
 
     def partition(self, view: Pages, atom: Any, coord: Any, ring: cute.Tensor) -> Any:
-        """Boxes of the ring, and of the cache."""
+        """Boxes of the ring and of the cache, partitioned for the TMA load."""
         slots = cute.make_tensor(ring.iterator, self.box(view, self.k.stages))
         tile = (self.rows(view), self.depth(view))
         return partition(atom, slots, cute.local_tile(coord, tile, (None,) * cute.rank(coord)), 2)
@@ -94,11 +94,12 @@ class PagedLoads:
     # ---------------------------------------------------------------------------------- tables
 
     def tiles(self, view: Pages) -> int:
-        """Tiles of keys whose pages are in a window."""
+        """Number of key tiles whose pages are in one window."""
         return max(1, WINDOW * view.size // self.k.key_tile)
 
     def open(self, tensors: list[cute.Tensor], place: dict[str, Any], first: Any) -> Any:
-        """For each table: this sequence's entries, how many there are, and two windows of them."""
+        """Open every table: this sequence's entries (int32), their number, and two windows of
+        them."""
         found = {}
         for argument, view in self.tables.items():
             count = self.k.plan.key_extent // view.size
@@ -113,7 +114,7 @@ class PagedLoads:
 
     @cute.jit
     def entry(self, row, end, window):
-        """This lane's entry of a window."""
+        """This lane's entry (Int32) of a window."""
         at = window * WINDOW + cute.arch.lane_idx()
         found = Int32(NOWHERE)
         if at < end:
@@ -121,13 +122,13 @@ class PagedLoads:
         return found
 
     def turn(self, place: dict[str, Any], first: Any, tile: Any) -> None:
-        """Before the loads of a tile: go to its window, and ask for the one after it."""
+        """Move to the window of a tile and prefetch the next one, before the tile's loads."""
         for argument, table in place["tables"].items():
             self.turn_table(table, self.tiles(self.tables[argument]), first, tile)
 
     @cute.jit
     def turn_table(self, table, tiles: cutlass.Constexpr, first, tile):
-        """The same for one table."""
+        """`turn` for one table."""
         row, end, window = table
         if tile % tiles == 0 and tile != first:
             window[0] = window[1]
@@ -135,13 +136,13 @@ class PagedLoads:
 
     @cute.jit
     def load(self, view: cutlass.Constexpr, atom, loads, place, tile, stage, barrier):
-        """One tile of keys or values."""
+        """Load one tile of keys or values."""
         slots, source = loads
         rows = self.rows(view)
         _, _, window = place["tables"][view.table]
         heads = self.k.coordinates(view, place)
         parts = view.size // rows  # boxes of a page: more than one where pages are larger
-        # with a run-time loop here the compiler made a loop over lanes of every bulk load
+        # unrolled: from a run-time loop the compiler made a loop over lanes of every TMA load
         for n in cutlass.range_constexpr(self.k.key_tile // rows):
             at = tile * (self.k.key_tile // rows) + n
             page = cute.arch.shuffle_sync(window[0], at // parts % WINDOW)

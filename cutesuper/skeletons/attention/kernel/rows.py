@@ -1,8 +1,8 @@
-"""The row side of the attention loop: where a block's rows lie, which keys they see, and what is
-computed of them before the loop.
+"""The row side of the attention loop: coordinates of a block's rows, the keys visible to them, and
+values computed from rows before the loop.
 
 Rows may have several labels, e.g. 16 positions of the 4 query heads of a key head: one box of the
-bulk load has them all, and a row's index is split again where positions or addresses count.
+TMA load has them all, and a row's index is split again where positions or addresses matter.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from cutesuper.skeletons.matmul.kernel.statistics import PIECE, folded
 if TYPE_CHECKING:
     from cutesuper.skeletons.attention.kernel.loop import AttentionKernel
 
-#: named barriers: one for each warpgroup, for those that share rows, and to take turns
+#: named barriers: one per warpgroup, one for warpgroups that share rows, and one for taking turns
 GROUP_BARRIER, ROWS_BARRIER, TURN_BARRIER = 1, 3, 5
 
 
 def byte_piece(depth: int, piece: Any, row: Any) -> Any:
-    """Where eight elements of a row lie, in byte order, in a swizzled tile of rows (and back).
+    """Position of a piece (eight elements) of a row, in byte order, in a swizzled tile of rows; its
+    own inverse.
 
     Rows are cut into chunks of 64, 32 or 16 elements; inside a chunk the pieces are permuted.
     """
@@ -41,12 +42,12 @@ def byte_piece(depth: int, piece: Any, row: Any) -> Any:
 
 
 def chunk_of(depth: int) -> int:
-    """Elements that lie next to each other in a swizzled tile with rows of ``depth``."""
+    """Number of contiguous elements in a swizzled tile with rows of ``depth`` elements."""
     return next(c for c in (64, 32, 16) if depth % c == 0)
 
 
 class Rows:
-    """Tiles of the query, limits of masks, values of rows."""
+    """Tiles of the query, limits of masks, and values of rows."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self.k = kernel
@@ -56,7 +57,7 @@ class Rows:
         self.count = plan.group_rows
         self.has_lengths = any(m.lengths is not None for m in plan.masks)
         self.per_thread = 1 if plan.few_rows else 2
-        #: what is not padding of a row, in pieces, and how many pieces each of two threads has
+        #: the pieces of a row without padding, and their number for each of two threads
         self.pieces = plan.tile(plan.inner) // PIECE
         self.turns = -(-self.pieces // 2)
         self.prepares = plan.prologue is not None or bool(plan.row_values)
@@ -65,17 +66,17 @@ class Rows:
 
     @property
     def bytes(self) -> int:
-        """What the boxes of all warpgroups bring."""
+        """Bytes that the TMA loads of all warpgroups bring."""
         return 2 * self.count * self.k.depth * self.k.row_groups
 
     def layout(self, groups: int) -> cute.ComposedLayout:
-        """The operand ``[64 rows, inner, group]``, swizzled for the instruction."""
+        """Layout of the operand ``[64 rows, inner, group]``, swizzled for WGMMA."""
         shape = (ROW_BLOCK, self.k.key_tile, self.k.depth)
         return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.k.dtype, groups)
 
     def box(self) -> cute.ComposedLayout:
-        """The rows of one warpgroup as a bulk load sees them: a mode for each label, the fastest
-        first, then the inner label."""
+        """Layout of one warpgroup's rows as a TMA load sees them: a mode for each label, the
+        fastest first, then the inner label."""
         chunk = chunk_of(self.k.depth)
         shape, stride, height = list[Any](), list[Any](), chunk
         for extent in reversed(self.tile):
@@ -91,7 +92,7 @@ class Rows:
         return (*reversed(self.tile), self.k.depth)
 
     def atom(self, tensors: list[cute.Tensor]) -> Any:
-        """The bulk load of one warpgroup's rows."""
+        """The TMA load of one warpgroup's rows."""
         labels = (*reversed(self.plan.rows), self.plan.inner)
         tensor = self.k.matrix(self.view, labels, tensors)
         return tile_atom(tensor, self.box(), self.box_tile())
@@ -109,7 +110,7 @@ class Rows:
 
     @cute.jit
     def load(self, atom, loads, smem, place):
-        """The rows of this block."""
+        """Load the rows of this block."""
         slots, tiles = loads
         batch = self.k.coordinates(self.view, place)
         for g in cutlass.range_constexpr(self.k.row_groups):
@@ -121,14 +122,16 @@ class Rows:
     # ------------------------------------------------------------------------------ coordinates
 
     def tiles(self, tensors: list[cute.Tensor]) -> Any:
-        """Tiles of rows of all labels together."""
+        """Number of row tiles, over all row labels together."""
         total = 1
         for d in self.plan.rows:
             total = total * cute.ceil_div(self.k.extents.of(d, tensors), self.plan.tile(d))
         return total
 
     def place(self, tensors: list[cute.Tensor]) -> dict[str, Any]:
-        """What this block computes: part of the keys, tile of rows, batch, lengths."""
+        """Work of this block: its ``part`` of the keys, the ``tile`` of rows and its index along
+        each label (``tiles``), the ``batch`` coordinates, the ``rank`` in the cluster and the
+        ``lengths`` of masks."""
         plan = self.plan
         index, _, _ = cute.arch.block_idx()
         part, tile = index % plan.parts, index // plan.parts
@@ -154,7 +157,7 @@ class Rows:
         return cutlass.min(flat[0], self.plan.key_extent)
 
     def limit(self, place: dict[str, Any], positions: dict[str, Any]) -> Any:
-        """The number of keys that a row at these positions sees (not positive: none)."""
+        """Number of keys visible to a row at these positions (none if not positive)."""
         limit: Any = self.plan.key_extent
         for mask, length in zip(self.plan.masks, place["lengths"], strict=True):
             own = length + mask.offset
@@ -164,7 +167,7 @@ class Rows:
         return limit
 
     def visible(self, tensors: list[cute.Tensor], place: dict[str, Any]) -> Any:
-        """Keys that any row of this block sees."""
+        """Number of keys visible to any row of this block."""
         last = {**place["batch"]}
         for d in self.plan.rows:
             end = (place["tiles"][d] + 1) * self.plan.tile(d)
@@ -172,11 +175,12 @@ class Rows:
         return cutlass.max(self.limit(place, last), 0)
 
     def row(self, warp: Any, lane: Any, r: int) -> Any:
-        """A thread's r-th row in its warpgroup's tile, as the instruction gives them out."""
+        """Index of a thread's r-th row in its warpgroup's tile, as WGMMA assigns rows."""
         return (warp % 4) * 16 + lane // 4 + 8 * r
 
     def positions(self, place: dict[str, Any], group: Any, row: Any) -> tuple[dict[str, Any], Any]:
-        """Coordinates of a row of a warpgroup, and whether it is one of the tile's."""
+        """Coordinates of a row of a warpgroup, and a predicate that is true if the row belongs to
+        the tile."""
         inside = row < self.count
         found = {**place["batch"]}
         for n, d in reversed(list(enumerate(self.plan.rows))):
@@ -191,7 +195,7 @@ class Rows:
     # ---------------------------------------------------------------------------- before the loop
 
     def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
-        """Values of rows."""
+        """Allocate shared memory for fp32 values of rows."""
         count = max(1, len(self.plan.row_values)) * ROW_BLOCK * self.k.row_groups
         smem["row_values"] = alloc.allocate_array(
             Float32, count if self.prepares else 4, byte_alignment=16
@@ -199,9 +203,10 @@ class Rows:
 
     @cute.jit
     def prepare(self, smem, tensors, thread, group, lane, warp, place):
-        """Wait for the rows; compute their values, and what is multiplied in their place.
+        """Wait for the rows; compute their values and replace them by the operand of the product.
 
-        Returns for each of a thread's rows: limit, values; and the limits of the tile.
+        Returns the fp32 ``values`` and key ``limits`` of each of a thread's rows, the ``least``
+        limit of the tile and the ``end`` of the keys that have been written.
         """
         cute.arch.mbarrier_wait(smem["rows_full"], 0)
         if cutlass.const_expr(self.prepares):
@@ -230,7 +235,7 @@ class Rows:
         }
 
     def last_key(self, place: dict[str, Any]) -> Any:
-        """Where keys end that have ever been written: behind it there may be anything."""
+        """End of the keys that have ever been written; memory behind it may hold anything."""
         end: Any = self.plan.key_extent
         for mask, length in zip(self.plan.masks, place["lengths"], strict=True):
             if mask.lengths is not None:
@@ -238,12 +243,12 @@ class Rows:
         return end
 
     def slot(self, n: int, row_group: Any, row: Any) -> Any:
-        """Where a value of a row lies."""
+        """Index of the n-th value of a row in shared memory."""
         return (n * self.k.row_groups + row_group) * ROW_BLOCK + row
 
     @cute.jit
     def compute(self, smem, tensors, thread, group):
-        """Two threads a row: reductions, values, then the row is written anew."""
+        """Compute reductions and values with two threads per row, then rewrite the row."""
         row_group = group // self.k.key_groups
         row, half = thread // 2, thread % 2
         totals = {r.value: self.reduce(smem, row_group, row, half, r)
@@ -264,7 +269,7 @@ class Rows:
 
     @cute.jit
     def reduce(self, smem, row_group, row, half, reduction: cutlass.Constexpr):
-        """One reduction of a row, for both its threads."""
+        """Reduce a row to an fp32 scalar that both of its threads receive."""
         total = Float32(NEUTRAL[reduction.op])
         for p in cutlass.range_constexpr(self.turns):
             piece = 2 * p + half
@@ -277,14 +282,14 @@ class Rows:
     def add(
         self, total: Any, reduction: Reduction, smem: Any, row_group: Any, row: Any, piece: Any
     ) -> Any:
-        """Eight elements more."""
+        """Add eight more elements to a reduction."""
         x = self.read(smem, row_group, row, piece).load().to(Float32)
         return folded(total, reduction.source.evaluate([x], self.k.math), reduction.op)
 
     def rewrite(
         self, smem: Any, tensors: Any, values: Any, row_group: Any, row: Any, piece: Any
     ) -> None:
-        """Replace eight elements of a row by what is multiplied."""
+        """Replace eight elements of a row by the operand of the product."""
         prologue = self.plan.prologue
         assert prologue is not None
         leaves = [
@@ -297,7 +302,7 @@ class Rows:
     def leaf(
         self, i: int, smem: Any, tensors: Any, values: Any, row_group: Any, row: Any, piece: Any
     ) -> Any:
-        """Eight elements of a row or of a vector, or a value of the row, for the prologue."""
+        """A leaf of the prologue: eight elements of a row or of a vector, or a value of the row."""
         if i == self.plan.row_load:
             return self.read(smem, row_group, row, piece).load().to(Float32)
         if i not in self.plan.vectors:
@@ -309,13 +314,13 @@ class Rows:
         return register.load().to(Float32)
 
     def read(self, smem: dict[str, Any], row_group: Any, row: Any, piece: Any) -> cute.Tensor:
-        """Eight elements of a row."""
+        """Read eight elements of a row."""
         register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
         cute.autovec_copy(self.linear(smem, row_group, row, piece), register)
         return register
 
     def linear(self, smem: dict[str, Any], row_group: Any, row: Any, piece: Any) -> cute.Tensor:
-        """Where they lie."""
+        """View of eight contiguous elements of a row in shared memory."""
         chunk = chunk_of(self.k.depth)
         per = chunk // PIECE
         inside = byte_piece(self.k.depth, piece % per, row)
@@ -325,7 +330,7 @@ class Rows:
         return cute.make_tensor(pointer + cute.assume(offset, divby=PIECE), cute.make_layout(PIECE))
 
     def offset(self, view: View, positions: dict[str, Any]) -> Any:
-        """Of an element of a row in memory, without its column."""
+        """Offset of a row in memory, in elements, without its column."""
         total = Int32(0)
         for d in view.labels:
             if d != self.plan.columns:
@@ -333,7 +338,7 @@ class Rows:
         return total
 
     def exists(self, tensors: list[cute.Tensor], positions: dict[str, Any], inside: Any) -> Any:
-        """Whether a row of the tile is one of the tensor."""
+        """Predicate that is true if a row of the tile exists in the tensor."""
         for d in self.plan.rows:
             inside = inside & (positions[d] < self.k.extents.of(d, tensors))
         return inside

@@ -1,9 +1,9 @@
-"""From scores to weights, in registers: running maximum, sums, and the operand of the values.
+"""Weights from scores, in registers: running maximum, sums, and the operand for the values.
 
-A thread has, of one or two rows (8 apart), the columns ``8 j + 2 (lane % 4) + {0, 1}`` of a tile;
-four threads share a row. Maxima are kept in units of log2: ``exp(c s - M)`` is one multiply-add and
-one ``ex2``. A maximum is at first a large negative number in place of -inf, so that rows without
-any visible key need no special case: their weights and sums are 0.
+A thread holds, for one or two rows (8 apart), the columns ``8 j + 2 (lane % 4) + {0, 1}`` of a
+tile; four threads share a row. Maxima are kept in units of log2: ``exp(c s - M)`` is one
+multiply-add and one ``ex2``. A maximum starts as a large negative number in place of -inf, so that
+rows without any visible key need no special case: their weights and sums are 0.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from cutesuper.skeletons.attention.kernel.loop import AttentionKernel
 
 LOG2E = log2(EULER)
-#: what a maximum begins with; below all scores of 16-bit operands that are not -inf
+#: initial maximum; below all scores of 16-bit operands that are not -inf
 LOWEST = -3.0e38
-#: a result is rescaled only where its maximum has risen by more than this, in units of log2:
-#: weights stay below 64, fine in 16 bits
+#: a result is rescaled only if its maximum has risen by more than this, in units of log2: weights
+#: stay below 64, fine in 16 bits
 LAZY = 6.0
 
 
@@ -37,7 +37,7 @@ def exp2(x: Any) -> Any:
 
 
 class Scores:
-    """The element-wise part of the loop."""
+    """The element-wise part of the loop, on fp32 accumulator fragments."""
 
     def __init__(self, kernel: AttentionKernel) -> None:
         self.k = kernel
@@ -45,17 +45,19 @@ class Scores:
         self.blocks = kernel.key_tile // 8
         self.rows = kernel.rows.per_thread
         self.shifted = plan.maximum is not None
-        # a maximum that lags behind is one that sums and results are relative to, but no maximum
+        # sums and results may be relative to a maximum that lags behind, but it may not be an
+        # output
         told = any(plan.maximum in o.expression.leaves for o in plan.outputs)
         self.lazy = plan.schedule.overlapped and not told
-        #: whether values of keys are needed before the weights
+        #: True if values of keys are needed before the weights
         self.keyed_early = any(i in plan.key_values for i in plan.scores.leaves)
         self.scale = plan.factor * LOG2E
 
     def start(self, warp: Any, lane: Any) -> cute.Tensor:
-        """Maximum and sum of two rows, then the factors of the last rescaling.
+        """Initial state, 6 fp32 registers: maximum and sum of two rows, then the factors of the
+        last rescaling.
 
-        Rows that are padding hold whatever was in shared memory. Their maximum never rises, so that
+        Rows that are padding contain arbitrary shared memory. Their maximum never rises, so that
         they do not decide whether a warp rescales, and every run gives the same bits.
         """
         state = cute.make_rmem_tensor(cute.make_layout(6), Float32)
@@ -67,12 +69,17 @@ class Scores:
         return state
 
     def elements(self, r: int) -> list[tuple[int, int]]:
-        """Places in the accumulator of a row's elements, and their columns less the thread's."""
+        """Accumulator indices of a row's elements, and their columns relative to the thread's first
+        column."""
         return [(4 * j + 2 * r + b, 8 * j + b) for j in range(self.blocks) for b in range(2)]
 
     @cute.jit
     def weigh(self, scores, state, smem, stage, phase, lane, rows, keys):
-        """Replace scores by weights; update maximum and sums."""
+        """Replace scores by weights; update maximum and sums.
+
+        ``scores`` is an fp32 accumulator fragment of ``(64, key tile)``, ``state`` that of `start`;
+        ``keys`` (Int32) is the first key of the tile.
+        """
         first = 2 * (lane % 4)
         values = (smem, stage, phase, first)
         if cutlass.const_expr(self.keyed_early):
@@ -94,7 +101,7 @@ class Scores:
 
     @cute.jit
     def hide(self, scores, rows, first, value: cutlass.Constexpr):
-        """Set what a row does not see."""
+        """Set the elements that a row does not see to ``value``."""
         for r in cutlass.range_constexpr(self.rows):
             limit = rows["limits"][r] - first
             for i, column in self.elements(r):
@@ -102,7 +109,7 @@ class Scores:
 
     @cute.jit
     def shift(self, scores, state, rows):
-        """exp(score - maximum), the maximum being that of all tiles so far."""
+        """Replace scores by exp(score - maximum), where the maximum is that of all tiles so far."""
         tops, scales = [], [self.scale_of(r, rows) for r in range(self.rows)]
         for r in cutlass.range_constexpr(self.rows):
             best = [scores[i] for i, _ in self.elements(r)[:4]]
@@ -130,12 +137,12 @@ class Scores:
     @cute.jit
     def accumulate(self, scores, state, rows, values, leaf: cutlass.Constexpr, boundary=None,
                    first=None):
-        """Add to the sums of rows, and leave what the values are multiplied by."""
+        """Add to the sums of rows, and replace the scores by the operand for the values."""
         for r in cutlass.range_constexpr(self.rows):
             if cutlass.const_expr(self.shifted):
                 state[2 * r + 1] *= state[4 + r]
         if cutlass.const_expr(len(self.plan.key_values) > 0 and not self.keyed_early):
-            # they have been computed while the exponentials were
+            # the values of keys have been computed during the exponentials
             smem, stage, phase, _ = values
             self.k.key_values.wait(smem, stage, phase)
         for s in self.plan.row_sums:
@@ -157,21 +164,21 @@ class Scores:
                 self.hide(scores, rows, first, 0.0)
 
     def scale_of(self, r: int, rows: Any) -> Any:
-        """What a row's scores are multiplied by, in units of log2."""
+        """Factor of a row's scores, in units of log2."""
         if self.plan.row_factor is None:
             return self.scale
         place = list(self.plan.row_values).index(self.plan.row_factor)
         return self.scale * rows["values"][r][place]
 
     def place(self, column: int, r: int) -> int:
-        """Where the accumulator has the n-th column of a thread's row."""
+        """Accumulator index of the n-th column of a thread's row."""
         return 4 * (column // 2) + 2 * r + column % 2
 
     def columns(self, e: ThreadExpression, values: Any) -> Iterator[tuple[int, dict[int, Any]]]:
-        """A thread's columns, each with the values of its key that an expression takes.
+        """Yield a thread's columns, each with the values of its key that an expression needs.
 
-        They come in pairs, for both rows. Read where they are used: 32 values of a tile of 128 keys
-        kept in registers took 184 to 504 bytes of stack.
+        They come in pairs, for both rows. Values are read at their use: 32 values of a tile of 128
+        keys kept in registers took 184 to 504 bytes of stack.
         """
         smem, stage, _, first = values
         needed = [i for i in e.leaves if i in self.plan.key_values]
@@ -185,7 +192,7 @@ class Scores:
     def apply(
         self, e: ThreadExpression, scores: Any, rows: Any, values: Any, leaf: int | None
     ) -> None:
-        """Replace every element of the accumulator by an expression of it."""
+        """Replace every element of the accumulator by an expression."""
         for j, keyed in self.columns(e, values):
             for r in range(self.rows):
                 i = self.place(j, r)
@@ -195,13 +202,13 @@ class Scores:
         self, e: ThreadExpression, x: Any, r: int, keyed: dict[int, Any], rows: Any,
         leaf: int | None,
     ) -> Any:
-        """An expression of one element, with the values of its row and its key."""
+        """Evaluate an expression for one element, with the values of its row and its key."""
         known = dict(zip(self.plan.row_values, rows["values"][r], strict=True)) | keyed
         leaves = [x if i == leaf else known[i] for i in e.leaves]
         return Float32(e.evaluate(leaves, self.k.math))
 
     def pack(self, scores: Any, words: Any) -> None:
-        """The weights as an operand of 16 bits."""
+        """Convert the weights to a 16-bit operand."""
         count = self.k.key_tile // 2
         narrow = cute.make_rmem_tensor(cute.make_layout(count), self.k.dtype)
         flat = cute.make_tensor(scores.iterator, cute.make_layout(count))
@@ -223,7 +230,7 @@ class Scores:
 
     @cute.jit
     def multiply(self, result, state):
-        """All columns of a thread's rows."""
+        """Multiply all columns of a thread's rows."""
         for j in cutlass.range_constexpr(self.k.width // 8):
             for r in cutlass.range_constexpr(self.rows):
                 for b in cutlass.range_constexpr(2):

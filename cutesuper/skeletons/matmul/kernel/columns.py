@@ -1,7 +1,8 @@
-"""Column operands: tensors in memory whose free label is the 64-row side of the instruction.
+"""Column operands: tensors in memory whose free label is the 64-row side (M) of the WGMMA.
 
-A group is what shares one instruction: the same labels, stored in the same order. The loop has the
-group of the columns, and one for each hidden label; a product after the loop has one of its own.
+The operands of a group share one instruction: they have the same labels, stored in the same order.
+The loop has one group for the columns and one for each hidden label; a product after the loop has a
+group of its own.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ class ColumnGroup:
     """Column operands and their shared memory: ``slots`` boxes of 64 columns for each block.
 
     Attributes:
-        views: the operands by operation; none where the group is not needed.
+        views: the operands by operation; none if the group is not needed.
         column, contracted: their labels.
         blocks: of 64 columns, of each operand.
         depth: elements of the contracted label in a box.
-        slots: how often all boxes are there: the stages of the ring, or once.
-        width: columns of a box; of fewer than 64 the instruction reads on behind them, and what it
-            makes of that is not used.
+        slots: number of copies of all boxes: the stages of the ring, or one.
+        width: columns of a box; with fewer than 64 the instruction reads on behind them, and the
+            results of those extra columns are not used.
     """
 
     views: dict[int, View]
@@ -44,30 +45,30 @@ class ColumnGroup:
 
     @property
     def boxes(self) -> int:
-        """Boxes of one slot."""
+        """Number of boxes in one slot."""
         return len(self.views) * self.blocks
 
     @property
     def column_major(self) -> bool:
-        """Whether the column label is the contiguous one (weights stored (K, N))."""
+        """True if the column label is the contiguous one (weights stored (K, N))."""
         return next(iter(self.views.values())).stride(self.column) == 1
 
     def mma(self, dtype: Any, rows: int) -> cute.TiledMma:
-        """The tensor-core instruction, ``rows`` wide."""
+        """The WGMMA, with ``rows`` as its N extent."""
         major = OperandMajorMode.MN if self.column_major else OperandMajorMode.K
         return sm90.make_trivial_tiled_mma(
             dtype, dtype, major, OperandMajorMode.K, Float32, (1, 1, 1), (COLUMN_BLOCK, rows)
         )
 
     def layout(self, dtype: Any, rows: int, boxes: int) -> cute.ComposedLayout:
-        """Shared memory of some boxes ``[width, depth, box]``, swizzled for the instruction."""
+        """Layout of some boxes ``[width, depth, box]`` in shared memory, swizzled for WGMMA."""
         if self.width == COLUMN_BLOCK:
             order = LayoutEnum.COL_MAJOR if self.column_major else LayoutEnum.ROW_MAJOR
             return sm90.make_smem_layout_a(order, (COLUMN_BLOCK, rows, self.depth), dtype, boxes)
         return self._narrow(dtype, self.width, boxes)
 
     def read_layout(self, dtype: Any, rows: int, boxes: int) -> cute.ComposedLayout:
-        """The same memory as the instruction reads it, ``[64, depth, box]``."""
+        """Layout of the same memory as WGMMA reads it, ``[64, depth, box]``."""
         if self.width == COLUMN_BLOCK:
             return self.layout(dtype, rows, boxes)
         return self._narrow(dtype, COLUMN_BLOCK, boxes)

@@ -28,7 +28,11 @@ CONSUMERS_BARRIER = 2
 
 
 class Epilogue:
-    """Everything after the last product of a tile."""
+    """All steps after the last product of a tile.
+
+    ``accumulators`` are fp32 fragments of ``(64 columns, rows)``, by product and block of columns;
+    ``where`` is ``(row tile, column tile, rank of the split, batch index)``.
+    """
 
     def __init__(self, kernel: MatmulKernel) -> None:
         self.k = kernel
@@ -36,19 +40,19 @@ class Epilogue:
         self.columns = kernel.n // kernel.cluster  # columns this block finishes
         plan = kernel.plan
         self.results = len(plan.finals)
-        #: where a column's sums have what an operation completes: products, then vectors
+        #: index into a column's sums by the operation that they complete: products, then vectors
         self.places = dict(plan.finals)
         for n, p in enumerate(plan.vector_products):
             self.places[p.value] = self.results + n
-        # outputs that have rows only are stored by the reductions
+        # outputs without columns are stored by the reductions
         self.outputs = [n for n, o in enumerate(plan.outputs) if plan.column in o.view.labels]
         between = [x.source for x in (*plan.tails, *plan.reductions)]
         self.early_rows = any(i in plan.row_values for e in between for i in e.leaves)
         self.staged = self._stageable()
 
     def _stageable(self) -> bool:
-        """Whether tiles leave through shared memory: direct stores write 16 bytes of a row at a
-        time (4096x4096x4096: 330 us), which is fine only while there are few rows."""
+        """True if tiles can be stored through shared memory: direct stores write 16 bytes of a row
+        at a time (4096x4096x4096: 330 us), which is fine only while there are few rows."""
         k, plan = self.k, self.k.plan
         ring = k.main.boxes * COLUMN_BLOCK * k.k * 2 * plan.schedule.stages
         fits = k.m * (k.n + PIECE) * 2 <= ring
@@ -57,16 +61,16 @@ class Epilogue:
 
     @cute.jit
     def begin(self):
-        """Wait for what everything after the loop may need."""
+        """Wait for everything that the steps after the loop may need."""
         if cutlass.const_expr(self.k.dependent):
-            # loads and stores after the loop may touch what the predecessor reads or writes
+            # loads and stores after the loop may touch tensors of the predecessor
             cute.arch.griddepcontrol_wait()
         if cutlass.const_expr(self.early_rows):
             self.wait_row_values()
 
     @cute.jit
     def run(self, accumulators, vectors, smem, tensors, tidx, warp, lane, where, outs):
-        """From the accumulators of all consumer warps to memory."""
+        """Take the accumulators of all consumer warps to memory."""
         k = self.k
         if cutlass.const_expr(k.cluster > 1):
             self.send(accumulators, vectors, smem, warp, lane, where)
@@ -87,7 +91,7 @@ class Epilogue:
 
     @cute.jit
     def wait_row_values(self):
-        """Until the helper warps have written the row values."""
+        """Wait until the helper warps have written the row values."""
         if cutlass.const_expr(len(self.k.plan.statistics) > 0):
             cute.arch.barrier(
                 barrier_id=ROW_VALUES_BARRIER,
@@ -121,18 +125,18 @@ class Epilogue:
                     k.vectors.send(vectors, smem, w, i, half, n, lane, rank)
 
     def slot(self, source: Any, product: int, column: Any, quarter: Any) -> Any:
-        """Where a peer's partial sums for one column and quarter of the rows lie."""
+        """Offset of a peer's partial sums for one column and quarter of the rows."""
         index = ((source * self.results + product) * self.columns + column) * 4 + quarter
         return index * self.values
 
     @staticmethod
     def column_in_tile(block: Any, half: int, warp: Any, lane: Any) -> Any:
-        """The column that one half of a thread's accumulator fragment belongs to."""
+        """The column of one half of a thread's accumulator fragment."""
         return block * COLUMN_BLOCK + (warp % 4) * 16 + half * 8 + lane // 4
 
     @staticmethod
     def position(v: int, half: int) -> int:
-        """Place of value ``v`` in an accumulator fragment: (row bit, column half, row block)."""
+        """Index of value ``v`` in an accumulator fragment: (row bit, column half, row block)."""
         return v % 2 + 2 * half + 4 * (v // 2)
 
     @cute.jit
@@ -169,7 +173,7 @@ class Epilogue:
 
     @cute.jit
     def finish_own(self, accumulators, vectors, smem, tensors, warp, lane, where):
-        """Store a tile that no other block has a part of."""
+        """Store a tile that is complete in this block."""
         k = self.k
         for i in cutlass.range_constexpr(len(accumulators[0])):
             block = warp // 4 + k.warpgroups * i
@@ -200,12 +204,12 @@ class Epilogue:
 
     @cute.jit
     def consumers_meet(self):
-        """Barrier of the consumer warps."""
+        """Wait for all consumer warps at their barrier."""
         cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=32 * self.k.consumers)
 
     @cute.jit
     def stage(self, sums, o: cutlass.Constexpr, tile, smem, tensors, column, where, quarter):
-        """Apply an output's expression to one column and put it into the tile."""
+        """Apply an output's expression to one column and write it to the tile in shared memory."""
         plan = self.k.plan
         output = plan.outputs[o]
         last = self.k.extents.of(plan.column, tensors) - 1
@@ -247,7 +251,7 @@ class Epilogue:
                 cute.autovec_copy(register, cute.make_tensor(target, layout))
 
     def batch_offset(self, view: Any, batch: dict[str, Any]) -> Any:
-        """Where this block's slice of a tensor starts."""
+        """Offset of this block's slice of a tensor, in elements."""
         offset = 0
         for label in self.k.plan.batch:
             offset = offset + batch[label] * view.stride(label)
@@ -289,7 +293,7 @@ class Epilogue:
     ) -> Any:
         """A leaf of an expression on one column: accumulator, row value, reduction or load.
 
-        ``places`` says for every operation that completes an accumulator where in ``sums`` it is;
+        ``places`` maps every operation that completes an accumulator to its index in ``sums``;
         ``n`` is the column's coordinate along ``label``.
         """
         local = [self.row_of(v, quarter) for v in range(self.values)]
@@ -327,7 +331,7 @@ class Epilogue:
 
     @cute.jit
     def fetch(self, view: cutlass.Constexpr, tensors, n, label: cutlass.Constexpr, where, local):
-        """A bias, residual or the like, for one column."""
+        """Load a bias, residual or the like for one column, as fp32."""
         k, plan = self.k, self.k.plan
         base = self.batch_offset(view, where[3]) + n * view.stride(label)
         source = tensors[view.argument].iterator

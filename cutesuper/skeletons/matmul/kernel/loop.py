@@ -1,8 +1,8 @@
-"""The matmul loop as a traced kernel: walks a `MatmulPlan`, calls the blocks of ``device/``.
+"""The matmul mainloop as a traced kernel: walks a `MatmulPlan`, calls the blocks of ``device/``.
 
-Roles of the warps of a block: consumers (tensor cores, then the epilogue), helpers (row statistics
-and whatever the program applies to the row operand), one producer (bulk loads). Everything that
-depends on the plan is decided while tracing; only the ring and the tails are run-time control flow.
+Roles of the warps of a block: consumers (WGMMA, then the epilogue), helpers (row statistics and the
+prologue of the row operand), one producer (TMA loads). Everything that depends on the plan is
+decided while tracing; only the ring and the tails are run-time control flow.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from cutesuper.skeletons.matmul.tiles import tile_grid
 
 
 class MatmulKernel:
-    """Launches one block cluster for each output tile; see the module's docstring."""
+    """The kernel: launches one block cluster for each output tile; see the module's docstring."""
 
     def __init__(self, plan: MatmulPlan) -> None:
         self.plan = plan
@@ -66,8 +66,8 @@ class MatmulKernel:
         self.weights = len(plan.columns)
         self.main, self.inner, self.after = column_groups(plan)
         self.blocks = plan.blocks_n
-        # 512 threads start with 128 registers each, and an instruction with 256 rows needs 154:
-        # the compiler refuses it even where registers are handed over later
+        # 512 threads start with 128 registers each, and an instruction with 256 rows needs 154: the
+        # compiler refuses it even if registers are handed over later
         self.instruction_rows = min(self.m, 128) if plan.threads > 384 else self.m
         self.chunks = self.k // CHUNK
         self.consumers = 4 * self.warpgroups
@@ -84,18 +84,18 @@ class MatmulKernel:
         self.epilogue = Epilogue(self)
         self.prefetch = Prefetch(self)
         self.tile_store = TileStore(self)
-        # a box of 64-element chunks needs whole chunks, and all rows of them; otherwise one box
-        # for each chunk
+        # a box of 64-element chunks needs whole chunks, and all of their rows; otherwise there is
+        # one box for each chunk
         whole = plan.program.dims[plan.contracted] % CHUNK == 0  # type: ignore[operator]
         self.chunked = whole and not self.sharing.active
-        #: blocks that wait for each other before they use each other's shared memory
+        #: True if blocks wait for each other before they use each other's shared memory
         self.grouped = self.cluster_size > 1 or self.sharing.active
 
     # ------------------------------------------------------------------------------------ host
 
     @cute.jit
     def __call__(self, *args):
-        """Arguments are the plan's tensors in order, then the stream."""
+        """Launch; the arguments are the plan's tensors in order, then the stream."""
         tensors, stream = list(args[:-1]), args[-1]
         plan = self.plan
         rows = self.row_layout(self.m, self.stages * self.chunks)
@@ -150,7 +150,7 @@ class MatmulKernel:
         return atoms
 
     def row_layout(self, height: int, slots: int) -> cute.ComposedLayout:
-        """``slots`` pieces of ``height`` rows and one chunk, one behind the other."""
+        """Layout of ``slots`` pieces of ``height`` rows and one chunk, one behind the other."""
         return sm90.make_smem_layout_b(
             LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, height, CHUNK), self.dtype, slots
         )
@@ -158,8 +158,8 @@ class MatmulKernel:
     def row_tensor(
         self, view: Any, inner: str, tensors: list[cute.Tensor], chunked: bool
     ) -> cute.Tensor:
-        """A row operand along ``inner``; chunked with modes (row, element of a chunk, chunk,
-        batch...) so that one box is many 128-byte columns: 2 KB boxes kept the loads 0.1 us behind
+        """A row operand along ``inner``; if chunked, with modes (row, element of a chunk, chunk,
+        batch...), so that one box is many 128-byte columns: 2 KB boxes kept the loads 0.1 us behind
         the weights."""
         plan = self.plan
         batch = self.batch_of(view)
@@ -182,7 +182,7 @@ class MatmulKernel:
         ]
 
     def batch_of(self, view: Any) -> tuple[str, ...]:
-        """The batch labels that an operand has."""
+        """The batch labels of an operand."""
         return batch_labels(self.plan.batch, view)
 
     # ---------------------------------------------------------------------------------- device
@@ -206,7 +206,8 @@ class MatmulKernel:
         batch = self.batch_index(bz, tensors)
         smem = self.allocate(row_layout)
         if warp == 0:
-            # descriptors on their way while the barriers are made: 0.05 to 0.2 us of every kernel
+            # prefetching descriptors while the barriers are made saves 0.05 to 0.2 us in every
+            # kernel
             for atom in atoms:
                 cpasync.prefetch_descriptor(atom)
         loads = len(atoms) - self.tile_store.count
@@ -228,11 +229,11 @@ class MatmulKernel:
             cute.arch.griddepcontrol_launch_dependents()
         cute.arch.sync_threads()
         if cutlass.const_expr(self.grouped):
-            # relaxed: the releasing form waits for the bulk loads in flight (3.6 us)
+            # relaxed: the releasing form waits for the TMA loads in flight (3.6 us)
             cute.arch.cluster_arrive_relaxed()
 
         registers = self.plan.registers
-        # helpers and producer in one warpgroup hand registers over with one instruction
+        # helpers and producer in one warpgroup hand over registers with one instruction
         together = registers is not None and registers[1] == registers[2]
         if warp < self.consumers:
             if cutlass.const_expr(registers is not None):
@@ -261,7 +262,7 @@ class MatmulKernel:
         return unravel(bz, {d: self.extents.of(d, tensors) for d in self.plan.batch})
 
     def allocate(self, row_layout: Any) -> dict[str, Any]:
-        """Shared memory: operand rings, exchange buffers, barriers."""
+        """Allocate shared memory: operand rings, exchange buffers, barriers."""
         alloc = cutlass.memory.SmemAllocator()
         plan, smem = self.plan, {}
         # narrow boxes of hidden labels first: the instruction reads on behind them
@@ -322,7 +323,7 @@ class MatmulKernel:
 
     @cute.jit
     def set_up(self, smem):
-        """Barriers, by the producer warp, before anything else."""
+        """Initialise the barriers; called by the producer warp before anything else."""
         helpers = self.helpers
         groups = [
             (smem["full"], self.stages, 1),
@@ -343,7 +344,7 @@ class MatmulKernel:
     # -------------------------------------------------------------------------------- producer
 
     def is_early(self, operation: int) -> bool:
-        """Whether a load may be issued before the dependency wait."""
+        """True if a load may be issued before the dependency wait."""
         arguments = self.plan.arguments
         view = view_of(self.plan.program.ops[operation], arguments)
         return not self.dependent or arguments[view.argument].constant
@@ -351,19 +352,19 @@ class MatmulKernel:
     @cute.jit
     def fill(self, atoms, sources, slots, smem, where, first: cutlass.Constexpr,
              last: cutlass.Constexpr):
-        """Stages ``first`` to ``last`` of the first round: what need not wait for anything."""
+        """Load stages ``first`` to ``last`` of the first round, which need no wait."""
         for i in cutlass.range(first, min(last, self.stages, self.iterations), unroll=1):
             self.arm(smem, i)
             self.load_stage(atoms, sources, slots, smem, where, i, i, True)
 
     @property
     def head_starts(self) -> bool:
-        """Whether loads may start before all barriers are known to be ready."""
+        """True if loads may start before all barriers are known to be ready."""
         return not self.sharing.active and not self.walk.persistent
 
     @cute.jit
     def produce(self, atoms, sources, slots, smem, tensors, where):
-        """Load all tiles of this block."""
+        """Load all tiles of this block; ``slots`` and ``sources`` are in the order of ``atoms``."""
         if cutlass.const_expr(self.head_starts):
             self.produce_own(atoms, sources, slots, smem, where)
         else:
@@ -383,8 +384,8 @@ class MatmulKernel:
     @cute.jit
     def produce_tile(self, atoms, sources, slots, smem, where, stage, phase,
                      first: cutlass.Constexpr):
-        """Load one tile's operands from iteration ``first`` on, each stage once everybody has read
-        what was in it."""
+        """Load one tile's operands from iteration ``first`` on, each stage once all of its readers
+        have finished."""
         for i in cutlass.range(first, self.iterations, unroll=1):
             cute.arch.mbarrier_wait(smem["empty"] + stage, phase)
             self.arm(smem, stage)
@@ -399,7 +400,7 @@ class MatmulKernel:
 
     @cute.jit
     def produce_own(self, atoms, sources, slots, smem, where):
-        """Keep the ring full for the only tile."""
+        """Keep the ring full for a block with a single tile."""
         if cutlass.const_expr(self.cluster > 1):
             # bytes may arrive before they are expected: the phase cannot end without this arrival
             expect_bytes(smem["received"], self.plan.exchange_bytes)
@@ -427,13 +428,14 @@ class MatmulKernel:
 
     @cute.jit
     def arm(self, smem, stage):
-        """Tell a stage's barrier how many bytes will come."""
+        """Arm a stage's barrier with the number of bytes to come."""
         expect_bytes(smem["full"] + stage, self.plan.stage_bytes)
 
     @cute.jit
     def load_stage(self, atoms, sources, slots, smem, where, iteration, stage,
                    early: cutlass.Constexpr):
-        """Issue one stage's loads: those that may come early, or those that must wait."""
+        """Issue one stage's loads: those that may come before the dependency wait (``early``), or
+        the others."""
         plan = self.plan
         tile_m, tile_n, rank, batch = where
         full = smem["full"] + stage
@@ -458,7 +460,8 @@ class MatmulKernel:
 
     @cute.jit
     def load_inner(self, atoms, sources, slots, where, full, k, stage, early: cutlass.Constexpr):
-        """One stage of the column operands along hidden labels: every block reads all of them."""
+        """Load one stage of the column operands along hidden labels: every block reads all of
+        them."""
         first = self.weights + len(self.plan.rows) + len(self.plan.vectors)
         flat = [(g, n, op) for g in self.inner for n, op in enumerate(g.views)]
         for i, (group, n, op) in enumerate(flat):
@@ -471,7 +474,7 @@ class MatmulKernel:
 
     @cute.jit
     def load_row(self, atoms, sources, slots, i: cutlass.Constexpr, full, tile_m, k, stage, at):
-        """One tile of a row operand, in one box where the depth has whole chunks."""
+        """Load one tile of a row operand, in one box if the depth has whole chunks."""
         if cutlass.const_expr(self.chunked):
             source = sources[i][(None, tile_m, 0, k, *at)]
             bulk_load(atoms[i], source, slots[i][None, stage], full, EVICT_LAST)
@@ -487,7 +490,11 @@ class MatmulKernel:
 
     @cute.jit
     def consume(self, smem, tensors, tidx, warp, lane, where, outs):
-        """The products of all tiles of this block, each finished before the next."""
+        """Multiply all tiles of this block, each finished before the next.
+
+        ``where`` is ``(row tile, column tile, rank of the split, batch index)`` as in `Walk`;
+        ``outs`` are the TMA stores of `TileStore.partition`.
+        """
         if cutlass.const_expr(self.grouped):
             cute.arch.cluster_wait()
         stage, phase = Int32(0), Int32(0)
@@ -504,10 +511,11 @@ class MatmulKernel:
 
     @cute.jit
     def consume_tile(self, smem, tensors, tidx, warp, lane, where, outs, stage, phase):
-        """Multiply all stages, then finish the tile."""
+        """Multiply all stages, then finish the tile; return the next stage and its phase
+        (Int32)."""
         group = warp // 4
         self.prefetch.run(tensors, tidx, where)
-        # the columns' instruction; where only hidden labels are multiplied in the loop, theirs
+        # the columns' instruction, or that of a hidden label if the loop multiplies nothing else
         inner = [g for g in self.inner if g.views]
         lead = self.main if self.weights else inner[0]
         mma = lead.mma(self.dtype, self.instruction_rows)
@@ -537,7 +545,7 @@ class MatmulKernel:
                 self.multiply(mma, accumulators, vectors, smem, b, stage, kk, group)
                 self.tails.multiply_stage(mma_inner, hidden, smem, b, stage, kk, group)
             warpgroup.commit_group()
-            # one group stays in flight: waiting for this stage's own costs 0.2 us
+            # one WGMMA group stays in flight: waiting for this stage's own costs 0.2 us
             warpgroup.wait_group(1)
             if previous >= 0:
                 self.sharing.release(smem["empty"] + previous, lane)
@@ -561,7 +569,10 @@ class MatmulKernel:
         self, mma: cute.TiledMma, accumulators: Any, vectors: VectorConsumer,
         smem: dict[str, Any], b: cute.Tensor, stage: Any, kk: int, group: Any,
     ) -> None:
-        """One step of 16 of the loop, for the products of the columns."""
+        """Issue one k-step of 16 for the products of the columns.
+
+        ``accumulators`` are fp32 fragments of ``(64, rows)``, by product and block of 64 columns.
+        """
         for w, (_, final) in enumerate(self.plan.products):
             a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["columns"]))
             for i in range(self.blocks // self.warpgroups):

@@ -1,8 +1,8 @@
-"""Clusters whose blocks load their row tile together.
+"""Clusters whose blocks load their row tile together (TMA multicast).
 
 The blocks of a cluster are neighbours along the columns and need the same row tile. Each loads its
 part of the rows for all of them, and the full barrier of each counts the bytes of all parts. A slot
-may be written again once all blocks have read it, so every reader tells all blocks.
+may be written again once all blocks have read it, so every reader signals all blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Sharing:
-    """Who loads what for whom in a cluster."""
+    """Division of the row loads among the blocks of a cluster."""
 
     def __init__(self, kernel: MatmulKernel) -> None:
         self.blocks = kernel.plan.schedule.share_rows
@@ -27,18 +27,19 @@ class Sharing:
         self.rows = kernel.m // self.blocks
 
     def rank(self) -> Any:
-        """This block's rank in its cluster, uniform in a warp: its place along the columns."""
+        """Rank of this block in its cluster, uniform in a warp: its position along the columns."""
         if not self.active:
             return Int32(0)
         return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
     def mask(self) -> Any:
-        """Ranks that get this block's part of the row tile, as bits; None where it is alone."""
+        """Bit mask of the ranks that receive this block's part of the row tile; None without
+        sharing."""
         return Int16((1 << self.blocks) - 1) if self.active else None
 
     @cute.jit
     def release(self, barrier, lane):
-        """One warp gives a stage back to all blocks that load into it."""
+        """Release a stage, for one warp, to all blocks that load into it."""
         if cutlass.const_expr(not self.active):
             if lane == 0:
                 cute.arch.mbarrier_arrive(barrier)
@@ -47,7 +48,8 @@ class Sharing:
 
     @cute.jit
     def leave(self):
-        """No block may end while others still load into its shared memory or signal it."""
+        """Wait for the cluster: no block may end while others still load into its shared memory or
+        signal it."""
         if cutlass.const_expr(self.active):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

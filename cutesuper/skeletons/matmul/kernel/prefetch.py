@@ -1,8 +1,8 @@
-"""What is loaded after the loop (biases, residuals) is asked for before it, into L2.
+"""Prefetch into L2 of the tensors that the epilogue loads (biases, residuals), before the mainloop.
 
 While weights stream, a load from memory waits 2 to 5 us in the queue; after the loop nothing hides
-that. Only L2 is filled, which all writers share, so that this is right also for tensors that the
-kernel before has not finished yet.
+that. Only L2 is filled, which all writers share, so the prefetch is also correct for tensors that
+the preceding kernel has not finished yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINE_BITS = 1024
 
 
 class Prefetch:
-    """The loads of a tile after its loop; those that bulk loads bring are left out."""
+    """The epilogue's loads of a tile, except those done by TMA."""
 
     def __init__(self, kernel: MatmulKernel) -> None:
         self.k = kernel
@@ -32,13 +32,14 @@ class Prefetch:
 
     @cute.jit
     def run(self, tensors, tidx, where):
-        """Ask for all lines of this block's tile; thread i takes every n-th line."""
+        """Prefetch all lines of this block's tile; thread i takes every n-th line."""
         for view in self.views:
             self.lines_of(view, tensors, tidx, where)
 
     @cute.jit
     def lines_of(self, view: cutlass.Constexpr, tensors, tidx, where):
-        """The lines of one tensor: along its contiguous label, for each of the other one."""
+        """Prefetch the lines of one tensor: along its contiguous label, for each index of the other
+        one."""
         k = self.k
         along = next((d for d in self.inner(view) if view.stride(d) == 1), None)
         across = next((d for d in self.inner(view) if d != along), None)
@@ -56,15 +57,15 @@ class Prefetch:
                 cute.arch.prefetch(pointer.llvm_ptr, cache_level="L2")
 
     def inner(self, view: View) -> list[str]:
-        """Its labels but those of the batch."""
+        """Labels of a view other than batch labels."""
         return [d for d in view.labels if d not in self.k.plan.batch]
 
     def count(self, label: str | None) -> int:
-        """Elements of a label that a tile has."""
+        """Elements of a label in a tile."""
         return 1 if label is None else self.k.plan.program.tile[label]
 
     def start(self, label: str | None, where: Any) -> Any:
-        """Where the tile begins; labels between two products are whole."""
+        """Start of the tile along a label; labels between two products are whole."""
         plan = self.k.plan
         if label == plan.row:
             return where[0] * self.k.m
@@ -75,5 +76,5 @@ class Prefetch:
         return 1 if label is None else self.k.extents.of(label, tensors)
 
     def stride(self, view: View, label: str | None) -> int:
-        """Distance between neighbours; 0 where there is no label."""
+        """Distance between neighbours in elements; 0 without a label."""
         return 0 if label is None else view.stride(label)

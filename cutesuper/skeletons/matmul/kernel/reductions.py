@@ -1,8 +1,8 @@
 """Reductions of accumulators along the columns: one value for each row of the tile.
 
 A thread has some columns of a quarter of the rows. Threads of a warp combine theirs by shuffles,
-warps meet in shared memory, and blocks of a cluster, each with a part of the columns, send theirs
-to every other block. The order is fixed: results are the same bits every time.
+warps combine theirs in shared memory, and blocks of a cluster, each with a part of the columns,
+send theirs to every other block. The order is fixed: results are the same bits every time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ColumnReductions:
-    """The reductions of one kernel, and the outputs that have rows only."""
+    """The column reductions of one kernel, and its outputs without columns."""
 
     def __init__(self, kernel: MatmulKernel) -> None:
         self.k = kernel
@@ -35,7 +35,7 @@ class ColumnReductions:
         self.outputs = [o for o in plan.outputs if plan.column not in o.view.labels]
 
     def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
-        """A slot of every row for each warp, and for each block of the cluster."""
+        """Allocate an fp32 slot of every row for each warp, and for each block of the cluster."""
         k, count = self.k, len(self.reductions)
         warps = max(4, count * k.consumers * k.m)
         smem["warp_sums"] = alloc.allocate_array(Float32, warps, byte_alignment=16)
@@ -44,7 +44,7 @@ class ColumnReductions:
 
     @cute.jit
     def run(self, accumulators, vectors, smem, tensors, tidx, warp, lane, where):
-        """All reductions, in order: one may need those before it."""
+        """Compute all reductions, in order: one may need those before it."""
         for r in cutlass.range_constexpr(len(self.reductions)):
             self.reduce_tile(r, accumulators, vectors, smem, tensors, warp, lane, where)
             self.k.epilogue.consumers_meet()
@@ -53,13 +53,13 @@ class ColumnReductions:
                 cute.arch.mbarrier_wait(smem["columns_reduced"] + r, 0)
 
     def combine(self, r: int, x: Any, y: Any) -> Any:
-        """Of two partial results."""
+        """Combine two partial results of reduction ``r``."""
         return nan_max(x, y) if self.reductions[r].op == "max" else x + y
 
     @cute.jit
     def reduce_tile(self, r: cutlass.Constexpr, accumulators, vectors, smem, tensors, warp, lane,
                     where):
-        """This warp's columns, reduced, into its slots."""
+        """Reduce this warp's columns into its slots."""
         k, neutral = self.k, NEUTRAL[self.reductions[r].op]
         totals = cute.make_rmem_tensor(cute.make_layout(k.epilogue.values), Float32)
         totals.fill(neutral)
@@ -119,7 +119,7 @@ class ColumnReductions:
             push(slot, (float_bits(total),), smem["columns_reduced"] + r, peer)
 
     def row_value(self, r: int, smem: dict[str, Any], row: Any) -> Float32:
-        """The complete reduction of one row."""
+        """The complete reduction ``r`` of one row."""
         name = "block_sums" if self.k.plan.column_cluster > 1 else "warp_sums"
         total = None
         for part in range(self.parts):
@@ -130,7 +130,8 @@ class ColumnReductions:
 
     @cute.jit
     def store_rows(self, smem, tensors, tidx, where):
-        """Outputs without columns: thread i has row i; the first block of a cluster stores."""
+        """Store outputs without columns: thread i has row i; the first block of a cluster
+        stores."""
         k = self.k
         rows = k.extents.of(k.plan.row, tensors)
         for row in cutlass.range(tidx, k.m, 32 * k.consumers, unroll=1):
@@ -141,7 +142,7 @@ class ColumnReductions:
 
     @cute.jit
     def store_row(self, output: cutlass.Constexpr, smem, tensors, m, row, where):
-        """One element of an output that has rows only."""
+        """Store one element of an output without columns."""
         k, view = self.k, output.view
         leaves = [self.row_leaf(i, smem, tensors, m, row, where) for i in output.expression.leaves]
         value = output.expression.evaluate(leaves, k.math)
@@ -150,7 +151,7 @@ class ColumnReductions:
         target[0] = value.to(ELEMENT[k.plan.arguments[view.argument].dtype])
 
     def row_leaf(self, i: int, smem: Any, tensors: Any, m: Any, row: Any, where: Any) -> Any:
-        """A leaf of such an output, as a scalar."""
+        """A leaf of an output without columns, as a scalar."""
         k, plan = self.k, self.k.plan
         if i in self.place:
             return self.row_value(self.place[i], smem, row)

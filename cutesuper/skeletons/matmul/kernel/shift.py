@@ -1,4 +1,5 @@
-"""What helper warps subtract from the rows before anything else: see `skeletons.matmul.shift`.
+"""The shift that helper warps subtract from the rows before anything else: see
+`skeletons.matmul.shift`.
 
 Eight threads read 16 bytes each, an eighth of the row apart, straight from memory while the first
 stages are on their way. All blocks of a cluster read the same, so they agree on the number.
@@ -22,7 +23,7 @@ LANES = 8  # threads that share a row
 
 
 def sample_places(length: int) -> list[int]:
-    """Where the sampled pieces of a row start.
+    """Starts of the sampled pieces of a row.
 
     >>> sample_places(4096)[:3], sample_places(72)
     ([0, 512, 1024], [0, 8, 16, 24, 32, 40, 48, 56])
@@ -36,12 +37,12 @@ class RowShift:
     def __init__(self, side: RowSide) -> None:
         self.side, self.k = side, side.k
         self.shift = self.k.plan.shift
-        #: whether products take the shifted rows
+        #: True if products take the shifted rows
         self.of_products = self.shift is not None and self.shift.products
 
     def fragments(self) -> list[list[cute.Tensor]]:
         """Registers for the sample: for each pass of a thread over the rows, 16 bytes of every
-        tensor; none where nothing is shifted."""
+        tensor; empty without a shift."""
         if self.shift is None:
             return []
         layout, leaves = cute.make_layout(PIECE), self.shift.source.leaves
@@ -52,8 +53,9 @@ class RowShift:
 
     @cute.jit
     def load(self, pieces, tensors, thread, where):
-        """Ask for the sample. Where no kernel before has to be waited for, that is the first thing
-        the helpers do: behind the weights it would wait for 2 us in the queue of the memory."""
+        """Load the sample. If the kernel does not depend on a predecessor, this is the first
+        thing that the helpers do: behind the weights it would wait for 2 us in the queue of the
+        memory."""
         k, plan = self.k, self.k.plan
         tile_m, _, _, batch = where
         last = k.extents.of(plan.row, tensors) - 1
@@ -71,10 +73,10 @@ class RowShift:
 
     @cute.jit
     def sample(self, pieces, tensors, thread, where):
-        """A fragment with one number for each pass of a thread over the rows."""
+        """A fragment with one number (fp32) for each pass of a thread over the rows."""
         found = cute.make_rmem_tensor(cute.make_layout(self.side.passes), Float32)
         if cutlass.const_expr(self.shift is not None and self.k.dependent):
-            # the rows may be what the kernel before writes
+            # the preceding kernel may be writing the rows
             cute.arch.griddepcontrol_wait()
             self.load(pieces, tensors, thread, where)
         for p, registers in enumerate(pieces):
@@ -87,7 +89,7 @@ class RowShift:
         return found
 
     def applied(self, values: dict[int, Any], number: Any, at: Any) -> dict[int, Any]:
-        """The values of one place with the shifted one; zeros past the end of the row."""
+        """The values at one place, including the shifted one; zeros past the end of the row."""
         if self.shift is None:
             return values
         leaves = [values[op] for op in self.shift.source.leaves]

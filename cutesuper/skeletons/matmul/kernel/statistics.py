@@ -34,44 +34,44 @@ if TYPE_CHECKING:
 PIECE = 8  # elements of a 16-byte access
 LANES = CHUNK // PIECE  # threads that share a row
 BATCH = 8  # rows of a thread that are read together
-#: named barrier on which the epilogue waits for the row values (0 is the block's own)
+#: named barrier on which the epilogue waits for the row values (0 is that of the whole block)
 ROW_VALUES_BARRIER = 1
-#: named barrier of the helper warps (2 is the consumers')
+#: named barrier of the helper warps (2 is that of the consumers)
 HELPERS_BARRIER = 3
 
 
 def folded(total: Any, v: Any, op: str) -> Any:
-    """A running sum or maximum, and the elements of a vector."""
+    """Fold the elements of a vector into a running sum or maximum."""
     if op == "max":
         return nan_max(total, v.reduce(cute.ReductionOp.MAX, Float32(NEUTRAL[op]), 0))
     return total + v.reduce(cute.ReductionOp.ADD, Float32(NEUTRAL[op]), 0)
 
 
 class RowSide:
-    """What the helper warps do with the row operand."""
+    """The helper warps' work on the row operand: statistics and prologue."""
 
     def __init__(self, kernel: MatmulKernel) -> None:
         self.k = kernel
         plan = kernel.plan
         #: rows in one pass of the helper warps
         self.height = max(1, plan.helpers * 32 // LANES)
-        # blocks that share a row tile reduce a part of its rows each, unless each has to compute
+        # blocks that share a row tile each reduce a part of its rows, unless each has to compute
         # the operand in its own shared memory anyway
         self.split = kernel.sharing.active and plan.prologue is None
         self.rows = kernel.sharing.rows if self.split else kernel.m
         self.passes = -(-self.rows // self.height)
-        #: blocks that one row's statistics go to, and the parts of them that a block receives
+        #: number of blocks that receive one row's statistics, and of parts that a block receives
         self.receivers = kernel.sharing.blocks if self.split else kernel.cluster
         extent = plan.program.dims[plan.contracted]
         covered = plan.program.covered(plan.contracted)
         self.extent = extent
         self.ragged = covered != extent
         self.shift = RowShift(self)
-        # numbers to subtract take registers too: 120 bytes of stack with 8 rows of 256x128 tiles
+        # shifts take registers too: 120 bytes of stack with 8 rows of 256x128 tiles
         self.batch = BATCH if plan.shift is None else 1
 
     def needs_mask(self, e: ThreadExpression, neutral: float) -> bool:
-        """Whether the zeros that pad the last tile would change the result."""
+        """True if the zeros that pad the last tile would change the result."""
         if not self.ragged:
             return False
         try:
@@ -81,7 +81,7 @@ class RowSide:
 
     @cute.jit
     def run(self, smem, tensors, thread, lane, where, pieces):
-        """The statistics of all tiles of this block."""
+        """Compute the statistics of all tiles of this block."""
         stage, phase, turn = Int32(0), Int32(0), Int32(0)
         rank = where[2]
         shifts = self.shift.sample(pieces, tensors, thread, where)
@@ -100,8 +100,9 @@ class RowSide:
 
     @cute.jit
     def tile(self, smem, thread, lane, rank, stage, phase, turn, fresh, shifts):
-        """Read every stage once; then reduce over the cluster and compute the row values. Without
-        a prologue there is nothing to do where the tile before had the same rows."""
+        """Read every stage once; then reduce over the cluster and compute the row values. Without a
+        prologue there is nothing to do if the previous tile had the same rows (``fresh`` false).
+        Return the next stage and its phase (Int32)."""
         k, plan = self.k, self.k.plan
         if cutlass.const_expr(plan.prologue is not None):
             fresh = True
@@ -121,12 +122,12 @@ class RowSide:
             cute.arch.mbarrier_wait(smem["full"] + stage, phase)
             depth = (rank * k.iterations + i) * k.k
             row = thread // LANES
-            # fewer rows than one pass has: the rest has nothing to read
+            # with fewer rows than one pass covers, the remaining threads have nothing to read
             if fresh and row < self.rows:
                 self.read_rows(smem, totals, shifts, first + row, thread % LANES, stage, depth)
             self.k.vectors.write(smem, thread, stage, depth)
             if cutlass.const_expr(plan.rewrites):
-                # the tensor cores read what ordinary stores have just written
+                # the tensor cores read the results of ordinary stores
                 release_warp(smem["ready"] + stage, lane)
             fence_reads()
             self.k.sharing.release(smem["empty"] + stage, lane)
@@ -148,7 +149,7 @@ class RowSide:
 
     @cute.jit
     def read_rows(self, smem, totals, shifts, row, lane8, stage, depth):
-        """A thread's rows of one stage: add to the statistics, apply the prologue."""
+        """Process a thread's rows of one stage: add to the statistics, apply the prologue."""
         k = self.k
         place = (lane8 ^ (row % 8)) * PIECE  # the same for all rows, which are 8 or 16 apart
         # short loops are unrolled whole, so that their reads are all in flight together
@@ -161,8 +162,8 @@ class RowSide:
                 places = [offset + p * (self.height * CHUNK) for p in batch]
                 rows = [self.pieces(smem["rows"], list(k.plan.rows), x) for x in places]
                 if cutlass.const_expr(len(rows) > 1):
-                    # without it the compiler issues every read just before its use: 16 rows of a
-                    # thread took about 1500 cycles, more than the products of 256x128x64
+                    # without this fence the compiler issues every read just before its use: 16 rows
+                    # of a thread took about 1500 cycles, more than the products of 256x128x64
                     cute.arch.fence_acq_rel_cta()
                 for p, loaded, x in zip(batch, rows, places, strict=True):
                     pieces = {**loaded, **vectors}
@@ -176,7 +177,7 @@ class RowSide:
                         self.rewrite(smem, values, x, depth + at)
 
     def pieces(self, rings: list[Any], ops: list[int], offset: Any) -> dict[int, Any]:
-        """16 bytes of every ring at this thread's place, by the operation that is staged there."""
+        """16 bytes of every ring at this thread's place, by the operation staged in the ring."""
         return {op: self.piece(ring, offset) for op, ring in zip(ops, rings, strict=True)}
 
     def piece(self, ring: cute.Tensor, offset: Any) -> cute.Tensor:
@@ -185,9 +186,9 @@ class RowSide:
         return register
 
     def linear(self, ring: cute.Tensor, offset: Any) -> cute.Tensor:
-        """Eight elements of a ring by byte order, whatever its swizzle."""
+        """View of eight elements of a ring by byte order, whatever its swizzle."""
         pointer = cute.recast_ptr(ring.iterator, dtype=self.k.dtype)
-        # assumed: `align` rounds the address, two instructions for each piece
+        # `assume`, because `align` rounds the address: two instructions for each piece
         return cute.make_tensor(pointer + cute.assume(offset, divby=PIECE), cute.make_layout(PIECE))
 
     @cute.jit
@@ -202,7 +203,7 @@ class RowSide:
 
     @cute.jit
     def rewrite(self, smem, values, offset, at):
-        """Replace eight elements of the row operand by what the products take."""
+        """Replace eight elements of the row operand by the operand of the products."""
         prologue = self.k.plan.prologue
         v = prologue.evaluate([values[op] for op in prologue.leaves], self.k.math)
         if cutlass.const_expr(self.needs_mask(prologue, 0.0)):
@@ -212,7 +213,7 @@ class RowSide:
         cute.autovec_copy(register, self.linear(smem["rows"][0], offset))
 
     def inside(self, at: Any) -> Any:
-        """Which of eight elements lie before the end of the contracted label."""
+        """Predicates of eight elements: true before the end of the contracted label."""
         index = cute.make_rmem_tensor(cute.make_layout(PIECE), Int32)
         for e in range(PIECE):
             index[e] = at + e
@@ -241,7 +242,7 @@ class RowSide:
 
     @cute.jit
     def row_values(self, smem, thread, turn):
-        """Row scalars of the epilogue, each once: thread i computes row i."""
+        """Compute the row scalars of the epilogue, each once: thread i computes row i."""
         k, plan = self.k, self.k.plan
         if cutlass.const_expr(self.receivers > 1):
             cute.arch.mbarrier_wait(smem["reduced"], turn)

@@ -1,8 +1,9 @@
-"""Products after the loop: accumulators go back to shared memory as a row operand.
+"""Products after the mainloop: accumulators go back to shared memory as a row operand.
 
 ``X W + (X A) B``: the loop accumulates X W and H = X A; here H is rounded to the operands' type,
-written as a tile ``[row, hidden]`` and multiplied with B, whose tile waits in shared memory. Where
-a cluster shares the loop, every block does so with its part of H (the product is linear in it).
+written as a tile ``[row, hidden]`` and multiplied by B, whose tile waits in shared memory. If a
+cluster shares the loop (split-K), every block does this with its part of H (the product is linear
+in it).
 """
 
 from __future__ import annotations
@@ -22,20 +23,21 @@ if TYPE_CHECKING:
 
 
 class Tails:
-    """The products after the loop of one kernel."""
+    """The products after the mainloop of one kernel."""
 
     def __init__(self, kernel: MatmulKernel) -> None:
         self.k = kernel
         self.tails = kernel.plan.tails
         finals = kernel.plan.finals
         self.targets = [finals[t.final] for t in self.tails]
-        #: those whose row operand the loop accumulates
+        #: tails whose row operand the loop accumulates
         self.multiplied = [t for t in self.tails if t.products]
-        #: row operands that bulk loads bring, by product
+        #: row operands loaded by TMA, by product
         self.loaded = {t: v for t, x in enumerate(self.tails) if (v := kernel.plan.loaded(x))}
 
     def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
-        """Shared memory: rings of the hidden column operands, and both operands of each product."""
+        """Allocate shared memory: rings of the hidden column operands, and both operands of each
+        product."""
         k = self.k
         smem["inner"], smem["inner_read"] = [], []
         for g in k.inner:
@@ -55,7 +57,7 @@ class Tails:
     # -------------------------------------------------------------------------------- producer
 
     def row_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
-        """Atoms of the row operands that are tensors in memory, one chunk a box."""
+        """TMA atoms of the row operands that are tensors in memory, one chunk per box."""
         k = self.k
         layout = cute.slice_(k.row_layout(k.m, 1), (None, None, 0))
         return [
@@ -65,7 +67,7 @@ class Tails:
 
     @cute.jit
     def load_operands(self, atoms, sources, slots, smem, where, early: cutlass.Constexpr):
-        """Bulk loads of the operands of the products after the loop: columns, then rows."""
+        """Load the operands of the products after the loop: columns, then rows."""
         k = self.k
         if cutlass.const_expr(early):
             total = sum(g.boxes * COLUMN_BLOCK * g.depth * 2 for g in k.after)
@@ -107,7 +109,7 @@ class Tails:
         self, mmas: list[cute.TiledMma], inner: Any, smem: dict[str, Any], b: cute.Tensor,
         stage: Any, kk: int, group: Any,
     ) -> None:
-        """One step of 16 of the loop, for the products along hidden labels."""
+        """Issue one k-step of 16 of the loop, for the products along hidden labels."""
         k = self.k
         for t, (tail, mma) in enumerate(zip(self.multiplied, mmas, strict=True)):
             a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["inner_read"][t]))
@@ -121,14 +123,14 @@ class Tails:
 
     @cute.jit
     def run(self, mmas, accumulators, inner, smem, tensors, warp, lane, where):
-        """Write every row operand, then multiply."""
+        """Write every row operand, then multiply; parameters as in `Epilogue`."""
         k = self.k
         for t in cutlass.range_constexpr(len(self.tails)):
             if cutlass.const_expr(t not in self.loaded):
                 looped = bool(self.tails[t].products)
                 fragments = inner[self.multiplied.index(self.tails[t])] if looped else []
                 self.write(t, fragments, smem, tensors, warp, lane, where)
-        # the tensor cores read what ordinary stores have just written
+        # the tensor cores read the results of ordinary stores
         cute.arch.fence_proxy("async.shared", space="cta")
         k.epilogue.consumers_meet()
         cute.arch.mbarrier_wait(smem["after_full"], 0)
@@ -143,7 +145,7 @@ class Tails:
 
     @cute.jit
     def multiply(self, t: cutlass.Constexpr, mmas, accumulators, smem, warp):
-        """One product after the loop."""
+        """Multiply one product after the loop."""
         k, mma = self.k, mmas[t]
         mma.set(warpgroup.Field.ACCUMULATE, True)
         a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["after"][t]))
@@ -172,7 +174,7 @@ class Tails:
     @cute.jit
     def write_column(self, t: cutlass.Constexpr, places: cutlass.Constexpr, sums, column, smem,
                      tensors, quarter, where):
-        """One column of a row operand; zeros past the end of the hidden label."""
+        """Write one column of a row operand; zeros past the end of the hidden label."""
         register = cute.make_rmem_tensor(
             cute.make_layout(self.k.epilogue.values), self.k.dtype
         )
@@ -187,7 +189,7 @@ class Tails:
     @cute.jit
     def evaluate(self, t: cutlass.Constexpr, register, places: cutlass.Constexpr, sums, column,
                  smem, tensors, quarter, where):
-        """The source of a product on one column, rounded to the operands' type."""
+        """Evaluate the source of a product on one column, rounded to the operands' type."""
         k, tail = self.k, self.tails[t]
         leaves = [
             k.epilogue.leaf(i, places, sums, smem, tensors, column, tail.hidden, where, quarter)

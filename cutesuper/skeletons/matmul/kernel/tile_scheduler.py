@@ -1,8 +1,8 @@
-"""Which tiles a block computes: its own one, or a run of them.
+"""Assignment of tiles to blocks: one tile each, or a run of tiles (persistent blocks).
 
-Blocks that walk take neighbouring tiles along the columns, so that most of them need the same rows
+Persistent blocks take neighbouring tiles along the columns, so that most of them need the same rows
 as the tile before, whose statistics are known. Groups of 8 row tiles that are walked column by
-column need fewer tiles at a time, and took as long: 218.8 us at 4096x4096x4096, runs 216.6.
+column need fewer tiles at a time, but took as long: 218.8 us at 4096x4096x4096, runs 216.6.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Walk:
         self.clusters = s.persistent // s.share_rows
 
     def columns(self, tensors: list[cute.Tensor]) -> Any:
-        """Steps along the columns, each of a cluster's tiles."""
+        """Number of steps along the columns; each covers a cluster's tiles."""
         k = self.k
         return cute.ceil_div(k.extents.of(k.plan.column, tensors), k.n * k.sharing.blocks)
 
     def rows(self, tensors: list[cute.Tensor]) -> Any:
-        """Row tiles."""
+        """Number of row tiles."""
         return cute.ceil_div(self.k.extents.of(self.k.plan.row, tensors), self.k.m)
 
     @cute.jit
     def run(self, tensors):
-        """The steps of this block's cluster: first, end."""
+        """Range of steps of this block's cluster: first, end."""
         k = self.k
         total = Int32(self.columns(tensors) * self.rows(tensors))
         for label in k.plan.batch:
@@ -56,5 +56,5 @@ class Walk:
 
     @cute.jit
     def fresh(self, step, first, tensors):
-        """Whether the tile of a step has other rows than the one before it in this run."""
+        """True if the tile of a step has other rows than the tile before it in this run."""
         return step == first or step % self.columns(tensors) == 0

@@ -1,8 +1,8 @@
-"""Tiles leave through bulk stores: pieces of 32 rows and 64 columns, two of a warpgroup in flight.
+"""TMA stores of tiles: pieces of 32 rows and 64 columns, two per warpgroup in flight.
 
-An accumulator fragment holds the tile transposed (columns are the first side of the instruction),
-so it is transposed while it is written to shared memory, 8x8 elements at a time. The bulk store
-clips what lies outside of the tensor.
+An accumulator fragment holds the tile transposed (columns are the M side of the WGMMA), so it is
+transposed while it is written to shared memory, 8x8 elements at a time. The TMA store clips the
+elements that lie outside of the tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cutesuper.skeletons.matmul.tiles import STORE_BUFFERS, STORE_COLUMNS, STORE
 if TYPE_CHECKING:
     from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel
 
-#: named barriers of the consumer warpgroups, this one and those after it
+#: first named barrier of the consumer warpgroups; each has its own
 WARPGROUP_BARRIER = 4
 #: accumulators of one thread and column in a piece
 VALUES = STORE_ROWS // 4
@@ -31,18 +31,18 @@ PIECE_ELEMENTS = STORE_ROWS * STORE_COLUMNS
 
 
 class TileStore:
-    """From accumulators to memory, a piece at a time, each warpgroup on its own."""
+    """The path from accumulators to memory, one piece at a time, each warpgroup on its own."""
 
     def __init__(self, kernel: MatmulKernel) -> None:
         self.k = kernel
         self.active = kernel.plan.schedule.bulk_store
-        #: bulk stores, one for each output
+        #: TMA stores, one for each output
         self.count = len(kernel.plan.outputs) if self.active else 0
 
     # ------------------------------------------------------------------------------------ host
 
     def layout(self) -> cute.ComposedLayout:
-        """The pieces of all warpgroups, swizzled."""
+        """Layout of the pieces of all warpgroups, swizzled."""
         k = self.k
         return sm90.make_smem_layout_b(
             LayoutEnum.ROW_MAJOR, (STORE_COLUMNS, STORE_ROWS, STORE_COLUMNS), k.dtype,
@@ -50,7 +50,7 @@ class TileStore:
         )
 
     def atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
-        """A bulk store for every output."""
+        """A TMA store for every output."""
         if not self.active:
             return []
         plan, tile = self.k.plan, (STORE_ROWS, STORE_COLUMNS)
@@ -65,13 +65,13 @@ class TileStore:
     # ---------------------------------------------------------------------------------- device
 
     def allocate(self, alloc: Any) -> Any:
-        """Shared memory of the pieces."""
+        """Allocate shared memory for the pieces."""
         if not self.active:
             return None
         return operand(alloc, self.k.dtype, self.layout())
 
     def partition(self, atoms: list[Any], coords: list[Any], smem: dict[str, Any]) -> list[Any]:
-        """For every output the atom, the pieces' slots and the tensor's pieces."""
+        """For every output: the atom, the pieces' slots and the tensor's pieces."""
         tile, found = (STORE_ROWS, STORE_COLUMNS), []
         for atom, coord in zip(atoms, coords, strict=True):
             pieces = cute.local_tile(coord, tile, (None,) * cute.rank(coord))
@@ -81,7 +81,7 @@ class TileStore:
 
     @cute.jit
     def run(self, accumulators, smem, tensors, warp, lane, where, outs):
-        """All pieces of a tile."""
+        """Store all pieces of a tile."""
         k = self.k
         tile_m, tile_n, _, batch = where
         group, count = warp // 4, 0
@@ -105,7 +105,7 @@ class TileStore:
 
     @cute.jit
     def send(self, atom, source, target, warp):
-        """Start to store a piece that all warps of the warpgroup have written."""
+        """Start the TMA store of a piece that all warps of the warpgroup have written."""
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet(warp // 4)
         if warp % 4 == 0:
@@ -114,26 +114,26 @@ class TileStore:
 
     @cute.jit
     def wait_for_buffer(self, warp):
-        """Until the piece before the last one has left its buffer."""
+        """Wait until the piece before the last one has left its buffer."""
         if warp % 4 == 0:
             cute.arch.cp_async_bulk_wait_group(STORE_BUFFERS - 1, read=True)
         self.meet(warp // 4)
 
     @cute.jit
     def meet(self, group):
-        """Barrier of a consumer warpgroup."""
+        """Wait for all warps of a consumer warpgroup at its barrier."""
         cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + group, number_of_threads=128)
 
     @cute.jit
     def drain(self):
-        """Until all pieces have left shared memory, which ends with the block."""
+        """Wait until all pieces have left shared memory, which ends with the block."""
         if cutlass.const_expr(self.active):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
     def write(self, sums, smem, tensors, warp, lane, where, block, p: cutlass.Constexpr,
               o: cutlass.Constexpr, buffer):
-        """Apply an output's expression to a piece and put it into its buffer."""
+        """Apply an output's expression to a piece and write it to its buffer."""
         k, output = self.k, self.k.plan.outputs[o]
         dtype = ELEMENT[k.plan.arguments[output.view.argument].dtype]
         tile_n = where[1]
@@ -166,7 +166,8 @@ class TileStore:
 
     @cute.jit
     def transpose(self, words, smem, warp, lane, buffer, dtype: cutlass.Constexpr):
-        """Write a piece row by row; lane ``8 i + r`` says where row ``r`` of block ``i`` goes."""
+        """Write a piece row by row; lane ``8 i + r`` gives the address of row ``r`` of block
+        ``i``."""
         atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(True, 4), dtype)
         base = cute.recast_ptr(smem["pieces"].iterator, dtype=dtype) + buffer * PIECE_ELEMENTS
         row = lane % 8

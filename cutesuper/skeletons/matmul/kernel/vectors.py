@@ -1,9 +1,10 @@
-"""The tile of vectors of the matmul loop: who writes it, multiplies it, and reads its results.
+"""Products of vectors in the matmul loop: an extra tile of vectors, its writers, multipliers and
+readers.
 
-A stage has one more K-major tile of 8 rows with the 128-byte swizzle, the vectors in its first
-rows; what is left of it is never read back, as the rows of a product do not mix. An instruction
-of 8 rows multiplies it, after that of the row operand and by the same tile of the column operand.
-In its fragment row ``2 q + e`` of a column belongs to lane quarter q.
+A stage has one more K-major tile of 8 rows with the 128-byte swizzle, whose first rows are the
+vectors; the remaining rows are never read back, as the rows of a product do not mix. A WGMMA of 8
+rows multiplies it, after that of the row operand and by the same tile of the column operand. In its
+fragment row ``2 q + e`` of a column belongs to lane quarter q.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ PIECE = 8  # elements of a 16-byte access
 
 
 class VectorTile:
-    """Products of vectors; all methods do nothing for a plan without any."""
+    """The tile of vectors and its products; all methods do nothing for a plan without any."""
 
     def __init__(self, kernel: MatmulKernel) -> None:
         self.k = kernel
@@ -35,13 +36,13 @@ class VectorTile:
         self.rows = plan.vector_rows
         self.pairs = plan.vector_pairs
         weights = list(plan.columns)
-        #: indices of the column operands that are multiplied, in the order of their accumulators
+        #: indices of the column operands to be multiplied, in the order of their accumulators
         self.weights = [weights.index(op) for op in plan.vector_columns]
         self.products = [(plan.vector_columns.index(p.column), p.vector)
                          for p in plan.vector_products]
 
     def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
-        """Shared memory: one slot for each chunk of each stage."""
+        """Allocate shared memory: one slot for each chunk of each stage."""
         k = self.k
         if self.rows:
             layout = k.row_layout(MAX_VECTORS, k.stages * k.chunks)
@@ -51,7 +52,7 @@ class VectorTile:
 
     @cute.jit
     def write(self, smem, thread, stage, depth):
-        """Fill one stage's tile; a warp writes a vector."""
+        """Fill one stage's tile; each warp writes one vector."""
         k = self.k
         warp, lane = thread // 32, thread % 32
         pieces = k.k // PIECE
@@ -65,7 +66,7 @@ class VectorTile:
     @cute.jit
     def write_piece(self, smem, j: cutlass.Constexpr, vector: cutlass.Constexpr, piece, stage,
                     depth):
-        """Eight elements of a vector, to their swizzled place."""
+        """Write eight elements of a vector to their swizzled place."""
         k = self.k
         chunk, place = piece // (CHUNK // PIECE), (piece % (CHUNK // PIECE)) ^ j
         offset = ((stage * k.chunks + chunk) * MAX_VECTORS + j) * CHUNK + place * PIECE
@@ -116,13 +117,13 @@ class VectorTile:
         return found
 
     def spread(self, value: Any) -> Any:
-        """One value for all rows."""
+        """A fragment with one value for all rows."""
         out = cute.make_rmem_tensor(cute.make_layout(self.k.epilogue.values), Float32)
         out.fill(value)
         return out.load()
 
     def slot(self, source: Any, w: int, column: Any) -> Any:
-        """Where a peer's partial sums for one column lie, after those of the rows."""
+        """Offset of a peer's partial sums for one column, behind those of the rows."""
         k = self.k
         before = k.m * k.n * k.epilogue.results
         columns = k.epilogue.columns
@@ -153,10 +154,10 @@ class VectorTile:
 
 @dataclass(frozen=True)
 class VectorConsumer:
-    """What a consumer warpgroup needs for the products of vectors; nothing without any.
+    """State of a consumer warpgroup for the products of vectors; empty without any.
 
     Attributes:
-        tile: whose products.
+        tile: the tile of vectors.
         mma: the instruction.
         operands: fragments of the column operands and of the vectors.
         accumulators: for each column operand one fragment for each block of 64 columns.
@@ -168,7 +169,7 @@ class VectorConsumer:
     accumulators: list[list[cute.Tensor]]
 
     def multiply(self, w: int, i: int, kk: int, slot: Any, stage: Any) -> None:
-        """One instruction for column operand ``w``: 64 columns, 16 deep."""
+        """Issue one WGMMA for column operand ``w``: 64 columns, 16 deep."""
         if w not in self.tile.weights:
             return
         a, b = self.operands

@@ -1,12 +1,13 @@
-"""How reductions along a row travel: shuffles, then slots of all warps and blocks that share it.
+"""Exchange of row reductions: shuffles, then slots shared by all warps and blocks of a row.
 
 Every warp writes (or, in a cluster, sends to every block) one value for each reduction and row, and
-everybody adds up all of them in the same order. In larger clusters the warps of a block meet first,
-and one of them sends what the block has: 8 blocks of 16 warps would send 128 values to each block,
-which 512 threads would all add up (a third of the instructions of LayerNorm's backward pass).
+every warp adds up all of them in the same order. In larger clusters the warps of a block are
+combined first, and one of them sends the block's value: 8 blocks of 16 warps would send 128 values
+to each block, which 512 threads would all add up (a third of the instructions of LayerNorm's
+backward pass).
 
-There are two sets of slots, for even and odd tiles, so one barrier a level does: who writes a set
-again has passed the barrier in between.
+There are two sets of slots, for even and odd tiles, so one barrier per level suffices: a warp that
+writes a set again has passed the barrier in between.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Exchange:
-    """Completes the reductions of a level."""
+    """The steps that complete the reductions of a level."""
 
     def __init__(self, kernel: RowLoopKernel) -> None:
         self.k = kernel
@@ -33,14 +34,16 @@ class Exchange:
         self.warps = plan.warps_per_row
         self.senders = plan.senders
         counts = [len(level.reductions) for level in plan.levels]
-        #: slots before those of each level, in values of rows
+        #: number of slots before those of each level, in values of rows
         self.before = [sum(counts[:n]) for n in range(len(counts))]
-        #: slots of a set: of the warps of this block, where they meet first, behind those of all
+        #: slots of a set; the slots of this block's warps, if combined first, follow those of the
+        #: cluster
         self.each = plan.slots // 2
 
     @cute.jit
     def start_barriers(self, smem, tidx):
-        """One barrier for each level and set of slots, which counts what a cluster sends."""
+        """Initialise one barrier for each level and set of slots; it counts the values sent by the
+        cluster."""
         if cutlass.const_expr(self.plan.cluster > 1):
             if tidx == 0:
                 for n in cutlass.range_constexpr(2 * len(self.plan.levels)):
@@ -61,8 +64,8 @@ class Exchange:
 
     def meet(self, n: int, it: Any, partial: dict[tuple[int, int], Any], smem: dict[str, Any],
              place: dict[str, Any]) -> dict[tuple[int, int], Any]:
-        """Hand over what this warp has of every reduction of level n and row; when it returns,
-        everybody in the block has, and has read its tile."""
+        """Hand over this warp's part of every reduction of level n and row; after it returns, all
+        warps of the block have done so, and have read their tile."""
         plan, k = self.plan, self.k
         reduced = {key: self.warp(k.kind(key[0]), x) for key, x in partial.items()}
         warp = (place["lane"] // 32) % self.warps
@@ -86,7 +89,7 @@ class Exchange:
     @cute.jit
     def send_block(self, n: cutlass.Constexpr, i: cutlass.Constexpr, r: cutlass.Constexpr, it,
                    mine, smem, place):
-        """What all warps of this block have, to all blocks, by one warp."""
+        """Send the combined values of this block's warps to all blocks; called by one warp."""
         if mine:
             kind = self.k.kind(i)
             x = self.add(kind, self.block_slot(n, i, r, it, smem, place), self.warps)
@@ -116,30 +119,30 @@ class Exchange:
 
     def slot(self, n: int, i: int, r: int, it: Any, smem: dict[str, Any],
              place: dict[str, Any]) -> cute.Pointer:
-        """Where the values of a reduction and row are."""
+        """Slots for the values of a reduction and row."""
         at = self.value_of(n, i, r, place) * self.senders
         return smem["slots"] + ((it % 2) * self.each + at)
 
     def block_slot(self, n: int, i: int, r: int, it: Any, smem: dict[str, Any],
                    place: dict[str, Any]) -> cute.Pointer:
-        """The same of the warps of this block, which only they write."""
+        """Slots for the values of this block's warps, written only by them."""
         at = self.plan.sent_slots + self.value_of(n, i, r, place) * self.warps
         return smem["slots"] + ((it % 2) * self.each + at)
 
     def value_of(self, n: int, i: int, r: int, place: dict[str, Any]) -> Any:
-        """The number of a reduction and row."""
+        """Index of a reduction and row."""
         index = self.before[n] + self.plan.levels[n].reductions.index(i)
         return index * self.plan.tile_rows + place["group"] * self.plan.schedule.depth + r
 
     @cute.jit
     def put(self, slot, value, place):
-        """A warp's value."""
+        """Write a warp's value."""
         if place["lane"] % 32 == 0:
             cute.make_tensor(slot, cute.make_layout(1))[0] = value
 
     @cute.jit
     def send(self, slot, value, n: cutlass.Constexpr, it, smem, place):
-        """A warp's value, to all blocks of the cluster: each lane has a receiver."""
+        """Send a warp's value to all blocks of the cluster: each lane has a receiver."""
         peer = place["thread"] % 32
         sends = peer < self.plan.cluster
         if cutlass.const_expr(self.k.lanes < 32):
@@ -150,7 +153,7 @@ class Exchange:
             push(slot, (float_bits(value),), smem["reduced"] + (2 * n + it % 2), peer)
 
     def add(self, kind: str, slot: cute.Pointer, count: int) -> Any:
-        """Combine ``count`` values, in their order."""
+        """Combine ``count`` values (fp32) in their order."""
         wide = next(n for n in (4, 2, 1) if count % n == 0)
         registers = cute.make_rmem_tensor(cute.make_layout(count), Float32)
         for s in range(0, count, wide):

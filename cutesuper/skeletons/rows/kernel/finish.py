@@ -1,8 +1,8 @@
-"""The end of a row loop: sums over rows that every block has a part of.
+"""The end of a row loop: sums over rows, of which every block has a part.
 
-Every block leaves its sums in device memory and meets all others there; then each block adds up
-some columns, in the order of the parts, so that results are the same bits every time. Meeting takes
-1.6 us at 4096x4096; one block that adds everything up takes 13.
+Every block leaves its sums in device memory and waits for all others; then each block adds up some
+columns, in the order of the parts, so that results are the same bits every time. The wait takes 1.6
+us at 4096x4096; one block that adds everything up takes 13.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IN_FLIGHT = 8
 
 
 class Finish:
-    """Completes sums over rows."""
+    """The steps that complete sums over rows."""
 
     def __init__(self, kernel: RowLoopKernel) -> None:
         self.k = kernel
@@ -39,15 +39,15 @@ class Finish:
         self.groups = plan.schedule.groups
         #: 16-byte items of a slice, of all sums
         self.items = len(plan.sums) * (plan.slice_columns // ITEM) if plan.sums else 0
-        #: threads side by side; the others take other parts of the same items
+        #: threads side by side; the other threads take other parts of the same items
         self.across = min(plan.threads, power_of_two(max(1, self.items)))
         self.down = plan.threads // self.across
-        #: of which warps leave one each
+        #: partial results left for each item, one by each warp that has it
         self.rows_left = plan.threads // max(32, self.across)
 
     @cute.jit
     def leave_all(self, sums, smem, scratch, place):
-        """From the registers of this block to device memory, and say so."""
+        """Write the sums of this block from registers to device memory, and signal the others."""
         partials, counter = scratch
         memory = cute.recast_ptr(smem["ring"], dtype=Float32)
         for s in cutlass.range_constexpr(len(self.plan.sums)):
@@ -77,14 +77,14 @@ class Finish:
     # ---------------------------------------------------------------------------------- every block
 
     def part_of(self, unit: Any, part: Any, s: int, partials: cute.Tensor) -> cute.Pointer:
-        """Where a partial result begins."""
+        """Pointer to a partial result."""
         plan = self.plan
         index = (unit * plan.partials + part) * len(plan.sums) + s
         return partials.iterator + index * plan.pitch
 
     def as_columns(self, acc: cute.Tensor, op: str, place: dict[str, Any]) -> list[cute.Tensor]:
-        """A value of rows as column 0 of rows: that of the group's first thread, in the first block
-        of the cluster."""
+        """Place a value of rows in column 0 of a row of columns: the value of the group's first
+        thread, in the first block of the cluster."""
         k, found = self.k, []
         for p in range(k.chunks // k.piece):
             fragment = cute.make_rmem_tensor(cute.make_layout((k.vector, k.piece)), Float32)
@@ -97,7 +97,7 @@ class Finish:
 
     @cute.jit
     def leave(self, s: cutlass.Constexpr, acc, memory, partials, place):
-        """Write this block's sum, that of all its groups together."""
+        """Write this block's sum, combined over all its groups."""
         plan = self.plan
         target = self.part_of(*self.unit_and_part(place), s, partials)
         target = target + place["part"] * plan.covered
@@ -117,7 +117,7 @@ class Finish:
                 self.put(values, target + item * ITEM)
 
     def write(self, acc: list[cute.Tensor], target: cute.Pointer, first: Any) -> None:
-        """All of a thread's columns."""
+        """Write all of a thread's columns."""
         k = self.k
         for p, fragment in enumerate(acc):
             for c in range(k.piece):
@@ -128,7 +128,7 @@ class Finish:
                     cute.autovec_copy(own, cute.make_tensor(at, cute.make_layout(wide)))
 
     def unit_and_part(self, place: dict[str, Any]) -> tuple[Any, Any]:
-        """Which result a block has a part of, and which part."""
+        """Index of the result that a block contributes to, and of its part."""
         plan = self.plan
         unit: Any = Int32(0)
         part: Any = Int32(0)
@@ -142,11 +142,11 @@ class Finish:
 
     @cute.jit
     def meet(self, counter, place):
-        """Wait until all blocks are here: one of them has taken from the counter what the others
-        add, so it is 0 again when all have come, and not before.
+        """Wait until all blocks have arrived: one of them has subtracted from the counter the
+        number that the others add, so it is 0 again when all have arrived, and not before.
 
-        Nobody has to count who has gone on, which each block would wait for, a way to L2 and back.
-        All blocks are resident: the launch is cooperative.
+        No second count of the blocks that have left is needed, which would cost each block a round
+        trip to L2. All blocks are resident: the launch is cooperative.
         """
         if place["thread"] == 0:
             missing = Int32(1)
@@ -159,7 +159,8 @@ class Finish:
 
     @cute.jit
     def add_slice(self, unit, column, memory, partials, tensors, place):
-        """Add up the parts of some columns, then apply and store what follows."""
+        """Add up the parts of some columns, then apply and store the operations that follow the
+        sums."""
         plan = self.plan
         x, y = place["thread"] % self.across, place["thread"] // self.across
         totals, partial = memory, memory + len(plan.sums) * plan.slice_columns
@@ -190,18 +191,19 @@ class Finish:
         cute.arch.sync_threads()
 
     def add_rows(self, partial: cute.Pointer, item: Any, total: cute.Pointer) -> None:
-        """Combine what the warps have left of an item."""
+        """Combine the partial results of the warps for an item."""
         values = self.get(partial)
         for n in range(1, self.rows_left):
             self.merge(values, self.get(partial + n * self.across * ITEM), item)
         self.put(values, total)
 
     def row_of(self, place: dict[str, Any]) -> Any:
-        """Which of the rows of partial sums a thread writes: a warp's lanes have met before."""
+        """Index of a thread's row of partial sums: the lanes of a warp have been combined
+        before."""
         return place["thread"] // max(32, self.across)
 
     def neighbour(self, values: cute.Tensor, distance: int) -> cute.Tensor:
-        """What the lane at some distance has."""
+        """The value of the lane at some distance."""
         other = cute.make_rmem_tensor(cute.make_layout(ITEM), Float32)
         for e in range(ITEM):
             other[e] = cute.arch.shuffle_sync_bfly(values[e], distance)
@@ -209,7 +211,7 @@ class Finish:
 
     @cute.jit
     def add_item(self, unit, column, item, y, partials):
-        """This thread's parts of 4 columns of one sum."""
+        """Add this thread's parts of 4 columns of one sum."""
         plan = self.plan
         quads = plan.slice_columns // ITEM
         s, quad = item // quads, item % quads
@@ -226,13 +228,13 @@ class Finish:
         where = at // plan.width * plan.covered + at % plan.width
         each = len(plan.sums) * plan.pitch
         base = self.part_of(unit, 0, 0, partials) + (s * plan.pitch + where)
-        # several loads are in flight: one after the other they take 0.7 us each
+        # several loads are in flight: one after the other they would take 0.7 us each
         ahead = min(IN_FLIGHT, ceil_div(plan.partials, self.down))
         for first in cutlass.range(y, plan.partials, self.down * ahead, unroll=1):
             found = []
             for n in cutlass.range_constexpr(ahead):
                 found.append(self.get_inside(base, first + n * self.down, each, neutral))
-            # in pairs: rounded 4 times at most in place of 8
+            # in pairs: at most 4 roundings in place of 8
             distance = 1
             while cutlass.const_expr(distance < ahead):
                 for n in cutlass.range_constexpr(0, ahead - distance, 2 * distance):
@@ -242,8 +244,8 @@ class Finish:
         return values
 
     def get_inside(self, base: Any, part: Any, each: int, neutral: Any) -> cute.Tensor:
-        """4 values of a part, if there is one; a branch for each load would put them on the
-        stack."""
+        """Read 4 values of a part, neutral if there is no such part; a branch for each load would
+        put them on the stack."""
         last = self.plan.partials - 1
         values = self.get(base + cutlass.min(part, last) * each)
         for e in range(ITEM):
@@ -269,7 +271,7 @@ class Finish:
 
     @cute.jit
     def finish_quad(self, unit, column, quad, totals, tensors):
-        """Apply what follows the sums to 4 columns, and store them."""
+        """Apply the operations that follow the sums to 4 columns, and store them."""
         plan = self.plan
         outer = unravel(unit, {d: plan.program.dims[d] for d in plan.kept_outer})
         known = {}
@@ -295,7 +297,7 @@ class Finish:
         return values / Float32(count)  # rounded once; there are few of them
 
     def in_loop(self) -> set[int]:
-        """Stores that every tile makes."""
+        """Stores executed in every tile."""
         return {i for level in self.plan.levels for i in level.stores}
 
     def value(self, i: int, known: dict[int, Any], first: Any, outer: dict[str, Any],
@@ -312,7 +314,7 @@ class Finish:
 
     @cute.jit
     def load(self, i: cutlass.Constexpr, first, outer, tensors):
-        """4 columns of a load, or a number."""
+        """Load 4 columns, or a number."""
         plan, view = self.plan, self.plan.loads[i]
         base = tensors[view.argument].iterator + self.offset(view, first, outer)
         if cutlass.const_expr(plan.column not in view.labels):
@@ -330,14 +332,14 @@ class Finish:
 
     def offset(self, view: Any, first: Any, outer: dict[str, Any]) -> Any:
         """Offset in elements of the first column."""
-        at = first * view.stride(self.plan.column)  # 0 for what has no columns
+        at = first * view.stride(self.plan.column)  # stride 0 without columns
         for d, index in outer.items():
             at = at + index * view.stride(d)
         return at
 
     @cute.jit
     def store(self, i: cutlass.Constexpr, value, first, outer, tensors):
-        """Write 4 columns, those before the end of the row."""
+        """Write 4 columns, as far as they are inside the row."""
         plan, view = self.plan, self.plan.stores[i]
         dtype = ELEMENT[plan.arguments[view.argument].dtype]
         base = tensors[view.argument].iterator + self.offset(view, first, outer)
@@ -351,7 +353,7 @@ class Finish:
 
     @cute.jit
     def store_columns(self, view: cutlass.Constexpr, base, registers, first):
-        """4 neighbouring columns."""
+        """Write 4 neighbouring columns."""
         plan = self.plan
         dtype = ELEMENT[plan.arguments[view.argument].dtype]
         if cutlass.const_expr(plan.length % ITEM == 0 and view.stride(plan.column) == 1):
@@ -367,13 +369,13 @@ class Finish:
     # --------------------------------------------------------------------------------------- access
 
     def get(self, at: cute.Pointer) -> cute.Tensor:
-        """4 values."""
+        """Read 4 fp32 values."""
         registers = cute.make_rmem_tensor(cute.make_layout(ITEM), Float32)
         source = cute.make_tensor(at.align(4 * ITEM), cute.make_layout(ITEM))
         cute.autovec_copy(source, registers)
         return registers
 
     def put(self, registers: cute.Tensor, at: cute.Pointer) -> None:
-        """The inverse of `get`."""
+        """Write 4 fp32 values."""
         target = cute.make_tensor(at.align(4 * ITEM), cute.make_layout(ITEM))
         cute.autovec_copy(registers, target)

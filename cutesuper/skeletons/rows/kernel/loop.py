@@ -1,8 +1,9 @@
-"""The row loop, traced: blocks walk over tiles of rows; see `cutesuper.skeletons.rows.loop_plan`.
+"""The row loop as a traced kernel: blocks walk over tiles of rows; see
+`cutesuper.skeletons.rows.loop_plan`.
 
-A thread has the same columns of all its rows. What it computes is traced piece by piece, on
+A thread has the same columns of all its rows. Its computation is traced piece by piece, on
 fragments of these columns; the values of a piece live in a `Values`, which evaluates an operation
-when it is first asked for.
+when it is first used.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from cutesuper.skeletons.rows.loop_plan import RowLoopPlan, RowSum
 
 
 class RowLoopKernel:
-    """One launch of a row loop."""
+    """The kernel of a row loop."""
 
     def __init__(self, plan: RowLoopPlan) -> None:
         self.plan = plan
         self.extents = Extents(plan.program, plan.arguments)
         s = plan.schedule
         self.lanes, self.vector, self.chunks = s.lanes, s.vector, s.chunks
-        #: chunks that are computed at a time
+        #: number of chunks computed at a time
         self.piece = plan.piece
         streamed = [plan.loads[i] for i in plan.streamed]
         written = [v for v in plan.stores.values() if plan.column in v.labels]
@@ -50,7 +51,7 @@ class RowLoopKernel:
 
     @cute.jit
     def __call__(self, *args):
-        """Arguments are the plan's tensors in order, its scratch, then the stream."""
+        """Launch; the arguments are the plan's tensors in order, its scratch, then the stream."""
         plan = self.plan
         count = len(plan.arguments)
         tensors, scratch, stream = list(args[:count]), list(args[count:-1]), args[-1]
@@ -68,7 +69,7 @@ class RowLoopKernel:
         )
 
     def options(self) -> dict[str, Any]:
-        """Of the launch: a cluster, and how much of an SM's memory is shared memory."""
+        """Launch options: the cluster, and the share of an SM's memory that is shared memory."""
         plan, found = self.plan, dict[str, Any]()
         if plan.cluster > 1:  # a launch in clusters of 1 would be one of clusters still
             found["cluster"] = (plan.cluster, 1, 1)
@@ -77,7 +78,7 @@ class RowLoopKernel:
         return found
 
     def walkers(self, tensors: list[cute.Tensor]) -> Any:
-        """Blocks (or clusters) that share the rows of one element of the outer labels."""
+        """Number of blocks (or clusters) that share the rows of one element of the outer labels."""
         if self.plan.walkers is not None:
             return self.plan.walkers
         tiles = self.tiles.count(tensors)
@@ -99,10 +100,11 @@ class RowLoopKernel:
         if cutlass.const_expr(plan.schedule.dependent_launch):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
-        # asked for behind the ring, they come when all of it has, and the first tile waits for them
+        # requested before the ring: behind it they would arrive after all of it, and delay the
+        # first tile
         vectors = self.load_vectors(tensors, place)
         count = self.tiles.of_block(tensors, place)
-        # whoever fills the ring has made its barriers: it need not wait for the other warps
+        # the warp that fills the ring has made its barriers: it need not wait for the other warps
         for s in cutlass.range_constexpr(plan.schedule.stages):
             self.tiles.fill(Int32(s), count, smem, tensors, place)
         here, asked = place, []
@@ -130,11 +132,11 @@ class RowLoopKernel:
             self.finish.run(smem, tensors, scratch, place)
         if cutlass.const_expr(plan.schedule.sliced):
             self.slices.run(asked, smem, tensors, here)
-        # a block has waited for all that others of its cluster send to it, so it may end before
-        # them: nobody reads its memory from outside
+        # no cluster barrier is needed here: a block has waited for all values that the cluster
+        # sends to it, and its memory is not read from outside
 
     def allocate(self) -> dict[str, Any]:
-        """Shared memory: the ring (later the end's), slots of reductions, barriers."""
+        """Allocate shared memory: the ring (reused at the end), slots of reductions, barriers."""
         plan = self.plan
         alloc = cutlass.memory.SmemAllocator()
         slots = max(4, plan.slots)
@@ -149,7 +151,9 @@ class RowLoopKernel:
         return smem
 
     def place(self, block: Any, tensors: list[cute.Tensor], tidx: Any) -> dict[str, Any]:
-        """Where this block and thread are."""
+        """Coordinates of this block and thread: the block's ``walker`` (of ``walkers``), ``outer``
+        labels, ``part`` of the row and ``rank`` in the cluster; the thread's ``group`` (which
+        shares its rows), ``lane`` and ``first`` column; the columns ``left`` in the part."""
         plan = self.plan
         rank = block % plan.cluster
         rest = block // plan.cluster
@@ -176,8 +180,9 @@ class RowLoopKernel:
 
     @cute.jit
     def leave(self, count, smem, tensors, scratch, place, vectors, sums):
-        """Hand over this block's sums: where possible when the last tile has been added, before its
-        results are computed and stored (4096x4096 backward, prototype: 28.6 us, 29.3 after them).
+        """Hand over this block's sums: if possible as soon as the last tile has been added, before
+        its results are computed and stored (4096x4096 backward, prototype: 28.6 us, 29.3 after
+        them).
 
         The last tile is code of its own: a branch in the loop cost 4% at 32768x4096.
         """
@@ -192,8 +197,8 @@ class RowLoopKernel:
     def tile(self, it: Any, count: Any, smem: dict[str, Any], tensors: list[cute.Tensor],
              place: dict[str, Any], vectors: dict[int, Any], sums: list[Any],
              scratch: list[cute.Tensor] | None = None) -> None:
-        """One tile, from one exchange to the next; with ``scratch`` the last one, where sums leave
-        as soon as they have it."""
+        """Process one tile, from one exchange to the next; ``scratch`` is given for the last one,
+        where the sums are handed over as soon as they include it."""
         plan = self.plan
         self.exchange.arm(it, smem, place)
         rows = self.tiles.read(it, smem, tensors, place)
@@ -237,7 +242,7 @@ class RowLoopKernel:
             self.tiles.refill(it, count, smem, tensors, place)
 
     def kind(self, i: int) -> str:
-        """How partial results of a reduction are combined."""
+        """The combining operation of a reduction: ``sum`` or ``max``."""
         return "max" if self.plan.program.ops[i].kind == "max" else "sum"
 
     def reduced(self, i: int, values: Values, p: int, place: dict[str, Any]) -> Any:
@@ -250,7 +255,8 @@ class RowLoopKernel:
         return reduced(kind, values.of(source), self.inside(p, place))
 
     def inside(self, p: int, place: dict[str, Any]) -> list[Any]:
-        """Which accesses of a piece lie before the end of the part; None where all lanes' do."""
+        """Predicates of the accesses of a piece that are true before the end of the part; None if
+        true for all lanes."""
         smallest = self.plan.length - (self.plan.parts - 1) * self.plan.width
         starts = [self.chunk_at(p, c) for c in range(self.piece)]
         return [
@@ -260,7 +266,7 @@ class RowLoopKernel:
         ]  # fmt: skip
 
     def columns(self, p: int, place: dict[str, Any]) -> Any:
-        """Positions of a piece in the part of this block."""
+        """Positions (Int32 fragment) of a piece in the part of this block."""
         piece = place["piece"]
         index = cute.make_rmem_tensor(cute.make_layout((self.vector, piece)), Int32)
         for c in range(piece):
@@ -273,7 +279,7 @@ class RowLoopKernel:
         return (p * self.piece + c) * self.lanes * self.vector
 
     def new_sum(self, s: RowSum) -> list[Any]:
-        """Accumulators: a fragment for each piece, or one number."""
+        """New accumulators: an fp32 fragment for each piece, or one number."""
         shape = (self.vector, self.piece) if self.plan.has_columns(s) else (1, 1)
         found = []
         for _ in range(self.chunks // self.piece if self.plan.has_columns(s) else 1):
@@ -283,7 +289,7 @@ class RowLoopKernel:
         return found
 
     def carry(self, some: list[list[Any]], sums: list[list[Any]]) -> None:
-        """Add the sums of some tiles to those of all, and begin anew."""
+        """Add the sums of some tiles to the totals, and reset them."""
         for s, parts, wholes in zip(self.plan.sums, some, sums, strict=True):
             for part, whole in zip(parts, wholes, strict=True):
                 for n in range(cute.size(whole.shape)):
@@ -292,7 +298,7 @@ class RowLoopKernel:
 
     @cute.jit
     def add_number(self, acc, value, valid, op: cutlass.Constexpr):
-        """The same for a value of the row."""
+        """Take a value of a row into an accumulator; rows past the end do not count."""
         if valid:
             acc[0] = combine(op, acc[0], Float32(value))
 
@@ -309,7 +315,7 @@ class RowLoopKernel:
 
     def offset(self, view: View, tensors: list[cute.Tensor], row: Any,
                place: dict[str, Any]) -> Any:
-        """Offset in elements of a row's first element, of this block's part."""
+        """Offset in elements of a row's first element in this block's part."""
         labels = tuple(reversed(self.plan.rows))
         at = Int32(0)
         if any(d in view.labels for d in labels):
@@ -322,9 +328,9 @@ class RowLoopKernel:
         return at
 
     def load_vectors(self, tensors: list[cute.Tensor], place: dict[str, Any]) -> dict[int, Any]:
-        """What is the same for all rows: fragments of loads with the column, else numbers.
+        """Values common to all rows: fragments for loads with the column, else numbers.
 
-        Where a thread has many columns, fragments are read again where they are used instead.
+        If a thread has many columns, fragments are read again at each use instead.
         """
         plan, found = self.plan, {}
         for i, view in plan.loads.items():
@@ -347,7 +353,7 @@ class RowLoopKernel:
         return x.to(Float32) if x.dtype.is_float else x
 
     def only_after(self, i: int) -> bool:
-        """Whether nothing in the loop uses a load."""
+        """True if nothing in the loop uses a load."""
         plan = self.plan
         used: set[int] = set()
         work = [plan.sums[k].source for level in plan.levels for k in level.sums]
@@ -362,10 +368,10 @@ class RowLoopKernel:
 
     def read(self, view: View, tensors: list[cute.Tensor], row: Any, p: int,
              place: dict[str, Any]) -> cute.Tensor:
-        """A piece of a row straight from device memory, in its own type.
+        """Read a piece of a row straight from device memory, in its own type.
 
-        Past the end of the row it has elements of the row, which nobody uses: a branch around each
-        load would have the compiler wait for one before it asks for the next.
+        Past the end of the row it has elements of the row, which are not used: with a branch around
+        each load, the compiler would wait for one load before it issues the next.
         """
         plan, piece = self.plan, place["piece"]
         dtype = ELEMENT[plan.arguments[view.argument].dtype]
@@ -382,7 +388,8 @@ class RowLoopKernel:
 
     def access(self, view: View, base: cute.Pointer, start: Any, at: Any, registers: cute.Tensor,
                writes: bool, left: Any) -> None:
-        """``vector`` elements of a row: in accesses as wide as the tensor's alignment allows."""
+        """Read or write ``vector`` elements of a row, in accesses as wide as the tensor's alignment
+        allows."""
         wide = self.alignment(view)
         stride = view.stride(self.plan.column)
         for e in range(0, self.vector, wide):
@@ -396,19 +403,19 @@ class RowLoopKernel:
 
     @cute.jit
     def guarded(self, memory, own, at, left, writes: cutlass.Constexpr):
-        """An access that may lie past the end of the row."""
+        """Read or write in an access that may lie past the end of the row."""
         if at < left:
             self.move(memory, own, writes)
 
     def move(self, memory: cute.Tensor, own: cute.Tensor, writes: bool) -> None:
-        """Between registers and memory."""
+        """Copy between registers and memory."""
         if writes:
             cute.autovec_copy(own, memory)
         else:
             cute.autovec_copy(memory, own)
 
     def alignment(self, view: View) -> int:
-        """Elements that an access along the row may take: a power of two up to ``vector``."""
+        """Elements per access along the row: a power of two up to ``vector``."""
         plan = self.plan
         if view.stride(plan.column) != 1:
             return 1
@@ -446,14 +453,14 @@ class RowLoopKernel:
 
 
 class Values:
-    """The values of one piece of one row, evaluated when they are asked for.
+    """The values of one piece of one row, each evaluated at its first use.
 
     Args:
         kernel: the kernel that is traced.
-        row: what `Tiles.read` gave for it.
-        piece: which piece of the thread's columns.
-        known: values of the row that are known: loads, complete reductions, and what was computed
-            from them, which all pieces share.
+        row: the result of `Tiles.read` for it.
+        piece: index among the pieces of the thread's columns.
+        known: known values of the row: loads, complete reductions, and values computed from them,
+            which all pieces share.
         element: one element of the row, in place of a piece.
     """
 
@@ -486,7 +493,7 @@ class Values:
         return self._store(i)[i]
 
     def _store(self, i: int) -> dict[int, Any]:
-        """Where a value is remembered: for this piece, or for the row."""
+        """The dictionary for a value: that of this piece, or that of the row."""
         plan = self.k.plan
         return self.found if plan.column in plan.program.ops[i].dims else self.known
 
@@ -494,7 +501,7 @@ class Values:
         return i in self._store(i)
 
     def _needs(self, i: int) -> tuple[int, ...]:
-        """The operands that `compute` asks for: long chains are computed in order."""
+        """The operands that `compute` needs: long chains are computed in order."""
         plan, op = self.k.plan, self.k.plan.program.ops[i]
         if i in plan.picked:
             return ()
@@ -518,7 +525,8 @@ class Values:
         return operator.scalar(self.k.math, args, op.attributes)
 
     def masked(self, op: BlockOp, args: list[Any]) -> Any:
-        """An operator that takes positions: columns along the row, rows where they are walked."""
+        """Evaluate an operator that takes positions: columns along the row, rows if they are
+        walked."""
         k, place = self.k, self.place
         rows, columns = (op.attributes.get(name) for name in ("rows", "columns"))
         extents = tuple(k.extents.of(d, self.tensors) if d else 1 for d in (rows, columns))
@@ -539,7 +547,7 @@ class Values:
         return k.columns(self.piece, place) + place["part"] * k.plan.width
 
     def inverse(self, i: int) -> Any:
-        """1 / a value of the row; of a root in one instruction."""
+        """1 / a value of the row; for a square root in one instruction."""
         key = -1 - i
         if key not in self.known:
             op = self.k.plan.program.ops[i]

@@ -1,10 +1,10 @@
-"""Sums along a row of which one element is not 0: that element, read by itself.
+"""Sums along a row with a single element that is not 0: that element, read by itself.
 
 before: ``sum(pick(x, label))``, a comparison, a choice and an addition for every element; after:
-``x[label]``, or 0 where the label is no column, by as many loads as x is computed of. Every thread
-of a row, and every block of a cluster, reads the same elements, so nothing is exchanged and results
-are the same bits. They are asked for with the tile: from the stage where it has whole rows, else
-from device memory.
+``x[label]``, or 0 if the label is no column, with as many loads as x depends on. Every thread of a
+row, and every block of a cluster, reads the same elements, so nothing is exchanged and results are
+the same bits. They are requested with the tile: from the stage if it has whole rows, else from
+device memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """The element of a row.
+    """The picked element of a row.
 
     Attributes:
-        column: where it is; 0 where the label is no column.
-        inside: whether the label is one.
-        elements: by load, of all loads with the column, as they are stored.
+        column: its position (Int32); 0 if the label is no column.
+        inside: true if the label is a column.
+        elements: by load, for all loads with the column, in their stored types.
     """
 
     column: Any
@@ -40,16 +40,16 @@ class Asked:
 
 
 class Picks:
-    """What is read by itself, for one kernel."""
+    """The elements that one kernel reads by themselves."""
 
     def __init__(self, kernel: RowLoopKernel) -> None:
         self.k = kernel
         self.plan = kernel.plan
-        #: loads with the column that each element is computed of
+        #: loads with the column that each element depends on
         self.leaves = {end: self._leaves(self._source(end)) for end in self.plan.picked}
 
     def _source(self, end: int) -> int:
-        """The operation that has one element of each row and zeros."""
+        """The `pick` operation: one element of each row, and zeros."""
         ops = self.plan.program.ops
         return ops[self.plan.picked[end]].inputs[0]
 
@@ -79,7 +79,7 @@ class Picks:
 
     def element(self, i: int, column: Any, row: dict[str, Any], tensors: list[cute.Tensor],
                 place: dict[str, Any]) -> Any:
-        """One element of a row of a load."""
+        """Read one element of a row of a load."""
         k, plan = self.k, self.plan
         view = plan.loads[i]
         if plan.varies(view) and row["memory"] is not None and plan.parts == 1:
@@ -93,7 +93,7 @@ class Picks:
         return cute.make_tensor(base + column, cute.make_layout(1))[0]
 
     def value(self, end: int, values: Values) -> Any:
-        """The sum (or mean) that operation ``end`` has."""
+        """The sum (or mean) of operation ``end``."""
         plan, row = self.plan, values.row
         if "picked" in row:
             asked = row["picked"][end]

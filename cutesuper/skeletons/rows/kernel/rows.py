@@ -1,4 +1,4 @@
-"""Row kernels, traced: walks a `RowPlan` operation by operation on register fragments."""
+"""Row kernels, traced: walk a `RowPlan` operation by operation on register fragments."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from cutesuper.skeletons.base import View
 from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents
 from cutesuper.skeletons.rows.plan import RowPlan
 
-#: percent of an SM's shared memory that two blocks without a ring need at most, the rest is L1
+#: shared memory that two blocks without a ring need at most, in percent of an SM's; the rest is L1
 CARVEOUT = 10
 
 
 class RowKernel:
-    """One group of ``lanes`` threads per row; see `cutesuper.skeletons.rows.plan`."""
+    """The kernel: one group of ``lanes`` threads per row; see `cutesuper.skeletons.rows.plan`."""
 
     def __init__(self, plan: RowPlan) -> None:
         self.plan = plan
@@ -35,7 +35,8 @@ class RowKernel:
         self.ragged = self.length % plan.width != 0 or self.length < plan.width
         self.row_blocks_of = s.rows
         self.strips = ceil_div(self.length, plan.width)
-        #: neighbouring blocks take what is neighbouring in memory
+        #: True if block indices run through the rows first; neighbouring blocks read neighbouring
+        #: memory
         self.rows_first = s.interleaved or self.strips == 1
         #: loads in the order of the program
         self.early = sorted(plan.loads)
@@ -44,10 +45,10 @@ class RowKernel:
 
     @cute.jit
     def __call__(self, *args):
-        """Arguments are the plan's tensors in order, then the stream."""
+        """Launch; the arguments are the plan's tensors in order, then the stream."""
         tensors, stream = list(args[:-1]), args[-1]
         rows = cute.ceil_div(self.row_count(tensors), self.row_blocks_of)
-        # the driver has no need to ask how much shared memory the blocks of an SM take
+        # given, so that the driver is not asked how much shared memory the blocks of an SM take
         resident = self.plan.resident
         more = {"preferred_smem_carveout": CARVEOUT} if resident else {}
         self.kernel(tensors).launch(
@@ -100,8 +101,8 @@ class RowKernel:
         self, load: Any, ahead: dict[int, cute.Tensor], slots: Any, tidx: Any, lane: Any,
         group: Any, first: Any,
     ) -> dict[int, Any]:
-        """Every operation but the stores, as fragments and row scalars; what was loaded ahead
-        becomes fp32 where it is used first."""
+        """Evaluate every operation but the stores, as fp32 fragments and row scalars; elements that
+        were loaded ahead become fp32 at their first use."""
         plan = self.plan
         values: dict[int, Any] = {}
         inverses: dict[int, Any] = {}
@@ -130,7 +131,7 @@ class RowKernel:
         return values
 
     def inverse(self, i: int, values: dict[int, Any]) -> Any:
-        """1 / value of a row; of a root in one instruction."""
+        """1 / value of a row; for a square root in one instruction."""
         op = self.plan.program.ops[i]
         return self.math.rsqrt(values[op.inputs[0]]) if op.kind == "sqrt" else 1.0 / values[i]
 
@@ -146,11 +147,11 @@ class RowKernel:
         return cute.assume(found, divby=wide)
 
     def read_ahead(self, tensors, row, first, first_row):
-        """Everything that is loaded before anything is computed.
+        """Issue all loads that precede the computation.
 
-        One branch for all, which every block takes but the compiler does not know it: with one for
-        each, it waits for a load before it asks for the next (7.2 us at 1024x4096 forward, 5.2 with
-        one); without any it asks for weights late.
+        They are in one branch, which every block takes although the compiler does not know it. With
+        a branch for each, the compiler waits for one load before it issues the next (7.2 us at
+        1024x4096 forward, 5.2 with one); without any it loads weights late.
         """
         plan, found = self.plan, {}
         for i in plan.order:
@@ -163,9 +164,10 @@ class RowKernel:
         return found | wide
 
     def widened(self, i: int) -> bool:
-        """Whether a load becomes fp32 in the branch, which keeps the compiler from making single
-        conditions of it (weights were then asked for after the sum): rows that are reduced, but
-        for maxima, which are taken of what is stored. Weights stay packed, in fewer registers."""
+        """True if a load becomes fp32 inside the branch, which keeps the compiler from splitting
+        the branch into single conditions (weights were then loaded after the sum). This holds for
+        rows that are reduced, except for maxima, which are taken in the stored type. Weights stay
+        packed, in fewer registers."""
         plan, ops = self.plan, self.plan.program.ops
         kinds = {ops[n].kind for n in plan.reductions if i in ops[n].inputs}
         varies = any(d in plan.loads[i].labels for d in plan.rows)
@@ -174,7 +176,7 @@ class RowKernel:
 
     @cute.jit
     def read_all(self, found, wide, tensors, row, first, first_row):
-        """All of these loads; ``wide`` in fp32."""
+        """Read all of these loads; those in ``wide`` are converted to fp32."""
         if first_row < self.row_count(tensors):
             for i in cutlass.range_constexpr(len(self.early)):
                 n = self.early[i]
@@ -186,14 +188,14 @@ class RowKernel:
                     wide[n].store(widen(found[n]))
 
     def registers(self, view: View) -> cute.Tensor:
-        """What a thread has of a row of a tensor, in its own type."""
+        """Registers for a thread's part of a row of a tensor, in its own type."""
         dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
         shape = (self.vector, self.chunks) if self.plan.column in view.labels else (1, 1)
         return cute.make_rmem_tensor(cute.make_layout(shape), dtype)
 
     def read_row(self, view: View, tensors: list[cute.Tensor], row: Any, first: Any,
                  registers: cute.Tensor) -> None:
-        """Read it; what lies past the end of the row is not used, and read from its last access."""
+        """Read a row; elements past its end are not used, and are read from its last access."""
         base = tensors[view.argument].iterator + self.offset(view, tensors, row)
         if self.plan.column not in view.labels:
             registers[0] = self.element(base, 0)[0]
@@ -206,7 +208,7 @@ class RowKernel:
 
     def load(self, i: int, tensors: list[cute.Tensor], row: Any, first: Any,
              ahead: dict[int, cute.Tensor]) -> Any:
-        """A row's elements of this thread as an fp32 fragment, or a scalar of the row."""
+        """Load a row's elements of this thread as an fp32 fragment, or a scalar of the row."""
         view = self.plan.loads[i]
         if i in ahead:
             registers = ahead[i]
@@ -218,7 +220,8 @@ class RowKernel:
         return widen(registers)
 
     def read(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
-        """``vector`` elements of a row: one access if they are neighbours, else one for each."""
+        """Read ``vector`` elements of a row: in one access if they are contiguous, else one by
+        one."""
         stride = view.stride(self.plan.column)
         if stride == 1:
             cute.autovec_copy(self.piece(base, at), registers)
@@ -227,7 +230,7 @@ class RowKernel:
             registers[e] = self.element(base, (at + e) * stride)[0]
 
     def write(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
-        """The opposite of `read`."""
+        """Write ``vector`` elements of a row: the inverse of `read`."""
         stride = view.stride(self.plan.column)
         if stride == 1:
             cute.autovec_copy(registers, self.piece(base, at))
@@ -236,18 +239,18 @@ class RowKernel:
             self.element(base, (at + e) * stride)[0] = registers[e]
 
     def piece(self, base: cute.Pointer, at: Any) -> cute.Tensor:
-        """``vector`` neighbouring elements."""
+        """View of ``vector`` contiguous elements."""
         pointer = base + cute.assume(at, divby=self.vector)
         return cute.make_tensor(pointer, cute.make_layout(self.vector))
 
     def element(self, base: cute.Pointer, offset: Any) -> cute.Tensor:
-        """One element."""
+        """View of one element."""
         return cute.make_tensor(base + offset, cute.make_layout(1))
 
     @cute.jit
     def reduce(self, kind: cutlass.Constexpr, value, n: cutlass.Constexpr, slots, tidx, lane,
                group, first):
-        """Sum, mean or maximum of a row; every thread of the row gets it."""
+        """Sum, mean or maximum of a row, returned to every thread of the row."""
         op = "max" if kind == "max" else "sum"
         v = reduced(op, value, self.inside(first))
         if cutlass.const_expr(self.plan.schedule.interleaved):
@@ -270,7 +273,7 @@ class RowKernel:
     def across(self, op: cutlass.Constexpr, v, slots, base, index, pitch: cutlass.Constexpr,
                count: cutlass.Constexpr, writes):
         """Combine ``count`` partial results of a row through shared memory; each reduction has
-        slots of its own, so one barrier does."""
+        slots of its own, so one barrier suffices."""
         if writes:
             cute.make_tensor(slots + (base + index * pitch), cute.make_layout(1))[0] = v
         cute.arch.sync_threads()
@@ -281,7 +284,8 @@ class RowKernel:
         return total
 
     def inside(self, first: Any) -> list[Any]:
-        """Which accesses of the fragment lie in the row; None where all lanes' do."""
+        """Predicates of the accesses of a fragment that are true inside the row; None if true for
+        all lanes."""
         each = self.lanes * self.vector
         return [
             first + c * each < self.length if (c + 1) * each > self.length else None

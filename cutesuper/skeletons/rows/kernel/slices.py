@@ -1,8 +1,8 @@
-"""Sums over few rows without meeting: every block sums some columns over all rows by itself.
+"""Sums over few rows without a grid barrier: every block sums some columns over all rows by itself.
 
 Rows are read twice, the second time mostly from L2, but there are no partial results, no counters
-and no waiting: 3.4 us at 128x4096, where meeting takes 6. Only for what needs no reduction along
-the row, since a block has no whole rows here.
+and no waiting: 3.4 us at 128x4096, where a grid barrier takes 6. Only for programs without a
+reduction along the row, since a block has no whole rows here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Slices:
-    """Sums over rows, column by column."""
+    """Sums over rows, one slice of columns per block."""
 
     def __init__(self, kernel: RowLoopKernel) -> None:
         self.k = kernel
@@ -36,7 +36,9 @@ class Slices:
         self.rows_left = plan.threads // max(32, self.across)
 
     def place(self, place: dict[str, Any], tensors: list[cute.Tensor]) -> dict[str, Any]:
-        """Where this thread is in the block's slice."""
+        """Coordinates of this thread in the block's slice: those of `RowLoopKernel.place`, with the
+        slice's first ``column``, its ``unit`` of the outer labels, and the thread's place ``x``,
+        ``y`` in it."""
         plan = self.plan
         slices = ceil_div(plan.length, plan.slice_columns)
         unit, index = place["block"] // slices, place["block"] % slices
@@ -72,12 +74,12 @@ class Slices:
 
     @cute.jit
     def valid(self, row, here, tensors):
-        """Whether a row exists, and the thread has columns of it."""
+        """Predicate that is true if a row exists and the thread has columns of it."""
         inside = row < self.k.tiles.row_count(tensors)
         return inside and here["first"] < here["left"] and here["exists"]
 
     def vectors(self, tensors: list[cute.Tensor], here: dict[str, Any]) -> dict[int, Any]:
-        """What is the same for all rows, of the columns and the outer labels of the slice."""
+        """Values common to all rows, for the columns and the outer labels of the slice."""
         plan, k = self.plan, self.k
         found: dict[int, Any] = {}
         for i in sorted(plan.summed_loads):
@@ -90,7 +92,8 @@ class Slices:
 
     @cute.jit
     def run(self, asked, smem, tensors, here):
-        """Sum what was asked for and the rows after it, then apply and store what follows."""
+        """Sum the rows read ahead and those after them, then apply and store the operations that
+        follow."""
         plan, k = self.plan, self.k
         vectors = self.vectors(tensors, here)
         sums = []
@@ -149,7 +152,7 @@ class Slices:
 
     @cute.jit
     def down_block(self, item, memory, totals):
-        """Combine what warps have left of 4 columns of one sum."""
+        """Combine the partial results of the warps for 4 columns of one sum."""
         finish, plan = self.k.finish, self.plan
         each = len(plan.sums) * plan.slice_columns
         values = finish.get(memory + item * ITEM)

@@ -1,10 +1,11 @@
-"""Tiles of a row loop: through a ring of bulk loads, or straight into registers.
+"""Tiles of a row loop: through a ring filled by bulk loads, or straight into registers.
 
-The first warp fills the ring: one lane copies a whole tile where its rows are neighbours in memory,
-else every lane some rows. Values of rows (statistics, labels) travel in the stage as well, 4 or 8
-bytes at a time (`cp.async`): loaded beside the loop instead, they cost up to a quarter of the time.
+The first warp fills the ring: one lane copies a whole tile if its rows are neighbours in memory,
+otherwise every lane copies some rows. Values of rows (statistics, labels) travel in the stage as
+well, 4 or 8 bytes at a time (`cp.async`): loaded beside the loop instead, they cost up to a quarter
+of the time.
 
-A stage is filled again once everybody has read it, which the barrier of the first reduction shows.
+A stage is filled again once all warps have read it, which the barrier of the first reduction shows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Tiles:
-    """Where the rows of a tile come from."""
+    """The source of a tile's rows: the ring, or device memory."""
 
     def __init__(self, kernel: RowLoopKernel) -> None:
         self.k = kernel
@@ -41,13 +42,13 @@ class Tiles:
         for i, size in plan.scalar_bytes.items():
             self.base[i] = at
             at += size
-        #: neighbouring values of rows that a bulk load takes: a tile's, at least 16 bytes
+        #: neighbouring values of rows in one bulk load: those of a tile, at least 16 bytes
         self.span = max(4, self.rows)
         linear = not plan.outer and all(
             plan.row_stride(plan.loads[i]) == 1 and plan.itemsize(plan.loads[i]) == 4
             for i in plan.scalars
         )
-        #: loads whose tiles are one piece of memory
+        #: loads whose tiles are contiguous in memory
         self.whole = plan.parts == 1 and all(
             plan.row_stride(plan.loads[i]) == plan.length for i in plan.streamed
         )
@@ -57,21 +58,21 @@ class Tiles:
     # ---------------------------------------------------------------------------------- which tiles
 
     def row_count(self, tensors: list[cute.Tensor]) -> Any:
-        """Rows of one element of the outer labels."""
+        """Number of rows of one element of the outer labels."""
         count: Any = 1
         for d in self.plan.rows:
             count = count * self.k.extents.of(d, tensors)
         return count
 
     def count(self, tensors: list[cute.Tensor]) -> Any:
-        """Tiles of one element of the outer labels."""
+        """Number of tiles of one element of the outer labels."""
         return (self.row_count(tensors) + (self.rows - 1)) // self.rows
 
     def of_block(self, tensors: list[cute.Tensor], place: dict[str, Any]) -> Any:
-        """Tiles that this block walks over."""
+        """Number of tiles that this block walks over."""
         walkers = place["walkers"]
         if self.plan.one_tile:
-            return 1  # a block for each tile; 30 instructions before the first load less
+            return 1  # a block for each tile; saves 30 instructions before the first load
         return (self.count(tensors) - place["walker"] + (walkers - 1)) // walkers
 
     def first_row(self, it: Any, place: dict[str, Any]) -> Any:
@@ -82,7 +83,8 @@ class Tiles:
 
     @cute.jit
     def start_barriers(self, smem, tidx):
-        """One arrival for the bytes of a stage, and one of every lane for its values of rows."""
+        """Initialise the barriers: one arrival for the bytes of a stage, and one of every lane for
+        its values of rows."""
         if cutlass.const_expr(self.stages > 0):
             if tidx < 32:
                 if tidx == 0:
@@ -90,30 +92,30 @@ class Tiles:
                         lanes = 32 if cutlass.const_expr(self.async_scalars) else 0
                         cute.arch.mbarrier_init(smem["full"] + s, 1 + lanes)
                     cute.arch.mbarrier_init_fence()
-                # the lanes that fill the ring arrive at these before the block meets; nothing is
-                # on its way yet that the fence would wait for
+                # the lanes that fill the ring arrive at these before the block's barrier; no copy
+                # is in flight yet that the fence would wait for
                 cute.arch.sync_warp()
                 cute.arch.fence_proxy("async.shared", space="cta")
 
     def everybody_has_read(self) -> None:
-        """Before a stage is filled again."""
+        """Wait, before a stage is filled again, until all threads have read it."""
         if self.stages > 0:
             cute.arch.sync_threads()
 
     def refill(self, it: Any, count: Any, smem: dict[str, Any], tensors: list[cute.Tensor],
                place: dict[str, Any]) -> None:
-        """Ask for the tile that takes the place of this one."""
+        """Request the tile that takes the place of this one."""
         if self.stages > 0:
             self.fill(it + self.stages, count, smem, tensors, place, True)
 
     def stage(self, it: Any, smem: dict[str, Any]) -> cute.Pointer:
-        """Where a tile is in shared memory."""
+        """Shared memory of a tile."""
         words = it % self.stages * (self.plan.stage_bytes // 4)
         return smem["ring"] + cute.assume(words, divby=LINE // 4)
 
     @cute.jit
     def fill(self, it, count, smem, tensors, place, again: cutlass.Constexpr = False):
-        """Ask for a tile; ``again``: where another one was read before."""
+        """Request a tile; ``again``: the stage held another tile before."""
         if place["thread"] < 32 and it < count:
             stage = it % self.stages
             barrier = smem["full"] + stage
@@ -122,8 +124,8 @@ class Tiles:
             left = cutlass.min(self.row_count(tensors) - row, self.rows)
             lane = place["thread"]
             if cutlass.const_expr(again):
-                # what was read before the barrier stays before what bulk loads write after it; this
-                # also waits for loads of the warp, at the beginning those of vectors
+                # orders reads before the barrier before later bulk writes; it also waits for loads
+                # of the warp, at the beginning those of vectors
                 cute.arch.fence_proxy("async.shared", space="cta")
             if cutlass.const_expr(self.whole and self.bulk_scalars):
                 if row - row % 4 + self.span <= self.row_count(tensors) and left == self.rows:
@@ -146,7 +148,7 @@ class Tiles:
 
     @cute.jit
     def fill_tile(self, memory, barrier, tensors, row, place):
-        """A whole tile: one bulk load of every operand."""
+        """Request a whole tile: one bulk load of every operand."""
         self.expect(barrier, self.rows, place)
         if cutlass.const_expr(self.bulk_scalars):
             for n in cutlass.range_constexpr(len(self.plan.scalars)):
@@ -157,7 +159,7 @@ class Tiles:
 
     def copy_linear(self, i: int, memory: Any, barrier: Any, tensors: list[cute.Tensor],
                     first: Any, base: int, length: int) -> None:
-        """A bulk load of ``length`` neighbouring values of rows."""
+        """Issue a bulk load of ``length`` neighbouring values of rows."""
         view = self.plan.loads[i]
         dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), dtype)
@@ -171,7 +173,7 @@ class Tiles:
 
     @cute.jit
     def fill_rows(self, memory, barrier, tensors, row, left, lane, place):
-        """Row by row: every lane asks for some."""
+        """Request a tile row by row: every lane requests some."""
         if cutlass.const_expr(self.bulk_scalars):
             for n in cutlass.range_constexpr(len(self.plan.scalars)):
                 self.move_scalars(self.plan.scalars[n], memory, tensors, row, left, lane)
@@ -186,7 +188,7 @@ class Tiles:
 
     @cute.jit
     def move_scalars(self, i: cutlass.Constexpr, memory, tensors, row, left, lane):
-        """Values of rows of a tile at the end, by ordinary loads and stores."""
+        """Copy the row values of a tile at the end by ordinary loads and stores."""
         view = self.plan.loads[i]
         dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
         base = cute.recast_ptr(memory + self.base[i] // 4, dtype=dtype) + row % 4
@@ -214,13 +216,14 @@ class Tiles:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, rows * each)
 
     def last_width(self) -> int:
-        """Elements of the last part of a row."""
+        """Number of elements in the last part of a row."""
         plan = self.plan
         return plan.length - (plan.parts - 1) * plan.width
 
     @cute.jit
     def copy_rows(self, memory, barrier, tensors, row, r, count: cutlass.Constexpr, place):
-        """Bulk loads of ``count`` neighbouring rows of all operands, to row r of the stage."""
+        """Issue bulk loads of ``count`` neighbouring rows of all operands, to row r of the
+        stage."""
         for n in cutlass.range_constexpr(len(self.plan.streamed)):
             i = self.plan.streamed[n]
             if cutlass.const_expr(self.last_width() == self.plan.width):
@@ -233,7 +236,7 @@ class Tiles:
 
     def copy(self, i: int, memory: Any, barrier: Any, tensors: list[cute.Tensor], row: Any, r: Any,
              length: int, place: dict[str, Any]) -> None:
-        """One bulk load of ``length`` elements."""
+        """Issue one bulk load of ``length`` elements."""
         view = self.plan.loads[i]
         dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
         atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), dtype)
@@ -249,7 +252,7 @@ class Tiles:
 
     @cute.jit
     def fill_scalars(self, i: cutlass.Constexpr, memory, tensors, row, left, lane, place):
-        """Values of the tile's rows, each lane some."""
+        """Copy values of the tile's rows to the stage, each lane some."""
         view = self.plan.loads[i]
         dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
         atom = cute.make_copy_atom(
@@ -272,7 +275,12 @@ class Tiles:
 
     def read(self, it: Any, smem: dict[str, Any], tensors: list[cute.Tensor],
              place: dict[str, Any]) -> list[dict[str, Any]]:
-        """The rows of this thread: their place, their values, and fragments that it keeps."""
+        """Read the rows of this thread.
+
+        Returns for each: its index ``row``, ``local`` in the tile; the predicate ``valid``;
+        ``memory``, its stage of the ring; ``scalars`` and ``fragments`` by load; ``picked``
+        elements by operation.
+        """
         plan, k = self.plan, self.k
         first, rows = self.first_row(it, place), self.row_count(tensors)
         exact = isinstance(rows, int) and rows % self.rows == 0
@@ -302,11 +310,11 @@ class Tiles:
         return found
 
     def existing(self, row: Any, tensors: list[cute.Tensor]) -> Any:
-        """The row, or the last one where it lies past the end."""
+        """Index of the row, or of the last one if it lies past the end."""
         return cutlass.min(row, self.row_count(tensors) - 1)
 
     def fragment(self, i: int, row: dict[str, Any], p: int, place: dict[str, Any]) -> cute.Tensor:
-        """A piece of a row from the ring, in its own type."""
+        """Read a piece of a row from the ring, in its own type."""
         plan, k = self.plan, self.k
         dtype = ELEMENT[plan.arguments[plan.loads[i].argument].dtype]
         registers = cute.make_rmem_tensor(cute.make_layout((k.vector, k.piece)), dtype)
@@ -321,13 +329,13 @@ class Tiles:
         return registers
 
     def row_memory(self, i: int, row: dict[str, Any], dtype: Any) -> cute.Pointer:
-        """The first element of a row in the ring."""
+        """Pointer to the first element of a row in the ring."""
         words = self.base[i] // 4 + row["local"] * (self.plan.row_bytes[i] // 4)
         return cute.recast_ptr(row["memory"] + cute.assume(words, divby=4), dtype=dtype)
 
     @cute.jit
     def scalar(self, i: cutlass.Constexpr, row, tensors, place):
-        """A value of a row; floats as fp32."""
+        """Read a value of a row; floats as fp32."""
         view: View = self.plan.loads[i]
         dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
         if cutlass.const_expr(self.stages > 0):
