@@ -1,4 +1,4 @@
-"""How a traced program may be called, and what a call is, of which its trace depends."""
+"""How a traced program may be called, and the facts of a call that its trace depends on."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Form:
     """How a function was called when it was traced.
 
     Attributes:
-        signature: of the function; None where nobody knows it.
+        signature: of the function; None if it is unknown.
         places: how many arguments were given by place.
         names: of those that were given by name.
     """
@@ -38,10 +38,10 @@ class Form:
     names: frozenset[str]
 
     def fit(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The same arguments, by place and by name as they were given then.
+        """The given arguments, by place and by name as in the call that was traced.
 
         Raises:
-            TypeError: one that is missing, or was left to its default then.
+            TypeError: an argument is missing, or had been left to its default.
         """
         if len(args) == self.places and kwargs.keys() == self.names:
             return args, kwargs
@@ -74,7 +74,7 @@ def form_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Form:
 
 @dataclass(frozen=True)
 class Border:
-    """What a traced program takes.
+    """The arguments that a traced program takes.
 
     Attributes:
         form: how it is called.
@@ -159,7 +159,7 @@ class Border:
 def border_of(
     form: Form, args: Any, kwargs: Any, symbolic: Sequence[fx.Node] = (), ranges: Any = None
 ) -> Border:
-    """What a program takes that was traced with these arguments."""
+    """The arguments taken by a program that was traced with these."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     places = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)]
     others = [i for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)]
@@ -173,13 +173,13 @@ def border_of(
 
 
 def constant_fact(value: Any) -> Hashable:
-    """An argument that is no tensor: equal facts have equal traces."""
+    """An argument that is not a tensor, as a fact: equal facts have equal traces."""
     # 0.0 == -0.0, and nan is not nan
     return type(value), repr(value) if isinstance(value, float | complex) else value
 
 
 def _in_order(value: Any, structure: pytree.TreeSpec) -> Any:
-    """The same with the keys of dictionaries in the order of another one."""
+    """A value with the keys of its dictionaries in the order of another one."""
     children = children_of(structure)
     if structure.type is dict and type(value) is dict and value.keys() == set(structure.context):
         return {k: _in_order(value[k], c)
@@ -209,8 +209,8 @@ def _name(path: Any, named: Sequence[str]) -> str:
 
 
 def state_of(tensors: Sequence[torch.Tensor], watch: Watch) -> tuple[Hashable, ...]:
-    """What a trace depends on besides types and shapes: devices, which tensors are the same, and
-    what is switched on."""
+    """State that a trace depends on besides types and shapes: devices, tensors that are identical,
+    and modes that are switched on."""
     kinds: Hashable = None
     if not _USUAL.issuperset(map(type, tensors)):
         kinds = tuple(map(_class_of, tensors))
@@ -229,7 +229,7 @@ def state_of(tensors: Sequence[torch.Tensor], watch: Watch) -> tuple[Hashable, .
 
 
 def _class_of(t: torch.Tensor) -> type:
-    """The class of a tensor, where it is somebody's own."""
+    """The class of a tensor, if it is not one of PyTorch's own."""
     usual = type(t) in _USUAL or type(t).__module__.startswith("torch._subclasses")
     return torch.Tensor if usual else type(t)
 
@@ -249,14 +249,14 @@ def _autocast() -> Hashable:
 def stand_ins(
     leaves: Sequence[Any], read: Sequence[torch.Tensor], shapes: Sequence[torch.Size] = ()
 ) -> list[Any]:
-    """The same arguments without memory in common, but for those that are one tensor, or one that
-    is read from elsewhere: a trace must not take one tensor for a part of another.
+    """The arguments with no memory in common, except those that are one tensor, or one that is read
+    from elsewhere: a trace must not take one tensor for a part of another.
 
     Args:
         leaves: the arguments in a row.
-        read: tensors that are no arguments.
-        shapes: of the tensors among the arguments, where they shall have others: ``torch.export``
-            takes an extent of 1 for a constant.
+        read: tensors that are not arguments.
+        shapes: of the tensors among the arguments, if they must differ from the given ones:
+            ``torch.export`` takes an extent of 1 for a constant.
     """
     made: dict[int, Any] = {id(t): t for t in read}
     taken = {_memory(t) for t in read}

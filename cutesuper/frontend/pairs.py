@@ -3,14 +3,15 @@
 before: ``view_as_real(view_as_complex(x) * f)``; after: ``x * re + x.flip(-1) * im * signs`` with
 ``re = view_as_real(f)[..., [0, 0]]``, ``im = view_as_real(f)[..., [1, 1]]``, ``signs = [-1, 1]``.
 
-A complex tensor ``[...]`` becomes its real view ``[..., 2]``, so views of complex numbers are
-nothing. A product takes one factor as it lies in memory and with the parts of each number
-exchanged, and each part of the other factor twice: these copies stay PyTorch's, and all that
-kernels do is element-wise along whole rows. (A rotary embedding of bfloat16 moves 10 bytes an
-element so, 20 in PyTorch; with real and imaginary parts as two tensors, each a copy of its own on
-the way in and put together on the way out, it would be 36.)
+A complex tensor ``[...]`` becomes its real view ``[..., 2]``, so views as real or complex numbers
+cost nothing. A product takes one factor twice, as stored and with the parts of each number
+exchanged, and each part of the other factor repeated: PyTorch makes these copies, and the kernels
+work element-wise along whole rows. (A rotary embedding in bfloat16 then moves 10 bytes per element,
+20 in PyTorch; with real and imaginary parts as two tensors, each copied on the way in and combined
+on the way out, it would be 36.)
 
-What is no formula here is left as it is; `cutesuper.frontend.trace` refuses it by name.
+Operators without a formula here are left as they are; `cutesuper.frontend.trace` refuses them by
+name.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _aten = torch.ops.aten
 #: a formula: the pairs of a node from its arguments; None where it has none for them
 _Formula = Callable[["_Pairs", fx.Node, Arguments], fx.Node | None]
 
-#: what works on pairs as on complex numbers, dimensions counted from the first
+#: operators that work on pairs as on complex numbers, dimensions counted from the first
 _SAME = ("add.Tensor", "sub.Tensor", "neg.default", "unsqueeze.default", "squeeze.dim",
          "squeeze.dims", "select.int", "slice.Tensor", "transpose.int", "flip.default",
          "index_select.default", "index.Tensor", "sum.dim_IntList", "mean.dim", "cat.default",
@@ -43,7 +44,7 @@ _CASTS = (_aten._to_copy.default, _aten.to.dtype, torch.ops.prims.convert_elemen
 
 
 def pair_complex(module: fx.GraphModule) -> None:
-    """Replace what a traced program computes of complex64 by real arithmetic, in place.
+    """Replace complex64 arithmetic of a traced program by real arithmetic, in place.
 
     Args:
         module: exported; all its nodes have ``meta["val"]``.
@@ -57,14 +58,14 @@ def pair_complex(module: fx.GraphModule) -> None:
 
 
 def is_complex(node: Any) -> bool:
-    """Whether a node is a tensor of complex numbers."""
+    """True for a node whose value is a tensor of complex numbers."""
     val = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(val, torch.Tensor) and val.is_complex()
 
 
 @dataclass
 class _Pairs:
-    """The pairs of complex nodes, made in front of whatever reads them."""
+    """The pairs of complex nodes, made in front of their readers."""
 
     module: fx.GraphModule
     found: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class _Pairs:
                 self._computed(node)
 
     def _last_input(self) -> fx.Node:
-        """Behind which nodes may be inserted."""
+        """The last input, behind which nodes may be inserted."""
         return [n for n in self.module.graph.nodes if n.op in ("placeholder", "get_attr")][-1]
 
     def _computed(self, node: fx.Node) -> None:
@@ -101,8 +102,8 @@ class _Pairs:
                 node.replace_all_uses_with(whole, lambda user: user.op == "output")
 
     def call(self, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node, that stands where ``origin`` does in the user's program; the same as before
-        where there was one."""
+        """A new node at the place of ``origin`` in the user's program, or an equal one that
+        exists."""
         key = f"{target} {args} {kwargs}"
         if key in self._made:
             return self._made[key]
@@ -138,8 +139,8 @@ class _Pairs:
         return self.call(origin, _aten.index_select.default, x, -1, both)
 
     def exchanged(self, origin: fx.Node, x: fx.Node) -> fx.Node:
-        """Pairs with their parts exchanged; what is converted is exchanged before, as it is
-        smaller then."""
+        """Pairs with their parts exchanged; an operand of a conversion is exchanged before it, as
+        it is smaller then."""
         if x.target in _CASTS:
             inner = self.exchanged(origin, x.args[0])  # type: ignore[arg-type]
             return self.call(origin, x.target, inner, *x.args[1:], **x.kwargs)
@@ -151,8 +152,8 @@ class _Pairs:
         return self.call(origin, _aten.flip.default, x, [-1])
 
     def signed(self, origin: fx.Node, x: fx.Node) -> fx.Node:
-        """Pairs with the sign of the first part changed. As whole rows of signs: kernels then have
-        rows of numbers, not of pairs."""
+        """Pairs with the sign of the first part changed. The signs are whole rows: kernels then
+        have rows of numbers, not of pairs."""
         rows = x.meta["val"].shape[-2:-1]
         n = rows[0] if len(rows) and isinstance(rows[0], int) else None
         signs = torch.tensor([-1.0, 1.0], dtype=x.meta["val"].dtype)
