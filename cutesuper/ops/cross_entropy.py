@@ -39,8 +39,8 @@ def cross_entropy(
     """``logsumexp(logits) - logits[target]`` of rows, as `torch.nn.functional.cross_entropy`.
 
     Args:
-        logits: ``[..., C]``, fp16, bf16 or fp32. Classes are the last dimension, even of more than
-            two (PyTorch has them second).
+        logits: ``[..., C]``, fp16, bf16 or fp32. Classes are the last dimension, even if there are
+            more than two dimensions (PyTorch has them second).
         target: ``[...]``, int64 or int32, a class of each row.
         ignore_index: rows with this target have a loss and a gradient of 0, and do not count in the
             mean.

@@ -253,7 +253,7 @@ def describe(definition: Definition, tensors: Sequence[Any]) -> str:
 
 
 def number(call: str, name: str, value: Any) -> float:
-    """An option as a float. Raises OperatorError where it is no number."""
+    """An option as a float. Raises OperatorError if it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError):

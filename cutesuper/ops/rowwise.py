@@ -79,7 +79,7 @@ class RowOperator:
             return self._through_library(tensors, options)
         try:
             plan = self._plans[_key(tensors, options)]
-        except (KeyError, AttributeError, TypeError, RuntimeError):  # unknown, no tensor, no number
+        except (KeyError, AttributeError, TypeError, RuntimeError):  # unknown, or of a wrong type
             plan = self._plan(tensors, options)
             if plan is None:
                 return self._through_library(tensors, options)

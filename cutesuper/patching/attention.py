@@ -2,8 +2,8 @@
 
 It is registered with the ``AttentionInterface`` of transformers, as ``"cutesuper"``. It calls
 ``"sdpa"`` except for few queries on a cache of fixed length in which the keys up to the query are
-visible. The mask tells: it is made as for ``"sdpa"``, and carries the numbers of visible keys if it
-hides no others. A mask that was made or changed elsewhere carries none.
+visible. The mask tells which: it is made as for ``"sdpa"``, and carries the numbers of visible keys
+if it expresses nothing else. A mask that was made or changed elsewhere carries none.
 
 This module imports transformers, and is imported only for models that come from it.
 """
@@ -83,7 +83,7 @@ def _with_version(t: Tensor) -> Tensor:
 
 
 def _keys_seen(mask: Tensor, given: dict[str, Any]) -> Tensor | None:
-    """int32 [B]: the keys that the last query sees, if the mask hides no others.
+    """int32 [B]: the keys that the last query sees, if the mask expresses nothing else.
 
     The i-th query before it must see i keys less. The mask is read once for all layers of a model.
     """

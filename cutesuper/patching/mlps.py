@@ -41,7 +41,7 @@ class WholeMLP:
 
     Attributes:
         activation: of the gate.
-        gate_first: of a layer that makes both, whether its first half is the gate.
+        gate_first: whether the first half of a layer that makes both is the gate.
         biases: whether each layer has one.
     """
 
@@ -79,7 +79,7 @@ class GatedMLP:
     Attributes:
         activation: of the gate.
         layers: names of the layers: gate, up, down, or the one that makes both and down.
-        gate_first: of a layer that makes both, whether its first half is the gate.
+        gate_first: whether the first half of a layer that makes both is the gate.
         others: children that are not layers, like the activation; they are not called.
     """
 

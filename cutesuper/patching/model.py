@@ -157,7 +157,7 @@ def _check_unpatched(model: nn.Module) -> None:
 
 
 def _replaced(made: Patch, kind: ModuleType, path: str, module: nn.Module) -> Entry:
-    """Replace a candidate, or give the reason why not."""
+    """Replace a candidate, or report why it was left."""
     was = type(module).__name__
     try:
         _check_usable(module)
