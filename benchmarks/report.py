@@ -72,7 +72,7 @@ def load_results(path: Path) -> dict[str, Any]:
 
 
 def save_results(results: dict[str, Any], path: Path) -> None:
-    """Write JSON so that a reader never sees half a file."""
+    """Write JSON so that a reader never sees a partial file."""
     write_atomically(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
 
 
@@ -125,7 +125,7 @@ def _entry_row(entry: dict[str, Any], case: dict[str, Any]) -> Row:
 
 
 def case_title(case: dict[str, Any], results: dict[str, Any]) -> str:
-    """One line above a table: what was measured and how."""
+    """The line above a table: the workload and the method."""
     sets = case["sets"]
     cold = "" if sets is None else f", {sets['count']} input sets"
     cold += ", L2 evicted between replays" if sets and sets["flush"] else ""
@@ -201,13 +201,13 @@ def _markdown_case(case: dict[str, Any], names: Sequence[str]) -> Row:
 
 @dataclass(frozen=True)
 class Kind:
-    """What can be done with the results of one command.
+    """Operations on the results of one command.
 
     Attributes:
-        fields: what a results file must have.
-        show: prints them.
+        fields: required fields of a results file.
+        show: prints the results.
         markdown: the table for a document.
-        details: a longer version of it, which other documents have.
+        details: a longer version of it, for other documents.
         merges: whether several results make one table; their cases have a ``key`` then.
     """
 
@@ -220,7 +220,7 @@ class Kind:
 
 _COMMON = frozenset({"name", "title", "environment", "cases"})
 
-#: by the ``kind`` of the results; those of a comparison with peers name none
+#: by the ``kind`` of the results; a comparison with peers has none
 KINDS: dict[str, Kind] = {
     "peers": Kind(_COMMON | {"dtype", "workload"}, print_results, markdown),
     "inference": Kind(
@@ -256,7 +256,7 @@ def _kind(results: dict[str, Any]) -> Kind:
 
 
 def merged(loaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One of each name where that makes one table; ``environments`` then has all of them."""
+    """One result per name if several make one table; ``environments`` then has all of them."""
     kept: list[dict[str, Any]] = []
     by_name: dict[str, dict[str, Any]] = {}
     for results in loaded:
@@ -275,7 +275,7 @@ def merged(loaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def rewrite_readme(text: str, results: dict[str, Any]) -> str:
-    """Replace what stands between the markers of these results.
+    """Replace the text between the markers of these results.
 
     Raises:
         ValueError: the markers are missing, or not exactly one pair.

@@ -191,8 +191,7 @@ class Labels:
         return True
 
     def _averaged_together(self, grid: int | None, loop: int | None, tile: int) -> bool:
-        """True unless a mean over the tile is not one over the whole label, which has another
-        part."""
+        """True unless a mean is taken over the tile of a label with other parts."""
         for step, value in self._indices.of_kind("reduce"):
             other = grid is not None or (loop is not None and not step.attributes["loop"])
             if other and step.attributes["how"] == "mean" and tile in value.gone:
