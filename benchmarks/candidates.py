@@ -82,8 +82,8 @@ class Prepared:
 
     Attributes:
         offers: the sample, in the model's order.
-        found: candidates that it was taken from.
-        structures: different structures among them.
+        found: number of candidates that the sample was taken from.
+        structures: number of different structures among them.
         search_s: seconds of the searches, verification of the structures included.
         error: why there is nothing to time; "" if there is something.
     """
@@ -217,8 +217,8 @@ def _offer(candidate: Candidate, excess_us: float) -> Offer:
 def sample(offers: Sequence[Offer], top: int) -> list[Offer]:
     """The candidates to time: ``top`` from the front, half as many from the rest.
 
-    The front alone would say little: programs that take a square root in one kernel or in the next
-    have the same sizes and the same cost, and two kernels come in all pairs of their sizes. So:
+    The front alone shows little: programs that take a square root in one kernel or in the next have
+    the same sizes and the same cost, and two kernels come in all pairs of their sizes. So:
 
     * of candidates with the same sizes and (within 1 %) the same prediction, only the first counts;
     * the front is in the model's order, at most half of it from one structure;

@@ -6,9 +6,9 @@ is captured in the same kind of graph, which is what its mode "reduce-overhead" 
 
 The result of the last layer is checked against the whole chain in float64, by the rule of `check`
 with PyTorch's own error through the same chain. Norms keep every layer's output near 1, and a
-random square weight passes an error on as large as it is, so that the rounding errors of the layers
-add as independent ones: the error grows with the square root of the number of layers, for PyTorch
-as for all others, and the rule needs no factor for the depth.
+random square weight passes an error on at its size, so that the rounding errors of the layers add
+as independent ones: the error grows with the square root of the number of layers, for PyTorch as
+for all others, and the rule needs no factor for the depth.
 """
 
 from __future__ import annotations

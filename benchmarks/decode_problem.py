@@ -101,7 +101,7 @@ class Uncaptured:
 
 
 class DecodeCase(Case):
-    """One batch size."""
+    """The case of one batch size."""
 
     def _make_problem(self) -> DecodeProblem:
         workload = self.workload

@@ -34,7 +34,7 @@ class Job:
         return tuple(i.name for i in self.implementations)
 
     def without(self, names: Sequence[str]) -> Job:
-        """The same job with fewer implementations."""
+        """A job with fewer implementations."""
         kept = tuple(i for i in self.implementations if i.name not in names)
         return replace(self, implementations=kept)
 
@@ -114,7 +114,7 @@ def serve(connection: Connection, make_backend: Callable[[], Backend]) -> None:
 
 
 def measure(job: Job, telling: Telling) -> dict[str, Any]:
-    """What the harness publishes for a job. Raises DeviceLostError."""
+    """The harness's results for a job. Raises DeviceLostError."""
     case = Case(
         RANKED[job.workload],
         job.shape,

@@ -79,7 +79,7 @@ class HostCase(Case):
 
 
 def rms_norm() -> list[Item]:
-    """Both passes at the shapes with targets; with a float32 weight, errors of its gradient exceed
+    """Both passes at the shapes with targets; with a float32 weight, errors of its gradient are not
     those of a last rounding."""
     items = []
     for step in Step:

@@ -56,7 +56,7 @@ class Operator:
 
     @property
     def call(self) -> str:
-        """Its name in `cutesuper.ops`."""
+        """The operator's name in `cutesuper.ops`."""
         return self.name.partition("/")[0]
 
     def of_ops(self, *operands: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ class TensorSpec:
     wider: bool = False
 
     def element(self, dtype: torch.dtype) -> torch.dtype:
-        """Its element type in a workload of ``dtype``."""
+        """The tensor's element type in a workload of ``dtype``."""
         return self.dtype or (dtype if self.values is None else torch.int32)
 
     def size(self, dtype: torch.dtype) -> int:
@@ -92,7 +92,7 @@ class Workload:
     """A named computation with the shapes it is measured at.
 
     ``computations`` has at least ``"full"``; other entries are parts of it (``"matmul"``: the
-    matrix products alone) that show what the rest costs. ``graph(cs, shape, dtype name)`` builds
+    matrix products alone) that show the cost of the rest. ``graph(cs, shape, dtype name)`` builds
     the program with the cutesuper module ``cs``.
     """
 

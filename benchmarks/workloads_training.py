@@ -80,7 +80,7 @@ def _given(operator: Operator, shape: Shape) -> tuple[TensorSpec, ...]:
     result = operator.result(shape)
     cotangent = replace(result, name=f"d{result.name}")
     if result.wider:
-        # in every type that a result may have
+        # exact in every type that a result may have
         cotangent = replace(cotangent, dtype=torch.float32, fill=_representable)
     return (*operator.operands(shape), cotangent)
 

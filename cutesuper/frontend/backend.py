@@ -60,8 +60,8 @@ def compile_graph(
         gm: the graph.
         inputs: its fake inputs.
         options: of the backend.
-        observe: is told what was decided about every graph; about the backward graph when that is
-            compiled, which is later.
+        observe: receives the report of every graph; that of the backward graph when it is compiled,
+            which is later.
         finish: compiles the rest.
     """
     inner = partial(_inner, options=options, observe=observe, finish=finish)
@@ -98,11 +98,11 @@ def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> G
     Args:
         gm: with fake tensors in ``meta["val"]``; changed in place.
         options: of the backend.
-        phase: what the graph computes, for the report.
+        phase: inference, forward or backward, for the report.
     """
     try:
         found = partition(gm.graph)
-    except Exception as error:  # whatever it is, Inductor can compile the graph
+    except Exception as error:  # whatever the error, Inductor can compile the graph
         why = f"no regions were looked for ({type(error).__name__}: {error})"
         _complain(why)
         return nothing_taken(phase, gm.graph, why)

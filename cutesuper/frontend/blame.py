@@ -44,7 +44,7 @@ def without_kernel(
         name: of the function.
         region: one of its regions, the nodes still in their graph.
         error: of `cutesuper.superoptimize` for its graph.
-        target: that it was for.
+        target: the one it was optimized for.
     """
     for node in region.nodes:
         try:

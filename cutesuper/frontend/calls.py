@@ -1,4 +1,4 @@
-"""How a traced program may be called, and the facts of a call that its trace depends on."""
+"""Calls of traced programs: their form, and the facts that a trace depends on."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _USUAL = frozenset({torch.Tensor, nn.Parameter})
 
 @dataclass(frozen=True)
 class Form:
-    """How a function was called when it was traced.
+    """The form of the call with which a function was traced.
 
     Attributes:
         signature: of the function; None if it is unknown.
-        places: how many arguments were given by place.
+        places: the number of arguments given by place.
         names: of those that were given by name.
     """
 
@@ -61,7 +61,7 @@ class Form:
 
 
 def form_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Form:
-    """How a function is called here."""
+    """The form of a call of a function."""
     try:
         signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
     except (TypeError, ValueError):  # functions of C have none
@@ -77,11 +77,11 @@ class Border:
     """The arguments that a traced program takes.
 
     Attributes:
-        form: how it is called.
+        form: of its calls.
         structure: of the arguments, by place and by name.
         kinds: element type and shape of each tensor among them, as it was traced.
         constants: the other ones, as facts.
-        tensors, others: take them out of the arguments, put in a row.
+        tensors, others: take them from the flat arguments.
         symbolic: the nodes that stand for the arguments, where extents may differ.
         ranges: of these extents.
     """
@@ -98,7 +98,7 @@ class Border:
     flat: bool = False
 
     def leaves(self, args: Any, kwargs: Any) -> Sequence[Any]:
-        """The arguments in a row.
+        """The arguments as a flat sequence.
 
         Raises:
             TypeError, RuntimeError, DTypeError: they do not fit.
@@ -151,7 +151,7 @@ class Border:
 
     @property
     def paths(self) -> list[str]:
-        """Names of the arguments in a row, for messages."""
+        """Names of the flat arguments, for messages."""
         named = list(self.form.signature.parameters) if self.form.signature else []
         return [_name(path, named) for path in self._paths]
 
@@ -253,7 +253,7 @@ def stand_ins(
     from elsewhere: a trace must not take one tensor for a part of another.
 
     Args:
-        leaves: the arguments in a row.
+        leaves: the flat arguments.
         read: tensors that are not arguments.
         shapes: of the tensors among the arguments, if they must differ from the given ones:
             ``torch.export`` takes an extent of 1 for a constant.

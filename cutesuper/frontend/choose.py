@@ -142,7 +142,7 @@ def _judge(sample: Sample, options: BackendOptions) -> Verdict:
     """The verdict on a region that has not been decided before."""
     try:
         return _judged(sample, options)
-    except Exception as error:  # whatever it is, Inductor can compile the region
+    except Exception as error:  # whatever the error, Inductor can compile the region
         reason = f"{type(error).__name__} while it was tried: {error}"
         return Verdict(False, reason, broken=True)
     finally:

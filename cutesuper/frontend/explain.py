@@ -1,4 +1,4 @@
-"""`cutesuper.explain`: what the backend does with a model, and why."""
+"""`cutesuper.explain`: the backend's decisions about a model, and the reasons."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ VERSION = 2
 #: the name of the symbolic extent in keys
 ROWS = "M"
 
-#: kernels read memory in the order that they were given, so a compiler must not change it
+#: kernels depend on the order of memory, so a compiler must not change it
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 
 

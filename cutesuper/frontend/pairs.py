@@ -28,7 +28,7 @@ from cutesuper.frontend.table import Arguments, arguments_of
 
 _aten = torch.ops.aten
 
-#: a formula: the pairs of a node from its arguments; None where it has none for them
+#: a formula: the pairs of a node from its arguments; None if it does not apply to them
 _Formula = Callable[["_Pairs", fx.Node, Arguments], fx.Node | None]
 
 #: operators that work on pairs as on complex numbers, dimensions counted from the first
@@ -113,7 +113,7 @@ class _Pairs:
         return node
 
     def pair(self, origin: fx.Node, x: Any) -> fx.Node | None:
-        """The pairs of a complex tensor, or of a real one; None where there are none."""
+        """The pairs of a complex tensor, or of a real one; None if there are none."""
         if not isinstance(x, fx.Node) or is_complex(x):
             return self.found.get(x)
         x = self.float32(origin, x)

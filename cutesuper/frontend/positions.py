@@ -70,7 +70,7 @@ def mask_of(a: Arguments) -> Any:
 
 
 def lengths_of(node: fx.Node) -> Lengths | None:
-    """The lengths that the mask of a node is made of; None where it has no such mask."""
+    """The lengths that the mask of a node is made of; None if it has no such mask."""
     if entry_of(node) is None or not isinstance(mask_of(arguments_of(node)), fx.Node):
         return None
     try:

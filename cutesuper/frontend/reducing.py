@@ -291,7 +291,7 @@ class _Norm(Entry):
         return all(equal(n, 1) for n in a["normalized_shape"])
 
     def operands(self, b: Builder, node: fx.Node, a: Arguments) -> tuple[list[Any], Slots]:
-        """Input, weight and bias (None where there is none), rows along the last dimension."""
+        """Input, weight and bias (each may be None), rows along the last dimension."""
         x, n = b.value(a["input"]), len(a["normalized_shape"])
         group = b.one(node, tuple(f for d in x.dims[len(x.dims) - n :] for f in d))
         own = b.of(a["input"])

@@ -64,7 +64,7 @@ class Operand:
     Attributes:
         node: the tensor that it is made from.
         order: its dimensions, slowest in memory first.
-        copied: it has gaps or repeats, so it has to be copied first.
+        copied: whether it has gaps or repeats, so that it must be copied first.
         shape: of its view; -1 for an extent known at the call.
         dtype: of the input; the tensor is converted if it has another one.
         part: the range along the first extent of the view that the kernel takes; None for all.
@@ -88,7 +88,7 @@ class Result:
         node: whose tensor it is.
         place: which output.
         shape: of a first view, with the dimensions that repeat as extents of 1.
-        expanded: these dimensions at full extent; None where none repeats.
+        expanded: these dimensions at full extent; None if none repeats.
         order: for each dimension of the node, the one of that view.
     """
 
@@ -298,7 +298,7 @@ def _roots(node: fx.Node) -> list[fx.Node]:
 
 
 def _dtype(node: fx.Node) -> Any:
-    """The element type of a node's tensor; None where it has several."""
+    """The element type of a node's tensor; None if it has several."""
     return getattr(node.meta.get("val"), "dtype", None)
 
 

@@ -52,10 +52,10 @@ class OutsideReport:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One graph that Inductor was given.
+    """A graph that Inductor was given.
 
     Attributes:
-        phase: what it computes.
+        phase: inference, forward or backward.
         regions: in order.
         outside: nodes that are in no region.
     """

@@ -1,4 +1,4 @@
-"""A region by itself: run as PyTorch runs it, in float64, and as a call of its kernels.
+"""A single region: run by PyTorch, in float64, and as a call of its kernels.
 
 before: nodes in a graph of symbolic sizes; after: a module that can be called, tensors like the
 region's inputs in the call that is compiled for, and the verdict on the kernels' results.
@@ -40,10 +40,10 @@ _NUMBERS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Sample:
-    """A region and the sizes with which it is tried.
+    """A region and the sizes for its trial.
 
     Attributes:
-        region: as it stands in its graph.
+        region: in its graph.
         key: of its kernels.
     """
 
@@ -62,7 +62,7 @@ class Sample:
 
     @cached_property
     def kernels(self) -> fx.GraphModule:
-        """That module with the region replaced by its kernels."""
+        """The same module with its region replaced by the kernels."""
         graph, region = alone(self.region)
         rewrite(graph, [Call(region, region_operator, (self.key,))])
         graph.lint()
@@ -150,8 +150,8 @@ class Sample:
 def alone(region: Region) -> tuple[fx.Graph, Region]:
     """A region as a graph, with names that depend on nothing else, and the region in that graph.
 
-    Views and casts between its nodes are part of it, and those between them and what the region
-    reads. So are masks in the place of which kernels have lengths.
+    It includes views and casts between the region's nodes, and between these and the region's
+    operands. It also includes masks that kernels replace by lengths.
     """
     ends = [r.node for r in region.outputs]
     stops, inside = {o.node for o in region.inputs}, {*region.nodes, *makers(region.nodes)}
@@ -201,7 +201,7 @@ def _moved(region: Region, new: Mapping[fx.Node, fx.Node]) -> Region:
 
 
 class _Exact(fx.Interpreter):
-    """Runs a module in float64, whatever element types its nodes ask for."""
+    """An interpreter that runs a module in float64, whatever element types its nodes request."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = (_promoted(v) for v in (args, kwargs))

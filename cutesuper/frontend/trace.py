@@ -36,7 +36,7 @@ from cutesuper.runtime.calling import picker
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.tensors import usable
 
-#: nodes of a traced program that only check what it was traced with
+#: nodes of a traced program that only check the conditions of the trace
 _CHECKS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
            "aten._assert_async", "aten.sym_size")  # fmt: skip
 
@@ -217,7 +217,8 @@ def _exported(
     fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Any, dynamic_shapes: Any,
     observer: Observer,
 ) -> tuple[fx.GraphModule, str]:  # fmt: skip
-    """The traced program, and the reason why its gradient would be wrong, or nothing."""
+    """The traced program, and the part of it that changes gradients and not values, in words, or
+    nothing."""
     module = fn if isinstance(fn, nn.Module) else _Function(fn)
     try:
         with autograd_functions() as own, observer.observing(module):
@@ -243,7 +244,7 @@ def _exported(
 
 
 def _undifferentiable(program: torch.export.ExportedProgram, own: Sequence[str]) -> str:
-    """The reason why the gradient of a program is not that of its values, or nothing."""
+    """The part of a program that changes gradients and not values, in words, or nothing."""
     if own:
         return f"it calls {own[0]}, a torch.autograd.Function, whose formula is its own"
     names = program.graph_signature

@@ -55,10 +55,10 @@ class Trace:
     """The result of tracing a function once.
 
     Attributes:
-        module: takes the arguments in a row, then tensors that the function reads besides; returns
-            the results in a row.
+        module: takes the flat arguments, then other tensors that the function reads; returns the
+            flat results.
         regions: its parts that kernels compute.
-        outside: the operators that stay PyTorch's.
+        outside: the operators that PyTorch computes.
         undifferentiable: why it has no gradient, or nothing.
         read: takes those tensors out of all that a `Watch` has found.
         results: their structure.
@@ -81,7 +81,7 @@ class Trace:
         """Run the traced program.
 
         Args:
-            leaves: the arguments in a row.
+            leaves: the flat arguments.
             tensors: all that the `Watch` has found.
         """
         made = self.module.forward(*leaves, *self.read(tensors))
@@ -108,14 +108,13 @@ class TracedProgram:
     """A function or a module of PyTorch whose operators run as superoptimized kernels.
 
     It is called like the original, with tensors of the shapes that it was traced with (extents that
-    were declared dynamic may differ), by place or by name. Tensors that the function reads besides
-    its arguments (parameters, buffers, what closures, globals and attributes hold) are looked up
-    anew at every call, and get gradients like inputs: the first call that records gradients makes
-    kernels for them (`Kernel.gradient`). If anything else that the function reads has changed, or
-    if other arguments are one tensor or are on another device, it is traced again, and earlier
-    traces are kept. If the function cuts a path out of its gradient (``detach``, ``torch.no_grad``)
-    or has formulas of its own (``torch.autograd.Function``), calls that record gradients are
-    refused.
+    were declared dynamic may differ), by place or by name. Other tensors that the function reads
+    (parameters, buffers, those in closures, globals and attributes) are read anew at every call,
+    and get gradients like inputs: the first call that records gradients makes kernels for them
+    (`Kernel.gradient`). If anything else that the function reads has changed, or if other arguments
+    are one tensor or are on another device, it is traced again, and earlier traces are kept. If the
+    function cuts a path out of its gradient (``detach``, ``torch.no_grad``) or has formulas of its
+    own (``torch.autograd.Function``), calls that record gradients are refused.
 
     Args:
         fn: the function or module.
@@ -152,8 +151,8 @@ class TracedProgram:
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """Operators that compute no numbers and stay PyTorch's (copies, sorting, masks, positions),
-        with the user's lines."""
+        """Operators that compute no numbers and stay with PyTorch (copies, sorting, masks,
+        positions), with the user's lines."""
         return self._latest.outside
 
     @property

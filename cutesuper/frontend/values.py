@@ -594,8 +594,8 @@ def _stripped(slots: Slots, rank: int = 0) -> Slots:
 
 
 def _permutation(have: Slots, want: Slots) -> list[int] | None:
-    """Which dimension of ``have`` each of ``want`` is (ones in front of ``want`` may be more);
-    None where they are not the same ones."""
+    """For each slot of ``want`` its place in ``have``; None if they are not the same ones. Leading
+    extents of 1 may be missing in ``want``."""
     missing = len(have) - len(want)
     if missing < 0:
         return None

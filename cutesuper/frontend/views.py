@@ -283,7 +283,7 @@ class Split(_Pieces):
 
 @enter("aten.slice.Tensor", "aten.narrow.default")
 class Slice(_Pieces):
-    """One range."""
+    """One range of a dimension."""
 
     def ranges(self, node: fx.Node, a: Arguments, extent: int) -> list[tuple[int, int]]:
         if a.get("step", 1) != 1:

@@ -22,7 +22,7 @@ class Factors:
 
     def __init__(self) -> None:
         self._extents: list[int] = []
-        #: what a factor has become: itself, or other factors
+        #: the factors that each factor has become: itself, or others
         self._became: dict[int, Sequel] = {}
 
     def new(self, extent: int) -> Sequel:

@@ -114,7 +114,7 @@ class Definition:
     Attributes:
         name: of the operator in ``torch.ops.cutesuper``.
         operands: tensors that a call takes, in order.
-        options: name and type of the numbers and strings that it takes besides.
+        options: name and type of the other arguments, numbers and strings.
         outputs: the results.
         build: ``build(graph, *inputs, *options)`` adds the operator to a graph; inputs are
             ``[M, N]`` (``[M, H, N]`` with a ROW operand of that rank), ``[N]`` (``[H, N]``) and

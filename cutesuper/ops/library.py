@@ -2,7 +2,7 @@
 
 A definition called ``f`` has two::
 
-    cutesuper::f(Tensor x, Tensor? weight, float eps) -> Tensor[]      results, and what is saved
+    cutesuper::f(Tensor x, Tensor? weight, float eps) -> Tensor[]      results, and saved values
     cutesuper::f_backward(Tensor[] saved, Tensor?[] cotangents, str kind, bool[] needs) -> Tensor[]
 
 The second returns the gradients that are needed, in order. ``kind`` is `Kind.to_text` of the call:

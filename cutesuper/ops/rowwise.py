@@ -51,7 +51,7 @@ class RowOperator:
     """An operator on rows, to be called with the operands and options of its definition.
 
     Attributes:
-        definition: what it computes.
+        definition: of the operator.
         library: its registered operators.
     """
 

@@ -135,7 +135,7 @@ def dag(label: str, boxes: Sequence[Box], edges: Sequence[tuple[str, str]]) -> H
     """Boxes in rows from top to bottom, along the edges.
 
     Args:
-        label: what the drawing shows.
+        label: name of the drawing.
         boxes: in an order in which no edge leads backwards.
         edges: pairs of ids, each pair once.
     """

@@ -2,7 +2,7 @@
 
 A kernel that never ends, or that breaks the device, takes its process with it. `Worker` holds a
 process that does one job after another and tells each step before it begins; when it falls silent
-or dies, it is replaced, and `Lost` says during which step.
+or dies, it is replaced, and `Lost` names the step.
 
 Messages of the process: ``("ready", greeting)`` once, then for every job any number of ``("step",
 name)`` and in the end ``("done", result)``, or ``("lost", reason)`` if it cannot continue.

@@ -113,7 +113,7 @@ def tune(
     Args:
         graph: what to compute.
         target: as for `cutesuper.superoptimize`.
-        dependent_launch: the same; the launch mode is part of what is tuned.
+        dependent_launch: the same; each launch mode is tuned separately.
         seed: of the inputs and the search.
         budget_s: seconds. Work in progress is finished: a wave of compiles, a timed candidate.
         candidates: how many to time at most.
