@@ -64,7 +64,7 @@ def few_queries() -> list[Item]:
 
 
 def decoding() -> list[Item]:
-    """One token of 1 to 32 sequences, 32 query heads, 8 of keys and values."""
+    """Cases of one token of 1 to 32 sequences, 32 query heads, 8 of keys and values."""
     workload, targets = decode(), (7.8, 19.5, 62.5, 33.0, 120.0)
     return [
         Item(f"decode/{shape_label(shape[:2])}", workload, shape,
@@ -74,7 +74,7 @@ def decoding() -> list[Item]:
 
 
 def models() -> list[Item]:
-    """One token of models with other numbers of heads."""
+    """Cases of one token of models with other numbers of heads."""
     workload = decode()
     return [
         Item(f"models/{name}/{batch}", workload,
@@ -87,7 +87,7 @@ def models() -> list[Item]:
 
 
 def served() -> list[Item]:
-    """One token of 1 to 32 sequences of mixed lengths, without and with pages."""
+    """Cases of one token of 1 to 32 sequences of mixed lengths, without and with pages."""
     return [
         Item(f"lengths/{workload.name}/{shape[0]}", workload, shape, {"group": "lengths"},
              "bfloat16", NOT_COMPILED | (NO_PAGES if workload.pages else frozenset()))

@@ -152,7 +152,7 @@ def _searched(workload: Workload, shape: Shape, dtype: str, top: int, target: Ta
     begin = time.perf_counter()
     try:
         offers = pool(workload.graph(cs, shape, dtype), target)
-    except Exception as error:  # whatever it is, the other cases must go on
+    except Exception as error:  # whatever the error, the other cases must go on
         return Prepared(workload, shape, error=f"search: {describe_error(error)}")
     return Prepared(
         workload,

@@ -98,7 +98,7 @@ def measure(name: str, operators: Sequence[int], limit_s: float) -> dict[str, An
 def enumerate_forwards(
     program: LabelledProgram, split: Split, variant: str, most: int, limit_s: float
 ) -> Count:
-    """One run of one of VARIANTS."""
+    """A run of one of VARIANTS."""
     gc.collect()  # garbage of the previous run, which took 14 ms in a run of 8 ms
     space = AnySpace(program) if variant == "no expression test" else Space(program)
     ordered = variant != "no order"

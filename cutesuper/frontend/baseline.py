@@ -13,7 +13,7 @@ from cutesuper.targets import Target
 
 @dataclass(frozen=True)
 class Baseline:
-    """A prediction.
+    """A predicted time of Inductor's kernels.
 
     Attributes:
         us: microseconds of all kernels.
@@ -47,7 +47,7 @@ def baseline(graph: KernelGraph, target: Target) -> Baseline:
 
 
 def _groups(graph: KernelGraph) -> list[set[int]]:
-    """Nodes of each kernel."""
+    """The nodes of each kernel."""
     needed = graph.needed(graph.outputs)
     computed = [i for i in sorted(needed)
                 if graph.nodes[i].operator not in ("input", "constant")]  # fmt: skip
@@ -98,7 +98,7 @@ def _bytes(graph: KernelGraph, group: set[int]) -> float:
 
 
 def _products(graph: KernelGraph, group: set[int]) -> float:
-    """Operations of the tensor cores."""
+    """Number of operations of the tensor cores."""
     nodes = graph.nodes
     return sum(
         lookup(nodes[i].operator).flops([nodes[j].shape for j in nodes[i].inputs], nodes[i].shape)

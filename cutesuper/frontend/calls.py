@@ -64,7 +64,7 @@ def form_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Form:
     """The form of a call of a function."""
     try:
         signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
-    except (TypeError, ValueError):  # functions of C have none
+    except (TypeError, ValueError):  # functions written in C have none
         signature = None
     kinds = (p.kind for p in signature.parameters.values()) if signature else ()
     if any(k in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD) for k in kinds):
@@ -192,7 +192,7 @@ def _in_order(value: Any, structure: pytree.TreeSpec) -> Any:
 
 
 def children_of(structure: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """The parts of a structure, in old versions of PyTorch and new ones."""
+    """The parts of a structure, in old and new versions of PyTorch."""
     made: Any = structure
     return made.children() if hasattr(made, "children") else made.children_specs
 
@@ -279,7 +279,7 @@ def _memory(t: Any) -> int | None:
 
 
 def _alike(t: torch.Tensor, shape: Any) -> torch.Tensor:
-    """Memory of its own for a tensor of the same kind, in this shape."""
+    """A tensor of the same kind with its own memory, in this shape."""
     if t.shape == shape:
         made = torch.empty_strided(shape, t.stride(), dtype=t.dtype, device=t.device)
     else:

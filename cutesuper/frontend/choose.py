@@ -99,7 +99,7 @@ def decide(region: Region, options: BackendOptions) -> list[Decision]:
 
 
 def _anchors(region: Region) -> int:
-    """Reductions and products, without which there is nothing to gain."""
+    """The number of reductions and products, without which there is nothing to gain."""
     operators = [lookup(n.operator) for n in region.graph.nodes]
     return sum(bool(o.reduces) or o.composite or o.name == "matmul" for o in operators)
 

@@ -177,7 +177,7 @@ def hint_of(value: Any) -> int | None:
 
 
 def apart(work: Callable[[], T]) -> T:
-    """Run with real tensors although a compilation is going on.
+    """Run with real tensors although a compilation is in progress.
 
     Whatever PyTorch has switched on for the compilation (fake tensors, dispatch modes, tracing,
     autocast, inference mode) belongs to its thread, so this runs in another one.

@@ -36,7 +36,7 @@ _SAME = ("add.Tensor", "sub.Tensor", "neg.default", "unsqueeze.default", "squeez
          "squeeze.dims", "select.int", "slice.Tensor", "transpose.int", "flip.default",
          "index_select.default", "index.Tensor", "sum.dim_IntList", "mean.dim", "cat.default",
          "clone.default", "alias.default", "detach.default")  # fmt: skip
-#: the same with one more extent
+#: such operators with extents as arguments, and the extent that is appended
 _SIZED = {"view.default": 2, "_unsafe_view.default": 2, "reshape.default": 2, "expand.default": 2,
           "repeat.default": 1}  # fmt: skip
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
@@ -130,7 +130,7 @@ class _Pairs:
         return self.call(origin, _aten.cat.default, columns, -1)
 
     def column(self, origin: fx.Node, x: Any) -> Any:
-        """A real operand beside pairs."""
+        """A real operand for use with pairs."""
         return self.call(origin, _aten.unsqueeze.default, x, -1) if isinstance(x, fx.Node) else x
 
     def part(self, origin: fx.Node, x: fx.Node, which: int) -> fx.Node:
@@ -177,7 +177,7 @@ class _Pairs:
 
 def _same(p: _Pairs, node: fx.Node, a: Arguments) -> fx.Node | None:
     rank = node.meta["val"].dim() if "unsqueeze" in str(node.target) else _rank(a)
-    if "dtype" in a:  # sums and means: of no dimensions are those of all but the parts
+    if "dtype" in a:  # sums and means: without dimensions they are over all but the parts
         if not rank:
             return p.pair(node, a["self"])
         a = {**a, "dim": a["dim"] or list(range(rank))}
@@ -192,7 +192,7 @@ def _same(p: _Pairs, node: fx.Node, a: Arguments) -> fx.Node | None:
             if None in value:
                 return None
         elif name == "dtype" and value is not None:
-            return None  # of complex numbers
+            return None  # a type of complex numbers
         elif name in ("dim", "dims", "dim0", "dim1"):
             value = _counted(value, rank)
         given.append(value)

@@ -60,7 +60,7 @@ class Product(Entry):
         return w
 
     def _operands(self, x: Value, w: Value) -> tuple[Value, Value]:
-        """Both as matrices: a vector is a row on the left and a column on the right."""
+        """Both operands as matrices: a vector is a row on the left and a column on the right."""
         x = x if len(x.dims) > 1 else Value(((), *x.dims), x.absent)
         return x, self.matrix(w) if len(w.dims) > 1 else Value((*w.dims, ()), w.absent)
 
@@ -121,21 +121,21 @@ class Matmul(Product):
 
 @enter("aten.mv.default")
 class MV(Product):
-    """A matrix by a vector."""
+    """A product of a matrix and a vector."""
 
     right = "vec"
 
 
 @enter("aten.dot.default")
 class Dot(Product):
-    """A vector by a vector."""
+    """A product of two vectors."""
 
     right = "tensor"
 
 
 @enter("aten.vdot.default")
 class VDot(Product):
-    """A vector by a vector, of numbers that are not complex."""
+    """A product of two vectors of numbers that are not complex."""
 
     right = "other"
 
@@ -181,7 +181,8 @@ def multiplied(
 
 
 def _product(b: Builder, left: Tensor, right: Tensor) -> Tensor:
-    """before: ``[x | y] W``; after: ``x W' + y W''``, with the rows of W for each."""
+    """A product of two matrices. before: ``[x | y] W``; after: ``x W' + y W''``, with the rows of W
+    for each."""
     last, place = len(left.shape) - 1, len(right.shape) - 2
     if left.shape[last] == 1:
         return b.g.mul(left, right)  # columns by rows

@@ -419,7 +419,7 @@ def places(nodes: Iterable[fx.Node]) -> str:
     return ", ".join(parts)
 
 
-#: parts of file names
+#: parts of the names of files that are not the user's
 _NOT_THE_USERS = ("/torch/", "/cutesuper/frontend/", "<eval_with_key>")
 
 

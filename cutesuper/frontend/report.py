@@ -16,7 +16,7 @@ Phase = Literal["inference", "forward", "backward"]
 
 #: the place of nodes for which PyTorch gives no source
 UNKNOWN = "?"
-#: places that are listed for a reason
+#: most places that are listed for a reason
 _PLACES = 4
 
 

@@ -41,7 +41,7 @@ _CHECKS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_cons
            "aten._assert_async", "aten.sym_size")  # fmt: skip
 
 
-#: masks, positions and labels, with which PyTorch goes on computing
+#: types of masks, positions and labels, which PyTorch computes
 _NO_NUMBERS = (*CONDITIONS, *INTEGERS)
 
 
@@ -54,7 +54,7 @@ _DETACHING = (
 
 
 class _Call(nn.Module):
-    """A region's kernel in the place of its nodes."""
+    """A region's kernel in place of its nodes."""
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()

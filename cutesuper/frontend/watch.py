@@ -504,7 +504,7 @@ def _is_own(cls: type) -> bool:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Names and texts in a function and those inside of it: texts may name attributes."""
+    """Names and strings in a function and in functions inside it: strings may name attributes."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -206,7 +206,7 @@ class Indices:
                 self._join(firsts, min(extents))
 
     def _tiles(self) -> list[tuple[Sequel, int | None]]:
-        """For every loaded dimension its axes and the factor that follows them."""
+        """The axes of every loaded dimension, and the factor that follows them."""
         loaded = [dim for _, v in self.of_kind("load") for dim in v.whole]
         result: list[tuple[Sequel, int | None]] = []
         for dim in loaded:

@@ -1,4 +1,4 @@
-"""From factors to labels: the axes of a label and its tile are factors that stay together.
+"""Conversion of factors to labels: a label's axes and tile are factors that stay together.
 
 before: the dimension K is divided ``[y, loop, 128]`` in every tensor that has it, and every sum
 over the loop follows one over the 128 elements; after: one label K with a grid axis, a loop axis

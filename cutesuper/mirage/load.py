@@ -91,7 +91,7 @@ def _graphs(data: Any, what: str) -> list[Any]:
 
 
 def _read(data: Any, where: str, dtype: DType | None) -> MuGraph:
-    """One muGraph. Raises FormatError."""
+    """A muGraph from its JSON. Raises FormatError."""
     document = read_document(data, where, dtype)
     kernels: list[Translated] = []
     cuts: dict[int, tuple[tuple[int, ...], ...]] = {}

@@ -71,7 +71,7 @@ def run(
 
 
 def parameters_of(layers: Sequence[Any]) -> tuple[list[Tensor], tuple[bool, ...]]:
-    """Matrices of linear layers, each in front of its bias, and which layers have one."""
+    """Matrices of linear layers, each followed by its bias, and which layers have one."""
     parameters = [p for m in layers for p in (m.weight, m.bias) if p is not None]
     return parameters, tuple(m.bias is not None for m in layers)
 

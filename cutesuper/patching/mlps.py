@@ -36,7 +36,7 @@ WIDTH, HIDDEN, ROWS = 16, 24, 6
 
 @dataclass(frozen=True)
 class WholeMLP:
-    """A gated MLP as a function of a tensor, and the matrices of its layers, each in front of its
+    """A gated MLP as a function of a tensor and the matrices of its layers, each followed by its
     bias.
 
     Attributes:

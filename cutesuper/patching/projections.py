@@ -23,7 +23,7 @@ from cutesuper.patching.probing import Failed
 
 @dataclass(frozen=True)
 class Products:
-    """Products of one tensor with several matrices, which stand in front of their biases.
+    """Products of one tensor with several matrices, each followed by its bias.
 
     Attributes:
         biases: whether each layer has one.

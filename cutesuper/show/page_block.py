@@ -66,7 +66,7 @@ class BlockDrawing(Panel):
         return f"{shorten(name)} {show_shape(self.mu.tensors[name].shape)}"
 
     def below(self, key: Key) -> list[tuple[str, str]]:
-        """Lines below a box with their classes."""
+        """Lines below a box, with their classes."""
         if key.what != "op" or self.kind(key) == "store":
             return []
         op, state = self.program.ops[int(str(key.name))], self.states[int(str(key.name))]

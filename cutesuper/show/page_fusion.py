@@ -15,7 +15,7 @@ LONGEST = 5
 
 
 def kernels_of(graph: KernelGraph, mu: MuGraph) -> dict[int, tuple[int, ...]]:
-    """For nodes of the definition the positions of the kernels that compute them.
+    """The positions of the kernels that compute each node of the definition.
 
     A kernel computes the nodes between the tensors that it reads and those that it writes; the
     names of these tensors identify values of the definition. Composite operators may be computed by
@@ -51,7 +51,7 @@ def _live(graph: KernelGraph) -> list[int]:
 def _values(
     graph: KernelGraph, mu: MuGraph, whole: KernelGraph, at: dict[int, int]
 ) -> dict[str, int] | None:
-    """For every tensor of the muGraph the node of the expanded graph that it holds."""
+    """The node of the expanded graph that each tensor of the muGraph holds."""
     border = zip((*mu.inputs, *mu.outputs), (*graph.inputs, *graph.outputs), strict=True)
     inputs = dict(zip(graph.inputs, whole.inputs, strict=True))
     values = {name: inputs[i] if i in inputs else at[i] for name, i in border}

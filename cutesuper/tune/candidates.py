@@ -79,7 +79,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Short name: ``c007``."""
+        """Short name, such as ``c007``."""
         return self.program.name
 
     def stop(self, status: str, reason: str) -> None:

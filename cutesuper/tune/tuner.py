@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 BUDGET_S = 60.0
 CANDIDATES = 24
-#: candidates asked of the search: many have the same kernels
+#: candidates requested from the search: many have the same kernels
 POOL = 64
 #: parts of the budget after which the search, compiling and the short looks end
 SEARCH_SHARE, COMPILE_SHARE, LOOK_SHARE = 0.25, 0.6, 0.85
