@@ -62,7 +62,7 @@ class Sample:
 
     @cached_property
     def kernels(self) -> fx.GraphModule:
-        """The same module with its region replaced by the kernels."""
+        """The module with its region replaced by the kernels."""
         graph, region = alone(self.region)
         rewrite(graph, [Call(region, region_operator, (self.key,))])
         graph.lint()

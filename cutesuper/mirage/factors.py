@@ -41,7 +41,7 @@ class Factors:
         return prod(self._extents[f] for f in sequel)
 
     def settled(self, sequel: Sequence[int]) -> Sequel:
-        """The same dimension in factors that are not split."""
+        """A dimension in terms of factors that are not split."""
         result: list[int] = []
         left = list(reversed(sequel))
         while left:
