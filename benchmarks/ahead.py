@@ -1,8 +1,8 @@
-"""Programs of many cases, searched and compiled side by side before anything is timed.
+"""Programs of many cases, searched and compiled in parallel before anything is timed.
 
-A process takes 5 s to start the compiler, a search up to some seconds, and a case after the other
-would do all of it on one core while the GPU waits. What cannot be found or compiled has that error
-in its case; where a process came to an end, the case tries again.
+A process takes 5 s to start the compiler, a search up to some seconds; case by case, all of this
+would run on one core while the GPU waits. If a program cannot be found or compiled, its case has
+the error; if a process died, the case tries again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cutesuper.search.search import SearchResult
 #: workload, shape, element type, dependent launch
 Key = tuple[str, Shape, str, bool]
 Found = tuple[SearchResult, Choice]
-#: left to this process and its watchdog
+#: processors left to this process and its watchdog
 RESERVED_PROCESSORS = 2
 
 
@@ -41,18 +41,18 @@ def _processes(count: int) -> Executor:
 
 
 def find_and_compile(graph: KernelGraph, options: Options) -> Found:
-    """In another process: what `cutesuper.superoptimize` would choose; its kernels are in the
-    cache afterwards."""
+    """The choice of `cutesuper.superoptimize`, found in another process, which compiles its kernels
+    into the cache."""
     found = find(graph, options)
     compile_plans(found[1], options, KernelCache())
     return found
 
 
 class Ahead:
-    """Programs that were found before they are needed.
+    """Programs that are found before they are needed.
 
     Args:
-        executor: makes what runs so many searches at a time; processes by default.
+        executor: makes an executor for this number of concurrent searches; processes by default.
     """
 
     def __init__(self, executor: Callable[[int], Executor] = _processes) -> None:

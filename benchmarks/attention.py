@@ -26,10 +26,10 @@ from benchmarks.workloads_attention import (
 
 #: 20 rounds move the median by under 1 %; the time goes into compiling
 SETTINGS = Settings(rounds=20, warm_seconds=0.1, host_batches=8, memory_bytes=4 * 10**9)
-#: of decoding: its products are what the fused calls are made for, and each mode of torch.compile
-#: takes 10 to 30 s a case
+#: for decoding: the fused calls are made for its products, and each mode of torch.compile takes 10
+#: to 30 s per case
 NOT_COMPILED = frozenset({"compile", "compile-max"})
-#: of caches in pages
+#: for caches in pages
 NO_PAGES = frozenset(i.name for i in SDPA)
 BATCHES = (1, 4, 16)
 KEYS = 4096
@@ -37,7 +37,7 @@ KEYS = 4096
 
 @dataclass(frozen=True)
 class HeadsOf:
-    """Attention of a model, from its published ``config.json``."""
+    """The attention of a model, from its published ``config.json``."""
 
     title: str
     heads: int
@@ -64,7 +64,7 @@ def few_queries() -> list[Item]:
 
 
 def decoding() -> list[Item]:
-    """One token of 1 to 32 sequences, 32 query heads, 8 of keys and values."""
+    """Cases of one token of 1 to 32 sequences, 32 query heads, 8 of keys and values."""
     workload, targets = decode(), (7.8, 19.5, 62.5, 33.0, 120.0)
     return [
         Item(f"decode/{shape_label(shape[:2])}", workload, shape,
@@ -74,7 +74,7 @@ def decoding() -> list[Item]:
 
 
 def models() -> list[Item]:
-    """One token of models with other numbers of heads."""
+    """Cases of one token of models with other numbers of heads."""
     workload = decode()
     return [
         Item(f"models/{name}/{batch}", workload,
@@ -87,7 +87,7 @@ def models() -> list[Item]:
 
 
 def served() -> list[Item]:
-    """One token of 1 to 32 sequences of mixed lengths, without and with pages."""
+    """Cases of one token of 1 to 32 sequences of mixed lengths, without and with pages."""
     return [
         Item(f"lengths/{workload.name}/{shape[0]}", workload, shape, {"group": "lengths"},
              "bfloat16", NOT_COMPILED | (NO_PAGES if workload.pages else frozenset()))
@@ -97,7 +97,7 @@ def served() -> list[Item]:
 
 
 GROUPS = {"few": few_queries, "decode": decoding, "models": models, "lengths": served}
-#: what one run measures unless asked for something else
+#: the groups that a run measures by default
 MAIN = ("few", "decode")
 
 
@@ -105,7 +105,7 @@ def chosen(only: str | None) -> list[Item]:
     """``"decode/1x4096,few"`` -> those cases, in the order of the tables.
 
     Raises:
-        ValueError: a name that is no case, nor the beginning of one's up to a slash.
+        ValueError: a name that is neither a case nor the beginning of one up to a slash.
     """
     items = [item for make in GROUPS.values() for item in make()]
     names = MAIN if only is None else tuple(only.split(","))
@@ -127,7 +127,7 @@ def make_sweep(
     peers: Sequence[Implementation],
     programs: Ahead,
 ) -> Sweep:
-    """The cases, with programs found before the first of them."""
+    """The sweep of the cases, with programs found before the first of them."""
     names = [i.name for i in peers]
     return Sweep(
         kind, title, tuple(items), (*STREAMS, *peers),

@@ -1,9 +1,9 @@
-"""Who takes part where attention is measured: ours, PyTorch, its fused calls, FlashAttention-4.
+"""Implementations of attention: ours, PyTorch, its fused calls, FlashAttention-4.
 
-A fused call gets its tensors in the layout it asks for, copied before anything is timed: SDPA
-``[B, H, L, d]``, FlashAttention ``[B, L, H, d]``. Norms before it are PyTorch's and count. PyTorch
-has several fused kernels behind one name and chooses by rules of its own; each is a competitor
-here, and the best one is what a table shows.
+A fused call gets its tensors in its own layout, copied before anything is timed: SDPA ``[B, H, L,
+d]``, FlashAttention ``[B, L, H, d]``. Norms before it are PyTorch's and are timed. PyTorch has
+several fused kernels behind one name and chooses by rules of its own; each is a competitor here,
+and a table shows the best one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.workloads_attention import AttentionWorkload, Heads
 
 
 def attention_of(problem: Problem) -> AttentionWorkload:
-    """The problem's workload. Raises ValueError where it is no attention."""
+    """The problem's workload. Raises ValueError if it is not attention."""
     if not isinstance(problem.workload, AttentionWorkload):
         raise ValueError(f"{problem.workload.name}: a call for attention cannot compute it")
     return problem.workload
@@ -33,9 +33,9 @@ def sdpa(backend: SDPBackend, packed: bool = False) -> Callable[[Problem], Launc
     """``torch.nn.functional.scaled_dot_product_attention`` by one of its kernels.
 
     Args:
-        backend: which.
-        packed: heads that share keys become positions of one head, for a kernel that knows no
-            shared keys; of one query each, for which this is the same.
+        backend: the kernel.
+        packed: heads that share keys become positions of one head, for a kernel without shared
+            keys; equivalent if each has one query.
     """
 
     def tensors(workload: AttentionWorkload, inputs: Outputs) -> Heads:
@@ -67,14 +67,14 @@ def sdpa(backend: SDPBackend, packed: bool = False) -> Callable[[Problem], Launc
 
 
 def _mask(v: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """What is added to the scores, ``[B, 1, 1, S]``: it has no argument for lengths."""
+    """The mask added to the scores, ``[B, 1, 1, S]``, as SDPA has no argument for lengths."""
     beyond = torch.arange(v.shape[-2], device=v.device) >= lengths[:, None]
     zeros = torch.zeros(beyond.shape, dtype=v.dtype, device=v.device)
     return zeros.masked_fill(beyond, -torch.inf)[:, None, None, :]
 
 
 def flash_attention_4(problem: Problem) -> Launcher:
-    """``flash_attn.cute`` (package flash-attn-4); it packs heads that share keys by itself.
+    """``flash_attn.cute`` (package flash-attn-4); it packs heads that share keys itself.
 
     It has no split of the keys for Hopper: ``num_splits`` stays 1, its default.
     """
@@ -83,7 +83,7 @@ def flash_attention_4(problem: Problem) -> Launcher:
     call: Callable[..., Any] = (
         library.flash_attn_varlen_func if workload.lengths else library.flash_attn_func
     )
-    names = ("seqused_k", "page_table")  # of the inputs after query, key and value
+    names = ("seqused_k", "page_table")  # names of the inputs after query, key and value
     more = [dict(zip(names, inputs[3:], strict=False)) for inputs in problem.inputs]
     [result] = workload.outputs(problem.shape)
     options = {"softmax_scale": workload.scale(problem.shape), "causal": workload.causal}

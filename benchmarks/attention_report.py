@@ -14,7 +14,7 @@ TITLES = {
     "models": "Decoding: other numbers of heads",
     "lengths": "Decoding: sequences of mixed lengths up to the one given",
 }
-#: columns of peers; those of a prefix are the best of all whose name begins so
+#: columns of peers; a prefix is the best of all whose names begin with it
 DEFINITION = ("eager", "compile", "compile-max")
 SDPA = "sdpa-"
 METHOD = (
@@ -75,7 +75,7 @@ def _label(name: str) -> str:
 
 
 def _entry(case: Case, name: str) -> Case | None:
-    """The entry of this name; for a prefix the fastest, or where all failed the first."""
+    """The entry of this name; for a prefix the fastest one, or the first if all failed."""
     entries = case["implementations"]
     if not name.endswith("-"):
         return next((e for e in entries if e["name"] == name), None)

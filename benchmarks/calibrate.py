@@ -1,12 +1,11 @@
-"""Fit the constants of the cost model to candidates that `rank` has timed.
+"""Fit of the cost model's constants to candidates that `rank` has timed.
 
     python -m benchmarks calibrate benchmarks/results/rank.json
     python -m benchmarks calibrate benchmarks/results/rank.json --half
 
 Finds the timed programs again (nothing is compiled, no GPU is needed), fits the constants that no
-single measurement shows, and prints them, and how well the model orders the candidates with the
-present and with the fitted constants. Nothing is written: constants stand, with their origin, in
-`cutesuper.targets`.
+single measurement shows, and prints them with the quality of the model's order for the present and
+for the fitted constants. Nothing is written: constants and their origin are in `cutesuper.targets`.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.rows.cost import row_cost
 from cutesuper.targets import H200, Target
 
-#: what is fitted; the others have measurements of their own
+#: fitted constants; the others have measurements of their own
 OF_TARGET = ("launch_us", "l2_bandwidth")
 OF_RATES = (
     "sm_bytes_per_us", "iteration_us", "prologue_per_us", "statistic_per_us", "first_stage",
     "block_us", "store_us", "cluster_store_us", "exchange_us_per_kb", "row_load_us",
     "reduction_us",
 )  # fmt: skip
-#: structures asked of the search, one size of each: RMSNorm + Linear with a gain has some 900
+#: structures requested from the search, one size of each: RMSNorm + Linear with a gain has some 900
 STRUCTURES = 4096
 #: weight of a case's mean error against errors within the case: the order matters more
 MEAN_WEIGHT = 0.5
@@ -48,7 +47,7 @@ MEAN_WEIGHT = 0.5
 FAR_WEIGHT, FAR_DECAY = 0.15, 3.0
 #: relative errors beyond which a candidate counts as an outlier
 OUTLIER = 0.1
-#: changes that estimate the derivatives, and evaluations of them
+#: steps for estimating the derivatives, and number of evaluations
 STEP, EVALUATIONS = 1e-2, 12
 
 Kernel = Callable[[Target], float]
@@ -56,10 +55,10 @@ Kernel = Callable[[Target], float]
 
 @dataclass(frozen=True)
 class Timed:
-    """A candidate that was timed and found again.
+    """A timed candidate whose program was found again.
 
     Attributes:
-        entry: what the results say of it.
+        entry: its entry in the results.
         kernels: microseconds that the model predicts for each kernel on a target.
     """
 
@@ -106,7 +105,7 @@ def find_case(entry: Mapping[str, Any], dtype: str, target: Target) -> Case:
 
 
 def structure_of(mugraph: MuGraph) -> str:
-    """The program of every kernel without extents, as the results have it."""
+    """The program of every kernel without extents, in the form of the results."""
     return "; ".join(f"{s.name}: {show(s.program).split(' with ', 1)[0]}" for s in mugraph.steps)
 
 
@@ -156,7 +155,7 @@ def _kernel(step: KernelStep, tensors: dict[str, TensorSpec], target: Target) ->
 def fit(cases: Sequence[Case], target: Target) -> Target:
     """The target with constants that predict the candidates best.
 
-    Least squares of relative errors: within a case, where fast candidates weigh more, and of the
+    Least squares of relative errors: within a case, with more weight on fast candidates, and of the
     mean of each case; outliers count less.
     """
     from scipy.optimize import least_squares  # nothing else needs SciPy
@@ -192,11 +191,11 @@ def _errors(case: Case, target: Target) -> list[float]:
 
 
 def predicted(results: Mapping[str, Any], cases: Sequence[Case], target: Target) -> dict[str, Any]:
-    """The results as `rank` would have written them with the model's predictions for a target."""
+    """The results in the form of `rank`, with the model's predictions for a target."""
     entries: list[dict[str, Any]] = []
     for case in cases:
         candidates = [dict(t.entry) | {"predicted_us": t.predicted(target)} for t in case.timed]
-        # candidates of one price are in the order of the search, not in that of rounding errors
+        # candidates of equal cost are in the order of the search, not in that of rounding errors
         candidates.sort(key=lambda c: round(c["predicted_us"], 6))
         summary = summarize(candidates)
         entries.append(dict(case.entry) | {"candidates": candidates, "summary": summary})

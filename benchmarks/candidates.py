@@ -2,7 +2,8 @@
 
     workload, shape -> search -> `sample` -> plans -> kernels (compiled in worker processes)
 
-Nothing here needs a GPU. What cannot be planned or compiled stays in the list with the reason.
+Nothing here needs a GPU. Candidates that cannot be planned or compiled stay in the list with the
+reason.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from cutesuper.skeletons.planner import KernelPlan, make_plan
 from cutesuper.targets import Target
 from cutesuper.verify.equivalence import Verifier
 
-#: candidates asked of the search; it takes 0.2 to 4 s then
+#: candidates requested from the search, which then takes 0.2 to 4 s
 POOL = 512
-#: the same where programs of few kernels come first
+#: the same if programs of few kernels come first
 FEW_POOL = 128
 #: sizes of one structure: all that fit (a structure of RMSNorm + Linear has up to 40)
 SIZES = 64
@@ -44,13 +45,13 @@ SIZES = 64
 DEAR_US = 1e6
 #: two predictions for the same sizes that are closer than this are one candidate
 TWIN = 0.01
-#: processors left to the process that measures meanwhile: its launches must not wait
+#: processors left to the concurrent measuring process: its launches must not wait
 RESERVED_PROCESSORS = 2
 
 
 @dataclass
 class Offer:
-    """A candidate, where the model puts it, and what became of it on its way to the device.
+    """A candidate with its place in the model's order, and its state on the way to the device.
 
     Attributes:
         name: ``c007``: the seventh in the model's order.
@@ -61,7 +62,7 @@ class Offer:
         structure: the program of every kernel without extents.
         sizes: axes and tiles of every kernel.
         make: launches the compiled kernels; None until they are compiled.
-        refused: why it cannot be launched; "" where it can.
+        refused: why it cannot be launched; "" if it can.
     """
 
     name: str
@@ -81,10 +82,10 @@ class Prepared:
 
     Attributes:
         offers: the sample, in the model's order.
-        found: candidates that it was taken from.
-        structures: different structures among them.
+        found: number of candidates that the sample was taken from.
+        structures: number of different structures among them.
         search_s: seconds of the searches, verification of the structures included.
-        error: why there is nothing to time; "" where there is.
+        error: why there is nothing to time; "" if there is something.
     """
 
     workload: Workload
@@ -98,7 +99,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class CompiledCandidate:
-    """Launches a candidate whose kernels lie in the cache at ``cache_root``; can be pickled."""
+    """Launcher of a candidate whose kernels are in the cache at ``cache_root``; can be pickled."""
 
     mugraph: MuGraph
     plans: tuple[KernelPlan, ...]
@@ -151,7 +152,7 @@ def _searched(workload: Workload, shape: Shape, dtype: str, top: int, target: Ta
     begin = time.perf_counter()
     try:
         offers = pool(workload.graph(cs, shape, dtype), target)
-    except Exception as error:  # whatever it is, the other cases must go on
+    except Exception as error:  # whatever the error, the other cases must go on
         return Prepared(workload, shape, error=f"search: {describe_error(error)}")
     return Prepared(
         workload,
@@ -166,12 +167,13 @@ def _searched(workload: Workload, shape: Shape, dtype: str, top: int, target: Ta
 def pool(graph: KernelGraph, target: Target) -> list[Offer]:
     """Candidates of a graph in the model's order, verified.
 
-    What the search returns, and all sizes of the programs with the fewest kernels. The search would
-    return those after thousands of others: two kernels have as many candidates as their sizes have
-    pairs, and for 4096x4096x4096 all of them come before the third tile of the fused kernel.
+    The results of the search, and all sizes of the programs with the fewest kernels. The search
+    would return the latter after thousands of others: two kernels have as many candidates as their
+    sizes have pairs, and for 4096x4096x4096 all of them come before the third tile of the fused
+    kernel.
 
     Raises:
-        SearchError, LoweringError: no program, and why.
+        SearchError, LoweringError: there is no program; says why.
     """
     verifier = Verifier(graph)
 
@@ -213,15 +215,15 @@ def _offer(candidate: Candidate, excess_us: float) -> Offer:
 
 
 def sample(offers: Sequence[Offer], top: int) -> list[Offer]:
-    """Which candidates are timed: ``top`` from the front, half as many from the rest.
+    """The candidates to time: ``top`` from the front, half as many from the rest.
 
-    The front alone would say little: programs that take a square root in one kernel or in the next
-    have the same sizes and the same cost, and two kernels come in all pairs of their sizes. So:
+    The front alone shows little: programs that take a square root in one kernel or in the next have
+    the same sizes and the same cost, and two kernels come in all pairs of their sizes. So:
 
     * of candidates with the same sizes and (within 1 %) the same prediction, only the first counts;
     * the front is in the model's order, at most half of it from one structure;
-    * a quarter of ``top`` are programs of the fewest kernels, evenly spaced over what is left;
-    * the others are always the best one left of the structure that was taken least often.
+    * a quarter of ``top`` are programs of the fewest kernels, evenly spaced over the rest;
+    * each other one is the best remaining one of the structure that was taken least often.
 
     Args:
         offers: in the model's order.
@@ -251,7 +253,7 @@ def sample(offers: Sequence[Offer], top: int) -> list[Offer]:
 
 
 def _spaced(offers: Sequence[Offer], count: int) -> list[Offer]:
-    """``count`` of them at equal distances, the last one included; all where there are fewer."""
+    """``count`` of them at equal distances, the last one included; all if there are fewer."""
     count = min(count, len(offers))
     return [offers[(i + 1) * len(offers) // count - 1] for i in range(count)]
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks chain``: many RMSNorm + Linear in a row, each reading the one before.
+"""``python -m benchmarks chain``: many RMSNorm + Linear in a row, each reading the previous.
 
 One CUDA graph holds all layers, so that launches overlap where an implementation lets them; their
 weights differ and are 1 GB together, so that L2 is cold. Times are of one layer. ``torch.compile``
@@ -6,9 +6,9 @@ is captured in the same kind of graph, which is what its mode "reduce-overhead" 
 
 The result of the last layer is checked against the whole chain in float64, by the rule of `check`
 with PyTorch's own error through the same chain. Norms keep every layer's output near 1, and a
-random square weight passes an error on as large as it is, so that the rounding errors of the
-layers add as independent ones: the error grows with the square root of the number of layers, for
-PyTorch as for everybody else, and the rule needs no factor for the depth.
+random square weight passes an error on at its size, so that the rounding errors of the layers add
+as independent ones: the error grows with the square root of the number of layers, for PyTorch as
+for all others, and the rule needs no factor for the depth.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DTYPE = "float16"
 
 
 def chained(problem: Problem) -> Problem:
-    """Let every set read what the set before writes, and judge the last one by the whole chain.
+    """Let every set read the output of the previous set, and judge the last one by the whole chain.
 
     x0, w0 -> y0; x1, w1 -> y1; ...   becomes   x0, w0 -> y0; y0, w1 -> y1; ...
     """
@@ -61,7 +61,7 @@ def _through(problem: Problem, layer: Callable[..., Outputs], dtype: torch.dtype
 
 
 def _compiled(problem: Problem) -> Launcher:
-    """As the peer of one layer, fed with its own results: it cannot be told where to write."""
+    """The compiled peer of one layer, fed with its own results, as it has no output argument."""
     function = torch.compile(WORKLOAD.computations["full"].eager, dynamic=False, fullgraph=True)
     inputs = problem.inputs
     value = inputs[0][:1]

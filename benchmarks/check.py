@@ -1,8 +1,8 @@
-"""Is an output right? One rule, used before anything is timed and again afterwards.
+"""The check of outputs: one rule, applied before timing and again afterwards.
 
 FlashAttention's rule: the error against float64 may be twice PyTorch's own error in the same
 element type, plus two units in the last place. It is applied twice, to the largest error and to
-the root mean square, so that neither one bad element nor a small error everywhere gets through.
+the root mean square, so that neither one bad element nor a small error everywhere passes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Expected:
-    """What one output must be.
+    """The expected value of one output.
 
     ``reference`` is float64 and holds only the rows ``rows`` (indices into the first dimension of
     the output of extents ``dims``), or all of it when ``rows`` is None.
@@ -39,7 +39,7 @@ class Expected:
     dims: tuple[int, ...]
     dtype: torch.dtype
     rows: torch.Tensor | None = None
-    wider: bool = False  # float32 is as good
+    wider: bool = False  # float32 is accepted too
 
     def select(self, value: torch.Tensor) -> torch.Tensor:
         """The part of an output that the reference covers."""
@@ -143,6 +143,6 @@ def worst_of(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def poison(tensors: Sequence[torch.Tensor]) -> None:
-    """Fill with NaN, so that an element nobody writes is seen."""
+    """Fill with NaN, so that elements that are never written are detected."""
     for tensor in tensors:
         tensor.fill_(math.nan)

@@ -1,4 +1,4 @@
-"""The command line of the benchmarks, and the watchdog that ends a run which hangs."""
+"""The command line of the benchmarks, and the watchdog that ends a hanging run."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ GRACE_SECONDS = 20.0
 
 
 class Watchdog:
-    """Calls ``on_expire(step)`` when one guarded step takes longer than ``timeout`` seconds.
+    """A thread that calls ``on_expire(step)`` when a guarded step exceeds ``timeout`` seconds.
 
-    A kernel that never ends cannot be interrupted from inside its process, so what is called
-    should save what there is and end the process. Steps nest; the innermost one counts.
+    A kernel that never ends cannot be interrupted from inside its process, so the callback should
+    save partial results and end the process. Steps nest; the innermost one counts.
     """
 
     def __init__(self, timeout: float, on_expire: Callable[[str], None]) -> None:
@@ -89,7 +89,8 @@ class Watchdog:
 
 
 class CliMonitor(Monitor):
-    """Prints each case when it is done, keeps the JSON file up to date, and watches for hangs."""
+    """A monitor that prints each finished case, keeps the JSON file up to date, and detects
+    hangs."""
 
     def __init__(self, timeout: float, path: Path | None) -> None:
         self.results: dict[str, Any] = {}
@@ -97,7 +98,7 @@ class CliMonitor(Monitor):
         self._watchdog = Watchdog(timeout, self._hung)
 
     def started(self, results: dict[str, Any]) -> None:
-        """Remember what is being filled."""
+        """Remember the results that are being filled."""
         self.results = results
         print(describe_environment(results), flush=True)
 
@@ -111,7 +112,7 @@ class CliMonitor(Monitor):
         self._save()
 
     def abort(self, reason: str) -> None:
-        """Report what there is of a run that cannot go on."""
+        """Report the partial results of a run that cannot continue."""
         self.results["aborted"] = reason
         print(f"error: {reason}", file=sys.stderr)
         if self.results.get("cases"):
@@ -130,7 +131,8 @@ class CliMonitor(Monitor):
             save_results(self.results, self._path)
 
     def _hung(self, step: str) -> None:
-        """Runs on the watchdog's thread while the main thread is stuck; ends the process."""
+        """Report a hang on the watchdog's thread while the main thread is stuck; ends the
+        process."""
         try:
             self.abort(f"no progress in {step}; leave it out with --skip")
         finally:
@@ -173,7 +175,7 @@ def add_options(
 
 
 def check_options(arguments: argparse.Namespace) -> None:
-    """Refuse numbers that mean nothing. Raises ValueError."""
+    """Refuse numbers without a meaning. Raises ValueError."""
     if arguments.rounds is not None and arguments.rounds < 1:
         raise ValueError(f"--rounds {arguments.rounds}: at least 1")
     if arguments.timeout <= 0:
@@ -191,7 +193,7 @@ def selected(
 
 
 def settings_of(arguments: argparse.Namespace, base: Settings) -> Settings:
-    """``base`` with the seed and, where one is given, the number of rounds."""
+    """``base`` with the seed and, if given, the number of rounds."""
     settings = replace(base, seed=arguments.seed)
     return settings if arguments.rounds is None else replace(settings, rounds=arguments.rounds)
 
@@ -258,7 +260,7 @@ def supervise(arguments: argparse.Namespace, measure: Callable[[Monitor], None])
 
 
 def ours_failed(results: dict[str, Any]) -> bool:
-    """Whether one of our own implementations failed or was wrong in any case."""
+    """True if one of our own implementations failed or was wrong in any case."""
     return any(
         entry["status"] != "ok"
         for case in results.get("cases", ())

@@ -1,4 +1,4 @@
-"""How well one order predicts another: rank correlations that know ties."""
+"""Rank correlations with ties: agreement of two orders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ranks(values: Sequence[float]) -> list[float]:
 def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
     """Spearman's rho, -1..1: Pearson's correlation of the ranks.
 
-    None where there is no order to compare: fewer than two values, or all of one side equal.
+    None if there is no order to compare: fewer than two values, or all of one side equal.
     """
     a, b = _centred(ranks(x)), _centred(ranks(y))
     norm = sqrt(sum(u * u for u in a) * sum(v * v for v in b))

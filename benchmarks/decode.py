@@ -1,8 +1,8 @@
 """``python -m benchmarks decode``: whole steps of a model, tokens per second.
 
-A step of a model of the shape of Llama-3-8B (examples/llama/decode.py) with random weights in
-bfloat16, for sequences of 4096 tokens; and what was written in PyTorch and traced, against
-torch.compile of the same function: the top MLP of DLRM.
+A step of a model with the shape of Llama-3-8B (examples/llama/decode.py) and random weights in
+bfloat16, for sequences of 4096 tokens; and a function of PyTorch, traced, against torch.compile of
+the same function: the top MLP of DLRM.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BATCHES = (1, 8, 32)
 SECTIONS = ("llama", "dlrm")
 #: a step takes milliseconds, most of the time goes into compiling
 SETTINGS = Settings(rounds=30, warm_seconds=0.05, host_batches=10)
-#: of one step: a compiler has a whole layer, and searches run in this process
+#: for one step: compilers get a whole layer, and searches run in this process
 TIMEOUT_SECONDS = 400.0
 READ = tuple(f for f in STREAMS if not f.dependent)
 
 
 def llama(layers: int) -> DecodeWorkload:
-    """A step of Llama-3-8B with so many layers."""
+    """A step of Llama-3-8B with this number of layers."""
     shapes = tuple((batch, CONTEXT, layers) for batch in BATCHES)
     return decode_workload(LLAMA_3_8B, "Llama-3-8B", shapes)
 
@@ -47,7 +47,7 @@ def items_of(workload: Workload, section: str, case: type[Case]) -> list[Item]:
 
 
 def make_sweep(sections: Sequence[str], layers: int, peers: Sequence[Implementation]) -> Sweep:
-    """The cases of these sections."""
+    """The sweep of the cases of these sections."""
     made = {
         "llama": lambda: items_of(llama(layers), "llama", DecodeCase),
         "dlrm": lambda: items_of(MEASURED["dlrm_mlp"], "dlrm", Case),

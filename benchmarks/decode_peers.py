@@ -1,8 +1,8 @@
-"""Who takes part where models are measured: eager PyTorch, captured and compiled, and cutesuper.
+"""Implementations of models: eager PyTorch, captured and compiled, and cutesuper.
 
 Attention is `scaled_dot_product_attention` for PyTorch, by the kernel that is the fastest for one
-query (cuDNN). torch.compile is captured in the same kind of CUDA graph as everybody, which is what
-its mode "reduce-overhead" does; it gets a layer, whose code all layers share. So it is with
+query (cuDNN). torch.compile is captured in the same kind of CUDA graph as all others, which is what
+its mode "reduce-overhead" does; it gets a layer, whose code all layers share. The same holds for
 torch.compile(backend="cutesuper").
 """
 
@@ -61,7 +61,7 @@ def backend(problem: Problem) -> Launcher:
 
 
 def either(of_step: Make, of_region: Make) -> Make:
-    """One of the two, whichever the problem is for."""
+    """A factory for both kinds of problem, steps and regions."""
 
     def make(problem: Problem) -> Launcher:
         return (of_step if isinstance(problem, DecodeProblem) else of_region)(problem)
@@ -86,5 +86,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation("compile", "peer", either(step(lambda _: decode_ways.compiled()), _compiled)),
     Implementation("compile-max", "peer", _max),
 )
-#: who is not in a section: a region is captured anyway; max-autotune takes minutes for a model
+#: implementations left out of a section: a region is captured anyway; max-autotune takes minutes
+#: for a model
 ABSENT = {"llama": frozenset({"compile-max"}), "dlrm": frozenset({"eager-graph"})}

@@ -1,9 +1,8 @@
-"""A step of decoding as a case of the harness: the model stands in for the sets of inputs.
+"""A step of decoding as a case of the harness; the model takes the place of the input sets.
 
 A step reads weights of gigabytes, so that one set is enough for a cold L2. All steps are the last
-one that the cache has room for: the same token at the same position, so that a recording can be
-replayed and its logits checked again. Nothing but logits is compared; the token that is chosen by
-them is computed too.
+one that fits into the cache: the same token at the same position, so that a recording can be
+replayed and its logits checked again. Only logits are compared; the chosen token is computed too.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from examples.llama.decode import Cache, Llama, exact_logits, new_model
 from examples.llama.decode import Shape as Extents
 from examples.llama.decode_ways import fastest_attention
 
-#: launched one by one, as a loop in Python does; everybody else is in a CUDA graph
+#: the implementation launched step by step, as by a loop in Python; all others are in a CUDA graph
 UNCAPTURED = "eager"
 
 
 @dataclass(frozen=True)
 class DecodeWorkload(Workload):
-    """One step for a batch of sequences; `model` has the extents of all layers but their number.
+    """One step for a batch of sequences; `model` has all extents except the number of layers.
 
     A shape is (batch, tokens in the cache, layers).
     """
@@ -39,7 +38,7 @@ class DecodeWorkload(Workload):
 
 
 def decode_workload(model: Extents, name: str, shapes: tuple[Shape, ...]) -> DecodeWorkload:
-    """A step of a model, which is called `name`."""
+    """A step of a model called `name`."""
 
     def weights(shape: Shape) -> int:
         width, hidden = model.width, model.hidden
@@ -75,7 +74,7 @@ def decode_workload(model: Extents, name: str, shapes: tuple[Shape, ...]) -> Dec
 
 @dataclass
 class DecodeProblem(Problem):
-    """A model with a full cache, and the tokens that come in last."""
+    """A model with a full cache, and the tokens that come last."""
 
     model: Llama = field(kw_only=True)
     caches: list[Cache] = field(kw_only=True)
@@ -91,18 +90,18 @@ def model_of(extents: Extents, context: int, device: torch.device, dtype: torch.
 
 @dataclass
 class Uncaptured:
-    """Launches made one by one at every replay, which is what is timed."""
+    """A recording whose replay launches again, so that launches are timed."""
 
     launch: Any
     kept: dict[int, Outputs]
 
     def replay(self) -> None:
-        """A step."""
+        """Run a step."""
         self.kept[0] = self.launch(0)
 
 
 class DecodeCase(Case):
-    """One batch size."""
+    """The case of one batch size."""
 
     def _make_problem(self) -> DecodeProblem:
         workload = self.workload
@@ -137,12 +136,13 @@ class DecodeCase(Case):
         entry.recording = Uncaptured(launcher.launch, {0: launcher.launch(0)})
 
     def _measure_host(self, entry: Entry, problem: Problem) -> None:
-        """Nobody waits for the host but the one that is not captured, whose time has it."""
+        """Measure nothing: only the uncaptured implementation waits for the host, and its time
+        includes that."""
 
 
 @torch.no_grad()
 def _expected(problem: DecodeProblem) -> Expected:
-    """Logits in float64, and the error that PyTorch makes."""
+    """Logits in float64, and the error of PyTorch."""
     start = problem.model.capacity - 1
     exact = exact_logits(problem.model, problem.caches, problem.tokens[:, None], start)[:, 0]
     with fastest_attention():

@@ -43,7 +43,7 @@ def decode_markdown(results: Case) -> str:
 
 
 def _outcome(cases: Sequence[Case]) -> str:
-    """In how many cases the best of ours is the fastest, and where it is not."""
+    """The number of cases in which the best of ours is the fastest, and the others."""
     best: dict[str, float] = {}
     for case in cases:
         ours = [e for e in case["implementations"] if e["kind"] == "ours"]

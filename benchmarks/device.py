@@ -1,7 +1,8 @@
-"""The clock and the stage: how launches are recorded, replayed and timed on a device.
+"""The device for measuring: recording, replaying and timing launches.
 
-`Backend` is what the harness needs of a device. `CudaBackend` is the real one; the tests inject
-another that runs on the CPU with scripted times, so that everything above is tested without a GPU.
+`Backend` is the interface to a device that the harness needs. `CudaBackend` is the real one; the
+tests inject another that runs on the CPU with scripted times, so that everything above it is tested
+without a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FLUSH_BYTES = 512 * 10**6
 class Recording(Protocol):
     """A recorded sequence of launches that can be replayed.
 
-    ``kept`` holds the outputs of the launches whose index was asked for; every replay writes them
+    ``kept`` holds the outputs of the launches with requested indices; every replay writes them
     again.
     """
 
@@ -38,7 +39,7 @@ class Recording(Protocol):
 
 
 class Backend(Protocol):
-    """What the harness needs of a device."""
+    """The interface to a device that the harness needs."""
 
     device: torch.device
     l2_bytes: int
@@ -66,7 +67,7 @@ class Backend(Protocol):
         ...
 
     def release(self) -> None:
-        """Give memory of dropped tensors and recordings back."""
+        """Free the memory of dropped tensors and recordings."""
         ...
 
     def clocks(self) -> dict[str, Any]:
@@ -135,9 +136,9 @@ class CudaBackend:
                     if i in keep:
                         kept[i] = outputs
         except Exception:
-            # the allocator is not told that a capture has failed, and gives nothing back while one
-            # is under way: after a peer's, 137 of 140 GB were held for nobody
-            with suppress(RuntimeError):  # that it has ended already
+            # the allocator is not told that a capture has failed, and frees nothing while one is
+            # under way: after a peer's failure, 137 of 140 GB stayed allocated unused
+            with suppress(RuntimeError):  # "already ended"
                 torch._C._cuda_endAllocateToPool(stream.device_index, pool)
                 torch._C._cuda_releasePool(stream.device_index, pool)
             raise
@@ -162,7 +163,7 @@ class CudaBackend:
         return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
 
     def evict_l2(self) -> None:
-        """Fill L2 with other lines; by reading, since dirty lines would be written back later."""
+        """Fill L2 with other lines by reading, since dirty lines would be written back later."""
         torch.sum(self._flush, dim=0, out=self._sum)
 
     def release(self) -> None:
@@ -170,7 +171,7 @@ class CudaBackend:
         torch.cuda.empty_cache()
 
     def clocks(self) -> dict[str, Any]:
-        """Read by nvidia-smi (never set)."""
+        """Clocks as read by nvidia-smi (never set)."""
         names = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw")
         keys = ("sm_mhz", "memory_mhz", "temperature_c", "power_w")
         values = self._query(names)
@@ -226,7 +227,7 @@ def _version(package: str) -> str | None:
 
 def commit() -> dict[str, Any]:
     """Commit of this source tree and whether it was modified; None outside a repository."""
-    if "CUTESUPER_COMMIT" in os.environ:  # a tree that was copied says itself what it is
+    if "CUTESUPER_COMMIT" in os.environ:  # a copied tree has its commit in this variable
         return {"commit": os.environ["CUTESUPER_COMMIT"], "dirty": None}
     root = Path(__file__).resolve().parent.parent
     head = _run(["git", "rev-parse", "HEAD"], cwd=root).strip()

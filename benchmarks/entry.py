@@ -1,4 +1,4 @@
-"""What one implementation did in one case, and how that becomes plain data."""
+"""The result of one implementation in one case, and its conversion to plain data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.spread import Spread, summarize
 
 @dataclass
 class Entry:
-    """What is known about one implementation in one case, filled in as the run proceeds."""
+    """Known facts about one implementation in one case, filled in as the run proceeds."""
 
     implementation: Implementation
     status: str = "pending"  # then "ok", "wrong" or "failed"
@@ -32,12 +32,12 @@ class Entry:
     host: Spread | None = None
 
     def fail(self, status: str, error: str) -> None:
-        """Mark as failed or wrong; what was measured so far is no longer shown."""
+        """Mark as failed or wrong; earlier measurements are no longer shown."""
         self.status, self.error, self.running = status, error, None
         self.drop()
 
     def drop(self) -> None:
-        """Give back the memory of what was prepared."""
+        """Free the memory of the prepared implementation."""
         launcher, self.launcher, self.recording = self.launcher, None, None
         if launcher is not None and launcher.close is not None:
             with suppress(RuntimeError):  # a lost device refuses this too
@@ -86,7 +86,7 @@ def _verdict(verdict: Verdict | None) -> dict[str, Any] | None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has neither NaN nor infinity."""
+    """A value for JSON, which has neither NaN nor infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

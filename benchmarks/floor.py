@@ -3,7 +3,7 @@
 One warp per multiprocessor keeps a ring of bulk copies (``cp.async.bulk``, one mbarrier per slot)
 in flight and drops what arrives. A real kernel also waits, computes and writes, so its time over
 this one is its gap to the memory system. The number is a measured reference, not a proof of a
-bound: whoever finds a faster way to stream lowers the floor for everyone.
+bound: a faster way to stream would lower the floor for all.
 
 Importing this module imports CuTe DSL; nothing else in ``benchmarks`` does.
 """
@@ -23,14 +23,14 @@ from cutlass import Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_stream, make_ptr
 
-ALIGNMENT = 128  # bytes; what the source pointer must be aligned to
+ALIGNMENT = 128  # bytes; required alignment of the source pointer
 BOX = 16384  # bytes; larger bulk copies are no faster, 8 KB ones are 4 % slower
 IN_FLIGHT = 160 * 1024  # bytes per multiprocessor; dependent launch needs >= 128 KB
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """How ``size`` bytes are cut into bulk copies.
+    """The division of ``size`` bytes into bulk copies.
 
     Block ``b`` of ``blocks`` reads the copies ``b, b + blocks, ...`` of ``chunk`` bytes each; the
     last copy of all is ``tail`` bytes (``tail == chunk`` when it divides).
@@ -55,9 +55,9 @@ class StreamPlan:
 def stream_plan(size: int, multiprocessors: int, *, balanced: bool) -> StreamPlan:
     """Cut ``size`` bytes (rounded down to 16, the unit of a bulk copy) for a device.
 
-    ``balanced`` shrinks the copies so that every block gets equally many (and at least two: small
-    sizes would otherwise leave multiprocessors idle); otherwise they are BOX bytes each, which
-    are aligned to their size. Which is faster depends on the size, so the floor is the better one.
+    ``balanced`` shrinks the copies so that all blocks get the same number (at least two: small
+    sizes would otherwise leave multiprocessors idle); otherwise they are BOX bytes each, which are
+    aligned to their size. Which is faster depends on the size, so the floor is the better one.
 
     Raises:
         ValueError: fewer than 16 bytes.
@@ -77,7 +77,8 @@ def stream_plan(size: int, multiprocessors: int, *, balanced: bool) -> StreamPla
 
 
 class StreamKernel:
-    """Reads ``plan.size`` bytes and forgets them; with ``checksum`` it adds them up instead.
+    """A kernel that reads ``plan.size`` bytes and drops them; with ``checksum`` it adds them up
+    instead.
 
     The checksum build shows that every byte is read once (each lane writes the 32-bit wrapping sum
     of the words it saw); the timed build has the same address arithmetic and no shared loads.
@@ -90,7 +91,7 @@ class StreamKernel:
 
     @cute.jit
     def __call__(self, src: cute.Pointer, sums: cute.Pointer, stream: cuda.CUstream) -> None:
-        """Launch."""
+        """Launch the kernel."""
         self.kernel(src, sums).launch(
             grid=(self.plan.blocks, 1, 1), block=(32, 1, 1), stream=stream, use_pdl=self.dependent
         )

@@ -4,7 +4,7 @@ For each shape: draw enough input sets to outgrow L2; prepare and check every im
 record one sequence of launches over all sets per implementation; warm the clocks; then, round by
 round and in random order, replay each recording once. A time is a replay divided by its launches.
 Afterwards the recordings' own outputs are poisoned, replayed and checked again, and the host time
-of plain calls is taken. What fails is reported and does not stop the rest.
+of plain calls is taken. Failures are reported and do not stop the rest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DeviceLostError(RuntimeError):
 
 
 class Monitor:
-    """Told how a run proceeds; this one does not care."""
+    """An observer of a run's progress; this one ignores everything."""
 
     def started(self, results: dict[str, Any]) -> None:
         """A run begins; ``results`` will be filled in place."""
@@ -64,7 +64,7 @@ class Settings:
     seed: int = 0
 
     def quick(self) -> Settings:
-        """A tenth of the time; for looking, not for publishing."""
+        """Settings for a tenth of the time; for a first look, not for publishing."""
         return replace(self, rounds=10, host_batches=10, least_sets=16, memory_bytes=3 * 10**9)
 
 
@@ -129,7 +129,7 @@ def run(
 
 
 def measure_case(results: dict[str, Any], case: Case) -> None:
-    """Measure and add to ``results``, where what is known of it stands from the beginning.
+    """Measure a case and add it to ``results``; known facts about it are there from the beginning.
 
     Raises:
         DeviceLostError: as `run`.
@@ -162,7 +162,7 @@ class Case:
         self.problem: Problem | None = None
         self.error: str | None = None
         self.clocks: dict[str, Any] = {}
-        self.data: dict[str, Any] = {}  # what is published, updated in place
+        self.data: dict[str, Any] = {}  # the published data, updated in place
         self.publish()
 
     def refuse(self, reasons: Mapping[str, str]) -> None:
@@ -173,7 +173,7 @@ class Case:
         self.publish()
 
     def measure(self) -> None:
-        """Run all steps; problems of one implementation stay with it."""
+        """Run all steps; errors of one implementation do not affect the others."""
         try:
             self.problem = self._make_problem()
             self._make_references(self.problem)
@@ -216,7 +216,7 @@ class Case:
         )
 
     def _make_references(self, problem: Problem) -> None:
-        """Compute all references first: nobody has had a chance to damage the inputs yet."""
+        """Compute all references first, before any implementation could damage the inputs."""
         kinds = [e.implementation for e in self.entries if e.implementation.kind != "floor"]
         for computation in dict.fromkeys(i.computation for i in kinds):
             with self.monitor.step(
@@ -282,7 +282,7 @@ class Case:
         return worst_of(verdicts)
 
     def _check_after(self, entry: Entry, problem: Problem) -> None:
-        """Check what the timed recording itself writes."""
+        """Check the results of the timed recording itself."""
         recording = entry.recording
         if entry.implementation.kind == "floor" or recording is None:
             return
@@ -323,7 +323,7 @@ class Case:
         self.clocks["after"] = self.backend.clocks()
 
     def _warm(self, entries: Sequence[Entry]) -> None:
-        """Replay for a while, so that clocks are up and no first-launch cost is left."""
+        """Replay for a while, so that clocks are high and no first-launch cost remains."""
         begin = time.perf_counter()
         while True:
             for entry in entries:
@@ -337,7 +337,7 @@ class Case:
                 return
 
     def _measure_host(self, entry: Entry, problem: Problem) -> None:
-        """Time the issuing of calls; batches are short so that no call waits for the device."""
+        """Time the host's part of calls; batches are short so that no call waits for the device."""
         assert entry.launcher is not None
         call = entry.launcher.call or entry.launcher.launch
         count, calls = problem.plan.count, self.settings.host_batch_calls

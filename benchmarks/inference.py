@@ -17,7 +17,7 @@ WORKLOADS = tuple(name for name in MEASURED if name != "rmsnorm_gain_linear")
 
 
 def make_sweep(workloads: Sequence[str], peers: Sequence[Implementation]) -> Sweep:
-    """All shapes of the workloads of these names."""
+    """The sweep of all shapes of these workloads."""
     items = [
         Item(f"{name}/{shape_label(shape)}", MEASURED[name], shape)
         for name in workloads

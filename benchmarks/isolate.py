@@ -1,4 +1,4 @@
-"""Measuring in a process of its own (`cutesuper.tune.isolate`), with the harness inside."""
+"""Measuring in a separate process (`cutesuper.tune.isolate`), with the harness inside."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Job:
         return tuple(i.name for i in self.implementations)
 
     def without(self, names: Sequence[str]) -> Job:
-        """The same with fewer implementations."""
+        """A job with fewer implementations."""
         kept = tuple(i for i in self.implementations if i.name not in names)
         return replace(self, implementations=kept)
 
@@ -51,19 +51,20 @@ class Worker(isolate.Worker):
         super().__init__(serve, (make_backend,), timeout)
 
     def environment(self) -> dict[str, Any]:
-        """What `benchmarks.device.environment` says there. Raises Lost."""
+        """The result of `benchmarks.device.environment` in the process. Raises Lost."""
         return self.greeting()
 
     def measure(self, job: Job) -> dict[str, Any]:
-        """What `benchmarks.harness.Case` publishes for a job. Raises Lost."""
+        """The results that `benchmarks.harness.Case` publishes for a job. Raises Lost."""
         return self.ask(job)
 
 
 class Telling(Monitor):
-    """Tells every step; around a backend, so that rounds are timed one recording at a time.
+    """A monitor that reports every step; as a backend it times the recordings of a round one by
+    one.
 
-    The harness replays all recordings of a round in one call, and who hangs in there would remain
-    unknown.
+    The harness replays all recordings of a round in one call, so that the one that hangs would
+    remain unknown.
     """
 
     def __init__(self, backend: Backend, connection: Connection) -> None:
@@ -75,7 +76,7 @@ class Telling(Monitor):
         return getattr(self._backend, name)
 
     def step(self, name: str) -> AbstractContextManager[None]:
-        """Tell the step before it begins."""
+        """Report the step before it begins."""
         self._now = name
         self._connection.send(("step", name))
         return nullcontext()
@@ -83,13 +84,13 @@ class Telling(Monitor):
     def record(
         self, launch: Callable[[int], Outputs], count: int, keep: Sequence[int]
     ) -> Recording:
-        """Record, and remember for whom: steps are called "SHAPE NAME: what"."""
+        """Record, and remember the owner: steps are called "SHAPE NAME: what"."""
         recording = self._backend.record(launch, count, keep)
         self._owners[id(recording)] = self._now.partition(":")[0]
         return recording
 
     def time_round(self, recordings: Sequence[Recording], flush: bool) -> list[float]:
-        """The times of a round, told and taken one by one."""
+        """The times of a round, reported and taken one by one."""
         times: list[float] = []
         for recording in recordings:
             self.step(f"{self._owners[id(recording)]}: timing")
@@ -98,7 +99,8 @@ class Telling(Monitor):
 
 
 def serve(connection: Connection, make_backend: Callable[[], Backend]) -> None:
-    """The process: measures the jobs that arrive, until the device or the other end is gone."""
+    """The main function of the process: measures arriving jobs until the device or the other end is
+    gone."""
     backend = make_backend()
     torch.compiler.reset()  # the harness does so too; its first import takes seconds
     connection.send(("ready", environment(backend)))
@@ -112,7 +114,7 @@ def serve(connection: Connection, make_backend: Callable[[], Backend]) -> None:
 
 
 def measure(job: Job, telling: Telling) -> dict[str, Any]:
-    """What the harness publishes for a job. Raises DeviceLostError."""
+    """The harness's results for a job. Raises DeviceLostError."""
     case = Case(
         RANKED[job.workload],
         job.shape,

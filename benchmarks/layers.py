@@ -1,8 +1,8 @@
 """``python -m benchmarks layers``: the linear layers of published models at small batches.
 
 Weights are stored (N, K) as ``nn.Linear`` has them, norms have a gain, and gate and up are two
-tensors. What surrounds a product in the model is part of its layer: the norm before qkv and before
-gate and up, the residual after o and down.
+tensors. Operators around a product in the model are part of its layer: the norm before qkv and
+before gate and up, the residual after o and down.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Model:
     mlp: int
 
     def layer(self, name: str, batch: int) -> tuple[Workload, Shape]:
-        """What computes the layer of this name (one of LAYERS), and its extents."""
+        """The workload of the layer of this name (one of LAYERS), and its extents."""
         qkv = (self.heads + 2 * self.kv_heads) * self.head
         if name == "qkv":
             return norm_linear(True, transposed=True), (batch, self.hidden, qkv)
@@ -64,7 +64,7 @@ MODELS = {
 def make_sweep(
     models: Sequence[str], batches: Sequence[int], peers: Sequence[Implementation]
 ) -> Sweep:
-    """All layers of the models at the batch sizes."""
+    """The sweep of all layers of the models at the batch sizes."""
     items = []
     for model in models:
         for name in LAYERS:

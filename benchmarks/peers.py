@@ -1,7 +1,7 @@
-"""Who takes part in a measurement: implementations as data.
+"""Implementations that take part in a measurement, as data.
 
 An implementation is a name and a factory. The factory prepares (compiles) for one problem and
-returns how to launch it on input set ``i``; the harness does everything else.
+returns a launcher for input set ``i``; the harness does everything else.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Kind = Literal["ours", "peer", "part", "floor"]
 class Launcher:
     """A prepared implementation.
 
-    ``launch(i)`` is what is timed on the device: it may write into ``problem.outputs[i]`` and
-    returns the outputs. ``call(i)`` is the call as a user writes it, for the host time; default
-    the same. ``close()`` gives back what garbage collection would not.
+    ``launch(i)`` is timed on the device: it may write into ``problem.outputs[i]`` and returns the
+    outputs. ``call(i)`` is the call as a user writes it, for the host time; default the same.
+    ``close()`` frees resources that garbage collection would not.
     """
 
     launch: Callable[[int], Outputs]
@@ -76,7 +76,7 @@ def _compiled(mode: str | None) -> Callable[[Problem], Launcher]:
 
 
 def superoptimized(problem: Problem, dependent: bool) -> Kernel:
-    """The problem's program, found and compiled here and now."""
+    """The problem's program, searched and compiled in this process."""
     import cutesuper as cs
 
     graph = problem.workload.graph(cs, problem.shape, problem.dtype_name)
@@ -128,15 +128,15 @@ FLOORS: tuple[Implementation, ...] = tuple(
 )
 
 
-#: of each launch the one that is within 2 % of the better at all sizes
+#: for each launch mode the floor that is within 2 % of the better one at all sizes
 STREAMS = tuple(f for f in FLOORS if f.name.endswith("balanced"))
 
 
 def ours(
     kernel_of: Callable[[Problem, bool], Kernel] = superoptimized,
 ) -> tuple[Implementation, ...]:
-    """cutesuper, launched like the others and dependently; ``kernel_of(problem, dependent)``
-    makes the program."""
+    """cutesuper with plain and with dependent launch; ``kernel_of(problem, dependent)`` makes the
+    program."""
     return (
         Implementation("cutesuper", "ours", _cutesuper(False, kernel_of)),
         Implementation("cutesuper-pdl", "ours", _cutesuper(True, kernel_of), dependent=True),

@@ -13,17 +13,17 @@ from benchmarks.harness import Settings
 from benchmarks.sweep import Item, add_sweep_options, names_of, sweep_main
 from benchmarks.workloads_attention import prefill
 
-#: a set of 16384 tokens has 336 MB and takes 3 ms: few are cold, and enough for a median
+#: a set of 16384 tokens has 336 MB and takes 3 ms: a few sets keep L2 cold and suffice for a median
 SETTINGS = Settings(
     rounds=15, warm_seconds=0.2, host_batches=2, host_batch_calls=4, least_sets=4,
     memory_bytes=4 * 10**9,
 )  # fmt: skip
-#: packing heads into positions, which it would need, does not go with a causal mask
+#: it would need heads packed into positions, which is impossible with a causal mask
 NO_SHARED_KEYS = "sdpa-efficient"
 
 
 def cases() -> dict[str, Item]:
-    """By the number of tokens."""
+    """The cases by number of tokens."""
     workload = prefill()
     return {
         str(shape[1]): Item(f"prefill/{shape[1]}", workload, shape, dtype="bfloat16")

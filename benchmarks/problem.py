@@ -13,14 +13,14 @@ from benchmarks.check import Expected, measure_error
 from benchmarks.workload import Computation, Outputs, Shape, TensorSpec, Workload
 
 TARGET_BYTES = 512 * 10**6
-ALIGNMENT = 256  # bytes; what allocators give, and more than any kernel asks for
-#: of a tensor, that are computed in float64 at a time
+ALIGNMENT = 256  # bytes; that of allocators, and more than any kernel requires
+#: elements of a tensor that are computed in float64 at a time
 PIECE_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True)
 class SetPlan:
-    """How many input sets to walk; ``flush``: they do not outgrow L2, evict it by other means."""
+    """The number of input sets; ``flush``: they do not exceed L2, evict it by other means."""
 
     count: int
     set_bytes: int
@@ -30,7 +30,7 @@ class SetPlan:
 def plan_sets(
     set_bytes: int, l2_bytes: int, memory_bytes: int, *, least: int = 64, most: int = 256
 ) -> SetPlan:
-    """Choose how many sets of ``set_bytes`` to make within ``memory_bytes``.
+    """Choose the number of sets of ``set_bytes`` within ``memory_bytes``.
 
     Enough to exceed max(3 x L2, 512 MB), within ``least`` .. ``most`` (more launches per replay
     also dilute the cost of starting it).
@@ -51,7 +51,7 @@ def plan_sets(
 
 @dataclass
 class Problem:
-    """One workload at one shape: inputs and outputs of every set, and what they should hold.
+    """One workload at one shape: inputs and outputs of every set, and their expected values.
 
     ``slabs[i]`` is the memory (uint8) of all tensors of set ``i``; the floor kernel streams it.
     """
@@ -82,7 +82,7 @@ class Problem:
         return self._expected[key]
 
     def expect(self, computation: str, index: int, expected: list[Expected]) -> None:
-        """Judge set ``index`` by this, where its inputs alone do not say what must come out."""
+        """Judge set ``index`` by these values, if its inputs alone do not determine them."""
         self._expected[computation, index] = expected
 
     def _reference(self, name: str, index: int) -> list[Expected]:
@@ -104,7 +104,7 @@ class Problem:
         return expected
 
     def _exact(self, index: int, rows: torch.Tensor | slice | None) -> list[torch.Tensor]:
-        """The inputs of a set in float64, of those with rows only these."""
+        """The inputs of a set in float64; only these rows of tensors with rows."""
         specs = self.workload.inputs(self.shape)
         picked = (
             t[rows] if spec.rows and rows is not None else t
@@ -113,7 +113,7 @@ class Problem:
         return [t.double() if t.is_floating_point() else t for t in picked]
 
     def _summed(self, computation: Computation, index: int) -> list[torch.Tensor]:
-        """The outputs added up over pieces of the rows; those with rows mean nothing."""
+        """The outputs added up over pieces of the rows; those with rows are meaningless."""
         specs = self.workload.inputs(self.shape)
         total = next(spec.dims[0] for spec in specs if spec.rows)
         row = max(prod(spec.dims[1:]) for spec in specs if spec.rows)
@@ -180,7 +180,8 @@ def slab_bytes(specs: Sequence[TensorSpec], dtype: torch.dtype) -> int:
 
 
 def _carve(slab: torch.Tensor, specs: Sequence[TensorSpec], dtype: torch.dtype) -> Outputs:
-    """Tensors inside the slab's storage; not views of it, which torch.compile treats apart."""
+    """Tensors inside the slab's storage; not views of it, which torch.compile treats
+    differently."""
     tensors, offset = [], 0
     for spec in specs:
         strides = [1]

@@ -1,4 +1,4 @@
-"""Predicted against measured: how well the cost model orders the candidates of the search.
+"""Predicted against measured times: how well the cost model orders the search's candidates.
 
     python -m benchmarks rank --json rank.json                  # everything in `all_cases`
     python -m benchmarks rank softmax rmsnorm_linear:16x4096x4096 --top 12
@@ -49,9 +49,9 @@ Prepare = Callable[[Sequence[Case]], list[Prepared]]
 DTYPE = "float16"
 TOP = 24
 EXIT_INCOMPLETE, EXIT_NO_DEVICE, EXIT_LOST = 1, 2, 3
-#: shapes of RMSNorm + Linear beside those that the search's constants were chosen with
+#: shapes of RMSNorm + Linear besides those with which the search's constants were chosen
 UNLISTED: tuple[Shape, ...] = ((300, 1024, 1000), (64, 8192, 1280), (1, 4096, 14336))
-#: a round of 36 candidates of 4096x4096x4096 takes 0.3 s; host time is of no interest here
+#: a round of 36 candidates of 4096x4096x4096 takes 0.3 s; host time is irrelevant here
 SETTINGS = Settings(
     rounds=20, warm_seconds=0.1, host_batches=1, host_batch_calls=1, least_sets=32
 )
@@ -59,16 +59,16 @@ SETTINGS = Settings(
 CHUNK = 4
 #: seconds of silence after which a candidate counts as hung
 HANG_SECONDS = 30.0
-#: hung or crashed candidates of one case; with more, the case is given up
+#: most hung or crashed candidates of a case; with more, the case is abandoned
 MOST_LOST = 4
-#: the measured best should be one of so many in the model's order: what a tuner would time
+#: the measured best should be among this many in the model's order, those that a tuner would time
 NEAR = 5
 STATISTICS = ("spearman", "spearman_alike", "kendall", "best_place", "best_in_top5", "regret",
               "error")  # fmt: skip
 
 
 def all_cases() -> list[Case]:
-    """Every ranked workload at its shapes, and RMSNorm + Linear at some more."""
+    """Every ranked workload at its shapes, and RMSNorm + Linear at further ones."""
     more: dict[str, tuple[Shape, ...]] = dict.fromkeys(WORKLOADS, UNLISTED)
     return [(w, s) for w in RANKED.values() for s in (*w.shapes, *more.get(w.name, ()))]
 
@@ -100,18 +100,18 @@ def run(
     """Rank the candidates of several cases and return everything as plain data, ready for JSON.
 
     Args:
-        cases: what to compute.
+        cases: workloads and shapes.
         prepare_cases: finds and compiles candidates, as `candidates.prepare` does; called in
             another thread.
-        top: said in the results; see `candidates.sample`.
-        budget_s: cases that have not begun after so many seconds are left out.
+        top: recorded in the results; see `candidates.sample`.
+        budget_s: cases that have not begun after this many seconds are left out.
         settings: of the measurement.
         make_backend: makes the device in the process that measures; a module-level callable.
         hang_s: seconds without progress after which a candidate counts as hung.
         case_done: called with the results after every case.
 
     Raises:
-        Lost: the process that measures does not come up.
+        Lost: the process that measures does not start.
     """
     deadline = None if budget_s is None else time.monotonic() + budget_s
     worker, executor = Worker(make_backend, hang_s), ThreadPoolExecutor(1)
@@ -164,7 +164,7 @@ def _left(deadline: float | None) -> float | None:
 def _measured(
     worker: Worker, prepared: Prepared, settings: Settings, deadline: float | None
 ) -> dict[str, Any]:
-    """Time what can be launched and describe the case."""
+    """Time the candidates that can be launched and describe the case."""
     ready = [Implementation(o.name, "ours", o.make) for o in prepared.offers if o.make]
     lost: dict[str, str] = {}
     data: dict[str, Any] = {}
@@ -195,11 +195,11 @@ def _measured(
 def _attempt(
     worker: Worker, job: Job, lost: dict[str, str], deadline: float | None
 ) -> tuple[dict[str, Any], str]:
-    """Measure; again without each candidate that hangs or breaks the device.
+    """Measure a case; again without each candidate that hangs or breaks the device.
 
     Returns:
-        What the harness says of the case, and why there is nothing ("" when there is); ``lost``
-        gets the reason of every candidate that was left out on the way.
+        The harness's results of the case, and why there are none ("" if there are); ``lost`` gets
+        the reason of every candidate that was left out on the way.
     """
     while True:
         try:
@@ -247,10 +247,10 @@ def summarize(candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
         candidates: in the model's order, with ``predicted_us``, ``time_us`` and ``kernels``.
 
     Returns:
-        ``timed``; ``spearman`` and ``kendall``; ``spearman_alike``: of those with as many kernels
-        as the model's first; ``best_place``: of the fastest, 1 for the model's
-        first; ``best_in_top5``; ``regret``: time of the model's first over the fastest, less 1;
-        ``error``: mean of |predicted - measured| / measured. None where there is nothing to say.
+        ``timed``; ``spearman`` and ``kendall``; ``spearman_alike``: over those with as many kernels
+        as the model's first; ``best_place``: of the fastest, 1 for the model's first;
+        ``best_in_top5``; ``regret``: time of the model's first over the fastest, less 1; ``error``:
+        mean of |predicted - measured| / measured. None where undefined.
     """
     timed = [c for c in candidates if c["time_us"]]
     predicted = [c["predicted_us"] for c in timed]
@@ -301,7 +301,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     """Rank, print tables, write JSON after every case.
 
     Returns 0, or 1 when a case was left out or could not be measured. Raises SystemExit: 2 without
-    a CUDA GPU or for wrong arguments, 3 when the process that measures does not come up.
+    a CUDA GPU or for wrong arguments, 3 when the process that measures does not start.
     """
     parser = build_parser(prog)
     arguments = parser.parse_args(argv)

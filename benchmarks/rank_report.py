@@ -34,13 +34,13 @@ def print_case(case: dict[str, Any]) -> None:
 
 
 def print_summary(results: dict[str, Any]) -> None:
-    """Print one line for each case, and what they have in common."""
+    """Print one line for each case, and a summary of all."""
     print_table("predicted against measured", SUMMARY, summary_rows(results))
     print(overall(results), flush=True)
 
 
 def case_title(case: dict[str, Any]) -> str:
-    """One line above the table of a case."""
+    """The line above the table of a case."""
     search = case["search"]
     timed = case["summary"]["timed"]
     return (
@@ -126,7 +126,7 @@ def overall(results: dict[str, Any]) -> str:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The summary in Markdown, with what the columns mean."""
+    """The summary in Markdown, with the meaning of the columns."""
     note = (
         f"{overall(results)} Candidates: the model's best {results['top']} and half as many of the "
         "rest (other sizes, other structures). As many kernels: Spearman's correlation of the "

@@ -73,7 +73,7 @@ def load_results(path: Path) -> dict[str, Any]:
 
 
 def save_results(results: dict[str, Any], path: Path) -> None:
-    """Write JSON so that a reader never sees half a file."""
+    """Write JSON so that a reader never sees a partial file."""
     write_atomically(path, json.dumps(results, indent=1, allow_nan=False) + "\n")
 
 
@@ -126,7 +126,7 @@ def _entry_row(entry: dict[str, Any], case: dict[str, Any]) -> Row:
 
 
 def case_title(case: dict[str, Any], results: dict[str, Any]) -> str:
-    """One line above a table: what was measured and how."""
+    """The line above a table: the workload and the method."""
     sets = case["sets"]
     cold = "" if sets is None else f", {sets['count']} input sets"
     cold += ", L2 evicted between replays" if sets and sets["flush"] else ""
@@ -202,13 +202,13 @@ def _markdown_case(case: dict[str, Any], names: Sequence[str]) -> Row:
 
 @dataclass(frozen=True)
 class Kind:
-    """What can be done with the results of one command.
+    """Operations on the results of one command.
 
     Attributes:
-        fields: what a results file must have.
-        show: prints them.
+        fields: required fields of a results file.
+        show: prints the results.
         markdown: the table for a page.
-        details: a longer version of it, which other pages have.
+        details: a longer version of it, for other pages.
         merges: whether several results make one table; their cases have a ``key`` then.
     """
 
@@ -221,7 +221,7 @@ class Kind:
 
 _COMMON = frozenset({"name", "title", "environment", "cases"})
 
-#: by the ``kind`` of the results; those of a comparison with peers name none
+#: by the ``kind`` of the results; a comparison with peers has none
 KINDS: dict[str, Kind] = {
     "peers": Kind(_COMMON | {"dtype", "workload"}, print_results, markdown),
     "inference": Kind(
@@ -257,7 +257,7 @@ def _kind(results: dict[str, Any]) -> Kind:
 
 
 def merged(loaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One of each name where that makes one table; ``environments`` then has all of them."""
+    """One result per name if several make one table; ``environments`` then has all of them."""
     kept: list[dict[str, Any]] = []
     by_name: dict[str, dict[str, Any]] = {}
     for results in loaded:

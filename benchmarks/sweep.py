@@ -1,8 +1,8 @@
 """Many cases of several workloads in one run and one table, which a later run can complete.
 
-A run that is given the results of an earlier one keeps the cases that are complete there. Where an
-implementation hung or broke the device, its case is measured again without it, and the reason
-stays in the table.
+A run that is given the results of an earlier one keeps the cases that are complete there. If an
+implementation hung or broke the device, its case is measured again without it, and the reason stays
+in the table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.report import load_results, save_results
 from benchmarks.workload import Shape, Workload
 
 DTYPE = "float16"
-#: results that differ in one of these are not of one table
+#: results that differ in one of these do not belong to one table
 MACHINE = ("gpu", "driver", "torch", "triton", "cutlass_dsl", "commit")
 
 
@@ -34,12 +34,12 @@ class Item:
     """One case of a sweep.
 
     Attributes:
-        key: names the case in the results, for example ``"llama3-8b/qkv/16"``.
-        workload, shape: what is measured.
+        key: name of the case in the results, for example ``"llama3-8b/qkv/16"``.
+        workload, shape: the measured ones.
         labels: more fields of its results, for the table.
         dtype: element type.
         absent: implementations that do not take part in this case.
-        case: measures it.
+        case: class that measures it.
     """
 
     key: str
@@ -59,8 +59,8 @@ class Sweep:
         kind: of the results, which is also their name.
         title: of the table.
         items: in the order of the table.
-        implementations: who takes part, floors included.
-        prepare: called with the cases that will be measured before the first of them is.
+        implementations: those that take part, floors included.
+        prepare: called before the first case, with those that will be measured.
         notes: more fields of the results.
     """
 
@@ -72,7 +72,7 @@ class Sweep:
     notes: dict[str, Any] = field(default_factory=dict)
 
     def present(self, item: Item) -> tuple[Implementation, ...]:
-        """Who takes part in a case."""
+        """The implementations that take part in a case."""
         return tuple(i for i in self.implementations if i.name not in item.absent)
 
 
@@ -84,7 +84,8 @@ def run(
     backend: Backend | None = None,
     monitor: Monitor | None = None,
 ) -> dict[str, Any]:
-    """Measure what ``earlier`` (results of this kind) lacks; returns plain data, ready for JSON.
+    """Measure the cases that ``earlier`` (results of this kind) lacks; returns plain data, ready
+    for JSON.
 
     Raises:
         ResumeError: ``earlier`` is of another kind, or of another machine or version.
@@ -108,7 +109,7 @@ def run(
         if item.key not in known or not _complete(known[item.key], sweep.present(item))
     ]
     again = {item.key for item in missing}
-    # first, so that they stand in the file from the first case on
+    # first, so that they are in the file from the first case on
     results["cases"] += [case for key, case in known.items() if key not in again]
     monitor.started(results)
     if sweep.prepare is not None:
@@ -145,7 +146,7 @@ def _earlier_cases(
 
 
 def _complete(case: dict[str, Any], wanted: Sequence[Implementation]) -> bool:
-    """Whether everybody asked for has taken part, with whatever result."""
+    """True if all requested implementations have taken part, with any result."""
     there = {entry["name"] for entry in case["implementations"]}
     return {i.name for i in wanted} <= there and not _broken_off(case)
 
@@ -155,7 +156,7 @@ def _broken_off(case: dict[str, Any]) -> bool:
 
 
 def _culprits(case: dict[str, Any] | None) -> dict[str, str]:
-    """Who did not let a case end, with the reason."""
+    """The implementations that kept a case from ending, with the reason."""
     if case is None or not _broken_off(case):
         return {}
     return {
@@ -198,7 +199,7 @@ def sweep_main(
     sweep: Sweep,
     settings: Settings,
 ) -> int:
-    """Run on the current device. Returns and raises what `cli.supervise` does."""
+    """Run on the current device. Returns and raises as `cli.supervise`."""
     path = arguments.resume
     try:
         earlier = load_results(path) if path is not None else None

@@ -23,7 +23,7 @@ METHOD = (
     "Speedup: fastest correct PyTorch column over each cutesuper column."
 )
 
-#: characters of an error that are told as they are
+#: characters of an error that are shown unchanged
 LONG_REASON = 200
 
 
@@ -107,7 +107,7 @@ def _cells(case: dict[str, Any], names: list[str]) -> Row:
 
 
 def time_cell(entry: dict[str, Any] | None) -> str:
-    """Microseconds of an implementation, or why there are none; empty where it took no part."""
+    """Microseconds of an implementation, or why there are none; empty if it took no part."""
     if entry is None:
         return ""
     if entry["time_us"] is None:
@@ -116,14 +116,14 @@ def time_cell(entry: dict[str, Any] | None) -> str:
 
 
 def ratio_cell(entry: dict[str, Any] | None, case: dict[str, Any]) -> str:
-    """How much faster than the best peer."""
+    """The speed-up over the best peer."""
     ratio = ratio_to_best_peer(entry, case) if entry else None
     return "" if ratio is None else f"{ratio:.2f}x"
 
 
 def outcome(results: dict[str, Any], others: str = "PyTorch") -> list[str]:
     """Wins and losses of plain launches in a sentence, and everything that failed; ``others`` is
-    what the columns of peers are called."""
+    the name of the peers' columns."""
     ratios: dict[str, float] = {}
     for case in results["cases"]:
         entry = next((i for i in case["implementations"] if i["name"] == OURS[0]), None)
@@ -147,7 +147,7 @@ def failures(results: dict[str, Any]) -> list[str]:
         for entry in case["implementations"]:
             if entry["status"] != "ok" and entry["kind"] != "floor":
                 reason = entry["error"] or "not reached"
-                if len(reason) > LONG_REASON:  # after the first sentence there is advice
+                if len(reason) > LONG_REASON:  # the sentences after the first are advice
                     reason = reason.split(". ")[0]
                 text = f"{entry['name']}: {entry['status']}: {reason}"
                 found.setdefault(text, []).append(_case_name(case))
@@ -164,7 +164,7 @@ def _case_name(case: dict[str, Any]) -> str:
 
 
 def environments(results: dict[str, Any]) -> str:
-    """What the table was measured with; several where it is of several files."""
+    """The environment of the measurements; several if the table is from several files."""
     all_of_them = results.get("environments", [results["environment"]])
     lines = dict.fromkeys(describe_environment({"environment": e}) for e in all_of_them)
     return "; ".join(lines)

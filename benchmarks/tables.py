@@ -1,4 +1,4 @@
-"""Tables for people, on the terminal and in Markdown; the best peer; a line on the machine."""
+"""Text and Markdown tables; the best peer; a line on the machine."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ LABELS = {
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """Fixed point; empty for None."""
+    """A number with fixed point; empty for None."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
 def print_table(
     title: str, header: Row, rows: Sequence[Row], bold: Collection[str] = ()
 ) -> None:
-    """Print with rich when it is installed, as aligned plain text otherwise.
+    """Print a table with rich if it is installed, else as aligned plain text.
 
     Args:
         title: the line above.
@@ -62,7 +62,7 @@ def _print_rich(title: str, header: Row, rows: Sequence[Row], bold: Collection[s
 
 
 def plain_table(title: str, header: Row, rows: Sequence[Row]) -> str:
-    """The same table as aligned text."""
+    """A table as aligned text."""
     lines = [header, *rows]
     widths = [max(len(row[i]) for row in lines) for i in range(len(header) - 1)]
     text = [title]
@@ -74,7 +74,7 @@ def plain_table(title: str, header: Row, rows: Sequence[Row]) -> str:
 
 
 def markdown_table(header: Row, rows: Sequence[Row]) -> str:
-    """The same table in Markdown; columns after the first are numbers."""
+    """A table in Markdown; columns after the first are numbers."""
     lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
     return "\n".join(_markdown_row(line) for line in lines)
 

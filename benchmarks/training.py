@@ -1,8 +1,8 @@
 """``python -m benchmarks training``: forward and backward passes of training operators.
 
-A case is one pass of an operator at one shape: what is timed are the kernels that a call launches,
-those that keep something for the backward pass included. The time of the host is measured apart
-(section ``host``): calls in eager mode through autograd.
+A case is one pass of an operator at one shape. It times the kernels that a call launches, including
+those that save values for the backward pass. The host's time is measured separately (section
+``host``): calls in eager mode through autograd.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ RMS_NORM: dict[Shape, tuple[float, float]] = {
     (4096, 16384): (66.0, 105.0),
     (32768, 4096): (130.0, 205.0),
 }
-#: shapes at which quack measures itself (benchmarks/benchmark_softmax.py and others of quack), the
-#: last two with half of its rows: kernels here have 32-bit offsets
+#: shapes of quack's own benchmarks (benchmarks/benchmark_softmax.py and others of quack), the last
+#: two with half of the rows: kernels here have 32-bit offsets
 QUACK: tuple[Shape, ...] = (
     (32768, 256), (32768, 1024), (32768, 4096), (32768, 16384), (16384, 65536), (4096, 262144),
 )  # fmt: skip
@@ -65,22 +65,22 @@ TARGETS = {"add_activation/relu": (49.6,), "normalized_update": (2.3, 3.0)}
 
 
 class PassCase(Case):
-    """Kernels only."""
+    """A case that times kernels only."""
 
     def _measure_host(self, entry: Entry, problem: Problem) -> None:
-        """The functions called here are not those that users call."""
+        """Measure nothing: the functions called here are not those that users call."""
 
 
 class HostCase(Case):
-    """Calls through autograd, which cannot be captured."""
+    """A case of calls through autograd, which cannot be captured."""
 
     def _record(self, entry: Entry, problem: Problem, launcher: Launcher) -> None:
-        """Nothing runs on the device but what a call launches."""
+        """Record nothing: the device runs only the kernels that a call launches."""
 
 
 def rms_norm() -> list[Item]:
-    """Both passes at the shapes with targets; where the weight is float32, errors of its gradient
-    are not those of a last rounding."""
+    """Both passes at the shapes with targets; with a float32 weight, errors of its gradient are not
+    those of a last rounding."""
     items = []
     for step in Step:
         for shape, targets in RMS_NORM.items():
@@ -161,8 +161,8 @@ def _pass(
 
 
 def chosen(only: str | None) -> list[Item]:
-    """``"softmax,host"`` -> the cases of these sections; the beginning of a key up to a slash names
-    some of a section's.
+    """``"softmax,host"`` -> the cases of these sections; the beginning of a key up to a slash
+    selects some of a section.
 
     Raises:
         ValueError: a name that is neither.
@@ -183,7 +183,7 @@ def _under(item: Item, name: str) -> bool:
 
 
 def make_sweep(items: Sequence[Item], peers: Sequence[Implementation], programs: Ahead) -> Sweep:
-    """The cases, with programs found before the first of them."""
+    """The sweep of the cases, with programs found before the first of them."""
     names = [i.name for i in peers]
     return Sweep(
         "training",

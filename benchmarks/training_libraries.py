@@ -1,8 +1,8 @@
-"""Quack and Liger where training operators are measured: the functions that launch their kernels.
+"""Quack and Liger as implementations of training operators: the functions that launch kernels.
 
-Both have functions below their autograd classes, which return what is kept for the backward pass;
-these are called here. A pass that a library has no kernel for, or none that can be repeated, is a
-ValueError that says so, and stands among the failures of the case.
+Both have functions below their autograd classes, which return the values saved for the backward
+pass; these are called here. A pass without a kernel in a library, or with none that can be
+repeated, raises a ValueError, and is listed among the failures of the case.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.workload import Outputs
 from benchmarks.workloads_training import Step
 
 Sets = Sequence[Outputs]
-#: takes the inputs of all sets, prepares, and returns what launches one
+#: takes the inputs of all sets, prepares, and returns a function that launches one
 Pass = Callable[[Sets], Callable[[int], Outputs]]
 Passes = tuple[Pass, Pass]
 
@@ -42,7 +42,7 @@ def _quack(name: str) -> ModuleType:
 
 
 def quack_rms_forward(sets: Sets) -> Callable[[int], Outputs]:
-    """RMSNorm that keeps the reciprocal root."""
+    """RMSNorm that saves the reciprocal root."""
     call = _quack("rmsnorm").rmsnorm_fwd
     return lambda i: call(*sets[i], eps=EPS, store_rstd=True)[:1]
 
@@ -60,13 +60,13 @@ def quack_rms_backward(sets: Sets) -> Callable[[int], Outputs]:
 
 
 def quack_layer_forward(sets: Sets) -> Callable[[int], Outputs]:
-    """LayerNorm; weight and bias must be float32, and are, before the clock runs."""
+    """LayerNorm; weight and bias must be float32, and are converted before the clock runs."""
     call, wide = _quack("rmsnorm").layernorm_fwd, _float32(sets, 1, 2)
     return lambda i: call(*wide[i], eps=EPS, return_rstd=True, return_mean=True)[:1]
 
 
 def quack_layer_backward(sets: Sets) -> Callable[[int], Outputs]:
-    """dx, dw and db, the last two in float32 as the weight is."""
+    """dx, dw and db, the last two in float32 like the weight."""
     library, wide = _quack("rmsnorm"), _float32(sets, 1, 2)
     kept = [
         library.layernorm_fwd(x, w, b, eps=EPS, return_rstd=True, return_mean=True)[1:]
@@ -87,14 +87,14 @@ def quack_softmax_forward(sets: Sets) -> Callable[[int], Outputs]:
 
 
 def quack_softmax_backward(sets: Sets) -> Callable[[int], Outputs]:
-    """dx from the kept result."""
+    """dx from the saved result."""
     library = _quack("softmax")
     kept = [library.softmax_fwd(x) for x, _ in sets]
     return lambda i: (library.softmax_bwd(sets[i][1], kept[i]),)
 
 
 def quack_loss_forward(sets: Sets) -> Callable[[int], Outputs]:
-    """Losses in float32; keeps log-sum-exp."""
+    """Losses in float32; saves log-sum-exp."""
     call = _quack("cross_entropy").cross_entropy_fwd
     return lambda i: call(*sets[i], return_lse=True)[:1]
 
@@ -126,12 +126,12 @@ def _liger(name: str) -> ModuleType:
     return import_module(f"liger_kernel.ops.{name}")
 
 
-#: as `LigerRMSNorm` has them: offset of the weight, casts, choice of the kernel
+#: arguments of `LigerRMSNorm`: offset of the weight, casts, choice of the kernel
 LIGER_RMS = (0.0, "llama", None)
 
 
 def liger_rms_forward(sets: Sets) -> Callable[[int], Outputs]:
-    """RMSNorm that keeps the reciprocal root."""
+    """RMSNorm that saves the reciprocal root."""
     call = _liger("rms_norm").rms_norm_forward
     return lambda i: call(*sets[i], EPS, *LIGER_RMS)[:1]
 
@@ -151,7 +151,7 @@ def liger_rms_backward(sets: Sets) -> Callable[[int], Outputs]:
 
 
 def liger_layer_forward(sets: Sets) -> Callable[[int], Outputs]:
-    """LayerNorm that keeps mean and reciprocal root."""
+    """LayerNorm that saves mean and reciprocal root."""
     call = _liger("layer_norm").layer_norm_forward
     return lambda i: call(*sets[i], EPS)[:1]
 
@@ -175,15 +175,15 @@ def liger_softmax_forward(sets: Sets) -> Callable[[int], Outputs]:
 
 
 def liger_softmax_backward(sets: Sets) -> Callable[[int], Outputs]:
-    """dx from the kept result."""
+    """dx from the saved result."""
     library = _liger("softmax")
     kept = [library._softmax_forward(x) for x, _ in sets]
     return lambda i: (library._softmax_backward(sets[i][1], *kept[i]),)
 
 
 def liger_loss_forward(sets: Sets) -> Callable[[int], Outputs]:
-    """The kernel of the loss without its gradient. It is launched here since the function around
-    it asks the device for the number of labels, which no CUDA graph can hold."""
+    """The kernel of the loss without its gradient. It is launched directly, since the library's
+    function asks the device for the number of labels, which no CUDA graph can contain."""
     library = _liger("cross_entropy")
     rows, columns = sets[0][0].shape
     options = {
@@ -210,7 +210,7 @@ def liger_loss_forward(sets: Sets) -> Callable[[int], Outputs]:
 
 
 def liger_loss_backward(sets: Sets) -> Callable[[int], Outputs]:
-    """Has no kernel of its own."""
+    """Raise ValueError, as the pass has no kernel of its own."""
     del sets
     raise ValueError("Liger writes gradients over the logits in the forward pass; it has no other")
 
@@ -222,7 +222,7 @@ def liger_swiglu_forward(sets: Sets) -> Callable[[int], Outputs]:
 
 
 def liger_swiglu_backward(sets: Sets) -> Callable[[int], Outputs]:
-    """Cannot be repeated."""
+    """Raise ValueError, as the pass cannot be repeated."""
     del sets
     raise ValueError("Liger writes gradients over gate and up: it would run once on each")
 
@@ -291,6 +291,6 @@ LIBRARIES: tuple[Implementation, ...] = (
 
 
 def absent_from(operator: str) -> frozenset[str]:
-    """Names of the libraries that do not have an operator at all."""
+    """Names of the libraries without this operator."""
     known = {"liger": LIGER, "quack": QUACK}
     return frozenset(name for name, passes in known.items() if operator not in passes)

@@ -1,8 +1,8 @@
-"""Operators that a training step calls: definitions, operands, and what they have to move.
+"""Operators of a training step: definitions, operands, and the data that they must move.
 
 Each has a forward and a backward pass, and both are workloads of their own (`workloads_training`).
-Extents are ``(rows, columns)``. Element types are those of the workload but where a tensor says
-another; labels are int64.
+Extents are ``(rows, columns)``. Element types are those of the workload unless a tensor has its
+own; labels are int64.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 import cutesuper as cs
 from benchmarks.workload import Shape, Specs, TensorSpec
 
-#: of norms, unless an operator says another
+#: epsilon of norms, unless an operator has another
 EPS = 1e-6
-#: standard deviation of logits: with 1, a row of 262144 has no element that matters
+#: standard deviation of logits: with 1, no element of a row of 262144 would matter
 LOGITS = 4.0
 SCALE = 0.5
 
@@ -32,15 +32,15 @@ class Operator:
     """A differentiable operator with one result.
 
     Attributes:
-        name: as in `cutesuper.ops`; a variant has more after a ``"/"``.
-        title: for people.
+        name: as in `cutesuper.ops`; a variant has a suffix after a ``"/"``.
+        title: a readable name.
         operands: tensors of a call.
-        result: what it returns.
+        result: the returned tensor.
         gradients: names of the operands that have one.
         torch: the call as PyTorch users write it.
-        exact: the definition, for float64 operands; of some rows where these have some rows.
-        options: arguments of the call in `cutesuper.ops` that are no tensors, by name.
-        forward, backward: what each pass moves.
+        exact: the definition, for float64 operands with all rows or some.
+        options: arguments of the call in `cutesuper.ops` that are not tensors, by name.
+        forward, backward: the traffic of each pass.
     """
 
     name: str
@@ -56,11 +56,11 @@ class Operator:
 
     @property
     def call(self) -> str:
-        """Its name in `cutesuper.ops`."""
+        """The operator's name in `cutesuper.ops`."""
         return self.name.partition("/")[0]
 
     def of_ops(self, *operands: torch.Tensor) -> torch.Tensor:
-        """The call in `cutesuper.ops`: losses of rows as they are."""
+        """The call in `cutesuper.ops`, with losses per row."""
         more = {"reduction": "none"} if self.call == "cross_entropy" else {}
         return getattr(cs.ops, self.call)(*operands, **dict(self.options), **more)
 
@@ -183,7 +183,7 @@ def swiglu() -> Operator:
 
 
 def add_activation(activation: Literal["relu", "sigmoid"]) -> Operator:
-    """``activation(x + SCALE p + bias)``: what LoRA adds to a layer of an MLP."""
+    """``activation(x + SCALE p + bias)``: the end of an MLP layer with LoRA."""
     function = getattr(torch, activation)
 
     def added(x: torch.Tensor, p: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""cutesuper where training operators are measured: the programs that a call of `cs.ops` runs.
+"""cutesuper as an implementation of training operators: the programs of calls of `cs.ops`.
 
 They are made here from the same definitions, for the same class of row numbers and with the same
-values kept between the passes, so that they can be found ahead and launched either way.
+values saved between the passes, so that they can be found ahead and launched in both modes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KernelOf = Callable[[Problem, bool], Kernel]
 
 @cache
 def definitions() -> dict[str, Definition]:
-    """Of all operators on rows in `cutesuper.ops`, by name."""
+    """Definitions of all operators on rows in `cutesuper.ops`, by name."""
     names = (module.name for module in pkgutil.iter_modules(ops.__path__))
     modules = (import_module(f"{ops.__name__}.{name}") for name in names)
     values = (value for module in modules for value in vars(module).values())
@@ -63,7 +63,7 @@ def programs(operator: Operator, shape: Shape, dtype: torch.dtype) -> Programs:
 
 
 def graph_of(operator: Operator, step: Step, shape: Shape, dtype: str) -> KernelGraph:
-    """The kernel graph of a pass; a forward pass keeps what the backward pass needs."""
+    """The kernel graph of a pass; a forward pass saves the values that the backward pass needs."""
     made = programs(operator, shape, DTYPES[dtype])
     if step is Step.FORWARD:
         return made.saving if operator.gradients else made.plain
@@ -79,8 +79,8 @@ def backward_of(made: Programs) -> Backward:
 
 
 def ours(kernel_of: KernelOf) -> tuple[Implementation, ...]:
-    """cutesuper, launched like the others and dependently; ``kernel_of(problem, dependent)`` has
-    the program."""
+    """cutesuper with plain and with dependent launch; ``kernel_of(problem, dependent)`` has the
+    program."""
     return (
         Implementation("cutesuper", "ours", partial(_made, kernel_of, False)),
         Implementation("cutesuper-pdl", "ours", partial(_made, kernel_of, True), dependent=True),
@@ -100,7 +100,7 @@ def _made(kernel_of: KernelOf, dependent: bool, problem: Problem) -> Launcher:
 
 
 def _named(problem: Problem, i: int, graph: KernelGraph) -> list[torch.Tensor]:
-    """The operands that a graph takes, as it sees them."""
+    """The operands that a graph takes, in its shapes."""
     workload = training_of(problem)
     operands = workload.operands(problem.inputs[i])
     specs = workload.operator.operands(problem.shape)
@@ -133,7 +133,7 @@ def _backward(problem: Problem, made: Programs, kernel: Kernel) -> Launcher:
     def launch(i: int) -> Outputs:
         results = kernel(sets[i])
         return tuple(
-            # an element-wise sum hands its cotangent on as it is
+            # an element-wise sum passes its cotangent on unchanged
             (results[p] if isinstance(p, int) else problem.inputs[i][-1]).view(spec.dims)
             for p, spec in zip(places, asked, strict=True)
         )
@@ -144,7 +144,7 @@ def _backward(problem: Problem, made: Programs, kernel: Kernel) -> Launcher:
 def _given(
     problem: Problem, i: int, made: Programs, backward: Backward, graph: KernelGraph
 ) -> list[torch.Tensor]:
-    """Inputs of the backward pass: operands, what the forward pass keeps, the cotangent."""
+    """Inputs of the backward pass: operands, values saved by the forward pass, the cotangent."""
     forward = made.saving
     operands = _named(problem, i, forward)
     kept: list[torch.Tensor] = []

@@ -29,7 +29,7 @@ HOST_METHOD = (
     "torch.autograd.grad of its result."
 )
 
-#: of errors that are the same but for a few elements that are rounded the other way
+#: ratio of errors that differ only by a few elements rounded the other way
 MARGIN = 1.01
 
 Case = dict[str, Any]
@@ -57,7 +57,7 @@ def summary_markdown(results: Case) -> str:
 
 
 def details_markdown(results: Case) -> str:
-    """For each operator and pass a line for each shape."""
+    """A table for each operator and pass, with a line for each shape."""
     parts = []
     for group in dict.fromkeys(case["group"] for case in results["cases"]):
         cases = [case for case in results["cases"] if case["group"] == group]
@@ -72,7 +72,7 @@ def details_markdown(results: Case) -> str:
 
 
 def _outcome(results: Case) -> list[str]:
-    """Wins, losses and failures; a call that only the host is timed in has neither of the first."""
+    """Wins, losses and failures; a call timed only on the host has neither wins nor losses."""
     timed = [case for case in results["cases"] if case["group"] != "host"]
     hosts = [case for case in results["cases"] if case["group"] == "host"]
     sentence, *failures = outcome(results | {"cases": timed}, "other")
@@ -82,8 +82,8 @@ def _outcome(results: Case) -> list[str]:
 
 
 def _accuracy(cases: Sequence[Case]) -> str:
-    """Errors of the gradient of the weight, ours beside quack's; not of LayerNorm, whose weight
-    quack takes in float32, and its gradient is."""
+    """Errors of the weight's gradient, ours beside quack's; not for LayerNorm, where quack takes
+    the weight, and returns its gradient, in float32."""
     pairs: dict[str, tuple[float, float]] = {}
     for case in (c for c in cases if c["group"] != "layernorm"):
         ours, quack = (_weight_error(case, name) for name in (OURS[0], "quack"))
@@ -178,7 +178,7 @@ def _wins(cases: Sequence[Case]) -> str:
 
 
 def _over(cases: Sequence[Case], name: str) -> str:
-    """How much faster than one peer, where both ran."""
+    """The speed-up over one peer, where both ran."""
     pairs = [(_median(case, name), _median(case, OURS[0])) for case in cases]
     ratios = [a / b for a, b in pairs if a is not None and b is not None]
     if not ratios:

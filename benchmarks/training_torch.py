@@ -22,7 +22,7 @@ Function = Callable[..., torch.Tensor]
 
 
 def training_of(problem: Problem) -> TrainingWorkload:
-    """The problem's workload. Raises ValueError where it is no pass of an operator."""
+    """The problem's workload. Raises ValueError if it is not a pass of an operator."""
     if not isinstance(problem.workload, TrainingWorkload):
         raise ValueError(f"{problem.workload.name}: no pass of an operator")
     return problem.workload
@@ -41,19 +41,19 @@ class Again:
         self._results: list[torch.Tensor] = []
 
     def __call__(self, i: int, cotangent: torch.Tensor) -> Outputs:
-        """The gradients for one set; the graph stays, so that it can be asked again."""
+        """The gradients for one set; the graph is kept, so that a set can be computed again."""
         stream = torch.cuda.current_stream() if cotangent.is_cuda else None
         if not self._results or stream != self._stream:
             self._stream = stream
-            self._results = []  # operands would stay with the stream of a graph that still is
+            self._results = []  # operands would stay with the stream of a graph that still exists
             with torch.enable_grad():
                 self._results = [self._function(*leaves) for leaves, _ in self._sets]
         y, wanted = self._results[i], self._sets[i][1]
         return torch.autograd.grad(y, wanted, cotangent.to(y.dtype), retain_graph=True)
 
     def close(self) -> None:
-        """Free what the forward passes have kept. Compiled ones keep their own results, so that it
-        would stay: 25 cases filled a GPU of 140 GB."""
+        """Free the values saved by the forward passes. Compiled ones hold their own results, so
+        that these would stay: 25 cases filled a GPU of 140 GB."""
         for y, (_, wanted) in zip(self._results, self._sets, strict=False):
             torch.autograd.grad(y, wanted, torch.zeros_like(y))
         self._results = []
@@ -77,8 +77,8 @@ def _passes(problem: Problem, function: Function) -> Launcher:
 
 
 def autograd_launcher(problem: Problem, function: Function) -> Launcher:
-    """A pass as a training loop runs it: a call that keeps what its gradients need, or the engine
-    of autograd. The graph stays, so that a pass can run again."""
+    """A pass as in a training loop: a call that saves the values its gradients need, or the engine
+    of autograd. The graph is kept, so that a pass can run again."""
     workload = training_of(problem)
     operator: Operator = workload.operator
     sets = [trainable(operator, workload.operands(inputs)) for inputs in problem.inputs]
@@ -104,8 +104,8 @@ def _eager(problem: Problem) -> Launcher:
 
 
 def _compiled(problem: Problem) -> Launcher:
-    """With the default options; a backward pass may not reuse the memory of what was kept, since
-    it runs more than once."""
+    """The pass compiled with default options; a backward pass may not reuse the memory of saved
+    values, since it runs more than once."""
     workload = training_of(problem)
     function = torch.compile(workload.operator.torch, dynamic=False, fullgraph=True)
     with functorch.patch(donated_buffer=False):
@@ -115,7 +115,7 @@ def _compiled(problem: Problem) -> Launcher:
 
 
 def _element_wise(problem: Problem) -> Launcher:
-    """The kernel of PyTorch that moves what the pass has to move."""
+    """The kernel of PyTorch that moves the same data as the pass."""
     elements = problem.inputs[0][0].numel()
     large = [[t for t in inputs if t.numel() == elements] for inputs in problem.inputs]
     if training_of(problem).traffic == "add":
@@ -123,7 +123,7 @@ def _element_wise(problem: Problem) -> Launcher:
     return Launcher(lambda i: (torch.neg(large[i][0]),))
 
 
-#: reads and writes, in a kernel of PyTorch; where there is one
+#: reads and writes of the pass in a kernel of PyTorch, if there is one
 COPY = Implementation("floor-copy", "floor", _element_wise)
 
 TORCH: tuple[Implementation, ...] = (

@@ -1,9 +1,8 @@
-"""What a workload is: a computation with the tensors, shapes and definitions to measure it by.
+"""Workloads: a computation with the tensors, shapes and definitions to measure it by.
 
-A workload says which tensors exist, how PyTorch computes the result (the peer), how float64 does
-(the judge), how the same program is written for cutesuper, and how many bytes and operations it
-cannot avoid. Shapes are plain tuples of extents; ``Workload.axes`` names them. The workloads
-themselves stand in `workloads`.
+A workload defines its tensors, the computation in PyTorch (the peer) and in float64 (the judge),
+the same program for cutesuper, and the least bytes and operations. Shapes are plain tuples of
+extents; ``Workload.axes`` names them. The workloads themselves are in `workloads`.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ class TensorSpec:
     """One tensor of a workload.
 
     Values are drawn from a normal distribution of this ``mean`` and ``std``. ``constant`` marks
-    what no kernel writes while it is in use (weights). ``rows`` marks a first dimension whose rows
-    are independent, so that a subset of them can be checked. ``values`` are given in place of drawn
+    tensors that no kernel writes while they are in use (weights). ``rows`` marks a first dimension
+    whose rows are independent, so that a subset of them can be checked. ``values`` replace drawn
     ones, row by row, and make the tensor int32 (lengths, tables). ``moved`` is the part of it that
-    has to be read or written.
+    must be read or written.
 
     Attributes:
-        dtype: where it is not that of the workload.
-        fill: makes the values instead; ``fill(generator, dims)`` returns them.
+        dtype: if it is not that of the workload.
+        fill: makes the values instead: ``fill(generator, dims)``.
         summed: an output that is a sum over the rows (the gradient of a weight): its reference is
-            added up from all rows, whereas of outputs with ``rows`` only some are computed.
-        wider: an output that may as well be float32.
+            added up from all rows, whereas only some rows of outputs with ``rows`` are computed.
+        wider: an output that may also be float32.
     """
 
     name: str
@@ -58,7 +57,7 @@ class TensorSpec:
     wider: bool = False
 
     def element(self, dtype: torch.dtype) -> torch.dtype:
-        """Its element type in a workload of ``dtype``."""
+        """The tensor's element type in a workload of ``dtype``."""
         return self.dtype or (dtype if self.values is None else torch.int32)
 
     def size(self, dtype: torch.dtype) -> int:
@@ -71,14 +70,14 @@ Specs = Callable[[Shape], tuple[TensorSpec, ...]]
 
 @dataclass(frozen=True)
 class Computation:
-    """One function in two precisions: what PyTorch users write, and the float64 definition.
+    """One function in two precisions: as PyTorch users write it, and the float64 definition.
 
     Both take the workload's inputs in order; ``reference`` gets float64 tensors, of which those
     with ``rows`` may hold only some rows. Both return the outputs as a tuple.
 
     Attributes:
         into: as ``eager``, plus ``out=(tensors to write)``.
-        outputs: where they are not the workload's (two products whose results the rest combines);
+        outputs: if they are not the workload's (two products whose results the rest combines);
             ``into`` is not possible then.
     """
 
@@ -93,7 +92,7 @@ class Workload:
     """A named computation with the shapes it is measured at.
 
     ``computations`` has at least ``"full"``; other entries are parts of it (``"matmul"``: the
-    matrix products alone) that show what the rest costs. ``graph(cs, shape, dtype name)`` builds
+    matrix products alone) that show the cost of the rest. ``graph(cs, shape, dtype name)`` builds
     the program with the cutesuper module ``cs``.
     """
 
@@ -109,7 +108,7 @@ class Workload:
     graph: Callable[[ModuleType, Shape, str], Any]
 
     def outputs_of(self, computation: str, shape: Shape) -> tuple[TensorSpec, ...]:
-        """What ``computations[computation]`` returns."""
+        """The outputs of ``computations[computation]``."""
         return (self.computations[computation].outputs or self.outputs)(shape)
 
     def bytes_moved(self, shape: Shape, dtype: torch.dtype) -> int:
@@ -152,7 +151,7 @@ def layer_norm_program(g: Any, x: Any, gain: Any, bias: Any) -> Any:
 def build(
     cs: ModuleType, specs: Sequence[TensorSpec], dtype: str, program: Callable[..., Any]
 ) -> Any:
-    """The kernel graph of ``program(graph, *inputs)``, which returns the one output."""
+    """The kernel graph of ``program(graph, *inputs)``, which returns the only output."""
     graph = cs.new_kernel_graph()
     tensors = [
         graph.new_input(

@@ -1,4 +1,4 @@
-"""Which workloads there are, by name: those with peers, and those whose candidates are ranked."""
+"""The workloads by name: those with peers, and those whose candidates are ranked."""
 
 from __future__ import annotations
 

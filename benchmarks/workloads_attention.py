@@ -1,9 +1,9 @@
 """Attention: few queries over many keys (with or without norms), decoding, causal prefill.
 
-Queries of the heads that share keys and values are rows of one product, as the programs are
-written: decoding has a query ``[B, kv heads, heads of each, d]`` and keys ``[B, kv heads, S, d]``.
-Keys or queries are drawn so that logits have a standard deviation of 1 (with a scale) or 2.4
-(without), which leaves neither one weight of 1 nor equal weights.
+In the programs, queries of the heads that share keys and values are rows of one product: decoding
+has a query ``[B, kv heads, heads of each, d]`` and keys ``[B, kv heads, S, d]``. Keys or queries
+are drawn so that logits have a standard deviation of 1 (with a scale) or 2.4 (without), which
+leaves neither one weight of 1 nor equal weights.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ UNSCALED_KEY = 0.3
 
 @dataclass(frozen=True)
 class AttentionWorkload(Workload):
-    """Attention, and how a library's attention call computes it.
+    """Attention, with the arguments of a library's attention call.
 
     Attributes:
-        heads: the inputs as such calls take them: query ``[B, H, L, d]``, key and value
-            ``[B, G, S, d]``, G a divisor of H; copies where the inputs are stored otherwise.
-        before: what has to be done to them in every call.
+        heads: the inputs in the form of such calls: query ``[B, H, L, d]``, key and value ``[B, G,
+            S, d]``, G a divisor of H; copies if the inputs are stored otherwise.
+        before: preparation of these inputs in every call.
         scale: of the call, by the shape.
         causal: whether row i sees keys 0..i only.
-        lengths: whether the fourth input says how many keys each sequence has.
-        pages: whether a fifth one says where they are; `heads` then returns all pages in place of
-            sequences.
+        lengths: whether the fourth input is the number of keys of each sequence.
+        pages: whether a fifth one is the table of their pages; `heads` then returns all pages in
+            place of sequences.
     """
 
     heads: Callable[..., Heads]
@@ -57,7 +57,7 @@ class AttentionWorkload(Workload):
 
 
 def unchanged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Heads:
-    """Nothing to do before the call."""
+    """The inputs, as nothing needs to be done before the call."""
     return q, k, v
 
 
@@ -301,7 +301,7 @@ def prefill() -> AttentionWorkload:
         inputs=inputs,
         outputs=lambda shape: (TensorSpec("y", inputs(shape)[0].dims),),
         computations={"full": Computation(full, full)},
-        # half of the scores: what the mask leaves, as FlashAttention's benchmarks count
+        # half of the scores, those that the mask leaves, as in FlashAttention's benchmarks
         flops=lambda s: 2 * s[0] * s[1] * s[1] * s[2] * s[4],
         graph=lambda cs, shape, dtype: build(
             cs, inputs(shape), dtype,

@@ -64,7 +64,7 @@ def lora() -> Workload:
 
 
 def dlrm_mlp() -> Workload:
-    """``sigmoid(relu(X W1 + b1) W2 + b2)``: the top MLP of DLRM, one output a row."""
+    """``sigmoid(relu(X W1 + b1) W2 + b2)``: the top MLP of DLRM, one output per row."""
 
     def inputs(shape: Shape) -> tuple[TensorSpec, ...]:
         batch, _, hidden = shape

@@ -1,8 +1,8 @@
 """Workloads around one layer of matrix products: ``[batch, inner] -> [batch, columns]``.
 
-Weights are stored (inner, columns), or as PyTorch's ``nn.Linear`` has them, (columns, inner), where
-a function is called with ``transposed=True``. They are drawn with a standard deviation of
-1 / sqrt(inner), which keeps outputs near 1, where a half is as accurate as it gets.
+Weights are stored (inner, columns) or, with ``transposed=True``, (columns, inner) as in PyTorch's
+``nn.Linear``. They are drawn with a standard deviation of 1 / sqrt(inner), which keeps outputs near
+1, where a half is most accurate.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def gain_of(shape: Shape) -> TensorSpec:
 
 
 def result(name: str, shape: Shape) -> TensorSpec:
-    """``[batch, columns]``."""
+    """The result, ``[batch, columns]``."""
     return TensorSpec(name, (shape[0], shape[2]), rows=True)
 
 
 def same(function: Part) -> Computation:
-    """A computation whose definition in float64 is what PyTorch users write."""
+    """A computation whose float64 definition is the code of PyTorch users."""
     return Computation(function, reference=function)
 
 
@@ -79,7 +79,7 @@ def _layer(
     program: Callable[..., Any],
     products: int = 1,
 ) -> Workload:
-    """A workload that stores ``[batch, columns]``; ``products`` weights are multiplied with."""
+    """A workload that stores ``[batch, columns]``; ``products`` weights are multiplied."""
     return Workload(
         name=name,
         title=title,

@@ -46,7 +46,7 @@ def _rows(
         inputs=inputs,
         outputs=lambda shape: (TensorSpec("y", shape, rows=True),),
         computations={"full": full},
-        flops=lambda shape: 8 * prod(shape),  # operations of an element; the bytes decide
+        flops=lambda shape: 8 * prod(shape),  # operations per element; the bytes decide
         graph=lambda cs, shape, dtype: build(cs, inputs(shape), dtype, program),
     )
 

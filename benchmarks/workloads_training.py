@@ -1,7 +1,7 @@
-"""The two passes of an operator as workloads: what is given, what comes out, what is right.
+"""The two passes of an operator as workloads: inputs, outputs, references.
 
-Inputs of a backward pass are the operands and the cotangent of the result. What an implementation's
-own forward pass keeps for it is made before the clock runs, by everybody for themselves.
+Inputs of a backward pass are the operands and the cotangent of the result. Each implementation
+makes the values that its own forward pass saves before the clock runs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from benchmarks.training_operators import Operator, Traffic
 from benchmarks.workload import HALVES, Computation, Outputs, Shape, TensorSpec, Workload
 
-#: operations of an element; the bytes decide
+#: operations per element; the bytes decide
 FLOPS = 8
 
 
 class Step(Enum):
-    """What is measured."""
+    """The measured pass."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -33,10 +33,10 @@ class TrainingWorkload(Workload):
     """A pass of an operator.
 
     Attributes:
-        operator: which.
-        step: which pass.
-        host: whether the time of the host is measured, that of a call in eager mode: through
-            autograd, from Python to the last launch.
+        operator: the operator.
+        step: the pass.
+        host: whether the host's time of a call in eager mode is measured: through autograd, from
+            Python to the last launch.
     """
 
     operator: Operator
@@ -45,7 +45,7 @@ class TrainingWorkload(Workload):
 
     @property
     def traffic(self) -> Traffic:
-        """What the pass moves."""
+        """The data that the pass moves."""
         op = self.operator
         return op.forward if self.step is Step.FORWARD else op.backward
 
@@ -80,7 +80,7 @@ def _given(operator: Operator, shape: Shape) -> tuple[TensorSpec, ...]:
     result = operator.result(shape)
     cotangent = replace(result, name=f"d{result.name}")
     if result.wider:
-        # of every type that a result may have
+        # exact in every type that a result may have
         cotangent = replace(cotangent, dtype=torch.float32, fill=_representable)
     return (*operator.operands(shape), cotangent)
 
@@ -92,7 +92,7 @@ def _representable(generator: torch.Generator, dims: Shape) -> torch.Tensor:
 
 
 def _asked(operator: Operator, shape: Shape) -> tuple[TensorSpec, ...]:
-    """The gradients: as large as the operands, those of vectors sums over the rows."""
+    """The gradients: as large as the operands; those of vectors are sums over the rows."""
     return tuple(
         replace(spec, name=f"d{spec.name}", summed=not spec.rows, constant=False, wider=True)
         for spec in operator.operands(shape)
@@ -125,7 +125,7 @@ def _gradients(operator: Operator, function: Callable[..., torch.Tensor]) -> Cal
 
 
 def trainable(operator: Operator, operands: Outputs) -> tuple[Outputs, Outputs]:
-    """The operands as leaves of autograd, and those of them that get a gradient."""
+    """The operands as leaves of autograd, and those that get a gradient."""
     names = [spec.name for spec in operator.operands((2, 2))]
     leaves = tuple(
         t.detach().requires_grad_(name in operator.gradients)

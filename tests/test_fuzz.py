@@ -194,14 +194,14 @@ def test_nothing_is_known_next_to_a_pole_or_beyond_the_range() -> None:
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Block programs compute erf where they should compute tanh."""
-    from cutesuper.verify import numeric
+    from cutesuper.verify.torchdomain import TorchDomain
 
-    real = numeric.reference
+    real = TorchDomain.elementwise
 
-    def wrong(kind: str, *rest: Any) -> Any:
-        return real("erf" if kind == "tanh" else kind, *rest)
+    def wrong(domain: TorchDomain, kind: str, *rest: Any) -> Any:
+        return real(domain, "erf" if kind == "tanh" else kind, *rest)
 
-    monkeypatch.setattr(numeric, "reference", wrong)
+    monkeypatch.setattr(TorchDomain, "elementwise", wrong)
 
 
 LONG = Case(
@@ -254,7 +254,7 @@ def test_undocumented_exceptions_hangs_and_refusals_are_told_apart(
 
     for error, kind in ((KeyError("x"), "exception"), (limits.TimedOut(), "hang"),
                         (SearchError("no kernel"), "refused")):  # fmt: skip
-        monkeypatch.setattr(check.optimize, "choose", fails(error))
+        monkeypatch.setattr(check.pipeline, "choose", fails(error))
         assert check_case(NORM, CALM).kind == kind
 
 

@@ -1,1 +1,1 @@
-"""How the search does: programs, their muGraphs, time and memory, and what its parts are worth."""
+"""Measurements of the search: programs, their muGraphs, time and memory, and ablations."""

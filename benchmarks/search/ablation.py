@@ -1,11 +1,11 @@
-"""What the parts of the search are worth: states and time against the number of operators.
+"""Ablation of the search: states and time against the number of operators.
 
     python -m benchmarks ablation --json ablation.json         # the programs in SPLITS
     python -m benchmarks ablation LoRA --limit-s 5
 
-The paper's Table 5 (arXiv:2405.05751) for our search, and for what it replaces: forward
-enumeration with the expression test, the same without a canonical order, the same without the
-expression test (`forward`), and saturation with extraction. One split for each program, that of its
+The paper's Table 5 (arXiv:2405.05751) for our search, saturation with extraction, and for the
+methods it replaces: forward enumeration with the expression test, the same without a canonical
+order, the same without the expression test (`forward`). One split for each program, that of its
 fused kernel. Needs no GPU.
 """
 
@@ -49,7 +49,7 @@ def problem(name: str) -> tuple[LabelledProgram, Split]:
     """A program as one region, and the split of its fused kernel.
 
     Raises:
-        ValueError: there is no such split any more.
+        ValueError: the split no longer exists.
     """
     flat = Flat(PROGRAMS[name].build().expanded())
     program = label(flat.segment(flat.order).region)
@@ -64,7 +64,7 @@ def measure(name: str, operators: Sequence[int], limit_s: float) -> dict[str, An
 
     Args:
         name: of SPLITS.
-        operators: numbers of operators, ascending; a variant that is out of time ends there.
+        operators: numbers of operators, ascending; a variant ends where it runs out of time.
         limit_s: CPU seconds of each run.
 
     Returns:
@@ -73,7 +73,7 @@ def measure(name: str, operators: Sequence[int], limit_s: float) -> dict[str, An
         ``finished``, ``cpu_s``, and ``same``: whether saturation has the same programs.
     """
     program, split = problem(name)
-    saturated(Space(program), split)  # the tables of the field are made once for a process
+    saturated(Space(program), split)  # the tables of the field are made once per process
     ours = saturated(Space(program), split)
     cells: list[dict[str, Any]] = []
     for variant in VARIANTS:
@@ -98,8 +98,8 @@ def measure(name: str, operators: Sequence[int], limit_s: float) -> dict[str, An
 def enumerate_forwards(
     program: LabelledProgram, split: Split, variant: str, most: int, limit_s: float
 ) -> Count:
-    """One run of one of VARIANTS."""
-    gc.collect()  # of the run before: its garbage took 14 ms of a run of 8 ms
+    """A run of one of VARIANTS."""
+    gc.collect()  # garbage of the previous run, which took 14 ms in a run of 8 ms
     space = AnySpace(program) if variant == "no expression test" else Space(program)
     ordered = variant != "no order"
     return Enumeration(space, split, most, ordered=ordered, limit_s=limit_s).run()

@@ -1,8 +1,8 @@
-"""Programs operator by operator, as superoptimizers enumerate them; saturation is held against it.
+"""Forward enumeration of programs, as in superoptimizers, to compare saturation with.
 
-A state is a program so far: the classes that it has computed. One step adds an operator that makes
-a new class of them. The steps are those of `cutesuper.egraph.saturate.Table`, formed when they are
-first needed and then remembered, so that a state costs the enumeration itself and little else.
+A state is a partial program: the classes that it has computed. One step adds an operator that makes
+a new class from them. The steps are those of `cutesuper.egraph.saturate.Table`, formed when they
+are first needed and then remembered, so that a state costs the enumeration itself and little else.
 
 before: ``{X, W}`` and 8 operators; after, among 600 states: ``matmul, accumulate, square, mean,
 accumulate, add, sqrt, div``, the fused RMSNorm + Linear.
@@ -23,9 +23,9 @@ from cutesuper.egraph.saturate import Derivation, Table, saturate
 from cutesuper.egraph.space import Pairing, Space
 from cutesuper.egraph.splits import AnyRules, Split
 
-#: states between two looks at the clock (one takes some 3 us)
+#: states between two checks of the clock (one takes some 3 us)
 _PATIENCE = 256
-#: operators whose operands have no order (of a contraction, labels tell them apart)
+#: operators whose operands have no order (labels distinguish those of a contraction)
 _UNORDERED = ("mul", "add", "matmul")
 
 #: a program: for every output its expression
@@ -33,7 +33,7 @@ Canonical = tuple[str, ...]
 
 
 class Step(NamedTuple):
-    """An operator that can be added: the class that it makes, and of which."""
+    """An operator that can be added: the class that it makes, and its operands."""
 
     result: int
     inputs: tuple[int, ...]
@@ -41,11 +41,11 @@ class Step(NamedTuple):
 
 @dataclass
 class Count:
-    """What an enumeration met.
+    """The findings of an enumeration.
 
     Attributes:
-        states: programs, complete or not; without an order each as often as it has orders.
-        complete: programs that compute every output and nothing else, as often as they were met.
+        states: programs, complete or not; without an order each counts once for each of its orders.
+        complete: programs that compute every output and nothing else, repetitions included.
         programs: the different ones.
         finished: whether all states were visited.
         cpu_s: CPU seconds.
@@ -59,7 +59,7 @@ class Count:
 
 
 class _Useful:
-    """In place of `Goal`: everything may become part of what is wanted."""
+    """A replacement for `Goal` to which every form is useful."""
 
     def useful(self, form: int) -> bool:
         return True
@@ -75,7 +75,7 @@ class AnySpace(Space):
         self._anything = Pairing(True, True, True, True, chosen, False)
 
     def pairing(self, x: int, y: int) -> Pairing:
-        """Every operator may take every two values."""
+        """The pairing under which every operator may take every two values."""
         return self._anything
 
 
@@ -90,10 +90,10 @@ class Enumeration:
     same class.
 
     Args:
-        space: what is wanted; an `AnySpace` for no expression test.
+        space: of the program; an `AnySpace` for no expression test.
         split: which axes divide which label.
         most: operators of a program; loads and constants are given, stores are not counted.
-        ordered: meet each set of operators once. Otherwise every order of them is a state.
+        ordered: visit each set of operators once. Otherwise every order of them is a state.
         limit_s: CPU seconds.
 
     Raises:
@@ -121,7 +121,7 @@ class Enumeration:
         self._stored: dict[int, list[int]] = {}
 
     def run(self) -> Count:
-        """Visit all states, or as many as there is time for."""
+        """Visit all states, or as many as time allows."""
         try:
             first = [s for n in range(len(self._classes)) for s in self._enabled(n)]
             self._extend(first)
@@ -131,11 +131,11 @@ class Enumeration:
         return self.count
 
     def _extend(self, steps: list[Step]) -> None:
-        """Add each of the steps; a child may use those after it, and what it makes possible.
+        """Add each of the steps; a child may use those after it, and those that it makes possible.
 
-        Ordered, a set of operators is met once: its first operator of the list must come next,
-        since all that are passed over are refused for good (set enumeration, R. Rymon, KR 1992;
-        here the list grows with what an operator makes possible).
+        Ordered, a set of operators is visited once: its first operator of the list must come next,
+        since skipped ones are excluded for good (set enumeration, R. Rymon, KR 1992; here the list
+        grows with the steps that an operator makes possible).
         """
         for n, step in enumerate(steps):
             if step.result in self._have:
@@ -167,7 +167,7 @@ class Enumeration:
         return found
 
     def _formed(self, i: int, j: int) -> list[Step]:
-        """Steps that take two classes; those that take one, if both are the same.
+        """Steps that take two classes, or those that take one if both are the same.
 
         ``square(x)`` and ``mul(x, x)`` make one class of one operand: one step, as in `extract`.
         """
@@ -185,7 +185,7 @@ class Enumeration:
         return self._stored[i]
 
     def _complete(self) -> bool:
-        """Whether every output is computed; counts programs in which nothing is superfluous."""
+        """True if every output is computed; counts programs in which nothing is superfluous."""
         found = [
             [s.result for s in self._chosen if n in self._outputs(s.result)]
             for n in range(len(self._table.goals))
@@ -199,7 +199,7 @@ class Enumeration:
 
 
 def _needed(goals: Sequence[int], inputs: Mapping[int, Sequence[int]]) -> set[int]:
-    """Classes, besides those that are given, from which the goals are computed."""
+    """Classes, besides the given ones, from which the goals are computed."""
     needed: set[int] = set()
     queue = list(goals)
     while queue:
@@ -213,11 +213,11 @@ def _needed(goals: Sequence[int], inputs: Mapping[int, Sequence[int]]) -> set[in
 def canonical(
     table: Table, inputs: Mapping[int, Sequence[int]], goals: Sequence[int]
 ) -> Canonical:
-    """A program in a form that does not depend on how its table numbers classes.
+    """A program in a form independent of its table's numbering of classes.
 
     Args:
-        table: in which everything that can be made of the classes of the program was formed.
-        inputs: of what each class is made.
+        table: complete: it contains everything that can be formed from the program's classes.
+        inputs: the operands of each class.
         goals: the class of each output.
     """
     known: dict[int, str] = {}
@@ -235,14 +235,14 @@ def canonical(
 
 
 def _derivation(table: Table, i: int, operands: Sequence[int]) -> Derivation:
-    """Of the ways to make a class of the same operands the first by name."""
+    """The first by name of the derivations of a class from these operands."""
     alike = (d for d in table.derivations[i] if set(d.inputs) == set(operands))
     return min(alike, key=lambda d: (d.kind, str(d.over)))
 
 
 @dataclass(frozen=True)
 class Saturated:
-    """What saturation and extraction found under one split.
+    """The results of saturation and extraction under one split.
 
     Attributes:
         classes, tried: classes kept, and results formed to find them.
@@ -257,7 +257,7 @@ class Saturated:
 
 
 def saturated(space: Space, split: Split) -> Saturated:
-    """All programs of one split, as the search finds them, at one unit for every operator."""
+    """All programs of one split found by the search, at one unit for every operator."""
     start = time.process_time()
     table = saturate(space, split)
     extracted = extract(table, _one_each, count=MANY, slack=MANY, limit=MANY)
@@ -269,7 +269,7 @@ def saturated(space: Space, split: Split) -> Saturated:
     return Saturated(len(table.classes), table.tried, programs, cpu_s)
 
 
-#: no limit to what is extracted (the splits of the ablation have 285 programs at most)
+#: no limit to extraction (the splits of the ablation have at most 285 programs)
 MANY = 100_000
 
 

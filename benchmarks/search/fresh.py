@@ -1,4 +1,4 @@
-"""Measurements in processes of their own: neither time nor memory is that of a predecessor."""
+"""Measurements in separate processes: a predecessor affects neither time nor memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OPENBLAS", "MKL", 
 
 
 def in_fresh_process(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """What a module-level function returns in a new interpreter, with one thread for BLAS.
+    """The result of a module-level function in a new interpreter, with one thread for BLAS.
 
     An exception becomes ``{"error": "SearchError: ..."}``, so that the others are still measured.
     """
@@ -49,7 +49,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def environment() -> dict[str, Any]:
-    """Everything a reader needs to repeat or to doubt what was measured."""
+    """Everything a reader needs to repeat or to doubt a measurement."""
     from benchmarks.device import commit  # imports PyTorch, which measuring processes do not
 
     return {

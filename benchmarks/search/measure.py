@@ -1,4 +1,4 @@
-"""What the search does with one program, and what the program costs without fusion."""
+"""Measurement of the search on one program, and the program's cost without fusion."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _cpu_s() -> float:
 
 
 def bytes_moved(mugraph: MuGraph) -> int:
-    """Bytes that device memory must deliver and take: each tensor once for every kernel."""
+    """Bytes that device memory must deliver and receive: each tensor once for every kernel."""
     specs = mugraph.tensors
     return sum(
         size(specs[t].shape) * specs[t].dtype.itemsize
@@ -89,12 +89,12 @@ def unfused(graph: KernelGraph) -> dict[str, Any]:
     """One kernel for each primitive operator; every operand is read, every result written.
 
     Transposes are views and cost nothing, numbers are computed where they are needed. A kernel is
-    priced by the best way to run its operator alone, found with the same search and the same
-    model; where that is a pair (products over a long dimension), as the pair.
+    priced by the best way to run its operator alone, found with the same search and the same model;
+    if that is a pair (products over a long dimension), as the pair.
 
     Returns:
         ``kernels``: operators; ``bytes``; ``predicted_us``: None if an operator cannot run alone,
-        ``error``: then why.
+        ``error``: the reason, then.
     """
     flat = Flat(graph.expanded())
     moved, total, problem = 0, 0.0, None

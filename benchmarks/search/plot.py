@@ -20,7 +20,7 @@ from benchmarks.report import load_results, write_atomically
 from benchmarks.search.report import VARIANTS, least
 
 COLUMNS = 3
-#: of a panel's axes, of the space around them, and of the head with title and legend
+#: extents of a panel's axes, of the space around them, and of the head with title and legend
 WIDTH, HEIGHT = 232, 150
 LEFT, RIGHT, ABOVE, BELOW = 50, 22, 34, 40
 HEAD = 70
@@ -43,7 +43,7 @@ _COLOURS = {
 
 @dataclass(frozen=True)
 class _Panel:
-    """Where the data of one program goes: a number of operators, a number of states."""
+    """Coordinates for the data of one program: numbers of operators and of states."""
 
     x: Callable[[float], float]
     y: Callable[[float], float]
@@ -69,7 +69,8 @@ def render(results: dict[str, Any]) -> str:
 
 
 def _style() -> str:
-    """Lines and markers take the colour of their class; a hollow marker has that of the paper."""
+    """The style sheet: lines and markers take the colour of their class; a hollow marker has that
+    of the paper."""
     return (
         "text { font: 12px system-ui, sans-serif; }\n"
         ".head { font-size: 15px; font-weight: 600; } .name { font-weight: 600; }\n"
@@ -134,7 +135,7 @@ def _power(decade: int) -> str:
 def _series(
     group: ElementTree.Element, cells: Sequence[dict[str, Any]], panel: _Panel
 ) -> None:
-    """A line with a marker for each run; one that was stopped is a lower bound, and hollow."""
+    """A line with a marker for each run; a run that was stopped is a lower bound, and hollow."""
     look, path = _LOOKS[cells[0]["variant"]]
     points = [(panel.x(c["most"]), panel.y(c["states"])) for c in cells]
     line = "L".join(f"{x:.1f},{y:.1f}" for x, y in points)

@@ -1,12 +1,12 @@
-"""The programs that the search is measured on, from their plain definitions.
+"""The programs on which the search is measured, from their plain definitions.
 
 Shapes of the first group are those of Mirage's benchmarks (arXiv:2405.05751; softmax there is
-``exp(x) / sum exp(x)``, norms have no weight), batch size 1. The second group is what people serve
-and train; norms have a weight and an epsilon, softmax subtracts the maximum.
+``exp(x) / sum exp(x)``, norms have no weight), batch size 1. The second group is from serving and
+training; norms have a weight and an epsilon, softmax subtracts the maximum.
 
 Builders take their extents: ``PROGRAMS["LoRA"].build(k=520)``. `Program.small` are extents at which
-all parts of a program can still be divided, so that float64 on a CPU takes milliseconds; most are
-no multiple of a tile.
+all parts of a program can still be divided and float64 on a CPU takes milliseconds; most are not a
+multiple of a tile.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Program:
-    """A kernel graph by name.
+    """A named kernel graph.
 
     Attributes:
-        build: makes it; its extents are keyword arguments.
+        build: makes the graph; extents are keyword arguments.
         paper: whether it is one of the paper's six workloads.
-        kernels: of the most fused program that is known (None: none is).
-        seconds: what the search may take on two cores.
+        kernels: those of the most fused known program (None: unknown).
+        seconds: limit of the search on two cores.
         small: arguments of ``build`` for a check in float64.
     """
 
@@ -165,7 +165,7 @@ def top_mlp(rows: int = 2048) -> KernelGraph:
 
 
 def residual_rms_linear(k: int = 4096, n: int = 6144) -> KernelGraph:
-    """``rms(X + R) W``, the sum is an output too."""
+    """``rms(X + R) W``; the sum is an output too."""
     g, (x, r, c, w) = _inputs((16, k), (16, k), (k,), (k, n), names="X R gain W")
     y = g.add(x, r)
     return _output(g, g.matmul(g.rms_norm(y, c), w), y)

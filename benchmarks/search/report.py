@@ -9,7 +9,7 @@ from benchmarks.tables import Row, markdown_table, number, print_table
 
 SEARCH = ["program", "regions", "splits", "classes", "structures", "verified", "CPU s", "wall s",
           "peak MB", "kernels", "MB moved", "us", "speed-up"]  # fmt: skip
-#: how the variants of the enumeration are called, in JSON too
+#: names of the variants of the enumeration, in JSON too
 VARIANTS = ("forward enumeration", "no order", "no expression test")
 ABLATION = ["operators", *VARIANTS, "saturation"]
 PAPER = ["Mirage", "Mirage, one thread", "Mirage, no abstract expressions"]
@@ -42,7 +42,7 @@ def machine(results: dict[str, Any]) -> str:
 
 
 def print_search(results: dict[str, Any]) -> None:
-    """Print the table of all programs, and what they have in common."""
+    """Print the table of all programs, and a summary."""
     print_table(results["title"], SEARCH, search_rows(results))
     print(overall(results))
     print(machine(results), flush=True)
@@ -98,7 +98,7 @@ def _search_row(case: dict[str, Any]) -> Row:
 
 
 def _megabytes(n: int) -> str:
-    """Three digits."""
+    """Megabytes with three digits."""
     value = n / 1e6
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
@@ -123,7 +123,7 @@ def overall(results: dict[str, Any]) -> str:
 
 
 def search_markdown(results: dict[str, Any]) -> str:
-    """The table in Markdown, with what the columns mean."""
+    """The table in Markdown, with the meaning of the columns."""
     note = (
         f"{overall(results)} Regions: different parts of the graph that were searched as one "
         "kernel. Splits: feasible of those tried. Classes: states of all tables. Structures: "
@@ -163,7 +163,7 @@ def cells_at(case: dict[str, Any], most: int, results: dict[str, Any]) -> list[s
 
 
 def _variant(case: dict[str, Any], variant: str, most: int, limit_s: float) -> str:
-    """The cell of this number of operators, or the last one before if that was out of time."""
+    """The cell of this number of operators, or the last one before if that ran out of time."""
     cells = [c for c in case["cells"] if c["variant"] == variant and c["most"] <= most]
     last = max(cells, key=lambda c: c["most"])
     if last["finished"]:
@@ -176,7 +176,7 @@ def _cell(states: int, seconds: float) -> str:
 
 
 def least(case: dict[str, Any]) -> int:
-    """Operators of the smallest program."""
+    """Number of operators of the smallest program."""
     return min(int(n) for n in case["saturation"]["programs"])
 
 
@@ -196,7 +196,7 @@ def _summary_row(case: dict[str, Any], results: dict[str, Any]) -> Row:
 
 
 def ablation_markdown(results: dict[str, Any]) -> str:
-    """The paper's Table 5 beside ours, all programs, and what the columns mean."""
+    """The paper's Table 5 beside ours, all programs, and the meaning of the columns."""
     cases = {case["program"]: case for case in results["cases"]}
     parts: list[str] = []
     if PAPER_PROGRAM in cases:

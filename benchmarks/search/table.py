@@ -1,10 +1,10 @@
-"""How the search does on all programs: states, time, memory, and what it finds.
+"""The search on all programs: states, time, memory, and the muGraphs found.
 
     python -m benchmarks search --json search.json             # everything in `programs.PROGRAMS`
     python -m benchmarks search "RMSNorm + Linear" GQA
 
-Needs no GPU. Each program is searched once, in a process of its own, and every structure that is
-offered is verified. Time is CPU time of that process (it has one thread) beside wall time.
+Needs no GPU. Each program is searched once, in a separate process, and every structure found is
+verified. Time is CPU time of that process (it has one thread) beside wall time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(
 
 
 def parse_programs(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The programs asked for, or all that are known.
+    """The requested programs, or all known ones.
 
     Raises:
         ValueError: an unknown program.

@@ -1,8 +1,8 @@
 """``torch.compile(model, backend="cutesuper")``.
 
-The road of a model: Dynamo finds graphs, AOTAutograd makes functional ones of them, a forward and a
-backward graph each; in these, regions are replaced by calls of their kernels, and Inductor compiles
-what is left. A model of which no region is taken is Inductor's code and nothing else.
+How a model is compiled: Dynamo captures graphs, and AOTAutograd turns each into a functional
+forward and backward graph. In these, regions are replaced by calls of their kernels, and Inductor
+compiles the rest. A model without a region that is taken is compiled by Inductor alone.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def cutesuper(
     """The backend, as Dynamo calls it.
 
     Args:
-        gm: what Dynamo found.
+        gm: the graph that Dynamo captured.
         inputs: its fake inputs.
-        mode: that of ``torch.compile``, for what Inductor compiles.
+        mode: that of ``torch.compile``, for the rest, which Inductor compiles.
         options: see `BackendOptions`.
 
     Raises:
-        OptionError, DeviceError: options that there are not.
+        OptionError, DeviceError: options that do not exist.
     """
     return compile_graph(gm, inputs, read_options(options, mode))
 
@@ -54,15 +54,15 @@ def compile_graph(
     observe: Callable[[GraphReport], None] | None = None,
     finish: internals.InnerCompile = internals.compile_inner,
 ) -> Callable[..., Any]:
-    """Compile a graph of Dynamo.
+    """Compile a graph captured by Dynamo.
 
     Args:
         gm: the graph.
         inputs: its fake inputs.
         options: of the backend.
-        observe: is told what was decided about every graph; about the backward graph when that is
-            compiled, which is later.
-        finish: compiles what is left.
+        observe: receives the report of every graph; that of the backward graph when it is compiled,
+            which is later.
+        finish: compiles the rest.
     """
     inner = partial(_inner, options=options, observe=observe, finish=finish)
     return internals.compile_with(gm, inputs, inner, options.inductor)
@@ -93,16 +93,16 @@ def _inner(
 
 
 def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> GraphReport:
-    """Replace the regions of a functional graph that are worth it by calls of their kernels.
+    """Replace those regions of a functional graph that are worth it by calls of their kernels.
 
     Args:
         gm: with fake tensors in ``meta["val"]``; changed in place.
         options: of the backend.
-        phase: what the graph computes, for the report.
+        phase: inference, forward or backward, for the report.
     """
     try:
         found = partition(gm.graph)
-    except Exception as error:  # whatever it is, Inductor can compile the graph
+    except Exception as error:  # whatever the error, Inductor can compile the graph
         why = f"no regions were looked for ({type(error).__name__}: {error})"
         _complain(why)
         return nothing_taken(phase, gm.graph, why)
@@ -128,8 +128,8 @@ cutesuper.reset = internals.forget_cuda_graphs  # pyright: ignore[reportFunction
 
 
 def register() -> None:
-    """Make the name known to ``torch.compile`` where the package is not installed; where it is,
-    PyTorch finds it by the entry point."""
+    """Make the name known to ``torch.compile`` if the package is not installed; if it is, PyTorch
+    finds it by the entry point."""
     if NAME not in torch.compiler.list_backends(exclude_tags=()):
         torch._dynamo.register_backend(cutesuper, name=NAME)
 

@@ -1,4 +1,4 @@
-"""What Inductor's kernels for a graph would take, by a roofline."""
+"""Predicted time of Inductor's kernels for a graph, by a roofline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cutesuper.targets import Target
 
 @dataclass(frozen=True)
 class Baseline:
-    """A prediction.
+    """A predicted time of Inductor's kernels.
 
     Attributes:
         us: microseconds of all kernels.
@@ -27,10 +27,11 @@ class Baseline:
 def baseline(graph: KernelGraph, target: Target) -> Baseline:
     """Time of the kernels into which Inductor would cut a graph.
 
-    A product of matrices, or attention, is a kernel (a library's, or a template with nothing else
-    in it). What is connected between products, element by element and in reductions, is one; that
-    is as much as Inductor can fuse, so the estimate is rather too low. A kernel reads and writes
-    each of its tensors once, and takes as long as the memory or the tensor cores do, and a launch.
+    Each product of matrices, and each attention, is a kernel of its own (a library's, or a template
+    with nothing else in it). Connected element-wise operators and reductions between products are
+    one kernel; that is the most that Inductor can fuse, so the estimate tends to be too low. A
+    kernel reads and writes each of its tensors once; its time is that of the memory or the tensor
+    cores, plus a launch.
 
     Args:
         graph: symbols count with their hints.
@@ -46,12 +47,12 @@ def baseline(graph: KernelGraph, target: Target) -> Baseline:
 
 
 def _groups(graph: KernelGraph) -> list[set[int]]:
-    """Nodes of each kernel."""
+    """The nodes of each kernel."""
     needed = graph.needed(graph.outputs)
     computed = [i for i in sorted(needed)
                 if graph.nodes[i].operator not in ("input", "constant")]  # fmt: skip
     contracts = {i: _contracts(graph.nodes[i].operator) for i in computed}
-    #: products on the longest way to a node: what is behind one cannot be fused with what is before
+    #: products on the longest path to a node: nodes after one cannot be fused with nodes before it
     depth: dict[int, int] = {}
     leader: dict[int, int] = {}
     for i in computed:
@@ -72,7 +73,7 @@ def _contracts(operator: str) -> bool:
 
 
 def _moves_nothing(graph: KernelGraph, i: int) -> bool:
-    """Transposed operands are read as they are stored."""
+    """True for a node that moves no data; transposed operands are read as they are stored."""
     return graph.nodes[i].operator in ("transpose", "slice") and i not in graph.outputs
 
 
@@ -87,7 +88,7 @@ def _join(leader: dict[int, int], i: int, j: int) -> None:
 
 
 def _bytes(graph: KernelGraph, group: set[int]) -> float:
-    """What the kernel reads and writes in memory."""
+    """Bytes that the kernel reads and writes in memory."""
     nodes = graph.nodes
     read = {j for i in group for j in nodes[i].inputs if j not in group}
     users = {j for i, n in enumerate(nodes) if i not in group for j in n.inputs}
@@ -97,7 +98,7 @@ def _bytes(graph: KernelGraph, group: set[int]) -> float:
 
 
 def _products(graph: KernelGraph, group: set[int]) -> float:
-    """Operations of the tensor cores."""
+    """Number of operations of the tensor cores."""
     nodes = graph.nodes
     return sum(
         lookup(nodes[i].operator).flops([nodes[j].shape for j in nodes[i].inputs], nodes[i].shape)

@@ -1,4 +1,4 @@
-"""Errors in words of the user's program: which operator, at which line, and what would help."""
+"""Errors in terms of the user's program: which operator, on which line, and what would help."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cutesuper.targets import Target
 
 E = TypeVar("E", bound=CutesuperError)
 
-#: what says that there is no kernel for a graph; other errors are of the options or the machine
+#: errors that mean "no kernel for this graph"; others concern the options or the machine
 NO_KERNEL = (SearchError, LoweringError, ScheduleError)
 
 
 def refusal(kind: type[E], name: str, node: fx.Node, reason: str) -> E:
-    """Why a function cannot be superoptimized.
+    """The error for a function that cannot be superoptimized.
 
     Args:
         kind: of error.
@@ -37,14 +37,14 @@ def without_kernel(
     name: str, region: Region, error: SearchError | LoweringError | ScheduleError,
     target: Target | str | None,
 ) -> CutesuperError:
-    """Why no kernel can run a region: the first operator that none can run by itself, or, where it
-    is what they are together, their lines.
+    """The error for a region that no kernel can run: it names the first operator that none can run
+    by itself or, if only their combination fails, the lines of all.
 
     Args:
         name: of the function.
         region: one of its regions, the nodes still in their graph.
         error: of `cutesuper.superoptimize` for its graph.
-        target: that it was for.
+        target: the one it was optimized for.
     """
     for node in region.nodes:
         try:

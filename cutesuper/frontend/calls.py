@@ -1,4 +1,4 @@
-"""How a traced program may be called, and what a call is, of which its trace depends."""
+"""Calls of traced programs: their form, and the facts that a trace depends on."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _USUAL = frozenset({torch.Tensor, nn.Parameter})
 
 @dataclass(frozen=True)
 class Form:
-    """How a function was called when it was traced.
+    """The form of the call with which a function was traced.
 
     Attributes:
-        signature: of the function; None where nobody knows it.
-        places: how many arguments were given by place.
+        signature: of the function; None if it is unknown.
+        places: the number of arguments given by place.
         names: of those that were given by name.
     """
 
@@ -38,10 +38,10 @@ class Form:
     names: frozenset[str]
 
     def fit(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The same arguments, by place and by name as they were given then.
+        """The given arguments, by place and by name as in the call that was traced.
 
         Raises:
-            TypeError: one that is missing, or was left to its default then.
+            TypeError: an argument is missing, or had been left to its default.
         """
         if len(args) == self.places and kwargs.keys() == self.names:
             return args, kwargs
@@ -61,10 +61,10 @@ class Form:
 
 
 def form_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Form:
-    """How a function is called here."""
+    """The form of a call of a function."""
     try:
         signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
-    except (TypeError, ValueError):  # functions of C have none
+    except (TypeError, ValueError):  # functions written in C have none
         signature = None
     kinds = (p.kind for p in signature.parameters.values()) if signature else ()
     if any(k in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD) for k in kinds):
@@ -74,14 +74,14 @@ def form_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Form:
 
 @dataclass(frozen=True)
 class Border:
-    """What a traced program takes.
+    """The arguments that a traced program takes.
 
     Attributes:
-        form: how it is called.
+        form: of its calls.
         structure: of the arguments, by place and by name.
         kinds: element type and shape of each tensor among them, as it was traced.
         constants: the other ones, as facts.
-        tensors, others: take them out of the arguments, put in a row.
+        tensors, others: take them from the flat arguments.
         symbolic: the nodes that stand for the arguments, where extents may differ.
         ranges: of these extents.
     """
@@ -98,7 +98,7 @@ class Border:
     flat: bool = False
 
     def leaves(self, args: Any, kwargs: Any) -> Sequence[Any]:
-        """The arguments in a row.
+        """The arguments as a flat sequence.
 
         Raises:
             TypeError, RuntimeError, DTypeError: they do not fit.
@@ -151,7 +151,7 @@ class Border:
 
     @property
     def paths(self) -> list[str]:
-        """Names of the arguments in a row, for messages."""
+        """Names of the flat arguments, for messages."""
         named = list(self.form.signature.parameters) if self.form.signature else []
         return [_name(path, named) for path in self._paths]
 
@@ -159,7 +159,7 @@ class Border:
 def border_of(
     form: Form, args: Any, kwargs: Any, symbolic: Sequence[fx.Node] = (), ranges: Any = None
 ) -> Border:
-    """What a program takes that was traced with these arguments."""
+    """The arguments taken by a program that was traced with these."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     places = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)]
     others = [i for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)]
@@ -173,13 +173,13 @@ def border_of(
 
 
 def constant_fact(value: Any) -> Hashable:
-    """An argument that is no tensor: equal facts have equal traces."""
+    """An argument that is not a tensor, as a fact: equal facts have equal traces."""
     # 0.0 == -0.0, and nan is not nan
     return type(value), repr(value) if isinstance(value, float | complex) else value
 
 
 def _in_order(value: Any, structure: pytree.TreeSpec) -> Any:
-    """The same with the keys of dictionaries in the order of another one."""
+    """A value with the keys of its dictionaries in the order of another one."""
     children = children_of(structure)
     if structure.type is dict and type(value) is dict and value.keys() == set(structure.context):
         return {k: _in_order(value[k], c)
@@ -192,7 +192,7 @@ def _in_order(value: Any, structure: pytree.TreeSpec) -> Any:
 
 
 def children_of(structure: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """The parts of a structure, in old versions of PyTorch and new ones."""
+    """The parts of a structure, in old and new versions of PyTorch."""
     made: Any = structure
     return made.children() if hasattr(made, "children") else made.children_specs
 
@@ -209,8 +209,8 @@ def _name(path: Any, named: Sequence[str]) -> str:
 
 
 def state_of(tensors: Sequence[torch.Tensor], watch: Watch) -> tuple[Hashable, ...]:
-    """What a trace depends on besides types and shapes: devices, which tensors are the same, and
-    what is switched on."""
+    """State that a trace depends on besides types and shapes: devices, tensors that are identical,
+    and modes that are switched on."""
     kinds: Hashable = None
     if not _USUAL.issuperset(map(type, tensors)):
         kinds = tuple(map(_class_of, tensors))
@@ -229,7 +229,7 @@ def state_of(tensors: Sequence[torch.Tensor], watch: Watch) -> tuple[Hashable, .
 
 
 def _class_of(t: torch.Tensor) -> type:
-    """The class of a tensor, where it is somebody's own."""
+    """The class of a tensor, if it is not one of PyTorch's own."""
     usual = type(t) in _USUAL or type(t).__module__.startswith("torch._subclasses")
     return torch.Tensor if usual else type(t)
 
@@ -249,14 +249,14 @@ def _autocast() -> Hashable:
 def stand_ins(
     leaves: Sequence[Any], read: Sequence[torch.Tensor], shapes: Sequence[torch.Size] = ()
 ) -> list[Any]:
-    """The same arguments without memory in common, but for those that are one tensor, or one that
-    is read from elsewhere: a trace must not take one tensor for a part of another.
+    """The arguments with no memory in common, except those that are one tensor, or one that is read
+    from elsewhere: a trace must not take one tensor for a part of another.
 
     Args:
-        leaves: the arguments in a row.
-        read: tensors that are no arguments.
-        shapes: of the tensors among the arguments, where they shall have others: ``torch.export``
-            takes an extent of 1 for a constant.
+        leaves: the flat arguments.
+        read: tensors that are not arguments.
+        shapes: of the tensors among the arguments, if they must differ from the given ones:
+            ``torch.export`` takes an extent of 1 for a constant.
     """
     made: dict[int, Any] = {id(t): t for t in read}
     taken = {_memory(t) for t in read}
@@ -279,7 +279,7 @@ def _memory(t: Any) -> int | None:
 
 
 def _alike(t: torch.Tensor, shape: Any) -> torch.Tensor:
-    """Memory of its own for a tensor of the same kind, in this shape."""
+    """A tensor of the same kind with its own memory, in this shape."""
     if t.shape == shape:
         made = torch.empty_strided(shape, t.stride(), dtype=t.dtype, device=t.device)
     else:

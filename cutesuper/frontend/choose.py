@@ -1,4 +1,4 @@
-"""Which regions get kernels: searched for, checked against PyTorch, and worth it."""
+"""Selection of the regions that get kernels: searched for, checked against PyTorch, and faster."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from cutesuper.runtime.cache import warn_once
 from cutesuper.search.search import show
 from cutesuper.tune.device import Device
 
-#: a region measured has to take so much less time than Inductor's code
+#: part of the time of Inductor's code that a measured region must save
 GAIN = 0.02
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was decided about a region.
+    """The decision about a region.
 
     Attributes:
         taken: whether it gets kernels.
@@ -44,8 +44,8 @@ class Verdict:
         baseline_us: the same of Inductor's kernels, by a roofline.
         measured_us: microseconds that they took on this GPU.
         inductor_us: the same of Inductor's code.
-        broken: whether this is a mistake of this package: they do not compute what PyTorch does, or
-            something failed that must not.
+        broken: whether this is a mistake of this package: the kernels compute other values than
+            PyTorch, or something failed that must not.
         final: whether no part of the region can do any better.
     """
 
@@ -62,7 +62,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Decision:
-    """A region, or a part of one, and what was decided.
+    """A region, or a part of one, and the decision about it.
 
     Attributes:
         region: in its graph.
@@ -75,13 +75,13 @@ class Decision:
     verdict: Verdict
 
 
-#: what was decided before, by program, options, device and what stands around the program
+#: earlier verdicts, by program, options, device and the surroundings of the program
 _verdicts: dict[tuple[object, ...], Verdict] = {}
 _lock = threading.RLock()
 
 
 def decide(region: Region, options: BackendOptions) -> list[Decision]:
-    """Whether a region gets kernels; where it does not, whether parts of it do.
+    """Decide whether a region gets kernels; if it does not, whether parts of it do.
 
     Args:
         region: nodes with fake tensors in ``meta["val"]``.
@@ -99,7 +99,7 @@ def decide(region: Region, options: BackendOptions) -> list[Decision]:
 
 
 def _anchors(region: Region) -> int:
-    """Reductions and products, without which there is nothing to gain."""
+    """The number of reductions and products, without which there is nothing to gain."""
     operators = [lookup(n.operator) for n in region.graph.nodes]
     return sum(bool(o.reduces) or o.composite or o.name == "matmul" for o in operators)
 
@@ -125,7 +125,7 @@ def _decision(region: Region, options: BackendOptions) -> Decision:
 
 
 def _bounded(decision: Decision) -> Decision:
-    """Refuse what has more rows than kernels can address. Where their number is symbolic, the
+    """Refuse a region with more rows than kernels can address. If their number is symbolic, the
     comparison becomes a guard of the compiled model: with more it is compiled anew, and refused."""
     region, most = decision.region, program_of(decision.key).most_rows
     for o in region.inputs if decision.verdict.taken else ():
@@ -139,15 +139,15 @@ def _bounded(decision: Decision) -> Decision:
 
 
 def _judge(sample: Sample, options: BackendOptions) -> Verdict:
-    """The verdict on a region that nobody has asked about before."""
+    """The verdict on a region that has not been decided before."""
     try:
         return _judged(sample, options)
-    except Exception as error:  # whatever it is, Inductor can compile the region
+    except Exception as error:  # whatever the error, Inductor can compile the region
         reason = f"{type(error).__name__} while it was tried: {error}"
         return Verdict(False, reason, broken=True)
     finally:
         if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # what was tried had other sizes than the model
+            torch.cuda.empty_cache()  # the trials had other sizes than the model
 
 
 def _judged(sample: Sample, options: BackendOptions) -> Verdict:
@@ -186,7 +186,7 @@ def _judged(sample: Sample, options: BackendOptions) -> Verdict:
 
 
 def _found(program: Program, sample: Sample, device: torch.device) -> Verdict:
-    """What the search says. Raises CutesuperError."""
+    """The verdict of the search. Raises CutesuperError."""
     target = program.target_on(device)
     _, choice = program.found(sample.rows, target)
     graph = program.graph.with_hints(dict.fromkeys(program.symbols, sample.rows))
@@ -205,7 +205,7 @@ def _kernels(choice: Choice) -> tuple[str, ...]:
 
 
 def _modelled(verdict: Verdict) -> Verdict:
-    """Refuse what the cost model does not expect to be faster."""
+    """Refuse kernels that the cost model does not expect to be faster."""
     ours, theirs = verdict.predicted_us, verdict.baseline_us
     if ours is None or theirs is None:
         raise AssertionError("nothing was searched for")
@@ -214,7 +214,7 @@ def _modelled(verdict: Verdict) -> Verdict:
 
 
 def _checked(verdict: Verdict, sample: Sample) -> Verdict:
-    """Refuse what is wrong."""
+    """Refuse kernels with wrong results."""
     wrong = sample.difference()
     if wrong is None:
         return verdict
@@ -224,7 +224,7 @@ def _checked(verdict: Verdict, sample: Sample) -> Verdict:
 def _timed(
     verdict: Verdict, sample: Sample, options: BackendOptions, clock: Device
 ) -> Verdict:
-    """Refuse what is not measured to be faster. Raises MemoryError."""
+    """Refuse kernels that are not measured to be faster. Raises MemoryError."""
     inputs = sample.draw(0)
     calls = [_compiled(m, inputs, options) for m in (sample.kernels, sample.module)]
     try:
@@ -243,8 +243,8 @@ def _timed(
 def _compiled(
     module: fx.GraphModule, inputs: Sequence[Any], options: BackendOptions
 ) -> timing.Call:
-    """Inductor's code for a module; both sides of a comparison are compiled, so that what moves
-    tensors to and from kernels is compiled too."""
+    """Inductor's code for a module. Both sides of a comparison are compiled, so that moving tensors
+    to and from kernels is compiled too."""
     patches = {**options.inductor, "triton.cudagraphs": False}
     compiled = compile_with(module, inputs, compile_inner, patches)
     return lambda given: compiled(*given)

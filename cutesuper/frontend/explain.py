@@ -1,4 +1,4 @@
-"""`cutesuper.explain`: what the backend does with a model, and why."""
+"""`cutesuper.explain`: the backend's decisions about a model, and the reasons."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def explain(
     example_inputs: Sequence[Any],
     options: Mapping[str, Any] | None = None,
 ) -> Report:
-    """What ``torch.compile(model, backend="cutesuper", options=options)`` does.
+    """Report what ``torch.compile(model, backend="cutesuper", options=options)`` does.
 
-    The model is run once, forward and (where something requires a gradient) backward; what is in
-    no region runs uncompiled. Gradients are not accumulated, and random numbers are drawn as if
-    this had not happened. Like ``torch._dynamo.explain``, it first forgets what was compiled
-    before: compiled models are compiled again at their next call.
+    The model is run once, forward and (if something requires a gradient) backward; operators
+    outside of regions run uncompiled. Gradients are not accumulated, and random numbers are drawn
+    as if this had not happened. Like ``torch._dynamo.explain``, it first drops all compiled code:
+    compiled models are compiled again at their next call.
 
     Args:
         model: a module or a function.
@@ -34,12 +34,12 @@ def explain(
         options: of the backend: `cutesuper.frontend.options.BackendOptions`.
 
     Returns:
-        A report; ``print`` it. Regions that are taken, times where they are known, and why others
+        A report to ``print``: regions that are taken, times where they are known, and why others
         are not taken, with the lines that they come from.
 
     Raises:
-        OptionError: no module or function, options that there are not, or example inputs that are
-            no list or tuple.
+        OptionError: ``model`` is not a module or function, an option does not exist, or the example
+            inputs are not a list or tuple.
     """
     if not callable(model):
         raise OptionError(

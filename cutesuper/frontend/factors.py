@@ -1,10 +1,10 @@
 """Dimensions of traced tensors as products of factors, found by unification.
 
 A tensor of PyTorch is viewed in many shapes; a kernel graph has no reshapes. So a dimension here is
-a list of *factors*, from the slowest: ``view([B, S, K] -> [B * S, K])`` makes a dimension of two
-factors, ``view([M, H * D] -> [M, H, D])`` divides a factor in two, wherever it occurs. Nothing is
-computed by a view. Factors that always stand side by side are one dimension of the kernel graph in
-the end (`merged`).
+a list of *factors*, slowest first: ``view([B, S, K] -> [B * S, K])`` makes a dimension of two
+factors, ``view([M, H * D] -> [M, H, D])`` divides a factor in two, wherever it occurs. Views
+compute nothing. Factors that are adjacent wherever they occur become one dimension of the kernel
+graph (`merged`).
 
 An extent of 1 has no factors. Extents may be symbolic (`torch.SymInt`).
 
@@ -33,7 +33,7 @@ class Factor:
 
     Attributes:
         extent: of it.
-        same: another factor that this one was found to be, or None.
+        same: another factor that this one was unified with, or None.
         parts: factors that it was divided into; empty if it was not.
     """
 
@@ -46,20 +46,20 @@ class Part(NamedTuple):
     """A factor of one dimension.
 
     Attributes:
-        origin: the dimension that it came from, equal for no other.
-        factor: how long it is, shared with dimensions of other tensors.
+        origin: the dimension that it came from, unequal to any other.
+        factor: its extent, shared with dimensions of other tensors.
     """
 
     origin: object
     factor: Factor
 
 
-#: the parts of a dimension, from the slowest
+#: the parts of a dimension, slowest first
 Dims = tuple[Part, ...]
 
 
 def equal(a: Extent, b: Extent) -> bool:
-    """Whether two extents are known to be equal, without a guard on them."""
+    """True if two extents are known to be equal, without a guard on them."""
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -68,7 +68,7 @@ def equal(a: Extent, b: Extent) -> bool:
 
 
 def divides(a: Extent, b: Extent) -> bool:
-    """Whether ``b`` is known to be a multiple of ``a``, without a guard on them."""
+    """True if ``b`` is known to be a multiple of ``a``, without a guard on them."""
     if isinstance(a, int) and isinstance(b, int):
         return a > 0 and b % a == 0
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -77,12 +77,12 @@ def divides(a: Extent, b: Extent) -> bool:
 
 
 def dims_of(extent: Extent) -> Dims:
-    """A dimension of which nothing else is known."""
+    """A new dimension with this extent, of which nothing else is known."""
     return () if equal(extent, 1) else (Part(object(), Factor(extent)),)
 
 
 def leaves(dims: Iterable[Part]) -> Dims:
-    """The parts of a dimension as they are now, divided as far as anybody divided their factors."""
+    """The parts of a dimension, divided as far as their factors are now."""
     return tuple(Part(p.origin, f) for p in dims for f in _leaves(p.factor))
 
 
@@ -103,7 +103,7 @@ def extent_of(dims: Iterable[Part]) -> Extent:
 
 
 def unify(a: Dims, b: Dims) -> None:
-    """Two dimensions are the same.
+    """Make two dimensions the same.
 
     before: ``(B, S)`` and ``(M)``; after: M is divided into B and S.
 
@@ -152,7 +152,7 @@ def regroup(dims: Sequence[Dims], extents: Sequence[Extent]) -> tuple[Dims, ...]
             elif divides(wanted, f.extent):
                 _divide(f, wanted)
                 taken.append(Part(origin, f.parts[0]))
-                # another of these parts may be divided now, too
+                # another of these parts may now be divided too
                 rest = list(leaves((Part(origin, f.parts[1]), *rest)))
                 wanted = 1
             else:
@@ -168,10 +168,10 @@ def regroup(dims: Sequence[Dims], extents: Sequence[Extent]) -> tuple[Dims, ...]
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Factors that stand side by side wherever they occur: a dimension of the kernel graph.
+    """Factors that are adjacent wherever they occur: a dimension of the kernel graph.
 
     Attributes:
-        factors: from the slowest.
+        factors: slowest first.
         extent: the product.
     """
 
@@ -181,17 +181,17 @@ class Group:
 
 @dataclass
 class Grouping:
-    """Which factors are one dimension.
+    """The partition of factors into dimensions.
 
     Attributes:
-        sequences: of factors, as they follow each other in every tensor and in its memory, and
-            dimensions of which an operator needs all of, by themselves.
+        sequences: of factors, in their order in every tensor and in its memory; a dimension that an
+            operator needs whole is a sequence of its own.
     """
 
     sequences: list[Dims] = field(default_factory=list)
 
     def add(self, dims: Iterable[Part]) -> None:
-        """Parts that follow each other somewhere."""
+        """Record parts that follow each other somewhere."""
         self.sequences.append(tuple(dims))
 
     def groups(self) -> dict[Factor, Group]:

@@ -1,20 +1,20 @@
-"""What the backend needs of PyTorch beyond its documented interface, all in one place.
+"""The parts of PyTorch that the backend needs beyond its documented interface.
 
-* ``torch._inductor.compile_fx``: the only way to let Inductor compile what is left of a graph,
-  forward and backward, is its ``inner_compile`` (other backends in the field use it too; its
-  arguments are passed on as they come).
+* ``torch._inductor.compile_fx``: the only way to let Inductor compile the rest of a graph, forward
+  and backward, is its ``inner_compile`` (other backends use it too; its arguments are passed on
+  unchanged).
 * ``torch._functorch.config``: the cache of AOTAutograd is keyed by the graph that Dynamo found, and
   not by the backend. It would give Inductor's code to this backend and, worse, this backend's to
-  Inductor, so it is off while this backend compiles. The cache of Inductor is keyed by what it is
-  given to compile, calls of regions included, and stays on.
-* ``torch._inductor.decomposition``: what operators are made of that ``torch.export`` leaves whole.
-* ``torch.autograd.Function.apply`` is exchanged while a function is traced: ``torch.export`` looks
-  through it, and nothing in its graph says that a formula of the function itself was there.
-* ``torch._subclasses.fake_tensor``: shapes and strides of what is added to a traced program are
-  found as those of the rest were, with tensors of no memory.
-* ``torch._export.utils``: what says whether extents are those that a program was exported for.
-* ``SymInt.node.hint``: the size that a symbolic extent has in the call that is compiled for; the
-  documented ways to ask would make guards of it.
+  Inductor, so it is off while this backend compiles. Inductor's cache is keyed by the graph that it
+  compiles, calls of regions included, and stays on.
+* ``torch._inductor.decomposition``: decompositions of operators that ``torch.export`` leaves whole.
+* ``torch.autograd.Function.apply`` is replaced while a function is traced: ``torch.export`` looks
+  through it, and its graph does not show that the function had a formula of its own.
+* ``torch._subclasses.fake_tensor``: shapes and strides of nodes added to a traced program are found
+  like those of the others, with tensors without memory.
+* ``torch._export.utils``: the check that extents are those that a program was exported for.
+* ``SymInt.node.hint``: the size of a symbolic extent in the call that is compiled for; the
+  documented ways to read it would add guards.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from torch.fx.node import map_arg
 
 T = TypeVar("T")
 
-#: compiles a functional graph: (graph module, fake inputs, **what Inductor hands on)
+#: compiles a functional graph: (graph module, fake inputs, **further arguments of Inductor)
 InnerCompile = Callable[..., Any]
 
 
 def compile_with(
     gm: fx.GraphModule, inputs: Sequence[Any], inner: InnerCompile, patches: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """A graph of Dynamo, compiled by Inductor and AOTAutograd, with ``inner`` for the graphs that
-    come out of them."""
+    """Compile a graph of Dynamo by Inductor and AOTAutograd, with ``inner`` for the graphs that
+    AOTAutograd makes of it."""
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -68,8 +68,8 @@ _tracing = threading.RLock()
 
 @contextmanager
 def autograd_functions() -> Iterator[list[str]]:
-    """Names of the classes of ``torch.autograd.Function`` that are called meanwhile; one at a
-    time."""
+    """Collect the names of the ``torch.autograd.Function`` classes that are called meanwhile; one
+    thread at a time."""
     found: list[str] = []
     with _tracing:
         own = torch.autograd.Function.__dict__["apply"]
@@ -85,13 +85,13 @@ def autograd_functions() -> Iterator[list[str]]:
             torch.autograd.Function.apply = own
 
 
-#: operators that Inductor makes others of for its own code, which it has to have loaded by then
+#: operators that Inductor replaces by operators of its own, which must have been loaded by then
 _POOLING = ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices")
 
 
 def decompositions(known: Callable[[object], bool]) -> Any:
-    """What operators are made of, but for those that are known: as ``torch.export`` says, and for
-    those that it leaves whole as Inductor does."""
+    """Decompositions of all operators but the known ones: those of ``torch.export``, and Inductor's
+    for operators that it leaves whole."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = torch.export.default_decompositions()
@@ -105,8 +105,8 @@ def decompositions(known: Callable[[object], bool]) -> Any:
 
 
 def random_as_in_eager() -> AbstractContextManager[Any]:
-    """Random operators stay what they are in graphs: `run_eagerly` cannot run Inductor's own ones
-    in all versions."""
+    """Keep random operators as they are in graphs: `run_eagerly` cannot run Inductor's own ones in
+    all versions."""
     from torch._inductor import config
 
     return config.patch(fallback_random=True)
@@ -120,21 +120,22 @@ def inductor_options() -> Mapping[str, Any]:
 
 
 def mode_options(mode: str) -> dict[str, Any]:
-    """What a mode of ``torch.compile`` sets. Raises KeyError or RuntimeError."""
+    """The options that a mode of ``torch.compile`` sets. Raises KeyError or RuntimeError."""
     from torch._inductor import list_mode_options
 
     return list_mode_options(mode)
 
 
 def forget_cuda_graphs() -> None:
-    """What ``torch.compiler.reset`` asks of a backend that may have recorded CUDA graphs."""
+    """Forget CUDA graphs, as ``torch.compiler.reset`` asks of a backend that may have recorded
+    some."""
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
     reset_cudagraph_trees()
 
 
 def fake_result(node: fx.Node) -> Any:
-    """What a new node of a traced program gives, of the values that its operands have in it."""
+    """The fake result of a new node of a traced program, from the fake values of its operands."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     values = (n.meta.get("val") for n in node.graph.nodes)
@@ -168,7 +169,7 @@ def check_extents(
 
 
 def hint_of(value: Any) -> int | None:
-    """The number behind an extent; None where nobody knows it before the call."""
+    """The number behind an extent; None if it is unknown before the call."""
     if isinstance(value, torch.SymInt):
         hint = value.node.hint
         return None if hint is None else int(hint)
@@ -176,7 +177,7 @@ def hint_of(value: Any) -> int | None:
 
 
 def apart(work: Callable[[], T]) -> T:
-    """Run with real tensors although a compilation is going on.
+    """Run with real tensors although a compilation is in progress.
 
     Whatever PyTorch has switched on for the compilation (fake tensors, dispatch modes, tracing,
     autocast, inference mode) belongs to its thread, so this runs in another one.

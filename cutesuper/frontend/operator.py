@@ -1,8 +1,8 @@
 """The operator that compiled models call: ``cutesuper::region(str key, Tensor[] inputs)``.
 
-A key holds its kernel graph, so it is understood in any process: code that calls the operator may
-come from a cache on disk, without anything of this package having seen the model before. Programs
-are made once for each key: equal layers of a model share searches and kernels.
+A key contains its kernel graph, so any process can use it: code that calls the operator may come
+from a cache on disk, in a process where this package has never seen the model. Programs are made
+once for each key: equal layers of a model share searches and kernels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ VERSION = 2
 #: the name of the symbolic extent in keys
 ROWS = "M"
 
-#: kernels read memory in the order that they were given, so a compiler must not change it
+#: kernels depend on the order of memory, so a compiler must not change it
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 
 
@@ -68,19 +68,19 @@ class Program:
 
     @property
     def most_rows(self) -> int:
-        """How large the symbolic extent may be for kernels, as far as they are made; for more,
-        offsets do not fit into 32 bits."""
+        """The largest symbolic extent that the kernels compiled so far allow; beyond it, offsets do
+        not fit into 32 bits."""
         return self._most_rows
 
     @property
     def symbols(self) -> tuple[str, ...]:
-        """Names of the extents that are known at the call only: `ROWS`, or none."""
+        """Names of the extents that are known only at the call: `ROWS`, or none."""
         return tuple(s.name for s in self._signature.symbols)
 
     # ---------------------------------------------------------------------------------- making
 
     def found(self, rows: int, target: Target) -> tuple[SearchResult, pipeline.Choice]:
-        """What the search chooses for so many rows; verified, not compiled.
+        """The search's choice for this number of rows; verified, not compiled.
 
         Raises:
             CutesuperError: from `cutesuper.superoptimize`.
@@ -96,7 +96,7 @@ class Program:
             return self._found[bucket, target.name]
 
     def variant(self, rows: int, device: torch.device) -> Variant:
-        """The compiled kernels for so many rows. Raises CutesuperError."""
+        """The compiled kernels for this number of rows. Raises CutesuperError."""
         bucket = self._bucket(rows)
         with self._lock, torch.cuda.device(device):
             target = self.target_on(device)
@@ -116,7 +116,7 @@ class Program:
         """The GPU that kernels for a device are optimized for.
 
         Raises:
-            DeviceError: the device cannot run what is asked for.
+            DeviceError: the device cannot run kernels for the requested target.
         """
         if device.type != "cuda":
             return self.target or pipeline.current_target()
@@ -140,8 +140,8 @@ class Program:
     # --------------------------------------------------------------------------------- calling
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run it. Raises ShapeError, DTypeError, DeviceError, GraphError, OperatorError as a
-        `Kernel` does."""
+        """Run the program. Raises ShapeError, DTypeError, DeviceError, GraphError, OperatorError as
+        a `Kernel` does."""
         self._defined.check_table()
         given = [usable(t) for t in inputs]
         if not all(t.numel() for t in given):
@@ -161,7 +161,7 @@ class Program:
         return outputs
 
     def fake(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What a call returns, for inputs without data; extents may be symbols of torch."""
+        """The results of a call for inputs without data; extents may be symbols of torch."""
         if len(inputs) != len(self._signature.names):
             raise GraphError(
                 f"cutesuper::region: {len(self._signature.names)} inputs, got {len(inputs)}"
@@ -216,7 +216,7 @@ class Program:
 
 
 def _most(shapes: Iterable[Shape]) -> int:
-    """How many rows there may be for kernels, which compute offsets in 32 bits."""
+    """The largest number of rows for kernels, which compute offsets in 32 bits."""
     per_row = [prod(map(extent, s[1:])) for s in shapes if s and isinstance(s[0], Symbol)]
     return MAX_ELEMENTS // max(per_row, default=1)
 
@@ -229,10 +229,10 @@ _lock = threading.Lock()
 
 
 def key_of(graph: KernelGraph, target: Target | None = None) -> str:
-    """The key of a graph: a hash of what follows it, the target's name, the graph itself, and what
-    operators compute that were added to the package's own.
+    """The key of a graph: a hash of the rest of the key, the target's name, the graph itself, and
+    the definitions of operators that were added to the package's own.
 
-    Equal programs have equal keys, whatever names they give to inputs and to the symbolic extent.
+    Equal programs have equal keys, regardless of the names of inputs and of the symbolic extent.
 
     Raises:
         GraphError: no input, or several symbolic extents.
@@ -320,7 +320,7 @@ _library.impl("region", _run, "CPU")
 _library.impl("region", _run, "CUDA")
 torch.library.register_fake("cutesuper::region", _fake, lib=_library)
 
-#: what compiled models call
+#: the operator that compiled models call
 region = torch.ops.cutesuper.region.default
 
 __all__ = ["ROWS", "Program", "digest_of", "key_of", "program_of", "region"]

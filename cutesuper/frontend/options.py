@@ -1,4 +1,4 @@
-"""What ``torch.compile(model, backend="cutesuper", options={...})`` takes."""
+"""Options of ``torch.compile(model, backend="cutesuper", options={...})``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Take = Literal["faster", "modelled", "all"]
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """How the backend works.
+    """Options of the backend.
 
     Attributes:
         take: which regions get kernels of this package: "faster", those measured faster than
@@ -34,7 +34,7 @@ class BackendOptions:
 
 
 def read_options(given: Mapping[str, Any] | None, mode: str | None = None) -> BackendOptions:
-    """Check what a user has given.
+    """Check the user's options.
 
     Args:
         given: ``options`` of ``torch.compile``.

@@ -3,14 +3,15 @@
 before: ``view_as_real(view_as_complex(x) * f)``; after: ``x * re + x.flip(-1) * im * signs`` with
 ``re = view_as_real(f)[..., [0, 0]]``, ``im = view_as_real(f)[..., [1, 1]]``, ``signs = [-1, 1]``.
 
-A complex tensor ``[...]`` becomes its real view ``[..., 2]``, so views of complex numbers are
-nothing. A product takes one factor as it lies in memory and with the parts of each number
-exchanged, and each part of the other factor twice: these copies stay PyTorch's, and all that
-kernels do is element-wise along whole rows. (A rotary embedding of bfloat16 moves 10 bytes an
-element so, 20 in PyTorch; with real and imaginary parts as two tensors, each a copy of its own on
-the way in and put together on the way out, it would be 36.)
+A complex tensor ``[...]`` becomes its real view ``[..., 2]``, so views as real or complex numbers
+cost nothing. A product takes one factor twice, as stored and with the parts of each number
+exchanged, and each part of the other factor repeated: PyTorch makes these copies, and the kernels
+work element-wise along whole rows. (A rotary embedding in bfloat16 then moves 10 bytes per element,
+20 in PyTorch; with real and imaginary parts as two tensors, each copied on the way in and combined
+on the way out, it would be 36.)
 
-What is no formula here is left as it is; `cutesuper.frontend.trace` refuses it by name.
+Operators without a formula here are left as they are; `cutesuper.frontend.trace` refuses them by
+name.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from cutesuper.frontend.table import Arguments, arguments_of
 
 _aten = torch.ops.aten
 
-#: a formula: the pairs of a node from its arguments; None where it has none for them
+#: a formula: the pairs of a node from its arguments; None if it does not apply to them
 _Formula = Callable[["_Pairs", fx.Node, Arguments], fx.Node | None]
 
-#: what works on pairs as on complex numbers, dimensions counted from the first
+#: operators that work on pairs as on complex numbers, dimensions counted from the first
 _SAME = ("add.Tensor", "sub.Tensor", "neg.default", "unsqueeze.default", "squeeze.dim",
          "squeeze.dims", "select.int", "slice.Tensor", "transpose.int", "flip.default",
          "index_select.default", "index.Tensor", "sum.dim_IntList", "mean.dim", "cat.default",
          "clone.default", "alias.default", "detach.default")  # fmt: skip
-#: the same with one more extent
+#: such operators with extents as arguments, and the extent that is appended
 _SIZED = {"view.default": 2, "_unsafe_view.default": 2, "reshape.default": 2, "expand.default": 2,
           "repeat.default": 1}  # fmt: skip
 _VIEWS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
@@ -43,7 +44,7 @@ _CASTS = (_aten._to_copy.default, _aten.to.dtype, torch.ops.prims.convert_elemen
 
 
 def pair_complex(module: fx.GraphModule) -> None:
-    """Replace what a traced program computes of complex64 by real arithmetic, in place.
+    """Replace complex64 arithmetic of a traced program by real arithmetic, in place.
 
     Args:
         module: exported; all its nodes have ``meta["val"]``.
@@ -57,14 +58,14 @@ def pair_complex(module: fx.GraphModule) -> None:
 
 
 def is_complex(node: Any) -> bool:
-    """Whether a node is a tensor of complex numbers."""
+    """True for a node whose value is a tensor of complex numbers."""
     val = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(val, torch.Tensor) and val.is_complex()
 
 
 @dataclass
 class _Pairs:
-    """The pairs of complex nodes, made in front of whatever reads them."""
+    """The pairs of complex nodes, made in front of their readers."""
 
     module: fx.GraphModule
     found: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class _Pairs:
                 self._computed(node)
 
     def _last_input(self) -> fx.Node:
-        """Behind which nodes may be inserted."""
+        """The last input, behind which nodes may be inserted."""
         return [n for n in self.module.graph.nodes if n.op in ("placeholder", "get_attr")][-1]
 
     def _computed(self, node: fx.Node) -> None:
@@ -101,8 +102,8 @@ class _Pairs:
                 node.replace_all_uses_with(whole, lambda user: user.op == "output")
 
     def call(self, origin: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node, that stands where ``origin`` does in the user's program; the same as before
-        where there was one."""
+        """A new node at the place of ``origin`` in the user's program, or an equal one that
+        exists."""
         key = f"{target} {args} {kwargs}"
         if key in self._made:
             return self._made[key]
@@ -112,7 +113,7 @@ class _Pairs:
         return node
 
     def pair(self, origin: fx.Node, x: Any) -> fx.Node | None:
-        """The pairs of a complex tensor, or of a real one; None where there are none."""
+        """The pairs of a complex tensor, or of a real one; None if there are none."""
         if not isinstance(x, fx.Node) or is_complex(x):
             return self.found.get(x)
         x = self.float32(origin, x)
@@ -129,7 +130,7 @@ class _Pairs:
         return self.call(origin, _aten.cat.default, columns, -1)
 
     def column(self, origin: fx.Node, x: Any) -> Any:
-        """A real operand beside pairs."""
+        """A real operand for use with pairs."""
         return self.call(origin, _aten.unsqueeze.default, x, -1) if isinstance(x, fx.Node) else x
 
     def part(self, origin: fx.Node, x: fx.Node, which: int) -> fx.Node:
@@ -138,8 +139,8 @@ class _Pairs:
         return self.call(origin, _aten.index_select.default, x, -1, both)
 
     def exchanged(self, origin: fx.Node, x: fx.Node) -> fx.Node:
-        """Pairs with their parts exchanged; what is converted is exchanged before, as it is
-        smaller then."""
+        """Pairs with their parts exchanged; an operand of a conversion is exchanged before it, as
+        it is smaller then."""
         if x.target in _CASTS:
             inner = self.exchanged(origin, x.args[0])  # type: ignore[arg-type]
             return self.call(origin, x.target, inner, *x.args[1:], **x.kwargs)
@@ -151,8 +152,8 @@ class _Pairs:
         return self.call(origin, _aten.flip.default, x, [-1])
 
     def signed(self, origin: fx.Node, x: fx.Node) -> fx.Node:
-        """Pairs with the sign of the first part changed. As whole rows of signs: kernels then have
-        rows of numbers, not of pairs."""
+        """Pairs with the sign of the first part changed. The signs are whole rows: kernels then
+        have rows of numbers, not of pairs."""
         rows = x.meta["val"].shape[-2:-1]
         n = rows[0] if len(rows) and isinstance(rows[0], int) else None
         signs = torch.tensor([-1.0, 1.0], dtype=x.meta["val"].dtype)
@@ -176,7 +177,7 @@ class _Pairs:
 
 def _same(p: _Pairs, node: fx.Node, a: Arguments) -> fx.Node | None:
     rank = node.meta["val"].dim() if "unsqueeze" in str(node.target) else _rank(a)
-    if "dtype" in a:  # sums and means: of no dimensions are those of all but the parts
+    if "dtype" in a:  # sums and means: without dimensions they are over all but the parts
         if not rank:
             return p.pair(node, a["self"])
         a = {**a, "dim": a["dim"] or list(range(rank))}
@@ -191,7 +192,7 @@ def _same(p: _Pairs, node: fx.Node, a: Arguments) -> fx.Node | None:
             if None in value:
                 return None
         elif name == "dtype" and value is not None:
-            return None  # of complex numbers
+            return None  # a type of complex numbers
         elif name in ("dim", "dims", "dim0", "dim1"):
             value = _counted(value, rank)
         given.append(value)

@@ -1,8 +1,8 @@
-"""Which nodes of a traced program become regions.
+"""Partition of the nodes of a traced program into regions.
 
-Regions grow along the program: a node joins the regions that it reads from if what comes out still
-has a kernel graph and nothing outside stands between. What the views of a program divide (heads of
-a projection, say) ends a region by itself, because it has no kernel graph.
+Regions grow along the program: a node joins the regions that it reads from if the result still has
+a kernel graph and no node outside lies between. Views that split dimensions (heads of a projection,
+say) end a region by themselves, because the result has no kernel graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cutesuper.frontend.region import Region, convert
 from cutesuper.frontend.table import entry_of, is_free, unknown
 from cutesuper.frontend.values import INTEGERS, Unsupported
 
-#: nodes and products of a region: a search of more takes longer than 10 s and finds no more
+#: most nodes and products of a region: a search over more takes longer than 10 s and finds no more
 MOST_NODES, MOST_PRODUCTS = 48, 8
 
 
@@ -39,15 +39,15 @@ def partition(graph: fx.Graph, *, constants: Collection[fx.Node] = ()) -> Partit
     """Cut a traced program into regions.
 
     Args:
-        graph: of ``torch.ops``; fake tensors in ``node.meta["val"]``. What nobody uses is removed.
-        constants: nodes that nobody writes while kernels run (parameters).
+        graph: of ``torch.ops``; fake tensors in ``node.meta["val"]``. Unused nodes are removed.
+        constants: nodes that are not written while kernels run (parameters).
     """
     graph.eliminate_dead_code()
     return _Growing(graph, frozenset(constants)).run()
 
 
 def halves(region: Region, constants: Collection[fx.Node] = ()) -> tuple[Region, Region] | None:
-    """A region in two, cut where the least is carried over; None if it has no such place.
+    """A region in two, cut where the least data crosses; None if there is no such place.
 
     Args:
         region: of `partition`.
@@ -95,12 +95,12 @@ class _Growing:
         for node in self.graph.nodes:
             if node.op == "call_function" and _computes(node) and node not in masks:
                 self._add(node)
-        # refused together with something that no reader made part of a kernel graph; element-wise
-        # operators are left where they are, among others that are not ours
+        # refused together with a node that no reader made part of a kernel graph; element-wise
+        # operators stay where they are, among others that are PyTorch's
         for node in sorted(self.refused, key=self._place.__getitem__):
             if entry_of(node) is not None:
                 self._placed([node], products=1)
-        # a region that grew in pieces is there under several numbers
+        # a region that grew in pieces is listed under several numbers
         alive = {id(r): r for n, r in enumerate(self.regions) if self._region[r.nodes[0]] == n}
         return Partition(tuple(alive.values()), self.refused)
 
@@ -111,15 +111,15 @@ class _Growing:
         loose = self._loose(node)
         if self._placed(loose):
             return
-        # what it reads that is no kernel graph with it, it may read as it comes
+        # operands that form no kernel graph with it may be inputs instead
         if len(loose) > 1 and self._placed([node]):
             return
-        # alone it is no kernel graph; whatever reads it may make it part of one
+        # alone it is no kernel graph; a reader may make it part of one
         self.refused.setdefault(node, self._reason([node] if len(loose) > 1 else loose))
 
     def _placed(self, loose: Sequence[fx.Node], products: int = 0) -> bool:
-        """Put nodes that are in no region into regions that they read, or one of their own, of so
-        many products at least."""
+        """Put nodes that are in no region into regions that they read, or into a new one with at
+        least this many products."""
         sources = {p for n in loose for p in _producers(n)}
         near = sorted({self._region[p] for p in sources if p in self._region})
         choices = [near] + ([[n] for n in reversed(near)] if len(near) > 1 else [])
@@ -133,7 +133,7 @@ class _Growing:
         return False
 
     def _loose(self, node: fx.Node) -> list[fx.Node]:
-        """A node and those that it reads which are part of no region yet, and could be."""
+        """A node and those of its operands that are in no region yet, and could be."""
         found, todo = {node}, [node]
         while todo:
             for p in _producers(todo.pop()):
@@ -171,7 +171,7 @@ class _Growing:
             self.refused.pop(n, None)
 
     def _leaves(self, inside: set[fx.Node]) -> bool:
-        """Whether a path leaves the nodes, passes something that computes, and comes back.
+        """True if a path leaves the nodes, passes something that computes, and comes back.
 
         A path that enters another region may leave it from any of its nodes: a region is one call.
         """
@@ -200,7 +200,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _counts(node: fx.Node) -> bool:
-    """Whether a node gives integers, which no kernel computes."""
+    """True for a node whose result is integers, which no kernel computes."""
     return getattr(node.meta.get("val"), "dtype", None) in INTEGERS
 
 
@@ -218,10 +218,10 @@ def _producers(node: fx.Node) -> set[fx.Node]:
 
 
 def _writes(node: fx.Node) -> bool:
-    """Whether a node changes a tensor, or does anything else that must keep its place."""
+    """True for a node that changes a tensor, or has another effect that must keep its place."""
     if node.op == "call_function":
         schema = getattr(node.target, "_schema", None)
-        # attention draws random numbers, says its entry, but only where it drops weights
+        # attention is marked as random, but draws random numbers only if it drops weights
         return bool(schema and schema.is_mutable) or (node.is_impure() and entry_of(node) is None)
     return node.op in ("call_module", "call_method")
 

@@ -39,8 +39,8 @@ def shape_of(s: Shapes, node: fx.Node, operands: Sequence[Any]) -> Value:
 def aligned(b: Builder, node: fx.Node, operands: Sequence[Any]) -> tuple[list[Any], Slots]:
     """Operands as the kernel graph broadcasts them, and the slots of the result.
 
-    Numbers stay numbers, and None None. What was reduced before has its dimensions in one way only,
-    so the others follow it.
+    Numbers and None stay as they are. A value that was reduced has only one order of dimensions, so
+    the others follow it.
     """
     result = b.value(node)
     parts = {
@@ -56,7 +56,7 @@ def aligned(b: Builder, node: fx.Node, operands: Sequence[Any]) -> tuple[list[An
 
 
 def _common(b: Builder, result: Value, parts: dict[fx.Node, dict[Part, Part]]) -> Slots:
-    """The slots of a result that ask for the least rearrangement of what was computed."""
+    """The slots of a result that need the least rearrangement of computed operands."""
     natural = b.natural(result)
     choices = [natural]
     for t, own in parts.items():
@@ -82,8 +82,8 @@ class Pointwise(Entry):
     Attributes:
         operands: names of its arguments that are tensors or numbers.
         formula: ``formula(graph, *operands, **options)``.
-        options: names of arguments that are numbers and texts, given by name.
-        condition: its result says where something holds.
+        options: names of arguments that are numbers and strings, passed by name.
+        condition: its result is a condition.
     """
 
     operands: tuple[str, ...]
@@ -125,7 +125,7 @@ def _built(y: Operand, slots: Slots, node: fx.Node, condition: bool = False) -> 
 
 @dataclass(frozen=True)
 class Logic(Entry):
-    """A formula on conditions, whose result is one.
+    """A formula on conditions, whose result is a condition.
 
     Attributes:
         operands: names of its arguments.
@@ -149,7 +149,7 @@ class Logic(Entry):
 @enter("aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar",
        "aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
 class Where(Entry):
-    """One of two values; what is not chosen makes no difference, NaN or not."""
+    """One of two values; the one that is not chosen makes no difference, NaN or not."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         condition, yes, no = self.operands(a)
@@ -177,7 +177,7 @@ class Where(Entry):
         return _built(reduce(b.g.add, parts) if parts else b.g.mul(c, 0.0), slots, node)
 
     def operands(self, a: Arguments) -> tuple[Any, Any, Any]:
-        """The condition, and what is taken where it holds and where it does not."""
+        """The condition, and the values for where it holds and where it does not."""
         if "mask" in a:
             return a["mask"], a["value"], a["self"]
         return a["condition"], a["self"], a["other"]
@@ -221,7 +221,7 @@ def _sub(g: KernelGraph, x: Operand, y: Operand, alpha: float = 1) -> Operand:
 
 
 def _div(g: KernelGraph, x: Operand, y: Operand) -> Operand:
-    """x / (1 + exp(-x)) is silu and 1 / (1 + exp(-x)) sigmoid: one function, not four."""
+    """x / y; x / (1 + exp(-x)) is silu and 1 / (1 + exp(-x)) sigmoid: one function, not four."""
     argument = _sigmoid_argument(y)
     if argument is not None and x == 1.0:
         return g.sigmoid(argument)
@@ -254,7 +254,7 @@ def _number(t: Tensor) -> float | None:
     return t.node.attributes["value"] if t.node.operator == "constant" else None
 
 
-#: the largest exponent that is multiplied out, and steps between exponents: roots of roots
+#: the largest exponent that is multiplied out, and steps between exponents (roots of roots)
 _MOST_POWER, _ROOTS = 16, 4
 
 
@@ -336,7 +336,7 @@ def _limited(
 
 
 def _gelu(g: KernelGraph, x: Tensor, approximate: str = "none") -> Operand:
-    """With "tanh": 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), arXiv 1606.08415."""
+    """gelu(x); with "tanh": 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), arXiv 1606.08415."""
     if approximate == "none":
         return g.gelu(x)
     inner = g.mul(g.add(x, g.mul(g.mul(g.square(x), x), 0.044715)), sqrt(2 / 3.141592653589793))
@@ -382,7 +382,7 @@ def _xlogy(g: KernelGraph, x: Operand, y: Operand) -> Operand:
 def _elu(
     g: KernelGraph, x: Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1
 ) -> Operand:
-    """x above 0, alpha (exp(x) - 1) below; what is above is 0 on the other side."""
+    """x above 0, alpha (exp(x) - 1) below; each of the two parts is 0 on the other's side."""
     below = g.mul(g.expm1(g.mul(g.clamp(x, -inf, 0.0), float(input_scale))), float(alpha))
     return g.mul(g.add(g.relu(x), below), float(scale))
 
@@ -402,7 +402,7 @@ def _addcdiv(g: KernelGraph, x: Operand, y: Operand, z: Operand, value: float = 
 
 
 def _lerp(g: KernelGraph, x: Operand, y: Operand, weight: Operand) -> Operand:
-    """x + w (y - x), as PyTorch computes it: from the nearer end, where an infinite one stays."""
+    """x + w (y - x), computed like PyTorch from the nearer end, where an infinite one stays."""
     if isinstance(weight, float) and abs(weight) >= 0.5:
         return g.sub(y, g.mul(g.sub(y, x), 1.0 - weight))
     return g.add(x, g.mul(g.sub(y, x), weight))
@@ -423,7 +423,7 @@ def _condition(formula: Formula) -> Pointwise:
     return Pointwise(_XY, formula, (), True)
 
 
-#: the largest number of float32, which stands for what is next to infinity
+#: the largest number of float32, which stands for the number next to infinity
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -442,7 +442,7 @@ def _equal(g: KernelGraph, x: Operand, y: Operand) -> Tensor:
 
 
 def _is_number(g: KernelGraph, x: Tensor) -> Tensor:
-    """1 where x is not NaN. Not by ``x == x``, which is 1 in any algebra."""
+    """1 where x is not NaN, without ``x == x``, which is 1 in any algebra."""
     return g.maximum(g.at_least(x, 0.0), g.step(g.mul(x, -1.0)))
 
 

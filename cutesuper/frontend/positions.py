@@ -1,8 +1,8 @@
-"""Masks that are made of positions, which kernels have as lengths.
+"""Masks computed from positions; kernels take lengths instead.
 
 before: attention with the mask ``(arange(S) <= positions[:, None])[:, None, None]``; after: the
-same with a length for each sequence, ``positions + 1``. The mask is a function of the positions and
-of nothing else, so no kernel reads it, and where nobody else does it is not made at all.
+same with a length for each sequence, ``positions + 1``. The mask is a function of the positions
+alone, so no kernel reads it, and if nothing else does it is not computed at all.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from cutesuper.frontend.table import Arguments, arguments_of, entry_of
 from cutesuper.frontend.values import FLOATS, Unsupported, fake
 from cutesuper.frontend.views import Expand, Filled, Same, Slice, View
 
-#: positions and lengths; adding 1 to narrower ones would overflow
+#: types of positions and lengths; adding 1 to narrower ones would overflow
 _COUNTS = (torch.int32, torch.int64)
 _ARANGES = ("aten.arange.default", "aten.arange.start", "aten.arange.start_step",
             "prims.iota.default")  # fmt: skip
 _NOT = ("aten.logical_not.default", "aten.bitwise_not.default")
-#: keys compared with lengths: whether what holds is visible, and what it adds to the length
+#: comparisons of keys with lengths: whether true is visible, and the offset added to the length
 _COMPARED = {"lt": (True, 0), "le": (True, 1), "gt": (False, 1), "ge": (False, 0)}
 _TURNED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many keys each sequence sees: the first ``node + offset`` of them.
+    """The number of keys that each sequence sees: the first ``node + offset`` of them.
 
     Attributes:
-        node: int32 or int64, of which one extent at most is not 1.
-        offset: what is added.
-        most: keys that there are.
+        node: int32 or int64, with at most one extent other than 1.
+        offset: number added to it.
+        most: the number of keys.
     """
 
     node: fx.Node
@@ -47,7 +47,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class _Marks:
-    """What the elements of a tensor say of their place.
+    """The relation of the elements of a tensor to their place.
 
     Attributes:
         kind: "keys", the number of the key plus ``offset``; "lengths", those of ``node``; "visible"
@@ -70,7 +70,7 @@ def mask_of(a: Arguments) -> Any:
 
 
 def lengths_of(node: fx.Node) -> Lengths | None:
-    """The lengths that the mask of a node is made of; None where it has no such mask."""
+    """The lengths that the mask of a node is made of; None if it has no such mask."""
     if entry_of(node) is None or not isinstance(mask_of(arguments_of(node)), fx.Node):
         return None
     try:
@@ -102,7 +102,7 @@ def read_lengths(node: fx.Node, a: Arguments) -> Lengths:
 
 
 def _fits(marks: _Marks, mask: torch.Tensor, query: torch.Tensor, keys: Any) -> bool:
-    """Whether each sequence has a length, and the mask hides keys behind it."""
+    """True if each sequence has a length, and the mask hides the keys behind it."""
     if marks.kind not in ("visible", "added") or marks.axes[-1:] != ("key",):
         return False
     if not equal(mask.shape[-1], keys):
@@ -121,12 +121,12 @@ def reads(node: fx.Node) -> list[fx.Node]:
 
 
 def makers(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """What makes the masks of some nodes, without what makes the positions."""
+    """The nodes that compute the masks of some nodes, without those that compute the positions."""
     return {n for node in nodes for n in _makers(node)}
 
 
 def unread(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that nobody needs where these have lengths in the place of masks."""
+    """The nodes that become unused if these have lengths in place of masks."""
     nodes = set(nodes)
     found = makers(nodes)
     while True:
@@ -148,7 +148,7 @@ def _makers(node: fx.Node) -> Iterator[fx.Node]:
         n = todo.pop()
         if n is not lengths.node and isinstance(n.meta.get("val"), torch.Tensor):
             yield n
-            # what is filled has the shape of a tensor, and none of its values
+            # a filled tensor uses the shape of another tensor, and none of its values
             todo += [] if isinstance(entry_of(n), Filled) else n.all_input_nodes
 
 
@@ -156,7 +156,7 @@ def _makers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _marks(node: Any) -> _Marks | None:
-    """What is known of a tensor; None where that is nothing."""
+    """The marks of a tensor; None if nothing is known of it."""
     if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
         return None
     found = _computed(node) if node.op == "call_function" else None
@@ -191,7 +191,7 @@ def _lengths(node: fx.Node) -> _Marks | None:
 
 
 def _whole(node: fx.Node) -> fx.Node | None:
-    """What a node is a view of, all elements in the same order."""
+    """The node that a node is a view of, with all elements in the same order."""
     if not isinstance(entry_of(node), View | Slice):
         return None
     under = node.all_input_nodes[0]
@@ -206,7 +206,7 @@ def _arange(node: fx.Node, a: Arguments) -> _Marks | None:
 
 
 def _compared(how: str, x: _Marks | None, y: _Marks | None) -> _Marks | None:
-    """``j + c <= n`` is ``j < n - c + 1``."""
+    """The marks of a comparison; ``j + c <= n`` is ``j < n - c + 1``."""
     if x is None or y is None or {x.kind, y.kind} != {"keys", "lengths"}:
         return None
     if x.kind == "lengths":
@@ -238,7 +238,7 @@ def _viewed(node: fx.Node, operand: Any, entry: Any) -> _Marks | None:
     if isinstance(entry, Same):
         kept = {"keys": _COUNTS, "added": FLOATS}.get(x.kind, (torch.bool,))
         return x if after.dtype in kept else None
-    # a slice of everything, as `x[:, None]` has it where extents are symbolic, is a view
+    # a slice of everything, as in `x[:, None]` with symbolic extents, is a view
     rest = [(name, n) for name, n in zip(x.axes, before.shape, strict=True) if not equal(n, 1)]
     axes: list[str] = []
     for n in after.shape:
@@ -254,7 +254,7 @@ def _padded(x: _Marks, rank: int) -> tuple[str, ...]:
 
 
 def _number(value: Any) -> float | None:
-    """A number, or that of a tensor that is filled with it."""
+    """A number, or the one that a tensor is filled with."""
     if not isinstance(value, fx.Node):
         return float(value) if isinstance(value, int | float) else None
     entry, a = entry_of(value), arguments_of(value) if value.op == "call_function" else {}

@@ -31,7 +31,7 @@ _PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
 class Product(Entry):
     """``a[..., M, K] @ b[..., K, N]``, times a number, plus a number times a tensor."""
 
-    #: names of the two operands, and of what is added
+    #: names of the two operands and of the addend
     left, right, added = "self", "mat2", ""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
@@ -41,7 +41,7 @@ class Product(Entry):
         unify(x.dims[-1], w.dims[-2])
         s.whole(x.dims[-1])
         lead = s.broadcast(node, [_lead(x), _lead(w)])
-        # columns are a dimension of their own: in x x^T they come from that of the rows
+        # columns are a dimension of their own: in x x^T they come from the dimension of the rows
         columns = tuple(Part(object(), p.factor) for p in leaves(w.dims[-1]))
         gone = {*leaves(x.absent), *leaves(w.absent)}
         pairs = [*zip(columns, leaves(w.dims[-1]), strict=True)]
@@ -60,7 +60,7 @@ class Product(Entry):
         return w
 
     def _operands(self, x: Value, w: Value) -> tuple[Value, Value]:
-        """Both as matrices: a vector is a row on the left and a column on the right."""
+        """Both operands as matrices: a vector is a row on the left and a column on the right."""
         x = x if len(x.dims) > 1 else Value(((), *x.dims), x.absent)
         return x, self.matrix(w) if len(w.dims) > 1 else Value((*w.dims, ()), w.absent)
 
@@ -109,47 +109,47 @@ class Product(Entry):
 
 @enter("aten.mm.default", "aten.bmm.default")
 class MM(Product):
-    """A product of two matrices, or of as many as there are."""
+    """A product of two matrices, or of two batches of them."""
 
 
 @enter("aten.matmul.default")
 class Matmul(Product):
-    """The same, broadcasting; either may be a vector."""
+    """A product of matrices with broadcasting; either operand may be a vector."""
 
     right = "other"
 
 
 @enter("aten.mv.default")
 class MV(Product):
-    """A matrix by a vector."""
+    """A product of a matrix and a vector."""
 
     right = "vec"
 
 
 @enter("aten.dot.default")
 class Dot(Product):
-    """A vector by a vector."""
+    """A product of two vectors."""
 
     right = "tensor"
 
 
 @enter("aten.vdot.default")
 class VDot(Product):
-    """The same, of numbers that are not complex."""
+    """A product of two vectors of numbers that are not complex."""
 
     right = "other"
 
 
 @enter("aten.addmm.default")
 class AddMM(Product):
-    """Plus a matrix or a row."""
+    """A product of two matrices, plus a matrix or a row."""
 
     left, right, added = "mat1", "mat2", "self"
 
 
 @enter("aten.baddbmm.default")
 class AddBMM(Product):
-    """Plus as many."""
+    """Products of two batches of matrices, plus as many matrices."""
 
     left, right, added = "batch1", "batch2", "self"
 
@@ -171,8 +171,8 @@ def _lead(x: Value) -> Value:
 def multiplied(
     b: Builder, node: fx.Node, operand: Any, slots: Slots, rank: int = 2
 ) -> Tensor:
-    """An operand of a product, in the element type that it has in PyTorch: tensor cores round what
-    they multiply."""
+    """An operand of a product, in its element type in PyTorch: tensor cores round what they
+    multiply."""
     t = b.tensor(node, operand, slots, rank=rank)
     if t.dtype.torch != fake(operand).dtype:
         raise Unsupported(node, f"multiplies {fake(operand).dtype} made of {t.dtype} in the same "
@@ -181,7 +181,8 @@ def multiplied(
 
 
 def _product(b: Builder, left: Tensor, right: Tensor) -> Tensor:
-    """before: ``[x | y] W``; after: ``x W' + y W''``, with the rows of W for each."""
+    """A product of two matrices. before: ``[x | y] W``; after: ``x W' + y W''``, with the rows of W
+    for each."""
     last, place = len(left.shape) - 1, len(right.shape) - 2
     if left.shape[last] == 1:
         return b.g.mul(left, right)  # columns by rows
@@ -247,7 +248,7 @@ class Attention(Entry):
         return (y, *(None for _ in range(8))) if several else y
 
     def _share(self, node: fx.Node, query: Dims, key: Dims) -> tuple[Dims, Dims]:
-        """Heads of keys, and heads of the query for each."""
+        """Heads of keys, and heads of the query for each of them."""
         own, shared = extent_of(query), extent_of(key)
         if not divides(shared, own):
             raise Unsupported(node, f"has {own} query heads for {shared} heads of keys")
@@ -268,7 +269,7 @@ class Attention(Entry):
         lengths = None if mask_of(a) is None else read_lengths(node, a)
         heads, rank = translated(front, lead[0]), 2
         if lengths is not None and not leaves(q.dims[0]):
-            # one sequence; not of the query, which may be computed without this dimension
+            # one sequence; not the query's dimension, which may be computed without it
             heads, rank = (None, *heads), len(heads) + 3
         key = multiplied(b, node, a["key"], (*heads, *inner), rank)
         width = b.one(node, v.dims[-1])

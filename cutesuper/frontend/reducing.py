@@ -33,12 +33,12 @@ from cutesuper.frontend.values import (
 )
 from cutesuper.ir.graph import KernelGraph, Tensor
 
-#: what is computed for one dimension, which stays with an extent of 1
+#: the computation along one dimension, which stays with an extent of 1
 Along = Callable[[KernelGraph, Tensor, int], Tensor]
 
 
 def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
-    """The dimensions that an operator reduces; all where it names none."""
+    """The dimensions that an operator reduces; all if it names none."""
     given = a.get("dim")
     if given is None or given == [] or not rank:
         return list(range(rank))
@@ -46,8 +46,8 @@ def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
 
 
 def reduced_together(x: Value, dims: Sequence[int]) -> list[Dims]:
-    """The dimensions that are reduced, the last ones first; those that stand side by side are one,
-    but for the last of all, which is a row: rows are reduced first, and where they meet next."""
+    """The dimensions that are reduced, last ones first. Adjacent ones are one, except the last of
+    all, which is a row: rows are reduced first, and where they meet next."""
     runs: list[list[int]] = []
     for d in dims:
         if runs and runs[-1][-1] == d - 1 and d != len(x.dims) - 1:
@@ -96,7 +96,7 @@ class Reduction(Entry):
     """A reduction along some dimensions, or all.
 
     Attributes:
-        formula: along one.
+        formula: along one dimension.
     """
 
     formula: Along
@@ -121,7 +121,7 @@ class Reduction(Entry):
 
 
 class _Extreme(Reduction):
-    """The largest or smallest elements; where they are is not computed."""
+    """The largest or smallest elements; their indices are not computed."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         if reads_places(node):
@@ -133,7 +133,7 @@ class _Extreme(Reduction):
 
 
 class _Truth(Reduction):
-    """Whether a condition holds somewhere, or everywhere."""
+    """Any or all of a condition along some dimensions."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         x = s.of(a["self"])
@@ -216,7 +216,7 @@ class _AlongOne(Entry):
     """An operator along one dimension whose result has it too.
 
     Attributes:
-        of_one: the result along an extent of 1; NaN of what is infinite.
+        of_one: the result along an extent of 1; NaN for infinite elements.
     """
 
     of_one: ClassVar[float]
@@ -271,7 +271,7 @@ class LogSoftmax(_AlongOne):
 
 
 class _Norm(Entry):
-    """Rows brought to one scale, multiplied with a weight, shifted by a bias."""
+    """Rows normalized to one scale, multiplied by a weight, shifted by a bias."""
 
     rounds: bool = False
 
@@ -287,11 +287,11 @@ class _Norm(Entry):
         return x
 
     def one_element(self, a: Arguments) -> bool:
-        """Whether there is nothing to sum over."""
+        """True if there is nothing to sum over."""
         return all(equal(n, 1) for n in a["normalized_shape"])
 
     def operands(self, b: Builder, node: fx.Node, a: Arguments) -> tuple[list[Any], Slots]:
-        """Input, weight and bias (None where there is none), rows along the last dimension."""
+        """Input, weight and bias (each may be None), rows along the last dimension."""
         x, n = b.value(a["input"]), len(a["normalized_shape"])
         group = b.one(node, tuple(f for d in x.dims[len(x.dims) - n :] for f in d))
         own = b.of(a["input"])
@@ -339,7 +339,7 @@ class LayerNorm(_Norm):
 
 @enter("aten.native_layer_norm.default")
 class NativeLayerNorm(LayerNorm):
-    """With mean and 1 / sqrt(var + eps) of every row, which are results of their own."""
+    """Layer norm with mean and 1 / sqrt(var + eps) of every row as results of their own."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
         if self.one_element(a):

@@ -2,7 +2,8 @@
 
 `convert` makes the kernel graph of some compute nodes. Views and casts between them are seen
 through, and those in front of them as well, so a region reads parameters as they are stored.
-What crosses its border is described by shapes: a kernel takes and returns contiguous tensors.
+Tensors that cross its border are described by shapes: a kernel takes and returns contiguous
+tensors.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Size:
     dim: int
 
 
-#: an extent of a view: a number, -1 for what is left, or read from a tensor
+#: an extent of a view: a number, -1 for the remainder, or read from a tensor
 Length = int | Size
 
 
@@ -62,10 +63,10 @@ class Operand:
 
     Attributes:
         node: the tensor that it is made from.
-        order: its dimensions from the slowest in memory.
-        copied: it has gaps or repeats, so it has to be copied first.
+        order: its dimensions, slowest in memory first.
+        copied: whether it has gaps or repeats, so that it must be copied first.
         shape: of its view; -1 for an extent known at the call.
-        dtype: of the input, which the tensor is converted to where it has another one.
+        dtype: of the input; the tensor is converted if it has another one.
         part: the range along the first extent of the view that the kernel takes; None for all.
         lengths: see `cutesuper.frontend.values.Given`.
     """
@@ -87,8 +88,8 @@ class Result:
         node: whose tensor it is.
         place: which output.
         shape: of a first view, with the dimensions that repeat as extents of 1.
-        expanded: these dimensions at full extent; None where none repeats.
-        order: the dimension of that view that each of the node's is.
+        expanded: these dimensions at full extent; None if none repeats.
+        order: for each dimension of the node, the one of that view.
     """
 
     node: fx.Node
@@ -103,7 +104,7 @@ class Region:
     """Compute nodes of a traced program, and their kernel graph.
 
     Attributes:
-        nodes: what is computed, in order.
+        nodes: those that compute, in order.
         graph: the definition, of contiguous tensors.
         inputs: of the graph, in order.
         outputs: the nodes that are used outside.
@@ -123,13 +124,13 @@ class Region:
 
     @property
     def products(self) -> int:
-        """How many products of matrices it has."""
+        """The number of products of matrices."""
         kinds = [n.operator for n in self.graph.nodes]
         return kinds.count("matmul") + 2 * kinds.count("scaled_dot_product_attention")
 
     @property
     def reduces(self) -> bool:
-        """Whether it does more than element-wise work."""
+        """True if it does more than element-wise work."""
         from cutesuper.ir.operators.base import lookup
 
         plain = ("input", "constant", "transpose")
@@ -140,7 +141,7 @@ class Region:
 
     @property
     def place(self) -> str:
-        """Where it stands in the user's program: ``model.py:12-18``."""
+        """The lines of the region in the user's program: ``model.py:12-18``."""
         return places(self.nodes)
 
 
@@ -149,7 +150,7 @@ def convert(nodes: Sequence[fx.Node], constants: Collection[fx.Node] = ()) -> Re
 
     Args:
         nodes: in the order of the graph; nothing between them is computed outside.
-        constants: nodes that nobody writes while kernels run.
+        constants: nodes that are not written while kernels run.
 
     Raises:
         Unsupported: naming the node and the reason.
@@ -157,7 +158,7 @@ def convert(nodes: Sequence[fx.Node], constants: Collection[fx.Node] = ()) -> Re
     try:
         return _converted(nodes, constants, through=True)
     except Unsupported as error:
-        # with the shapes and types that what stands in front of the region gives to its inputs
+        # with the shapes and types of its inputs after the views and casts in front of the region
         try:
             return _converted(nodes, constants, through=False)
         except Unsupported:
@@ -167,7 +168,7 @@ def convert(nodes: Sequence[fx.Node], constants: Collection[fx.Node] = ()) -> Re
 def _converted(
     nodes: Sequence[fx.Node], constants: Collection[fx.Node], through: bool
 ) -> Region:
-    """The region; with ``through`` it sees through the views in front of it."""
+    """The region; with ``through`` it includes the views in front of it."""
     inside = _Inside(frozenset(nodes), through)
     shapes = Shapes()
     order: list[fx.Node] = []
@@ -182,7 +183,7 @@ def _converted(
             raise explain(n, error) from None
     try:
         outputs = _outputs(b, ends)
-        # parts of weights are inputs of their own, so the whole may be needed no more
+        # parts of weights are inputs of their own, so the whole may no longer be needed
         graph, kept = only(b.g, range(len(b.g.outputs)))
         graph.expanded()
         check_definition("trace", graph)
@@ -194,11 +195,11 @@ def _converted(
 
 @dataclass(frozen=True)
 class _Inside:
-    """What belongs to a region.
+    """Membership of nodes in the region.
 
     Attributes:
         nodes: that compute.
-        through: what changes shapes or types in front of these does so too.
+        through: views and casts in front of these belong to it too.
     """
 
     nodes: frozenset[fx.Node]
@@ -208,10 +209,10 @@ class _Inside:
         return node in self.nodes
 
     def sees_through(self, node: fx.Node) -> bool:
-        """Whether a node that computes nothing is part of the region.
+        """True for a node that computes nothing and is part of the region.
 
-        In front of it, a cast to a narrower type is not: the region that computes its operand may
-        store nothing but the cast."""
+        A cast to a narrower type in front of the region is not part of it: the region that computes
+        its operand may then store only the cast."""
         if not is_free(node) or self.depends(node):
             return is_free(node)
         if any(_narrows(node, n) for n in node.all_input_nodes):
@@ -219,7 +220,7 @@ class _Inside:
         return self.through or not _entry(node).changes
 
     def depends(self, node: fx.Node) -> bool:
-        """Whether a view is of something in the region."""
+        """True for a view of something in the region."""
         return any(
             n in self.nodes or (is_free(n) and self.depends(n)) for n in node.all_input_nodes
         )
@@ -249,12 +250,13 @@ def _visit(node: fx.Node, inside: _Inside, s: Shapes, order: list[fx.Node]) -> N
     except (Mismatch, CutesuperError, Unsupported) as error:
         if node in inside or inside.depends(node):
             raise explain(node, error) from None
-        _forget(s, order, known)  # a view of something outside: taken as it comes
+        _forget(s, order, known)  # a view of something outside is an input as it is
         s.input(node)
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Symbolic integers are arguments of views; the shape of the result says what they are."""
+    """True for symbolic integers, which are arguments of views; the shape of the result gives
+    them."""
     return isinstance(node.meta.get("val"), torch.SymInt | int)
 
 
@@ -289,19 +291,19 @@ def _ends(
 
 
 def _roots(node: fx.Node) -> list[fx.Node]:
-    """A node, or of several results those that are used."""
+    """A node, or the used results of a node that has several."""
     if isinstance(node.meta.get("val"), torch.Tensor):
         return [node]
     return [u for u in node.users if isinstance(u.meta.get("val"), torch.Tensor)]
 
 
 def _dtype(node: fx.Node) -> Any:
-    """The element type of a node's tensor; None where it has several."""
+    """The element type of a node's tensor; None if it has several."""
     return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _narrows(cast: fx.Node, node: fx.Node) -> bool:
-    """Whether a node has smaller elements than another one."""
+    """True if a node has smaller elements than another one."""
     new, old = _dtype(cast), _dtype(node)
     return new is not None and old is not None and new.itemsize < old.itemsize
 
@@ -363,7 +365,7 @@ def _output(b: Builder, node: fx.Node, place: int) -> tuple[Tensor, Result]:
 
 
 def _lengths(b: Builder, value: Value, d: int, absent: set[Any]) -> tuple[Length, Length]:
-    """The extent of a dimension of a view, without and with what repeats."""
+    """The extent of a dimension of a view, without and with repeated elements."""
     own = leaves(value.dims[d])
     there = [p for p in own if p not in absent]
     if there and len(there) != len(own):
@@ -383,7 +385,7 @@ def _length(b: Builder, extent: Extent) -> Length:
 
 
 def _left(shape: Sequence[Length]) -> tuple[Length, ...]:
-    """One symbolic extent is what is left."""
+    """A shape with -1 for its first symbolic extent, the remainder."""
     symbolic = [i for i, n in enumerate(shape) if isinstance(n, Size)]
     if not symbolic:
         return tuple(shape)
@@ -417,7 +419,7 @@ def places(nodes: Iterable[fx.Node]) -> str:
     return ", ".join(parts)
 
 
-#: parts of file names
+#: parts of the names of files that are not the user's
 _NOT_THE_USERS = ("/torch/", "/cutesuper/frontend/", "<eval_with_key>")
 
 

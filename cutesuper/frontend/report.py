@@ -1,4 +1,4 @@
-"""What the backend did with a model, for people: `cutesuper.explain`."""
+"""The readable report of `cutesuper.explain`: the backend's decisions about a model."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from cutesuper.frontend.region import places
 
 Phase = Literal["inference", "forward", "backward"]
 
-#: the place of what PyTorch does not say where it comes from
+#: the place of nodes for which PyTorch gives no source
 UNKNOWN = "?"
-#: places that are listed for a reason
+#: most places that are listed for a reason
 _PLACES = 4
 
 
 @dataclass(frozen=True)
 class RegionReport:
-    """A region and what was decided.
+    """A region and the decision about it.
 
     Attributes:
         where: lines of the user's program, like ``model.py:12-14``.
-        operators: how many nodes of the graph it is.
+        operators: the number of its nodes in the graph.
         verdict: the decision.
     """
 
@@ -42,7 +42,7 @@ class OutsideReport:
     Attributes:
         reason: why.
         where: lines of the user's program.
-        operators: how many nodes.
+        operators: the number of nodes.
     """
 
     reason: str
@@ -52,12 +52,12 @@ class OutsideReport:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One graph that Inductor was given.
+    """A graph that Inductor was given.
 
     Attributes:
-        phase: what it computes.
+        phase: inference, forward or backward.
         regions: in order.
-        outside: what is in no region.
+        outside: nodes that are in no region.
     """
 
     phase: Phase
@@ -72,7 +72,7 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What the backend does with a model; printed, a table.
+    """The backend's decisions about a model; prints as a table.
 
     Attributes:
         options: of the backend.
@@ -98,7 +98,7 @@ class Report:
 def graph_report(
     phase: Phase, decisions: Sequence[Decision], refused: Mapping[fx.Node, str]
 ) -> GraphReport:
-    """What was decided about a graph; its nodes still have their metadata."""
+    """The report of the decisions about a graph; its nodes still have their metadata."""
     regions = tuple(
         RegionReport(d.region.place or UNKNOWN, len(d.region.nodes), d.verdict) for d in decisions
     )
@@ -113,7 +113,7 @@ def graph_report(
 
 
 def nothing_taken(phase: Phase, graph: fx.Graph, reason: str) -> GraphReport:
-    """What to say of a graph in which no regions were looked for."""
+    """The report of a graph in which no regions were looked for."""
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     return graph_report(phase, (), dict.fromkeys(nodes, reason))
 

@@ -1,4 +1,4 @@
-"""A traced program in which a region is one call."""
+"""Replacement of regions in a traced program by one call each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Call:
-    """What stands for a region.
+    """The call that replaces a region.
 
     Attributes:
         region: its nodes are in the graph.
@@ -40,7 +40,7 @@ def rewrite(graph: fx.Graph, calls: Sequence[Call]) -> list[fx.Node]:
     where x' and y' are views. Nodes that only the regions used are removed.
 
     Args:
-        graph: that the regions are of.
+        graph: the graph of the regions.
         calls: in any order.
 
     Returns:
@@ -51,7 +51,7 @@ def rewrite(graph: fx.Graph, calls: Sequence[Call]) -> list[fx.Node]:
 
 
 def _in_order(calls: Sequence[Call]) -> list[Call]:
-    """Regions after those that they need, whatever stands between."""
+    """Regions after those that they need, regardless of the nodes between."""
     maker = {n: i for i, c in enumerate(calls) for n in c.region.nodes}
     needs: dict[int, set[int]] = {}
     for i, call in enumerate(calls):
@@ -107,8 +107,8 @@ def _operand(
         node = graph.call_function(_aten.clone.default, (node,),
                                    {"memory_format": torch.contiguous_format})
     if not all(type(n) is int for n in shape) or list(o.shape) != shape:
-        # a traced program may be given other strides than it was traced with; a graph of Inductor
-        # is compiled for its strides
+        # a traced program may get other strides than it was traced with; a graph of Inductor is
+        # compiled for its strides
         reshaped = _aten.reshape.default if any_strides else _aten.view.default
         node = graph.call_function(reshaped, (node, list(o.shape)))
     if o.part is not None:
@@ -119,8 +119,9 @@ def _operand(
 def _lengths_of(
     graph: fx.Graph, node: fx.Node, dtype: torch.dtype, offset: int, most: int
 ) -> fx.Node:
-    """Limited before anything is added or narrowed, so that nothing overflows. Not by one clamp:
-    Inductor has taken those apart before, and has no code for one that comes later."""
+    """Lengths, clamped before anything is added or narrowed, so that nothing overflows. A single
+    clamp is not used: Inductor decomposes those earlier, and has no code for one that comes
+    later."""
     if dtype is torch.int32 and not offset:
         return node
     node = graph.call_function(_aten.clamp_min.default, (node, -offset))
@@ -156,7 +157,7 @@ def _lengths(
 def _move_users(
     graph: fx.Graph, region: Region, after: fx.Node, place: dict[fx.Node, int]
 ) -> None:
-    """What reads the region's results, and stands before its call, comes after it."""
+    """Move readers of the region's results that stand before its call behind it."""
     end = place[max(region.nodes, key=place.__getitem__)]
     late = set(region.nodes)
     inside = set(region.nodes)
@@ -165,7 +166,7 @@ def _move_users(
             continue
         if node not in inside and late.intersection(node.all_input_nodes):
             late.add(node)
-            # a view of a result that the region reads itself is removed with it
+            # a view of a result that only the region reads is removed with it
             after.append(node)
             after = node
 
@@ -180,7 +181,7 @@ def _remove_unused(graph: fx.Graph, region: Region) -> None:
             continue
         if node.op != "call_function":
             continue
-        # dropout that drops nothing says that it is random
+        # dropout that drops nothing is marked as random too
         if node.is_impure() and node not in inside and not is_free(node):
             continue
         seen.add(node)

@@ -1,8 +1,7 @@
-"""A region by itself: run as PyTorch runs it, in float64, and as a call of its kernels.
+"""A single region: run by PyTorch, in float64, and as a call of its kernels.
 
-before: nodes in a graph of symbolic sizes; after: a module that can be called, tensors like those
-that the region gets in the call that is compiled for, and the verdict whether kernels compute the
-same.
+before: nodes in a graph of symbolic sizes; after: a module that can be called, tensors like the
+region's inputs in the call that is compiled for, and the verdict on the kernels' results.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _ATEN = torch.ops.aten
 _PRODUCTS = {
     _ATEN.mm.default: 1, _ATEN.bmm.default: 1, _ATEN.addmm.default: 2, _ATEN.baddbmm.default: 2,
 }  # fmt: skip
-#: what hands an operand on with its elements as they are
+#: operators that pass on the elements of an operand unchanged
 _VIEWS = {
     _ATEN.permute.default, _ATEN.t.default, _ATEN.transpose.int, _ATEN.view.default,
     _ATEN.reshape.default, _ATEN._unsafe_view.default, _ATEN.unsqueeze.default,
@@ -41,10 +40,10 @@ _NUMBERS = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Sample:
-    """A region and the sizes with which it is tried.
+    """A region and the sizes for its trial.
 
     Attributes:
-        region: as it stands in its graph.
+        region: in its graph.
         key: of its kernels.
     """
 
@@ -53,7 +52,8 @@ class Sample:
 
     @cached_property
     def module(self) -> fx.GraphModule:
-        """The region's nodes: takes what they read, returns a tuple of what others use."""
+        """The region's nodes as a module: takes their operands, returns a tuple of results used
+        outside."""
         return fx.GraphModule({}, self._alone[0])
 
     @cached_property
@@ -62,7 +62,7 @@ class Sample:
 
     @cached_property
     def kernels(self) -> fx.GraphModule:
-        """The same with the region replaced by its kernels."""
+        """The module with its region replaced by the kernels."""
         graph, region = alone(self.region)
         rewrite(graph, [Call(region, region_operator, (self.key,))])
         graph.lint()
@@ -70,36 +70,36 @@ class Sample:
 
     @property
     def sources(self) -> list[fx.Node]:
-        """Placeholders of ``module``, which have the metadata of what the region reads."""
+        """Placeholders of ``module``, which have the metadata of the region's operands."""
         return [n for n in self.module.graph.nodes if n.op == "placeholder"]
 
     @cached_property
     def device(self) -> torch.device | None:
-        """The one of all tensors; None where there are several."""
+        """The device of all tensors; None if there are several."""
         values = [n.meta["val"] for n in self.module.graph.nodes if "val" in n.meta]
         devices = {v.device for v in values if isinstance(v, torch.Tensor)}
         return devices.pop() if len(devices) == 1 else None
 
     @cached_property
     def known(self) -> bool:
-        """Whether all sizes are known in the call that is compiled for."""
+        """True if all sizes are known in the call that is compiled for."""
         return all(d is not None for n in self.sources for d in _sizes(n.meta["val"]))
 
     @cached_property
     def rows(self) -> int:
-        """The symbolic extent of the kernels in that call; 1 where there is none."""
+        """The symbolic extent of the kernels in that call; 1 if there is none."""
         shapes = [n.shape for n in self.region.graph.nodes]
         return next((d.hint for s in shapes for d in s if isinstance(d, Symbol)), 1)
 
     @cached_property
     def text(self) -> str:
-        """Equal for regions that compute the same of tensors that are stored alike."""
+        """A text that is equal for regions with the same computation on tensors stored alike."""
         return "\n".join([self.module.code, *(_described(n.meta["val"]) for n in self.sources)])
 
     # -------------------------------------------------------------------------------- tensors
 
     def draw(self, seed: int, positive: bool = False) -> list[Any]:
-        """Inputs of ``module``: normal numbers, so scaled that products stay of order 1; lengths of
+        """Inputs of ``module``: normal numbers, scaled so that products stay of order 1; lengths of
         at least 1.
 
         Args:
@@ -117,7 +117,7 @@ class Sample:
         ]
 
     def difference(self, seed: int = 0) -> str | None:
-        """What is wrong with the kernels, if anything.
+        """The error in the kernels' results as text, or None.
 
         They are compared with float64; the error may be twice that of PyTorch's own operators,
         plus 2 ulp (`cutesuper.verify.numeric.acceptable`).
@@ -150,8 +150,8 @@ class Sample:
 def alone(region: Region) -> tuple[fx.Graph, Region]:
     """A region as a graph, with names that depend on nothing else, and the region in that graph.
 
-    Views and casts between its nodes are part of it, and those between them and what the region
-    reads. So are masks in the place of which kernels have lengths.
+    It includes views and casts between the region's nodes, and between these and the region's
+    operands. It also includes masks that kernels replace by lengths.
     """
     ends = [r.node for r in region.outputs]
     stops, inside = {o.node for o in region.inputs}, {*region.nodes, *makers(region.nodes)}
@@ -169,7 +169,7 @@ def alone(region: Region) -> tuple[fx.Graph, Region]:
 
 
 def _upwards(ends: Iterable[fx.Node], passes: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Nodes that others depend on, each after its own operands, no further than where it ends."""
+    """Nodes that others depend on, each after its own operands, up to where ``passes`` ends."""
     found: dict[fx.Node, None] = {}
     todo = [(n, False) for n in reversed(list(ends))]
     while todo:
@@ -201,7 +201,7 @@ def _moved(region: Region, new: Mapping[fx.Node, fx.Node]) -> Region:
 
 
 class _Exact(fx.Interpreter):
-    """Runs a module in float64, whatever element types its nodes ask for."""
+    """An interpreter that runs a module in float64, whatever element types its nodes request."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = (_promoted(v) for v in (args, kwargs))
@@ -212,8 +212,8 @@ class _Exact(fx.Interpreter):
 
 
 def _attention(target: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor]:
-    """The first result of one of the operators that PyTorch has for attention, of which those for
-    GPUs take 16 bits only; regions have no use for the others."""
+    """The first result of one of PyTorch's operators for attention; those for GPUs take only 16
+    bits. Regions have no use for the other results."""
     given = dict(zip((a.name for a in target._schema.arguments), args, strict=False)) | kwargs
     y = functional.scaled_dot_product_attention(
         given["query"], given["key"], given["value"], mask_of(given),
@@ -261,8 +261,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _scales(graph: fx.Graph) -> dict[fx.Node, float]:
-    """Factors of what is contracted as the second operand of a product: the root of how many
-    products are summed up."""
+    """Scales of the second operands of products: the root of the number of products that are
+    summed."""
     found: dict[fx.Node, float] = {}
     for node in graph.nodes:
         if node.target not in _PRODUCTS:
@@ -276,7 +276,7 @@ def _scales(graph: fx.Graph) -> dict[fx.Node, float]:
 
 
 def _strides(t: torch.Tensor) -> list[int]:
-    """Where they mean something."""
+    """The strides of dimensions with several elements."""
     return [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1 and t.numel()]
 
 

@@ -1,9 +1,9 @@
-"""What is known of the operators of PyTorch: one entry for each that a kernel graph can express.
+"""The table of PyTorch's operators: one entry for each that a kernel graph can express.
 
-An entry says what dimensions its result has (`Entry.shape`, see `cutesuper.frontend.values`) and
-what it is in the kernel graph (`Entry.build`). Both see the program after tracing, where an
-operator is one overload of ``torch.ops``: composite ones (``aten.linear``, ``aten.rms_norm``) as
-``torch.export`` leaves them, and the primitive ones that Inductor makes of them.
+An entry gives the dimensions of its result (`Entry.shape`, see `cutesuper.frontend.values`) and its
+kernel graph (`Entry.build`). Both see the program after tracing, where an operator is one overload
+of ``torch.ops``: composite ones (``aten.linear``, ``aten.rms_norm``) as ``torch.export`` leaves
+them, and the primitive ones into which Inductor decomposes them.
 """
 
 from __future__ import annotations
@@ -26,30 +26,31 @@ class Entry:
     """An operator.
 
     Attributes:
-        changes: of what computes nothing, shapes or element types: where a region cannot see
-            through it, it reads the result.
+        changes: for an operator that computes nothing: it changes shapes or element types. A region
+            that cannot see through it reads its result.
     """
 
     changes: ClassVar[bool] = False
 
     def free(self, a: Arguments) -> bool:
-        """Whether it computes nothing (a view, a cast): whoever needs it sees through it."""
+        """True if the operator computes nothing (a view, a cast), so that its readers see through
+        it."""
         del a
         return False
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
-        """Its `Value`, or a tuple of them. Raises Unsupported, Mismatch."""
+        """The `Value` of its result, or a tuple of them. Raises Unsupported, Mismatch."""
         raise NotImplementedError
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
-        """What it is in the kernel graph (`Built`, or a tuple). Raises Unsupported, Mismatch and
+        """The operator in the kernel graph (`Built`, or a tuple). Raises Unsupported, Mismatch and
         errors of the graph."""
         raise NotImplementedError
 
 
 _TABLE: dict[str, Entry] = {}
 
-#: the modules that enter operators
+#: the modules that define entries
 _MODULES = ("pointwise", "products", "reducing", "views")
 
 
@@ -67,7 +68,7 @@ def enter(*names: str) -> Callable[[type[_Class]], type[_Class]]:
 
 
 def enter_all(entries: dict[str, Entry]) -> None:
-    """Entries that differ in what they were made with."""
+    """Enter operators whose entries differ only in the arguments that they were made with."""
     _TABLE.update(entries)
 
 
@@ -78,12 +79,12 @@ def _load() -> None:
 
 
 def is_known(operator: object) -> bool:
-    """Whether there is an entry for an operator of PyTorch, or `moves` says something of it."""
+    """True for an operator of PyTorch that has an entry, or that `moves` knows."""
     _load()
     return str(operator) in _TABLE or str(operator) in _MOVES
 
 
-#: operators that put elements elsewhere, or choose some, and compute no number
+#: operators that only move or select elements, and compute no number
 _MOVES = frozenset(f"aten.{name}" for name in (
     "cat.default", "index.Tensor", "index_select.default", "gather.default", "embedding.default",
     "roll.default", "flip.default", "constant_pad_nd.default", "pad.default",
@@ -96,12 +97,12 @@ _MOVES = frozenset(f"aten.{name}" for name in (
 ))
 
 
-#: operators that are kernels where nobody asks at which places they found what they give
+#: operators that can be lowered if their index output is unused
 _EXTREMES = ("aten.max.dim", "aten.min.dim")
 
 
 def moves(node: fx.Node) -> bool:
-    """Whether a node only puts elements elsewhere."""
+    """True for a node that only moves elements."""
     if node.op != "call_function":
         return False
     if str(node.target) in _EXTREMES:
@@ -110,11 +111,11 @@ def moves(node: fx.Node) -> bool:
 
 
 def reads_places(node: fx.Node) -> bool:
-    """Whether something reads the second result of an operator, where its elements were found."""
+    """True if the second result of an operator, the indices of its elements, is used."""
     return any(u.target is not getitem or u.args[1] == 1 for u in node.users)
 
 
-#: what to write in place of operators that have no entry, where that is short
+#: what to write in place of operators without an entry, if that is short
 _INSTEAD = {
     "aten.remainder.Scalar": "x - y * torch.floor(x / y)",
     "aten.remainder.Tensor": "x - y * torch.floor(x / y)",
@@ -127,7 +128,7 @@ _INSTEAD = {
 
 
 def unknown(node: fx.Node) -> str:
-    """Why a node without an entry is in no region, and what could be written instead."""
+    """The reason why a node without an entry is in no region, and what could be written instead."""
     instead = _INSTEAD.get(str(node.target))
     hint = f"; write it as {instead}" if instead else ""
     return f"{node.target} is not an operator of kernel graphs{hint}"
@@ -145,7 +146,7 @@ def entry_of(node: fx.Node) -> Entry | None:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a node is a view, or a cast between types that kernels read."""
+    """True for a view, or a cast between types that kernels read."""
     entry = entry_of(node)
     if entry is None or not entry.free(arguments_of(node)):
         return False
@@ -178,7 +179,7 @@ def number(node: fx.Node, value: Any) -> float:
 
 
 def integers(node: fx.Node, values: Any) -> list[int]:
-    """A list of integers, one of which may stand for itself. Raises Unsupported."""
+    """A list of integers, also from a single integer. Raises Unsupported."""
     values = [values] if isinstance(values, int) else values
     if not isinstance(values, list | tuple) or not all(type(v) is int for v in values):
         raise Unsupported(node, f"takes {values!r}, which is not known when it is traced")

@@ -1,4 +1,4 @@
-"""Two ways to compute the same, timed against each other on a device."""
+"""Timing of two implementations against each other on a device."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 
 from cutesuper.tune.device import CudaDevice, Device
 
-#: bytes that all input sets have together, so that L2 holds none of them when its turn comes
+#: total bytes of all input sets, so that L2 no longer holds a set when its turn comes
 COLD_BYTES = 256 * 10**6
 #: launches in a recording
 LEAST_SETS, MOST_SETS = 2, 32
 #: part of the free memory that inputs may take
 MEMORY_SHARE = 0.25
-#: replays of each that count, and those before them, which bring clocks up
+#: replays of each that count, and those before them, which raise the clocks
 ROUNDS = 21
 WARM_ROUNDS = 5
 
@@ -26,7 +26,7 @@ Call = Callable[[Sequence[Any]], Any]
 
 
 def device_of(device: torch.device) -> Device | None:
-    """What can time kernels on the device of tensors; None where nothing can."""
+    """The device that times kernels where these tensors are; None if there is none."""
     if device.type != "cuda":
         return None
     torch.cuda.set_device(device)
@@ -39,7 +39,7 @@ def medians(
     """Microseconds of each call.
 
     Every call is recorded once over several sets of inputs (a CUDA graph), so that the host takes
-    no part and inputs come from memory. Recordings take turns, in an order that changes.
+    no part and inputs come from memory. Recordings are replayed in turn, in a changing order.
 
     Args:
         calls: take a set of inputs.

@@ -36,16 +36,16 @@ from cutesuper.runtime.calling import picker
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.tensors import usable
 
-#: nodes of a traced program that only check what it was traced with
+#: nodes of a traced program that only check the conditions of the trace
 _CHECKS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
            "aten._assert_async", "aten.sym_size")  # fmt: skip
 
 
-#: masks, positions and labels, with which PyTorch goes on computing
+#: types of masks, positions and labels, which PyTorch computes
 _NO_NUMBERS = (*CONDITIONS, *INTEGERS)
 
 
-#: what changes gradients and not values
+#: operators that change gradients and not values
 _DETACHING = (
     torch.ops.aten.detach.default,
     torch.ops.aten.detach_.default,
@@ -54,7 +54,7 @@ _DETACHING = (
 
 
 class _Call(nn.Module):
-    """A region's kernel in the place of its nodes."""
+    """A region's kernel in place of its nodes."""
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def superoptimize_callable(
     dynamic_shapes: Any = None,
     **options: Any,
 ) -> TracedProgram:
-    """Trace a function or a module and superoptimize what it computes.
+    """Trace a function or a module and superoptimize its computation.
 
     Args:
         fn: of tensors; traced by ``torch.export``.
@@ -82,8 +82,9 @@ def superoptimize_callable(
         options: of `cutesuper.superoptimize`.
 
     Raises:
-        TraceError: something in it is no operator of kernel graphs; names the user's line.
-        SearchError, LoweringError, ScheduleError: no kernel can run some of it; names the user's
+        TraceError: it uses something that is not an operator of kernel graphs; names the user's
+            line.
+        SearchError, LoweringError, ScheduleError: no kernel can run a part of it; names the user's
             line.
         CompileError: as for a kernel graph.
     """
@@ -96,13 +97,13 @@ def superoptimize_callable(
 
 @dataclass(frozen=True)
 class _Tracer:
-    """Traces a function as often as that is needed.
+    """A tracer of one function, used as often as needed.
 
     Attributes:
         name: of it, for messages.
         dynamic_shapes: as for ``torch.export.export``.
         options: of `cutesuper.superoptimize`.
-        kernels: that were made for it, by the keys of their regions.
+        kernels: those made for it, by the keys of their regions.
     """
 
     name: str
@@ -120,7 +121,7 @@ class _Tracer:
                 "something else every time, and is read once where a function is traced; make what "
                 "it gives an argument"
             )
-        # gradients are recorded, so that it can be seen where the function does not want that
+        # gradients are recorded to detect where the function disables that
         recording = not watch.asks or torch.is_grad_enabled()
         with torch.set_grad_enabled(recording):
             observer = Observer(fn, watch.names)
@@ -155,11 +156,11 @@ class _Tracer:
 
 
 def _lift(module: fx.GraphModule, watch: Watch) -> list[int]:
-    """Make arguments of the tensors that the function finds by itself, so that they are read anew
+    """Turn the tensors that the function finds by itself into arguments, so that they are read anew
     at every call.
 
     Returns:
-        Which of those that were found they are.
+        Their indices among the tensors that were found.
     """
     graph, places = module.graph, list[int]()
     found: dict[int, fx.Node] = {}
@@ -180,8 +181,8 @@ def _lift(module: fx.GraphModule, watch: Watch) -> list[int]:
 
 
 def _place(value: Any, watch: Watch) -> int | None:
-    """Which of the tensors that a function reads one is, or which it is without its gradient:
-    ``torch.export`` detaches those that are no parameters of the module."""
+    """The index of a tensor among those that a function reads, with or without its gradient:
+    ``torch.export`` detaches those that are not parameters of the module."""
     if not isinstance(value, torch.Tensor):
         return None
     place = watch.place(value)
@@ -196,7 +197,7 @@ def _is_detached(value: torch.Tensor, t: torch.Tensor) -> bool:
 
 
 def _plain(module: fx.GraphModule) -> fx.GraphModule:
-    """The same without hooks, and without parameters that it does not read."""
+    """A copy of the module without hooks, and without parameters that it does not read."""
     module.graph.set_codegen(CodeGen())
     module.graph.lint()
     return fx.GraphModule(module, module.graph)
@@ -216,7 +217,8 @@ def _exported(
     fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Any, dynamic_shapes: Any,
     observer: Observer,
 ) -> tuple[fx.GraphModule, str]:  # fmt: skip
-    """The traced program, and what there is in it that changes gradients and not values."""
+    """The traced program, and the part of it that changes gradients and not values, in words, or
+    nothing."""
     module = fn if isinstance(fn, nn.Module) else _Function(fn)
     try:
         with autograd_functions() as own, observer.observing(module):
@@ -228,8 +230,7 @@ def _exported(
         if any(_is_unknown(n) or is_complex(n) for n in nodes):
             program = program.run_decompositions(decompositions(is_known))
         elif any(map(_is_nested, nodes)):
-            # mutation becomes new values, and what stands under autocast, no_grad or vmap comes
-            # inline
+            # mutation becomes new values, and code under autocast, no_grad or vmap is inlined
             program = program.run_decompositions({})
     except Exception as error:
         raise TraceError(
@@ -237,13 +238,13 @@ def _exported(
         ) from error
     options = {"check_guards": False} if _has_guards() else {}
     with warnings.catch_warnings():
-        # of tensors that are no parameters it says that they lose their gradient: see `_lift`
+        # it warns that tensors that are not parameters lose their gradient: see `_lift`
         warnings.filterwarnings("ignore", ".*requires gradient.*")
         return program.module(**options), undifferentiable
 
 
 def _undifferentiable(program: torch.export.ExportedProgram, own: Sequence[str]) -> str:
-    """What there is in a program that changes gradients and not values, or nothing."""
+    """The part of a program that changes gradients and not values, in words, or nothing."""
     if own:
         return f"it calls {own[0]}, a torch.autograd.Function, whose formula is its own"
     names = program.graph_signature
@@ -264,7 +265,7 @@ def _undifferentiable(program: torch.export.ExportedProgram, own: Sequence[str])
 
 
 def _is_unknown(node: fx.Node) -> bool:
-    """Whether an operator is one that the table does not have."""
+    """True for an operator that the table does not have."""
     return isinstance(node.target, torch._ops.OpOverload) and not is_known(node.target)
 
 
@@ -284,7 +285,7 @@ def _has_guards() -> bool:
 
 
 class _Function(nn.Module):
-    """A function as a module, which is what export takes."""
+    """A function as a module, as ``torch.export`` requires."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
@@ -301,7 +302,7 @@ class _Function(nn.Module):
 
 
 def _called_forward(fn: types.FunctionType) -> Callable[..., Any]:
-    """The same function under this name: export notes the lines of no other."""
+    """A copy of the function named ``forward``: export records the lines of no other."""
     code = fn.__code__.replace(co_name="forward")
     same = types.FunctionType(code, fn.__globals__, "forward", fn.__defaults__, fn.__closure__)
     same.__kwdefaults__ = fn.__kwdefaults__
@@ -309,7 +310,7 @@ def _called_forward(fn: types.FunctionType) -> Callable[..., Any]:
 
 
 def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
-    """The regions of a traced program, of which nothing may be left over that computes numbers.
+    """The regions of a traced program; every node that computes numbers must be in one.
 
     Args:
         module: exported.
@@ -327,7 +328,8 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
     given = _depending(graph)
     left = [n for n in graph.nodes if _is_left(n) and n not in inside and n in given]
     for node in left:
-        # of what belongs together the last says why; a condition alone is never a kernel graph
+        # among nodes that belong together the last has the reason; a condition alone is never a
+        # kernel graph
         if not any(u in left for u in _readers(node)):
             reason = _complex(node) or found.refused.get(node) or _reason(node)
             raise refusal(TraceError, name, node, reason)
@@ -338,7 +340,7 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
 
 
 def _outside(graph: fx.Graph, regions: Sequence[Region]) -> list[str]:
-    """What is in no region and does more than look at a tensor in another way."""
+    """The operators in no region, other than views."""
     inside = _computed(regions)
     left = [
         n for n in graph.nodes
@@ -349,13 +351,13 @@ def _outside(graph: fx.Graph, regions: Sequence[Region]) -> list[str]:
 
 
 def _computed(regions: Sequence[Region]) -> set[fx.Node]:
-    """The nodes of regions, and masks that nobody makes any more."""
+    """The nodes of regions, and masks that are no longer needed."""
     nodes = {n for r in regions for n in r.nodes}
     return nodes | unread(nodes)
 
 
 def _depending(graph: fx.Graph) -> set[fx.Node]:
-    """What is not the same in every call."""
+    """The nodes whose values may differ between calls."""
     found: set[fx.Node] = set()
     for n in graph.nodes:
         if n.op in ("placeholder", "get_attr") or found.intersection(n.all_input_nodes):
@@ -384,7 +386,7 @@ def _complex(node: fx.Node) -> str | None:
 
 
 def _is_left(node: fx.Node) -> bool:
-    """Whether it is a mistake that a node is in no region: it computes numbers."""
+    """True for a node that must not be left outside of regions, as it computes numbers."""
     val = node.meta.get("val")
     if node.op != "call_function" or is_free(node) or moves(node):
         return False
@@ -403,7 +405,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _fill_values(module: fx.GraphModule) -> None:
-    """Parameters have no fake tensor after export; themselves will do."""
+    """Give parameters, which have no fake tensor after export, themselves as values."""
     for node in module.graph.nodes:
         if node.op == "get_attr" and "val" not in node.meta:
             node.meta["val"] = functools.reduce(getattr, node.target.split("."), module)
@@ -423,8 +425,8 @@ class Lazy:
     """A function that is traced at its first call with arguments of a kind.
 
     A kind is the structure of the arguments with shapes, element types and devices of the tensors
-    and the values of everything else. What the function reads besides is seen as by every
-    `TracedProgram`. After an operator of graphs was defined anew it is traced again.
+    and the values of everything else. Whatever else the function reads is treated as by every
+    `TracedProgram`. After an operator of graphs was redefined it is traced again.
     """
 
     def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -446,17 +448,17 @@ class Lazy:
         return self._programs[kind]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it, traced before or now."""
+        """Run the function, traced before or now."""
         return self.program(*args, **kwargs)(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Lazy:
-        """Itself, like a function; of a module what traces a copy of it."""
+        """The object itself, like a function; for a module, a new one that traces a copy of it."""
         if not isinstance(self._fn, nn.Module):
             return self
         return Lazy(copy.deepcopy(self._fn, memo), self._options)
 
     def __reduce__(self) -> Any:
-        """By its name, like a function."""
+        """Pickle by name, like a function."""
         if isinstance(self._fn, types.FunctionType):
             return self._fn.__qualname__
         raise GraphError(

@@ -1,4 +1,4 @@
-"""Traced programs: what a function of PyTorch becomes, and what is traced again at a call."""
+"""Traced programs: superoptimized functions of PyTorch, traced again at a call if necessary."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cutesuper.frontend.watch import Watch, difference
 from cutesuper.runtime.calling import Picker
 from cutesuper.runtime.kernel import Kernel
 
-#: how often a program is traced before it is refused to go on: each is a search, and is kept
+#: traces of a program before further ones are refused: each is a search, and is kept
 MOST_TRACES = 64
 
-#: what PyTorch says of arguments that a traced program cannot take, and what helps
+#: PyTorch's messages on arguments that a traced program cannot take, and what helps
 _ADVICE = (
     (
         "view size is not compatible",
@@ -39,7 +39,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class TracedRegion:
-    """A part of a traced program, and what runs it.
+    """A part of a traced program, and its kernel.
 
     Attributes:
         place: the user's lines: ``model.py:12-18``.
@@ -52,13 +52,13 @@ class TracedRegion:
 
 @dataclass(frozen=True)
 class Trace:
-    """What came of tracing a function once.
+    """The result of tracing a function once.
 
     Attributes:
-        module: takes the arguments in a row, then tensors that the function reads besides; returns
-            the results in a row.
+        module: takes the flat arguments, then other tensors that the function reads; returns the
+            flat results.
         regions: its parts that kernels compute.
-        outside: the operators that stay PyTorch's.
+        outside: the operators that PyTorch computes.
         undifferentiable: why it has no gradient, or nothing.
         read: takes those tensors out of all that a `Watch` has found.
         results: their structure.
@@ -78,17 +78,17 @@ class Trace:
     ranges: Mapping[Any, Any]
 
     def __call__(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """Run it.
+        """Run the traced program.
 
         Args:
-            leaves: the arguments in a row.
+            leaves: the flat arguments.
             tensors: all that the `Watch` has found.
         """
         made = self.module.forward(*leaves, *self.read(tensors))
         return made[0] if self.results.is_leaf() else pytree.tree_unflatten(made, self.results)
 
     def border(self, form: Form, args: Any, kwargs: Any) -> Border:
-        """What it takes, of the arguments that it was traced with."""
+        """The arguments that it takes, given those that it was traced with."""
         found = [n.meta.get("val") for n in self.arguments]
         shapes = [v.shape for v in found if isinstance(v, torch.Tensor)]
         symbolic = any(isinstance(e, torch.SymInt) for shape in shapes for e in shape)
@@ -97,7 +97,7 @@ class Trace:
 
 
 class ChangesItself(Exception):
-    """A function that is traced changes what it reads; says what."""
+    """The traced function changes a value that it reads; the message names it."""
 
 
 #: traces a function, which reads what a `Watch` has found, with arguments by place and by name
@@ -108,14 +108,13 @@ class TracedProgram:
     """A function or a module of PyTorch whose operators run as superoptimized kernels.
 
     It is called like the original, with tensors of the shapes that it was traced with (extents that
-    were declared dynamic may differ), by place or by name. Tensors that the function reads besides
-    its arguments (parameters, buffers, what closures, globals and attributes hold) are looked up at
-    every call, where they are, and get gradients like inputs: the first call that records some
-    makes kernels for them (`Kernel.gradient`). Where anything else has changed that the function
-    reads, or where other arguments are one tensor or lie on another device, it is traced again, and
-    what was traced is kept. Where the function leaves a way out of its gradient
-    (``detach``, ``torch.no_grad``) or has formulas of its own (``torch.autograd.Function``), calls
-    that record gradients are refused.
+    were declared dynamic may differ), by place or by name. Other tensors that the function reads
+    (parameters, buffers, those in closures, globals and attributes) are read anew at every call,
+    and get gradients like inputs: the first call that records gradients makes kernels for them
+    (`Kernel.gradient`). If anything else that the function reads has changed, or if other arguments
+    are one tensor or are on another device, it is traced again, and earlier traces are kept. If the
+    function cuts a path out of its gradient (``detach``, ``torch.no_grad``) or has formulas of its
+    own (``torch.autograd.Function``), calls that record gradients are refused.
 
     Args:
         fn: the function or module.
@@ -146,23 +145,25 @@ class TracedProgram:
 
     @property
     def regions(self) -> tuple[TracedRegion, ...]:
-        """Parts of what ran last, each a kernel graph of its own; views stand between them."""
+        """Regions of the program that ran last, each with its own kernel graph; views connect
+        them."""
         return self._latest.regions
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """Operators that compute no numbers and stay PyTorch's (copies, sorting, masks, positions),
-        with the user's lines."""
+        """Operators that compute no numbers and stay with PyTorch (copies, sorting, masks,
+        positions), with the user's lines."""
         return self._latest.outside
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """What ran last: a function of the arguments in a row and of what is read besides."""
+        """The program that ran last: a function of the flat arguments and the other tensors that it
+        reads."""
         return self._latest.module
 
     @property
     def kernel(self) -> Kernel:
-        """The kernel, where there is one region.
+        """The kernel, if there is only one region.
 
         Raises:
             TraceError: there are several, see `regions`.
@@ -175,7 +176,7 @@ class TracedProgram:
         return self.regions[0].kernel
 
     def explain(self) -> str:
-        """Where each region stands, and how its program was found, verified and priced."""
+        """The place of each region, and how its program was found, verified and priced."""
         parts = [f"{self._name}: {len(self.regions)} region(s)"]
         for i, r in enumerate(self.regions):
             parts.append(f"region {i} ({r.place or 'no source'})\n{r.kernel.explain()}")
@@ -186,13 +187,13 @@ class TracedProgram:
     # ------------------------------------------------------------------------------------- calling
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it; trace it before, where that is needed.
+        """Run the program; trace it first if necessary.
 
         Raises:
             ShapeError, DTypeError, LayoutError, DeviceError: an argument that does not fit.
             GraphError: a gradient that cannot be recorded; says why.
-            TraceError: arguments of another structure than it was traced with, or what cannot be
-                traced as it is now.
+            TraceError: arguments of another structure than it was traced with, or a program that
+                cannot be traced in its present state.
         """
         try:
             leaves = self._border.leaves(args, kwargs)
@@ -218,7 +219,7 @@ class TracedProgram:
             ) from error
 
     def _present(self) -> tuple[Watch, dict[Any, Trace]]:
-        """What the function reads now, and what was traced while it read the same."""
+        """The values that the function reads now, and the traces made with the same ones."""
         watch, known = self._now
         if watch.holds():
             return watch, known
@@ -244,7 +245,7 @@ class TracedProgram:
     # ------------------------------------------------------------------------------------- tracing
 
     def _again(self, watch: Watch, state: Any, leaves: Sequence[Any]) -> tuple[Watch, Trace]:
-        """A trace for a call of which there is none yet."""
+        """A trace for a call that has none yet."""
         with self._lock:
             found = self._traces.get(watch.facts, {}).get(state)
             if found is not None:
@@ -271,8 +272,8 @@ class TracedProgram:
         self, watch: Watch, args: Sequence[Any], kwargs: dict[str, Any],
         shapes: Sequence[torch.Size],
     ) -> tuple[Watch, Trace]:  # fmt: skip
-        """A trace, and what the function read. What a first call makes for later ones, such as a
-        table in an attribute, it makes in a call without tracing."""
+        """A trace, and the values that the function read. Values that a first call makes for later
+        ones, such as a table in an attribute, are made in a call without tracing."""
         leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
         given, named = pytree.tree_unflatten(stand_ins(leaves, watch.tensors, shapes), structure)
         try:
@@ -293,7 +294,7 @@ class TracedProgram:
     # -------------------------------------------------------------------------------------- copies
 
     def __copy__(self) -> TracedProgram:
-        """Itself."""
+        """The program itself."""
         return self
 
     def __deepcopy__(self, memo: Any) -> TracedProgram:

@@ -1,8 +1,8 @@
 """Traced tensors on their way into a kernel graph: their dimensions first, then their values.
 
 A region is read twice. `Shapes` gives every tensor its dimensions, as factors that views divide and
-operators unify. When all is known, `Builder` makes the kernel graph: factors that always stand side
-by side are one dimension of it, views and casts are nothing.
+operators unify. Then `Builder` makes the kernel graph: factors that are always adjacent become one
+dimension, and views and casts disappear.
 
 The *slots* of a value are the dimensions of its tensor in the kernel graph: the parts of a group,
 or None for an extent of 1 (what a reduction leaves).
@@ -35,11 +35,11 @@ from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import lookup
 
-#: what kernels read and write
+#: types that kernels read and write
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-#: what they read besides, as numbers, which it is converted to in front of them: 1 and 0
+#: types converted to the numbers 1 and 0 in front of them
 CONDITIONS = (torch.bool,)
-#: and in float32, as PyTorch does where they meet numbers
+#: types converted to float32, as PyTorch does where they meet floating-point numbers
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -47,8 +47,8 @@ class Unsupported(Exception):
     """A node that cannot be part of a kernel graph.
 
     Attributes:
-        node: which.
-        reason: why, in words of the user's program.
+        node: the node.
+        reason: why, in terms of the user's program.
     """
 
     def __init__(self, node: fx.Node, reason: str) -> None:
@@ -82,7 +82,7 @@ Slots = tuple[Slot, ...]
 
 
 def correspondence(result: Value, operand: Value) -> dict[Part, Part]:
-    """The part of an operand that each part of a result is, dimensions counted from the last."""
+    """For each part of a result, the part of an operand, dimensions counted from the last."""
     found: dict[Part, Part] = {}
     for mine, other in zip(reversed(result.dims), reversed(operand.dims), strict=False):
         if leaves(other):
@@ -91,7 +91,7 @@ def correspondence(result: Value, operand: Value) -> dict[Part, Part]:
 
 
 def translated(slots: Slots, parts: dict[Part, Part]) -> Slots:
-    """Slots of one tensor as those of another; None for what it does not have."""
+    """Slots of one tensor as those of another; None for slots that it does not have."""
     return tuple(
         tuple(parts[p] for p in s) if s and all(p in parts for p in s) else None for s in slots
     )
@@ -102,10 +102,10 @@ class Built:
     """A value of the kernel graph.
 
     Attributes:
-        tensor: its handle; a number for what is the same everywhere; None for an input, whose
-            shape is decided where it is used.
+        tensor: its handle; a number if it is the same everywhere; None for an input, whose shape is
+            decided where it is used.
         slots: of the tensor.
-        source: the input, where it is one.
+        source: the input, if it is one.
         condition: it is 1 where a condition holds and 0 elsewhere.
     """
 
@@ -122,10 +122,10 @@ class Given:
     Attributes:
         node: the tensor that it is made from.
         slots: in the order of memory.
-        dtype: of the input; another one than the tensor's for a condition.
-        part: the range of the first of them that it is of; None for all.
-        lengths: of what holds lengths, which the kernels' are made from: what is added, and the
-            most that makes a difference.
+        dtype: of the input; differs from the tensor's for a condition.
+        part: the range of the first slot that it covers; None for all.
+        lengths: for a tensor of lengths: the offset that is added, and the largest length that
+            makes a difference.
     """
 
     node: fx.Node
@@ -149,7 +149,7 @@ def fake(node: fx.Node) -> torch.Tensor:
 
 
 def memory_order(t: torch.Tensor) -> list[int] | None:
-    """The dimensions of a tensor from the slowest in memory; None where it has gaps or repeats."""
+    """The dimensions of a tensor, slowest in memory first; None if it has gaps or repeats."""
     order = _by_stride(t)
     expected: Extent = 1
     for d in reversed(order or []):
@@ -162,16 +162,16 @@ def memory_order(t: torch.Tensor) -> list[int] | None:
 
 
 def copied_order(t: torch.Tensor) -> list[int]:
-    """The order in which a kernel has the dimensions of a tensor: that of memory, gaps or not. An
-    element-wise result has its operand's order too, but has no gaps."""
+    """The order of a tensor's dimensions in a kernel: that of memory, gaps or not. An element-wise
+    result has its operand's order too, but has no gaps."""
     order = _by_stride(t)
     repeats = any(equal(n, 0) for n in t.stride())
     return list(range(t.dim())) if order is None or repeats else order
 
 
 def _by_stride(t: torch.Tensor) -> list[int] | None:
-    """The dimensions from the largest stride, those of extent 1 first; None where strides are not
-    known before the call."""
+    """The dimensions by decreasing stride, those of extent 1 first; None if strides are unknown
+    before the call."""
     real = [d for d in range(t.dim()) if not equal(t.shape[d], 1)]
     try:
         order = sorted(real, key=lambda d: -_hint(t.stride()[d]))
@@ -181,7 +181,7 @@ def _by_stride(t: torch.Tensor) -> list[int] | None:
 
 
 def _hint(extent: Extent) -> int:
-    """An extent in the example. Raises Mismatch where it depends on data."""
+    """An extent in the example. Raises Mismatch if it depends on data."""
     if isinstance(extent, int):
         return extent
     hint = extent.node.hint
@@ -198,7 +198,7 @@ class Shapes:
     """The dimensions of the tensors of a region.
 
     Attributes:
-        values: by node; a tuple for what has several results.
+        values: by node; a tuple for several results.
         inputs: nodes from outside.
         grouping: which factors stand side by side.
     """
@@ -220,7 +220,7 @@ class Shapes:
         return value
 
     def input(self, node: fx.Node) -> None:
-        """A tensor from outside. Raises Unsupported for one that kernels do not read."""
+        """Add a tensor from outside. Raises Unsupported for one that kernels do not read."""
         t = fake(node)
         if t.dtype not in (*FLOATS, *CONDITIONS, *INTEGERS):
             raise Unsupported(node, f"is {t.dtype}; kernels read float16, bfloat16 and float32")
@@ -235,11 +235,12 @@ class Shapes:
         self.grouping.add(f for d in copied_order(t) for f in value.dims[d])
 
     def set(self, node: fx.Node, value: Any) -> None:
-        """What a node was found to be."""
+        """Set the value of a node."""
         self.values[node] = value
 
     def whole(self, dims: Dims) -> None:
-        """An operator works along this dimension; its factors are not joined with others."""
+        """Keep a dimension whole, as an operator works along it: its factors are not joined with
+        others."""
         self.grouping.add(dims)
 
     def broadcast(self, node: fx.Node, values: Sequence[Value]) -> Value:
@@ -264,14 +265,14 @@ class Shapes:
 
 @dataclass
 class Builder:
-    """The kernel graph of a region, while it is made.
+    """The kernel graph of a region under construction.
 
     Attributes:
         shapes: of all values.
-        constants: nodes that nobody writes while kernels run (parameters).
+        constants: nodes that are not written while kernels run (parameters).
         g: the kernel graph.
         built: its values by node.
-        operands: what the graph's inputs are made from, in their order.
+        operands: the sources of the graph's inputs, in their order.
     """
 
     shapes: Shapes
@@ -302,9 +303,9 @@ class Builder:
             self._groups = self.shapes.grouping.groups()
 
     def _is_one_row(self, value: Value) -> bool:
-        """Whether rows and what is in them have become one dimension, as where all work is
-        element-wise: kernels walk over rows, of which there may be any number. (A row that others
-        have rows of is one.)"""
+        """True if rows and the elements in them have become one dimension, as in purely
+        element-wise work: kernels walk over rows, of which there may be any number. (A row that
+        others have rows of is one.)"""
         present = value.present()
         last = leaves(value.dims[-1]) if value.dims else ()
         return 0 < len(last) < len(present) and len(self.groups(present)) == 1
@@ -332,7 +333,7 @@ class Builder:
         return tuple(found)
 
     def one(self, node: fx.Node, dims: Dims) -> Slot:
-        """The slot of a dimension that has to be one; None for an extent of 1."""
+        """The slot of a dimension that must be a single one; None for an extent of 1."""
         found = self.groups(dims)
         if len(found) > 1:
             raise Unsupported(node, "works along a dimension that the rest of the region divides")
@@ -351,8 +352,8 @@ class Builder:
         return self._symbols[group]
 
     def natural(self, value: Value) -> Slots:
-        """The slots of a value as its dimensions in PyTorch are. Of extents of 1 the last is kept,
-        which tells a column from a row, and one in front of a row."""
+        """The slots of a value in the order of its dimensions in PyTorch. Of several extents of 1
+        the last is kept, which tells a column from a row, and one in front of a row."""
         present = value.present()
         slots = self.groups(present)
         last = value.dims[-1:] and leaves(value.dims[-1])
@@ -367,7 +368,7 @@ class Builder:
         return self.shapes.of(node)
 
     def of(self, node: Any) -> Built:
-        """What an operand is in the kernel graph."""
+        """The value of an operand in the kernel graph."""
         if node not in self.built:
             self.built[node] = Built(None, source=node, condition=fake(node).dtype in CONDITIONS)
         built = self.built[node]
@@ -379,13 +380,13 @@ class Builder:
         """An operand with these slots; extents of 1 in front are left out.
 
         Args:
-            node: for whom, in messages.
+            node: the reader, for messages.
             operand: a node.
             slots: those that it does not have are extents of 1.
             rank: the least number of dimensions.
 
         Raises:
-            Unsupported: it has its dimensions in another way, and nothing but a copy helps.
+            Unsupported: its dimensions are arranged otherwise, and only a copy would help.
         """
         built = self.of(operand)
         if isinstance(built.tensor, float):
@@ -395,7 +396,7 @@ class Builder:
         if mine - set(full):
             raise Unsupported(node, "has operands whose dimensions do not correspond")
         if built.source is not None:
-            # one row is a matrix still
+            # one row is still a matrix
             least = max(rank, min(2, len(self.value(operand).dims)))
             return self._input(built.source, _stripped(full, least))
         t, wanted = built.tensor, _stripped(full, rank)
@@ -452,7 +453,7 @@ class Builder:
         return self.g.apply(t.node.operator, *args, **dict(t.node.attributes))
 
     def fits(self, operand: Any, slots: Slots) -> bool:
-        """Whether an operand can have these slots without being rearranged."""
+        """True if an operand can have these slots without being rearranged."""
         built = self.of(operand)
         if not isinstance(built.tensor, Tensor):
             return True
@@ -485,8 +486,8 @@ class Builder:
         return self._inputs[key]
 
     def lengths(self, node: fx.Node, slots: Slots, offset: int, most: int) -> Tensor:
-        """An int32 input with these slots, ``node + offset`` at the call; more than ``most`` is as
-        good as ``most``."""
+        """An int32 input with these slots, ``node + offset`` at the call; more than ``most`` is
+        equivalent to ``most``."""
         key = (node, slots, offset, most)
         if key not in self._inputs:
             self._inputs[key] = self.g.new_input([self.extent(s) for s in slots], torch.int32)
@@ -494,8 +495,8 @@ class Builder:
         return self._inputs[key]
 
     def _type_of(self, t: torch.Tensor) -> torch.dtype:
-        """The element type in which a kernel reads a tensor; that of a condition makes no other of
-        the numbers that it meets."""
+        """The element type in which a kernel reads a tensor; that of a condition does not change
+        the type of the numbers that it meets."""
         if t.dtype in INTEGERS:
             return torch.float32
         if t.dtype not in CONDITIONS:
@@ -506,7 +507,8 @@ class Builder:
     def part(self, t: Tensor, place: int, start: int, stop: int) -> Tensor:
         """A range of a value along one dimension.
 
-        before: columns of ``x W^T``; after: the product with these rows of W, read as they lie.
+        before: columns of ``x W^T``; after: the product with these rows of W, read as they are
+        stored.
         """
         made: dict[tuple[int, int], Tensor] = {}
         todo = [(t, place)]
@@ -525,8 +527,8 @@ class Builder:
         return made[t.index, place]
 
     def _parts_of(self, t: Tensor, place: int) -> list[tuple[Tensor, int]]:
-        """The operands of which a range along one dimension of a value takes a range, and the
-        dimension."""
+        """The operands that must be cut to a range where a value is cut along one dimension, and
+        the dimension of each."""
         node, args = t.node, [self.g.tensor(i) for i in t.node.inputs]
         if node.operator == "transpose":
             return [(args[0], node.attributes["dims"][place])]
@@ -541,7 +543,7 @@ class Builder:
     def _part(
         self, t: Tensor, place: int, start: int, stop: int, cut: dict[int, Tensor]
     ) -> Tensor:
-        """A range of a value, of ranges of its operands by their index."""
+        """A range of a value, from ranges of its operands by their index."""
         node = t.node
         if node.operator == "input":
             return self._part_of_input(t, place, start, stop)
@@ -566,7 +568,7 @@ class Builder:
         return self._inputs[key]
 
     def set(self, node: fx.Node, built: Any) -> None:
-        """What a node became."""
+        """Set the built value of a node."""
         self.built[node] = built
 
 
@@ -592,8 +594,8 @@ def _stripped(slots: Slots, rank: int = 0) -> Slots:
 
 
 def _permutation(have: Slots, want: Slots) -> list[int] | None:
-    """Which dimension of ``have`` each of ``want`` is (ones in front of ``want`` may be more);
-    None where they are not the same ones."""
+    """For each slot of ``want`` its place in ``have``; None if they are not the same ones. Leading
+    extents of 1 may be missing in ``want``."""
     missing = len(have) - len(want)
     if missing < 0:
         return None
@@ -610,7 +612,7 @@ def _permutation(have: Slots, want: Slots) -> list[int] | None:
 
 
 def explain(node: fx.Node, error: Exception) -> Unsupported:
-    """A reason from what was raised while a node was read."""
+    """The reason for an exception that was raised while a node was read."""
     if isinstance(error, Unsupported):
         return error
     if isinstance(error, Mismatch | CutesuperError):

@@ -43,7 +43,8 @@ def _operand(a: Arguments) -> Any:
     "prims.convert_element_type.default",
 )  # fmt: skip
 class Same(_Free):
-    """The same values; everything is computed in float32, whatever the type between operators."""
+    """A cast, which keeps the values; all is computed in float32, whatever the type between
+    operators."""
 
     changes = True
 
@@ -82,7 +83,7 @@ class View(_Free):
     "aten.swapdims.default",
 )  # fmt: skip
 class Permute(_Free):
-    """Dimensions in another order, which strides tell."""
+    """Dimensions in another order, as given by strides."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         x = s.of(_operand(a))
@@ -110,7 +111,7 @@ def _moved(rank: int, source: list[int], destination: list[int]) -> list[int]:
 
 @enter("aten.expand.default", "aten.expand_as.default", "aten.broadcast_to.default")
 class Expand(_Free):
-    """Elements that repeat: new factors, of which the kernel graph knows nothing."""
+    """Elements that repeat: new factors, which the kernel graph does not have."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         x, extents = s.of(_operand(a)), list(fake(node).shape)
@@ -125,7 +126,7 @@ class Expand(_Free):
 
 @enter("aten.repeat.default", "aten.repeat_interleave.self_int", "aten.tile.default")
 class Repeat(_Free):
-    """Elements that repeat, next to each other or one row of them after the other."""
+    """Elements that repeat, next to each other or row after row."""
 
     changes = True
 
@@ -157,7 +158,7 @@ class Repeat(_Free):
     "aten.new_zeros.default", "aten.new_ones.default", "aten.new_full.default",
 )  # fmt: skip
 class Filled(_Free):
-    """One number everywhere."""
+    """A tensor of one number."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         if fake(node).dtype not in FLOATS:
@@ -169,7 +170,7 @@ class Filled(_Free):
         return Built(number(node, self.filled(node, a)))
 
     def filled(self, node: fx.Node, a: Arguments) -> Any:
-        """The number, which may be one that is known only at the call."""
+        """The number, which may be known only at the call."""
         given = a.get("fill_value", a.get("s"))
         if given is None:
             given = 1.0 if "ones" in str(node.target) else 0.0
@@ -178,7 +179,7 @@ class Filled(_Free):
 
 @enter("aten.dropout.default", "aten.feature_dropout.default", "aten.alpha_dropout.default")
 class Dropout(_Free):
-    """Nothing, outside of training."""
+    """Dropout, which does nothing outside of training."""
 
     def free(self, a: Arguments) -> bool:
         return not (a["train"] and a["p"])
@@ -267,7 +268,7 @@ class _Pieces(_Free):
 @enter("aten.split.Tensor", "aten.split.default", "aten.split_with_sizes.default",
        "aten.split.sizes", "aten.chunk.default")
 class Split(_Pieces):
-    """One part after the other."""
+    """Consecutive parts."""
 
     def ranges(self, node: fx.Node, a: Arguments, extent: int) -> list[tuple[int, int]]:
         sizes = a.get("split_sizes", a.get("split_size"))
@@ -282,7 +283,7 @@ class Split(_Pieces):
 
 @enter("aten.slice.Tensor", "aten.narrow.default")
 class Slice(_Pieces):
-    """One range."""
+    """One range of a dimension."""
 
     def ranges(self, node: fx.Node, a: Arguments, extent: int) -> list[tuple[int, int]]:
         if a.get("step", 1) != 1:
@@ -324,7 +325,7 @@ class Unbind(Select):
 
 @enter("aten.cat.default")
 class Cat(Entry):
-    """Tensors put together; what is computed of them is computed of the parts."""
+    """Tensors that are concatenated; a computation on the result is one on each part."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         values = [s.of(t) for t in a["tensors"]]

@@ -1,10 +1,9 @@
-"""What a function reads besides its arguments, and whether it is still what it was.
+"""The state that a function reads besides its arguments, and a check that it is unchanged.
 
-A traced program stands for what the function was when it was traced: the numbers that it found in
-attributes, closures and globals, the modules that it called, their hooks and their ``training``. A
-`Watch` walks from the function to everything that its code can name, and writes down facts of it:
-equal facts give equal traces. Tensors are facts by shape, type and device only: which ones they are
-is read again.
+A traced program represents the function as it was when it was traced: the numbers in attributes,
+closures and globals, the modules that it called, their hooks and their ``training``. A `Watch`
+walks from the function to everything that its code can name, and records facts of it: equal facts
+give equal traces. Tensors are facts by shape, type and device only: their identity is read again.
 
 Code is followed by name, without running it. The code of PyTorch, NumPy and Python's library does
 not change and is not followed; of PyTorch's modules the attributes are.
@@ -31,10 +30,10 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from torch.utils import _device
 
-#: whose code is as it is, like that of Python's library
+#: packages whose code does not change, like that of Python's library
 _LIBRARIES = ("torch", "numpy", "cutesuper")
 _STANDARD = sysconfig.get_path("stdlib")
-#: values that are what they are
+#: types of values that cannot change
 _PLAIN = (
     int, bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.layout,
     torch.memory_format, range,
@@ -42,10 +41,10 @@ _PLAIN = (
 _COLLECTIONS = (list, tuple, set, frozenset, deque, types.MappingProxyType)
 #: names by which code reads attributes that it does not name
 _ANY_NAME = frozenset({"getattr", "vars", "__dict__", "attrgetter", "named_parameters"})
-#: names that say that code asks how it is called; see `Watch.asks` and `Watch.measures`
+#: names in code that depends on how it is called; see `Watch.asks` and `Watch.measures`
 _QUESTIONS = frozenset({"is_grad_enabled", "requires_grad"})
 _LAYOUTS = frozenset({"is_contiguous", "stride", "as_strided", "storage_offset"})
-#: attributes of modules that are walked by themselves
+#: attributes of modules that are walked separately
 _TABLES = ("_parameters", "_buffers", "_modules")
 _OF_ALL = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -53,28 +52,28 @@ _GLOBAL_HOOKS = tuple(h for n, h in vars(torch_module).items()
                       if n.startswith("_global_") and isinstance(h, dict))  # fmt: skip
 _OF_FUNCTION = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _OF_CELL = attrgetter("cell_contents")
-#: devices are not among it: tensors on several are refused by kernels
+#: devices are not included: kernels refuse tensors on several
 _OF_SILENT_TENSOR = attrgetter("dtype", "shape")
 _OF_TENSOR = attrgetter("dtype", "shape", "requires_grad")
 
-#: a name, and what was found there
+#: a name, and the value found there
 Fact = tuple[str, Hashable]
 
 
 class Watch:
-    """What a function reads besides its arguments, at one time.
+    """The state that a function reads besides its arguments, at one time.
 
     Args:
         fn: a function, a module, or another object that can be called.
-        names: what a watch of the same function has found before, see `names`.
+        names: found by an earlier watch of the same function, see `names`.
 
     Attributes:
-        facts: what was found, in the order of the walk; equal ones where a trace would be equal.
-        tensors: those that were found, each once.
+        facts: in the order of the walk; equal facts give equal traces.
+        tensors: all that were found, each once.
         names: that the code uses, for attributes and globals.
         asks: whether the code may ask if gradients are recorded.
         measures: whether the code may ask for strides.
-        passing: the name of an iterator among it, which gives something else every time; or
+        passing: the name of an iterator that it reads, which yields something else every time; or
             nothing.
         hooked: whether a module has hooks that are called in the backward pass.
     """
@@ -94,32 +93,32 @@ class Watch:
         self._meanwhile = walk.meanwhile()
 
     def holds(self) -> bool:
-        """Whether all that was found is where it was: cheap, and True only if it is."""
+        """True if everything that was found is unchanged; cheap, and False in case of doubt."""
         now = self._walk.now()
         try:
             return len(now) == len(self._now) and all(map(is_, now, self._now)) and (
                 self._walk.meanwhile() == self._meanwhile
             )
-        except (AttributeError, ValueError, RuntimeError):  # something has gone
+        except (AttributeError, ValueError, RuntimeError):  # something has been removed
             return False
 
     def has(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether some of these tensors are also read from elsewhere."""
+        """True if some of these tensors are also read from elsewhere."""
         return not self._identities.isdisjoint(map(id, tensors))
 
     def place(self, tensor: torch.Tensor) -> int | None:
-        """Which of its tensors this is."""
+        """The index of a tensor among its tensors, or None."""
         return next((i for i, t in enumerate(self.tensors) if t is tensor), None)
 
 
 class Observer:
-    """Sees what a function changes while it is traced: ``torch.export`` puts back attributes of
-    modules when it has ended.
+    """An observer of the changes that a function makes while it is traced: ``torch.export``
+    restores attributes of modules at its end.
 
     Attributes:
         change: the first change, in words; nothing if there is none.
-        replaced: tensors in whose place others were put, by their places among those of a `Watch`,
-            with their names. It is no change that matters where the old one is not read.
+        replaced: names of tensors that were replaced by others, by their places among those of a
+            `Watch`. The change does not matter if the old tensor is not read.
     """
 
     def __init__(self, fn: Any, names: frozenset[str]) -> None:
@@ -158,7 +157,7 @@ def _is_tensor(fact: Any) -> bool:
 
 
 def difference(old: tuple[Fact, ...], new: tuple[Fact, ...]) -> str:
-    """The first thing that is not what it was, in words; nothing if all is."""
+    """The first fact that has changed, in words; nothing if none has."""
     for (name, was), (other, now) in zip(old, new, strict=False):
         if name != other:
             return f"{name} or {other} is new"
@@ -174,7 +173,7 @@ def _shown(fact: Hashable) -> str:
 
 
 class _Walk:
-    """One walk, with the names that are known of the code so far."""
+    """One walk, with the names that are known to be in the code so far."""
 
     def __init__(self, fn: Any, names: frozenset[str]) -> None:
         self.names = names
@@ -208,7 +207,7 @@ class _Walk:
     # ------------------------------------------------------------------------------ what is there
 
     def now(self) -> list[Any]:
-        """Everything that is told apart by identity."""
+        """Everything that is compared by identity."""
         found = list(map(dict.get, self._dicts, self._keys))
         found += map(type, self._modules)
         found += map(types.MappingProxyType.get, self._class_dicts, self._class_keys)
@@ -221,7 +220,7 @@ class _Walk:
         return found
 
     def meanwhile(self) -> list[Any]:
-        """Everything that is told apart by value: how long tables are, and what tensors are."""
+        """Everything that is compared by value: lengths of tables, and properties of tensors."""
         found: list[Any] = [any(self._empty), *map(len, self._tables)]
         found += map(_OF_TENSOR if self.asks else _OF_SILENT_TENSOR, self._measured)
         if self._buffers:
@@ -258,11 +257,11 @@ class _Walk:
         self.facts.append((name, ("tensor", len(self.tensors), facts_of(t), asked, layout)))
 
     def _object(self, name: str, value: Any) -> None:
-        """An object that is nothing special: what it has, and what its class has."""
+        """Walk an ordinary object: its attributes, and those of its class."""
         if isinstance(value, Iterator):
             self.passing = self.passing or name
         cls = type(value)
-        if cls.__module__.partition(".")[0] == "cutesuper":  # it looks after itself
+        if cls.__module__.partition(".")[0] == "cutesuper":  # it watches its own state
             self.facts.append((name, _Same(value)))
             return
         own = getattr(value, "__dict__", None)
@@ -279,7 +278,7 @@ class _Walk:
         self._class(name, cls)
 
     def _code(self, name: str, value: types.ModuleType) -> None:
-        """A module of Python."""
+        """Walk a module of Python."""
         self.facts.append((name, _Same(value)))
         own: Any = vars(value)
         if not _is_library(value.__name__):
@@ -292,7 +291,7 @@ class _Walk:
             self._class(name, value)
 
     def _class(self, name: str, cls: type) -> None:
-        """What its code names of a class and those that it is made of."""
+        """Walk the attributes that the code names of a class and its bases."""
         for base in cls.__mro__:
             library = _is_library(base.__module__)
             module = issubclass(base, nn.Module) and base is not nn.Module
@@ -356,7 +355,7 @@ class _Walk:
             self._cell(key, cell)
         used = set(_names(fn.__code__))
         if library:
-            if fn.__code__.co_varnames[:1] == ("self",):  # what it reads of a module
+            if fn.__code__.co_varnames[:1] == ("self",):  # its reads of a module
                 self.found |= used - _ANY_NAME - _QUESTIONS - _LAYOUTS
             return
         self.found |= used
@@ -463,7 +462,7 @@ class _Same:
 
 
 def facts_of(t: torch.Tensor) -> Hashable:
-    """What a trace knows of a tensor that it reads, besides its values."""
+    """The facts that a trace depends on for a tensor that it reads, besides its values."""
     kind = torch.Tensor if type(t) is nn.Parameter else type(t)
     if is_lazy(t):
         return kind, "without a shape", id(t)
@@ -471,7 +470,7 @@ def facts_of(t: torch.Tensor) -> Hashable:
 
 
 def layout_of(t: torch.Tensor) -> Hashable:
-    """Where the elements of a tensor lie, for code that asks."""
+    """The strides and offset of a tensor, for code that asks for them."""
     strided = t.layout is torch.strided and not is_lazy(t)
     return (t.stride(), t.storage_offset()) if strided else None
 
@@ -487,7 +486,7 @@ def _plain(value: Any) -> Hashable:
 
 
 def _is_library(name: Any) -> bool:
-    """Whether the code of a module, by its name, does not change."""
+    """True if the code of a module, by its name, does not change."""
     return isinstance(name, str) and _is_library_package(name.partition(".")[0])
 
 
@@ -495,17 +494,17 @@ def _is_library(name: Any) -> bool:
 def _is_library_package(name: str) -> bool:
     if name not in sys.stdlib_module_names:
         return name in _LIBRARIES
-    file = getattr(sys.modules.get(name), "__file__", None)  # it may be somebody's own code.py
+    file = getattr(sys.modules.get(name), "__file__", None)  # it may be a user's own code.py
     return file is None or file.startswith(_STANDARD)
 
 
 def _is_own(cls: type) -> bool:
-    """Whether a class is of no library."""
+    """True for a class that is not a library's."""
     return not _is_library(cls.__module__)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Names and texts in a function and those inside of it: texts may name attributes."""
+    """Names and strings in a function and in functions inside it: strings may name attributes."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -541,7 +540,7 @@ def _bytes(value: Any) -> Hashable:
 
 
 def _visits() -> Iterator[tuple[Any, Callable[[_Walk, str, Any], None]]]:
-    """How the kinds of values are visited; the first that fits."""
+    """The visitors of the kinds of values; the first that fits is used."""
     yield torch.Tensor, _Walk._tensor
     yield nn.Module, _Walk._module
     yield types.FunctionType, _Walk._function

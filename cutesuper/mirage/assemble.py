@@ -1,4 +1,4 @@
-"""muGraphs from translated kernels: names, and the shapes of what lies between kernels."""
+"""muGraphs from translated kernels: names, and the shapes of tensors between kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cutesuper.ir.block import KernelStep, MuGraph, TensorSpec
 from cutesuper.mirage.document import Document, Tensor
 from cutesuper.mirage.program import Access, Translated
 
-#: names of inputs, as the builder of kernel graphs gives them
+#: names of inputs, in the order of the builder of kernel graphs
 _LETTERS = "XWABCDEFGHIJKLMNOPQRSTUVYZ"
 
 
@@ -18,14 +18,14 @@ def assemble(document: Document, kernels: Sequence[Translated]) -> MuGraph:
     """The muGraph of a document.
 
     A tensor between kernels gets a dimension for each part into which all kernels divide one of its
-    own; its elements stay where they are.
+    dimensions; its elements do not move.
 
     before: T[2, 256, 512], stored as ``(N.grid 8, J 64)`` and loaded as ``(S 8, J 64)`` along its
     last dimension; after: T[2, 256, 8, 64].
 
     Args:
         document: with inputs and outputs, whose shapes stay.
-        kernels: of its operators, in their order.
+        kernels: of its operators, in order.
     """
     made = [t for op in document.operators for t in op.outputs]
     names = {t.guid: _input_name(i) for i, t in enumerate(document.inputs)}
@@ -54,7 +54,7 @@ def _input_name(i: int) -> str:
 
 
 def _divided(accesses: Sequence[Access]) -> dict[int, tuple[int, ...]]:
-    """Dimensions that every access divides in the same way, and how."""
+    """Dimensions that every access divides in the same way, and the division."""
     ways = zip(*(a.divided for a in accesses), strict=True)
     return {d: way[0] for d, way in enumerate(ways) if len(way[0]) > 1 and len(set(way)) == 1}
 

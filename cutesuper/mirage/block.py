@@ -10,7 +10,7 @@ from cutesuper.mirage.document import Block, Operator, Tensor
 from cutesuper.mirage.operators import UNARY
 from cutesuper.mirage.steps import Kernel, Steps
 
-#: what treats the parts of a concatenation one by one
+#: operators that apply to the parts of a concatenation one by one
 _BY_PARTS = (*UNARY, "clamp", "mul_scalar", "forloop_accum_nored")
 
 

@@ -1,9 +1,9 @@
-"""Mirage's JSON, validated: what is used of it has its type and range, and all shapes agree.
+"""Mirage's JSON, validated: all used fields have their type and range, and all shapes agree.
 
 A file holds muGraphs; a muGraph is a list of kernel-level operators; a ``kn_customized_op`` has a
-block graph, which is a list of operators again. Tensors are described wherever they occur and known
-by their ``guid``. Not looked at: strides, layouts, offsets, ``block_dim`` and ``after_accum``,
-which do not change what a muGraph computes.
+block graph, which is again a list of operators. Tensors are described wherever they occur and
+identified by their ``guid``. Ignored: strides, layouts, offsets, ``block_dim`` and ``after_accum``,
+which do not change the result of a muGraph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cutesuper.mirage.fields import GRID, Fields, integer, items
 from cutesuper.mirage.operators import BLOCK, KERNEL, SCALARS, operator_of, result_shape
 
 #: codes of element types in published files: 920 and 921 in the first releases, then 940 and 941,
-#: of which releases since March 2026 have exchanged the meaning
+#: whose meaning is exchanged in releases since March 2026
 DTYPES: Mapping[int, DType] = {
     920: bfloat16,
     921: float16,
@@ -49,11 +49,11 @@ class Operator:
         inputs: operands.
         outputs: results.
         dim: the dimension it reduces or concatenates.
-        scalars: numbers it has besides (`cutesuper.mirage.operators.SCALARS`).
+        scalars: its further numbers (`cutesuper.mirage.operators.SCALARS`).
         block: the block graph of a customized operator.
-        device: block inputs and outputs: the tensor in device memory.
-        splits: the same: the dimension of that tensor that x, y and z divide, or None.
-        loop_dim: block inputs: the dimension that the loop divides, or None.
+        device: for block inputs and outputs, the tensor in device memory.
+        splits: for the same, the dimension of that tensor that x, y and z divide, or None.
+        loop_dim: for block inputs, the dimension that the loop divides, or None.
     """
 
     where: str
@@ -87,13 +87,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Document:
-    """A muGraph as the file has it.
+    """A muGraph as stored in the file.
 
     Attributes:
         where: for messages.
         operators: of the kernel level, inputs and outputs left out.
         inputs: in the order of the file.
-        outputs: in the order of the file; where none is marked, what no operator reads.
+        outputs: in the order of the file; if none is marked, the tensors that no operator reads.
     """
 
     where: str
@@ -106,12 +106,12 @@ def read_document(data: Any, where: str, dtype: DType | None) -> Document:
     """Read one muGraph: a list of operators.
 
     Args:
-        data: what the JSON parser made of it.
-        where: what messages begin with.
+        data: the result of the JSON parser.
+        where: beginning of messages.
         dtype: of all tensors; None reads it from the file.
 
     Raises:
-        FormatError: naming operator, field and what is wrong.
+        FormatError: names operator, field and problem.
     """
     tensors = _Tensors(dtype)
     inputs: list[Tensor] = []
@@ -167,7 +167,7 @@ class _Tensors:
         return DTYPES[code]
 
     def use(self, data: Any, where: str) -> Tensor:
-        """A tensor that must exist, described as where it was made."""
+        """A tensor that must exist, with the same description as where it was made."""
         t = self.read(data, where)
         made = self.known.get(t.guid)
         if made is None:
@@ -189,7 +189,8 @@ class _Tensors:
 
 
 def _read_operator(f: Fields, level: str, tensors: _Tensors) -> tuple[Fields, Operator]:
-    """What all operators have; the fields again, with the operator's name in messages."""
+    """The fields that all operators have, as an `Operator`; and the fields again, with the
+    operator's name in messages."""
     text = f.text("op_type")
     f = Fields(f.data, f"{f.where} ({text[:40]})")
     name, dim = operator_of(text, level, f.where)
@@ -208,7 +209,7 @@ def _arity(op: Operator, inputs: int, outputs: int) -> None:
 
 
 def _computed(f: Fields, op: Operator, arity: int, dimx: int) -> Operator:
-    """An operator that computes: its numbers, and whether its results have the right shape."""
+    """An operator that computes, with its numbers, after a check of its results' shapes."""
     _arity(op, arity, 2 if op.name == "reduction_max" else 1)
     shape = result_shape(op.name, op.dim, [t.shape for t in op.inputs], dimx, op.where)
     for t in op.outputs:
@@ -295,7 +296,7 @@ def _read_block_operator(f: Fields, block: Block, tiles: _Tensors) -> Operator:
 
 
 def _splits(f: Fields, name: str, block: Block, device: Tensor) -> tuple[int | None, ...]:
-    """The dimension that each grid axis divides; an axis of one block divides nothing."""
+    """The dimension that each grid axis divides; an axis of one block divides none."""
     rank = len(device.shape)
     given = f.triple(name, -1, MAX_RANK - 1)
     splits = tuple(d if n > 1 and d >= 0 else None for d, n in zip(given, block.grid, strict=True))

@@ -1,9 +1,9 @@
 """Dimensions as products of indices.
 
 Mirage names dimensions by position. Here an element's position along a dimension is written with
-*factors*, indices of their own, the outermost first: ``[y, loop, j]`` is the position
-``(y * 4 + loop) * 128 + j`` along 4096 elements that 8 blocks, 4 iterations and tiles of 128 share.
-Operators make factors of two tiles the same; where their extents differ, the longer one is split.
+*factors*, separate indices, outermost first: ``[y, loop, j]`` is the position ``(y * 4 + loop) *
+128 + j`` along 4096 elements that 8 blocks, 4 iterations and tiles of 128 share. Operators unify
+factors of two tiles; if their extents differ, the longer one is split.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ Sequel = tuple[int, ...]
 
 
 class Factors:
-    """The factors of one kernel; they are numbers, and know what they were split into."""
+    """The factors of one kernel, as numbers, with the factors that each was split into."""
 
     def __init__(self) -> None:
         self._extents: list[int] = []
-        #: what a factor has become: itself, or other factors
+        #: the factors that each factor has become: itself, or others
         self._became: dict[int, Sequel] = {}
 
     def new(self, extent: int) -> Sequel:
-        """A factor of that extent; none for 1."""
+        """A new factor of that extent; none for 1."""
         if extent == 1:
             return ()
         self._extents.append(extent)
@@ -41,7 +41,7 @@ class Factors:
         return prod(self._extents[f] for f in sequel)
 
     def settled(self, sequel: Sequence[int]) -> Sequel:
-        """The same dimension in factors that are not split."""
+        """A dimension in terms of factors that are not split."""
         result: list[int] = []
         left = list(reversed(sequel))
         while left:
@@ -57,12 +57,12 @@ class Factors:
         self._became[factor] = self.new(self._extents[factor] // inner) + self.new(inner)
 
     def unify(self, a: Sequel, b: Sequel, where: str) -> None:
-        """Make two dimensions of equal extents the same, from the innermost factors on.
+        """Unify two dimensions of equal extents, from the innermost factors on.
 
         before: ``[4, 6]`` and ``[24]``; after: both ``[4, 6]``.
 
         Raises:
-            FormatError: their factors overlap, as those of ``[4, 6]`` and ``[6, 4]`` do.
+            FormatError: their factors overlap, as in ``[4, 6]`` and ``[6, 4]``.
         """
         while True:
             a, b = self.settled(a), self.settled(b)
@@ -83,7 +83,7 @@ class Factors:
                 self.split(long, self.extent(short))
 
     def cut(self, sequel: Sequel, inner: int) -> tuple[Sequel, Sequel] | None:
-        """A dimension in two, the second of extent ``inner``; None where a factor would not split.
+        """A dimension in two, the second of extent ``inner``; None if a factor would not split.
 
         before: ``[16, 128]`` at 64; after: ``[16, 2]`` and ``[64]``.
         """

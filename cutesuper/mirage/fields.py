@@ -1,4 +1,4 @@
-"""JSON objects that are read field by field; every complaint says where and what to do."""
+"""JSON objects that are read field by field; every error says where and what to do."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Fields:
     """A JSON object.
 
     Args:
-        data: what the parser made of it.
-        where: what messages begin with.
+        data: the result of the parser.
+        where: beginning of messages.
 
     Raises:
         FormatError: here and in every method: not an object, a field that is missing, of another
@@ -30,7 +30,7 @@ class Fields:
         self.where = where
 
     def has(self, name: str) -> bool:
-        """Whether the field is there."""
+        """True if the field exists."""
         return name in self.data
 
     def get(self, name: str) -> Any:
@@ -40,7 +40,7 @@ class Fields:
         return self.data[name]
 
     def integer(self, name: str, low: int, high: int = MAX_INTEGER) -> int:
-        """An integer of ``low`` to ``high``."""
+        """An integer from ``low`` to ``high``."""
         return integer(self.get(name), f"{self.where}: {name}", low, high)
 
     def number(self, name: str) -> float:
@@ -52,7 +52,7 @@ class Fields:
         return float(value)
 
     def text(self, name: str) -> str:
-        """A text."""
+        """A string."""
         value = self.get(name)
         if not isinstance(value, str):
             raise FormatError(f"{self.where}: {name} is {short(value)}, not a text")

@@ -1,4 +1,4 @@
-"""Which factors the dimensions of every value of a kernel have, and which tiles share them."""
+"""The factors of the dimensions of every value of a kernel, and the tiles that share them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from cutesuper.mirage.factors import Factors, Sequel
 from cutesuper.mirage.fields import GRID
 from cutesuper.mirage.steps import Kernel, Step
 
-#: guid of a tensor -> extents into which each of its dimensions was divided where it was stored
+#: guid of a tensor -> extents into which its store divided each of its dimensions
 Cuts = Mapping[int, tuple[tuple[int, ...], ...]]
 
 
 @dataclass
 class Value:
-    """What is known of the value of a step.
+    """Known facts about the value of a step.
 
     Attributes:
         dims: the factors of each dimension of its tile.
-        varies: factors of the grid and of the loop on which it depends.
-        ended: whether it is there only after the loop.
+        varies: factors of the grid and of the loop that it depends on.
+        ended: whether it exists only after the loop.
         gone: factors that the step reduces or contracts.
-        whole: loads and stores: the factors of each dimension of the tensor.
+        whole: for loads and stores, the factors of each dimension of the tensor.
     """
 
     dims: tuple[Sequel, ...]
@@ -45,7 +45,7 @@ class Indices:
 
     Args:
         kernel: its steps.
-        cuts: how tensors from earlier kernels are divided; loads follow where they can.
+        cuts: divisions of tensors from earlier kernels; loads follow them where possible.
 
     Raises:
         FormatError: a step that has no meaning for a block program.
@@ -73,7 +73,7 @@ class Indices:
         return (p for p in zip(self.kernel.steps, self.values, strict=True) if p[0].kind == kind)
 
     def reduced(self) -> list[frozenset[int]]:
-        """For every step the factors that it, or what it depends on, has reduced."""
+        """For every step the factors that it, or a step it depends on, has reduced."""
         result: list[frozenset[int]] = []
         for step, v in zip(self.kernel.steps, self.values, strict=True):
             result.append(frozenset(v.gone).union(*(result[i] for i in step.inputs)))
@@ -190,7 +190,7 @@ class Indices:
                 )
 
     def _share(self) -> None:
-        """Let tiles along one axis share their outermost factor where they never meet.
+        """Let tiles along one axis share their outermost factor if they never meet.
 
         The axis then belongs to one label. Partial sums of 8 x 64 and of 8 x 128 elements that are
         read in 4 iterations both become ``[loop, 2, ...]``.
@@ -206,7 +206,7 @@ class Indices:
                 self._join(firsts, min(extents))
 
     def _tiles(self) -> list[tuple[Sequel, int | None]]:
-        """For every loaded dimension its axes and the factor that follows them."""
+        """The axes of every loaded dimension, and the factor that follows them."""
         loaded = [dim for _, v in self.of_kind("load") for dim in v.whole]
         result: list[tuple[Sequel, int | None]] = []
         for dim in loaded:
@@ -224,7 +224,7 @@ class Indices:
         self._settle()
 
     def _meet(self, factors: list[int]) -> bool:
-        """Whether a step has two of the factors among its operands and its result."""
+        """True if a step has two of the factors among its operands and its result."""
         together = [
             v.factors.union(*(self.values[i].factors for i in s.inputs))
             for s, v in zip(self.kernel.steps, self.values, strict=True)
@@ -233,5 +233,6 @@ class Indices:
 
 
 def _boundaries(extents: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Where dimensions are divided, in elements from the inside: (8, 4, 64) at 256 and 64."""
+    """Boundaries between divided dimensions, in elements from the inside: (8, 4, 64) at 256 and
+    64."""
     return [prod(e[i:]) for e in extents for i in range(1, len(e))]

@@ -1,10 +1,10 @@
-"""From factors to labels: the axes of a label and its tile are factors that stay together.
+"""Conversion of factors to labels: a label's axes and tile are factors that stay together.
 
-before: the dimension K is divided ``[y, loop, 128]`` in every tensor that has it, and whoever sums
-over the loop sums over the 128 elements first; after: one label K with a grid axis, a loop axis
+before: the dimension K is divided ``[y, loop, 128]`` in every tensor that has it, and every sum
+over the loop follows one over the 128 elements; after: one label K with a grid axis, a loop axis
 and a tile of 128.
 
-Factors that are used apart become labels of their own, with a tile of 1, and a dimension of a
+Factors that are used separately become labels of their own, with a tile of 1, and a dimension of a
 tensor is then several labels. A sum over the loop of ``[y, loop, 128]`` that keeps the 128 elements
 needs ``("N", "J")``, where N has the axes and J is the tile.
 """
@@ -21,13 +21,13 @@ from cutesuper.mirage.indices import Indices
 
 #: an entry of a map: a label or an axis, and its extent
 Entry = tuple[str, int]
-#: names of labels that are no rows, columns or inner dimensions of a product
+#: names of labels that are not rows, columns or inner dimensions of a product
 _LETTERS = "BDEFGHIJLOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True)
 class Label:
-    """A label, as the factors that it is made of.
+    """A label, described by its factors.
 
     Attributes:
         name: in the block program.
@@ -43,7 +43,7 @@ class Label:
 
     @property
     def factors(self) -> Sequel:
-        """Outermost first."""
+        """The factors, outermost first."""
         return tuple(f for f in (self.grid, self.loop, self.tile) if f is not None)
 
 
@@ -65,11 +65,11 @@ class Labels:
         self.of = {f: label for label in self.labels for f in label.factors}
 
     def extent(self, label: Label) -> int:
-        """Of the whole dimension."""
+        """Extent of the whole dimension."""
         return self._indices.factors.size(label.factors)
 
     def tile(self, label: Label) -> int:
-        """What a block holds at a time."""
+        """Extent that a block holds at a time."""
         return 1 if label.tile is None else self._extent(label.tile)
 
     def axes(self) -> tuple[Axis, ...]:
@@ -85,8 +85,8 @@ class Labels:
     def entries(self, dim: Sequel) -> Iterator[Entry]:
         """The labels of one dimension of a loaded or stored tensor, with their extents.
 
-        In a store an axis (``K.grid``) stands in place of its label where the label is reduced, and
-        the results of its parts are stored side by side.
+        In a store an axis (``K.grid``) replaces its label if the label is reduced, and the results
+        of its parts are stored side by side.
         """
         left = list(dim)
         while left:
@@ -135,7 +135,7 @@ class Labels:
         return f is not None and before[g] == {f} and after[f] == {g}
 
     def _divided(self, sequel: Sequel) -> list[Sequel]:
-        """A chain in as few labels as the steps allow."""
+        """The division of a chain into as few labels as the steps allow."""
         ways = [[sequel]]
         if len(sequel) == 3:
             ways += [[sequel[:1], sequel[1:]], [sequel[:2], sequel[2:]]]
@@ -143,7 +143,7 @@ class Labels:
         return next(way for way in ways if all(map(self._together, way)))
 
     def _together(self, group: Sequel) -> bool:
-        """Whether one label with these factors describes what the steps do."""
+        """True if one label with these factors describes the steps correctly."""
         if len(group) == 1:
             return True
         grid, loop, tile = self._parts(group)
@@ -161,7 +161,8 @@ class Labels:
         return next((f for f in group if f not in (loop, tile)), None), loop, tile
 
     def _stored_together(self, grid: int | None, tile: int | None) -> bool:
-        """Side by side, or only the parts along the grid, of what is reduced over the tile."""
+        """True if stores write the parts side by side, or only the parts along the grid of values
+        that are reduced over the tile."""
         if grid is None or tile is None:
             return True
         for i, value in self._stores:
@@ -175,7 +176,8 @@ class Labels:
         return True
 
     def _accumulated_together(self, loop: int, tile: int | None) -> bool:
-        """What is accumulated has been reduced over the tile; in a mean or maximum, just before."""
+        """True if accumulated values have been reduced over the tile; for a mean or maximum, just
+        before."""
         if tile is None:
             return True
         for step, _ in self._indices.of_kind("close"):
@@ -189,7 +191,7 @@ class Labels:
         return True
 
     def _averaged_together(self, grid: int | None, loop: int | None, tile: int) -> bool:
-        """A mean over a tile is one over the whole label only if the label has no other part."""
+        """True unless a mean is taken over the tile of a label with other parts."""
         for step, value in self._indices.of_kind("reduce"):
             other = grid is not None or (loop is not None and not step.attributes["loop"])
             if other and step.attributes["how"] == "mean" and tile in value.gone:
@@ -202,7 +204,7 @@ class Labels:
     # names ---------------------------------------------------------------------------------
 
     def _named(self, groups: list[Sequel]) -> Iterator[Label]:
-        """M, N and K by their role in a product; others get the letters that are left."""
+        """Labels named M, N and K by their role in a product; others get the remaining letters."""
         roles = self._roles()
         used: set[str] = set()
         for group in groups:

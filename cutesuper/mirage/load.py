@@ -39,8 +39,8 @@ def load_mirage(
 ) -> Sequence[MuGraph | FormatError]:
     """Read muGraphs that Mirage wrote: ``to_json`` of a graph, or the checkpoint of a search.
 
-    What is read is a program to be verified, not a trusted one: `cutesuper.verify` says whether it
-    computes what a kernel graph defines.
+    The result is a program to be verified, not a trusted one: `cutesuper.verify` checks it against
+    a kernel graph.
 
     Args:
         path: a JSON file with a list of muGraphs, or with one.
@@ -54,8 +54,8 @@ def load_mirage(
         The muGraphs in the order of the file.
 
     Raises:
-        FormatError: the file is no JSON, or holds something else than muGraphs; a muGraph that
-            cannot be read, with its number in the file, the operator and the reason.
+        FormatError: the file is not JSON, or holds something other than muGraphs; a muGraph cannot
+            be read, with its number in the file, the operator and the reason.
     """
     if on_error not in ("raise", "keep"):
         raise OptionError(f"load_mirage(on_error={on_error!r}): use 'raise' or 'keep'")
@@ -91,7 +91,7 @@ def _graphs(data: Any, what: str) -> list[Any]:
 
 
 def _read(data: Any, where: str, dtype: DType | None) -> MuGraph:
-    """One muGraph. Raises FormatError."""
+    """A muGraph from its JSON. Raises FormatError."""
     document = read_document(data, where, dtype)
     kernels: list[Translated] = []
     cuts: dict[int, tuple[tuple[int, ...], ...]] = {}

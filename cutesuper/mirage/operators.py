@@ -1,8 +1,8 @@
-"""Mirage's operators: their names, how many operands they take, what shape they give.
+"""Mirage's operators: their names, numbers of operands and result shapes.
 
 Names are those of the files without level (``kn_``, ``tb_``) and suffix (``_op``); a dimension
-inside the name is taken out: ``tb_reduction_1_to_dimx_op`` is ``reduction_to_dimx`` over dimension
-1. The facts come from the Mirage project (arXiv:2405.05751, and what its published files hold).
+inside the name is removed: ``tb_reduction_1_to_dimx_op`` is ``reduction_to_dimx`` over dimension 1.
+The facts come from the Mirage project (arXiv:2405.05751, and its published files).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BLOCK = {
 #: numbers that an operator needs; Mirage leaves them out of its files
 SCALARS = {"mul_scalar": ("scalar",), "clamp": ("min_val", "max_val")}
 
-#: operators that are known and that no block program expresses, with the reason
+#: known operators that no block program expresses, with the reason
 REFUSED = {
     "log": "there is no logarithm among the operators of a block program",
     "pow": "there is no power among the operators of a block program",
@@ -64,7 +64,7 @@ _NAME = re.compile(r"(reduction|concat|split|chunk)_([0-9])(_to_dimx|_max)?")
 
 
 def operator_of(text: str, level: str, where: str) -> tuple[str, int]:
-    """The operator behind an ``op_type``, and the dimension that its name holds (else 0).
+    """The operator behind an ``op_type``, and the dimension in its name (else 0).
 
     before: ``tb_accum_nored_op``, ``kn_reduction_1_op``; after: (``forloop_accum_nored``, 0),
     (``reduction``, 1). The first releases called the accumulators ``tb_accum_*``.
@@ -92,7 +92,7 @@ def operator_of(text: str, level: str, where: str) -> tuple[str, int]:
 
 
 def result_shape(name: str, dim: int, shapes: list[Extents], dimx: int, where: str) -> Extents:
-    """The shape that an operator gives.
+    """The shape of an operator's result.
 
     Args:
         name: an operator of `BLOCK`.

@@ -15,7 +15,7 @@ from cutesuper.mirage.steps import Kernel, Step
 
 @dataclass(frozen=True)
 class Access:
-    """A load or a store: which tensor, and how each of its dimensions is mapped."""
+    """A load or a store: its tensor, and the mapping of each dimension."""
 
     op: int
     tensor: Tensor
@@ -36,7 +36,7 @@ class Translated:
 
     @property
     def stored(self) -> dict[int, tuple[tuple[int, ...], ...]]:
-        """How the tensors that it writes are divided, by guid."""
+        """The divisions of the tensors that it writes, by guid."""
         ops = self.program.ops
         return {a.tensor.guid: a.divided for a in self.accesses if ops[a.op].kind == STORE}
 
@@ -46,10 +46,10 @@ def translate(kernel: Kernel, cuts: Cuts) -> Translated:
 
     Args:
         kernel: its steps.
-        cuts: how tensors from earlier kernels are divided.
+        cuts: divisions of tensors from earlier kernels.
 
     Raises:
-        FormatError: no labels describe what the kernel does.
+        FormatError: no labels describe the kernel.
     """
     return _Emission(kernel, Indices(kernel, cuts)).run()
 
@@ -85,7 +85,7 @@ class _Emission:
         return self._op(step.kind, args, **step.attributes)
 
     def _op(self, kind: str, args: list[int], **attributes: Any) -> int:
-        """Append an operation; its labels are those of its operands but for ``over``."""
+        """Append an operation; its labels are those of its operands except ``over``."""
         have = {d for j in args for d in self.ops[j].dims} - {attributes.get("over")}
         dims = tuple(d for d in self.dims if d in have)
         self.ops.append(BlockOp(kind, tuple(args), dims, attributes))
@@ -120,7 +120,7 @@ class _Emission:
         return x
 
     def _close(self, i: int, how: str, x: int) -> int:
-        """Accumulate over the loop; what is the same in every iteration is multiplied."""
+        """Accumulate over the loop; a value that is the same in every iteration is multiplied."""
         if not self.indices.loop:
             return x
         (loop,) = self.indices.loop

@@ -1,4 +1,4 @@
-"""A Mirage kernel as a list of small steps: what both levels and all accumulators come down to.
+"""A Mirage kernel as a list of small steps, to which both levels and all accumulators reduce.
 
 before: ``tb_forloop_accum_red_ld_rms_op(X)``; after: ``square``, ``reduce`` (mean over the last
 dimension), ``close`` (mean over the loop), ``sqrt``.
@@ -19,18 +19,18 @@ PRODUCT_TILE = 64
 
 @dataclass(frozen=True)
 class Step:
-    """One step; its value is known by its position in the list.
+    """One step; its value is identified by its position in the list.
 
     Attributes:
         kind: ``load``, ``store``, ``matmul``, ``reduce`` (over a dimension of the tile), ``close``
             (over the loop), ``scale`` (by ``value``), or an element-wise operator of our table.
         inputs: positions of the operands.
-        shape: of the tile; of a ``store`` that of the stored tile.
+        shape: of the tile; for a ``store``, of the stored tile.
         where: for messages.
         attributes: ``load``, ``store``: ``tensor`` (a `Tensor`), ``splits`` (for each grid axis the
             dimension that it divides, or None), ``loop`` (the dimension that the loop divides, or
             None). ``reduce``, ``close``: ``how`` ("sum", "mean" or "max"). ``reduce``: ``dim``,
-            ``width`` (what stays of the dimension: sums of every width-th element), ``loop``
+            ``width`` (the remaining extent: sums of every width-th element), ``loop``
             (whether a ``close`` follows, so that a mean is one over both). Else the operator's own.
     """
 
@@ -52,13 +52,13 @@ class Kernel:
 
 
 class Steps:
-    """A list of steps that grows; methods return the position of the result."""
+    """A growing list of steps; methods return the position of the result."""
 
     def __init__(self) -> None:
         self.list: list[Step] = []
 
     def add(self, op: Operator, kind: str, *inputs: int, shape: Extents, **attributes: Any) -> int:
-        """Any step."""
+        """Append any step."""
         self.list.append(Step(kind, inputs, shape, op.where, attributes))
         return len(self.list) - 1
 
@@ -66,7 +66,7 @@ class Steps:
         self, op: Operator, kind: str, tensor: Tensor, *inputs: int, shape: Extents,
         splits: tuple[int | None, ...], loop: int | None = None,
     ) -> int:
-        """A load or a store."""
+        """Append a load or a store."""
         return self.add(
             op, kind, *inputs, shape=shape, tensor=tensor, splits=splits, loop=loop
         )
@@ -80,7 +80,7 @@ class Steps:
         return self.add(op, "reduce", x, shape=shape, how=how, dim=dim, width=width, loop=loop)
 
     def compute(self, op: Operator, *args: int, dimx: int = 1) -> int:
-        """An operator that is no load, store, product or concatenation."""
+        """Append an operator that is not a load, store, product or concatenation."""
         shape, name = self.list[args[0]].shape, op.name
         if name in UNARY:
             return self.add(op, name, *args, shape=shape)
@@ -109,7 +109,7 @@ class Steps:
         return self.add(op, "div", x, norm, shape=shape)
 
     def _accumulate(self, op: Operator, x: int, dimx: int) -> int:
-        """An accumulator: what it does in each iteration, over the loop, and after it."""
+        """Append an accumulator: its work in each iteration, over the loop, and after it."""
         kind = op.name.removeprefix("forloop_accum_")
         how = {"red_ld_mean": "mean", "red_ld_rms": "mean", "max": "max"}.get(kind, "sum")
         if kind == "red_ld_rms":
@@ -156,7 +156,7 @@ def _product_kernel(op: Operator) -> Kernel:
 
 
 def _row_kernel(op: Operator) -> Kernel:
-    """The row is the dimension that is reduced, else the last one."""
+    """A kernel by rows: the row is the dimension that is reduced, else the last one."""
     steps = Steps()
     (result,) = op.outputs
     row = op.dim if op.name == "reduction" else len(result.shape) - 1

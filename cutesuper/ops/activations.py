@@ -1,4 +1,4 @@
-"""Element-wise operators of PyTorch with gradients: gates, what LoRA adds, updates of nGPT."""
+"""Element-wise operators with gradients: gates, the addition of LoRA, updates of nGPT."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def _gelu_by_tanh(g: KernelGraph, x: Tensor) -> Tensor:
 def _add_activation(
     g: KernelGraph, x: Tensor, p: Tensor, bias: Tensor, scale: float, activation: str
 ) -> Built:
-    """What is kept is the result: the derivatives of both activations are functions of it.
+    """The activation of the sum; its result is saved, as the derivatives of both activations are
+    functions of it.
 
-    A sigmoid in a type of fewer bits than an operand is computed again: its slope at 0.99, from a
+    A sigmoid whose type has fewer bits than an operand is computed again: its slope at 0.99, from a
     bfloat16, is off by 17 %.
     """
     _check_activation(activation)
@@ -80,7 +81,7 @@ def _normalized_update(g: KernelGraph, x: Tensor, h: Tensor, alpha: Tensor) -> B
 
 
 def _without_length(g: KernelGraph, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of root mean square 1, and what they were multiplied with."""
+    """Rows normalized to root mean square 1, and their factors."""
     rstd = g.rsqrt(g.mean(g.square(x), -1))
     return g.mul(x, rstd), rstd
 
@@ -169,7 +170,7 @@ def add_activation(
     scale: float = 0.5,
     activation: Literal["relu", "sigmoid"] = "relu",
 ) -> torch.Tensor:
-    """``activation(x + scale * p + bias)``: what LoRA adds to a layer of an MLP, and its end.
+    """``activation(x + scale * p + bias)``: the end of an MLP layer with LoRA, p its addition.
 
     Args:
         x: ``[..., N]``, fp16, bf16 or fp32.

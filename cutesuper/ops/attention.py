@@ -19,7 +19,7 @@ from cutesuper.ir.arguments import shown
 from cutesuper.ops.plans import Maybe, Request, attend, check, result_of
 from cutesuper.runtime.checks import ORDINARY, oddity
 
-#: its kernels read memory in the order that they were given, so a compiler must not change it
+#: its kernels depend on the order of memory, so a compiler must not change it
 _STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 
 #: arguments of the registered operator, in order
@@ -90,7 +90,7 @@ def attention(
             ``.transpose(1, 2)`` of something contiguous; nothing is copied. On a GPU D and Dv are
             multiples of 8, up to 256 (for more there are kernels without masks only).
         key: ``[B, Hkv, S, D]``, stored like that, or the first positions ``[:, :, :t]`` of such a
-            cache. What lies behind them is not looked at.
+            cache. Data behind them is not read.
         value: ``[B, Hkv, S, Dv]``, likewise.
         attn_mask: None; see ``is_causal`` and ``key_lengths``.
         dropout_p: 0.
@@ -98,22 +98,22 @@ def attention(
             sequence, and row i those up to L - 1 - i before it, as in decoding with a cache.
         scale: of the products; None is ``1 / sqrt(D)``.
         enable_gqa: allow Hq to be a multiple of Hkv: neighbouring query heads share a head of keys.
-        key_lengths: int32 ``[B]``, 0 to S: sequence b sees its first ``key_lengths[b]`` keys. What
-            lies behind them may be anything. Rows that see no key are zero.
-        page_table: int32 ``[B, n]``: keys and values of sequence b lie in these pages, in order;
+        key_lengths: int32 ``[B]``, 0 to S: sequence b sees its first ``key_lengths[b]`` keys. Data
+            behind them may be anything. Rows that see no key are zero.
+        page_table: int32 ``[B, n]``: keys and values of sequence b are in these pages, in order;
             ``key`` and ``value`` are then ``[pages, P, Hkv, D]``, P a power of two from 16 to 256,
             and ``key_lengths`` is required. Entries behind a sequence's end may be anything.
         query_norm_weight: ``[D]``: every head of the query is first divided by ``sqrt(mean(x^2) +
             norm_eps)`` and multiplied by it (RMSNorm of each head, as in Qwen3).
-        key_norm_weight: ``[D]``, the same for keys. Keys that were normalized before they went into
-            a cache need none.
+        key_norm_weight: ``[D]``, the same for keys. Keys that were normalized before they were
+            cached need none.
         norm_eps: for these.
 
     Returns:
         ``[B, Hq, L, Dv]``, stored in the order of the query.
 
     Raises:
-        OperatorError: a mask or dropout; an option that is no number.
+        OperatorError: a mask or dropout; an option that is not a number.
         GraphError: a tensor requires a gradient.
         ShapeError, DTypeError, DeviceError, LayoutError: an argument that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
@@ -137,13 +137,13 @@ def attention(
         _check_call(tensors, enable_gqa)
         return torch.ops.cutesuper.attention.default(*tensors, *numbers)
     except (AttributeError, RuntimeError) as error:
-        if not isinstance(error, CutesuperError):  # of PyTorch, about arguments of another kind
+        if not isinstance(error, CutesuperError):  # PyTorch's, about arguments of another kind
             _refuse_kinds(tensors, numbers)
         raise
 
 
 def _check_call(tensors: Sequence[Any], enable_gqa: bool) -> None:
-    """Refuse gradients, and heads that nobody has said are shared."""
+    """Refuse gradients, and shared heads without ``enable_gqa``."""
     query, key, value, _, page_table, *weights = tensors
     floats = (query, key, value, *(w for w in weights if w is not None))
     if torch.is_grad_enabled() and True in [t.requires_grad for t in floats]:
@@ -159,7 +159,7 @@ def _check_call(tensors: Sequence[Any], enable_gqa: bool) -> None:
 
 
 def _refuse_kinds(tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
-    """Raise for the first argument that is no ordinary tensor, or no number."""
+    """Raise for the first argument that is not an ordinary tensor, or not a number."""
     for name, t in zip(_TENSORS, tensors, strict=True):
         optional = name not in ("query", "key", "value")
         if not (isinstance(t, torch.Tensor) or (t is None and optional)):

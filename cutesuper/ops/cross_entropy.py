@@ -12,8 +12,8 @@ from cutesuper.ops.rowwise import RowOperator
 
 
 def _cross_entropy(g: KernelGraph, logits: Tensor, target: Tensor, ignore_index: int) -> Built:
-    """The loss of each row; what is kept are its maximum and the sum of its exponentials."""
-    # of one class the exponential is 1 whatever the maximum is
+    """The loss of each row; the maximum and the sum of its exponentials are saved."""
+    # with one class the exponential is 1 whatever the maximum is
     saved = ("max", "sum") if logits.shape[-1] != 1 else ("sum",)
     return Built((g.cross_entropy(logits, target, ignore_index),), saved)
 
@@ -39,8 +39,8 @@ def cross_entropy(
     """``logsumexp(logits) - logits[target]`` of rows, as `torch.nn.functional.cross_entropy`.
 
     Args:
-        logits: ``[..., C]``, fp16, bf16 or fp32. Classes are the last dimension, also where there
-            are more than two (PyTorch has them second).
+        logits: ``[..., C]``, fp16, bf16 or fp32. Classes are the last dimension, even if there are
+            more than two dimensions (PyTorch has them second).
         target: ``[...]``, int64 or int32, a class of each row.
         ignore_index: rows with this target have a loss and a gradient of 0, and do not count in the
             mean.
@@ -49,10 +49,11 @@ def cross_entropy(
 
     Returns:
         float32, whatever the logits are: ``[...]`` for ``"none"``, else ``[]``. A target that is
-        neither a class nor ``ignore_index`` makes the loss of its row, and what is made of it, NaN.
+        neither a class nor ``ignore_index`` makes the loss of its row, and any reduction over it,
+        NaN.
 
     Raises:
-        OperatorError: another reduction, an ignore_index that is no 32-bit int; a forward-mode
+        OperatorError: another reduction, an ignore_index that is not a 32-bit int; a forward-mode
             derivative, vmap.
         ShapeError, DTypeError, DeviceError: a tensor that does not fit.
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.

@@ -1,6 +1,6 @@
-"""What an operator on rows is: its operands, its results, its kernel graph; and its kinds.
+"""Definitions of operators on rows: operands, results and kernel graph; and kinds of calls.
 
-A *kind* is all that decides the kernels of a call but how many rows there are and the GPU.
+A *kind* is everything that determines the kernels of a call, except the number of rows and the GPU.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from cutesuper.runtime.checks import ORDINARY, oddity
 Maybe = torch.Tensor | None
 Option = float | int | bool | str
 
-#: of labels
+#: element types of labels
 INTEGERS = (torch.int64, torch.int32)
 _FLOATS = tuple(d.torch for d in ALL.values())
 _SCHEMA = {float: "float", int: "int", bool: "bool", str: "str"}
 
 
 class Role(Enum):
-    """How a tensor of a call relates to the rows ``[..., N]`` of its first operand."""
+    """The relation of a tensor of a call to the rows ``[..., N]`` of its first operand."""
 
     #: ``[..., N]``, one element for each; all rows of a call have one shape
     ROWS = "rows"
@@ -50,7 +50,7 @@ class Role(Enum):
 
     @property
     def has_rows(self) -> bool:
-        """Whether its shape says how many rows there are."""
+        """True if the shape contains the number of rows."""
         return self in (Role.ROWS, Role.VALUE)
 
 
@@ -62,7 +62,7 @@ class Operand:
         name: of the argument, and of the graph's input.
         role: ROWS, ROW or VALUE; the first operand is ROWS.
         optional: may be None.
-        labels: int64 or int32, without a gradient; else of a floating-point type.
+        labels: int64 or int32, without a gradient; otherwise a floating-point type.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Output:
     Attributes:
         name: for the documentation of the registered operator.
         role: ROWS, VALUE or WHOLE.
-        like: name of the operand whose element type it has, or of an element type.
+        like: name of the operand with the same element type, or of an element type.
         often_unused: there is a backward pass without its cotangent; otherwise a result that the
             loss does not depend on costs a tensor of zeros.
     """
@@ -91,12 +91,12 @@ class Output:
 
 @dataclass(frozen=True)
 class Built:
-    """The values of a kernel graph that matter.
+    """The relevant values of a kernel graph.
 
     Attributes:
         outputs: the results, in order.
-        saved: what the backward pass is given besides operands; results may be among it. Values
-            inside of operators by name, as for `cutesuper.split`.
+        saved: values that the backward pass gets besides operands; results may be among them.
+            Values inside operators by name, as for `cutesuper.split`.
     """
 
     outputs: tuple[Tensor, ...]
@@ -114,13 +114,13 @@ class Definition:
     Attributes:
         name: of the operator in ``torch.ops.cutesuper``.
         operands: tensors that a call takes, in order.
-        options: name and type of the numbers and texts that it takes besides.
-        outputs: what it returns.
+        options: name and type of the other arguments, numbers and strings.
+        outputs: the results.
         build: ``build(graph, *inputs, *options)`` adds the operator to a graph; inputs are
             ``[M, N]`` (``[M, H, N]`` with a ROW operand of that rank), ``[N]`` (``[H, N]``) and
-            ``[M, 1]``, None where an operand is.
-        check: ``check(*options)`` returns the options as they are kept, equal to those that are
-            given; raises OperatorError. Calls with options that are known do not ask again.
+            ``[M, 1]``, None where an operand is None.
+        check: ``check(*options)`` returns the options to store, equal to those that are given;
+            raises OperatorError. It is not called again for known options.
     """
 
     name: str
@@ -157,11 +157,11 @@ class Input:
 
 @dataclass(frozen=True)
 class Kind:
-    """All that decides the kernels of a call but the number of rows and the GPU.
+    """Everything that determines the kernels of a call, except the number of rows and the GPU.
 
     Attributes:
         operator: name of the `Definition`.
-        inputs: one for each operand, None where it is.
+        inputs: one for each operand, None where that is None.
         options: values, in order.
     """
 
@@ -170,13 +170,13 @@ class Kind:
     options: tuple[Option, ...]
 
     def to_text(self) -> str:
-        """As JSON, which `of_text` reads."""
+        """The kind as JSON, which `of_text` reads."""
         inputs = [i and [i.rows, list(i.inner), i.dtype] for i in self.inputs]
         return json.dumps([self.operator, inputs, list(self.options)])
 
     @staticmethod
     def of_text(text: str) -> Kind:
-        """Read what `to_text` wrote. Raises FormatError."""
+        """Read a text of `to_text`. Raises FormatError."""
         try:
             operator, inputs, options = json.loads(text)
             made = tuple(i and Input(i[0], tuple(i[1]), i[2]) for i in inputs)
@@ -194,7 +194,7 @@ class Kind:
         return first.inner if first else ()
 
     def graph(self, definition: Definition, rows: Symbol) -> tuple[KernelGraph, Built]:
-        """The kernel graph, for so many rows."""
+        """The kernel graph for this number of rows."""
         g = KernelGraph()
         tensors = [
             i and g.new_input(_shape(i, rows), i.dtype, name=o.name)
@@ -241,7 +241,7 @@ def first_of(tensors: Sequence[Maybe]) -> torch.Tensor:
 
 
 def describe(definition: Definition, tensors: Sequence[Any]) -> str:
-    """For messages: ``rms_norm(x[8, 4096], weight[4096])``."""
+    """A call for messages: ``rms_norm(x[8, 4096], weight[4096])``."""
     parts = [
         f"{o.name}{'[nested]' if t.is_nested else list(t.shape)}"
         if isinstance(t, torch.Tensor)
@@ -253,7 +253,7 @@ def describe(definition: Definition, tensors: Sequence[Any]) -> str:
 
 
 def number(call: str, name: str, value: Any) -> float:
-    """An option as a float. Raises OperatorError where it is no number."""
+    """An option as a float. Raises OperatorError if it is not a number."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -285,7 +285,7 @@ def _input(o: Operand, t: torch.Tensor, x: torch.Tensor, width: int, call: str) 
         rows = "[..., N]" if width == 1 else "[..., H, N]"
         raise ShapeError(f"{call}: {first} must be {rows}, with at least one element in a row; "
                          "use .unsqueeze() or .unflatten()")
-    # kernels are made for a number, also where torch.compile has a symbol for it
+    # kernels are made for a number, even where torch.compile has a symbol for it
     inner = tuple(int(n) for n in shape[len(shape) - width :])
     if o.role is Role.ROW:
         wanted = inner[width - t.dim() :]

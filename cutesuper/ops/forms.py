@@ -1,4 +1,4 @@
-"""Which kernels a call of attention needs: a `Form`, its kernel graph, kernels that are kept."""
+"""The kernels that calls of attention need: a `Form`, its kernel graph, kernels that are kept."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 #: takes the graph's inputs, returns its outputs
 Runner = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
-#: forms whose kernels are kept; the oldest goes first
+#: forms whose kernels are kept; the oldest is dropped first
 KEPT_FORMS = 256
 
 
 class Order(Enum):
-    """How the dimensions batch, heads, positions and width lie in memory."""
+    """The order of the dimensions batch, heads, positions and width in memory."""
 
     HEADS = "(B, H, S, D)"
     TOKENS = "(B, S, H, D)"
@@ -37,20 +37,20 @@ class Order(Enum):
 
 @dataclass(frozen=True)
 class Form:
-    """All that decides the kernels of a call, but for the GPU.
+    """Everything that determines the kernels of a call, except the GPU.
 
     Attributes:
         batch: sequences; with ``any_batch`` the hint, for kernels that take any number.
         heads: of keys and values.
-        group: query heads for each of these.
+        group: query heads per head of keys.
         rows: positions of the query.
-        keys: positions of keys and values, the capacity where there are lengths.
+        keys: positions of keys and values; the capacity if there are lengths.
         dim, value_dim: width of a head of query and key, and of value.
         query_order, key_order, value_order: with pages the last two are not used.
         causal: with ``lengths`` the last row sees the last key, else row 0 sees key 0.
         scale: of the scores; None is 1 / sqrt(dim).
         lengths: whether keys are limited for each sequence.
-        pages, page_size: of the caches; 0 where keys are not in pages.
+        pages, page_size: of the caches; 0 if keys are not in pages.
         query_norm, key_norm: whether heads are normalized, with ``eps``.
     """
 
@@ -79,9 +79,9 @@ class Form:
 def graph_of(form: Form) -> KernelGraph:
     """The kernel graph of attention.
 
-    Inputs are, as far as there are any: query, key, value, lengths, table, query_norm, key_norm,
-    compact, as they lie in memory. G query heads for each of H heads are ``[B, H, G, L, D]``, keys
-    then ``[B, H, 1, S, D]``. The output lies in memory like the query.
+    Inputs, those that exist: query, key, value, lengths, table, query_norm, key_norm, compact, in
+    their order in memory. G query heads for each of H heads are ``[B, H, G, L, D]``, keys then
+    ``[B, H, 1, S, D]``. The output is stored in the query's order.
     """
     g = new_kernel_graph()
     b: Dim = Symbol("B", form.batch) if form.any_batch else form.batch
@@ -126,29 +126,29 @@ def _stored(
 
 
 def _by_heads(g: KernelGraph, t: Tensor, order: Order) -> Tensor:
-    """``[B, heads, positions, width]`` of what lies in memory in some order."""
+    """A tensor in some order of memory as ``[B, heads, positions, width]``."""
     n = len(t.shape)
     return t if order is Order.HEADS else g.transpose(t, (0, *range(2, n - 1), 1, n - 1))
 
 
 # ----------------------------------------------------------------------------------------- kernels
 
-#: by form, changes of the table of operators, and name of the GPU; None where no kernels take any
-#: batch
+#: by form, changes of the table of operators, and name of the GPU; None if no kernels take all
+#: batches
 _kernels: dict[tuple[Form, int, str], Kernel | None] = {}
 _lock = threading.Lock()
 
 
 def runner_of(form: Form, batch: int, device: torch.device) -> Runner:
-    """What runs a form: kernels on a GPU, the reference executor elsewhere.
+    """The runner of a form: kernels on a GPU, the reference executor elsewhere.
 
     Args:
         form: the kernels.
-        batch: of the call; where the kernels that take any cannot be made, those for this one are.
+        batch: of the call; used for kernels of this batch if those for any batch cannot be made.
         device: of the call.
 
     Raises:
-        DeviceError: kernels have to be made while a CUDA graph is captured.
+        DeviceError: kernels would have to be made while a CUDA graph is captured.
         CutesuperError: from `cutesuper.superoptimize`.
     """
     if device.type != "cuda":
@@ -161,7 +161,7 @@ def runner_of(form: Form, batch: int, device: torch.device) -> Runner:
 
 
 def _reference_of(form: Form) -> Runner:
-    """The reference executor; like kernels, it lets nothing behind a length count.
+    """The reference executor; as in the kernels, data behind a length has no effect.
 
     before: ``value[b, :, lengths[b]:]`` is NaN, ``table[b, 9]`` is -1; after: 0, page 0.
     """
@@ -188,7 +188,7 @@ def _reference_of(form: Form) -> Runner:
 
 
 def _cleared(t: torch.Tensor, seen: torch.Tensor, order: Order) -> torch.Tensor:
-    """Keys or values, 0 where ``seen[B, S]`` is not."""
+    """Keys or values, with 0 where ``seen[B, S]`` is false."""
     one = (1,) * (t.dim() - 3)
     shape = (*one, seen.shape[1], 1) if order is Order.HEADS else (seen.shape[1], *one, 1)
     return t.masked_fill(~seen.view(len(seen), *shape), 0.0)
@@ -222,10 +222,10 @@ def _made(form: Form, device: torch.device) -> Kernel | None:
 
 
 def batch_of(batch: int) -> tuple[int, bool]:
-    """``Form.batch`` and ``Form.any_batch`` for so many sequences.
+    """``Form.batch`` and ``Form.any_batch`` for this number of sequences.
 
-    Kernels are shared by all that fall into one bucket. Below the first there are kernels for each
-    number: how keys are split among blocks depends on it most.
+    All numbers in one bucket share kernels. Below the first bucket each number has its own kernels:
+    there the split of keys among blocks depends most on it.
     """
     return (batch, False) if batch < BUCKETS[0] else (bucket_of(batch), True)
 

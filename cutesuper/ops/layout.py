@@ -1,4 +1,4 @@
-"""How tensors of attention lie in memory: the storage orders that kernels read, caches in use."""
+"""Memory layout of the tensors of attention: storage orders that kernels read, caches in use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cutesuper.ops.forms import Order
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor ``[B, H, S, D]`` lies.
+    """The storage of a tensor ``[B, H, S, D]``.
 
     Attributes:
         order: of its dimensions in memory.
-        positions: S, or more where the tensor is the beginning of a longer cache.
+        positions: S, or more if the tensor is the beginning of a longer cache.
     """
 
     order: Order
@@ -31,10 +31,10 @@ def order_of(t: torch.Tensor) -> Order | None:
 
 
 def stored(t: torch.Tensor, name: str) -> Stored:
-    """Where keys or values lie, which may fill the beginning of a cache.
+    """The storage of keys or values, which may fill the beginning of a cache.
 
     before: ``cache[:, :, :100]`` of a cache ``[2, 8, 4096, 64]``; after: the whole cache, 4096
-    positions, of which 100 count.
+    positions, of which 100 are used.
 
     Raises:
         LayoutError: there are gaps of another kind.
@@ -50,10 +50,10 @@ def stored(t: torch.Tensor, name: str) -> Stored:
 
 
 def _capacity(t: torch.Tensor, order: Order) -> int:
-    """Positions of the cache that ``t`` is the beginning of; 0 where it is not."""
+    """Positions of the cache whose beginning ``t`` is; 0 if it is none."""
     b, h, s, d = t.shape
     heads, inner = (h, d) if order is Order.HEADS else (1, h * d)
-    # the stride of the outermost extent that is not 1 says how many positions there are
+    # the stride of the outermost extent other than 1 gives the number of positions
     block = t.stride(1) if heads > 1 else t.stride(0)
     positions = block // inner
     strides = (heads * block, block, d) if order is Order.HEADS else (block, d, inner)
@@ -65,7 +65,7 @@ def _capacity(t: torch.Tensor, order: Order) -> int:
 
 
 def within(t: torch.Tensor, positions: int) -> bool:
-    """Whether ``t`` may be read with so many positions: its storage has all of them."""
+    """True if ``t`` may be read with this many positions, as its storage holds all of them."""
     b, h, _, d = t.shape
     end = t.storage_offset() + b * h * positions * d
     return end * t.element_size() <= t.untyped_storage().nbytes()

@@ -1,12 +1,12 @@
 """Operators on rows as operators of ``torch.library``: for compilers, fake tensors and transforms.
 
-For a definition called ``f`` there are two::
+A definition called ``f`` has two::
 
-    cutesuper::f(Tensor x, Tensor? weight, float eps) -> Tensor[]      results, and what is saved
+    cutesuper::f(Tensor x, Tensor? weight, float eps) -> Tensor[]      results, and saved values
     cutesuper::f_backward(Tensor[] saved, Tensor?[] cotangents, str kind, bool[] needs) -> Tensor[]
 
 The second returns the gradients that are needed, in order. ``kind`` is `Kind.to_text` of the call:
-a gradient depends on operands that need not be kept, like a bias.
+a gradient depends on operands that need not be saved, like a bias.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _lock = threading.Lock()
 
 
 def kept(made: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """``made[key]``, made where it is not there yet; the oldest goes where there are too many."""
+    """``made[key]``, made if it does not exist yet; the oldest entry is dropped if there are too
+    many."""
     found = made.get(key)
     if found is None:
         found = make()
@@ -57,7 +58,7 @@ class Library:
     """The registered operators of a definition.
 
     Attributes:
-        forward, backward: to be called like functions.
+        forward, backward: callables.
     """
 
     def __init__(self, definition: Definition) -> None:
@@ -181,7 +182,7 @@ class Library:
     def _lead(
         self, kind: Kind, saved: Sequence[torch.Tensor], cotangents: Sequence[Maybe]
     ) -> Extents:
-        """Extents in front of a row: of the first tensor that has rows."""
+        """Extents in front of a row, taken from the first tensor that has rows."""
         programs = self._any(kind)
         roles = [s.role(self._definition) for s in programs.sources]
         roles += [o.role for o in self._definition.outputs]
@@ -215,7 +216,7 @@ def _keep_nothing(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def double_backward(name: str) -> str:
-    """The message for a derivative of a derivative."""
+    """The message for a second derivative."""
     return (
         f"{name}: its gradient cannot be differentiated again; leave out create_graph=True, or "
         "compute this part with operators of torch"
@@ -223,7 +224,7 @@ def double_backward(name: str) -> str:
 
 
 def refuse_transforms(name: str, tensors: Sequence[Any]) -> None:
-    """Raise OperatorError where something else than a gradient backwards is asked for."""
+    """Raise OperatorError for transforms other than reverse-mode gradients."""
     if torch._C._are_functorch_transforms_active():
         raise OperatorError(
             f"{name}: it cannot be called under vmap and other transforms of torch.func; give it "

@@ -18,8 +18,8 @@ def _rms(
 ) -> tuple[Tensor, Tensor | str]:
     """The norm of rows, and the reciprocals of their root mean squares.
 
-    A weight of heads is no operand of the operator; with the factors written out its gradient needs
-    no quotient that dx does without.
+    A weight of heads is not an operand of the graph's norm; with the factors written out its
+    gradient needs no quotient beyond those of dx.
     """
     if weight is not None and weight_offset:
         weight = g.add(weight, weight_offset)
@@ -52,7 +52,7 @@ def _add_rms_norm(
 def _layer_norm(
     g: KernelGraph, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Built:
-    # the mean of one element is this element
+    # the mean of one element is the element
     saved = ("mean", "rstd") if x.shape[-1] != 1 else ()
     if weight is None and bias is not None:
         return Built((g.add(g.layer_norm(x, eps=eps), bias),), saved)
@@ -85,7 +85,7 @@ _add_rms_norm_operator = RowOperator(
         "add_rms_norm",
         (_X, Operand("residual", Role.ROWS), _WEIGHT),
         _RMS_OPTIONS,
-        # the sum that the last norm of a model returns is used by nobody
+        # the sum that the last norm of a model returns is unused
         (Output("y"), Output("sum", like="residual", often_unused=True)),
         _add_rms_norm,
         _check_rms,
@@ -117,7 +117,7 @@ def rms_norm(
         x: ``[..., N]``, fp16, bf16 or fp32.
         weight: ``[N]``; or ``[H, N]`` for x of ``[..., H, N]``, a weight for each head. None: 1. Of
             any of these types.
-        residual: of x's shape and any of these types; what is normalized is then ``x + residual``.
+        residual: of x's shape and any of these types; then ``x + residual`` is normalized.
         eps: added to the mean of squares, from 0 to below 1.
         weight_offset: added to the weight, 1.0 in Gemma.
 

@@ -1,4 +1,4 @@
-"""From the tensors of a call of attention to what runs: checked once for each kind of arguments."""
+"""Plans of attention calls: from tensors to a runner, checked once per kind of arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cutesuper.ir.operators.base import TABLE
 from cutesuper.ops.forms import Form, Order, Runner, batch_of, runner_of
 from cutesuper.ops.layout import Stored, View, compact, order_of, refusal, stored, within
 
-#: kinds of arguments that are remembered; the oldest goes first
+#: kinds of arguments that are remembered; the oldest is dropped first
 KEPT_PLANS = 4096
 
 Maybe = torch.Tensor | None
@@ -40,7 +40,7 @@ class Request:
 
     @property
     def call(self) -> str:
-        """For messages: ``attention(query[1, 8, 16, 64], key[...], value[...])``."""
+        """The call for messages: ``attention(query[1, 8, 16, 64], key[...], value[...])``."""
         sides = (("query", self.query), ("key", self.key), ("value", self.value))
         return f"attention({', '.join(f'{n}{list(t.shape)}' for n, t in sides)})"
 
@@ -59,15 +59,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a kind of call does.
+    """The execution of one kind of call.
 
     Attributes:
         run: takes the graph's inputs.
-        views: of query, key and value as they lie in memory; None where a tensor is it already.
-        capacity: positions of the cache that keys and values are the beginning of; 0 where they
-            are whole.
-        limit: keys of every sequence, where those behind them are not to be seen; 0: no limit.
-        output: the output as ``[B, H, L, D]``; None where the kernels' is it already.
+        views: of query, key and value in their order in memory; None for a tensor that needs none.
+        capacity: positions of the cache whose beginning keys and values are; 0 if they are whole.
+        limit: number of visible keys of every sequence; 0: no limit.
+        output: the output as ``[B, H, L, D]``; None if the kernels' output has this form.
     """
 
     run: Runner
@@ -84,7 +83,7 @@ class Plan:
         lengths: Maybe,
         others: Sequence[Maybe],
     ) -> torch.Tensor:
-        """Run it on the tensors of a call; ``others`` are page table and weights of norms."""
+        """Run the plan on the tensors of a call; ``others`` are page table and weights of norms."""
         for name, t in (("key", key), ("value", value)) if self.capacity else ():
             if not within(t, self.capacity):
                 raise refusal(t, name)
@@ -106,7 +105,7 @@ def _limited(lengths: Maybe, limit: int, query: torch.Tensor) -> torch.Tensor:
 
 
 _plans: dict[tuple[object, ...], Plan] = {}
-#: held while `_plans` changes: a thread that looks for the oldest must not see it grow
+#: held while `_plans` changes: it must not grow while a thread looks for the oldest entry
 _lock = threading.Lock()
 
 
@@ -175,7 +174,7 @@ def _plan(r: Request) -> Plan:
     strides = (heads * n * width, n * width, width, 1)
     if query_order is Order.TOKENS:
         strides = (heads * n * width, width, heads * width, 1)
-    # a graph without groups makes [B, H, L, D] in this order, the others more dimensions
+    # a graph without groups makes [B, H, L, D] in this order; others have more dimensions
     plain = g == 1 and query_order is Order.HEADS
     output = None if plain else ((b, heads, n, width), strides)
     capacity = key.positions if key.positions != r.positions else 0
@@ -183,7 +182,7 @@ def _plan(r: Request) -> Plan:
 
 
 def _keys(r: Request) -> tuple[Stored, Stored]:
-    """Where keys and values lie; both in caches of one length, or both whole."""
+    """The storage of keys and values; both in caches of one length, or both whole."""
     if r.page_table is not None:
         return Stored(Order.TOKENS, r.positions), Stored(Order.TOKENS, r.positions)
     key, value = stored(r.key, "key"), stored(r.value, "value")
@@ -196,14 +195,14 @@ def _keys(r: Request) -> tuple[Stored, Stored]:
 
 
 def _limit(r: Request, key: Stored) -> int:
-    """How many keys of a cache count; 0 where nothing needs to be hidden."""
+    """The number of keys of a cache that are visible; 0 if none needs to be hidden."""
     if key.positions == r.positions:
         return 0
     if not r.causal or r.key_lengths is not None:
         return r.positions
     if r.query.shape[2] <= r.positions:
-        # row i sees keys 0..i. Of L keys that is what the last L rows see, and then nothing behind
-        # them counts, not even NaN
+        # row i sees keys 0..i, as the last L rows see of L keys; data behind these then has no
+        # effect, not even NaN
         return r.query.shape[2]
     raise LayoutError(
         f"{r.call}, is_causal=True: more rows than keys, and key is the beginning of a cache of "
@@ -241,13 +240,13 @@ def _form(r: Request, order: Order, key: Stored, value: Stored, lengths: bool) -
 def _memory(
     b: int, heads: tuple[int, int], rows: int, width: int, order: Order
 ) -> tuple[int, ...]:
-    """Extents of query in the order of memory; no dimension for a group of one."""
+    """Extents of the query in the order of memory; no dimension for a group of one."""
     lead = heads if heads[1] > 1 else heads[:1]
     return (b, *lead, rows, width) if order is Order.HEADS else (b, rows, *lead, width)
 
 
 def _key_memory(r: Request, form: Form, width: int, order: Order) -> tuple[int, ...]:
-    """The same for keys or values, whose heads have an extent of 1 for each group."""
+    """Extents of keys or values in the order of memory; an extent of 1 for each group of heads."""
     lead = (form.heads, 1) if form.group > 1 else (form.heads,)
     if form.pages:
         return (form.pages, form.page_size, *lead, width)
@@ -263,10 +262,10 @@ def _view(t: torch.Tensor, shape: tuple[int, ...]) -> View | None:
 
 
 def check(r: Request) -> None:
-    """Refuse arguments that make no sense, wherever they lie in memory.
+    """Refuse arguments that make no sense, regardless of their memory layout.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, LayoutError: what is wrong, and what to do.
+        ShapeError, DTypeError, DeviceError, LayoutError: says what is wrong, and what to do.
     """
     _check_types(r)
     _check_shapes(r)

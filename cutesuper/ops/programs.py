@@ -1,7 +1,7 @@
-"""The programs of a kind of calls, and the kernels that are kept for them.
+"""Programs of a kind of calls, and the kernels that are kept for them.
 
-The forward pass comes in two forms, with and without what the backward pass needs. The backward
-pass comes in one for each set of gradients that is asked for.
+The forward pass has two forms, with and without the values that the backward pass needs. The
+backward pass has one for each set of gradients that is requested.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from cutesuper.runtime.calling import Launches
 
 #: Kernels are shared by all numbers of rows up to the first number, for which they are optimized
 #: with the second one. Up to 512 rows there are few tiles for each of 132 multiprocessors, and sums
-#: over all rows are finished in another way; beyond 4096 only the work for each row counts.
+#: over all rows are finished in another way; beyond 4096 only the work per row matters.
 SIZE_CLASSES = ((512, 128), (4096, 2048), (2**31, 16384))
 
-#: forms whose kernels are kept; the oldest goes first
+#: forms whose kernels are kept; the oldest is dropped first
 KEPT_PROGRAMS = 1024
 
 #: takes inputs and outputs of a graph and the number of rows, and computes the outputs
@@ -43,19 +43,19 @@ def rows_class(rows: int) -> int:
 
 @dataclass(frozen=True)
 class Source:
-    """Where an input of the backward pass comes from.
+    """The source of an input of the backward pass.
 
     Attributes:
-        side: an operand, an output of the forward pass (a result, or what it saves besides), or the
+        side: an operand, an output of the forward pass (a result, or another saved value), or the
             cotangent of a result.
-        place: which.
+        place: its index there.
     """
 
     side: Literal["operand", "output", "cotangent"]
     place: int
 
     def role(self, definition: Definition) -> Role | None:
-        """None for what is saved besides operands and results."""
+        """Its role; None for values that are saved besides operands and results."""
         if self.side == "operand":
             return definition.operands[self.place].role
         there = self.place < len(definition.outputs)
@@ -67,10 +67,10 @@ class Backward:
     """A backward pass.
 
     Attributes:
-        graph: None where every gradient is a cotangent.
+        graph: None if every gradient is a cotangent.
         inputs: sources of the graph's inputs.
         gradients: for each operand the output of ``graph``, or the cotangent that is its gradient;
-            None where it has none, or none was asked for.
+            None if it has none, or none was requested.
     """
 
     graph: KernelGraph | None
@@ -109,12 +109,12 @@ class Programs:
 
     @property
     def saving(self) -> KernelGraph:
-        """The forward pass that has what is saved as further outputs."""
+        """The forward pass with the saved values as further outputs."""
         return self._split.forward
 
     @cached_property
     def sources(self) -> tuple[Source, ...]:
-        """Everything besides cotangents that some backward pass needs."""
+        """Everything besides cotangents that any backward pass needs."""
         return tuple(s for s in self._sources(self._split) if s.side != "cotangent")
 
     def _sources(self, halves: Split) -> list[Source]:
@@ -131,11 +131,11 @@ class Programs:
         return found
 
     def backward(self, needs: tuple[bool, ...], given: tuple[bool, ...]) -> Backward:
-        """The backward pass for some gradients, from the cotangents that there are.
+        """The backward pass for some gradients, from the cotangents that exist.
 
         Args:
-            needs: for each operand, whether its gradient is asked for.
-            given: for each result, whether it has a cotangent; where kernels without one are made
+            needs: for each operand, whether its gradient is requested.
+            given: for each result, whether it has a cotangent, if kernels without one are made
                 (`Output.often_unused`).
         """
         ends = [i for i, g in zip(self.plain.outputs, given, strict=True) if g]
@@ -155,7 +155,7 @@ class Programs:
 
 
 def programs_of(definition: Definition, kind: Kind, hint: int) -> Programs:
-    """The graphs of a kind, optimized for so many rows; of the operators that there are now."""
+    """The graphs of a kind, optimized for this number of rows, with the operators now defined."""
     return _programs_of(definition, kind, hint, TABLE.changes)
 
 
@@ -173,7 +173,7 @@ _lock = threading.Lock()
 
 
 def runner_of(key: tuple[object, ...], graph: KernelGraph, device: torch.device) -> Runner:
-    """What runs a graph: kernels on a GPU, the reference executor elsewhere.
+    """The runner of a graph: kernels on a GPU, the reference executor elsewhere.
 
     Args:
         key: names the graph.
@@ -181,7 +181,7 @@ def runner_of(key: tuple[object, ...], graph: KernelGraph, device: torch.device)
         device: of the call.
 
     Raises:
-        DeviceError: kernels have to be made while a CUDA graph is captured.
+        DeviceError: kernels would have to be made while a CUDA graph is captured.
         CutesuperError: from `cutesuper.superoptimize`.
     """
     if device.type != "cuda":
@@ -208,7 +208,7 @@ def reference_of(graph: KernelGraph) -> Runner:
 
 
 def launcher(launches: Launches, device: torch.device) -> Runner:
-    """Kernels with memory for what is between them, on a device."""
+    """Kernels with memory for the tensors between them, on a device."""
     launch, between, index = launches.launch, launches.intermediates, device.index
     # torch.cuda.current_device() without the check that CUDA is initialized: there are tensors
     current = torch._C._cuda_getDevice

@@ -1,7 +1,7 @@
-"""Operators on rows for PyTorch: `RowOperator` makes one of a `Definition`.
+"""Operators on rows for PyTorch: `RowOperator` makes one from a `Definition`.
 
-A call in eager mode looks up what it does in a dictionary, and runs it; only what autograd needs
-stands between. Everything else (compilers, fake tensors, tensor subclasses, transforms) meets the
+A call in eager mode looks up its plan in a dictionary, and runs it; only autograd's bookkeeping
+comes between. Everything else (compilers, fake tensors, tensor subclasses, transforms) uses the
 operators of `cutesuper.ops.library`, which do the same through PyTorch's dispatcher.
 """
 
@@ -31,12 +31,12 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._are_functorch_transforms_active
 
-#: what decides, of a tensor, what a call does
+#: the facts of a tensor that determine the plan of a call
 _facts = attrgetter("__class__", "shape", "dtype", "device", "layout", "requires_grad")
 
 
 def is_plain() -> bool:
-    """Whether PyTorch does nothing with calls but run them, and differentiate backwards."""
+    """True if PyTorch only runs calls, and differentiates them in reverse mode."""
     return not (
         _is_compiling()
         or _dispatch_modes()
@@ -51,7 +51,7 @@ class RowOperator:
     """An operator on rows, to be called with the operands and options of its definition.
 
     Attributes:
-        definition: what it computes.
+        definition: of the operator.
         library: its registered operators.
     """
 
@@ -62,14 +62,14 @@ class RowOperator:
         self._run = _differentiable(definition, self.library)
 
     def __call__(self, tensors: tuple[Maybe, ...], options: tuple[Option, ...]) -> Any:
-        """Run it.
+        """Run the operator.
 
         Args:
             tensors: operands.
             options: the other arguments.
 
         Returns:
-            The result, or a tuple where there are several.
+            The result, or a tuple if there are several.
 
         Raises:
             ShapeError, DTypeError, DeviceError, OperatorError: an argument that does not fit.
@@ -79,7 +79,7 @@ class RowOperator:
             return self._through_library(tensors, options)
         try:
             plan = self._plans[_key(tensors, options)]
-        except (KeyError, AttributeError, TypeError, RuntimeError):  # unknown, no tensor, no number
+        except (KeyError, AttributeError, TypeError, RuntimeError):  # unknown, or of a wrong type
             plan = self._plan(tensors, options)
             if plan is None:
                 return self._through_library(tensors, options)
@@ -89,7 +89,7 @@ class RowOperator:
         return made[0] if len(made) == 1 else tuple(made)
 
     def _plan(self, tensors: tuple[Maybe, ...], options: tuple[Option, ...]) -> Plan | None:
-        """What a call does; None where a tensor has a behaviour of its own."""
+        """The plan of a call; None if a tensor has a behaviour of its own."""
         definition = self.definition
         options = definition.check(*options)
         if any(t is not None and (not isinstance(t, torch.Tensor) or oddity(t)) for t in tensors):
@@ -98,7 +98,7 @@ class RowOperator:
             return None
         asked = tuple(t is not None and t.requires_grad for t in tensors)
         needs = asked if _is_grad_enabled() and any(asked) else None
-        # under the options as they were checked: those that were given may change, like a tensor
+        # keyed by the checked options: those that were given may change, like a tensor
         return kept(
             self._plans,
             _key(tensors, options),
@@ -124,7 +124,7 @@ def _has_no_behaviour(t: torch.Tensor) -> bool:
 
 
 def _differentiable(definition: Definition, library: Library) -> Callable[..., Any]:
-    """``run(plan, *tensors)``: a call of which gradients are asked for."""
+    """``run(plan, *tensors)``: a call that records gradients."""
 
     class Call(torch.autograd.Function):
         @staticmethod
@@ -154,8 +154,8 @@ def _differentiable(definition: Definition, library: Library) -> Callable[..., A
                 )
             return (None, *gradients(ctx.saved_tensors, cotangents))
 
-    # what `torch.autograd.Function.apply` calls where no transform of functorch is active, which
-    # has been found out before
+    # the function that `torch.autograd.Function.apply` calls if no transform of functorch is
+    # active, which has been checked before
     base: Any = super(torch.autograd.Function, Call)
     return base.apply
 

@@ -67,7 +67,7 @@ def log_softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 
 def _check_last(name: str, x: torch.Tensor, dim: int) -> None:
-    if not isinstance(x, torch.Tensor):  # refused with the others
+    if not isinstance(x, torch.Tensor):  # refused like other wrong arguments
         return
     if not (isinstance(dim, int | np.integer) and dim in (-1, x.dim() - 1)):
         raise OperatorError(

@@ -1,4 +1,4 @@
-"""Programs made ready for tensors of given shapes: what a call does once its kind is known."""
+"""Programs prepared for tensors of given shapes: the execution of calls of a known kind."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from cutesuper.runtime.calling import Picker, picker
 from cutesuper.runtime.checks import ALIGNMENT, check_size
 from cutesuper.runtime.tensors import usable
 
-#: calls that are remembered for each operator; the oldest goes first
+#: calls that are remembered for each operator; the oldest is dropped first
 KEPT_PLANS = 4096
 
 Extents = tuple[int, ...]
-#: extents as PyTorch takes them one by one, where there are any: a tuple of two takes it 0.35 us
-#: more to read
+#: extents as separate arguments, if there are any: PyTorch takes 0.35 us longer to read a tuple of
+#: two
 Arguments = tuple[Any, ...]
 
 
 def all_usable(tensors: Sequence[Maybe]) -> list[torch.Tensor]:
-    """Those that there are, as kernels read them."""
+    """The tensors that are not None, as kernels read them."""
     return [
         t if t.is_contiguous() and not t.data_ptr() % ALIGNMENT else usable(t)
         for t in tensors
@@ -51,10 +51,10 @@ class Step:
         run: the program.
         rows: their number.
         device: of all tensors.
-        inputs: places of inputs that the program sees with another shape, and its extents.
-        made: of the tensors that are made for outputs, the place of an input with the same shape
-            and element type, or None; extents and element type. A tensor like another one takes
-            half of the time (0.6 us) of one from a shape.
+        inputs: places of inputs that the program sees with another shape, and the extents of that.
+        made: for each output to allocate, the place of an input with the same shape and element
+            type, or None; extents and element type. Allocating a tensor like another one takes half
+            of the time (0.6 us) of allocating it from a shape.
         outputs: like ``inputs``.
     """
 
@@ -66,7 +66,7 @@ class Step:
     outputs: tuple[tuple[int, Arguments], ...]
 
     def __call__(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run it on usable tensors; returns the outputs."""
+        """Run the program on usable tensors; returns the outputs."""
         empty, like, device = torch.empty, torch.empty_like, self.device
         made = [
             like(tensors[n]) if n is not None else empty(*extents, dtype=dtype, device=device)
@@ -100,7 +100,7 @@ def step_of(
 ) -> Step:
     """A graph for tensors of these shapes.
 
-    Without rows there is nothing to launch: the reference executor gives empty tensors, and zeros
+    Without rows there is nothing to launch: the reference executor returns empty tensors, and zeros
     for sums over them.
     """
     run = runner_of(key, graph, device) if rows else reference_of(graph)
@@ -143,10 +143,10 @@ class Gradients:
     """A backward pass for tensors of given shapes.
 
     Attributes:
-        step: None where every gradient is a cotangent.
+        step: None if every gradient is a cotangent.
         inputs: takes the step's inputs from saved tensors and cotangents.
         results: takes a gradient for each operand from outputs of the step, cotangents and None.
-        missing: cotangents that are taken as zeros: place, shape, element type.
+        missing: cotangents that are replaced by zeros: place, shape, element type.
         device: of all tensors.
     """
 
@@ -159,7 +159,7 @@ class Gradients:
     def __call__(
         self, saved: Sequence[torch.Tensor], cotangents: Sequence[Maybe]
     ) -> tuple[Maybe, ...]:
-        """One gradient for each operand, None where there is none."""
+        """One gradient for each operand, None if it has none."""
         if self.missing:
             cotangents = list(cotangents)
             for n, shape, dtype in self.missing:
@@ -172,17 +172,17 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Plan:
-    """What calls with operands of given shapes do.
+    """The execution of calls with operands of given shapes.
 
     Attributes:
         kind: of the calls.
         lead: extents of the operands in front of a row.
         device: of all tensors.
-        step: the forward pass; with what is saved, if there are gradients.
-        results: how many of its outputs are results.
-        needs: of which operands gradients may be asked for; None where of none.
-        saved: takes what the backward pass needs from operands that are there and outputs of the
-            step.
+        step: the forward pass; with saved values, if there are gradients.
+        results: the number of its outputs that are results.
+        needs: for each operand, whether its gradient may be requested; None if no operand's may.
+        saved: takes the values that the backward pass needs from operands that are not None and
+            outputs of the step.
         backwards: backward passes that were needed, by the types of cotangents.
     """
 
@@ -203,14 +203,14 @@ def plan_of(
     saving: bool,
     needs: tuple[bool, ...] | None = None,
 ) -> Plan:
-    """Check the arguments of a call, and make its program ready.
+    """Check the arguments of a call, and prepare its program.
 
     Args:
         definition: the operator.
         tensors: operands.
         options: the other arguments.
         saving: whether there may be a backward pass.
-        needs: for each operand, whether its gradient may be asked for; for the plan.
+        needs: for each operand, whether its gradient may be requested; for the plan.
 
     Raises:
         ShapeError, DTypeError, DeviceError: naming an argument.
@@ -244,7 +244,7 @@ def _saved(programs: Programs) -> tuple[int, ...]:
 def output_shapes(
     definition: Definition, kind: Kind, lead: Extents, graph: KernelGraph
 ) -> list[Extents]:
-    """Shapes of results, and of what is saved besides as the graph has it."""
+    """Shapes of the results, and of other saved values as in the graph."""
     results = [result_shape(o.role, kind, lead) for o in definition.outputs]
     rows = prod(lead)
     rest = graph.outputs[len(results) :]
@@ -273,7 +273,7 @@ def gradients_of(
         kind: of the call.
         lead: extents of the operands in front of a row.
         device: of the tensors.
-        needs: for each operand, whether its gradient is asked for.
+        needs: for each operand, whether its gradient is requested.
         given: for each result, whether it has a cotangent.
     """
     rows = prod(lead)
@@ -297,7 +297,7 @@ def gradients_of(
                 for n in range(len(backward.graph.outputs))]  # fmt: skip
         step = step_of(key, backward.graph, rows, seen, made, device)
     count = len(step.made) if step else 0
-    # the last of what there is to take is None
+    # the last of the values to take from is None
     results = [-1 if p is None else count + p.place if isinstance(p, Source) else p
                for p in backward.gradients]  # fmt: skip
     return Gradients(step, picker(inputs), picker(results), missing, device)
@@ -314,7 +314,7 @@ def _source_shape(programs: Programs, source: Source, lead: Extents) -> Extents:
 
 
 def operand_shape(programs: Programs, place: int, lead: Extents) -> Extents:
-    """Shape of an operand that there is, or of its gradient."""
+    """Shape of an operand that is not None, or of its gradient."""
     given = programs.kind.inputs[place]
     if given is None:
         raise AssertionError(f"{programs.kind}: operand {place} is None")

@@ -1,7 +1,7 @@
-"""`cutesuper.patch`: models in the style of the transformers library compute with cutesuper.
+"""`cutesuper.patch`: run models in the style of the transformers library with cutesuper.
 
-This package stands on top of everything else, like `cutesuper.ops`. It imports torch; transformers
-it imports only for models that come from it.
+This package is on top of everything else, like `cutesuper.ops`. It imports torch, and transformers
+only for models that come from it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Attention of transformers models while they decode, by `cutesuper.ops.attention`.
 
-It is registered with the ``AttentionInterface`` of transformers, as ``"cutesuper"``, and does what
-``"sdpa"`` does, except for few queries of keys in a cache of fixed length of which those up to the
-query are seen. What says so is the mask: it is made as for ``"sdpa"``, and carries the numbers of
-keys where it says nothing else. A mask that somebody else made, or changed, carries none.
+It is registered with the ``AttentionInterface`` of transformers, as ``"cutesuper"``. It calls
+``"sdpa"`` except for few queries on a cache of fixed length in which the keys up to the query are
+visible. The mask tells which: it is made as for ``"sdpa"``, and carries the numbers of visible keys
+if it expresses nothing else. A mask that was made or changed elsewhere carries none.
 
 This module imports transformers, and is imported only for models that come from it.
 """
@@ -38,11 +38,11 @@ from cutesuper.patching.conditions import (
 from cutesuper.patching.probing import Failed, drawn, unnoticed, within_rule
 from cutesuper.patching.report import Entry, refused
 
-#: what it falls back to
+#: the implementation it falls back to
 BASE = "sdpa"
 
-#: attribute of a mask: int32 [B], how many keys the last query of each sequence sees, and the
-#: mask's version
+#: attribute of a mask: int32 [B], the number of keys that the last query of each sequence sees, and
+#: the mask's version
 _KEYS = "_cutesuper_keys"
 
 
@@ -61,10 +61,11 @@ if not {"q_length", "q_offset"} <= set(_MASK.parameters):
 
 
 def mask_of(*args: Any, **options: Any) -> Tensor | None:
-    """Like ``sdpa_mask`` of transformers; a mask of the keys up to the query says so."""
+    """The mask of ``sdpa_mask`` of transformers; one of the keys up to the query carries their
+    numbers."""
     mask = ALL_MASK_ATTENTION_FUNCTIONS[BASE](*args, **options)
     if mask is None or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return mask  # no attributes can be given to what is traced
+        return mask  # traced tensors take no attributes
     keys = _keys_seen(mask, _MASK.bind(*args, **options).arguments)
     if keys is not None:
         # contiguous, as `generate` makes it, which then keeps this object
@@ -74,7 +75,7 @@ def mask_of(*args: Any, **options: Any) -> Tensor | None:
 
 
 def _with_version(t: Tensor) -> Tensor:
-    """The same, counting writes: inference tensors do not."""
+    """A mask that counts writes; inference tensors do not, and are copied."""
     if not t.is_inference():
         return t
     with torch.inference_mode(False):
@@ -82,16 +83,16 @@ def _with_version(t: Tensor) -> Tensor:
 
 
 def _keys_seen(mask: Tensor, given: dict[str, Any]) -> Tensor | None:
-    """int32 [B]: the keys that the last query sees, if a mask says that and nothing else.
+    """int32 [B]: the keys that the last query sees, if the mask expresses nothing else.
 
-    Query i before it must see i keys less. One look at the mask, for all layers of a model.
+    The i-th query before it must see i keys less. The mask is read once for all layers of a model.
     """
     rows, keys, offset = given["q_length"], given["kv_length"], given.get("q_offset", 0)
     seen = offset + rows
     if rows > MOST_POSITIONS or given.get("kv_offset", 0) != 0:
         return None
-    # a cache that grows is as long as what is seen at every call, and each length would have
-    # kernels of its own; the offset is a tensor where the length is fixed, but for sliding windows
+    # a growing cache is as long as its visible keys at every call, and each length would have
+    # kernels of its own; the offset is a tensor if the length is fixed, except for sliding windows
     if not isinstance(seen, Tensor) and seen >= keys:
         return None
     first = torch.arange(rows, device=mask.device)[:, None] + offset
@@ -102,7 +103,7 @@ def _keys_seen(mask: Tensor, given: dict[str, Any]) -> Tensor | None:
 
 
 def _keys_of(mask: Any) -> Tensor | None:
-    """Numbers of keys that a mask carries, if nobody has written to it since."""
+    """Numbers of keys that a mask carries, if it has not been written to since."""
     keys, made = getattr(mask, _KEYS, None) or (None, 0)
     if keys is None or torch.compiler.is_compiling():  # versions are unknown to a compiler
         return keys
@@ -122,7 +123,7 @@ def attention_forward(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls: attention, ``[B, L, H, D]``, and no weights."""
+    """The function that transformers calls: attention, ``[B, L, H, D]``, and no weights."""
     usual = dropout == 0.0 and not any(options.get(n) is not None for n in _OTHERS)
     if usual and _fits(query, key, value):
         keys = _keys_of(attention_mask)
@@ -135,7 +136,7 @@ def attention_forward(
     )
 
 
-#: arguments of ``"sdpa"`` that change what it computes, beside those that are taken here
+#: arguments of ``"sdpa"`` that change its result, besides those that are supported here
 _OTHERS = ("softcap", *(
     p.name for p in inspect.signature(sdpa_attention_forward).parameters.values()
     if p.kind is not p.VAR_KEYWORD
@@ -155,7 +156,7 @@ def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _in_longer_cache(query: Tensor, key: Tensor) -> bool:
-    """Whether one query sees all keys, and these are the beginning of a longer cache, so that
+    """True if one query sees all keys, and these are the beginning of a longer cache, so that
     kernels do not depend on their number."""
     if torch.compiler.is_compiling() or query.shape[2] != 1:
         return False
@@ -168,7 +169,7 @@ def _in_longer_cache(query: Tensor, key: Tensor) -> bool:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor | None, scale: float | None
 ) -> Tensor | None:
-    """`cutesuper.ops.attention`; None where it has no kernels for these arguments."""
+    """`cutesuper.ops.attention`; None if it has no kernels for these arguments."""
     if order_of(query) is None:
         query = query.contiguous()
     call: dict[str, Any] = {
@@ -193,10 +194,10 @@ def _attend(
 
 
 def install(model: nn.Module) -> tuple[list[Entry], list[tuple[Any, str]]]:
-    """Let the models of transformers that are, or are in, a model decode with cutesuper.
+    """Let a model of transformers, or those inside a model, decode with cutesuper.
 
     Returns:
-        What was done, and configurations with the implementation that they named before.
+        A record of the changes, and configurations with the implementation that they named before.
     """
     entries: list[Entry] = []
     changed: list[tuple[Any, str]] = []

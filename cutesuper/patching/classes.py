@@ -1,4 +1,4 @@
-"""Modules that change class: they compute otherwise, and stay the objects that they were.
+"""Modules whose class is replaced: they compute otherwise, and stay the same objects.
 
 A replaced module keeps its parameters, buffers, hooks and children; only its class becomes a
 subclass that has another ``forward``, as in ``torch.nn.utils.parametrize``. The subclass has the
@@ -14,17 +14,18 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-#: the attribute of a replaced module that says how it is computed
+#: the attribute of a replaced module that describes its computation
 HOW = "_cutesuper_how"
 _MADE = "_cutesuper_made"
 
 
 class Replacement:
-    """Base of what comes in front of the original class: its ``forward`` is ours, and calls
-    ``super().forward`` for what it does not do."""
+    """Base of the classes put in front of the original one: its ``forward`` is ours, and calls
+    ``super().forward`` for unsupported calls."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Subclasses are made when they are needed, so pickle cannot find them by their name."""
+        """Pickle by base classes: subclasses are made on demand, so pickle cannot find them by
+        name."""
         make, args, *state = super().__reduce_ex__(protocol)
         if make is copyreg.__newobj__ and is_own(self):  # type: ignore[attr-defined]
             make, args = _new, (*type(self).__bases__, *args[1:])
@@ -43,7 +44,7 @@ def _new(replacement: type[Replacement], original: type[nn.Module], *args: Any) 
 
 
 def is_own(module: Any) -> bool:
-    """Whether the class of a module is one that `replace` gave it, with nothing in front of it."""
+    """True if the class of a module was made by `replace`, with nothing in front of it."""
     return _MADE in type(module).__dict__
 
 
@@ -54,7 +55,7 @@ def replace(module: nn.Module, replacement: type[Replacement], how: Any) -> None
 
 
 def restore(module: nn.Module) -> None:
-    """What `replace` did, undone."""
+    """Undo `replace`."""
     _, module.__class__ = type(module).__bases__
     del module.__dict__[HOW]
 
@@ -85,7 +86,7 @@ _HOOKS = (
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Whether somebody wants to know of calls of a module, or has replaced its ``forward``."""
+    """True if a module has hooks, or its ``forward`` was replaced."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks

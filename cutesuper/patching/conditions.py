@@ -1,4 +1,4 @@
-"""When a call runs with cutesuper, and when the original does it."""
+"""Conditions under which a call runs with cutesuper instead of the original."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _DEVICES = ("cpu", "cuda")
 
-#: what our attention is called in configurations of transformers
+#: name of our attention in configurations of transformers
 ATTENTION_NAME = "cutesuper"
 
-#: positions at which a model decodes; what has more is a prompt, whose length changes with every
-#: call, and a length that was not seen before is a search
+#: most positions of a decoding call; with more it is a prompt, whose length changes with every
+#: call, and each new length is a search
 MOST_POSITIONS = 8
 
 
 def is_usual(x: Any, *others: Tensor) -> bool:
-    """Whether operators can take a tensor and parameters, and return the type the original would.
+    """True if operators can take a tensor and parameters, and return the type the original would.
 
     Mixed types, and 16-bit types under autocast, have results whose type depends on how the
     original is written.
@@ -40,14 +40,15 @@ def is_usual(x: Any, *others: Tensor) -> bool:
 
 
 def are_alike(x: Any, *others: Any) -> bool:
-    """Whether all are plain tensors of one type and device that operators can take."""
+    """True if all are plain tensors of one type and device that operators can take."""
     if type(x) not in _PLAIN or x.dtype not in FLOATS or x.device.type not in _DEVICES:
         return False
     return all(type(t) in _PLAIN and t.dtype == x.dtype and t.device == x.device for t in others)
 
 
 def version(t: Tensor) -> int:
-    """Of a tensor, counted up by writes; inference tensors have none."""
+    """Version counter of a tensor, incremented by writes; 0 for inference tensors, which have
+    none."""
     return 0 if t.is_inference() else t._version
 
 

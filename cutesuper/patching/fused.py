@@ -1,8 +1,8 @@
-"""Programs of several operators that `cutesuper.superoptimize` finds for parts of a model.
+"""Programs of several operators for parts of a model, found by `cutesuper.superoptimize`.
 
-They run without gradients, for few positions on a GPU, where reading the weights is all that takes
+They run without gradients, for few positions on a GPU, where reading the weights takes all the
 time. The first call of a kind searches, checks the program against the original on its own tensors,
-and times both; what is wrong or not faster is not asked for again.
+and times both; a program that is wrong or not faster is not tried again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ DEVICES = ("cuda",)
 #: rows up to which kernels are faster than those for large matrices; more share their weights
 MOST_ROWS = 64
 
-#: calls that are timed together, and how often
+#: calls that are timed together, and the number of timings
 CALLS, ROUNDS = 10, 5
 
-#: of tensors ``[rows, ..]`` and parameters, hashable; returns as many tensors each time
+#: takes a tensor ``[rows, ..]`` and parameters; hashable; always returns the same number of tensors
 Function = Callable[..., tuple[Tensor, ...]]
 
 _programs: dict[Any, Function | None] = {}
@@ -43,7 +43,7 @@ _lock = threading.Lock()
 def run(
     function: Function, parameters: Sequence[Tensor], x: Any
 ) -> tuple[Tensor, ...] | None:
-    """``function(x, *parameters)``, by a program; None where the original should run.
+    """``function(x, *parameters)``, by a program; None if the original should run.
 
     Args:
         function: what to compute; equal ones share programs.
@@ -52,7 +52,7 @@ def run(
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_usual(x, *parameters):
         return None
-    if torch.is_autocast_enabled(x.device.type):  # products are then of another type
+    if torch.is_autocast_enabled(x.device.type):  # products then have another type
         return None
     rows = x.shape[:-1].numel()
     few = x.dim() == 3 and x.shape[1] <= MOST_POSITIONS and 0 < rows <= MOST_ROWS
@@ -71,13 +71,13 @@ def run(
 
 
 def parameters_of(layers: Sequence[Any]) -> tuple[list[Tensor], tuple[bool, ...]]:
-    """Matrices of linear layers, each in front of its bias, and which layers have one."""
+    """Matrices of linear layers, each followed by its bias, and which layers have one."""
     parameters = [p for m in layers for p in (m.weight, m.bias) if p is not None]
     return parameters, tuple(m.bias is not None for m in layers)
 
 
 def _make(kind: Any, function: Function, inputs: list[Tensor]) -> bool:
-    """Find out what runs calls of a kind; False where this is no time to do it."""
+    """Decide how calls of a kind run; False if this is not possible now."""
     device = inputs[0].device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
@@ -87,7 +87,7 @@ def _make(kind: Any, function: Function, inputs: list[Tensor]) -> bool:
                 _programs[kind] = _found(function, inputs)
             except (CutesuperError, Failed, torch.OutOfMemoryError) as error:
                 shapes = " ".join(str(list(t.shape)) for t in inputs)
-                if isinstance(error, CacheError):  # not this program's fault, and easy to mend
+                if isinstance(error, CacheError):  # not this program's fault, and easily fixed
                     warn_once(f"patched models run their own code: {error}")
                 refused[kind] = f"{function} of {shapes}: {str(error).splitlines()[0]}"
                 _programs[kind] = None
@@ -97,7 +97,7 @@ def _make(kind: Any, function: Function, inputs: list[Tensor]) -> bool:
 def _found(function: Function, inputs: list[Tensor]) -> Function:
     """A program that computes the same in less time. Raises CutesuperError or Failed."""
     rows = torch.export.Dim("rows", max=MOST_ROWS)
-    # torch.export takes one row for a constant
+    # torch.export treats an extent of one row as a constant
     dynamic = None if len(inputs[0]) == 1 else ({0: rows}, (None,) * (len(inputs) - 1))
     program = superoptimize(function.__call__, inputs, dynamic_shapes=dynamic)
     theirs = function(*inputs)
@@ -112,7 +112,7 @@ def _found(function: Function, inputs: list[Tensor]) -> Function:
 
 
 def _microseconds(call: Function, inputs: list[Tensor]) -> float:
-    """Of one call after the other, as models make them: of the host or the GPU, what is longer."""
+    """Time per call of back-to-back calls, as in models: host or GPU time, whichever is longer."""
     best = float("inf")
     for _ in range(ROUNDS):
         torch.cuda.synchronize(inputs[0].device)

@@ -1,7 +1,7 @@
-"""Gated MLPs of a model, ``down(activation(gate(x)) * up(x))``: found by what they compute.
+"""Gated MLPs of a model, ``down(activation(gate(x)) * up(x))``, recognized by their results.
 
-A candidate has three linear layers, or two of which the first makes gate and up. Which is which,
-and what the activation is, is found out by calling a small copy.
+A candidate has three linear layers, or two of which the first makes gate and up. The roles of the
+layers and the activation are determined by calling a small copy.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ WIDTH, HIDDEN, ROWS = 16, 24, 6
 
 @dataclass(frozen=True)
 class WholeMLP:
-    """A gated MLP as a function of a tensor, and the matrices of its layers, each in front of its
+    """A gated MLP as a function of a tensor and the matrices of its layers, each followed by its
     bias.
 
     Attributes:
         activation: of the gate.
-        gate_first: of a layer that makes both, whether its first half is the gate.
+        gate_first: whether the first half of a layer that makes both is the gate.
         biases: whether each layer has one.
     """
 
@@ -65,7 +65,7 @@ class WholeMLP:
 
 
 def split(made: list[Tensor], gate_first: bool) -> tuple[Tensor, Tensor]:
-    """Gate and up, of what the layers before the last make."""
+    """Gate and up, from the results of the layers before the last."""
     if len(made) == 2:
         return made[0], made[1]
     first, second = made[0].chunk(2, -1)
@@ -74,13 +74,13 @@ def split(made: list[Tensor], gate_first: bool) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """What a gated MLP computes.
+    """The computation of a gated MLP.
 
     Attributes:
         activation: of the gate.
         layers: names of the layers: gate, up, down, or the one that makes both and down.
-        gate_first: of a layer that makes both, whether its first half is the gate.
-        others: children that are no layers, like the activation, which are not called.
+        gate_first: whether the first half of a layer that makes both is the gate.
+        others: children that are not layers, like the activation; they are not called.
     """
 
     activation: Activation
@@ -93,11 +93,11 @@ class GatedMLP:
         return f"cs.ops.{operator}"
 
     def rest(self, modules: dict[str, Any]) -> tuple[nn.Module | None, ...]:
-        """Children that are no layers."""
+        """Children that are not layers."""
         return tuple(m for n, m in modules.items() if n not in self.layers)
 
     def may_skip(self, modules: dict[str, Any]) -> bool:
-        """Whether children that are no layers are those of before, and nobody watches them."""
+        """True if the children that are not layers are unchanged, and have no hooks."""
         rest = self.rest(modules)
         return len(rest) == len(self.others) and all(
             m is own and (m is None or not is_observed(m))
@@ -110,7 +110,7 @@ class GatedMLP:
         return WholeMLP(self.activation, self.gate_first, biases), parameters
 
     def exact(self, module: nn.Module, x: Tensor) -> Tensor:
-        """Its definition, in float64."""
+        """The definition, in float64."""
         function, parameters = self.whole([getattr(module, n) for n in self.layers])
         return function(x.double(), *[p.double() for p in parameters])[0]
 
@@ -135,7 +135,7 @@ class ReplacedMLP(Replacement):
 
 
 def _gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    if not are_alike(gate, up):  # a layer that was exchanged may return anything
+    if not are_alike(gate, up):  # a layer that was replaced may return anything
         return ACTIVATIONS[activation](gate) * up
     if activation == "silu":
         return swiglu(gate, up)
@@ -146,7 +146,7 @@ def _gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether a module may be a gated MLP, by its layers."""
+    """True if a module may be a gated MLP, by its layers."""
     layers = _layers(module)
     if len(layers) not in (2, 3) or not _takes_one(module):
         return False
@@ -166,7 +166,7 @@ def _layers(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _roles(layers: dict[str, nn.Linear]) -> Iterator[tuple[str, ...]]:
-    """Names of gate, up and down, or of both and down, as their extents allow."""
+    """Names of gate, up and down, or of the combined layer and down, as their extents allow."""
     for names in permutations(layers):
         *first, down = (layers[n] for n in names)
         outputs = (down.in_features,) * 2 if len(first) == 2 else (2 * down.in_features,)
@@ -177,10 +177,10 @@ def _roles(layers: dict[str, nn.Linear]) -> Iterator[tuple[str, ...]]:
 
 
 def find(module: nn.Module) -> GatedMLP:
-    """What a candidate computes.
+    """The computation of a candidate.
 
     Raises:
-        Failed: nothing that is known here, with the reason.
+        Failed: no known computation, with the reason.
     """
     layers = _layers(module)
     for name, child in module.named_children():
@@ -209,7 +209,7 @@ def _small(module: nn.Module, names: tuple[str, ...], like: Tensor | None = None
     for seed, (name, (outputs, inputs)) in enumerate(zip(names, extents, strict=True)):
         own: Any = getattr(module, name)
         layer = nn.Linear(inputs, outputs, bias=own.bias is not None, device="meta")
-        # outputs of a standard deviation of 2: activations are straight near 0
+        # outputs with a standard deviation of 2: activations are almost linear near 0
         weight = drawn(outputs, inputs, seed=2 * seed) * 2 * inputs**-0.5
         for k, values in (("weight", weight), ("bias", drawn(outputs, seed=2 * seed + 1))):
             if getattr(layer, k) is not None:
@@ -220,13 +220,13 @@ def _small(module: nn.Module, names: tuple[str, ...], like: Tensor | None = None
 
 
 def install(module: nn.Module, how: GatedMLP) -> list[nn.Module]:
-    """Let a gated MLP compute with `cutesuper.ops`, if it then computes the same.
+    """Let a gated MLP compute with `cutesuper.ops`, if the result is the same.
 
     Returns:
-        What was replaced.
+        The modules that were replaced.
 
     Raises:
-        Failed: it does not, or there are no kernels for it.
+        Failed: the result differs, or there are no kernels for it.
     """
     like: Any = getattr(module, how.layers[-1]).weight
     twin = _small(module, how.layers, like)

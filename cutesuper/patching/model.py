@@ -1,4 +1,4 @@
-"""`patch`: a model computes with cutesuper, in place, until that is undone."""
+"""`patch`: let a model compute with cutesuper, in place, until that is undone."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PATCH = "_cutesuper_patch"
 
 @dataclass(eq=False, repr=False)
 class Patch:
-    """What `patch` has replaced in a model; a context manager that undoes it.
+    """The replacements made by `patch` in a model; a context manager that undoes them.
 
-    Copies of a patched model, and models that were saved whole and loaded, have a patch of their
-    own: `Patch.of`.
+    Copies of a patched model, and models that were saved whole and loaded, have their own patch:
+    `Patch.of`.
     """
 
     _model: nn.Module
@@ -34,22 +34,22 @@ class Patch:
 
     @staticmethod
     def of(model: nn.Module) -> Patch | None:
-        """The patch that a model has now; None where it has none."""
+        """The patch that a model has now, or None."""
         found = model.__dict__.get(_PATCH)
         return found if isinstance(found, Patch) else None
 
     def report(self) -> Report:
-        """What was replaced, what was left and why, and which calls have no kernels."""
+        """Report of replaced modules, of the others with reasons, and of calls without kernels."""
         return Report(tuple(self._entries), tuple(dict.fromkeys(refused.values())))
 
     def undo(self) -> None:
-        """Give everything back what it was; nothing happens where that was done before.
+        """Restore everything; does nothing if that was done before.
 
         An implementation of attention that was chosen in the meantime stays.
 
         Raises:
-            PatchError: a replaced module was changed by somebody else in the meantime; nothing is
-                undone then.
+            PatchError: a replaced module was changed elsewhere in the meantime; nothing is undone
+                then.
         """
         for module in self._modules:
             if not is_own(module) or "forward" in module.__dict__:
@@ -67,7 +67,7 @@ class Patch:
         self._model.__dict__.pop(_PATCH, None)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A model that was saved may be loaded where nothing has been patched before."""
+        """Restore a saved patch; its model may be loaded where nothing has been patched before."""
         self.__dict__.update(state)
         if self._configs:
             from cutesuper.patching.attention import register
@@ -87,7 +87,7 @@ class Patch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Undo it."""
+        """Undo the patch."""
         self.undo()
 
 
@@ -101,10 +101,10 @@ def patch(
 ) -> Patch:
     """Let the norms, gated MLPs, projections and the attention of a model compute with cutesuper.
 
-    Modules are found by what they compute, not by their names: copies are called on random numbers,
-    and so is what replaces a module, before it is installed. Parameters, ``state_dict``, hooks and
-    the modules themselves stay the same objects; optimizers, checkpoints and ``generate`` need not
-    know.
+    Modules are recognized by their results, not by their names: copies are called on random
+    numbers, and so is each replacement before it is installed. Parameters, ``state_dict``, hooks
+    and the modules themselves stay the same objects; optimizers, checkpoints and ``generate`` are
+    unaffected.
 
     Args:
         model: a model in the style of the transformers library, on any device, for inference or
@@ -116,11 +116,11 @@ def patch(
         attention: decoding with a cache of fixed length: `cutesuper.ops.attention`.
 
     Returns:
-        A `Patch`: ``report()`` says what was done, ``undo()`` undoes it, and so does leaving
-        ``with cs.patch(model):``.
+        A `Patch`: ``report()`` lists the changes, ``undo()`` undoes them, as does leaving ``with
+        cs.patch(model):``.
 
     Raises:
-        PatchError: ``model`` is no module, or it, or a part of it, is patched already.
+        PatchError: ``model`` is not a module, or it, or a part of it, is already patched.
     """
     if not isinstance(model, nn.Module):
         raise PatchError(f"patch({type(model).__name__}): give it a model, a torch.nn.Module")
@@ -138,7 +138,8 @@ def patch(
     return made
 
 
-#: how parts of models are found and replaced; what one recognizes is not shown to those behind it
+#: modules that find and replace parts of models; a part that one recognizes is not offered to the
+#: next
 _KINDS: tuple[ModuleType, ...] = (norms, mlps, projections)
 
 
@@ -156,7 +157,7 @@ def _check_unpatched(model: nn.Module) -> None:
 
 
 def _replaced(made: Patch, kind: ModuleType, path: str, module: nn.Module) -> Entry:
-    """Replace a candidate, or say why not."""
+    """Replace a candidate, or report why it was left."""
     was = type(module).__name__
     try:
         _check_usable(module)
@@ -168,7 +169,7 @@ def _replaced(made: Patch, kind: ModuleType, path: str, module: nn.Module) -> En
 
 
 def _attention_of(model: nn.Module) -> tuple[list[Entry], list[tuple[Any, str]]]:
-    """Replace attention, where it is that of transformers."""
+    """Replace attention, if it is that of transformers."""
     classes = {c for m in model.modules() for c in type(m).__mro__}
     if not any(c.__module__.startswith("transformers.") for c in classes):
         return [], []

@@ -1,7 +1,8 @@
-"""RMSNorm and LayerNorm of a model: found by what they compute, replaced by `cutesuper.ops`.
+"""RMSNorm and LayerNorm of a model, recognized by their results, replaced by `cutesuper.ops`.
 
-A candidate has a weight ``[N]``, perhaps a bias, and an attribute that could be an epsilon. What it
-is, is found out by calling it, with other weights than its own: ones tell nothing.
+A candidate has a weight ``[N]``, perhaps a bias, and an attribute that could be an epsilon. Its
+kind is determined by calling it with other weights than its own, as weights of one would reveal
+nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ LARGEST_EPS = 0.01
 
 @dataclass(frozen=True)
 class Norm:
-    """What a norm computes.
+    """The computation of a norm.
 
     Attributes:
         kind: of rows, with ``x / sqrt(mean(x^2) + eps)`` or ``(x - mean) / sqrt(var + eps)``.
-        eps: the name of the attribute that holds it: it may change. None there is that of the
-            element type of x, as in PyTorch.
-        offset: what is added to the weight.
+        eps: the name of the attribute that holds it, as it may change. A value of None is the
+            epsilon of the element type of x, as in PyTorch.
+        offset: number added to the weight.
         weight, bias: names of the parameters.
     """
 
@@ -47,7 +48,7 @@ class Norm:
         return f"cs.ops.{operator}{offset}"
 
     def exact(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """Its definition, in float64."""
+        """The definition, in float64."""
         x, weight = x.double(), weight.double()
         if self.kind == "LayerNorm":
             x = x - x.mean(-1, keepdim=True)
@@ -73,7 +74,7 @@ class ReplacedNorm(Replacement):
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether a module may be a norm, by what it has."""
+    """True if a module may be a norm, by its attributes."""
     shapes = {() if is_lazy(p) else tuple(p.shape) for p in module.parameters(recurse=False)}
     plain = not any(True for _ in module.children()) and not any(True for _ in module.buffers())
     vector = len(shapes) == 1 and len(next(iter(shapes))) == 1 and len(module._parameters) <= 2
@@ -82,7 +83,7 @@ def is_candidate(module: nn.Module) -> bool:
 
 
 def _epsilons(module: nn.Module) -> Iterator[str]:
-    """Attributes that could be epsilons, those that are called so first."""
+    """Attributes that could be epsilons, those with such a name first."""
     names = [
         n for n, v in vars(module).items()
         if (isinstance(v, float) and 0.0 < v < LARGEST_EPS) or (v is None and "eps" in n)
@@ -96,10 +97,10 @@ def _epsilon(module: nn.Module, name: str, x: Tensor) -> float:
 
 
 def find(module: nn.Module) -> Norm:
-    """What a candidate computes.
+    """The computation of a candidate.
 
     Raises:
-        Failed: nothing that is known here, with the reason.
+        Failed: no known computation, with the reason.
     """
     names = [n for n, p in module._parameters.items() if p is not None]
     parts = {n: _other(module._parameters[n], seed) for seed, n in enumerate(names)}
@@ -126,13 +127,13 @@ def _forms(module: nn.Module, names: list[str]) -> Iterator[Norm]:
 
 
 def install(module: nn.Module, how: Norm) -> list[nn.Module]:
-    """Let a norm compute with `cutesuper.ops`, if it then computes the same.
+    """Let a norm compute with `cutesuper.ops`, if the result is the same.
 
     Returns:
-        What was replaced.
+        The modules that were replaced.
 
     Raises:
-        Failed: it does not, or there are no kernels for it.
+        Failed: the result differs, or there are no kernels for it.
     """
     twin = copied(module)
     weight = getattr(module, how.weight)

@@ -1,7 +1,7 @@
-"""What a module computes, found out by calling copies of it on random numbers.
+"""Probing of modules: calling copies on random numbers to determine their computation.
 
-Nothing of this is seen from outside: hooks do not run, random number generators are left as they
-were, and the module itself is not called.
+Probing has no side effects: hooks do not run, random number generators keep their state, and the
+module itself is not called.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from cutesuper.errors import CutesuperError
 from cutesuper.verify.numeric import acceptable
 
-#: relative to the largest element of a row: float32 sums of 10,000 terms stay far below, the
-#: smallest mistakes (a variance over n - 1 elements) above for rows of up to 50,000
+#: relative to the largest element of a row: float32 sums of 10,000 terms stay far below it, the
+#: smallest mistakes (a variance over n - 1 elements) above it for rows of up to 50,000
 TOLERANCE = 1e-5
 
 
 class Failed(Exception):
-    """A module is not what it might have been; the message says why."""
+    """A module is not a known one; the message says why."""
 
 
 def drawn(*shape: int, seed: int, like: Tensor | None = None) -> Tensor:
@@ -33,7 +33,7 @@ def drawn(*shape: int, seed: int, like: Tensor | None = None) -> Tensor:
 
 @contextmanager
 def unnoticed(device: torch.device) -> Iterator[None]:
-    """Without gradients and autocast, and with a state of random generators that is given back."""
+    """Run without gradients and autocast, and restore the state of random generators."""
     devices = [device] if device.type == "cuda" else []
     with (
         torch.no_grad(),
@@ -44,10 +44,10 @@ def unnoticed(device: torch.device) -> Iterator[None]:
 
 
 def run(module: nn.Module, x: Tensor) -> Tensor:
-    """What a copy makes of a tensor, in training and otherwise.
+    """The result of a copy for a tensor, in training and in evaluation mode.
 
     Raises:
-        Failed: it is no tensor, or two different ones, or no result at all.
+        Failed: it is not a tensor, the two differ, or there is no result at all.
     """
     found: list[Tensor] = []
     with unnoticed(x.device):
@@ -72,7 +72,7 @@ def _short(error: Exception) -> str:
 
 
 def close_to(found: Tensor, exact: Tensor) -> bool:
-    """Whether float32 values are those of a definition in float64."""
+    """True if float32 values agree with a definition in float64."""
     if found.shape != exact.shape or found.dtype != torch.float32:
         return False
     error = (found.double() - exact).abs().amax(-1)

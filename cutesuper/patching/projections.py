@@ -1,8 +1,8 @@
 """Projections of attention: linear layers of one tensor, computed together.
 
-The layers stay what they are to the model: it calls one after the other. The first call computes
-all products, by one program, and the others take theirs, if they are called with the same tensor,
-unchanged. Where they are not, each layer computes its own product.
+The model still calls the layers one after the other. The first call computes all products, by one
+program, and the others return theirs if they are called with the same tensor, unchanged. Otherwise
+each layer computes its own product.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cutesuper.patching.probing import Failed
 
 @dataclass(frozen=True)
 class Products:
-    """Products of one tensor with several matrices, which stand in front of their biases.
+    """Products of one tensor with several matrices, each followed by its bias.
 
     Attributes:
         biases: whether each layer has one.
@@ -42,11 +42,11 @@ class Products:
 
 @dataclass
 class _Waiting:
-    """Products that were computed before they are asked for.
+    """Products that were computed before they are requested.
 
     Attributes:
         thread: that computed them.
-        x: what they are of, and its version then.
+        x: the operand, and its version then.
         parameters: of the layers, and their versions then.
         made: by the place of the layer.
     """
@@ -58,7 +58,7 @@ class _Waiting:
     made: dict[int, Tensor]
 
     def hold(self, x: Any, parameters: list[Tensor]) -> bool:
-        """Whether they are the products of x with these parameters."""
+        """True if they are the products of x with these parameters."""
         return self.x is x and self.version == version(x) and all(
             p is own and made == version(p)
             for p, (own, made) in zip(parameters, self.parameters, strict=True)
@@ -74,11 +74,11 @@ class Group:
         self._apart = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies begin without products."""
+        """The state of a copy, which begins without products."""
         return {"_layers": self._layers, "_waiting": None, "_apart": self._apart}
 
     def product(self, layer: nn.Module, x: Any) -> Tensor | None:
-        """What a layer makes of x; None where it should find out itself."""
+        """The product of a layer with x; None if the layer should compute it itself."""
         place = next((n for n, own in enumerate(self._layers) if own is layer), None)
         if place == 0:
             return self._lead(x)
@@ -96,8 +96,8 @@ class Group:
     def _lead(self, x: Any) -> Tensor | None:
         waiting, self._waiting = self._waiting, None
         if waiting is not None and waiting.thread == threading.get_ident():
-            self._apart = True  # nobody has asked for the products of the call before
-        # nobody notices what is written to an inference tensor, which has no version
+            self._apart = True  # the products of the previous call were not requested
+        # writes to an inference tensor, which has no version, go unnoticed
         if self._apart or (isinstance(x, Tensor) and x.is_inference()):
             return None
         parameters, biases = fused.parameters_of(self._layers)
@@ -111,10 +111,10 @@ class Group:
 
 
 class ReplacedProjection(Replacement):
-    """`forward` of a linear layer that is one of several of the same tensor."""
+    """`forward` of one of several linear layers of the same tensor."""
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        """Its product, computed before if it can be."""
+        """The layer's product, computed before if possible."""
         made = None
         alone = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not (alone or options or len(args) != 1):
@@ -133,8 +133,8 @@ class Projections:
 
 
 def is_candidate(module: nn.Module) -> bool:
-    """Whether a module may be attention: the first three of its four or more layers have one number
-    of inputs, the second and third one number of outputs, a part of the first's."""
+    """True if a module may be attention: the first three of its four or more layers have one number
+    of inputs; the second and third have one number of outputs, which divides the first's."""
     layers = [m for m in module.children() if isinstance(m, nn.Linear)]
     if len(layers) < 4 or len({m.in_features for m in layers[:3]}) != 1:
         return False
@@ -158,10 +158,10 @@ def find(module: nn.Module) -> Projections:
 def install(module: nn.Module, how: Projections) -> list[nn.Module]:
     """Let projections compute together where they can.
 
-    Nothing is checked here: that is done with each program, before it is used.
+    Nothing is checked here; each program is checked before it is used.
 
     Returns:
-        What was replaced.
+        The modules that were replaced.
     """
     layers = [getattr(module, name) for name in how.names]
     group = Group(tuple(layers))

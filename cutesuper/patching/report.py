@@ -1,4 +1,4 @@
-"""What a patch did, to be read."""
+"""The readable report of a patch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ refused: dict[Any, str] = {}
 
 @dataclass(frozen=True)
 class Entry:
-    """A module that looked as if it could be replaced.
+    """A candidate for replacement.
 
     Attributes:
         path: as in ``model.named_modules()``.
-        was: its class, or what it did.
-        now: what computes it; None where it was left.
-        why: it was left.
+        was: its class, or its former computation.
+        now: its replacement; None if it was left as it is.
+        why: the reason why it was left.
     """
 
     path: str
@@ -29,8 +29,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Report:
-    """What was replaced and what was left; ``str`` of it is a table, layers that are alike in one
-    line.
+    """The modules that were replaced and left; ``str`` of it is a table, with one line for equal
+    layers.
 
     Attributes:
         entries: in the order of the model.
@@ -42,16 +42,16 @@ class Report:
 
     @property
     def replaced(self) -> tuple[Entry, ...]:
-        """What computes with cutesuper."""
+        """Modules that compute with cutesuper."""
         return tuple(e for e in self.entries if e.now is not None)
 
     @property
     def left(self) -> tuple[Entry, ...]:
-        """What is as it was."""
+        """Modules that were left as they are."""
         return tuple(e for e in self.entries if e.now is None)
 
     def __str__(self) -> str:
-        """For people."""
+        """The report as readable text."""
         lines: list[str] = []
         for title, entries in (("replaced", self.replaced), ("left as they are", self.left)):
             if entries:

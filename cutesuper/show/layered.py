@@ -1,4 +1,4 @@
-"""Places the nodes of a layered drawing: rows from top to bottom, no overlaps, few crossings.
+"""Layout of a layered drawing: rows from top to bottom, no overlaps, few crossings.
 
 The rows are given; here nodes are ordered within their rows (barycentres, a few sweeps), and
 moved as near to the middle of their neighbours as the order allows (least squares with minimal
@@ -19,7 +19,7 @@ class Item:
     """A box in a row.
 
     ``key`` is unique. A bend of a long edge is an item too: narrow, and with a greater ``weight``,
-    so that the edge stays straight and boxes give way.
+    so that the edge stays straight and boxes move instead.
     """
 
     key: Hashable
@@ -29,7 +29,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Layout:
-    """Centres of all items, and the order that was found in each row."""
+    """Centres of all items, and the chosen order in each row."""
 
     x: dict[Hashable, float]
     rows: list[list[Item]]

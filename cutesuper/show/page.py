@@ -1,8 +1,8 @@
-"""A muGraph as one HTML page that needs nothing else: no network, no fonts, no other files.
+"""A muGraph as one self-contained HTML page: no network, no fonts, no other files.
 
-First what one wants to know first: which kernels, what each reads, writes and fuses, where time is
-predicted to go. Then every kernel with a drawing of its block program, in which values can be
-selected. Facts that the graph does not know (costs, verdicts) are handed in.
+First an overview: the kernels, what each reads, writes and fuses, where time is predicted to go.
+Then every kernel with a drawing of its block program, in which values can be selected. Facts that
+the graph does not contain (costs, verdicts) are arguments.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from cutesuper.show.page_parts import Html, count, el, join, meter, micros, scro
 
 @dataclass(frozen=True)
 class Facts:
-    """What a page tells besides the muGraph; what is empty is left out.
+    """Facts on a page besides the muGraph; empty ones are left out.
 
     Attributes:
         graph: the definition.
         target: the GPU, ``h200 (sm_90a)``.
         costs: one for every kernel.
-        verification: how it is known that the muGraph computes the definition, a sentence.
+        verification: a sentence on how the muGraph was verified against the definition.
         bound_log2: log2 of the chance that a wrong program passes.
-        notes: text for every kernel, as it is (its plan, its registers).
+        notes: text for every kernel, shown unchanged (its plan, its registers).
     """
 
     graph: KernelGraph | None = None
@@ -49,7 +49,7 @@ def mugraph_page(mu: MuGraph, facts: Facts = Facts()) -> str:
 
     Args:
         mu: a muGraph.
-        facts: what else is known of it.
+        facts: other facts about it.
 
     Raises:
         GraphError: a program is illegal, or facts do not belong to it: another number of kernels,
@@ -100,7 +100,7 @@ def _check_border(mu: MuGraph, graph: KernelGraph) -> None:
 
 
 def _document(name: str, body: Sequence[Html]) -> str:
-    """Head and body; the policy admits the page's own script and nothing else."""
+    """The document of head and body; the policy admits the page's own script and nothing else."""
     package = files("cutesuper.show")
     style = (package / "page.css").read_text(encoding="utf-8")
     script = (package / "page.js").read_text(encoding="utf-8")
@@ -177,7 +177,7 @@ def _overview(
 
 
 def _shares(mu: MuGraph, facts: Facts, titles: Sequence[str]) -> list[Html]:
-    """A row for every kernel: what it does and its part of the time, or of the bytes."""
+    """A row for every kernel: its work and its part of the time, or of the bytes."""
     rows: list[list[str]] = []
     most = max((c.total for c in facts.costs), default=0.0)
     for k, step in enumerate(mu.steps):

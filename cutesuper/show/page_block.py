@@ -1,8 +1,8 @@
 """A kernel's block program as a drawing: device memory, the block, its loops, tiles on the edges.
 
-Places are those of the plain picture (`cutesuper.show.svg`) with more room for edges: below every
-box stand the tile of its value and the axes over which that is a partial result; next to a tensor
-stand the axes that share it out.
+Positions are those of the plain picture (`cutesuper.show.svg`) with more room for edges. Below
+every box are the tile of its value and the axes over which that is a partial result; next to a
+tensor are the axes that divide it.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class BlockDrawing(Panel):
     # -------------------------------------------------------------------------------- texts
 
     def id(self, key: Key) -> str:
-        """Of a box in the page: ``k0-3``, an operation, ``k0-r1`` and ``k0-w0``, tensors."""
+        """Id of a box in the page: ``k0-3``, an operation, ``k0-r1`` and ``k0-w0``, tensors."""
         if key.what == "op":
             return f"k{self.number}-{key.name}"
         names = self.step.reads if key.what == "read" else self.step.writes
         return f"k{self.number}-{key.what[0]}{names.index(str(key.name))}"
 
     def title(self, key: Key) -> str:
-        """What a box stands for: ``2  matmul over K``, ``X [16, 4096]``."""
+        """Title of a box: ``2  matmul over K``, ``X [16, 4096]``."""
         if key.what == "op":
             assert isinstance(key.name, int)
             return f"{key.name}  {phrase(self.program, key.name)}"
@@ -59,14 +59,14 @@ class BlockDrawing(Panel):
         return f"{t.name} {show_shape(t.shape)}"
 
     def shown(self, key: Key) -> str:
-        """The title, short enough for the box."""
+        """The title, shortened to fit into the box."""
         if key.what == "op":
             return shorten(self.title(key), LONGEST_PHRASE)
         name = str(key.name)
         return f"{shorten(name)} {show_shape(self.mu.tensors[name].shape)}"
 
     def below(self, key: Key) -> list[tuple[str, str]]:
-        """Lines below a box with their classes."""
+        """Lines below a box, with their classes."""
         if key.what != "op" or self.kind(key) == "store":
             return []
         op, state = self.program.ops[int(str(key.name))], self.states[int(str(key.name))]
@@ -91,14 +91,14 @@ class BlockDrawing(Panel):
         return self.program.ops[int(str(key.name))].kind
 
     def width(self, key: Key) -> float:
-        """Of a box with the texts above and below it."""
+        """Width of a box with the texts above and below it."""
         beside = [text_width(t, SMALL) for t, _ in self.below(key)]
         if key.what != "op":
             beside.append(pill_width(self.shared_out(key)))
         return max([self.box_width(key), *beside])
 
     def box_width(self, key: Key) -> float:
-        """Of a box itself."""
+        """Width of a box itself."""
         texts = [text_width(self.shown(key), LARGE)]
         if key.what != "op":
             texts.append(text_width(self.storage(key), SMALL))
@@ -110,7 +110,7 @@ class BlockDrawing(Panel):
         return f"{t.dtype}  {show_bytes(size(t.shape) * t.dtype.itemsize)}"
 
     def heading(self) -> list[tuple[str, float]]:
-        """What stands on the upper edge of the block."""
+        """The text on the upper edge of the block."""
         p = self.program
         axes = self.axes_text([*p.of_kind(AxisKind.GRID), *p.of_kind(AxisKind.CLUSTER)])
         return [(f"one of {count(p.blocks(), 'block')}  {axes}".rstrip(), SMALL)]
@@ -121,7 +121,7 @@ class BlockDrawing(Panel):
         return " ".join(f"{name}({n})" for name, n in parts.items() if n > 1)
 
     def bottom(self, frame: Frame) -> float:
-        """Below the texts of the last row."""
+        """The y coordinate below the texts of the last row."""
         texts = [len(self.below(k)) for k, row in self.row.items() if row == frame.rows[-1]]
         return super().bottom(frame) + LABEL * max(texts)
 
@@ -185,7 +185,7 @@ class BlockDrawing(Panel):
         return node(self.id(key), parts, look, self._spoken(key), tensor=number)
 
     def _target(self, key: Key, y: float, height: float) -> Html:
-        """The whole of a box and its texts, without gaps: what can be hit."""
+        """The area of a box and its texts, without gaps, that reacts to the pointer."""
         w = self.width(key)
         return el("rect", class_="hit", x=self.x[key] - w / 2, y=y, width=w, height=height)
 

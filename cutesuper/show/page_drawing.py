@@ -1,7 +1,7 @@
 """Drawings of a page: boxes with lines of text, edges between them, placed in rows.
 
-Colours are the style sheet's business: a box has a class, nothing here has a colour. What a script
-needs to follow values is in attributes: ``id`` of a box, ``data-from`` and ``data-to`` of an edge.
+Colours are left to the style sheet: a box has a class, nothing here has a colour. A script follows
+values by attributes: ``id`` of a box, ``data-from`` and ``data-to`` of an edge.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Box:
 
     Attributes:
         id: unique in the page.
-        lines: its text, short enough to stand there; the first line is larger.
+        lines: its text, short enough to fit; the first line is larger.
         look: classes for the style sheet.
-        label: what a screen reader says, and the tooltip.
+        label: the text for screen readers, and the tooltip.
         tags: short texts on pills at its upper edge, with the class of each.
         foot: a short text on a pill at its lower edge.
-        href: where a click leads, if it is a link.
-        tensor: number of the tensor of the muGraph that it stands for.
+        href: target of the link, if it is one.
+        tensor: number of the muGraph's tensor that it represents.
     """
 
     id: str
@@ -44,13 +44,13 @@ class Box:
 
     @property
     def width(self) -> float:
-        """Enough for the longest line, and for the pills."""
+        """Width for the longest line, and for the pills."""
         sizes = [text_width(t, SMALL if k else LARGE) for k, t in enumerate(self.lines)]
         return max([*sizes, sum(pill_width(t) for t, _ in self.tags)]) + 22
 
     @property
     def height(self) -> float:
-        """By the number of lines."""
+        """Height for the number of lines."""
         return 12 + LINE * len(self.lines)
 
     def draw(self, x: float, y: float) -> Html:
@@ -81,7 +81,7 @@ def node(
     href: str | None = None,
     tensor: int | None = None,
 ) -> Html:
-    """The group of a box: what can be pointed at, focused and pressed."""
+    """The group of a box, which can be pointed at, focused and pressed."""
     return el(
         "a" if href else "g",
         *parts,
@@ -113,12 +113,12 @@ def pill(text: str, x: float, y: float, look: str) -> Html:
 
 
 def edge(a: str, b: str, points: list[tuple[float, float]], stub: float = 4.0) -> Html:
-    """A value on its way from box ``a`` to box ``b``."""
+    """An edge for a value from box ``a`` to box ``b``."""
     return el("g", Html(curve(points, stub)), class_="edge", data_from=a, data_to=b)
 
 
 def svg(label: str, width: float, height: float, content: Sequence[Html]) -> Html:
-    """A drawing; its boxes are walked through with the keyboard."""
+    """A drawing whose boxes can be reached with the keyboard."""
     return el(
         "svg",
         *content,
@@ -135,7 +135,7 @@ def dag(label: str, boxes: Sequence[Box], edges: Sequence[tuple[str, str]]) -> H
     """Boxes in rows from top to bottom, along the edges.
 
     Args:
-        label: what the drawing shows.
+        label: name of the drawing.
         boxes: in an order in which no edge leads backwards.
         edges: pairs of ids, each pair once.
     """
@@ -162,7 +162,8 @@ def dag(label: str, boxes: Sequence[Box], edges: Sequence[tuple[str, str]]) -> H
 
 
 def _rows(boxes: Sequence[Box], edges: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Below everything that it needs; what needs nothing right above what needs it first."""
+    """Row of each box: below everything that it needs; a box that needs nothing is directly above
+    its first user."""
     row: dict[str, int] = {}
     for b in boxes:
         row[b.id] = max((row[a] + 1 for a, to in edges if to == b.id), default=0)

@@ -1,9 +1,9 @@
-"""What a block program computes, as a person would write it.
+"""Formulas of a block program, in the notation that people use.
 
 before: 14 operations on tiles; after: ``Z = X @ W / sqrt(mean_K(X²) + 1e-06)``.
 
-Accumulators and reductions over a cluster or the grid are left out: with them the tile's reduction
-is that of the whole dimension.
+Accumulators and reductions over a cluster or the grid are left out: together with them the tile's
+reduction is that of the whole dimension.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INFIX = {
     "matmul": ("@", 3, 4),
 }  # fmt: skip
 POWER, ATOM = 4, 5
-#: characters of a formula that is not divided
+#: characters of the longest formula that is not divided
 LONG = 1000
 
 
@@ -41,7 +41,7 @@ class _Formulas:
             for j in op.inputs
         )
         plain = (LOAD, "constant")
-        #: of every operation so far
+        #: text and precedence of every operation so far
         self.texts: dict[int, tuple[str, int]] = {}
         self.named = {i for i, n in used.items() if n > 1 and program.ops[i].kind not in plain}
 

@@ -1,4 +1,4 @@
-"""Which kernels compute which operators of the definition."""
+"""Assignment of the definition's operators to the kernels that compute them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from collections import Counter
 from cutesuper.ir.block import ENDING, LOAD, STORE, BlockProgram, MuGraph
 from cutesuper.ir.graph import KernelGraph
 
-#: nodes of a definition that no kernel computes: what is given, and views of it
+#: nodes of a definition that no kernel computes: given values, and views of them
 GIVEN = ("input", "constant", "transpose")
-#: operators that a title names
+#: most operators that a title names
 LONGEST = 5
 
 
 def kernels_of(graph: KernelGraph, mu: MuGraph) -> dict[int, tuple[int, ...]]:
-    """For nodes of the definition the positions of the kernels that compute them.
+    """The positions of the kernels that compute each node of the definition.
 
-    A kernel computes what lies between the tensors that it reads and those that it writes; which
-    values of the definition those are, their names say. Composite operators may be computed by
+    A kernel computes the nodes between the tensors that it reads and those that it writes; the
+    names of these tensors identify values of the definition. Composite operators may be computed by
     several kernels, and so may values that are cheaper to compute twice.
 
     Returns:
-        Nothing where the muGraph stores something that is no value of the definition.
+        The positions; nothing if the muGraph stores something that is not a value of the
+        definition.
     """
     marked = _live(graph)
     whole = KernelGraph(graph.nodes, marked).expanded()
@@ -36,7 +37,7 @@ def kernels_of(graph: KernelGraph, mu: MuGraph) -> dict[int, tuple[int, ...]]:
         )
         if reached is None:
             return {}
-        for i in sorted(reached):  # an operator ends where its last primitive operator stands
+        for i in sorted(reached):  # an operator ends at its last primitive operator
             kernels.setdefault(marked[bisect_left(whole.outputs, i)], {})[k] = None
     return {i: tuple(ks) for i, ks in kernels.items() if graph.nodes[i].operator not in GIVEN}
 
@@ -50,7 +51,7 @@ def _live(graph: KernelGraph) -> list[int]:
 def _values(
     graph: KernelGraph, mu: MuGraph, whole: KernelGraph, at: dict[int, int]
 ) -> dict[str, int] | None:
-    """For every tensor of the muGraph the node of the expanded graph that it holds."""
+    """The node of the expanded graph that each tensor of the muGraph holds."""
     border = zip((*mu.inputs, *mu.outputs), (*graph.inputs, *graph.outputs), strict=True)
     inputs = dict(zip(graph.inputs, whole.inputs, strict=True))
     values = {name: inputs[i] if i in inputs else at[i] for name, i in border}
@@ -66,7 +67,7 @@ def _values(
 
 
 def _between(whole: KernelGraph, ends: list[int], starts: set[int]) -> set[int] | None:
-    """Nodes that ``ends`` need, back to ``starts``; None if that does not stop at inputs."""
+    """Nodes that ``ends`` need, back to ``starts``; None if these do not suffice."""
     found: set[int] = set()
     left = [i for i in ends if i not in starts]
     while left:
@@ -82,9 +83,9 @@ def _between(whole: KernelGraph, ends: list[int], starts: set[int]) -> set[int] 
 def kernel_title(
     program: BlockProgram, graph: KernelGraph | None, kernels: dict[int, tuple[int, ...]], k: int
 ) -> str:
-    """What a kernel computes in a few words: ``rms_norm + matmul``.
+    """A few words on a kernel's computation: ``rms_norm + matmul``.
 
-    Operators of the definition if it is known which they are, else those of the program.
+    Operators of the definition if they are known, else those of the program.
     """
     if graph is not None and kernels:
         names = [graph.nodes[i].operator for i in sorted(kernels) if k in kernels[i]]

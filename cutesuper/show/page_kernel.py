@@ -1,4 +1,4 @@
-"""The part of a page that is about one kernel: what it computes, figures, the drawing."""
+"""The part of a page about one kernel: its computation, figures, the drawing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cutesuper.show.page_parts import Html, count, el, meter, micros, scroll, ta
 from cutesuper.show.page_values import loaded, value_notes
 from cutesuper.show.svg import family
 
-#: what the causes of a cost are called
+#: names for the causes of a cost
 CAUSES = {
     "memory": "device memory",
     "l2": "L2 cache",
@@ -29,7 +29,7 @@ LEAST_US = 0.005
 
 
 class Priced(Protocol):
-    """What a kernel should cost, microseconds; ``total`` need not be the sum of the parts."""
+    """Expected cost of a kernel, microseconds; ``total`` need not be the sum of the parts."""
 
     @property
     def total(self) -> float: ...
@@ -51,14 +51,14 @@ def bytes_of(mu: MuGraph, name: str) -> int:
 
 
 def kernel_card(mu: MuGraph, k: int, title: str, cost: Priced | None, notes: str) -> Html:
-    """Everything about kernel ``k``.
+    """The card with everything about kernel ``k``.
 
     Args:
         mu: the muGraph.
         k: position of the kernel.
-        title: what it computes, in a few words.
-        cost: what it should cost, if that is known.
-        notes: text that is shown as it is.
+        title: its computation, in a few words.
+        cost: its expected cost, if known.
+        notes: text that is shown unchanged.
     """
     step = mu.steps[k]
     drawing = BlockDrawing(mu, step, k)
@@ -79,7 +79,7 @@ def kernel_card(mu: MuGraph, k: int, title: str, cost: Priced | None, notes: str
 
 
 def _chips(program: BlockProgram) -> Html:
-    """How it is launched, in a line."""
+    """The launch of a kernel, in a line."""
     chips = [count(program.blocks(), "thread block")]
     words = {AxisKind.CLUSTER: "clusters of {}", AxisKind.PERSISTENT: "{} tiles in turn",
              AxisKind.LOOP: "{} iterations"}  # fmt: skip
@@ -92,7 +92,7 @@ def _chips(program: BlockProgram) -> Html:
 
 
 def _dimensions(program: BlockProgram) -> Html:
-    """How every label is divided, from the grid down to the tile."""
+    """The division of every label, from the grid down to the tile."""
     kinds = [kind for kind in AxisKind if program.of_kind(kind)]
     rows: list[list[str]] = []
     for dim, whole in program.dims.items():
@@ -108,7 +108,7 @@ def _dimensions(program: BlockProgram) -> Html:
 
 
 def _memory(mu: MuGraph, k: int) -> Html:
-    """What is read and written, and how often."""
+    """The tensors that are read and written, and the bytes moved for each."""
     step = mu.steps[k]
     names = list(dict.fromkeys((*step.reads, *step.writes)))
     number = {name: i for i, name in enumerate(mu.tensors)}
@@ -159,7 +159,7 @@ def _panel(title: str, *content: Html) -> Html:
 
 
 def _stage(drawing: BlockDrawing) -> Html:
-    """The drawing, and beside it what is told of the value that is selected."""
+    """The drawing, and beside it the notes on the selected value."""
     hint = (
         "Point at a value to see where it comes from and where it goes; click or press Enter to "
         "keep it. Arrow keys walk along values, Escape lets go."
@@ -183,7 +183,7 @@ def _stage(drawing: BlockDrawing) -> Html:
 
 
 def _text(program: BlockProgram, notes: str) -> Html:
-    """The same as text, folded."""
+    """The program and the notes as text, folded."""
     from cutesuper.ir.text import program_text
 
     texts = {"Block program as text": program_text(program), "Plan and compiled kernel": notes}

@@ -17,7 +17,7 @@ def definition(graph: KernelGraph, kernels: dict[int, tuple[int, ...]]) -> Html:
 
     Args:
         graph: the definition.
-        kernels: as `cutesuper.show.page_fusion.kernels_of` says.
+        kernels: as returned by `cutesuper.show.page_fusion.kernels_of`.
     """
     numbers = {i: n for i, n in enumerate(graph.nodes) if n.operator != "constant"}
     boxes = [_node_box(graph, i, n, kernels.get(i, ())) for i, n in numbers.items()]
@@ -54,7 +54,7 @@ def program(mu: MuGraph, titles: Sequence[str], details: Sequence[str]) -> Html:
 
     Args:
         mu: the program.
-        titles: what each kernel computes.
+        titles: of the kernels.
         details: a few figures of each kernel.
     """
     boxes: list[Box] = []

@@ -1,7 +1,7 @@
-"""HTML from parts that escape what they are given; numbers and bars as a person reads them.
+"""HTML from parts that escape their content; numbers and bars in readable form.
 
-`el` puts elements together. A plain string is text and is escaped, `Html` is markup and is not, so
-that a tensor called ``<script>`` stays text wherever it is shown.
+`el` makes elements. A plain string is text and is escaped, `Html` is markup and is not, so that a
+tensor called ``<script>`` stays text wherever it is shown.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-#: characters of a name that a drawing shows; the whole name is in its title
+#: most characters of a name in a drawing; the whole name is in its title
 LONGEST = 24
 
 
@@ -20,18 +20,18 @@ class Html(str):
 
 
 def visible(text: str) -> str:
-    """The text with ``?`` for what no document can hold or show: control characters, surrogates,
-    marks that turn the reading direction."""
+    """The text with ``?`` for characters that no document can hold or show: control characters,
+    surrogates, marks that change the reading direction."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def safe(content: str) -> Html:
-    """Markup as it is, text escaped."""
+    """Markup unchanged, text escaped."""
     return content if isinstance(content, Html) else Html(escape(visible(content)))
 
 
 def join(parts: Iterable[str], separator: str = "") -> Html:
-    """Parts one after the other."""
+    """Parts joined by the separator."""
     return Html(safe(separator).join(map(safe, parts)))
 
 
@@ -68,7 +68,7 @@ def micros(us: float) -> str:
 
 
 def meter(label: str, value: float, most: float, shown: str, class_: str = "") -> Html:
-    """A row of a bar chart: what, a bar of ``value / most``, the number."""
+    """A row of a bar chart: label, a bar of ``value / most``, the number."""
     share = 100 * value / most if most else 0.0
     return el(
         "div",
@@ -80,7 +80,7 @@ def meter(label: str, value: float, most: float, shown: str, class_: str = "") -
 
 
 def table(label: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> Html:
-    """A table in a box of its own that scrolls; a cell is text, or a whole ``td`` as markup."""
+    """A table in a scrolling box of its own; a cell is text, or a whole ``td`` as markup."""
     body = [
         el("tr", *(c if isinstance(c, Html) and c.startswith("<td") else el("td", c) for c in row))
         for row in rows
@@ -90,7 +90,7 @@ def table(label: str, head: Iterable[str], rows: Iterable[Iterable[str]]) -> Htm
 
 
 def scroll(label: str, *content: str, class_: str = "") -> Html:
-    """A box that scrolls what is too wide for it, with the keyboard too."""
+    """A box that scrolls content too wide for it, also with the keyboard."""
     return el(
         "div", *content, class_=f"scroll {class_}", tabindex=0, role="region", aria_label=label
     )

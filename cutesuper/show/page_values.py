@@ -1,4 +1,4 @@
-"""What a page tells of a selected value: its tile, where it lives, who makes it, who uses it."""
+"""Notes on a selected value: its tile, its place in memory, its producer, its users."""
 
 from __future__ import annotations
 
@@ -109,15 +109,15 @@ def _combines(program: BlockProgram, axis: Axis, rescaled: bool) -> str:
 
 
 def often(program: BlockProgram, index: int) -> str:
-    """How many times a block runs an operation."""
+    """Text on how many times a block runs an operation."""
     n = times(program, index)
     return "once per block" if n == 1 else f"{n:,} times per block"
 
 
 def times(program: BlockProgram, index: int) -> int:
-    """How often a block runs an operation: the iterations of the loops that it is inside of.
+    """Number of times that a block runs an operation: the iterations of the loops around it.
 
-    A tile that two walks over a loop use is loaded in both.
+    A tile used by two walks over a loop is loaded in both.
     """
     parts = sections(program)
     mine = next(s for s in parts if index in s.ops)
@@ -133,7 +133,7 @@ def times(program: BlockProgram, index: int) -> int:
 
 
 def lives(program: BlockProgram, state: ValueState, index: int) -> str:
-    """Where a value is, by the loops that it cannot leave."""
+    """The place of a value, by the loops that it cannot leave."""
     parts = sections(program)
     walk = next(s.number for s in parts if index in s.ops)
     which = f", walk {walk}" if max(s.number for s in parts) > 1 else ""
@@ -147,7 +147,7 @@ def lives(program: BlockProgram, state: ValueState, index: int) -> str:
 
 
 def complete(program: BlockProgram, state: ValueState) -> str:
-    """Whether a value is a partial result, and over which axes."""
+    """Text on whether a value is a partial result, and over which axes."""
     if not state.pending:
         return "yes: no axis is left to combine over"
     axes = [program.axis(name) for name in sorted(state.pending)]
@@ -156,7 +156,7 @@ def complete(program: BlockProgram, state: ValueState) -> str:
 
 
 def loaded(program: BlockProgram, index: int, itemsize: int) -> int:
-    """Bytes that all blocks together ask for in a load, padding included."""
+    """Bytes that all blocks together request in a load, padding included."""
     tile = prod(program.tile[d] for d in program.ops[index].dims)
     return tile * itemsize * times(program, index) * program.blocks()
 

@@ -1,8 +1,8 @@
 """A muGraph as a picture: kernels, the loop inside them, tiles on the edges; plain SVG.
 
 From top to bottom: the tensors that a kernel reads, the kernel (a box with its operations, those
-that run in the loop in a box of their own), the tensors that it writes. Rows are computed here,
-positions within them by `cutesuper.show.layered`.
+that run in the loop in an inner box), the tensors that it writes. Rows are computed here, positions
+within them by `cutesuper.show.layered`.
 """
 
 from __future__ import annotations
@@ -115,14 +115,14 @@ class Frame:
 
 
 class Panel:
-    """One kernel with the tensors it reads and writes, in coordinates of its own (top is 0).
+    """One kernel with the tensors it reads and writes, in its own coordinates (top is 0).
 
-    Another drawing of the same places may have other distances, texts and colours.
+    Subclasses may draw the same positions with other distances, texts and colours.
 
     Attributes:
         row_gap: between two rows of boxes.
-        solid: height of a box and of the texts below it that edges keep clear of.
-        header: height of what stands between the kernel's upper edge and its first row.
+        solid: height of a box and the texts below it that edges avoid.
+        header: height between the kernel's upper edge and its first row.
         row: row of every operation and tensor; ``x``: their centres; ``y``: the tops of rows.
         box: left and right edge of the kernel; its upper and lower edge are ``ends``.
     """
@@ -211,12 +211,12 @@ class Panel:
     def width(self, key: Key) -> float:
         """Width of a node with its texts."""
         (line, large), (second, small) = self._lines(key)
-        if key.what == "op":  # the tile stands to the right of the edge that leaves the middle
+        if key.what == "op":  # the tile is to the right of the edge that leaves the middle
             return max(text_width(line, large) + 20, 2 * (text_width(second, small) + 6))
         return max(text_width(line, large), text_width(second, small)) + 20
 
     def _lines(self, key: Key) -> list[tuple[str, float]]:
-        """Text of a node with font sizes; the last line of an operation stands under its box."""
+        """Text of a node with font sizes; the last line of an operation is under its box."""
         if key.what == "op":
             assert isinstance(key.name, int)
             op = self.program.ops[key.name]
@@ -409,14 +409,14 @@ class Panel:
         out.labels.append(text(second, x, y + 34, small, colour=FAINT))
 
     def role(self, key: Key) -> str:
-        """What a tensor is to the program: a key of `TENSORS`."""
+        """The role of a tensor in the program: a key of `TENSORS`."""
         name = str(key.name)
         if name in self.mu.inputs:
             return "constant input" if self.mu.tensors[name].constant else "input"
         return "output" if name in self.mu.outputs else "between kernels"
 
     def points(self, a: Key, b: Key) -> list[tuple[float, float]]:
-        """Where an edge runs: from box to box, around loops that it has nothing to do with."""
+        """The path of an edge: from box to box, around unrelated loops."""
         points = [(self.x[a], self.y[self.row[a]] + (BOX if a.what == "op" else TENSOR))]
         for key, row in self.bends[a, b]:
             loop = self._lane(a, b, row)
@@ -436,7 +436,7 @@ class Panel:
 
 
 def family(kind: str) -> str:
-    """The kind of work that an operation is: a key of `COLOURS`."""
+    """The kind of work of an operation: a key of `COLOURS`."""
     named = {
         LOAD: "memory",
         STORE: "memory",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
-STUB = 14  # an edge goes straight this far before it bends: past the label of the box above
+STUB = 14  # an edge runs straight this far before it bends: past the label of the box above
 CHARACTER = 0.6  # width of a character of a monospaced font, in font sizes
 INK, FAINT, EDGE = "#1d2733", "#66717f", "#8d99a8"
 
@@ -40,7 +40,8 @@ def text(
     text: str, x: float, y: float, size: float, anchor: str = "middle", colour: str = INK,
     weight: str = "normal",
 ) -> str:  # fmt: skip
-    """One line of text whose baseline is at ``y``; what XML cannot hold is shown as ``?``."""
+    """One line of text whose baseline is at ``y``; characters that XML cannot hold are shown as
+    ``?``."""
     text = "".join(c if c.isprintable() else "?" for c in text)
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" text-anchor="{anchor}" '
@@ -51,7 +52,7 @@ def text(
 def curve(points: list[tuple[float, float]], stub: float = STUB) -> str:
     """An edge through ``points``, vertical in each of them, with an arrow head.
 
-    ``stub`` is how far it goes straight down before its first bend.
+    ``stub`` is the length that it runs straight down before its first bend.
     """
     x, y = points[0]
     path = f"M{x:.1f} {y:.1f}"
@@ -72,7 +73,7 @@ def curve(points: list[tuple[float, float]], stub: float = STUB) -> str:
 
 
 def dotted(x: float, y: float, u: float, v: float) -> str:
-    """A dotted line from (x, y) down to (u, v): two boxes that are one tensor."""
+    """A dotted line from (x, y) down to (u, v), for two boxes of one tensor."""
     return (
         f'<path d="M{x:.1f} {y:.1f} C{x:.1f} {(y + v) / 2:.1f} {u:.1f} {(y + v) / 2:.1f} '
         f'{u:.1f} {v:.1f}" fill="none" stroke="#94804a" stroke-width="1.6" '

@@ -1,6 +1,7 @@
 """Candidates: the best muGraphs of the search with several schedules each, planned and compiled.
 
-Nothing here needs a GPU. What cannot be planned or compiled stays in the list with the reason.
+Nothing here needs a GPU. Candidates that cannot be planned or compiled stay in the list with the
+reason.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from cutesuper.skeletons.planner import KernelPlan, make_plan
 from cutesuper.skeletons.variants import changed, variants
 from cutesuper.targets import Target
 
-#: kernels that are compiled between two looks at the clock, for each processor: a worker takes 5 s
-#: to start and 0.9 s for a kernel
+#: kernels compiled per processor between two checks of the deadline: a worker takes 5 s to start
+#: and 0.9 s for a kernel
 WAVE = 4
 
 Plans = tuple[KernelPlan, ...]
@@ -32,7 +33,7 @@ Plans = tuple[KernelPlan, ...]
 
 @dataclass(frozen=True)
 class Program:
-    """A candidate whose kernels lie in the compile cache at ``cache_root``; can be pickled."""
+    """A candidate whose kernels are in the compile cache at ``cache_root``; can be pickled."""
 
     name: str
     mugraph: MuGraph
@@ -41,7 +42,7 @@ class Program:
     cache_root: str
 
     def variant(self) -> Variant:
-        """Its kernels, from the cache."""
+        """The candidate's kernels, from the cache."""
         cache = KernelCache(self.cache_root)
         steps = tuple(
             CompiledStep(plan, compile_kernel(request, cache))
@@ -52,18 +53,18 @@ class Program:
 
 @dataclass
 class Trial:
-    """A candidate, and what became of it.
+    """A candidate and its result.
 
     Attributes:
-        program: what is launched.
+        program: the one that is launched.
         rank: of its muGraph in the model's order, 1 for the first.
         structure: of its muGraph.
         predicted_us: of its muGraph.
         change: knobs that are not the default: ``k0: stages=5``; "" for the default schedule.
         status: "waiting", then "ok", "wrong", "failed" or "left out".
         reason: why it is not "ok".
-        samples: microseconds, one for each round; of the last stage it took part in.
-        final: whether it was among those timed for long.
+        samples: microseconds, one for each round of the last stage that it took part in.
+        final: whether it took part in the last stage, with the most rounds.
     """
 
     program: Program
@@ -78,11 +79,11 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Short name: ``c007``."""
+        """Short name, such as ``c007``."""
         return self.program.name
 
     def stop(self, status: str, reason: str) -> None:
-        """Out of the race; what was measured no longer counts."""
+        """Drop the candidate; its samples no longer count."""
         self.status, self.reason, self.samples = status, reason, []
 
 
@@ -96,14 +97,14 @@ def make_trials(
 
     Both lists are in the order of likelihood, so they are taken along diagonals: the first muGraph
     with its default schedule, the first with its second and the second with its default, ...
-    MuGraphs that make the same kernels (row tiles that the plan decides anyway) count once, those
-    that no schedule runs not at all.
+    MuGraphs that make the same kernels (row tiles that the plan decides anyway) count once; those
+    without a schedule do not count.
 
     Args:
         options: target and launch mode.
         candidates: in the model's order.
         count: how many at most.
-        cache: where the kernels are to lie.
+        cache: where the kernels will be stored.
     """
     rows: list[tuple[Candidate, list[Plans]]] = []
     seen: set[tuple[str, ...]] = set()
@@ -150,7 +151,7 @@ def _trial(
 
 
 def _schedules(mu: MuGraph, options: Options) -> list[Plans]:
-    """Plans of all kernels: the default ones, then those with one kernel planned otherwise."""
+    """Plans of all kernels: the default ones, then those that differ from them in one kernel."""
     tensors = followed(mu)
     try:
         default = tuple(
@@ -164,7 +165,7 @@ def _schedules(mu: MuGraph, options: Options) -> list[Plans]:
         for n, (step, first) in enumerate(zip(mu.steps, default, strict=True))
         for plans in [variants(step, tensors, options.target, first)[1:]]
     ]
-    # one of every kernel in turn
+    # one for each kernel in turn
     return [default, *(p for turn in zip_longest(*others) for p in turn if p is not None)]
 
 
@@ -172,7 +173,7 @@ def _schedules(mu: MuGraph, options: Options) -> list[Plans]:
 
 
 def compile_trials(trials: Sequence[Trial], cache: KernelCache, deadline: float) -> None:
-    """Compile in worker processes until the deadline (`time.monotonic`); a wave that has begun is
+    """Compile in worker processes until the deadline (`time.monotonic`); a wave that was started is
     finished. Trials that are not reached are left out."""
     for wave in _waves(trials):
         if wave[0] is not trials[0] and time.monotonic() > deadline:

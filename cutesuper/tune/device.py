@@ -1,7 +1,7 @@
-"""The GPU as the tuner sees it: kernels to launch, recordings to replay, a clock.
+"""Devices for the tuner: kernels to launch, recordings to replay, a clock.
 
-`Device` is what `cutesuper.tune.measure` needs; `CudaDevice` is the real one. Tests inject another
-that runs on the CPU with scripted times.
+`Device` is the interface that `cutesuper.tune.measure` needs; `CudaDevice` is the real one. Tests
+inject another that runs on the CPU with scripted times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Recording(Protocol):
 
 
 class Device(Protocol):
-    """What measuring needs of a device."""
+    """The interface to a device that measuring needs."""
 
     device: torch.device
     l2_bytes: int
@@ -42,7 +42,7 @@ class Device(Protocol):
         ...
 
     def synchronize(self) -> None:
-        """Wait; raises RuntimeError when an earlier launch has failed."""
+        """Wait for all work; raises RuntimeError if an earlier launch has failed."""
         ...
 
     def record(self, launch: Callable[[int], None], count: int) -> Recording:
@@ -70,7 +70,7 @@ class CudaDevice:
         self._sum = torch.zeros((), dtype=torch.float32, device=self.device)
 
     def load(self, program: Program) -> Launches:
-        """Loads what lies in the compile cache."""
+        """Load kernels from the compile cache."""
         return program.variant().launches
 
     def free_bytes(self) -> int:
@@ -92,7 +92,7 @@ class CudaDevice:
                 launch(i)
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # other threads of the process may do what they like
+        # other threads of the process may call CUDA freely
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for i in range(count):
                 launch(i)

@@ -1,11 +1,11 @@
-"""Measuring in a process of its own, so that a kernel that hangs costs nothing but itself.
+"""Measuring in a separate process, so that a hanging kernel costs nothing but itself.
 
 A kernel that never ends, or that breaks the device, takes its process with it. `Worker` holds a
 process that does one job after another and tells each step before it begins; when it falls silent
-or dies, it is replaced, and `Lost` says during which step.
+or dies, it is replaced, and `Lost` names the step.
 
-What the process sends: ``("ready", greeting)`` once, then for every job any number of
-``("step", name)`` and in the end ``("done", result)``, or ``("lost", reason)`` if it cannot go on.
+Messages of the process: ``("ready", greeting)`` once, then for every job any number of ``("step",
+name)`` and in the end ``("done", result)``, or ``("lost", reason)`` if it cannot continue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Lost(RuntimeError):
     """The process hung or died.
 
     Attributes:
-        step: what it was doing, as in "16x4096x4096 c007: prepare".
+        step: the last step that it reported, as in "16x4096x4096 c007: prepare".
         reason: what happened.
     """
 
@@ -42,17 +42,17 @@ class Lost(RuntimeError):
         self.step, self.reason = step, reason
 
     def culprit(self, names: Sequence[str]) -> str | None:
-        """The one of ``names`` whose step it was, or None."""
+        """The one of ``names`` that the step belongs to, or None."""
         return next((n for n in names if f" {n}: " in f" {self.step} "), None)
 
 
 class Worker:
-    """A process that does jobs; started at once, replaced after it was lost.
+    """A process that does jobs; started at once, replaced when lost.
 
     Args:
         work: runs there, with its end of the connection and then ``arguments``; a module-level
             function of a module other than ``__main__``.
-        arguments: whatever can be pickled.
+        arguments: of any type that can be pickled.
         timeout: seconds of silence after which the process counts as hung.
     """
 
@@ -64,10 +64,10 @@ class Worker:
         self._start()
 
     def greeting(self) -> Any:
-        """What the process says once it is ready.
+        """The message of the process when it is ready.
 
         Raises:
-            Lost: it does not come up.
+            Lost: the process does not start.
         """
         if self._greeting is None:
             self._greeting = self._receive("ready", "start-up", STARTUP_SECONDS)
@@ -77,7 +77,7 @@ class Worker:
         """The result of a job.
 
         Raises:
-            Lost: the process hung, died, or cannot go on; the next call has a new one.
+            Lost: the process hung, died, or cannot continue; the next call uses a new one.
         """
         self.greeting()
         try:
@@ -96,14 +96,14 @@ class Worker:
     def _start(self) -> None:
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
-            # -P: nothing from the current folder that this process does not take from there
+            # -P: import nothing from the current folder unless this process does
             [sys.executable, "-P", "-c", _COMMAND, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             # it must find the modules that the pickles name
             env={**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(p) for p in sys.path)},
         )
-        self._end = weakref.finalize(self, self._process.kill)  # also where nobody calls close
+        self._end = weakref.finalize(self, self._process.kill)  # even without a call of close
         theirs.close()  # or its end would not be seen
         with suppress(OSError):  # the missing greeting will tell
             self._connection.send((self._work, self._arguments))

@@ -1,8 +1,8 @@
-"""What the measuring process does: draw inputs, check candidates, time them, check them again.
+"""The measuring process: draws inputs, checks candidates, times them, checks them again.
 
-Inputs are drawn once, in as many sets as outgrow L2. A candidate is launched over all sets in one
+Inputs are drawn once, in enough sets to exceed L2. A candidate is launched over all sets in one
 recording (with dependent launch each kernel overlaps the end of the one before it, as in use); a
-time is a replay divided by its launches. Candidates of a job take turns, round by round.
+time is a replay divided by its launches. Candidates of a job alternate, round by round.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cutesuper.tune.device import Device, Recording
 from cutesuper.verify.integers import typical_integers
 from cutesuper.verify.numeric import acceptable
 
-#: bytes that all input sets have together, where 3 x L2 is not more
+#: total bytes of all input sets, unless 3 x L2 is more
 COLD_BYTES = 512 * 10**6
 #: launches in a recording: many dilute the cost of starting it, more than 128 add nothing
 LEAST_SETS, MOST_SETS = 16, 128
@@ -48,10 +48,10 @@ class Job:
     """Candidates to time against each other.
 
     Attributes:
-        programs: compiled.
+        programs: compiled ones.
         rounds: how often each is timed.
         seconds: no round begins later than this, once there are `LEAST_ROUNDS`.
-        warm_s: replays before the first round, so that clocks are up.
+        warm_s: seconds of replays before the first round, to raise the clocks.
     """
 
     programs: tuple[Program, ...]
@@ -70,7 +70,7 @@ class Prepared:
 
 @dataclass
 class Outcome:
-    """What became of a candidate.
+    """The result of a candidate.
 
     Attributes:
         status: "ok", "wrong" or "failed".
@@ -86,7 +86,8 @@ class Outcome:
 def serve(
     connection: Connection, make_device: Callable[[], Device], graph: KernelGraph, seed: int
 ) -> None:
-    """The process: does the jobs that arrive, until the device or the other end is gone."""
+    """The main function of the process: does arriving jobs until the device or the other end is
+    gone."""
 
     def tell(step: str) -> None:
         connection.send(("step", step))
@@ -107,7 +108,7 @@ def serve(
 
 
 class Bench:
-    """Inputs, what they should give, and candidates that are run on them.
+    """Inputs, their expected outputs, and candidates that run on them.
 
     Raises:
         MemoryError: not even one set of inputs fits.
@@ -145,7 +146,7 @@ class Bench:
         return outcomes
 
     def _prepare(self, program: Program, outcome: Outcome) -> Prepared | None:
-        """Load, check, record; None where it is wrong."""
+        """Load, check and record a candidate; None if it is wrong."""
         self.tell(f"{program.name}: load")
         launch = self._launcher(self.device.load(program))
         self.tell(f"{program.name}: check")
@@ -159,7 +160,8 @@ class Bench:
         return Prepared(launch, self.device.record(launch, len(self.inputs)))
 
     def _launcher(self, launches: Launches) -> Callable[[int], None]:
-        """Launch on input set i; tensors between kernels are shared by all sets, as in a stream."""
+        """A function that launches on input set i; all sets share the tensors between kernels, as
+        in a stream."""
         between = [
             torch.empty([extent(d) for d in shape], dtype=dtype, device=self.device.device)
             for shape, dtype in launches.intermediates
@@ -176,7 +178,8 @@ class Bench:
                 t.fill_(math.nan)
 
     def _judge(self, outcome: Outcome, when: str) -> None:
-        """Mark as wrong what `verify.numeric.acceptable` refuses. Raises DeviceLostError."""
+        """Mark candidates that `verify.numeric.acceptable` refuses as wrong. Raises
+        DeviceLostError."""
         self._require_device()
         for i in self.checked:
             for out, exact, eager, dtype in zip(
@@ -188,7 +191,7 @@ class Bench:
                     return
 
     def _check_recording(self, name: str, recording: Recording, outcome: Outcome) -> None:
-        """Check what the timed recording itself writes."""
+        """Check the results of the timed recording itself."""
         self.tell(f"{name}: check after timing")
         self._poison()
         recording.replay()
@@ -197,7 +200,7 @@ class Bench:
     def _time(
         self, ready: dict[str, Prepared], outcomes: dict[str, Outcome], job: Job
     ) -> None:
-        """One replay of each in every round, in an order that changes."""
+        """Time one replay of each in every round, in a changing order."""
         begin = time.monotonic()
         names, order = list(ready), random.Random(self.seed)
         while names and time.monotonic() - begin < job.warm_s:
@@ -230,10 +233,10 @@ class Bench:
 
 
 def make_sets(graph: KernelGraph, device: Device, seed: int) -> tuple[Sets, Sets]:
-    """Inputs and outputs, in as many sets as outgrow L2, if memory has room for them.
+    """Inputs and outputs, in enough sets to exceed L2, if memory has room for them.
 
-    Inputs are normal; what is contracted as the second operand of a product is divided by the root
-    of its length, so that products stay of order 1. Lengths and tables: `typical_integers`.
+    Inputs are normal; second operands of products are divided by the root of the contracted extent,
+    so that products stay of order 1. Lengths and tables: `typical_integers`.
 
     Raises:
         MemoryError: not even one set fits.
@@ -273,7 +276,7 @@ def _bytes(node: Node) -> int:
 
 
 def _scales(graph: KernelGraph) -> dict[int, float]:
-    """Factors of inputs that are the second operand of a product, by node."""
+    """Scales of inputs that are the second operand of a product, by node."""
     found: dict[int, float] = {}
     for node in graph.nodes:
         if node.operator != "matmul":

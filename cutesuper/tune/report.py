@@ -1,4 +1,4 @@
-"""What the command line shows of a tuning run."""
+"""Output of the command line about a tuning run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cutesuper.tune.tuner import Tuned, median, spread
 
 
 def table(tuned: Tuned) -> Table:
-    """All candidates: those of the last stage by their time, then the others by the short look,
+    """All candidates: those of the last stage by their time, then the others by the short stage,
     then those that dropped out."""
     result = Table(title="muGraphs (in the model's order) x schedules, microseconds")
     result.add_column("no.", no_wrap=True)
@@ -51,7 +51,7 @@ def _verdict(trial: Trial, tuned: Tuned) -> str:
 
 
 def summary(tuned: Tuned) -> str:
-    """What dropped out and why, the winner, and where it lies."""
+    """Candidates that dropped out with reasons, the winner, and its file."""
     dropped = [f"{t.name}: {t.reason}\n" for t in tuned.trials if t.reason]
     m, trial = tuned.measured, tuned.winner
     if m.model_us is None:

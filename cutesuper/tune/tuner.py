@@ -5,7 +5,7 @@
       -> `decide` -> `cutesuper.store`
 
 Each candidate is checked before and after it is timed. One that does not compile, is wrong, hangs
-or breaks the device costs nothing but itself and the time.
+or breaks the device costs only itself and the time.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 
 BUDGET_S = 60.0
 CANDIDATES = 24
-#: candidates asked of the search: many have the same kernels
+#: candidates requested from the search: many have the same kernels
 POOL = 64
 #: parts of the budget after which the search, compiling and the short looks end
 SEARCH_SHARE, COMPILE_SHARE, LOOK_SHARE = 0.25, 0.6, 0.85
-#: of a short look, and of the last stage
+#: rounds of a short look, and of the last stage
 LOOK_ROUNDS, FINAL_ROUNDS = 5, 40
 #: replays before the last stage, seconds
 WARM_S = 0.2
@@ -58,15 +58,15 @@ HANG_S = 10.0
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came out.
+    """The result of tuning.
 
     Attributes:
         path: the file that was written.
-        winner: the candidate that it holds.
+        winner: the candidate stored in it.
         model: the cost model's choice with its default schedule.
         trials: all candidates, the model's choice first.
-        measured: what the file says.
-        seconds: all of it took.
+        measured: the measurements in the file.
+        seconds: total time.
     """
 
     path: Path
@@ -79,7 +79,7 @@ class Tuned:
 
 @dataclass(frozen=True)
 class _Run:
-    """What all stages share."""
+    """State shared by all stages."""
 
     worker: Worker
     begin: float
@@ -87,7 +87,7 @@ class _Run:
     on_step: Callable[[str], None]
 
     def until(self, share: float) -> float:
-        """When this part of the budget is used up, by `time.monotonic`."""
+        """The time by `time.monotonic` when this part of the budget is used up."""
         return self.begin + share * self.budget_s
 
 
@@ -113,16 +113,16 @@ def tune(
     Args:
         graph: what to compute.
         target: as for `cutesuper.superoptimize`.
-        dependent_launch: the same; the launch mode is part of what is tuned.
+        dependent_launch: the same; each launch mode is tuned separately.
         seed: of the inputs and the search.
-        budget_s: seconds. What has begun is finished: a wave of compiles, a timed candidate.
+        budget_s: seconds. Work in progress is finished: a wave of compiles, a timed candidate.
         candidates: how many to time at most.
         folder: where to store; default the user's folder.
         cache: of compiled kernels; default ``~/.cache/cutesuper``.
         hang_s: seconds without progress after which a candidate counts as hung.
         make_device: makes the device in the measuring process, a module-level callable; default
             the current GPU.
-        on_step: told what is going on.
+        on_step: receives progress messages.
 
     Raises:
         DeviceError: no GPU.
@@ -174,7 +174,7 @@ def _symbols(graph: KernelGraph) -> set[Symbol]:
 
 
 def _cuda() -> Callable[[], Device]:
-    """The current GPU. Raises DeviceError."""
+    """A factory for the current GPU. Raises DeviceError."""
     import torch
 
     if not torch.cuda.is_available():
@@ -216,7 +216,7 @@ def _prepare(
 
 
 def _look(trials: Sequence[Trial], run: _Run) -> None:
-    """A short look at each; one after the other, so that nothing is lost with one that hangs."""
+    """Time each briefly; one after the other, so that a hang loses no others."""
     _greeting(run.worker)
     for trial in trials:
         if trial.status != "waiting":
@@ -232,7 +232,8 @@ def _look(trials: Sequence[Trial], run: _Run) -> None:
 
 
 def _final(trials: Sequence[Trial], run: _Run) -> None:
-    """The best few and the model's choice against each other, again without whoever is lost."""
+    """Time the best few and the model's choice against each other; again without any that is
+    lost."""
     while True:
         good = sorted((t for t in trials if t.status == "ok"), key=median)
         chosen = [t for t in good if t is not trials[0]][:FINALISTS]
@@ -252,7 +253,7 @@ def _measure(
     """Time trials in the other process; False when it was lost and one of them is to blame.
 
     Raises:
-        TuningError: it was lost with nobody to blame, such as for want of memory.
+        TuningError: it was lost and no trial is to blame, for example for lack of memory.
     """
     from cutesuper.tune.measure import Job
 
@@ -279,7 +280,7 @@ def _measure(
 
 
 def median(trial: Trial) -> float:
-    """Microseconds."""
+    """Median time in microseconds."""
     return float(np.median(trial.samples))
 
 
@@ -290,11 +291,11 @@ def spread(trial: Trial) -> float:
 
 
 def _verified_winner(graph: KernelGraph, trials: Sequence[Trial]) -> Trial:
-    """The winner, which must verify at real extents too where `superoptimize` asks for that: the
-    search has verified its structure only.
+    """The winner, which must also verify at real extents if `superoptimize` requires that: the
+    search has verified only its structure.
 
     Raises:
-        TuningError: nobody is left.
+        TuningError: no candidate is left.
     """
     while any(t.final for t in trials):
         winner = decide(trials)
@@ -344,8 +345,8 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout that the package is in; None for an installed package."""
-    if told := os.environ.get("CUTESUPER_COMMIT"):  # a tree that was copied says itself what it is
+    """Commit of the checkout that contains the package; None for an installed package."""
+    if told := os.environ.get("CUTESUPER_COMMIT"):  # a copied tree has its commit in this variable
         return told
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():

@@ -326,6 +326,11 @@ def _clamp(d: Draw, op: Operator) -> None:
     d.step("clamp", d.value(), min=low, max=high)
 
 
+@recipe("convert")
+def _convert(d: Draw, op: Operator) -> None:
+    d.step("convert", d.value(), dtype=d.rng.choice(("float16", "bfloat16", "float32")))
+
+
 @recipe("keep", "hide")
 def _choice(d: Draw, op: Operator) -> None:
     i = d.value()

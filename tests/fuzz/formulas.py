@@ -91,6 +91,12 @@ def _clamp(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype
     return m.function(lambda x: x.clamp(a["min"], a["max"]), args[0], exact=True)
 
 
+@formula("convert")
+def _convert(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Nothing by itself: the result is rounded to its type where it is stored, like any other."""
+    return m.move(lambda x: x, args[0])
+
+
 @formula("gelu")
 def _gelu(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     """In the form that everybody uses, whose error is one of x where the result is small."""
@@ -292,8 +298,8 @@ def _scaled(m: Arithmetic, x: Any, factor: float) -> Any:
     return m.function(lambda t: t * factor, x)
 
 
-#: in programs with lengths (docs/verification.md, "Masks"): -inf minus -inf is -inf, 0 / 0 is 0
-WITH_LENGTHS = FORMULAS | {
+#: in programs that hide rows as a whole (docs/verification.md, "Masks"): -inf minus -inf is -inf, 0 / 0 is 0
+WITH_HIDDEN_ROWS = FORMULAS | {
     "sub": _elementwise("sub", _hidden_sub),
     "div": _elementwise("div", _empty_div),
 }

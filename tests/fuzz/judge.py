@@ -36,7 +36,7 @@ from torch import Tensor
 
 from cutesuper.ir.graph import KernelGraph
 from tests.fuzz.arithmetic import Arithmetic, Ball, Balls, Numbers, reach, smallest, unit
-from tests.fuzz.formulas import FORMULAS, JUMPS, WITH_LENGTHS
+from tests.fuzz.formulas import FORMULAS, JUMPS, WITH_HIDDEN_ROWS
 
 #: times the bound of an element
 AT_WORST = 4.0
@@ -50,8 +50,8 @@ MASKS = {"causal_mask", "length_mask", "hide", "scaled_dot_product_attention"}
 
 def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any]:
     """The outputs of a kernel graph by the formulas, on the numbers of an arithmetic."""
-    lengths = any(node.operator == "length_mask" for node in graph.nodes)
-    formulas = WITH_LENGTHS if lengths else FORMULAS
+    hidden = any(node.operator in ("length_mask", "hide") for node in graph.nodes)
+    formulas = WITH_HIDDEN_ROWS if hidden else FORMULAS
     values: list[Any] = []
     feed = iter(inputs)
     for node in graph.nodes:
