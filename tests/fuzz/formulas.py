@@ -298,7 +298,8 @@ def _scaled(m: Arithmetic, x: Any, factor: float) -> Any:
     return m.function(lambda t: t * factor, x)
 
 
-#: in programs that hide rows as a whole (docs/verification.md, "Masks"): -inf minus -inf is -inf, 0 / 0 is 0
+#: in programs that hide rows as a whole (docs/verification.md, "Masks"): -inf minus -inf is
+#: -inf, 0 / 0 is 0
 WITH_HIDDEN_ROWS = FORMULAS | {
     "sub": _elementwise("sub", _hidden_sub),
     "div": _elementwise("div", _empty_div),
