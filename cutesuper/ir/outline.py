@@ -1,4 +1,4 @@
-"""How a block program is read: its operations in nested sections, and a short phrase for each.
+"""Block programs for readers: operations in nested sections, with a short phrase for each.
 
 before: a flat list of operations, of which 0 to 4 depend on ``K.loop``; after::
 
@@ -30,7 +30,7 @@ class Section:
 
     Attributes:
         loops: the persistent and loop axes that they are inside of, outermost first.
-        number: which walk over the innermost of ``loops`` it is, 1 for the first.
+        number: number of the walk over the innermost of ``loops``, 1 for the first.
         ended: the innermost axis that ended just before, if that is why this section exists.
         ops: indices into the program; constants are left out (they are shown where they are used).
     """
@@ -42,8 +42,8 @@ class Section:
 
 
 def sections(program: BlockProgram) -> tuple[Section, ...]:
-    """The program in the order in which it runs; empty sections are left out. Every value of a page
-    asks for them, so they are kept with the program.
+    """The program in the order in which it runs; empty sections are left out. They are cached with
+    the program, since every value of a page needs them.
 
     Raises:
         GraphError: the program is illegal.
@@ -76,7 +76,8 @@ def _sections(program: BlockProgram) -> tuple[Section, ...]:
 
 
 def _phases(program: BlockProgram, axis: Axis | None, states: list[ValueState]) -> list[int]:
-    """When operations run: 0 before the axis, 1 in its first walk, 2 after that, 3 in the next."""
+    """Phase of each operation: 0 before the axis, 1 in its first walk, 2 after that, 3 in the
+    next."""
     if axis is None:
         return [0] * len(states)
     phases: list[int] = []
@@ -107,7 +108,7 @@ def loop_titles(program: BlockProgram, section: Section) -> list[str]:
 
 
 def phrase(program: BlockProgram, index: int) -> str:
-    """What an operation does, without its operands: ``matmul over K``, ``load X``."""
+    """Short name of an operation, without its operands: ``matmul over K``, ``load X``."""
     op = program.ops[index]
     attributes = op.attributes
     if op.kind in (LOAD, STORE):
@@ -126,7 +127,7 @@ def phrase(program: BlockProgram, index: int) -> str:
 
 
 def call(program: BlockProgram, index: int) -> str:
-    """What an operation does with which operands: ``matmul(0, 1) over K``."""
+    """Short name of an operation with its operands: ``matmul(0, 1) over K``."""
     op = program.ops[index]
     operands = ", ".join(constant(program, j) or str(j) for j in op.inputs)
     if op.kind == LOAD:

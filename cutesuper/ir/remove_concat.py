@@ -1,8 +1,9 @@
-"""Concatenations and slices vanish: what works on a concatenated value works on its pieces.
+"""Removal of concatenations and slices: operations on a concatenated value become operations on its
+pieces.
 
 No kernel copies a tensor into another one only to read it back, so `KernelGraph.expanded` removes
-``concat`` and ``slice``. A value that was put together is *cut* along some dimensions; whatever is
-computed from it is computed for each cell between cuts that somebody needs.
+``concat`` and ``slice``. A concatenated value is *cut* along some dimensions; each value computed
+from it is computed for every cell between cuts that is needed.
 
 before (the concatenated form of LoRA)::
 
@@ -107,7 +108,7 @@ def _apply(
 
 
 def _cuts(graph: KernelGraph, i: int, cuts: list[Cuts]) -> Cuts:
-    """Where a value is put together, from where its operands are."""
+    """Positions at which a value is put together, from those of its operands."""
     node = graph.nodes[i]
     args = [cuts[j] for j in node.inputs]
     rank = len(node.shape)
@@ -145,7 +146,7 @@ def _starts(graph: KernelGraph, node: Node) -> list[int]:
 
 
 def _aligned(args: list[Cuts], rank: int) -> Cuts:
-    """All cuts of operands that broadcast (a dimension of extent 1 has none)."""
+    """Union of the cuts of operands that broadcast (a dimension of extent 1 has none)."""
     result = [_NONE] * rank
     for cut in args:
         for d, c in enumerate(cut):
@@ -157,8 +158,8 @@ def _aligned(args: list[Cuts], rank: int) -> Cuts:
 
 
 def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[Use]]:
-    """What a box of a node is made of: for each summand (of a maximum, each candidate) the parts of
-    the operands."""
+    """Terms that make up a box of a node: for each summand (of a maximum, each candidate) the parts
+    of the operands."""
     node = graph.nodes[i]
     operator = lookup(node.operator)
     if node.operator == "input":
@@ -191,7 +192,8 @@ def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[
 
 
 def _first(graph: KernelGraph, node: Node, k: int, box: Box) -> Use:
-    """The part of operand k whose dimensions are the first ones, whole where it is no mask's."""
+    """The part of operand k whose dimensions are the first ones; the whole operand if the node is
+    not a mask."""
     shape = graph.nodes[node.inputs[k]].shape
     if not lookup(node.operator).masks:
         return node.inputs[k], _whole(shape)

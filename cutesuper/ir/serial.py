@@ -1,5 +1,5 @@
-"""Kernel graphs and muGraphs as JSON. What is read is validated: shapes are inferred again, and
-`ir.check` runs on the result."""
+"""Kernel graphs and muGraphs as JSON. Input is validated: shapes are inferred again, and `ir.check`
+runs on the result."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _kernel_graph_dict(g: KernelGraph) -> dict[str, Any]:
             entry |= {"inputs": list(n.inputs), "attributes": _attributes(n.attributes)}
             args = [g.tensor(j) for j in n.inputs]
             if n.dtype != g.result_dtype(n.operator, args, n.attributes):
-                entry |= {"dtype": n.dtype.name}  # an output that is stored as another type
+                entry |= {"dtype": n.dtype.name}  # an output stored as another type
         nodes.append(entry)
     return {"nodes": nodes, "outputs": list(g.outputs)}
 
@@ -199,7 +199,8 @@ def _read_dim(d: Any) -> Dim:
 
 
 def _read(kind: type[T], value: Any) -> T:
-    """``value`` if it is of that JSON type (a bool is no int); nothing is converted silently."""
+    """Return ``value`` if it has that JSON type (a bool is not an int); nothing is converted
+    silently."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise FormatError(f"graph JSON: {value!r} is not of type {kind.__name__}")
     return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# what these modules define enters `TABLE`
+# importing these modules enters their operators into `TABLE`
 from cutesuper.ir.operators import composite, index, layout, pointwise, reduce, select
 from cutesuper.ir.operators.base import TABLE, Operator, lookup
 

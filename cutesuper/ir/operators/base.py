@@ -184,7 +184,7 @@ class Operator:
 
     @property
     def empties(self) -> bool:
-        """Whether it may hide rows as a whole: see `cutesuper.ir.unseen`."""
+        """True if it may hide rows as a whole: see `cutesuper.ir.unseen`."""
         return self.masks and self.fill == -inf and bool(self.integers)
 
     def numbers(self, integers: NDArray[np.int64], attributes: Attributes) -> NDArray[np.float64]:

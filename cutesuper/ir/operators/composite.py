@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @operator
 class RmsNorm(Operator):
-    """x / sqrt(mean(x^2, last dim) + eps), times a weight if there is one (arXiv:1910.07467)."""
+    """x / sqrt(mean(x^2, last dim) + eps), times an optional weight (arXiv:1910.07467)."""
 
     name = "rms_norm"
     arity = -1  # x, or x and weight
@@ -88,8 +88,8 @@ class RmsNorm(Operator):
 
 @operator
 class LayerNorm(Operator):
-    """(x - mean x) / sqrt(mean (x - mean x)^2 + eps) over the last dimension, times a weight and
-    plus a bias if there are (arXiv:1607.06450)."""
+    """(x - mean x) / sqrt(mean (x - mean x)^2 + eps) over the last dimension, with an optional
+    weight and bias (arXiv:1607.06450)."""
 
     name = "layer_norm"
     arity = -1  # x; x and weight; x, weight and bias
@@ -192,7 +192,8 @@ class Softmax(Operator):
 class LogSumExp(Operator):
     """log(sum exp x) along ``dim``, which stays with extent 1: max x + log(sum exp(x - max x)).
 
-    -inf where all of x is."""
+    The result is -inf where all of x is -inf.
+    """
 
     name = "logsumexp"
     arity = 1
@@ -208,8 +209,8 @@ class LogSumExp(Operator):
         return args[0].logsumexp(attributes["dim"], keepdim=True)
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
-        """A maximum that is infinite is the result: inf - inf would be NaN. (One whose square
-        overflows is as good as that: the logarithm that is left out is lost beside it.)"""
+        """Return an infinite maximum as the result: inf - inf would be NaN. (The same is done if
+        its square overflows: the logarithm that is left out is lost beside it.)"""
         dim = attributes["dim"]
         largest = g.max(args[0], dim)
         rest = g.log(g.sum(g.exp(g.sub(args[0], largest)), dim))
@@ -307,7 +308,7 @@ class CrossEntropy(Operator):
         return losses * torch_module().from_numpy(weight).to(losses)
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
-        """The maximum is subtracted from both, see `LogSoftmax`."""
+        """The maximum is subtracted from both terms, see `LogSoftmax`."""
         x, labels = args
         shifted, total = self._row(g, x)
         weight = g.label_weight(labels, extent(x.shape[-1]), **attributes)
@@ -331,7 +332,7 @@ class CrossEntropy(Operator):
         return shifted, g.sum(g.exp(shifted), -1)
 
     def _picked(self, g: KernelGraph, x: Tensor, labels: Tensor) -> Tensor:
-        """One column has no positions; whether the label is 0 is the weight's business."""
+        """The element of a row that its label picks; with one column the weight decides alone."""
         return x if x.shape[-1] == 1 else g.pick(x, labels)
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
