@@ -72,7 +72,7 @@ class Monomial(NamedTuple):
 
 def _memoised(method: Callable[..., Any]) -> Callable[..., Any]:
     """Remember a method's results for the lifetime of the table (arguments are ints, strings and
-    tuples; None means that no result is stored)."""
+    tuples; a result is never None)."""
     name = method.__name__
 
     @wraps(method)
