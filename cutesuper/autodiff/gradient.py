@@ -98,8 +98,8 @@ def split(
     Args:
         graph: any kernel graph.
         wrt: as for `grad`.
-        save: ``"none"``: compute everything again from the inputs. ``"auto"``: keep what is small
-            or expensive, the last such value on the way to each use:
+        save: ``"none"``: compute everything again from the inputs. ``"auto"``: keep small or
+            expensive values, the last such value on the way to each use:
 
             * results of reductions and products whose last extent is 1 (rstd, a maximum);
             * products over more than ``FLOPS_PER_BYTE * itemsize`` elements (344 in 16 bits):

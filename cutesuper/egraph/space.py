@@ -30,7 +30,7 @@ class Pairing(NamedTuple):
         fits: their product may be part of the goal.
         left_divides, right_divides: the first (second) is a factor of a denominator of the goal.
         together: they may be terms of one sum.
-        chosen: operators without algebra whose result may be part of the goal, and whether they
+        chosen: operators without algebra whose result may be part of the goal, and True if they
             take the second value first.
         nothing: none of these.
     """

@@ -114,7 +114,7 @@ def passes(program: BlockProgram, states: list[ValueState]) -> dict[str, int]:
 
     Args:
         program: a legal block program.
-        states: what `check_block_program` returned for it.
+        states: the result of `check_block_program` for it.
     """
     return {
         a.name: max([pass_of(s, a.name) for s in states if a.name in s.inside], default=1)
@@ -127,7 +127,7 @@ def check_block_program(program: BlockProgram) -> list[ValueState]:
     """Refuse an illegal block program; return the state of every value.
 
     Raises:
-        GraphError: naming the operation and what is wrong with it.
+        GraphError: naming the operation and the error.
     """
     _check_axes(program)
     states: list[ValueState] = []

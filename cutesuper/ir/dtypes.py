@@ -1,4 +1,4 @@
-"""Element types. Accumulation is fp32 whatever the element type (docs/architecture.md)."""
+"""Element types. Accumulation is fp32 for every element type (docs/architecture.md)."""
 
 from __future__ import annotations
 

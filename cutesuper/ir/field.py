@@ -7,8 +7,8 @@ from sums to products (the construction of Mirage, arXiv:2405.05751, section 5; 
 inputs and the bound are our own, see ``docs/verification.md``). Constants of a program may be 0, or
 equal, modulo one pair of primes; so there are many pairs, and `draw_primes` draws one.
 
-An element may be -inf, where a mask hides it. It is marked by `HIDDEN`, which is no residue, and 0
-mod q. It stays -inf in sums, and in products and quotients with what is known to be positive, as
+An element may be -inf, where a mask hides it. It is marked by `HIDDEN`, which is not a residue, and
+0 mod q. It stays -inf in sums, and in products and quotients with values known to be positive, as
 the scale of attention is; a factor that may be negative raises `Unbounded`. Its exponential is 0
 and a maximum ignores it. -inf minus -inf is -inf: a part of a row that is hidden as a whole has no
 maximum to subtract, and its exponentials are 0. A value that would be +inf raises `Unbounded`.
@@ -148,11 +148,12 @@ class FieldValue:
     Attributes:
         dims: name of every dimension, each once.
         p: residues mod p, one axis per name.
-        q: residues mod q of the same element, or None after an exponential (or where the caller
-            knows that no exponential will want them).
-        masked: whether elements may be -inf (`HIDDEN` in ``p``, 0 in ``q``).
-        positive: whether all elements that are not -inf are known to be above 0 in numbers.
-        flat: whether elements may be 0 in numbers for many inputs: a relu, or what is made of one.
+        q: residues mod q of the same element, or None after an exponential (or if the caller knows
+            that no exponential will need them).
+        masked: True if elements may be -inf (`HIDDEN` in ``p``, 0 in ``q``).
+        positive: True if all elements that are not -inf are known to be above 0 in numbers.
+        flat: True if elements may be 0 in numbers for many inputs: a relu, or a value computed from
+            one.
     """
 
     dims: tuple[str, ...]
@@ -363,9 +364,9 @@ class FieldAlgebra:
         seed: chooses the random functions that stand for opaque operators, and the random total
             order that `max` uses. Programs are compared under one seed.
         shifts: None, or a generator from which `max` takes *fresh uniform values* in place of the
-            largest elements: a program whose outputs agree whatever its maxima are (safe softmax)
-            is verified for all values of them at once. A maximum over hidden elements only is -inf
-            all the same: as a shift of what is seen it would be infinite.
+            largest elements: a program whose outputs agree for any values of its maxima (safe
+            softmax) is verified for all values of them at once. A maximum over hidden elements only
+            is -inf all the same: as a shift of what is seen it would be infinite.
         primes: the field.
 
     Attributes:

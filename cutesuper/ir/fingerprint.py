@@ -1,4 +1,4 @@
-"""Hashes of Python objects by what they compute: their code and everything that the code names.
+"""Hashes of Python objects by content: their code and everything that the code names.
 
 A key of the compile cache names operators; the package's own sources are hashed once
 (`cutesuper.runtime.cache.source_fingerprint`). The code of an added operator may be anywhere, in a
@@ -63,7 +63,7 @@ Instead = Callable[[Any], Any]
 def fingerprint(
     thing: Any, instead: Instead = lambda thing: None, home: frozenset[str] = frozenset()
 ) -> str:
-    """SHA-256, in hexadecimal digits, of all that determines what an object computes.
+    """SHA-256, in hexadecimal digits, of everything that determines an object's results.
 
     Equal definitions have equal hashes in every process of one version of Python.
 
@@ -329,7 +329,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _is_named(x: Any) -> bool:
-    """True if a function or a class is what its module has under its name."""
+    """True if a module has this function or class under its own name."""
     found: Any = sys.modules.get(x.__module__)
     for name in x.__qualname__.split("."):
         found = getattr(found, name, None)

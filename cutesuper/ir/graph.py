@@ -411,7 +411,7 @@ def symbol(name: str, hint: int = 16) -> Symbol:
     """A leading extent that may differ from call to call; see `Symbol`.
 
     Raises:
-        ShapeError: a name that is no identifier, or a hint below 1.
+        ShapeError: a name that is not an identifier, or a hint below 1.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ShapeError(f"symbol({name!r}): the name must be an identifier")

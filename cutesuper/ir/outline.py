@@ -2,9 +2,9 @@
 
 before: a flat list of operations, of which 0 to 4 depend on ``K.loop``; after::
 
-    Section()                          what needs no loop
+    Section()                          operations outside of the loop
     Section(loops=(K.loop,))           0 to 4 and the accumulators that end the loop
-    Section(ended=(K.loop,))           what uses them
+    Section(ended=(K.loop,))           operations that use these
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def _concat_cuts(graph: KernelGraph, node: Node, args: list[Cuts]) -> Cuts:
 
 
 def _starts(graph: KernelGraph, node: Node) -> list[int]:
-    """Where each operand of a concatenation begins."""
+    """Start of each operand of a concatenation."""
     d = node.attributes["dim"]
     return [0, *accumulate(extent(graph.nodes[j].shape[d]) for j in node.inputs[:-1])]
 

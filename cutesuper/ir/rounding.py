@@ -6,12 +6,12 @@ digits below 6e-5, so that a value of a kernel may be infinite or 0 in it where 
 nor the outputs are: in ``(x z) @ W / rms(x z)``, from ``rms_norm(x z) @ W``, ``x z`` is infinite
 for elements of 300, and half of its digits are gone for elements of 0.0005.
 
-A value *fits* if float16 holds it wherever float16 holds what it is computed from. This is found by
-computing it: with normally distributed tensors of each of the magnitudes 2^-12 and 2^12, any three
-of them in all combinations (an orthogonal array), and with all of magnitude 1. It fits if no
-element is too large and the rounding error is at most `MOST` of its norm. So ``x + r``,
-``x sigmoid(z)``, ``x / rms(x)`` and ``exp(s - max(s))`` fit, ``x z``, ``x^2`` and ``exp(s)`` do
-not. Vectors are weights and biases, of magnitude 1.
+A value *fits* if float16 holds it wherever float16 holds its operands. This is found by computing
+it: with normally distributed tensors of each of the magnitudes 2^-12 and 2^12, any three of them in
+all combinations (an orthogonal array), and with all of magnitude 1. It fits if no element is too
+large and the rounding error is at most `MOST` of its norm. So ``x + r``, ``x sigmoid(z)``,
+``x / rms(x)`` and ``exp(s - max(s))`` fit, ``x z``, ``x^2`` and ``exp(s)`` do not. Vectors are
+weights and biases, of magnitude 1.
 
 A value that does not fit may still be rounded where the user's program rounds it as well: see
 `proportional`, and `narrow` for whole graphs.

@@ -31,7 +31,7 @@ def dumps(graph: KernelGraph | MuGraph) -> str:
 
 
 def loads(text: str) -> KernelGraph | MuGraph:
-    """Read what `dumps` wrote.
+    """Read the output of `dumps`.
 
     Raises:
         FormatError: for anything that is not a legal graph, with the reason.
@@ -58,7 +58,7 @@ def to_dict(graph: KernelGraph | MuGraph) -> dict[str, Any]:
 
 
 def from_dict(data: Any) -> KernelGraph | MuGraph:
-    """Read what `to_dict` made. Raises FormatError."""
+    """Read the output of `to_dict`. Raises FormatError."""
     if not isinstance(data, dict) or data.get("format") not in ("kernel_graph", "mugraph"):
         raise FormatError("graph JSON: 'format' must be 'kernel_graph' or 'mugraph'")
     if data.get("version") != VERSION or type(data["version"]) is not int:
@@ -149,7 +149,7 @@ def program_dict(program: BlockProgram) -> dict[str, Any]:
 
 
 def read_program(data: dict[str, Any]) -> BlockProgram:
-    """Read what `program_dict` made; the caller checks legality."""
+    """Read the output of `program_dict`; the caller checks legality."""
     axes = tuple(Axis(_read(str, d), AxisKind(k), _extent(e)) for d, k, e in data["axes"])
     ops = tuple(
         BlockOp(

@@ -157,7 +157,7 @@ def search_region(
     """All ways worth keeping to compute a region by one kernel, or by a pair of kernels.
 
     Args:
-        region: what to compute.
+        region: the region to compute.
         target: the device.
         options: see `SearchOptions`.
         seconds: time after which the search of the region stops.

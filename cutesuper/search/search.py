@@ -93,7 +93,7 @@ class Candidate:
         cost_us: predicted microseconds of all kernels.
         kernels: cost of every kernel of ``mugraph.steps``.
         structure: the kernels as text.
-        lowered: whether skeletons of the lowering run every kernel.
+        lowered: True if skeletons of the lowering run every kernel.
     """
 
     mugraph: MuGraph
@@ -143,8 +143,8 @@ def search(
     soon.
 
     Args:
-        graph: what to compute.
-        target: the device that it will run on.
+        graph: the graph to compute.
+        target: the device to run on.
         options: see `SearchOptions`.
         budget_s: seconds after which the search stops; None: no limit.
         executor: searches the parts of the graph that may become kernels; any

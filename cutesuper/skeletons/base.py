@@ -196,7 +196,7 @@ class Skeleton(ABC):
         return None
 
     def otherwise(self, program: LabelledProgram, form: Any) -> LabelledProgram | None:
-        """The same function in another form, used if nothing was found; None if there is none."""
+        """An equivalent program, tried if nothing was found; None if there is none."""
         return None
 
     def price(self, table: Table, form: Any, target: Target, itemsize: int) -> Price:

@@ -86,7 +86,7 @@ class Rates:
         reduction_us: a reduction of a row kernel across its warps.
         after_product_us: a product after the loop: its row operand goes through shared memory.
         column_reduction_us, cluster_reduction_us: a reduction of accumulators along the columns,
-            within a block, and what a cluster adds to it.
+            within a block, and the addition for a cluster.
         tensor_efficiency: fraction of the peak that the tensor cores reach with infinitely large
             accumulators.
         half_area: accumulator elements at which half of the rest is lost to operand traffic.

@@ -267,7 +267,7 @@ class LogSoftmax(Operator):
 class CrossEntropy(Operator):
     """logsumexp(x) - x[label] of each row: x[..., M, N], labels[..., M, 1] -> [..., M, 1].
 
-    Rows whose label is ``ignore_index`` are 0, rows whose label is no column otherwise are NaN
+    Rows whose label is ``ignore_index`` are 0, rows whose label is otherwise not a column are NaN
     (`LabelWeight`).
     """
 

@@ -36,8 +36,8 @@ class LengthMask(Operator):
 
     ``lengths`` has the first dimensions of ``scores`` (``[B]`` for ``[B, H, G, L, S]``). Column j
     stays where ``j < lengths[b]``; with ``causal`` where ``j < lengths[b] - (L - 1 - i)``, so that
-    the last row sees all of its sequence. A length above S is S, one below 0 is 0. Rows that see
-    nothing have no maximum; softmax makes zeros of them.
+    the last row sees all of its sequence. A length above S counts as S, one below 0 as 0. Rows that
+    see nothing have no maximum; softmax makes zeros of them.
     """
 
     name = "length_mask"
@@ -119,7 +119,7 @@ class GatherPages(Operator):
     """Sequences put together from pages: cache[pages, P, ...], table[B, n] -> [B, n * P, ...].
 
     Element ``[b, s, ...]`` of the result is ``cache[table[b, s // P], s % P, ...]``. Nothing is
-    copied: whatever reads the result reads the cache through the table.
+    copied: users of the result read the cache through the table.
     """
 
     name = "gather_pages"

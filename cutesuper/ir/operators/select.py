@@ -79,7 +79,7 @@ class Maximum(_OfTwo):
 
 
 class _Choice(_OfTwo):
-    """x where a condition (1 or 0) holds, another number elsewhere, whatever x is there."""
+    """x where a condition (1 or 0) holds, another number elsewhere for any value of x."""
 
     other: ClassVar[float]
     chooses = True
@@ -114,7 +114,7 @@ class Keep(_Choice):
 
 @operator
 class Hide(_Choice):
-    """x where a condition holds, -inf elsewhere: what a softmax does not see."""
+    """x where a condition holds, -inf elsewhere, so that a softmax does not see it."""
 
     name = "hide"
     other = -inf

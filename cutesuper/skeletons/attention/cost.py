@@ -169,8 +169,8 @@ class ChainedModel:
         return ceil_div(self.dims[self.form.keys], size.keys * size.cluster * size.grid)
 
     def loops(self, size: ChainedSize) -> list[int]:
-        """The same number for each tile of the label whose position hides keys, the longest first.
-        Parts divide the keys that a tile of rows sees."""
+        """`loop` for each tile of the label whose position hides keys, the longest first. Parts
+        divide the keys that a tile of rows sees."""
         if self.causal is None:
             return [self.loop(size)]
         tile = size.rows[self.form.rows.index(self.causal)]
@@ -291,8 +291,8 @@ class ChainedModel:
         """Time for unsorted sequences of all lengths up to the longest, each divided into the same
         number of parts.
 
-        Blocks share the memory evenly, so a long one is not late while there are others; once they
-        are fewer than the memory can serve, each takes what an SM takes in.
+        Blocks share the memory evenly, so a long one is not late while there are others; once there
+        are fewer than the memory can serve, each is limited by the rate of an SM.
         """
         units, _, at_once = self._units(size)
         loop, count = self.loop(size), self.sequences

@@ -455,7 +455,7 @@ class Ends:
         return [o.expression for o in self.outputs] + sources
 
     def inverted(self, i: int) -> Ends:
-        """The same with the reciprocal of a row value, which multiplies in place of the
+        """These ends with the reciprocal of a row value, which multiplies in place of the
         division."""
         return Ends(
             tuple(replace(o, expression=multiply_by(o.expression, i)) for o in self.outputs),

@@ -35,9 +35,9 @@ from cutesuper.targets import Target
 class Matmul(Skeleton):
     """Skeleton of products in one mainloop.
 
-    Of 1,050 splits of programs around a product that could be searched at all none had more than
-    159 classes; finding out that a split has 500 takes 0.5 s, and two thirds of the regions of a
-    GPT's layer have as many. So a split may have 0.4 of the usual number of classes.
+    None of the 1,050 splits of programs around a product that could be searched at all had more
+    than 159 classes; finding out that a split has 500 takes 0.5 s, and two thirds of the regions of
+    a GPT's layer have as many. So a split may have 0.4 of the usual number of classes.
     """
 
     name = "a matmul loop"

@@ -20,7 +20,7 @@ from cutesuper.skeletons.matmul.hidden import hidden_width
 
 @dataclass(frozen=True)
 class Tail:
-    """A product after the loop, of what the loop has accumulated.
+    """A product after the loop, whose operand the loop has accumulated.
 
     Attributes:
         hidden: the label that it contracts; a block holds the whole of it.
