@@ -50,7 +50,7 @@ class AtomKind(IntEnum):
 
 
 class Atom(NamedTuple):
-    """A factor. ``labels``: free labels of a variable, reduced parts of a maximum."""
+    """A factor. ``labels``: the free labels of a variable, or the reduced parts of a maximum."""
 
     kind: AtomKind
     name: str

@@ -37,7 +37,7 @@ class View:
 
 @dataclass(frozen=True)
 class RegionOp:
-    """One operator of a region; its attributes are such that regions can be compared."""
+    """One operator of a region; its attributes are stored so that regions can be compared."""
 
     kind: str
     operands: tuple[View, ...]
@@ -421,7 +421,7 @@ class _Unification:
         return index[key]
 
     def _counted(self, i: int, op: RegionOp) -> Attributes:
-        """Attributes of a mask with lengths or labels. Raises SearchError."""
+        """Return attributes of a mask with lengths or labels. Raises SearchError."""
         rank, value = len(op.shape), len(self.region.inputs) + i
         rows, columns = (self.names.get(self.find((value, rank - k))) for k in (2, 1))
         if columns is None:

@@ -37,12 +37,12 @@ def check_one_type(region: Region, loads: Iterable[LabelledOp]) -> None:
 
 
 def labels_of(mapping: LabelMap) -> list[str]:
-    """The labels of a map, extents of 1 left out."""
+    """The labels of a map, without extents of 1."""
     return [x for x in mapping if x is not None]
 
 
 def shown(labels: Iterable[str]) -> str:
-    """``M, N``."""
+    """Labels as text: ``M, N``."""
     return ", ".join(labels)
 
 

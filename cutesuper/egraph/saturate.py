@@ -142,7 +142,7 @@ class Table:
     def _source_value(self, i: int, op: LabelledOp, args: list[FieldValue]) -> FieldValue:
         if op.kind == "load":
             parts = [p for label in sorted(op.labels) for p in self.split.parts(label)]
-            if label := self.space.counted.get(i):  # some columns are seen, and some are not
+            if label := self.space.counted.get(i):  # some columns are visible, others are not
                 last = _PART ** len(self.split.parts(label))
                 ends = self._rng.integers(1, last, [_PART] * len(parts), dtype=np.uint64)
                 return FieldValue(tuple(parts), ends)

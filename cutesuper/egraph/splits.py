@@ -194,8 +194,8 @@ def _nested(kinds: tuple[tuple[AxisKind, ...], ...]) -> bool:
 
 
 def _needed_again(program: LabelledProgram) -> set[str]:
-    """Labels of an output that depends on a reduction over them, as softmax does: a loop has to be
-    walked again, and another kernel cannot go on where the grid has ended."""
+    """Labels of an output that depends on a reduction over them, as softmax does: a loop over such
+    a label has to be walked again, and a second kernel cannot continue after the grid has ended."""
     over: list[set[str]] = []
     for op in program.ops:
         before = set[str]().union(*(over[i] for i in op.inputs))

@@ -52,7 +52,7 @@ class Axis:
 
     @property
     def name(self) -> str:
-        """``K.loop``."""
+        """The axis's name, as ``K.loop``."""
         return f"{self.dim}.{self.kind}"
 
     def __str__(self) -> str:
@@ -155,7 +155,8 @@ class BlockProgram:
         return tuple(a for a in self.axes if a.kind == kind)
 
     def covered(self, dim: str) -> int | None:
-        """Elements of ``dim`` that all parts cover together, padding included; None if symbolic."""
+        """Elements of ``dim`` that all parts cover together, including padding; None if
+        symbolic."""
         parts = [a.extent for a in self.axes_of(dim)]
         known = [p for p in parts if p is not None]
         return None if len(known) < len(parts) else prod(known) * self.tile[dim]

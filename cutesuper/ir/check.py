@@ -65,8 +65,8 @@ def check_kernel_graph(graph: KernelGraph) -> None:
     """Refuse a graph that cannot be optimized.
 
     Raises:
-        GraphError: no kernel graph at all, no inputs, no outputs, or an input that no output
-            depends on.
+        GraphError: not a kernel graph, no inputs, no outputs, or an input that no output depends
+            on.
     """
     check_graph("kernel graph", graph)
     if not graph.inputs:

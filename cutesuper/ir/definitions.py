@@ -63,7 +63,7 @@ def definition(operator: Operator) -> str | None:
 
 
 def _hash(operator: Operator) -> str:
-    """Raises Unknown."""
+    """Hash of an operator. Raises Unknown."""
     home = frozenset(c.__module__.partition(".")[0] for c in type(operator).__mro__)
     return fingerprint(operator, _whole_table, home)
 

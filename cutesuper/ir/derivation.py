@@ -48,7 +48,7 @@ class Derivation(KernelGraph):
         return self.once(operator, args, attributes) if simpler is None else simpler
 
     def once(self, operator: str, args: list[Tensor], attributes: dict[str, Any]) -> Tensor:
-        """An operator as it is, unless it was applied to these operands before."""
+        """An operator applied without simplification; an earlier equal application is reused."""
         new = super().apply(operator, *args, **attributes)
         known = self._made.setdefault(_key(new.node), new.index)
         if known != new.index:
@@ -117,7 +117,7 @@ class Derivation(KernelGraph):
         rank = len(t.shape)
         full = _padded(result.shape, rank) if repeats else t.shape
         summed = [d for d, n in enumerate(_padded(operand.shape, rank)) if n == 1]
-        # a sum that counts has the result's shape again, so it comes before all others
+        # a sum for an unknown count restores the result's shape, so it comes before all others
         counted = [d for d in summed if t.shape[d] == 1 and isinstance(full[d], Symbol)]
         for d in (*counted, *(d for d in reversed(summed) if d not in counted)):
             if t.shape[d] != 1:

@@ -67,7 +67,7 @@ class Unbounded(DivisionByZero):
 
 
 class NoNumber(DivisionByZero):
-    """-inf minus -inf in a kernel graph; a draw that hides less may have none."""
+    """-inf minus -inf in a kernel graph; another draw, which hides less, may avoid it."""
 
 
 class Primes(NamedTuple):
@@ -189,7 +189,7 @@ class FieldValue:
         return self if self.q is None else self.like(self.dims, self.p, None)
 
     def key(self) -> int:
-        """64 bits that are equal for equal values, whatever the order of their dimensions."""
+        """64 bits that are equal for equal values in any order of dimensions."""
         dims = tuple(sorted(self.dims))
         h = hashlib.blake2b(",".join(dims).encode(), digest_size=8)
         for x in (self.p, self.q):

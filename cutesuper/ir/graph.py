@@ -31,7 +31,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A value of a graph, as the builder hands it out."""
+    """Handle of a value of a graph, as returned by the builder."""
 
     graph: KernelGraph
     index: int
@@ -97,8 +97,8 @@ class KernelGraph(NamedOperators):
     shapes and element types at once, and returns the new tensor.
     """
 
-    #: `cutesuper.superoptimize` of this graph; the package puts it here, since the IR knows no
-    #: stage that uses it
+    #: `cutesuper.superoptimize` of this graph; the package sets it, since the IR does not know the
+    #: stages that use it
     superoptimize: ClassVar[Callable[..., Any]]
 
     nodes: list[Node] = field(default_factory=list)
@@ -208,7 +208,7 @@ class KernelGraph(NamedOperators):
         return [i for i, n in enumerate(self.nodes) if n.operator == "input"]
 
     def tensor(self, index: int) -> Tensor:
-        """Handle of node ``index``, as the builder gives out."""
+        """Handle of node ``index``, as returned by the builder."""
         return Tensor(self, index)
 
     def result_dtype(

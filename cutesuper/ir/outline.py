@@ -96,8 +96,8 @@ def _phases(program: BlockProgram, axis: Axis | None, states: list[ValueState]) 
 
 
 def loop_titles(program: BlockProgram, section: Section) -> list[str]:
-    """``for K.loop in 16``, and ``for K.loop in 16, walk 2``, for each of the section's loops;
-    ``in about 16`` where the axis is open."""
+    """The section's loops as titles: ``for K.loop in 16``, and ``for K.loop in 16, walk 2``;
+    ``in about 16`` if the axis is open."""
     titles = [
         f"for {a.name} in {'about ' if a.extent is None else ''}{program.parts(a)}"
         for a in section.loops
@@ -148,12 +148,13 @@ def constant(program: BlockProgram, index: int) -> str:
 
 
 def tile_of(program: BlockProgram, op: BlockOp) -> str:
-    """The tile that a block holds of a value: ``M 16  K 128``; ``scalar`` without labels."""
+    """The part of a value that a block holds at a time: ``M 16 K 128``; ``scalar`` without
+    labels."""
     return "  ".join(f"{d} {program.tile[d]}" for d in op.dims) or "scalar"
 
 
 def show_bytes(count: int) -> str:
-    """``131072`` -> ``128.0 KiB``."""
+    """A size in bytes as text: ``131072`` -> ``128.0 KiB``."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]

@@ -53,7 +53,8 @@ def without_pieces(graph: KernelGraph) -> KernelGraph:
 
     Raises:
         OperatorError: a piece of an input is needed, or an operator has no rule for pieces.
-        GraphError: an output would have to be put together from pieces, or is nothing new.
+        GraphError: an output would have to be put together from pieces, or equals an
+            input or another output.
     """
     cuts: list[Cuts] = []
     for i in range(len(graph.nodes)):
@@ -307,6 +308,6 @@ def _show(node: Node) -> str:
 
 
 def _show_box(node: Node, box: Box) -> str:
-    """``X[:, 0:6]``."""
+    """A part of a node as text: ``X[:, 0:6]``."""
     parts = (":" if r == (0, n) else f"{r[0]}:{r[1]}" for n, r in zip(node.shape, box, strict=True))
     return f"{node.name}[{', '.join(parts)}]"

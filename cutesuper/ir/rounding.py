@@ -32,9 +32,9 @@ from cutesuper.ir.dtypes import DType, float16
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import Attributes, lookup
 
-#: tensors are tried with elements of the order of 2^-12 and 2^12
+#: tensors are tried with elements of magnitude 2^-12 and 2^12
 MAGNITUDE = 2.0**12
-#: error of rounding a value, as a part of its norm: one unit in the last place of 1
+#: rounding error of a value, relative to its norm: one unit in the last place of 1
 MOST = float16.eps
 #: greatest constant factor between a value and one that the program rounds, and 1 / the least
 FACTOR = 4.0
@@ -48,9 +48,9 @@ _DIGITS = 5
 def levels() -> Array:
     """The magnitudes, one row for each trial and one column for each of 16 tensors.
 
-    Column by column the parity of some digits of the row's number, an odd number of them: any three
-    such columns are independent, so that all eight combinations occur (Rao, "Factorial experiments
-    derivable from combinatorial arrangements of arrays", 1947).
+    Each column is the parity of an odd number of digits of the row's number: any three such columns
+    are independent, so that all eight combinations occur (Rao, "Factorial experiments derivable
+    from combinatorial arrangements of arrays", 1947).
     """
     rows = np.arange(2**_DIGITS)
     masks = [m for m in range(2**_DIGITS) if m.bit_count() % 2]

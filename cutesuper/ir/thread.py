@@ -33,8 +33,8 @@ class ThreadExpression:
     """Operations on fragments.
 
     Attributes:
-        leaves: operations of the block program whose values go in.
-        ops: in order; the last one is the result (none: the only leaf is).
+        leaves: operations of the block program whose values are the operands.
+        ops: in order; the last one is the result (if there are none, the only leaf is).
     """
 
     leaves: tuple[int, ...]

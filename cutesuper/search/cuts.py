@@ -72,8 +72,8 @@ class Flat:
 
     Args:
         graph: primitive operators only.
-        copy_all: True if every transpose may be stored. Otherwise only outputs may be that are
-            plain transposes of an input.
+        copy_all: True if every transpose may be stored. Otherwise only those that are outputs and
+            change nothing but the order of an input.
         groups: groups of outputs that share nothing but inputs (`KernelGraph.apart`).
 
     Attributes:
@@ -264,7 +264,7 @@ class Flat:
         return _SegmentBuilder(self, tuple(sorted(members))).build()
 
     def describe(self, i: int) -> str:
-        """``sum(t4[16, 4096], dim=0)``."""
+        """An operator with its operands as text: ``sum(t4[16, 4096], dim=0)``."""
         node = self.graph.nodes[i]
         shown = [self.graph.nodes[j].name + show_shape(self.graph.nodes[j].shape)
                  for j in node.inputs]
@@ -455,7 +455,7 @@ class Segments:
 
         ``softmax(X W)``: after the product, the exponentials and the end, but not between the
         maximum and the difference, where the product and its maximum would have to be stored. Among
-        equal positions in a row the last counts: operators after a product are its epilogue, which
+        several such positions in a row the last counts: operators after a product are its epilogue, which
         costs less than a prologue of the next one. A product may always begin a kernel, unless more
         bytes are needed there than before.
         """
@@ -511,7 +511,7 @@ def cuts(segments: Segments, find: Find, keep: int) -> list[Cut]:
     """The cheapest sequences of kernels, best first.
 
     Raises:
-        SearchError: naming an operator that no kernel can run even by itself, and why.
+        SearchError: names an operator that no kernel can run even by itself, and the reason.
     """
     found: dict[Any, Cut] = {}
     for order in segments.orders:

@@ -1,7 +1,7 @@
-"""The search in one region: from a region to the ways in which kernels can compute it.
+"""The search in one region: finds the ways in which kernels can compute it.
 
-A pure function of region, target and options, so that regions can be searched in other processes
-(`search.search(executor=...)`) and equal regions once.
+It is a pure function of region, target and options, so that regions can be searched in other
+processes (`search.search(executor=...)`), and equal regions only once.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class _RegionSearch:
         self._skeletons = 0  # number of these structures that a skeleton runs
 
     def run(self) -> list[Way]:
-        """Ways by a skeleton of the lowering, and by programs of any form, cheapest first."""
+        """Ways that a skeleton of the lowering runs, and programs of any form, cheapest first."""
         program = label(self.region)
         reasons: list[SearchError] = []
         found = self._attempt(lambda: self._by_skeleton(program), reasons)

@@ -329,7 +329,7 @@ class _Search:
         return found is not None and found.error is None
 
     def _look_at(self, todo: dict[Region, SearchOptions]) -> None:
-        """Search regions."""
+        """Search regions, in this process or by the executor."""
         self._parts = (0, len(todo))
         try:
             for region, found in self._search_all(todo):

@@ -158,7 +158,7 @@ def resize(structure: BlockProgram, tile: dict[str, int], inner: dict[str, int])
 
 
 def cheapest(sizes: Iterable[Sized], keep: int) -> list[Sized]:
-    """The cheapest sizes, cheapest first; of equal costs the first ones."""
+    """The cheapest sizes, cheapest first; among equal costs the first ones."""
     return sorted(sizes, key=lambda s: s.cost.total)[:keep]
 
 

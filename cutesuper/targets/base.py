@@ -21,9 +21,9 @@ class ChainedRates:
         value_reads_per_us: elements of K and V that helper warps of one SM read for values of keys.
         meet_us: joining two warpgroups along the keys, for each 1024 results of a block.
         cluster_us: joining the parts of a cluster.
-        cluster_sent_us: its part for each 1024 results of a block.
+        cluster_sent_us: additional time for each 1024 results of a block.
         grid_us: joining the parts of the grid.
-        grid_moved_us: its part for each 1024 results that a block leaves in memory or reads.
+        grid_moved_us: additional time for each 1024 results that a block leaves in memory or reads.
     """
 
     streamed: float

@@ -1,4 +1,4 @@
-"""The table of operators, one module for each kind; see `ir.operators.base`."""
+"""The table of operators, with one module for each kind; see `ir.operators.base`."""
 
 from __future__ import annotations
 

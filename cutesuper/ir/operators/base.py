@@ -5,19 +5,19 @@ choices), `reduce` (sums, maxima, products of matrices), `layout` (transpose, co
 `index` (lengths, pages, labels) or `composite`, modules of this package. Its facets:
 
 * ``shape``      the shape rule (and the errors a user sees),
-* ``reference``  what PyTorch computes, in the element type of its arguments,
+* ``reference``  the result of PyTorch, in the element type of its arguments,
 * ``symbolic``   the meaning over an abstract algebra: the verifier hands in a finite field, the
                  search hands in normal forms. An operator without algebra is ``a.opaque(...)``,
                  a function about which nothing is known but that equal arguments give equal values,
 * ``scalar``     element-wise operators only: the formula on one element, written over a namespace
                  of scalar functions ``m`` that the lowering (CuTe) or a test (Python) supplies,
-* ``visible``    masking operators only: which elements stay, from their positions, written so that
-                 arrays (the verifier, the references) and traced values (the lowering) will do,
+* ``visible``    masking operators only: the elements that stay, by their positions, written both for
+                 arrays (the verifier, the references) and for traced values (the lowering),
 * ``at``         the same as ``scalar``, for masking operators: the formula on one element and its
                  position; it follows from ``visible`` and `Operator.fill`,
 * ``numbers``    element-wise operators of integers only: the result as plain numbers,
-* ``largest``    operators with an integer operand only: what it may hold,
-* ``expand``     composite operators only: the same thing in primitive operators,
+* ``largest``    operators with an integer operand only: its largest value that matters,
+* ``expand``     composite operators only: the same function in primitive operators,
 * ``derivative`` cotangents of the operands from that of the result, in operators of the table,
 * ``flops``      floating-point operations, for the cost model.
 """
@@ -77,7 +77,7 @@ class Operator:
     one_column: ClassVar[bool] = False
     #: one operand is a condition that says which elements of another stay
     chooses: ClassVar[bool] = False
-    #: makes -inf of elements by a condition (masks do it by position)
+    #: turns elements into -inf by a condition (masks do it by position)
     hides: ClassVar[bool] = False
     #: results are above 0 for all arguments in the domain
     above_zero: ClassVar[bool] = False
@@ -190,11 +190,11 @@ class Operator:
         return self.masks and self.fill == -inf and bool(self.integers)
 
     def numbers(self, integers: NDArray[np.int64], attributes: Attributes) -> NDArray[np.float64]:
-        """The result for some integers; NaN is a number here."""
+        """The result for some integers; NaN counts as a number here."""
         raise NotImplementedError
 
     def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
-        """The largest integer in the integer operand that makes a difference."""
+        """The largest value of the integer operand that makes a difference."""
         raise NotImplementedError
 
     def outside(self, shapes: list[Shape], attributes: Attributes) -> tuple[int, ...]:
@@ -276,12 +276,12 @@ class Items(tuple[tuple[str, Any], ...]):
 
 
 def show_call(name: str, shapes: list[Shape]) -> str:
-    """``matmul([16, 4096], [4096, 6144])``: how a call is quoted in messages."""
+    """A call as quoted in messages: ``matmul([16, 4096], [4096, 6144])``."""
     return f"{name}({', '.join(show_shape(s) for s in shapes)})"
 
 
 def torch_module() -> Any:
-    """PyTorch, imported where a reference runs: the search does not need it."""
+    """PyTorch, imported only when a reference runs: the search does not need it."""
     import torch
 
     return torch

@@ -1,4 +1,4 @@
-"""The methods of a kernel graph that apply an operator each."""
+"""Kernel graph methods that each apply one operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that are made of others; see `cutesuper.ir.operators.base`."""
+"""Operators composed of other operators; see `cutesuper.ir.operators.base`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class RmsNorm(Operator):
     ) -> list[Tensor]:
         """With r = 1 / sqrt(mean x^2 + eps), x^ = x r: dx = r (w dy - x^ mean(x^ w dy)).
 
-        From d r / d x = -r^3 x / n. dw = dy x^.
+        This follows from d r / d x = -r^3 x / n. dw = dy x^.
         """
         x = args[0]
         rstd = g.named(g.rsqrt(g.add(g.mean(g.square(x), -1), attributes["eps"])), "rstd")
@@ -135,8 +135,7 @@ class LayerNorm(Operator):
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor]:
         """With x^ = (x - mean) r, r = 1 / sqrt(var + eps): dx = r (w dy - mean(w dy) - x^ mean(x^ w
-        dy)), both means at once, because x^ has none. dw = dy x^, db = dy.
-        """
+        dy)), with both means taken at once, because the mean of x^ is 0. dw = dy x^, db = dy."""
         x = args[0]
         centred = g.sub(x, g.named(g.mean(x, -1), "mean"))
         variance = g.mean(g.square(centred), -1)

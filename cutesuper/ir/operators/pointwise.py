@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 class _Unary(Elementwise):
     arity = 1
-    #: the value at -inf; NaN where there is none, or where it is +inf
+    #: the value at -inf; NaN if undefined or +inf
     at_hidden: ClassVar[float] = nan
 
     def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
@@ -93,7 +93,7 @@ class Sqrt(_Named):
 
 @operator
 class Rsqrt(_Named):
-    """1 / sqrt(x): defined through `Sqrt` so that dividing by a root and this are one thing."""
+    """1 / sqrt(x), defined through `Sqrt` so that it equals a division by a root."""
 
     name = "rsqrt"
     partial = True
@@ -476,7 +476,8 @@ class Round(_Flat, _Named):
 
 @operator
 class Convert(_Unary):
-    """x, stored as another element type where it is stored: everything is computed in float32."""
+    """x, converted to another element type where it is stored: everything is computed in
+    float32."""
 
     name = "convert"
     attributes: ClassVar[Attributes] = {"dtype": ...}

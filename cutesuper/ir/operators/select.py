@@ -1,6 +1,6 @@
 """Operators that compare and choose, with PyTorch's rules for NaN and infinities.
 
-Comparing by a difference and choosing by a product would not do: inf - inf and 0 * inf are NaN. See
+A difference cannot compare and a product cannot choose: inf - inf and 0 * inf are NaN. See
 `cutesuper.ir.operators.base`.
 """
 
@@ -19,7 +19,7 @@ _PLACES = ("first", "second")
 
 
 class _OfTwo(Elementwise):
-    """A function of two numbers without algebra."""
+    """A function of two numbers without algebra: as a product it could be computed as one."""
 
     arity = 2
 

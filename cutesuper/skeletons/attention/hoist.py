@@ -38,7 +38,7 @@ def hoisted(program: LabelledProgram, form: ChainedForm) -> LabelledProgram:
 
 
 def settled(program: LabelledProgram, form: ChainedForm) -> frozenset[int]:
-    """Operations that depend on no reduction over the keys: one way to compute them is enough."""
+    """Operations that depend on no reduction over the keys; one way to compute them is enough."""
     late: set[int] = set()
     for i, op in enumerate(program.ops):
         if op.over == form.keys or not late.isdisjoint(op.inputs):

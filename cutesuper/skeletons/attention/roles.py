@@ -27,7 +27,7 @@ POSITIVE = ("rsqrt",)
 
 
 class AttentionRoles:
-    """Gives every operation of a block program its place in the attention loop."""
+    """Assigns every operation of a block program its role in the attention loop."""
 
     def __init__(self, step: KernelStep, arguments: tuple[Argument, ...]) -> None:
         self.program, self.arguments = step.program, arguments

@@ -1,4 +1,4 @@
-"""The knobs of an attention-loop kernel."""
+"""The schedule (knobs) of an attention-loop kernel."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from cutesuper.skeletons.matmul.vector_roles import (
 
 
 class Roles:
-    """Gives every operation of a block program its place in the matmul loop."""
+    """Assigns every operation of a block program its role in the matmul loop."""
 
     def __init__(self, step: KernelStep, arguments: tuple[Argument, ...]) -> None:
         self.step = step

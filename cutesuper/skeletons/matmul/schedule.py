@@ -1,4 +1,4 @@
-"""The knobs of a matmul-loop kernel."""
+"""The schedule (knobs) of a matmul-loop kernel."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def persistent_cost(
     parts = {
         "memory": deep * share * moved / target.bandwidth * 1e6,
         "ingest": share * moved / (blocks * target.rates.sm_bytes_per_us),
-        # while a block waits for its cluster it computes nothing; the memory works on
+        # while a block waits for its cluster it computes nothing, but memory transfers go on
         "lanes": share * _arithmetic(program, target) / (blocks * target.rates.lanes_per_us)
         + visits * others * r.cluster_us,
     }
@@ -148,7 +148,7 @@ def cluster_cost(program: BlockProgram, target: Target, itemsizes: dict[str, int
     parts = {
         "memory": moved / target.bandwidth * 1e6,
         "ingest": moved / (active * rates.sm_bytes_per_us),
-        # while a block waits for its cluster it computes nothing; the memory works on
+        # while a block waits for its cluster it computes nothing, but memory transfers go on
         "lanes": _arithmetic(program, target) / (active * rates.lanes_per_us) + waves * waits,
     }
     busy = overlapped(rates.overlap, *parts.values())

@@ -1,4 +1,4 @@
-"""Row kernels as rules for the search: whole rows are resident, tensors stored in any order.
+"""Row kernels as rules for the search: whole rows are resident, and tensors have any order.
 
 Sums over rows, which blocks visit in turn, are `rows.loop_form`.
 """

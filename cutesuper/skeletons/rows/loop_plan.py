@@ -20,9 +20,9 @@ from cutesuper.skeletons.base import Argument, Plan, Scratch, View
 from cutesuper.skeletons.rows.plan import power_of_two
 from cutesuper.skeletons.rows.schedule import RowLoopSchedule
 
-#: bytes of a bulk load and of its addresses are multiples of it
+#: sizes and addresses of bulk loads are multiples of this number of bytes
 BULK = 16
-#: bytes that the stages of the ring are aligned to: a line of all banks of shared memory
+#: alignment of the ring's stages in bytes: a line of all banks of shared memory
 LINE = 128
 #: fewest columns that a block adds up at a time: a sector of L2 in fp32
 SLICE = 8
@@ -186,9 +186,9 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def piece(self) -> int:
-        """Accesses of a row that a thread computes at a time: all that it keeps, or some 16
-        elements, 8 beside sums over rows (LayerNorm backward with 32 columns of two sums spilled
-        32 bytes with 16)."""
+        """Accesses of a row that a thread computes at a time: all that it keeps, or about 16
+        elements, 8 beside sums over rows (LayerNorm backward with 32 columns of two sums spilled 32
+        bytes with 16)."""
         s = self.schedule
         if s.kept:
             return s.chunks

@@ -255,7 +255,7 @@ def _sliced_schedule(
 
 
 def _floor_power(n: int) -> int:
-    """The largest power of two that is at most n; 1 below."""
+    """The largest power of two that is at most n; 1 if n is below 1."""
     return 1 << max(0, n.bit_length() - 1) if n > 0 else 1
 
 

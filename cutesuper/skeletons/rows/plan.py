@@ -320,7 +320,7 @@ def _default_schedule(
     least = MAX_ROW // 8 if many else MAX_ROW // 8 + 1
     per_thread = 4 if reduces and (vectors < 2 or length >= least) else 2
     if reduces and length > MAX_ROW // 4:
-        # twice as many in long ones, unless two blocks of 512 threads share an SM: 4096x16384 took
+        # twice as many for long rows, unless two blocks of 512 threads share an SM: 4096x16384 took
         # 71.7 us with 256 threads and 8 accesses, 93.8 with one block of 512 and 4
         few = loaded_bytes(LARGE_HELD, column, arguments, loads) <= MAX_LOADED
         per_thread = LARGE_HELD // vector if few else 8
@@ -344,7 +344,7 @@ def _default_schedule(
     ):
         vector, per_thread = (vector, per_thread // 2) if per_thread > 1 else (vector // 2, 1)
     # the longest rows take 512 threads of 128 registers, which leaves more of them for addresses:
-    # LayerNorm of 32768 elements spilled 62 registers with 1024 threads of 64, with 512 it spills 6
+    # LayerNorm of 32768 elements spilled 62 registers with 1024 threads of 64; with 512 it spills 6
     most = MAX_THREADS if length <= MAX_ROW // 2 else MAX_THREADS // 2
     lanes = min(most, power_of_two(ceil_div(length, vector * per_thread)))
     lanes = lanes if reduces else _strip(length, vector, min(lanes, MAX_STRIP))

@@ -1,4 +1,4 @@
-"""The knobs of row kernels, and of kernels that walk over rows."""
+"""The schedules (knobs) of row kernels, and of kernels that walk over rows."""
 
 from __future__ import annotations
 
