@@ -455,9 +455,9 @@ class Segments:
 
         ``softmax(X W)``: after the product, the exponentials and the end, but not between the
         maximum and the difference, where the product and its maximum would have to be stored. Among
-        several such positions in a row the last counts: operators after a product are its epilogue, which
-        costs less than a prologue of the next one. A product may always begin a kernel, unless more
-        bytes are needed there than before.
+        several such positions in a row the last counts: operators after a product are its epilogue,
+        which costs less than a prologue of the next. A product may always begin a kernel, unless
+        more bytes are needed there than before.
         """
         crossing, found = self._crossing(order), {0, len(order)}
         for _, run in groupby(range(len(crossing)), key=crossing.__getitem__):

@@ -11,7 +11,7 @@ choices), `reduce` (sums, maxima, products of matrices), `layout` (transpose, co
                  a function about which nothing is known but that equal arguments give equal values,
 * ``scalar``     element-wise operators only: the formula on one element, written over a namespace
                  of scalar functions ``m`` that the lowering (CuTe) or a test (Python) supplies,
-* ``visible``    masking operators only: the elements that stay, by their positions, written both for
+* ``visible``    masking operators only: the elements that stay, by position, written both for
                  arrays (the verifier, the references) and for traced values (the lowering),
 * ``at``         the same as ``scalar``, for masking operators: the formula on one element and its
                  position; it follows from ``visible`` and `Operator.fill`,
