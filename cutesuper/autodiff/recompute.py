@@ -67,8 +67,7 @@ class Reuse:
                 return numbered
 
     def met(self, kept: set[int]) -> set[int]:
-        """The values of ``kept`` that the gradients use directly, not only through other kept
-        values."""
+        """The values of ``kept`` that the gradients use directly, not only through other ones."""
         nodes = self.both.between({*self.inputs, *kept}, self.gradients)
         return kept & {j for i in nodes for j in self.both.nodes[i].inputs}
 

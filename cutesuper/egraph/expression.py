@@ -174,7 +174,7 @@ class Expressions:
         )
 
     def maximum(self, x: int, label: str, parts: tuple[str, ...]) -> int:
-        """The maximum over parts of a label; a maximum of a maximum over other parts becomes one
+        """The maximum over parts of a label; a maximum of a maximum over other parts is one
         atom."""
         inner = self.is_maximum(x, label)
         if inner is not None:

@@ -253,8 +253,7 @@ class Goal:
     # ------------------------------------------------------------------------------------- counts
 
     def counts(self, x: int) -> int:
-        """Number of occurrences of each variable (in the monomial with most), one bit field for
-        each."""
+        """Occurrences of each variable (in the monomial with most), one bit field for each."""
         known = self._counts.get(x)
         if known is None:
             result = 0

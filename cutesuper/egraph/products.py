@@ -9,8 +9,7 @@ from cutesuper.errors import SearchError
 
 
 def is_product(program: LabelledProgram, op: LabelledOp) -> bool:
-    """True for a product of two matrices; one with a vector is a multiplication and a sum
-    instead."""
+    """True for a product of two matrices; one with a vector is a multiplication and a sum."""
     if op.kind != "matmul":
         return False
     a, b = (program.ops[i].labels for i in op.inputs)
@@ -29,8 +28,7 @@ def after_products(program: LabelledProgram) -> set[int]:
 
 
 def check_one_type(region: Region, loads: Iterable[LabelledOp]) -> None:
-    """Check that all operands that a kernel stages for its products have one element type. Raises
-    SearchError."""
+    """Check that the operands staged for products have one element type. Raises SearchError."""
     found = {region.input_dtypes[op.attributes["tensor"]].name for op in loads}
     if len(found) > 1:
         raise SearchError(f"products of {' and of '.join(sorted(found))} in one kernel")

@@ -263,8 +263,7 @@ class Table:
         self, i: int, kind: str, attributes: tuple[tuple[str, Any], ...],
         integers: int | None = None,
     ) -> None:
-        """Apply an operator to class i; a mask may take the class of its lengths or labels as
-        well."""
+        """Apply an operator to class i; a mask may also take the class of its lengths or labels."""
         operator, given = lookup(kind), dict(attributes)
         inputs = (i,) if integers is None else (i, integers)
         classes = [self.classes[j] for j in inputs]
@@ -441,8 +440,7 @@ class Table:
             self._contractions(i, j, labels, state)
 
     def _joined(self, a: State, b: State) -> State | None:
-        """State of a value computed from two others; None if one needs an axis ended that the other
-        is inside of."""
+        """State of a value computed from two; None if one needs what the other is inside of."""
         key = (a, b)
         try:
             return self._joins[key]

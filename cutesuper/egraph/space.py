@@ -105,8 +105,7 @@ class Space:
         }
 
     def primes(self, seed: int) -> Primes:
-        """A field in which different numbers of the program differ; it is the same for all
-        splits."""
+        """A field, the same for all splits, in which different numbers of the program differ."""
         if seed not in self._primes:
             numbers = [op.attributes["value"] for op in self.program.ops if op.kind == "constant"]
             self._primes[seed] = draw_primes([seed], numbers)
@@ -149,8 +148,7 @@ class Space:
         )
 
     def _operand_of(self, x: int) -> frozenset[tuple[str, int]]:
-        """Operators without algebra that may take a normal form, each with the operand's
-        position."""
+        """Operators without algebra that may take a normal form, with the operand's position."""
         known = self._sides.get(x)
         if known is None:
             forms = self.goal.later(x)

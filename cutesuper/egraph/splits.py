@@ -45,8 +45,7 @@ class Split:
 
     @property
     def divided_axes(self) -> tuple[str, ...]:
-        """Names of the grid axes that divide reduced labels, whichever way their parts are
-        combined."""
+        """Names of the grid axes that divide reduced labels, however their parts are combined."""
         labels = self.joined if self.parted is None else (self.parted,)
         return tuple(f"{label}.{AxisKind.GRID}" for label in labels)
 

@@ -114,8 +114,7 @@ class BlockOp:
 
 
 def mapped_labels(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Labels (or axes) named by an entry of a map: none, one, or several that share the
-    dimension."""
+    """Labels (or axes) named by an entry of a map: none, one, or several that share it."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
@@ -155,8 +154,7 @@ class BlockProgram:
         return tuple(a for a in self.axes if a.kind == kind)
 
     def covered(self, dim: str) -> int | None:
-        """Elements of ``dim`` that all parts cover together, including padding; None if
-        symbolic."""
+        """Elements of ``dim`` that all parts cover together, with padding; None if symbolic."""
         parts = [a.extent for a in self.axes_of(dim)]
         known = [p for p in parts if p is not None]
         return None if len(known) < len(parts) else prod(known) * self.tile[dim]

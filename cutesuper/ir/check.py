@@ -265,8 +265,7 @@ def _check_dims(program: BlockProgram, op: BlockOp, where: str) -> None:
 
 
 def _check_rescaled(program: BlockProgram, op: BlockOp, where: str) -> None:
-    """Check that the operands are a value, a maximum of each part, and the maximum of those over
-    the axis."""
+    """Check that operands are a value, a maximum of each part, and the maximum of those."""
     (value, part), whole = op.inputs[:2], program.ops[op.inputs[2]]
     if op.attributes["op"] != "sum":
         raise GraphError(f"{where}: only a sum is rescaled by maxima; a maximum takes 1 operand")
@@ -523,8 +522,7 @@ def _check_integers(mu: MuGraph, step: KernelStep) -> None:
 
 
 def _mapped_extent(program: BlockProgram, labels: tuple[str, ...], where: str) -> Any:
-    """Extent of a dimension with these labels or axes; if there are several, they must cover it
-    exactly."""
+    """Extent of a dimension with these labels or axes; if several, they must cover it exactly."""
     extents: dict[str, Any] = {a.name: a.extent for a in program.axes} | program.dims
     if len(labels) == 1:
         return extents.get(labels[0])

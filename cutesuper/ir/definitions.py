@@ -124,8 +124,7 @@ class Defined:
                 )
 
     def check_table(self) -> None:
-        """`check`, if operators were entered into the table since the last look; else it costs
-        nothing."""
+        """`check`, if operators were entered into the table since the last look; else free."""
         if TABLE.changes != self._looked:
             self.check()
             self._looked = TABLE.changes

@@ -83,8 +83,7 @@ class Derivation(KernelGraph):
     # ------------------------------------------------------------------- values of a given shape
 
     def zeros(self, like: Tensor) -> Tensor:
-        """Zeros in the shape of ``like``, whatever its values are (0 times infinity would not
-        do)."""
+        """Zeros in the shape of ``like``, whatever its values are (0 times infinity is not 0)."""
         zero = self.once("mul", [self.step(like), self._operand("zeros", 0.0)], {})
         self._zeros.add(zero.index)
         return zero
@@ -181,8 +180,7 @@ class Derivation(KernelGraph):
     # --------------------------------------------------------------------------- hidden elements
 
     def vanishes(self, t: Tensor, masked: Tensor) -> bool:
-        """True if ``t`` is 0 wherever ``masked`` is -inf, as the cotangent that softmax passes on
-        is."""
+        """True if ``t`` is 0 wherever ``masked`` is -inf, as cotangents from a softmax are."""
         hidden, found = self._hidden(t, masked), dict[int, bool]()
         for i in self._needed(t):
             kind, args = self.nodes[i].operator, self.nodes[i].inputs

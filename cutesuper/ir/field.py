@@ -465,8 +465,7 @@ class FieldAlgebra:
     def sum(
         self, x: FieldValue, dims: Iterable[str], extents: Mapping[str, int] | None = None
     ) -> FieldValue:
-        """Sum over ``dims``; a dimension that x lacks multiplies by its extent (KeyError without
-        one)."""
+        """Sum over ``dims``; one that x lacks multiplies by its extent (KeyError without one)."""
         over = tuple(dims)
         axes = tuple(x.dims.index(d) for d in over if d in x.dims)
         factor = prod((extents or {})[d] for d in over if d not in x.dims)

@@ -186,8 +186,7 @@ class _Writer:
                 self.thing(constant)
 
     def _named(self, name: tuple[Any, ...], f: types.FunctionType) -> None:
-        """Hash the object that a function finds under a name: an import, or a global and its
-        attributes."""
+        """Hash the object that a function finds under a name: an import, or a global."""
         kind, first, *attributes = name
         self.text(*name)
         if kind == "import":
@@ -199,7 +198,7 @@ class _Writer:
         return self.text("builtin" if hasattr(builtins, first) else "missing")
 
     def _attribute(self, x: Any, names: list[str]) -> None:
-        """Hash an attribute such as ``math.pi`` of a module; for any other object, the object
+        """Hash an attribute such as ``math.pi`` of a module; of other objects, the object
         itself."""
         where = ""
         while isinstance(x, types.ModuleType) and names and hasattr(x, names[0]):
@@ -269,8 +268,8 @@ class _Writer:
             self._origin(x.__module__)
 
     def _object(self, x: Any) -> None:
-        """Hash an object as `pickle` would write it, and its attributes, which need not be part of
-        that."""
+        """Hash an object as `pickle` would write it, and its attributes, in case that omits
+        them."""
         self.text("object")
         try:
             made = copyreg.dispatch_table.get(type(x), _reduced)(x)

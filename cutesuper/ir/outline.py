@@ -76,7 +76,7 @@ def _sections(program: BlockProgram) -> tuple[Section, ...]:
 
 
 def _phases(program: BlockProgram, axis: Axis | None, states: list[ValueState]) -> list[int]:
-    """Phase of each operation: 0 before the axis, 1 in its first walk, 2 after that, 3 in the
+    """Phase of each operation: 0 before the axis, 1 in its first walk, 2 after it, 3 in the
     next."""
     if axis is None:
         return [0] * len(states)
@@ -148,8 +148,7 @@ def constant(program: BlockProgram, index: int) -> str:
 
 
 def tile_of(program: BlockProgram, op: BlockOp) -> str:
-    """The part of a value that a block holds at a time: ``M 16 K 128``; ``scalar`` without
-    labels."""
+    """The tile that a block holds of a value: ``M 16  K 128``; ``scalar`` without labels."""
     return "  ".join(f"{d} {program.tile[d]}" for d in op.dims) or "scalar"
 
 

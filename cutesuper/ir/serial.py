@@ -199,8 +199,7 @@ def _read_dim(d: Any) -> Dim:
 
 
 def _read(kind: type[T], value: Any) -> T:
-    """Return ``value`` if it has that JSON type (a bool is not an int); nothing is converted
-    silently."""
+    """Return ``value`` if it has that JSON type (a bool is not an int), never converted."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise FormatError(f"graph JSON: {value!r} is not of type {kind.__name__}")
     return value

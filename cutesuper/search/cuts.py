@@ -259,8 +259,7 @@ class Flat:
         )
 
     def segment(self, members: tuple[int, ...]) -> Segment:
-        """The region of some operators, in the order of the graph, so that equal sets give equal
-        regions."""
+        """The region of some operators, in the graph's order: equal sets give equal regions."""
         return _SegmentBuilder(self, tuple(sorted(members))).build()
 
     def describe(self, i: int) -> str:
@@ -385,7 +384,7 @@ class Segments:
         return self._marks[order]
 
     def all(self) -> Iterator[tuple[Segment, int, bool]]:
-        """Segments, short ones first, each with its number of pieces and True if both ends are
+        """Segments, short ones first, each with its length in pieces and if both ends are
         waists."""
         waists_of = {order: self.waists(order) for order in self.orders}
         for length in range(1, MAX_SEGMENT + 1):

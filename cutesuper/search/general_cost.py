@@ -70,8 +70,7 @@ class Model:
         return self.elements[i].astype(float) * self.itemsizes[op.attributes["tensor"]]
 
     def _loads(self) -> tuple[Reals, Reals, Reals]:
-        """Bytes loaded in an iteration, bytes loaded outside loops, and bytes of whole rows read
-        again."""
+        """Bytes loaded in an iteration, bytes loaded outside loops, and whole rows read again."""
         zero = np.zeros(self.sizes.count)
         stage, once, again = zero.copy(), zero.copy(), zero.copy()
         for i, op in enumerate(self.structure.ops):
@@ -215,8 +214,7 @@ class Model:
         return prod(extent(dims[d]) for d in op.attributes["map"] if d in dims)
 
     def _tensor(self) -> Reals:
-        """Time of the products of one wave, at the rate that the area of each accumulator
-        allows."""
+        """Time of the products of one wave, at the rate that each accumulator's area allows."""
         r, total = self.target.rates, np.zeros(self.sizes.count)
         for i, p in self.shape.products.items():
             def side(labels: frozenset[str]) -> Any:
@@ -295,8 +293,7 @@ class Model:
         return rewritten / r.prologue_per_us + read / r.statistic_per_us
 
     def _reductions(self) -> int:
-        """Number of reductions of a row program: across warps, over iterations, across a
-        cluster."""
+        """Reductions of a row program: across warps, over iterations, across a cluster."""
         if self.shape.products:
             return 0
         return sum("over" in op.attributes or op.kind in ENDING for op in self.structure.ops)

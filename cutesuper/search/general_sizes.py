@@ -119,8 +119,7 @@ class Shape:
         self.runs = self._runs()
 
     def _matrix_labels(self) -> set[str]:
-        """Labels that the tensor cores tile; if there are several row labels (batches), the
-        innermost."""
+        """Labels that the tensor cores tile; of several row labels (batches) the innermost."""
         found: set[str] = set()
         for p in self.products.values():
             found.add(p.over)
@@ -179,8 +178,7 @@ def candidates(shape: Shape, target: Target) -> Sizes:
 
 
 def _is_chosen(shape: Shape, axis: Axis) -> bool:
-    """True if the extent of an axis is a choice, not the number of tiles needed to cover the
-    label."""
+    """True if an axis's extent is a choice, not the number of tiles needed to cover a label."""
     if axis.kind == AxisKind.CLUSTER:
         return True
     stored = any(axis.dim in op.attributes["map"] for op in shape.structure.stores())

@@ -242,8 +242,7 @@ class _RegionSearch:
         return self._levels(program, lambda space: self._blocks(BlockForm(), space))
 
     def _sealed(self, program: LabelledProgram, by: Recognized) -> list[Way]:
-        """The ways with as few values sealed as the limits allow, or else the program as it is
-        written."""
+        """The ways with as few values sealed as the limits allow, else the program as written."""
         try:
             return self._levels(program, lambda space: list(self._skeleton(by, space)))
         except (TooLarge, OutOfTime) as error:
@@ -256,8 +255,7 @@ class _RegionSearch:
     def _levels(
         self, program: LabelledProgram, search: Callable[[Space], list[Way]]
     ) -> list[Way]:
-        """Seal more and more values. Raises TooLarge if even sealed values give too many
-        classes."""
+        """Seal more and more. Raises TooLarge if even sealed values give too many classes."""
         if sum(op.kind not in ("load", "constant") for op in program.ops) > MAX_SATURATED:
             raise TooLarge(f"more than {MAX_SATURATED} operators; compute the program in pieces")
         for level in SEALING:
@@ -303,8 +301,7 @@ class _RegionSearch:
             yield Way((s.program,), (), (s.cost,), number, True)
 
     def _written(self, program: LabelledProgram, by: Recognized) -> list[Way]:
-        """The program as it is written; the part up to the last reduction is searched if it is
-        short."""
+        """The program as written; the part up to the last reduction is searched if it is short."""
         form, begun = by.form, core(program, tail(program))
         if begun is not None:
             before, wanted = begun
@@ -460,8 +457,7 @@ def _vanished(form: Any, program: BlockProgram) -> str | None:
 
 
 def _diverse(ways: list[Way]) -> list[Way]:
-    """At most `ALIKE` ways with the same axes: another place of a scale is not a different
-    program."""
+    """At most `ALIKE` ways with the same axes: moving a scale does not make another program."""
     alike: Counter[object] = Counter()
     kept: list[Way] = []
     for way in ways:

@@ -297,8 +297,7 @@ class _Search:
             more = self._left() > 0 and segments.divide(self._runs)
 
     def _wanted(self, segments: Segments) -> dict[Region, SearchOptions]:
-        """The regions that are worth searching, with their options, as far as the budget
-        reaches."""
+        """The regions worth searching, with their options, as far as the budget reaches."""
         wanted: dict[Region, SearchOptions] = {}
         for segment, length, at_waists in segments.all():
             if self._left() <= 0:
@@ -361,8 +360,7 @@ class _Search:
     def _elsewhere(
         self, todo: dict[Region, SearchOptions], executor: Executor
     ) -> Iterator[tuple[Region, Found]]:
-        """Results that an executor has finished when the budget ends. Raises SearchError if it
-        fails."""
+        """Results that an executor has when the budget ends. Raises SearchError if it fails."""
         futures: dict[Region, Future[Found]] = {}
         try:
             for region, options in todo.items():
@@ -457,8 +455,7 @@ _GRACE_S = 0.3
 
 
 def _groups(outputs: int) -> Iterator[Groups]:
-    """Ways to compute outputs apart from each other: each by itself, and one apart from the
-    rest."""
+    """Ways to compute outputs apart from each other: each by itself, and one from the rest."""
     if outputs < 2:
         return
     everyone = tuple(range(outputs))
@@ -511,8 +508,7 @@ def _extents(program: BlockProgram, mapping: Iterable[str]) -> tuple[Dim, ...]:
 def _renamed(
     program: BlockProgram, names: dict[str, str], tables: dict[str, str]
 ) -> BlockProgram:
-    """A program of a region renamed to the tensors of a graph; pages are read through their
-    tables."""
+    """A program of a region on the graph's tensors; pages are read through their tables."""
 
     def rename(op: BlockOp) -> BlockOp:
         if op.kind not in (LOAD, STORE):

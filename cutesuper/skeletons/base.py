@@ -93,7 +93,7 @@ class Pages(View):
 
 @dataclass(frozen=True)
 class Output:
-    """A stored tensor: an expression over accumulated values of a loop, values of rows, and
+    """A stored tensor: an expression over a loop's accumulated values, values of rows, and
     loads."""
 
     view: View
@@ -210,8 +210,8 @@ class Skeleton(ABC):
         """Extents worth pricing, in any order; ``pruned`` counts rejected ones, by reason."""
 
     def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
-        """A given program without its extents, to be sized again; None if the extents are part of
-        its meaning."""
+        """A given program without extents, to be sized again; None if they are part of its
+        meaning."""
         return None
 
     # ------------------------------------------------------------------------------- planning

@@ -84,8 +84,8 @@ def needs_positions(region: Region) -> str | None:
 
 
 def check_symbols(program: LabelledProgram) -> None:
-    """Check that strides are numbers: only the outermost dimension of a stored tensor may be
-    symbolic."""
+    """Check that only the outermost dimension of stored tensors is symbolic: strides are
+    numbers."""
     for _, m in program.outputs:
         for name in labels_of(m)[1:]:
             if isinstance(n := program.dims[name], Symbol):

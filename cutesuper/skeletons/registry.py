@@ -1,5 +1,4 @@
-"""The skeletons, in the order in which the search tries them. A new one needs a folder and a line
-here."""
+"""The skeletons, in the order in which the search tries them. A new one is a folder and a line."""
 
 from __future__ import annotations
 

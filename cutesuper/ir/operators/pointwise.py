@@ -476,8 +476,7 @@ class Round(_Flat, _Named):
 
 @operator
 class Convert(_Unary):
-    """x, converted to another element type where it is stored: everything is computed in
-    float32."""
+    """x, stored as another element type if it is stored: everything is computed in float32."""
 
     name = "convert"
     attributes: ClassVar[Attributes] = {"dtype": ...}

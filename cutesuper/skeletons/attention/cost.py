@@ -231,8 +231,7 @@ class ChainedModel:
     # --------------------------------------------------------------------------------------- time
 
     def cost(self, size: ChainedSize) -> Cost:
-        """Cost of a size: waves of clusters, or clusters that take turns if a mask makes some
-        shorter."""
+        """Cost of a size: waves of clusters, or clusters in turn if a mask makes some shorter."""
         loops, ends = self.loops(size), self._ends_us(size)
         if len(loops) == 1:
             busy, causes = self._waves(size, loops[0], sum(ends.values()))
@@ -346,8 +345,8 @@ class ChainedModel:
         return units / 10 < fit - units < units
 
     def _block_us(self, size: ChainedSize, loop: float, shared_by: int) -> dict[str, float]:
-        """Time by cause of a block with ``loop`` tiles of keys, on an SM that ``shared_by`` blocks
-        share."""
+        """Time by cause of a block with ``loop`` tiles of keys; ``shared_by`` blocks share its
+        SM."""
         r = self.target.rates
         tensor, lanes = self._tile_us(size)
         loop = max(1.0, loop)

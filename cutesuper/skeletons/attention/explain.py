@@ -11,8 +11,7 @@ from cutesuper.skeletons.attention.plan import AttentionPlan, Mask, Reduction
 
 
 def attention_lines(plan: AttentionPlan) -> list[str]:
-    """The plan line by line: places of all data, roles of all warps, joining of the parts of the
-    keys."""
+    """The plan line by line: places of all data, roles of all warps, joining of the keys' parts."""
     lines = [_tile_line(plan), *_block_lines(plan), *_row_lines(plan), *_key_lines(plan)]
     lines += [_score_line(plan), *_sum_lines(plan), *_join_lines(plan)]
     lines += [f"{_tensor(plan, o.view.argument)} = {_text(plan, o.expression)}"

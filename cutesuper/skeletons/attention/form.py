@@ -55,8 +55,7 @@ class ChainedForm:
     vectors = False
 
     def splits(self, program: LabelledProgram) -> Iterator[Split]:
-        """Splits with the keys divided by the loop alone, and by a cluster, the grid, or both as
-        well."""
+        """Splits with the keys divided by the loop, and by a cluster, the grid, or both as well."""
         whole = (self.inner, self.columns)
         kinds: dict[str, tuple[AxisKind, ...]] = {
             d: () if d in whole else (AxisKind.GRID,) for d in program.dims
@@ -232,8 +231,7 @@ def _check_masks(program: LabelledProgram, form: ChainedForm) -> None:
 def _multiplied(
     region: Region, program: LabelledProgram, op: LabelledOp, form: ChainedForm
 ) -> bool:
-    """True for loads of Q, K, V and vectors along the inner label, not for lengths. Raises
-    SearchError."""
+    """True for loads of Q, K, V and inner vectors, not for lengths. Raises SearchError."""
     own = labels_of(op.attributes["map"])
     matrix = [d for d in own if d not in form.batch]
     kinds = {"rows" if d in form.rows else d for d in matrix}

@@ -52,7 +52,7 @@ def plan_attention(
 
 
 def _default_schedule(plan: AttentionPlan, target: Target) -> AttentionSchedule:
-    """Default schedule: two warpgroups, along the rows if there are more than 64, else along the
+    """Default schedule: two warpgroups, along the rows if these are over 64, else along the
     keys."""
     tiles = _tiles_of_a_block(plan)
     row_groups = ceil_div(prod(plan.tile(d) for d in plan.rows), ROW_BLOCK)

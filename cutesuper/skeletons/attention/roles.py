@@ -334,7 +334,7 @@ class AttentionRoles:
         )
 
     def _reduction(self, i: int, load: int, over: str, found: dict[int, Reduction]) -> bool:
-        """True if an operation reduces a load along a label; such a reduction is added to
+        """True if an operation reduces a load along a label; the reduction is put into
         ``found``."""
         op = self.ops[i]
         if op.kind not in REDUCES or op.attributes["over"] != over:

@@ -45,8 +45,7 @@ class Attention(Skeleton):
         return chained_form(region, program, products)
 
     def prepared(self, program: LabelledProgram, form: Any) -> Space | None:
-        """The space of the program with factors moved behind the products; see
-        `attention.hoist`."""
+        """The space of the program with factors moved behind products; see `attention.hoist`."""
         moved = hoisted(program, form)
         return Space(moved, sealed=settled(moved, form))
 

@@ -46,7 +46,7 @@ VECTOR_ROWS = 32
 def matmul_cost(
     program: BlockProgram, form: MatmulForm, target: Target, itemsizes: dict[str, int]
 ) -> Cost:
-    """Cost of a sized matmul kernel: waves of blocks, each as slow as its slowest part, and their
+    """Cost of a sized matmul kernel: waves of blocks, each as slow as its slowest part, and
     ends."""
     r, blocks = target.rates, program.blocks()
     cluster = _extent_of(program, AxisKind.CLUSTER)
@@ -146,8 +146,7 @@ def column_blocks(program: BlockProgram, form: MatmulForm) -> list[int]:
 
 
 def results(program: BlockProgram, form: MatmulForm) -> int:
-    """Number of accumulators that reach the epilogue; a product after the loop adds to one of the
-    loop."""
+    """Accumulators that reach the epilogue; a product after the loop adds to one of the loop."""
     count = max(1, _products(program, form).count(form.column))
     return count * program.tile[form.row] * program.tile[form.column]
 
@@ -227,8 +226,7 @@ def _staged_us(program: BlockProgram, form: MatmulForm, target: Target) -> float
 
 
 def _tensor_us(program: BlockProgram, form: MatmulForm, target: Target) -> float:
-    """Time of the products of an iteration, at the rate that the area of the accumulators
-    allows."""
+    """Time of the products of an iteration, at the rate that the accumulators' area allows."""
     rows = program.tile[form.row]
     areas = [rows * padded(program.tile[d]) for d in _products(program, form)]
     area = max(areas)
@@ -239,8 +237,7 @@ def _tensor_us(program: BlockProgram, form: MatmulForm, target: Target) -> float
 
 
 def _end(program: BlockProgram, form: MatmulForm, target: Target) -> tuple[float, float]:
-    """Time of a block's exchange with its cluster, and of its epilogue; each block finishes some
-    columns."""
+    """Time of a block's cluster exchange, and of its epilogue; each block finishes some columns."""
     r = target.rates
     cluster = 1 if form.reduced else _extent_of(program, AxisKind.CLUSTER)
     area = program.tile[form.row] * program.tile[form.column]

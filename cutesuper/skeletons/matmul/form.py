@@ -155,8 +155,7 @@ class MatmulForm:
         return None
 
     def _refuses_vectors(self, program: BlockProgram, columns: set[int]) -> str | None:
-        """`refuses` for products of vectors; ``columns``: operands that the rows are multiplied
-        by."""
+        """`refuses` for products of vectors; ``columns``: operands that multiply the rows."""
         if not self.vectors:
             return None
         vectors = vector_products(program, self.row, self.column, self.contracted)

@@ -151,8 +151,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def finals(self) -> dict[int, int]:
-        """Operations that complete accumulators of ``[row, column]``, with the accumulators'
-        indices."""
+        """Operations that complete accumulators of ``[row, column]``, with these accumulators."""
         ops = dict.fromkeys([f for _, f in self.products] + [t.final for t in self.tails])
         return {op: i for i, op in enumerate(ops)}
 
@@ -302,8 +301,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
 
 def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, int, int]:
-    """Blocks along (columns x cluster, rows, batch); ``row_extent`` is used if the rows are
-    symbolic."""
+    """Blocks along (columns x cluster, rows, batch); ``row_extent`` serves symbolic rows."""
     dims, (m, n, _) = plan.program.dims, plan.tile
     rows = extent(dims[plan.row]) if row_extent is None else row_extent
     batch = 1

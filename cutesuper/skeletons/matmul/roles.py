@@ -252,8 +252,7 @@ class Roles:
         return [i for i, op in enumerate(self.program.ops) if value in op.inputs]
 
     def _complete(self, value: int, axes: set[str] | None = None) -> int:
-        """Follow a value through its accumulate and cluster_reduce to the operation that completes
-        it."""
+        """Follow a value through accumulate and cluster_reduce to the operation that ends it."""
         ops = self.program.ops
         if axes is None:
             axes = self._axes(self.contracted, AxisKind.LOOP, AxisKind.CLUSTER)
@@ -455,8 +454,7 @@ class Ends:
         return [o.expression for o in self.outputs] + sources
 
     def inverted(self, i: int) -> Ends:
-        """These ends with the reciprocal of a row value, which multiplies in place of the
-        division."""
+        """The ends with a row value's reciprocal, which multiplies in place of the division."""
         return Ends(
             tuple(replace(o, expression=multiply_by(o.expression, i)) for o in self.outputs),
             tuple(replace(t, source=multiply_by(t.source, i)) for t in self.tails),

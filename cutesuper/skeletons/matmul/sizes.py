@@ -118,8 +118,7 @@ def _row_choices(form: MatmulForm, rows: int, between: int) -> tuple[int, ...]:
 
 
 def row_tiles(rows: int) -> tuple[int, ...]:
-    """Row tiles worth trying: for few rows the smallest that covers them, for many the large
-    ones."""
+    """Row tiles worth trying: the smallest that covers few rows, the large ones for many."""
     if rows > SMALL_ROWS[-1]:
         return LARGE_ROWS
     return (next(t for t in SMALL_ROWS if t >= rows),)

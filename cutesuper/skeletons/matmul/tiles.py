@@ -103,8 +103,7 @@ def tile_grid(plan: MatmulPlan, columns: int, rows: int, batch: int) -> tuple[in
 
 
 def check_tiles(plan: MatmulPlan, name: str) -> None:
-    """Raise ScheduleError if tiles cannot be shared, walked over or stored as the schedule
-    demands."""
+    """Raise ScheduleError if tiles cannot be shared, walked over or stored as demanded."""
     s, m = plan.schedule, plan.tile[0]
     where = f"kernel {name}"
     if not stands_alone(plan) and (s.share_rows > 1 or s.persistent):

@@ -27,8 +27,7 @@ ROW_ELEMENTS = 2048
 
 
 def row_cost(program: BlockProgram, target: Target, itemsizes: dict[str, int]) -> Cost:
-    """Cost of a kernel of resident rows; the tile does not matter, as the schedule chooses its
-    own."""
+    """Cost of a kernel of resident rows; the tile does not matter: the schedule has its own."""
     r, label = target.rates, _along_rows(program)
     length = extent(program.dims[label]) if label else 1
     rows = prod(extent(n) for d, n in program.dims.items() if d != label)

@@ -150,8 +150,7 @@ def along_rows(program: LabelledProgram) -> str | None:
 
 
 def row_bytes(region: Region, program: LabelledProgram, labels: set[str]) -> int:
-    """Bytes of one row of all tensors that are loaded with these labels, one of which is the
-    row's."""
+    """Bytes of one row of all tensors that are loaded with these labels, the row's included."""
     row = along_rows(program)
     assert row is not None
     return extent(program.dims[row]) * sum(

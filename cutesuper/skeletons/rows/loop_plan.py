@@ -197,8 +197,7 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def held(self) -> float:
-        """Registers of a thread for sums over rows, and for a tile of all operands if the thread
-        keeps one."""
+        """Registers of a thread for sums over rows, and for a tile of all operands if kept."""
         s = self.schedule
         vectors = self.vectors if s.vector * s.chunks <= MAX_VECTORS else ()
         sizes = [s.depth * self.itemsize(self.loads[i]) for i in self.streamed]
@@ -241,8 +240,8 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def meets_in_block(self) -> bool:
-        """True if the warps of a block combine their parts of a row before the blocks of the
-        cluster do."""
+        """True if the warps of a block combine their parts of a row before the cluster's blocks
+        do."""
         return self.cluster > 1 and self.warps_per_row * self.cluster > MAX_SENDERS
 
     @property
@@ -312,14 +311,12 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def units(self) -> int:
-        """Number of results of each sum: one for every element of the outer labels that it
-        keeps."""
+        """Results of each sum: one for every element of the outer labels that it keeps."""
         return prod(extent(self.program.dims[d]) for d in self.kept_outer)
 
     @property
     def partials(self) -> int:
-        """Number of partial results of each of them: one for every block that has some of its
-        rows."""
+        """Partial results of each of them: one for every block that has some of its rows."""
         others = (d for d in self.outer if d not in self.kept_outer)
         return (self.walkers or 1) * prod(extent(self.program.dims[d]) for d in others)
 
@@ -396,8 +393,8 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def overhang(self) -> int:
-        """Bytes that threads read past the last row of the ring, if rows are shorter than the part
-        they cover."""
+        """Bytes that threads read past the ring's last row, where rows are shorter than their
+        reach."""
         sizes = [self.itemsize(self.loads[i]) for i in self.streamed]
         return BULK * ceil_div((self.covered - self.width) * max(sizes, default=0), BULK)
 
@@ -423,8 +420,7 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def finish_bytes(self) -> int:
-        """Shared memory of the end, in place of the ring, in bytes: the sums of all groups, then
-        those of a slice."""
+        """Shared memory of the end, in place of the ring: sums of all groups, then of a slice."""
         if not self.sums:
             return 0
         groups = self.schedule.groups * self.covered if self.schedule.groups > 1 else 0

@@ -95,8 +95,7 @@ def plan_row_loop(
 
 
 def _with_part(plan: RowLoopPlan) -> BlockProgram:
-    """The program with the part of a row that a block has: whole accesses of 8 elements if rows are
-    divided."""
+    """The program with a block's part of the row: whole accesses of 8 elements if divided."""
     program, length, parts = plan.program, plan.length, plan.parts
     width = length if parts == 1 else 8 * ceil_div(ceil_div(length, parts), 8)
     return replace(program, tile=program.tile | {plan.column: width})

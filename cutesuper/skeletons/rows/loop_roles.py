@@ -215,8 +215,7 @@ def _levels(
     chain: dict[int, int],
     where: str,
 ) -> tuple[Level, ...]:
-    """Divide the work on a tile by the reductions that a value needs, counted along the longest
-    path."""
+    """Divide a tile's work by the reductions that a value needs, along the longest path."""
     level: dict[int, int] = {}
     after: set[int] = {s.final for s in sums}
     for i, op in enumerate(program.ops):

@@ -29,8 +29,7 @@ from cutesuper.targets import Target
 
 
 class Rows(Skeleton):
-    """Skeleton of programs without products: whole rows in a block, in a cluster, or visited in
-    turn."""
+    """Skeleton of programs without products: whole rows in a block, in a cluster, or in turn."""
 
     name = "a row kernel"
     plans = (RowPlan, RowLoopPlan)
