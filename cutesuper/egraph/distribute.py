@@ -38,7 +38,8 @@ def distributed(program: LabelledProgram, label: str) -> LabelledProgram | None:
     Reductions over other labels stay as they are: a matmul kernel holds its columns as a whole, so
     a reduction along them may wait, and nothing has to cancel.
 
-    Returns: None if no sum has to be taken apart, or if another operation is in the way
+    Returns:
+        None if no sum has to be taken apart, or if another operation is in the way
         (``sum(exp(x - max(x)))``).
     """
     distribution = _Distribution(program, label)

@@ -174,8 +174,7 @@ class Expressions:
         )
 
     def maximum(self, x: int, label: str, parts: tuple[str, ...]) -> int:
-        """The maximum over parts of a label; a maximum of a maximum over other parts is one
-        atom."""
+        """The maximum over parts of a label; a maximum of a maximum over other parts is one."""
         inner = self.is_maximum(x, label)
         if inner is not None:
             x, parts = inner.argument, (*inner.labels, *parts)

@@ -421,7 +421,7 @@ class _Unification:
         return index[key]
 
     def _counted(self, i: int, op: RegionOp) -> Attributes:
-        """Return attributes of a mask with lengths or labels. Raises SearchError."""
+        """Attributes of a mask with lengths or labels. Raises SearchError."""
         rank, value = len(op.shape), len(self.region.inputs) + i
         rows, columns = (self.names.get(self.find((value, rank - k))) for k in (2, 1))
         if columns is None:

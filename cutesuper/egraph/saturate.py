@@ -440,7 +440,7 @@ class Table:
             self._contractions(i, j, labels, state)
 
     def _joined(self, a: State, b: State) -> State | None:
-        """State of a value computed from two; None if one needs what the other is inside of."""
+        """State of a value made of two; None if one is inside an axis the other needs ended."""
         key = (a, b)
         try:
             return self._joins[key]

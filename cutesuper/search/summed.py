@@ -22,7 +22,8 @@ def summed_first(graph: KernelGraph) -> KernelGraph | None:
     Args:
         graph: primitive operators only.
 
-    Returns: None if there is no such sum of a product that has no other use.
+    Returns:
+        None if there is no such sum of a product that has no other use.
     """
     moving = _Moving(graph)
     found = moving.run()

@@ -40,7 +40,8 @@ def row_label(
         stored: labels of every tensor written, outermost first.
         loaded: labels of every tensor read, outermost first.
 
-    Returns: None if there are no labels. A label of symbolic extent is returned only if no other is
+    Returns:
+        None if there are no labels. A label of symbolic extent is returned only if no other is
         left.
     """
     if reduced:
