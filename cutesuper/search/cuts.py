@@ -384,8 +384,7 @@ class Segments:
         return self._marks[order]
 
     def all(self) -> Iterator[tuple[Segment, int, bool]]:
-        """Segments, short ones first, each with its length in pieces and if both ends are
-        waists."""
+        """Segments, short ones first, with their number of pieces, and True if between waists."""
         waists_of = {order: self.waists(order) for order in self.orders}
         for length in range(1, MAX_SEGMENT + 1):
             for order, waists in waists_of.items():
