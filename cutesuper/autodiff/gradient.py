@@ -1,9 +1,9 @@
 """Reverse-mode differentiation: from a kernel graph to the kernel graph of its derivative.
 
 The program and its derivative are first built as one graph, in which every value occurs once
-(`cutesuper.ir.derivation`); operators say their derivative themselves (`Operator.derivative`).
-Then the graph is cut: the backward pass is what the gradients need, from the program's inputs and
-the values that the forward pass keeps. What is not kept is computed again.
+(`cutesuper.ir.derivation`); each operator defines its derivative (`Operator.derivative`). Then the
+graph is cut: the backward pass computes the gradients from the program's inputs and the values that
+the forward pass keeps. Other values are computed again.
 
 before::
 
@@ -39,14 +39,14 @@ class Split(NamedTuple):
     """A forward and a backward pass.
 
     Attributes:
-        forward: the outputs of the program, then what is kept besides.
+        forward: the outputs of the program, then the other values that are kept.
         backward: the gradients.
-        saved: for each input of ``backward`` that the forward pass keeps, by name: which output of
-            ``forward`` it is.
-        gradients: for each name of ``wrt``: which output of ``backward`` it is, or the name of the
-            input of ``backward`` that it equals (``x + r`` hands its cotangent on as it is).
-        cotangents: for each input of ``backward`` that is a cotangent, by name: of which output of
-            the program.
+        saved: for each input of ``backward`` that the forward pass keeps, by name: its output in
+            ``forward``.
+        gradients: for each name of ``wrt``: the output of ``backward``, or the name of the input of
+            ``backward`` that it equals (``x + r`` passes its cotangent on unchanged).
+        cotangents: for each input of ``backward`` that is a cotangent, by name: the program's
+            output it belongs to.
     """
 
     forward: KernelGraph
@@ -59,15 +59,15 @@ class Split(NamedTuple):
 def grad(
     graph: KernelGraph, wrt: Names | None = None, outputs: Names | None = None
 ) -> KernelGraph:
-    """The gradients of a program, as a kernel graph that computes all it needs from the inputs.
+    """The gradients of a program, as a kernel graph that computes everything from the inputs.
 
     Use `split` where the forward pass may keep values.
 
     Args:
         graph: any kernel graph.
         wrt: inputs, by name or as tensors; None is all of them but integers.
-        outputs: whose cotangents are given, by name or as tensors; None is all outputs of the
-            graph that depend on ``wrt``.
+        outputs: outputs whose cotangents are given, by name or as tensors; None is all outputs of
+            the graph that depend on ``wrt``.
 
     Returns:
         A kernel graph. Its inputs are those of ``graph`` that it needs, then the cotangent of each
@@ -98,8 +98,8 @@ def split(
     Args:
         graph: any kernel graph.
         wrt: as for `grad`.
-        save: ``"none"``: compute everything again from the inputs. ``"auto"``: keep what is small
-            or expensive, the last such value on the way to each use:
+        save: ``"none"``: compute everything again from the inputs. ``"auto"``: keep small or
+            expensive values, the last such value on the way to each use:
 
             * results of reductions and products whose last extent is 1 (rstd, a maximum);
             * products over more than ``FLOPS_PER_BYTE * itemsize`` elements (344 in 16 bits):
@@ -141,7 +141,7 @@ class _Joint:
         values: node of ``both`` for each node of the program.
         inputs: node of ``both`` and name of each input.
         cotangents: the same for the cotangents of outputs.
-        ends: by name of a cotangent, which output of the program it is of.
+        ends: the program's output that each cotangent belongs to, by the cotangent's name.
         gradients: node of ``both`` for each name of ``wrt``.
         call: the public function, for messages.
     """
@@ -157,7 +157,7 @@ class _Joint:
 
     @staticmethod
     def of(call: str, graph: KernelGraph, wrt: Names | None, outputs: Names | None) -> _Joint:
-        """Differentiate."""
+        """Differentiate a program with respect to some inputs."""
         if not isinstance(graph, KernelGraph):
             raise GraphError(f"{call}({type(graph).__name__}): give it a kernel graph")
         if not graph.outputs:
@@ -181,8 +181,8 @@ class _Joint:
     # ------------------------------------------------------------------------- differentiation
 
     def _copy(self) -> None:
-        """The program itself; composite operators are expanded, so that their insides are shared
-        with derivatives."""
+        """Copy the program; composite operators are expanded, so that derivatives can share their
+        intermediate values."""
         g, needed = self.both, self.graph.needed(self.graph.outputs)
         with g.verbatim():
             for i, n in enumerate(self.graph.nodes):
@@ -199,7 +199,7 @@ class _Joint:
                         else g.apply(n.operator, *args, **attributes)
                     )
                     self.values[i] = value.index
-        # of outputs that are one value the first
+        # if several outputs are one value, the first gives the name
         ends = reversed(self.graph.outputs)
         g.types |= {self.values[i]: self.graph.nodes[i].dtype for i in ends}
 
@@ -236,7 +236,7 @@ class _Joint:
         return known
 
     def _take(self, targets: list[int], known: dict[int, Tensor]) -> None:
-        """The cotangents of inputs are the gradients."""
+        """Take the cotangents of inputs as the gradients."""
         g = self.both
         for i in targets:
             x = self.graph.tensor(i)
@@ -249,8 +249,8 @@ class _Joint:
             self.gradients[x.name] = self._of_type(gradient, x.dtype).index
 
     def _of_type(self, t: Tensor, dtype: DType) -> Tensor:
-        """A gradient has the type of its input. One value that is the gradient of inputs of
-        different types (``x + w``) is there once for each of them."""
+        """A gradient in the type of its input. A value that is the gradient of inputs of different
+        types (``x + w``) exists once for each type."""
         g = self.both
         given = t.node.operator == "input"
         if (t.dtype if given else g.types.setdefault(t.index, dtype)) == dtype:
@@ -259,7 +259,7 @@ class _Joint:
         return self._of_type(g.once("mul", [t, one], {}), dtype)
 
     def _contributions(self, i: int, active: set[int], dy: Tensor) -> list[tuple[int, Tensor]]:
-        """What node i adds to the cotangents of its operands."""
+        """Contributions of node i to the cotangents of its operands."""
         node, args = self.graph.nodes[i], self._operands(i)
         op, y = lookup(node.operator), self.both.tensor(self.values[i])
         if op.one_type or op.cuts:
@@ -276,7 +276,7 @@ class _Joint:
     def backward(
         self, kept: dict[int, str]
     ) -> tuple[KernelGraph, dict[int, str], dict[str, int | str]]:
-        """The backward pass, those kept values that it uses, and where the gradients are."""
+        """The backward pass, the kept values that it uses, and the places of the gradients."""
         given = {**dict(self.inputs), **kept, **dict(self.cotangents)}
         roots = list(dict.fromkeys(i for i in self.gradients.values() if i not in given))
         nodes = self.both.between(set(given), roots)
@@ -296,7 +296,7 @@ class _Joint:
         return guarded_graph(graph, hidden), saved, places
 
     def reuse(self) -> Reuse:
-        """What the backward pass could be given."""
+        """The values that the forward pass could keep for the backward pass."""
         return Reuse(
             self.both,
             inputs=dict((*self.inputs, *self.cotangents)),
@@ -307,8 +307,8 @@ class _Joint:
         )
 
     def store_statistics(self, kept: dict[int, str]) -> None:
-        """Kept statistics of rows are float32, as they are between the kernels of a program,
-        unless one is an operand of a product, which has one element type."""
+        """Store kept statistics of rows as float32, as between the kernels of a program, unless one
+        is an operand of a product, which has one element type."""
         g = self.both
         nodes = g.between({i for i, _ in self.inputs} | set(kept), list(self.gradients.values()))
         mixing = {i for i in nodes if g.nodes[i].shape[-1:] != (1,)}
@@ -323,7 +323,7 @@ class _Joint:
                 g.types.setdefault(i, float32)
 
     def forward(self, kept: dict[int, str]) -> tuple[KernelGraph, dict[str, int]]:
-        """The program with further outputs, and which output each kept value is."""
+        """The program with further outputs, and the output that holds each kept value."""
         outputs = [self.values[i] for i in self.graph.outputs]
         if not set(kept) - set(outputs):
             return self.graph, {name: outputs.index(i) for i, name in kept.items()}
@@ -335,7 +335,7 @@ class _Joint:
         return self.both.extract(self.inputs, outputs), places
 
     def _once_more(self, i: int, dtype: DType) -> int:
-        """A value that is an output already, as another one."""
+        """Copy a value that is an output already, so that it can be another output too."""
         one = self.both.apply("constant", value=1.0)
         again = self.both.once("mul", [self.both.tensor(i), one], {}).index
         self.both.types[again] = dtype
@@ -343,12 +343,12 @@ class _Joint:
 
 
 def reached(graph: KernelGraph, wrt: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Names of the inputs that have a gradient: those on which an output depends in another way
-    than through operators whose derivative is zero everywhere.
+    """Names of the inputs that have a gradient: those on which an output depends, not only through
+    operators whose derivative is zero everywhere.
 
     Args:
         graph: any.
-        wrt: which may be among them; None is all but integers.
+        wrt: the inputs to consider; None is all but integers.
 
     Raises:
         GraphError: as for `grad`: a derivative that needs an extent known only at the call.
@@ -364,14 +364,14 @@ def reached(graph: KernelGraph, wrt: Sequence[str] | None = None) -> tuple[str, 
 
 
 def _real_inputs(graph: KernelGraph) -> list[int]:
-    """Lengths, tables and labels have no gradient."""
+    """The inputs that are not integers: lengths, tables and labels have no gradient."""
     return [i for i in graph.inputs if not graph.nodes[i].dtype.integer]
 
 
 def _find(
     call: str, graph: KernelGraph, argument: str, given: Names | None, known: list[int]
 ) -> list[int]:
-    """Nodes of the program by name or as tensors; None is all that may be asked for."""
+    """Nodes of the program, given by name or as tensors; None is all nodes that may be given."""
     if given is None:
         return list(known)
     if not isinstance(given, str | Tensor | Iterable):
@@ -404,7 +404,7 @@ def _find(
 
 
 def _depending(graph: KernelGraph, on: set[int]) -> set[int]:
-    """All nodes that are computed from some, themselves among them."""
+    """All nodes that are computed from the given ones, and these themselves."""
     found = set(on)
     for i, n in enumerate(graph.nodes):
         if found & set(n.inputs):
@@ -417,7 +417,7 @@ def _listed(graph: KernelGraph, nodes: list[int]) -> str:
 
 
 def _refuse_equal(gradients: dict[str, int | str]) -> None:
-    """Outputs of a graph are computed, and each of them once."""
+    """Refuse gradients that equal an input or each other: a graph computes each output, once."""
     first: dict[int | str, str] = {}
     for name, place in gradients.items():
         other = f"that of {first[place]}" if place in first else f"its input {place}"

@@ -13,20 +13,21 @@ from cutesuper.ir.dims import Symbol, extent, show_shape
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import lookup
 
-#: tensor-core operations in the time of a byte of device memory: 750 TFLOP/s over 4.35 TB/s (H200)
+#: tensor core operations in the time of one byte of device memory: 750 TFLOP/s over 4.35 TB/s
+#: (H200)
 FLOPS_PER_BYTE = 172
 
 
 @dataclass(frozen=True)
 class Reuse:
-    """A program and its derivative in one graph, and what could be kept between them.
+    """A program and its derivative in one graph, and the values that could be kept between them.
 
     Attributes:
         both: the graph.
         inputs: names of the program's inputs and of the cotangents, by node.
         cotangents: nodes of the cotangents.
         outputs: nodes of the program's outputs.
-        gradients: nodes.
+        gradients: nodes of the gradients.
         values: node of ``both`` for each value of the program.
     """
 
@@ -66,16 +67,16 @@ class Reuse:
                 return numbered
 
     def met(self, kept: set[int]) -> set[int]:
-        """Those of ``kept`` that the gradients use, not only through others of them."""
+        """The values of ``kept`` that the gradients use directly, not only through other ones."""
         nodes = self.both.between({*self.inputs, *kept}, self.gradients)
         return kept & {j for i in nodes for j in self.both.nodes[i].inputs}
 
 
 def choose(reuse: Reuse, save: str | Sequence[str | Tensor]) -> dict[int, str]:
-    """Values that the backward pass is given, with the names of its inputs.
+    """Values that the forward pass keeps, with the names of the backward pass's inputs.
 
     Raises:
-        GraphError: what is asked for is no way to choose, or not used.
+        GraphError: ``save`` is not valid, or names a value that is not used.
     """
     used = reuse.values_used()
     if isinstance(save, list | tuple):
@@ -135,7 +136,7 @@ def _worth_keeping(reuse: Reuse, used: set[int]) -> set[int]:
 
 
 def _is_long_product(both: Derivation, i: int) -> bool:
-    """Whether computing an element takes longer than writing and reading it."""
+    """True if computing an element takes longer than writing and reading it."""
     n = both.nodes[i]
     if n.operator != "matmul":
         return False

@@ -1,7 +1,7 @@
-"""The time that a search may take: loops that may run long look at the clock.
+"""The time limit of a search: loops that may run long check the clock.
 
-A region is searched by tables that know nothing of each other, in this process or in another one.
-All of them look at one limit, which belongs to the thread and is infinite where nobody set one.
+A region is searched through tables that know nothing of each other, in this process or in another
+one. All of them check one limit, which belongs to the thread and is infinite unless one was set.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from math import inf
 
 from cutesuper.errors import SearchError
 
-#: why something was not looked at (in `Counts.pruned`)
+#: the reason that `Counts.pruned` gives for work skipped for lack of time
 OUT_OF_TIME = "out of time"
 
 _END: ContextVar[float] = ContextVar("end of the search", default=inf)
 
 
 class OutOfTime(SearchError):
-    """The time of a search is used up; what was found until then counts."""
+    """The time of a search is used up; its results so far count."""
 
     def __init__(self) -> None:
         super().__init__(OUT_OF_TIME)
@@ -32,7 +32,7 @@ class OutOfTime(SearchError):
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Let what runs meanwhile take so many seconds; a limit around it holds as well."""
+    """Limit the time of the enclosed code, in seconds; an outer limit still holds."""
     if seconds == inf:
         yield
         return
@@ -44,13 +44,13 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def late() -> bool:
-    """Whether the time is used up."""
+    """True if the time is used up."""
     end = _END.get()
     return end != inf and time.monotonic() > end
 
 
 def look() -> None:
-    """Raise OutOfTime where the time is used up."""
+    """Raise OutOfTime if the time is used up."""
     if late():
         raise OutOfTime
 

@@ -1,18 +1,18 @@
-"""Another definition of the same values: sums over a label, distributed so that one walk is enough.
+"""Distributed form of a program: reductions over a label rewritten so that one walk is enough.
 
-What depends on a reduction over K and has the label K needs a second walk over K, and what is
-reduced of it a third one. If it is a sum, or a product with a value of the row, its own reduction
-is made of reductions that do not wait for each other (a mean by linearity, a variance as
-``mean(x^2) - mean(x)^2``).
+A value that depends on a reduction over K and has the label K needs a second walk over K, and a
+value that depends on its reduction needs a third one. If it is a sum, or a product with a value of
+the row, its own reduction can be written with reductions that do not wait for each other (a mean by
+linearity, a variance as ``mean(x^2) - mean(x)^2``).
 
 before: ``((X - mean(X)) / s * G + B) @ W``, ``s = sqrt(mean((X - mean(X))^2) + eps)``; after:
 ``((X * G) @ W - mean(X) * (G @ W)) / s + B @ W``, ``s = sqrt(mean(X^2) - mean(X)^2 + eps)``, where
 ``G @ W`` and ``B @ W`` are row vectors ``[N]``. Without G, ``G @ W`` is ``sum_K(W)``.
 
-Normal forms keep a sum that is multiplied as one atom (`expression`), so saturation would not get
-there by itself. It starts from the distributed definition instead; like everything that is found,
-the result is verified against the graph as the user wrote it. The difference of two means cancels
-where the mean is large: `skeletons.matmul.shift` sees to that.
+Normal forms keep a sum that is multiplied as one atom (`expression`), so saturation would not find
+this form by itself. It starts from the distributed definition instead; like every result, it is
+verified against the graph as the user wrote it. The difference of two means cancels where the mean
+is large; `skeletons.matmul.shift` handles this.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from functools import reduce
 from cutesuper.egraph.clock import look
 from cutesuper.egraph.labelled import LabelledOp, LabelledProgram
 
-#: sums that are taken apart; LayerNorm and a product have five, each more may double the terms
+#: most sums that are taken apart; LayerNorm and a product have five, each may double the terms
 MAX_SUMS = 16
 
-#: reduces the product of factors, some that may still have to be taken apart and some that need
-#: not; None is 1
+#: reduces the product of factors: some may still have to be taken apart, some are needed as they
+#: are; None is 1
 _Rest = Callable[[list[int], list[int]], int | None]
 
 
 def distributed(program: LabelledProgram, label: str) -> LabelledProgram | None:
-    """The program with every reduction over a label distributed that had to wait for another one.
+    """The program with every reduction over a label distributed if it waits for another one.
 
-    Reductions over other labels stay as they are: what a matmul kernel reduces along its columns is
-    there as a whole, so that it may wait, and nothing has to cancel.
+    Reductions over other labels stay as they are: a matmul kernel holds its columns as a whole, so
+    a reduction along them may wait, and nothing has to cancel.
 
     Returns:
-        None where no sum has to be taken apart, or where something else is in the way
+        None if no sum has to be taken apart, or if another operation is in the way
         (``sum(exp(x - max(x)))``).
     """
     distribution = _Distribution(program, label)
@@ -59,7 +59,7 @@ class _Distribution:
         self.program, self.label = program, label
         self.ops: list[LabelledOp] = []
         self.late: list[frozenset[str]] = []  # labels over which something was reduced before
-        self.sums = 0  # so many were taken apart
+        self.sums = 0  # number of sums that were taken apart
 
     def run(self) -> LabelledProgram:
         new: list[int] = []
@@ -102,8 +102,8 @@ class _Distribution:
         return self._split(factors, kept, over, lambda f, k: self._mean(f, k, over))
 
     def _sum(self, factors: list[int], kept: list[int], over: str) -> int:
-        """``sum over K of the factors``. A mean that is summed is the sum it is the mean of: a
-        number of elements would be right at one extent only."""
+        """``sum over K of the factors``. A summed mean becomes the sum of its operand: a factor for
+        the number of elements would be right at one extent only."""
         if not factors:
             return self._reduction("sum", (self._times(kept),), over)
         op = self.ops[factors[0]]
@@ -114,7 +114,7 @@ class _Distribution:
         return self._split(factors, kept, over, lambda f, k: self._sum(f, k, over))
 
     def _split(self, factors: list[int], kept: list[int], over: str, rest: _Rest) -> int:
-        """Take the first factor apart; ``rest`` reduces what it leaves."""
+        """Take the first factor apart; ``rest`` reduces the remaining ones."""
         first, *others = factors
         op = self.ops[first]
         if over not in op.labels:
@@ -136,13 +136,13 @@ class _Distribution:
 
     @staticmethod
     def _some(value: int | None) -> int:
-        assert value is not None  # it has a factor
+        assert value is not None  # there is a factor
         return value
 
     # ---------------------------------------------------------------------------------- operations
 
     def _waits(self, i: int, over: str) -> bool:
-        """Whether a value with the label ``over`` needs something reduced over it before."""
+        """True if a value with the label ``over`` needs an earlier reduction over it."""
         return over in self.late[i] and over in self.ops[i].labels
 
     def _add(self, op: LabelledOp) -> int:

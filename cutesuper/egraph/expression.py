@@ -1,9 +1,9 @@
-"""Normal forms: what a value computes, as a hash-consed polynomial.
+"""Normal forms: the function that a value computes, as a hash-consed polynomial.
 
-The form decides whether a value can still become part of what is wanted. It forgets indices (a sum
-is a product with the extent of what was summed), therefore everything under a sum is *marked*:
-``sum_K X[M, K]`` holds ``X[M]``, not ``X[M, K]``: ``X * mean(X)`` and ``mean(X * X)`` differ.
-(Without marks 2388 of the 2412 programs extracted for the backward pass of RMSNorm were wrong.)
+The form decides if a value can still become part of a wanted output. It forgets indices (a sum is a
+product with the summed extent), therefore everything under a sum is *marked*: ``sum_K X[M, K]``
+holds ``X[M]``, not ``X[M, K]``: ``X * mean(X)`` and ``mean(X * X)`` differ. (Without marks 2388 of
+the 2412 programs extracted for the backward pass of RMSNorm were wrong.)
 
 * polynomial: monomials with integer coefficients, known by an int;
 * monomial: numerator (atoms with exponents), denominator (ONE expanded polynomial, nothing is
@@ -36,7 +36,7 @@ _UNIT = 0  # the monomial 1
 
 
 class AtomKind(IntEnum):
-    """What an atom is."""
+    """Kind of an atom."""
 
     VARIABLE = 0
     CONSTANT = 1
@@ -50,7 +50,7 @@ class AtomKind(IntEnum):
 
 
 class Atom(NamedTuple):
-    """A factor. ``labels``: free labels of a variable, reduced parts of a maximum."""
+    """A factor. ``labels``: the free labels of a variable, or the reduced parts of a maximum."""
 
     kind: AtomKind
     name: str
@@ -71,8 +71,8 @@ class Monomial(NamedTuple):
 
 
 def _memoised(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Remember results for as long as the table lives (arguments are ints, strings and tuples;
-    None is no result)."""
+    """Remember a method's results for the lifetime of the table (arguments are ints, strings and
+    tuples; a result is never None)."""
     name = method.__name__
 
     @wraps(method)
@@ -87,7 +87,7 @@ def _memoised(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Expressions:
-    """The table of atoms, monomials and polynomials of one program; all of them are ints."""
+    """The table of atoms, monomials and polynomials of one program; each is known by an int."""
 
     def __init__(self) -> None:
         self.atoms: list[Atom] = []
@@ -106,7 +106,7 @@ class Expressions:
         return self._single(Atom(AtomKind.VARIABLE, name, tuple(sorted(labels))))
 
     def constant(self, value: float) -> int:
-        """A number: 1 is the polynomial, all others are uninterpreted atoms."""
+        """A number: 1 is the polynomial ONE, all others are uninterpreted atoms."""
         return ONE if value == 1.0 else self.symbol(f"{value:.17g}")
 
     def symbol(self, name: str) -> int:
@@ -160,12 +160,12 @@ class Expressions:
         return self.opaque("exp", x)
 
     def opaque(self, name: str, x: int) -> int:
-        """A function of which only equality of arguments is known."""
+        """A function of which nothing is known but that equal arguments give equal values."""
         return self._single(Atom(AtomKind.FUNCTION, name, (), x))
 
     @_memoised
     def reduce(self, x: int, parts: tuple[str, ...]) -> int:
-        """The sum over parts of a label, whose index is marked already."""
+        """The sum over parts of a label, whose index is already marked."""
         return self.sealed(
             self.polynomial(
                 (self.monomial(m.numerator, m.denominator, _powers(m.extents, parts)), c)
@@ -230,7 +230,7 @@ class Expressions:
         return self.atom(Atom(atom.kind, atom.name, tuple(sorted(parts)), argument))
 
     def _is_atom(self, x: int) -> bool:
-        """Whether x is one atom, or 1."""
+        """True if x is one atom, or 1."""
         if len(self.polynomials[x]) != 1:
             return False
         (m, c), *_ = self.polynomials[x]
@@ -240,7 +240,7 @@ class Expressions:
         return plain and (not powers or (len(powers) == 1 and powers[0][1] == 1))
 
     def mark(self, x: int, label: str) -> int:
-        """Bind a label: every variable that has it free loses it, as under a sum over it."""
+        """Bind a label: every variable in which it is free loses it, as under a sum over it."""
         return self._mark(x, label) if label in self._free(x) else x
 
     @_memoised
@@ -269,7 +269,7 @@ class Expressions:
     def _mapped(
         self, x: int, atom: Callable[[int], int], denominator: Callable[[int], int]
     ) -> int:
-        """x with other atoms and other denominators."""
+        """x with its atoms and denominators replaced."""
         terms: dict[int, int] = {}
         for m, c in self.terms(x):
             powers: dict[int, int] = {}
@@ -291,15 +291,15 @@ class Expressions:
     # ------------------------------------------------------------------------------------ sealing
 
     def seal(self, x: int, products: bool = False) -> int:
-        """Make a sum an atom from now on, wherever a polynomial equals it.
+        """Make a sum an atom from now on, wherever a polynomial is equal to it.
 
-        ``products``: also a product, a quotient or a reduction.
+        ``products``: seal a product, a quotient or a reduction as well.
         """
         terms = len(self.polynomials[x])
         if x in self._sealed or terms == 0 or (terms == 1 and not products) or self._is_atom(x):
             return self.sealed(x)
         self._sealed[x] = self._single(Atom(AtomKind.SEALED, "sum", (), x))
-        self.memo.clear()  # results that equal the sum, or were made of it
+        self.memo.clear()  # some results equal the sum, or contain it
         return self._sealed[x]
 
     def sealed(self, x: int) -> int:
@@ -310,9 +310,10 @@ class Expressions:
 
     @_memoised
     def size(self, x: int) -> int:
-        """Grows with every operation that keeps a value's parts; orders the extraction.
+        """A size that grows with every operation that keeps a value's parts; it orders the
+        extraction.
 
-        Counts coefficients, and treats exp additively (``exp(x) * exp(y) = exp(x + y)`` must not
+        It counts coefficients, and treats exp additively (``exp(x) * exp(y) = exp(x + y)`` must not
         shrink): a measure without both lost 12 of 300 random goals.
         """
         return sum(abs(c) * self._monomial_size(m) for m, c in self.polynomials[x])
@@ -333,7 +334,7 @@ class Expressions:
         return own + self.size(a.argument)
 
     def is_exp(self, atom: int) -> bool:
-        """Whether an atom is an exponential."""
+        """True if an atom is an exponential."""
         a = self.atoms[atom]
         return a.kind == AtomKind.FUNCTION and a.name == "exp"
 
@@ -402,7 +403,7 @@ class Expressions:
         powers[self.atom(Atom(AtomKind.FUNCTION, "exp", (), total))] = 1
 
     def show(self, x: int) -> str:
-        """Readable: ``K.tile*X[M]*W[N] + 2*b[N]``."""
+        """Readable text: ``K.tile*X[M]*W[N] + 2*b[N]``."""
         return " + ".join(_show_term(self, m, c) for m, c in self.terms(x)) or "0"
 
 

@@ -1,8 +1,8 @@
 """Extraction: the cheapest programs of a saturated table, read backwards from the goal.
 
 A program is one derivation for each class that the goal needs. Always deciding the largest pending
-class meets every program exactly once, without dead code and without an order of operators to
-enumerate. Programs that have the same classes pending have the same best completions, so a dynamic
+class produces every program exactly once, without dead code and without enumerating orders of
+operators. Programs that have the same classes pending have the same best completions, so a dynamic
 program over sets of pending classes finds the k cheapest; a class that two users share is pending
 once and therefore paid once.
 """
@@ -35,7 +35,7 @@ Price = Callable[[int, Derivation], float]
 
 
 class Extracted(NamedTuple):
-    """A program: for every class that it needs, the derivation chosen."""
+    """A program: the chosen derivation for every class that it needs."""
 
     cost: float
     choices: tuple[tuple[int, Derivation], ...]
@@ -84,7 +84,7 @@ class _Extraction:
         return self.memo[pending]
 
     def _derivations(self, i: int) -> list[tuple[float, Derivation]]:
-        """Ways to compute a class; of those with the same operands only the cheapest.
+        """Ways to compute a class; among those with the same operands, only the cheapest.
 
         ``square(x)`` and ``mul(x, x)`` are one value of one operand: one program is enough.
         """
@@ -106,10 +106,10 @@ def extract(
     Args:
         table: a saturated table.
         price: cost of one derivation.
-        count: how many.
-        slack: relative to the cheapest.
-        limit: sets of pending classes to look at (5,342 for all 15 splits of LayerNorm
-            backward).
+        count: how many programs to return.
+        slack: highest cost, relative to the cheapest.
+        limit: greatest number of sets of pending classes to examine (5,342 for all 15 splits of
+            LayerNorm backward).
 
     Returns:
         Programs, cheapest first; none where an output cannot be computed under this split.
@@ -135,7 +135,7 @@ def _choices(chain: _Chain) -> tuple[tuple[int, Derivation], ...]:
 class Partial(NamedTuple):
     """A tensor of partial results between the two kernels of a structure, in float32.
 
-    ``map``: for each dimension the label, or the grid axis that left one slice for each part.
+    ``map``: for each dimension its label, or the grid axis that leaves one slice for each part.
     """
 
     name: str
@@ -151,7 +151,7 @@ class Structure:
 
     Attributes:
         programs: one kernel; two where blocks of the grid leave partial results.
-        partials: what lies between the two.
+        partials: the tensors between the two.
         parts: the label of the second kernel that counts the partial results.
     """
 
@@ -161,7 +161,7 @@ class Structure:
 
 
 def structure(table: Table, extracted: Extracted) -> Structure:
-    """The block programs of what was extracted.
+    """The block programs of an extracted program.
 
     before: ``num = grid_reduce(acc(P V), S.grid)``, stored divided by ``den``; after: a kernel that
     stores ``acc(P V)`` and ``acc(P 1)`` for each part of S, and one that sums and divides.
@@ -183,7 +183,7 @@ def structure(table: Table, extracted: Extracted) -> Structure:
 
 
 def _is_late(table: Table, i: int) -> bool:
-    """Whether a class belongs to the second kernel."""
+    """True if a class belongs to the second kernel."""
     return (table.split.parted_axis, 1) in table.classes[i].state.closed
 
 
@@ -282,21 +282,21 @@ class _Builder:
     # ---------------------------------------------------------------------------------- program
 
     def axes(self) -> tuple[Axis, ...]:
-        """Of the second kernel: what it stores is divided by the grid."""
+        """Axes of the second kernel; its outputs are split over the grid."""
         reduced = {op.attributes.get("over") for op in self.ops}
         used = {d for op in self.ops for d in op.dims} - reduced
         return tuple(Axis(d, AxisKind.GRID, 1) for d in self.dims if d in used)
 
     def program(self, axes: tuple[Axis, ...]) -> BlockProgram:
-        """What was collected, without sizes."""
+        """The collected operations as a program without sizes."""
         return unsized(self.dims, axes, tuple(self.ops))
 
 
 def unsized(
     dims: Mapping[str, Dim], axes: tuple[Axis, ...], ops: tuple[BlockOp, ...]
 ) -> BlockProgram:
-    """A program without sizes. One axis of a symbolic label has no extent, the persistent one or
-    else that of the grid, and its tile is 1."""
+    """A program without sizes. Exactly one axis of a symbolic label has no extent, the persistent
+    one or else that of the grid, and its tile is 1."""
     used = {d for op in ops for d in op.dims}
     dims = {d: n for d, n in dims.items() if d in used}
     visited = {a.dim for a in axes if a.kind == AxisKind.PERSISTENT}

@@ -1,14 +1,14 @@
 """Labels: every dimension of every tensor of a region gets a name by unification.
 
 Element-wise operators unify the dimensions that they align, a matrix product contracts one label.
-An axis of a block program then splits a *label*, one choice for all tensors, so that operands that
-do not belong together never meet although their extents agree.
+An axis of a block program then splits a *label*, one choice for all tensors, so operands that do
+not belong together never meet, even if their extents agree.
 
 before: ``X[16, 4096] @ W[4096, 4096]``; after: ``X[M, K] @ W[K, N]``, K and N different labels.
 
 A `Region` is the part of a kernel graph that one kernel computes. An operand is a `View`, a value
-whose dimensions are read in another order. A transpose is only left where its result may have to be
-stored; it has labels of its own order and no operation.
+whose dimensions are read in another order. A transpose remains only where its result may have to be
+stored; it gives labels in its own order and no operation.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class View:
 
 @dataclass(frozen=True)
 class RegionOp:
-    """One operator of a region; its attributes are such that regions can be compared."""
+    """One operator of a region; its attributes are stored so that regions can be compared."""
 
     kind: str
     operands: tuple[View, ...]
@@ -47,17 +47,17 @@ class RegionOp:
 
 @dataclass(frozen=True)
 class Region:
-    """What one kernel computes. Value ``i`` is input ``i``, or operation ``i - len(inputs)``.
+    """The computation of one kernel. Value ``i`` is input ``i``, or operation ``i - len(inputs)``.
 
-    Two regions that are equal have the same kernels, whatever their tensors are called.
+    Equal regions have the same kernels, whatever their tensors are called.
 
     Attributes:
-        inputs: shape of every tensor that is read.
-        input_dtypes: its element type.
+        inputs: shape of every input tensor.
+        input_dtypes: element type of every input.
         ops: operators; a ``transpose`` copies its operand, which is the view that it makes.
-        outputs: what is stored, in the order of dimensions in which it is stored.
-        output_dtypes: its element type.
-        pages: the inputs that are put together from pages, with the positions of a page.
+        outputs: the stored values, with dimensions in the stored order.
+        output_dtypes: element type of every output.
+        pages: the inputs that are gathered from pages, with the number of positions in a page.
     """
 
     inputs: tuple[Shape, ...]
@@ -117,7 +117,7 @@ class LabelledProgram:
 
     @cached_property
     def dependence(self) -> Dependence:
-        """What every operation depends on."""
+        """Dependences between the operations."""
         return Dependence([op.inputs for op in self.ops])
 
     @property
@@ -130,7 +130,7 @@ class LabelledProgram:
         return tuple(op for op in self.ops if op.kind in kinds)
 
     def needed(self) -> LabelledProgram:
-        """The same without operations that no output needs."""
+        """The same program without operations that no output needs."""
         needed = {i for i, _ in self.outputs}
         for i in reversed(range(len(self.ops))):
             if i in needed:
@@ -145,9 +145,9 @@ class LabelledProgram:
 def label(region: Region) -> LabelledProgram:
     """Label the dimensions of a region.
 
-    An input in two roles (``X @ X^T``) is loaded once for each, as ``X[M, K]`` and ``X[N, K]``. So
-    is what is computed from it: in ``S @ S^T`` with ``S = relu(X)``, S is computed as ``S[M, K]``
-    and as ``S[N, K]``.
+    An input in two roles (``X @ X^T``) is loaded once for each, as ``X[M, K]`` and ``X[N, K]``. The
+    same holds for values computed from it: in ``S @ S^T`` with ``S = relu(X)``, S is computed as
+    ``S[M, K]`` and as ``S[N, K]``.
 
     Raises:
         SearchError: too much would have to be computed again.
@@ -165,7 +165,7 @@ Use = tuple[int, int]  # operation, position of the operand
 Group = tuple[int, int]  # input, number of the load
 
 
-#: operators of a region in which every use has its own computation, at most
+#: most operators of a region in which every use has its own computation
 MAX_UNSHARED = 96
 
 
@@ -180,7 +180,7 @@ def _uses(region: Region) -> list[Use]:
 
 
 def _separate(region: Region) -> _Unification | None:
-    """Give every use of an input a load of its own, then join those that can be joined."""
+    """Give every use of an input its own load, then join the loads that can be joined."""
     uses = _uses(region)
     value = {u: region.ops[u[0]].operands[u[1]].value for u in uses}
     groups: dict[Use, Group] = {u: (value[u], n) for n, u in enumerate(uses)}
@@ -199,10 +199,10 @@ def _separate(region: Region) -> _Unification | None:
 
 
 def _unshared(region: Region) -> Region:
-    """The region with one computation for each use of a value; equal ones become one again when
-    their labels are known. Raises SearchError past `MAX_UNSHARED` operators."""
+    """The region with a separate computation for each use of a value; equal ones are merged again
+    when their labels are known. Raises SearchError past `MAX_UNSHARED` operators."""
     inputs, ops = len(region.inputs), list[RegionOp]()
-    made: list[View] = []  # operands of what is still to be made
+    made: list[View] = []  # operands whose operators are still to be made
     todo: list[tuple[View, bool]] = [(v, False) for v in reversed(region.outputs)]
     while todo:
         view, ready = todo.pop()
@@ -225,11 +225,11 @@ def _unshared(region: Region) -> Region:
 
 
 def _side_by_side(found: _Unification) -> _Unification:
-    """Give what products of one operand have of their own a label in common.
+    """Give products of one operand a common label for their own dimensions.
 
     Keys and values of an attention, ``X[M, K] @ W[K, N]`` and ``X[M, K] @ V[K, N2]`` with N2 = N:
     as ``V[K, N]`` both are computed by one kernel, which loads X once. Labels over which anything
-    is reduced stay as they are: nobody would loop over one of them and divide the other.
+    is reduced stay as they are: no kernel would loop over one of them and divide the other.
     """
     alike: dict[Any, list[Slot]] = {}
     reduced = {found.find(s) for s in found.reduced()}
@@ -257,9 +257,9 @@ class _Unification:
     """Union-find over the dimensions of all values and loads of a region.
 
     Args:
-        region: what is labelled.
-        groups: for every use of an input the load that it reads.
-        equal: dimensions that get one label although no operator asks for it.
+        region: the region to label.
+        groups: the load that every use of an input reads.
+        equal: dimensions that get one label although no operator requires it.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class _Unification:
     # ------------------------------------------------------------------------------- unification
 
     def find(self, slot: Slot) -> Slot:
-        """The dimension that stands for all that are unified with this one."""
+        """The representative of the dimensions that are unified with this one."""
         parent = self.parent
         while slot in parent:
             above = parent[slot]
@@ -307,7 +307,7 @@ class _Unification:
         return [(owner, d) for d in self.region.ops[use[0]].operands[use[1]].order]
 
     def extent(self, slot: Slot) -> Dim:
-        """How many elements a dimension has."""
+        """Number of elements of a dimension."""
         return self.shapes[slot[0]][slot[1]]
 
     def _align(self, operand: Sequence[Slot], result: Sequence[Slot]) -> None:
@@ -391,7 +391,7 @@ class _Unification:
     ) -> int:
         labels = frozenset[str]().union(*(ops[a].labels for a in args))
         kind, over, attributes = op.kind, None, dict(op.attributes)
-        if kind in ("transpose", "convert"):  # the type is that of the tensor that is stored
+        if kind in ("transpose", "convert"):  # the type is that of the stored tensor
             return args[0]
         if kind == "matmul":
             over = self.names.get(self.find(self.slots((i, 0))[-1]))
@@ -415,7 +415,7 @@ class _Unification:
             attributes |= {"rows": rows, "columns": columns}
         made = LabelledOp(kind, tuple(args), labels - {over}, attributes, over)
         key = kind, made.inputs, over, tuple(sorted(attributes.items()))
-        if key not in index:  # else it was computed for another use already
+        if key not in index:  # otherwise another use already computed it
             ops.append(made)
             index[key] = len(ops) - 1
         return index[key]
@@ -474,7 +474,7 @@ class _Unification:
                 a, b = self.slots((i, 0)), self.slots((i, 1))
                 yield from ((a[-1], "K"), (a[-2], "M"), (b[-1], "N"))
                 yield from ((s, "B") for s in a[:-2] + b[:-2])
-        for last in (True, False):  # reductions along rows first, whichever the graph has first
+        for last in (True, False):  # reductions along rows first, whatever the order of the graph
             for i, op in enumerate(self.region.ops):
                 if lookup(op.kind).reduces and op.operands:
                     slots = self.slots((i, 0))

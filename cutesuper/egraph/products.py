@@ -1,4 +1,4 @@
-"""Matrix products of a labelled program: what needs the tensor cores, and what depends on it."""
+"""Matrix products of a labelled program: operations that need tensor cores, and their users."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cutesuper.errors import SearchError
 
 
 def is_product(program: LabelledProgram, op: LabelledOp) -> bool:
-    """A product of a matrix with a vector is a multiplication and a sum instead."""
+    """True for a product of two matrices; one with a vector is a multiplication and a sum."""
     if op.kind != "matmul":
         return False
     a, b = (program.ops[i].labels for i in op.inputs)
@@ -28,23 +28,23 @@ def after_products(program: LabelledProgram) -> set[int]:
 
 
 def check_one_type(region: Region, loads: Iterable[LabelledOp]) -> None:
-    """What a kernel stages for its products has one element type. Raises SearchError."""
+    """Check that the operands staged for products have one element type. Raises SearchError."""
     found = {region.input_dtypes[op.attributes["tensor"]].name for op in loads}
     if len(found) > 1:
         raise SearchError(f"products of {' and of '.join(sorted(found))} in one kernel")
 
 
 def labels_of(mapping: LabelMap) -> list[str]:
-    """The labels of a map, extents of 1 left out."""
+    """The labels of a map, without extents of 1."""
     return [x for x in mapping if x is not None]
 
 
 def shown(labels: Iterable[str]) -> str:
-    """``M, N``."""
+    """Labels as text: ``M, N``."""
     return ", ".join(labels)
 
 
 def are_chained(program: LabelledProgram) -> bool:
-    """Whether the last product depends on another one."""
+    """True if the last product depends on another one."""
     products = matrix_products(program)
     return len(products) > 1 and not after_products(program).isdisjoint(products[-1].inputs)

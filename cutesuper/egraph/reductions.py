@@ -1,4 +1,4 @@
-"""Reductions of a labelled program: what was reduced on the way to a value, and where rows meet."""
+"""Reductions of a labelled program: labels reduced before a value, and values where rows meet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cutesuper.errors import SearchError
 
 
 def reduced_before(program: LabelledProgram) -> list[frozenset[str]]:
-    """For every operation the labels over which anything is reduced until then."""
+    """For every operation, the labels over which anything has been reduced up to it."""
     found: list[frozenset[str]] = []
     for op in program.ops:
         own = frozenset[str]() if op.over is None else frozenset((op.over,))
@@ -22,8 +22,9 @@ def operand_labels(program: LabelledProgram, op: LabelledOp) -> frozenset[str]:
 
 
 def rows_meet(region: Region) -> bool:
-    """Whether one kernel that computes everything computes nothing twice, without matrix products:
-    some value has all labels, and so has whatever is reduced, but for what was reduced before.
+    """True if one kernel without matrix products computes everything without repeating work: some
+    value has all labels, and so has every reduced value, except for labels that were reduced
+    before.
 
     before: RMSNorm and the sum of its rows, true; two softmaxes of different extents, false: one
     kernel would compute each as often as the other has rows.

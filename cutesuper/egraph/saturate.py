@@ -1,16 +1,17 @@
 """Saturation: all useful values of one block program structure, each with all ways to compute it.
 
-A `Split` says which axis kinds divide each label. A *class* is (normal form, labels, state, value
-at one random point of a finite field); the state is what `ir.check` tracks: the axes inside
-which a value lives, those that it needs ended, and those over which it is a partial result. New
-classes are combined with all earlier ones; what can still become part of the goal is kept, with
-every derivation. Programs are read off backwards by `extract`.
+A `Split` gives the axis kinds that divide each label. An e-graph *class* is (normal form, labels,
+state, value at one random point of a finite field); the state is that of `ir.check`: the axes
+inside which a value lives, those that must have ended before it, and those over which it is a
+partial result. New classes are combined with all earlier ones; results that can still become part
+of the goal are kept, with every derivation. Programs are read off backwards by `extract`.
 
 before: ``acc_K(X W) / sqrt(mean_K X^2)``, K split over a loop; after, among 20 classes:
 ``X[M, K]`` inside the loop, partial and whole ``XW[M, N]``, ``mean X^2 [M]``, ``XW / sqrt(..)``.
 
-The value keeps apart what the normal form merges (the two rows of nested sums in QKNorm: 555 of
-984 programs were wrong without it); it costs some 40 microseconds for each useful derivation.
+The field value separates values that the normal form merges (the two rows of nested sums in QKNorm:
+555 of 984 programs were wrong without it); it costs some 40 microseconds for each useful
+derivation.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ _PART = 2
 #: results formed for each class of the limit: high powers of quotients are few classes but slow
 _TRIED = 20
 _ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
-#: what ends an axis; over the grid it is a second kernel where `Split.parted` says so
+#: operations that end an axis; over the grid a second kernel does, where `Split.parted` names the
+#: axis
 _CLOSED_BY = {
     AxisKind.LOOP: ACCUMULATE,
     AxisKind.PERSISTENT: ACCUMULATE,
@@ -65,7 +67,7 @@ class Derivation(NamedTuple):
 
     ``over``: a label (reductions, contractions) or an axis (``accumulate``, ``cluster_reduce``,
     ``grid_reduce``, with one operand, or three where it is rescaled: see `ir.block`).
-    ``attributes``: items; of a ``load`` the operation of the labelled program.
+    ``attributes``: items; for a ``load``, the operation of the labelled program.
     """
 
     kind: str
@@ -75,7 +77,7 @@ class Derivation(NamedTuple):
 
 
 class TooLarge(SearchError):
-    """More classes than the limit."""
+    """There are more classes than the limit."""
 
 
 class Table:
@@ -91,15 +93,15 @@ class Table:
         self._entered: list[tuple[int, Derivation]] = []
         self._index: dict[Class, int] = {}
         self._sizes: list[int] = []
-        self._usable: list[bool] = []  # whether element-wise operators may take a class
-        self._partial: list[bool] = []  # whether it is a maximum over some parts of a label only
-        self._integers: dict[int, int] = {}  # classes of loads of integers, of which few are made
+        self._usable: list[bool] = []  # True if element-wise operators may take the class
+        self._partial: list[bool] = []  # True if it is a maximum over some parts of a label only
+        self._integers: dict[int, int] = {}  # classes of loads of integers; few results use them
         self._by_form: dict[int, list[int]] = {}
-        #: for each form how many others it has met, and those with which anything can be made
+        #: for each form, how many other forms it has met, and those with which it can be combined
         self._met: dict[int, tuple[int, list[tuple[list[int], Pairing]]]] = {}
         self._joins: dict[tuple[State, State], State | None] = {}
         self._field = FieldAlgebra(seed, primes=space.primes(seed))
-        #: of normal forms, by operator: what `Operator.symbolic` calls
+        #: operators on normal forms, by name: the functions that `Operator.symbolic` calls
         self._arithmetic = {kind: getattr(space.table, kind) for kind in ARITHMETIC}
         self._rng = np.random.default_rng(seed)
         self.goals = self._leaves()
@@ -134,13 +136,13 @@ class Table:
         return [(form, labels, values[i].key()) for (i, _), (form, labels) in wanted]
 
     def _encloses(self, axis: Axis) -> bool:
-        """Whether values live inside an axis until something closes it."""
+        """True if values live inside an axis until an operation closes it."""
         return axis.kind in _ITERATED or axis.name in self.split.divided_axes
 
     def _source_value(self, i: int, op: LabelledOp, args: list[FieldValue]) -> FieldValue:
         if op.kind == "load":
             parts = [p for label in sorted(op.labels) for p in self.split.parts(label)]
-            if label := self.space.counted.get(i):  # some columns are seen, and some are not
+            if label := self.space.counted.get(i):  # some columns are visible, others are not
                 last = _PART ** len(self.split.parts(label))
                 ends = self._rng.integers(1, last, [_PART] * len(parts), dtype=np.uint64)
                 return FieldValue(tuple(parts), ends)
@@ -184,10 +186,11 @@ class Table:
         return self
 
     def results(self, i: int, j: int | None = None) -> list[tuple[int, Derivation]]:
-        """Enter what one step makes of class i, or of i and j <= i; return the classes, and how.
+        """Enter all results of one step from class i, or from i and j <= i; return classes and
+        derivations.
 
-        `run` asks for all of them. This is for whoever builds programs forwards; sums that are
-        rescaled take three operands and are left out.
+        `run` enters all of them. This method serves callers that build programs forwards; rescaled
+        sums take three operands and are left out.
         """
         start = len(self._entered)
         if j is None:
@@ -225,9 +228,9 @@ class Table:
         self._enter(Class(form, labels, state, result.key()), result, derivation)
 
     def _wanted(self, form: int, inputs: tuple[int, ...]) -> bool:
-        """Whether a result is larger than what it is made of, and useful.
+        """True if a result is larger than its operands, and useful.
 
-        Larger: with subtraction a class can derive from itself, (a - b) + b.
+        It must be larger because with subtraction a class can derive from itself, (a - b) + b.
         """
         self.tried += 1
         size = self.space.table.size(form)
@@ -260,7 +263,7 @@ class Table:
         self, i: int, kind: str, attributes: tuple[tuple[str, Any], ...],
         integers: int | None = None,
     ) -> None:
-        """An operator on class i; a mask may take the class of its lengths or labels besides."""
+        """Apply an operator to class i; a mask may also take the class of its lengths or labels."""
         operator, given = lookup(kind), dict(attributes)
         inputs = (i,) if integers is None else (i, integers)
         classes = [self.classes[j] for j in inputs]
@@ -305,7 +308,7 @@ class Table:
                     self._rescaled(i, t, axis)
 
     def _ends(self, c: Class, axis: Axis) -> bool:
-        """Whether an axis may be closed now: the loop is innermost, the grid outermost."""
+        """True if an axis may be closed now: the loop is innermost, the grid outermost."""
         left = [self.axes[n] for n in c.state.inside if n != axis.name]
         if axis.kind != AxisKind.GRID:
             return all(a.kind != AxisKind.LOOP for a in left)
@@ -353,7 +356,7 @@ class Table:
         if self._encloses(axis):
             before = sum(n == axis.name for n, _ in closed)
             closed = closed | {(axis.name, before + 1)}
-        # another kernel is inside of nothing
+        # values of the second kernel are inside no axis
         later = axis.name == self.split.parted_axis
         inside = frozenset[str]() if later else state.inside - {axis.name}
         return State(inside, closed, state.pending - {axis.name})
@@ -371,7 +374,7 @@ class Table:
     def _masked_value(
         self, operator: Operator, args: list[FieldValue], attributes: dict[str, Any]
     ) -> FieldValue:
-        """What a masking operator makes of a value, at the positions of class keys."""
+        """Result of a masking operator on a value, at the positions of class keys."""
         sides = [attributes[side] for side in ("rows", "columns")]
         names = [() if side is None else self.split.parts(side) for side in sides]
         extents = [_PART ** len(n) for n in names]
@@ -397,10 +400,10 @@ class Table:
     # ------------------------------------------------------------------------------ two operands
 
     def _partners(self, i: int) -> None:
-        """Combine a class with itself and all earlier ones, where their forms allow anything.
+        """Combine a class with itself and all earlier ones, where their forms allow a result.
 
-        Forms are far fewer than classes, and what they allow is the same in all splits: asking for
-        pairs of forms first took QKNorm from 670,000 pairs of classes to 150,000.
+        Forms are far fewer than classes, and the results they allow are the same in all splits:
+        testing pairs of forms first reduced QKNorm from 670,000 pairs of classes to 150,000.
         """
         x, known = self.classes[i].form, self.space.pairings
         forms = list(self._by_form.items())
@@ -415,7 +418,7 @@ class Table:
         self._met[x] = len(forms), partners
 
     def _pairs(self, i: int, classes: list[int], pairing: Pairing) -> None:
-        """Combine class i with those of a form that are not newer."""
+        """Combine class i with those classes of a form that are not newer."""
         for j in classes:
             if j > i:
                 break
@@ -437,7 +440,7 @@ class Table:
             self._contractions(i, j, labels, state)
 
     def _joined(self, a: State, b: State) -> State | None:
-        """State of a value made of two; None where one needs what the other is inside of."""
+        """State of a value made of two; None if one is inside an axis the other needs ended."""
         key = (a, b)
         try:
             return self._joins[key]
@@ -456,7 +459,7 @@ class Table:
     def _binary(self, i: int, j: int, pairing: Pairing) -> Iterator[tuple[str, int, int]]:
         """Element-wise operators and the order of operands that pass the cheap filters.
 
-        A maximum over some parts of a label only shifts: x - max.
+        A maximum over some parts of a label is only used as a shift: x - max.
         """
         kinds = self.space.binary
         if self._partial[i] or self._partial[j]:
@@ -531,7 +534,7 @@ class Table:
     # -------------------------------------------------------------------------------------- goals
 
     def finished(self) -> list[list[int]]:
-        """For every output the classes that may be stored as it."""
+        """For every output, the classes that may be stored as that output."""
         found: list[list[int]] = [[] for _ in self.goals]
         for i in range(len(self.classes)):
             for n in self.stored_as(i):
@@ -554,7 +557,7 @@ class Table:
 def saturate(
     space: Space, split: Split, rules: Rules | None = None, limit: int = 500, seed: int = 0
 ) -> Table:
-    """All useful classes of one split.
+    """Compute all useful classes of one split.
 
     Raises:
         TooLarge: more than ``limit`` classes (459 is the most any tried program needed).

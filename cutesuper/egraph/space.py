@@ -1,4 +1,4 @@
-"""What all splits of one program share: its normal forms, the goal, the operators that it uses."""
+"""Data shared by all splits of one program: its normal forms, the goal, the operators it uses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from cutesuper.egraph.splits import all_parts
 from cutesuper.ir.field import Primes, draw_primes
 from cutesuper.ir.operators.base import TABLE, Items, lookup
 
-#: 0: nothing else. 1: values with several users; a norm of a norm needs more than 4000 classes
-#: without, and 23 with. 2: all values; the program as it is written, with other reductions.
+#: values that are sealed besides sums that are multiplied. 0: no others. 1: values with several
+#: users; a norm of a norm needs more than 4000 classes without, and 23 with. 2: all values; the
+#: program as it is written, with other reductions.
 Sealing = Literal[0, 1, 2]
 
 
@@ -23,13 +24,13 @@ ARITHMETIC = ("mul", "div", "add", "sub")
 
 
 class Pairing(NamedTuple):
-    """What can become of two values, judged by their normal forms only.
+    """Possible combinations of two values, judged by their normal forms only.
 
     Attributes:
         fits: their product may be part of the goal.
-        left_divides, right_divides: a denominator of the goal has the first (second) as a factor.
+        left_divides, right_divides: the first (second) is a factor of a denominator of the goal.
         together: they may be terms of one sum.
-        chosen: operators without algebra whose result may be part of the goal, and whether they
+        chosen: operators without algebra whose result may be part of the goal, and True if they
             take the second value first.
         nothing: none of these.
     """
@@ -46,12 +47,12 @@ _NOTHING = Pairing(False, False, False, False, (), True)
 
 
 class Space:
-    """The goal of one labelled program, and what may be used to reach it.
+    """The goal of one labelled program, and the operators that may be used to reach it.
 
     Args:
-        program: what is wanted.
-        sealing: what besides sums that are multiplied is an atom; see `Sealing`.
-        sealed: operations that are atoms as well.
+        program: the program to compute.
+        sealing: which values are atoms besides sums that are multiplied; see `Sealing`.
+        sealed: further operations whose values are atoms.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class Space:
             for op in program.ops
             for k in _integers(op)
         ]
-        #: those that take another operand besides
+        #: those that take another operand as well
         self.counting = [c for c in dict.fromkeys(integers) if TABLE[c[0]].masks]
         self.of_integers = [c for c in dict.fromkeys(integers) if not TABLE[c[0]].masks]
-        #: for the load of lengths or labels the label that they count along, if any
+        #: for each load of lengths or labels, the label along which they count, if any
         self.counted = dict.fromkeys([i for _, _, i in integers], "")
         self.counted |= {i: str(dict(items)["columns"]) for _, items, i in self.counting}
         operators = dict.fromkeys(  # not a set: numbers that differ in sign only have no order
@@ -86,7 +87,7 @@ class Space:
         )
         #: those of `binary` without algebra
         self.uninterpreted = [kind for kind in self.binary if kind not in ARITHMETIC]
-        #: of these, normal forms that each of their operands may have
+        #: for each operand of these, the normal forms that it may have
         self._taken: dict[tuple[str, int], set[int]] = {}
         for op in program.ops:
             if op.kind in self.uninterpreted:
@@ -95,7 +96,7 @@ class Space:
                     forms.update(self.goal.later(values[i]))
         self._sides: dict[int, frozenset[tuple[str, int]]] = {}
         self._primes: dict[int, Primes] = {}
-        #: of normal forms that met in any split
+        #: for pairs of normal forms that met in any split
         self.pairings: dict[tuple[int, int], Pairing] = {}
         self.outer = {
             frozenset(program.ops[i].labels for i in op.inputs)
@@ -104,14 +105,14 @@ class Space:
         }
 
     def primes(self, seed: int) -> Primes:
-        """A field in which different numbers of the program differ, the same for all splits."""
+        """A field, the same for all splits, in which different numbers of the program differ."""
         if seed not in self._primes:
             numbers = [op.attributes["value"] for op in self.program.ops if op.kind == "constant"]
             self._primes[seed] = draw_primes([seed], numbers)
         return self._primes[seed]
 
     def pairing(self, x: int, y: int) -> Pairing:
-        """What can become of two normal forms; keep the answer in `pairings`."""
+        """Possible combinations of two normal forms; the answer is kept in `pairings`."""
         look()
         goal = self.goal
         fits, together = goal.fits(x, y), goal.together(x, y)
@@ -127,11 +128,11 @@ class Space:
         return found
 
     def _chosen(self, x: int, y: int) -> tuple[tuple[str, bool], ...]:
-        """Operators without algebra that make something useful of two normal forms: only what they
-        are given in the program, now or after later sums.
+        """Operators without algebra that give a useful result for two normal forms: only those
+        whose operands in the program have these forms, now or after later sums.
 
-        Without this test everything met everything where there is one, as in the derivative of
-        relu: 26 operators of a LoRA's backward pass took 26 s.
+        Without this test every value met every other one in programs with such an operator, as the
+        derivative of relu is: 26 operators of a LoRA's backward pass took 26 s.
         """
         first, second = self._operand_of(x), self._operand_of(y)
         if not first or not second:
@@ -147,7 +148,7 @@ class Space:
         )
 
     def _operand_of(self, x: int) -> frozenset[tuple[str, int]]:
-        """The operators without algebra that may take a normal form, and as which operand."""
+        """Operators without algebra that may take a normal form, with the operand's position."""
         known = self._sides.get(x)
         if known is None:
             forms = self.goal.later(x)
@@ -205,5 +206,5 @@ class Space:
 
 
 def _integers(op: LabelledOp) -> tuple[int, ...]:
-    """Which operands are integers."""
+    """Positions of the operands that are integers."""
     return TABLE[op.kind].integers if op.kind in TABLE else ()

@@ -1,7 +1,7 @@
-"""Splits: which axis kinds divide which label, and the rules that a kernel skeleton adds.
+"""Splits: the axis kinds that divide each label, and the rules that a kernel skeleton adds.
 
 One choice for all tensors: an axis that splits a label splits every tensor that has the label. A
-program of three labels has some ten to a hundred splits, where maps for each tensor would be
+program of three labels has about ten to a hundred splits; choosing maps for each tensor would give
 thousands.
 
 before: labels M, N (stored) and K (contracted); after, among 49 splits:
@@ -21,16 +21,16 @@ from cutesuper.ir.dims import extent
 
 @dataclass(frozen=True)
 class Split:
-    """Which axis kinds divide each label, outermost first.
+    """The axis kinds that divide each label, outermost first.
 
     Attributes:
-        kinds: for every label.
+        kinds: the axis kinds of every label.
         parted: the label that is reduced and divided by the grid: blocks store partial results,
             which a second kernel combines.
         joined: the labels that are reduced and divided by the grid, where the blocks combine their
             results themselves (``grid_reduce``), in the order in which they are combined.
-        passes: how often a block may walk its loop. LayerNorm and a product take three: the
-            mean, the variance, the product.
+        passes: most walks of a block over its loop. LayerNorm and a product take three: the mean,
+            the variance, the product.
     """
 
     kinds: tuple[tuple[str, tuple[AxisKind, ...]], ...]
@@ -45,13 +45,13 @@ class Split:
 
     @property
     def divided_axes(self) -> tuple[str, ...]:
-        """Names of the grid axes that divide reduced labels, whoever combines their parts."""
+        """Names of the grid axes that divide reduced labels, however their parts are combined."""
         labels = self.joined if self.parted is None else (self.parted,)
         return tuple(f"{label}.{AxisKind.GRID}" for label in labels)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """One axis for each, of extent 1."""
+        """One axis of extent 1 for each kind of each label."""
         return tuple(Axis(label, kind, 1) for label, kinds in self.kinds for kind in kinds)
 
     def parts(self, label: str) -> tuple[str, ...]:
@@ -60,7 +60,7 @@ class Split:
         return (*(f"{label}.{k}" for k in kinds), f"{label}.tile")
 
     def tile_parts(self, label: str) -> tuple[str, ...]:
-        """The parts that a reduction of a tile covers: those no axis stands for."""
+        """The parts that a reduction of a tile covers: the tile, and parts without an axis."""
         absent = set(all_parts(label)) - set(self.parts(label))
         return tuple(sorted((*absent, f"{label}.tile")))
 
@@ -76,7 +76,7 @@ def all_parts(label: str) -> tuple[str, ...]:
 
 
 class State(NamedTuple):
-    """What a value depends on besides its labels; see `ir.check.ValueState`.
+    """Dependences of a value besides its labels; see `ir.check.ValueState`.
 
     Here a grid axis that divides a reduced label counts as an axis inside which values live until
     its parts are combined, by a second kernel or in the same launch (`Split.divided_axes`).
@@ -88,7 +88,7 @@ class State(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """An operand of a contraction; ``loaded``: it is a plain load."""
+    """An operand of a contraction; ``loaded``: True if it is a plain load."""
 
     labels: frozenset[str]
     state: State
@@ -96,10 +96,10 @@ class Operand(NamedTuple):
 
 
 class Rules(Protocol):
-    """What a kernel skeleton can do; asked before a class is formed.
+    """Operations that a kernel skeleton supports; checked before a class is formed.
 
     Attributes:
-        vectors: whether a matrix may be contracted with a vector as well; otherwise they are
+        vectors: True if a matrix may be contracted with a vector as well; otherwise they are
             multiplied and summed.
     """
 
@@ -107,23 +107,23 @@ class Rules(Protocol):
     def vectors(self) -> bool: ...
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
-        """Whether an element-wise operator may take values with these labels.
+        """True if an element-wise operator may take values with these labels.
 
-        ``state``: of the result. It is asked with one operand for unary operators.
+        ``state``: the result's state. Unary operators pass one operand.
         """
         ...
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
-        """Whether a tile with these labels and this state may be reduced over a label."""
+        """True if a tile with these labels and this state may be reduced over a label."""
         ...
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:
-        """Whether the product of two tiles may be contracted, in this order."""
+        """True if the product of two tiles may be contracted, in this order."""
         ...
 
 
 class AnyRules:
-    """Everything that `ir.check` allows."""
+    """Rules that allow everything `ir.check` allows."""
 
     @property
     def vectors(self) -> bool:
@@ -139,12 +139,12 @@ class AnyRules:
         return True
 
 
-#: shorter dimensions are not divided when they are contracted, by a loop, or by anything else
+#: shorter dimensions are not divided when they are contracted: by a loop, or by any other axis
 MIN_LOOPED, MIN_PARTED = 129, 512
 
 _GRID, _CLUSTER = AxisKind.GRID, AxisKind.CLUSTER
 _PERSISTENT, _LOOP = AxisKind.PERSISTENT, AxisKind.LOOP
-#: what a label is to a program -> the axis kinds that may divide it
+#: role of a label in a program -> the axis kinds that may divide it
 _REDUCED: tuple[tuple[AxisKind, ...], ...] = (
     (), (_LOOP,), (_CLUSTER,), (_CLUSTER, _LOOP), (_GRID,), (_GRID, _LOOP),
 )
@@ -157,9 +157,9 @@ _BOTH: tuple[tuple[AxisKind, ...], ...] = (
 def splits(program: LabelledProgram) -> Iterator[Split]:
     """Every assignment of axis kinds to labels, fewest axes first.
 
-    At most one cluster, one loop and one persistent axis, and one label that is reduced although
-    blocks of the grid divide it (a second kernel then combines what they leave). A label that is
-    only stored is a grid axis, which may have an extent of 1; a loop over it would only repeat.
+    There is at most one cluster, one loop and one persistent axis, and at most one reduced label
+    divided by the grid (a second kernel then combines the partial results). A label that is only
+    stored is a grid axis, which may have an extent of 1; a loop over it would only repeat work.
     """
     reduced, again = set(program.reduced), _needed_again(program)
     contracted = {op.over for op in program.ops if op.kind == "matmul"}
@@ -184,17 +184,17 @@ def splits(program: LabelledProgram) -> Iterator[Split]:
 
 
 def _nested(kinds: tuple[tuple[AxisKind, ...], ...]) -> bool:
-    """Whether a loop over one label would run inside tiles of another that blocks visit in turn.
+    """True if a loop over one label would run inside tiles of another that blocks visit in turn.
 
-    What is accumulated over the visits then has a part for each iteration, which ends too early.
+    An accumulator over the visits would then have a part for each iteration, which ends too early.
     """
     flat = [k for ks in kinds for k in ks]
     return _PERSISTENT in flat and _LOOP in flat
 
 
 def _needed_again(program: LabelledProgram) -> set[str]:
-    """Labels of an output that depends on a reduction over them, as softmax does: a loop has to
-    be walked again, and another kernel cannot go on where the grid has ended."""
+    """Labels of an output that depends on a reduction over them, as softmax does: a loop over such
+    a label has to be walked again, and a second kernel cannot continue after the grid has ended."""
     over: list[set[str]] = []
     for op in program.ops:
         before = set[str]().union(*(over[i] for i in op.inputs))
@@ -203,7 +203,8 @@ def _needed_again(program: LabelledProgram) -> set[str]:
 
 
 def _pays(kinds: tuple[AxisKind, ...], whole: int, looped: int) -> bool:
-    """Whether a reduced label is long enough to be divided like this; ``looped``: by a loop.
+    """True if a reduced label is long enough for these axes; ``looped``: the least extent for a
+    loop.
 
     The head dimension of attention is held as a whole: 1845 splits of its backward pass become 150.
     """

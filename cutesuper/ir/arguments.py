@@ -1,4 +1,4 @@
-"""What calls of the library check of their arguments before anything looks into them."""
+"""Validation of the arguments of public calls, before anything uses them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from cutesuper.errors import FormatError, OptionError
 
-#: how a value that nobody expected is shown in a message: so many characters of it
+#: length at which a message cuts off the text of an unexpected value, in characters
 _SHOWN = 60
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it, shortened."""
+    """Text of a value for a message, shortened to `_SHOWN` characters."""
     text = repr(value)
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def as_path(call: str, path: Any) -> str:
-    """The name of a file as text. Raises FormatError for what is none."""
+    """Return a file's name as text. Raises FormatError if it is not a path."""
     try:
         name = os.fsdecode(path)
     except TypeError:
@@ -31,7 +31,7 @@ def as_path(call: str, path: Any) -> str:
 
 
 def check_options(**options: Any) -> None:
-    """Refuse values that options of the library cannot have, by the names that all calls use.
+    """Refuse illegal values of options; an option has the same name in all calls.
 
     Raises:
         OptionError: names the option and says what it must be.
@@ -54,8 +54,8 @@ def _is_seconds(value: Any) -> bool:
     if value is None or not isinstance(value, Real) or isinstance(value, bool):
         return value is None
     try:
-        return float(value) >= 0  # NaN is not
-    except OverflowError:  # an int that is no float
+        return float(value) >= 0  # false for NaN
+    except OverflowError:  # an int too large for a float
         return False
 
 

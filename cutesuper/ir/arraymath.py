@@ -17,7 +17,7 @@ def _each(f: Callable[[float], float]) -> Callable[[Array], Array]:
 
 
 class ArrayMath:
-    """IEEE arithmetic: what has no value is NaN, what is too large is infinite."""
+    """IEEE arithmetic: undefined results are NaN, results that are too large are infinite."""
 
     exp, log, sqrt, tanh = np.exp, np.log, np.sqrt, np.tanh
     log1p, expm1, sin, cos = np.log1p, np.expm1, np.sin, np.cos
@@ -51,7 +51,7 @@ class ArrayMath:
 
     @staticmethod
     def kept(condition: Array, x: Array, other: float) -> Array:
-        """x where the condition is 1, else another number."""
+        """x where the condition is 1, ``other`` elsewhere."""
         return np.where(condition > 0.5, x, other)
 
     @staticmethod

@@ -2,10 +2,10 @@
 
 Every dimension of the kernel's tensors has a **label** (``M``, ``K``, ``N``). An `Axis` splits a
 label over blocks (grid), over the blocks of a cluster, over the tiles that one block visits in turn
-(persistent) or over the iterations of a loop; what is left is the tile that a block holds at a
-time. A value of the program is therefore known by the labels it still has. Mirage's imap, omap and
+(persistent) or over the iterations of a loop; the rest is the tile that a block holds at a time. A
+value of the program is therefore identified by the labels it still has. Mirage's imap, omap and
 fmap are all read off this: an axis that splits a label splits every tensor that has the label, and
-replicates every tensor that has not.
+replicates every tensor that does not.
 
 before: ``rms(X) @ W`` as two kernels; after, as one block program::
 
@@ -30,7 +30,7 @@ from cutesuper.ir.operators.base import Attributes
 
 
 class AxisKind(StrEnum):
-    """What an axis means on the GPU."""
+    """Kind of an axis: how its parts are mapped to the GPU."""
 
     GRID = "grid"  # independent blocks
     CLUSTER = "cluster"  # blocks that exchange partial results through distributed shared memory
@@ -42,8 +42,8 @@ class AxisKind(StrEnum):
 class Axis:
     """``kind`` splits the label ``dim`` into ``extent`` parts.
 
-    ``extent`` is None where it is *open*: as many blocks of a grid axis, or tiles of a persistent
-    axis, as the call needs of a symbolic dimension. At most one axis of a label is open.
+    ``extent`` is None for an *open* axis of a symbolic dimension: the call decides how many blocks
+    (grid axis) or tiles (persistent axis) it needs. At most one axis of a label is open.
     """
 
     dim: str
@@ -52,7 +52,7 @@ class Axis:
 
     @property
     def name(self) -> str:
-        """``K.loop``."""
+        """The axis's name, as ``K.loop``."""
         return f"{self.dim}.{self.kind}"
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ ORDER = (AxisKind.GRID, AxisKind.CLUSTER, AxisKind.PERSISTENT, AxisKind.LOOP)
 #: operations of a block program that are not in the operator table
 LOAD, STORE = "load", "store"
 ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE = "accumulate", "cluster_reduce", "grid_reduce"
-#: those that end an axis: they combine the partial results of its parts
+#: operations that end an axis: they combine the partial results of its parts
 ENDING = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
 
 
@@ -81,18 +81,17 @@ class BlockOp:
         dims: labels of the value, in the order of the program's ``dims``.
         attributes: ``load``/``store``: ``tensor`` (name) and ``map`` (for each dimension of the
             tensor its label, None for an extent of 1, or a tuple of labels that share it, the
-            outermost first; a store may name a cluster or grid *axis* instead of a label: one
-            slice of partial results for each part). ``matmul``, ``sum``,
-            ``mean``, ``max``: ``over`` (a label; only the tile is reduced, ``mean`` divides by the
-            extent of the whole dimension). ``accumulate``, ``cluster_reduce``, ``grid_reduce``:
-            ``axis`` (name) and ``op`` ("sum" or "max"); see `rescaled`. ``causal_mask``: ``rows``
-            and ``columns`` (labels of the value) and its own ``alignment``. ``length_mask``, whose
-            second operand is a ``load`` of the lengths: ``columns``, ``rows`` (None where it is not
-            causal or there is one row) and ``causal``. ``pick``, whose second operand is a
-            ``load`` of the labels: ``columns``, and None as its ``rows``. Positions are those of
-            the whole label, whatever axes split it. A ``load`` through a table of pages has its
-            name as ``table``; ``tensor`` is the cache and ``map`` that of the gathered tensor.
-            Element-wise operators: their own.
+            outermost first; a store may name a cluster or grid *axis* instead of a label: one slice
+            of partial results for each part). ``matmul``, ``sum``, ``mean``, ``max``: ``over`` (a
+            label; only the tile is reduced, ``mean`` divides by the extent of the whole dimension).
+            ``accumulate``, ``cluster_reduce``, ``grid_reduce``: ``axis`` (name) and ``op`` ("sum"
+            or "max"); see `rescaled`. ``causal_mask``: ``rows`` and ``columns`` (labels of the
+            value) and its own ``alignment``. ``length_mask``, whose second operand is a ``load`` of
+            the lengths: ``columns``, ``rows`` (None where it is not causal or there is one row) and
+            ``causal``. ``pick``, whose second operand is a ``load`` of the labels: ``columns``, and
+            None as its ``rows``. Positions are those of the whole label, regardless of the axes
+            that split it. A ``load`` through a table of pages has its name as ``table``; ``tensor``
+            is the cache and ``map`` that of the gathered tensor. Element-wise operators: their own.
     """
 
     kind: str
@@ -102,7 +101,7 @@ class BlockOp:
 
     @property
     def rescaled(self) -> bool:
-        """Whether it is a sum over an axis of ``x * exp(t - T)``, operands ``(x, t, T)``.
+        """True if it is a sum over an axis of ``x * exp(t - T)``, operands ``(x, t, T)``.
 
         t is a maximum of each part, T the maximum of t over the same axis (an operation of the
         same kind). A kernel runs it in one pass, as the online softmax: a running maximum, and the
@@ -115,7 +114,7 @@ class BlockOp:
 
 
 def mapped_labels(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The labels (or axes) that an entry of a map names: none, one, or those that share it."""
+    """Labels (or axes) named by an entry of a map: none, one, or several that share it."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
@@ -139,7 +138,7 @@ class BlockProgram:
 
     @cached_property
     def dependence(self) -> Dependence:
-        """What every operation depends on."""
+        """Dependences between the operations."""
         return Dependence([op.inputs for op in self.ops])
 
     def axis(self, name: str) -> Axis:
@@ -147,7 +146,7 @@ class BlockProgram:
         return {a.name: a for a in self.axes}[name]
 
     def axes_of(self, dim: str) -> tuple[Axis, ...]:
-        """The axes that split ``dim``, outermost first."""
+        """Axes that split ``dim``, outermost first."""
         return tuple(sorted((a for a in self.axes if a.dim == dim), key=lambda a: _rank(a.kind)))
 
     def of_kind(self, kind: AxisKind) -> tuple[Axis, ...]:
@@ -155,13 +154,13 @@ class BlockProgram:
         return tuple(a for a in self.axes if a.kind == kind)
 
     def covered(self, dim: str) -> int | None:
-        """Elements of ``dim`` that all parts cover together, padding included; None if symbolic."""
+        """Elements of ``dim`` that all parts cover together, with padding; None if symbolic."""
         parts = [a.extent for a in self.axes_of(dim)]
         known = [p for p in parts if p is not None]
         return None if len(known) < len(parts) else prod(known) * self.tile[dim]
 
     def ragged(self, dim: str) -> bool:
-        """Whether the last tile of ``dim`` reaches past its end (or may: symbolic extents)."""
+        """True if the last tile of ``dim`` reaches past its end (or may: symbolic extents)."""
         covered = self.covered(dim)
         return covered is None or covered != extent(self.dims[dim])
 
@@ -174,14 +173,14 @@ class BlockProgram:
         return count
 
     def parts(self, axis: Axis) -> int:
-        """Extent of an axis; where it is symbolic, what the hint of the dimension gives."""
+        """Extent of an axis; if it is open, the extent that follows from the dimension's hint."""
         if axis.extent is not None:
             return axis.extent
         inner = prod(self.parts(a) for a in self.axes_of(axis.dim) if a != axis)
         return ceil_div(extent(self.dims[axis.dim]), inner * self.tile[axis.dim])
 
     def parts_along(self, dim: str, kind: AxisKind) -> int:
-        """Parts into which axes of one kind divide a label; 1 where there is none."""
+        """Number of parts into which axes of one kind divide a label; 1 without such an axis."""
         return prod(self.parts(a) for a in self.of_kind(kind) if a.dim == dim)
 
     def loads(self) -> tuple[BlockOp, ...]:
@@ -212,8 +211,8 @@ class TensorSpec:
         name: unique in its muGraph.
         shape: its extents.
         dtype: its element type.
-        constant: nobody writes it while the program runs.
-        hidden: what it is in rows that are hidden as a whole, if that is known; derived by
+        constant: never written while the program runs.
+        hidden: its value in rows that are hidden as a whole, if known; derived by
             `cutesuper.ir.unseen.followed`, never stored.
     """
 

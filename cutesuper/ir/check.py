@@ -1,4 +1,4 @@
-"""What a legal graph is. Runs on everything that is built, searched or read from a file."""
+"""Legality checks for graphs that are built, searched or read from a file."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _ENDED_BY = {
 }
 #: attributes of a masking operator: the labels along which it takes positions
 _MASKED = ("rows", "columns")
-#: how often one loop axis may be walked: mean, variance and product of LayerNorm + Linear take 3
+#: most walks over one loop axis: mean, variance and product of LayerNorm + Linear take 3
 MAX_PASSES = 3
 
 
 def check_graph(call: str, graph: Any) -> None:
-    """Refuse what is no kernel graph. Raises GraphError."""
+    """Refuse anything but a kernel graph. Raises GraphError."""
     if not isinstance(graph, KernelGraph):
         raise GraphError(
             f"{call}({type(graph).__name__}): give it a kernel graph, made with "
@@ -52,7 +52,7 @@ def check_graph(call: str, graph: Any) -> None:
 
 
 def check_is_mugraph(call: str, mugraph: Any) -> None:
-    """Refuse what is no muGraph. Raises GraphError."""
+    """Refuse anything but a muGraph. Raises GraphError."""
     if not isinstance(mugraph, MuGraph):
         raise GraphError(
             f"{call}({type(mugraph).__name__}): give it a muGraph: what the search finds "
@@ -65,8 +65,8 @@ def check_kernel_graph(graph: KernelGraph) -> None:
     """Refuse a graph that cannot be optimized.
 
     Raises:
-        GraphError: no kernel graph at all, no inputs, no outputs, or an input that no output
-            depends on.
+        GraphError: not a kernel graph, no inputs, no outputs, or an input that no output depends
+            on.
     """
     check_graph("kernel graph", graph)
     if not graph.inputs:
@@ -83,15 +83,15 @@ def check_kernel_graph(graph: KernelGraph) -> None:
 
 @dataclass(frozen=True)
 class ValueState:
-    """What a value of a block program still depends on, besides its own labels.
+    """Dependences of a value of a block program, besides its own labels.
 
     Attributes:
         pending: axes over which it is a partial result (its label was reduced in the tile only).
         inside: loop and persistent axes inside which it lives.
-        closed: loop and persistent axes that it needs to have ended, once for each time: an axis
-            that has to have ended twice is there as ``("K.loop", 1)`` and ``("K.loop", 2)``, so
-            that the union is the maximum. A grid axis is here once it has been combined: such a
-            value is there once, when all blocks have left their parts.
+        closed: loop and persistent axes that must have ended before it exists. An axis that must
+            have ended twice is listed as ``("K.loop", 1)`` and ``("K.loop", 2)``, so that the union
+            is the maximum. A grid axis is listed once its parts have been combined: such a value
+            exists once, after all blocks have left their parts.
     """
 
     pending: frozenset[str]
@@ -100,21 +100,21 @@ class ValueState:
 
 
 def pass_of(state: ValueState, axis_name: str) -> int:
-    """The walk over a loop that a value inside of it runs in, 1 for the first.
+    """Number of the walk over a loop in which a value inside the loop is computed; the first is 1.
 
-    It is one more than the walks that the value needs to have ended. For a value outside of the
-    loop it is the earliest walk that can use it. A value of walk 1 (a load) that only walk 2 uses
-    may as well run in walk 2.
+    It is one more than the number of walks that must have ended before the value. For a value
+    outside of the loop it is the earliest walk that can use it. A value of walk 1 (a load) that
+    only walk 2 uses may as well run in walk 2.
     """
     return 1 + sum(name == axis_name for name, _ in state.closed)
 
 
 def passes(program: BlockProgram, states: list[ValueState]) -> dict[str, int]:
-    """How often each loop and persistent axis is walked, by name.
+    """Number of walks over each loop and persistent axis, by name.
 
     Args:
         program: a legal block program.
-        states: what `check_block_program` returned for it.
+        states: the result of `check_block_program` for it.
     """
     return {
         a.name: max([pass_of(s, a.name) for s in states if a.name in s.inside], default=1)
@@ -127,7 +127,7 @@ def check_block_program(program: BlockProgram) -> list[ValueState]:
     """Refuse an illegal block program; return the state of every value.
 
     Raises:
-        GraphError: naming the operation and what is wrong with it.
+        GraphError: naming the operation and the error.
     """
     _check_axes(program)
     states: list[ValueState] = []
@@ -170,7 +170,7 @@ def _check_axes(program: BlockProgram) -> None:
 
 
 def _check_open(program: BlockProgram, dim: str) -> None:
-    """A symbolic label has one axis that grows with it."""
+    """Check that exactly one axis of a symbolic label is open, so that it grows with the label."""
     opened = [a.name for a in program.axes_of(dim) if a.extent is None]
     if isinstance(program.dims[dim], Symbol) and not opened:
         raise GraphError(
@@ -215,8 +215,8 @@ def _check_attributes(op: BlockOp, where: str) -> None:
 
 
 def _check_table(op: BlockOp, where: str) -> None:
-    """A load through a table has a name for it, and sequences and positions for its first
-    dimensions, one label each."""
+    """Check a load through a table: ``table`` is a name, and the first two dimensions, sequences
+    and positions, have one label each."""
     name, mapping = op.attributes["table"], op.attributes["map"]
     if not isinstance(name, str):
         raise GraphError(f"{where}: table={name!r} must be the name of a tensor")
@@ -265,7 +265,7 @@ def _check_dims(program: BlockProgram, op: BlockOp, where: str) -> None:
 
 
 def _check_rescaled(program: BlockProgram, op: BlockOp, where: str) -> None:
-    """Operands are a value, a maximum of each part, and the maximum of those over the axis."""
+    """Check that operands are a value, a maximum of each part, and the maximum of those."""
     (value, part), whole = op.inputs[:2], program.ops[op.inputs[2]]
     if op.attributes["op"] != "sum":
         raise GraphError(f"{where}: only a sum is rescaled by maxima; a maximum takes 1 operand")
@@ -305,7 +305,8 @@ def _check_integer_operand(program: BlockProgram, op: BlockOp, where: str) -> No
 
 
 def _check_counted(program: BlockProgram, op: BlockOp, where: str) -> None:
-    """Operands are a matrix and integers for its rows; rows are named where they count."""
+    """Check that the operands are a matrix and integers for its rows, and that rows are named where
+    they count."""
     labels, lengths = (program.ops[j].dims for j in op.inputs)
     rows, columns = (op.attributes[k] for k in _MASKED)
     if columns not in labels or (rows is not None and rows not in labels) or rows == columns:
@@ -329,7 +330,7 @@ def _arity(op: BlockOp, arity: int, where: str) -> None:
 
 
 def _state(program: BlockProgram, op: BlockOp, states: list[ValueState], where: str) -> ValueState:
-    # the whole maximum of a rescaled sum is the end of the very same axis: it adds nothing
+    # the whole maximum of a rescaled sum is the end of the very same axis: it adds no dependence
     args = [states[j] for j in (op.inputs[:2] if op.rescaled else op.inputs)]
     pending = frozenset[str]().union(*(a.pending for a in args))
     inside = frozenset[str]().union(*(a.inside for a in args))
@@ -366,7 +367,8 @@ def _state(program: BlockProgram, op: BlockOp, states: list[ValueState], where: 
 def _check_grid_reduce(
     axis: Axis, pending: frozenset[str], inside: frozenset[str], where: str
 ) -> None:
-    """So many blocks as are known leave one result each, when all but the grid has ended."""
+    """Check that the number of blocks is known, so that each leaves one result, and that only grid
+    axes are still pending."""
     if axis.extent is None:
         raise GraphError(
             f"{where}: {axis.name} is open; the number of partial results must be known: give it "
@@ -381,8 +383,8 @@ def _check_grid_reduce(
 
 
 def _check_combined(program: BlockProgram, op: BlockOp, state: ValueState, where: str) -> None:
-    """What was combined over the grid meets nothing of which every block has its own part; what is
-    a partial result of several grid axes is combined over all of them, one after the other."""
+    """Check that a value combined over the grid meets no value that differs between blocks, and
+    that a partial result of several grid axes is combined over all of them, one after the other."""
     for name, _ in sorted(state.closed):
         axis = program.axis(name)
         if axis.kind != AxisKind.GRID:
@@ -481,7 +483,7 @@ def _check_map(mu: MuGraph, program: BlockProgram, op: BlockOp, where: str) -> N
 
 
 def _gathered(mu: MuGraph, op: BlockOp, where: str) -> Shape:
-    """The shape of what a load puts together from pages."""
+    """Shape of the tensor that a load gathers from pages."""
     names = op.attributes["tensor"], op.attributes["table"]
     for name in names:
         if name not in mu.tensors:
@@ -495,7 +497,7 @@ def _gathered(mu: MuGraph, op: BlockOp, where: str) -> Shape:
 
 
 def _check_integers(mu: MuGraph, step: KernelStep) -> None:
-    """Integers are operands of the operators that take them, or tables; these are int32."""
+    """Check that integers are operands of operators that take them, or tables; tables are int32."""
     where, ops = f"muGraph, kernel {step.name}", step.program.ops
     for i, op in enumerate(ops):
         if op.kind not in (LOAD, STORE):
@@ -520,7 +522,7 @@ def _check_integers(mu: MuGraph, step: KernelStep) -> None:
 
 
 def _mapped_extent(program: BlockProgram, labels: tuple[str, ...], where: str) -> Any:
-    """The extent that a dimension with these labels or axes has; several have to be exact."""
+    """Extent of a dimension with these labels or axes; if several, they must cover it exactly."""
     extents: dict[str, Any] = {a.name: a.extent for a in program.axes} | program.dims
     if len(labels) == 1:
         return extents.get(labels[0])

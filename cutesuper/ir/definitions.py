@@ -1,9 +1,8 @@
-"""Operators that were added to the table from outside of the package, and whether they are still
-what they were.
+"""Operators added to the table from outside the package, and detection of later changes to them.
 
-Graphs, plans and keys have operators by name. Where an operator is the package's own, the name says
-all: its sources are hashed with those of the lowering. `definitions` says what the others are, and
-whoever remembers something by the names of operators remembers that too.
+Graphs, plans and keys refer to operators by name. For an operator of the package the name is
+enough: its sources are hashed with those of the lowering. For the others `definitions` gives a hash
+of each, and every cache whose keys name operators stores these hashes too.
 """
 
 from __future__ import annotations
@@ -22,31 +21,32 @@ _PROCESS = str(uuid.uuid4())
 
 
 def names_of(graph: KernelGraph) -> set[str]:
-    """The operators of a graph, and those that they are made of."""
+    """Names of the operators of a graph and of the primitive operators they expand to."""
     return {n.operator for n in (*graph.nodes, *graph.expanded().nodes)}
 
 
 def is_added(operator: Operator) -> bool:
-    """Whether some of an operator's code stands outside of the package."""
+    """True if part of an operator's code lies outside of the package."""
     return bool(vars(operator)) or not all(map(is_own_class, type(operator).__mro__[:-1]))
 
 
 def added(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of these operators that were added, in order of their names."""
+    """The added operators among these, sorted by name."""
     return tuple(sorted(n for n in set(names) if n in TABLE and is_added(TABLE[n])))
 
 
 def definitions(names: Iterable[str]) -> dict[str, str]:
-    """What the added ones of these operators are: a hash for each, by name.
+    """Hashes of the added operators among these, by name.
 
-    Where that cannot be known, the text is another one each time: it is never found again.
+    For an operator that cannot be hashed the text is a new one each time, so a cache never finds
+    it.
     """
     return {n: definition(TABLE[n]) or f"{_PROCESS}-{uuid.uuid4()}" for n in added(names)}
 
 
 def are_still(texts: Sequence[str], names: Iterable[str]) -> bool:
-    """Whether the added ones of these operators are what `definitions` said; of what cannot be
-    known, whether it was said in this process."""
+    """True if the added operators still are what `definitions` said; for one that cannot be hashed,
+    True if its text was made in this process."""
     now = [definition(TABLE[n]) for n in added(names)]
     return len(now) == len(texts) and all(
         text == known if known else text.startswith(_PROCESS)
@@ -55,7 +55,7 @@ def are_still(texts: Sequence[str], names: Iterable[str]) -> bool:
 
 
 def definition(operator: Operator) -> str | None:
-    """A hash of all that an added operator computes; None where that cannot be known."""
+    """Hash of all that an added operator computes; None if it cannot be hashed."""
     try:
         return _hash(operator)
     except Unknown:
@@ -63,13 +63,13 @@ def definition(operator: Operator) -> str | None:
 
 
 def _hash(operator: Operator) -> str:
-    """Raises Unknown."""
+    """Hash of an operator. Raises Unknown."""
     home = frozenset(c.__module__.partition(".")[0] for c in type(operator).__mro__)
     return fingerprint(operator, _whole_table, home)
 
 
 def unknown(names: Iterable[str]) -> dict[str, str]:
-    """Which added operators cannot be told apart from what they will be, and why."""
+    """The added operators that cannot be hashed, each with the reason."""
     found: dict[str, str] = {}
     for name in added(names):
         try:
@@ -80,7 +80,7 @@ def unknown(names: Iterable[str]) -> dict[str, str]:
 
 
 def _whole_table(x: Any) -> Any:
-    """An operator that asks for others by name may mean any that was added."""
+    """Replace the table, or a look-up in it, by all added operators: any of them may be meant."""
     if x is not TABLE and x is not lookup:
         return None
     return [TABLE[name] for name in added(TABLE)]
@@ -89,20 +89,20 @@ def _whole_table(x: Any) -> Any:
 @dataclass(frozen=True)
 class _Made:
     operator: Operator
-    definition: str | None  # of an operator of the package: ""
+    definition: str | None  # "" for an operator of the package
 
     def is_still(self, now: Operator | None) -> bool:
         if now is self.operator and not self.definition:
-            return True  # of the package, or nobody can know
+            return True  # of the package, or not known
         return now is not None and self.definition == _made(now).definition is not None
 
 
 class Defined:
-    """The operators of a graph as they were when something was made of it.
+    """Definitions of a graph's operators at the time something was made from it.
 
     Args:
-        graph: of which it was made.
-        again: what to do once one is another: "superoptimize it again".
+        graph: the graph it was made from.
+        again: advice for the message if one has changed: "superoptimize it again".
     """
 
     def __init__(self, graph: KernelGraph, again: str) -> None:
@@ -111,10 +111,10 @@ class Defined:
         self._looked = TABLE.changes
 
     def check(self) -> None:
-        """Look whether operators are what they were; says nothing where nobody can know.
+        """Check that the operators have not changed; one that cannot be hashed passes.
 
         Raises:
-            OperatorError: one is not; names it.
+            OperatorError: one has changed; names it.
         """
         for name, made in self._made.items():
             if not made.is_still(TABLE.get(name)):
@@ -124,7 +124,7 @@ class Defined:
                 )
 
     def check_table(self) -> None:
-        """The same where operators were entered anew since the last look; else costs nothing."""
+        """`check`, if operators were entered into the table since the last look; else free."""
         if TABLE.changes != self._looked:
             self.check()
             self._looked = TABLE.changes

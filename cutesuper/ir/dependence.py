@@ -1,7 +1,7 @@
-"""What depends on what in a program: one answer for all stages, computed once.
+"""Dependences between the operations of a program, computed once for all stages.
 
-Operations are numbered, and operands come before what takes them. Values that are used several
-times are common (``y + y * y``), so that walking from a result to its operands without memory takes
+Operations are numbered, and operands come before their users. Values that are used several times
+are common (``y + y * y``), so walking from a result to its operands without memory takes
 exponential time: 42 s for 14 such sums between two products.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 
 class Dependence:
-    """What every operation depends on.
+    """The set of operations that each operation depends on.
 
     Args:
         operands: for each operation the numbers of earlier ones.
@@ -26,15 +26,15 @@ class Dependence:
             self._before.append(bits)
 
     def reaches(self, source: int, i: int) -> bool:
-        """Whether operation ``i`` depends on another one."""
+        """True if operation ``i`` depends on operation ``source``, another one."""
         return source != i and bool(self._before[i] >> source & 1)
 
     def before(self, i: int) -> list[int]:
-        """``i`` and everything that it depends on, in order."""
+        """``i`` and all operations that it depends on, in order."""
         return [j for j in range(i + 1) if self._before[i] >> j & 1]
 
     def after(self, sources: Iterable[int]) -> set[int]:
-        """Everything that is one of some operations, or depends on one."""
+        """The operations ``sources`` and all operations that depend on one of them."""
         bits = sum(1 << j for j in set(sources))
         return {i for i, before in enumerate(self._before) if before & bits}
 

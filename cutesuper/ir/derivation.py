@@ -1,7 +1,7 @@
-"""The builder of derivatives: a kernel graph that simplifies what is put into it.
+"""The builder of derivatives: a kernel graph that simplifies every value as it is built.
 
-Values are built once, and `cutesuper.ir.simplify` drops what formulas of derivatives leave
-behind: factors of 1 and -1, constants inside products, transposes of transposes, zeros.
+Values are built once, and `cutesuper.ir.simplify` removes the leftovers of derivative formulas:
+factors of 1 and -1, constants inside products, transposes of transposes, zeros.
 
 before: ``mul(mul(dy, -1), -1)``, ``add(a, mul(b, -1))``; after: ``dy``, ``sub(a, b)``.
 """
@@ -27,8 +27,8 @@ class Derivation(KernelGraph):
 
     Attributes:
         given: nodes of the program itself, which stay as they are.
-        names: of values that are worth keeping, by node.
-        types: of values that are stored as another type than that of their operands, by node.
+        names: names of values that are worth keeping, by node.
+        types: element types of values that are not stored as their operands' type, by node.
     """
 
     given: set[int] = field(default_factory=set)
@@ -48,7 +48,7 @@ class Derivation(KernelGraph):
         return self.once(operator, args, attributes) if simpler is None else simpler
 
     def once(self, operator: str, args: list[Tensor], attributes: dict[str, Any]) -> Tensor:
-        """An operator as it is, unless it was applied to these operands before."""
+        """An operator applied without simplification; an earlier equal application is reused."""
         new = super().apply(operator, *args, **attributes)
         known = self._made.setdefault(_key(new.node), new.index)
         if known != new.index:
@@ -58,13 +58,13 @@ class Derivation(KernelGraph):
         return self.tensor(known)
 
     def known(self, operator: str, args: list[Tensor]) -> Tensor | None:
-        """A value that exists already (of an operator without attributes), or None."""
+        """An existing value (of an operator without attributes), or None."""
         i = self._made.get((operator, tuple(a.index for a in args), Items({})))
         return None if i is None else self.tensor(i)
 
     @contextmanager
     def verbatim(self) -> Iterator[None]:
-        """What is built meanwhile is the program itself."""
+        """Context in which new nodes count as the program itself and are not simplified."""
         self._verbatim = True
         try:
             yield
@@ -72,7 +72,7 @@ class Derivation(KernelGraph):
             self._verbatim = False
 
     def converted(self, t: Tensor, dtype: DType) -> Tensor:
-        """The same value as an element type, for operators whose operands have one."""
+        """The same value with element type ``dtype``, for operators whose operands share one."""
         return t if t.dtype == dtype else self.convert(t, dtype)
 
     def named(self, t: Tensor, name: str) -> Tensor:
@@ -83,13 +83,13 @@ class Derivation(KernelGraph):
     # ------------------------------------------------------------------- values of a given shape
 
     def zeros(self, like: Tensor) -> Tensor:
-        """Zeros in the shape of ``like``, whatever is in it (0 times infinity is none)."""
+        """Zeros in the shape of ``like``, whatever its values are (0 times infinity is not 0)."""
         zero = self.once("mul", [self.step(like), self._operand("zeros", 0.0)], {})
         self._zeros.add(zero.index)
         return zero
 
     def is_zeros(self, t: Tensor) -> bool:
-        """Whether ``t`` came from `zeros`."""
+        """True if ``t`` came from `zeros`."""
         return t.index in self._zeros
 
     def full(self, t: Tensor, like: Tensor) -> Tensor:
@@ -108,15 +108,15 @@ class Derivation(KernelGraph):
 
         Args:
             t: broadcasts to the result's shape.
-            result: of the operator.
-            operand: which was broadcast.
+            result: the operator's result.
+            operand: the operand that was broadcast.
             repeats: the operator is element-wise, so where the operand and ``t`` have extent 1
                 and the result has n, there are n equal contributions.
         """
         rank = len(t.shape)
         full = _padded(result.shape, rank) if repeats else t.shape
         summed = [d for d, n in enumerate(_padded(operand.shape, rank)) if n == 1]
-        # a sum that counts has the result's shape again, so it comes before all others
+        # a sum for an unknown count restores the result's shape, so it comes before all others
         counted = [d for d in summed if t.shape[d] == 1 and isinstance(full[d], Symbol)]
         for d in (*counted, *(d for d in reversed(summed) if d not in counted)):
             if t.shape[d] != 1:
@@ -139,10 +139,10 @@ class Derivation(KernelGraph):
         Args:
             t: extent 1 in ``dim``.
             dim: counted from the end.
-            operand: of the mean.
+            operand: the operand of the mean.
 
         Raises:
-            GraphError: the extent is symbolic, and ``t`` is no sum over it.
+            GraphError: the extent is symbolic, and ``t`` is not a sum over it.
         """
         n = operand.shape[dim]
         found = self._mean_for_sum(t, dim, n)
@@ -172,7 +172,7 @@ class Derivation(KernelGraph):
         return None
 
     def _with_mean(self, mean: Tensor, path: list[tuple[str, list[Tensor], int]]) -> Tensor:
-        """Products and quotients anew, the innermost first, of what became a mean."""
+        """Rebuild products and quotients around a new mean, the innermost first."""
         for kind, args, k in reversed(path):
             mean = self.apply(kind, *args[:k], mean, *args[k + 1 :])
         return mean
@@ -180,7 +180,7 @@ class Derivation(KernelGraph):
     # --------------------------------------------------------------------------- hidden elements
 
     def vanishes(self, t: Tensor, masked: Tensor) -> bool:
-        """Whether ``t`` is 0 wherever ``masked`` is -inf, as what softmax passes on is."""
+        """True if ``t`` is 0 wherever ``masked`` is -inf, as cotangents from a softmax are."""
         hidden, found = self._hidden(t, masked), dict[int, bool]()
         for i in self._needed(t):
             kind, args = self.nodes[i].operator, self.nodes[i].inputs
@@ -194,8 +194,8 @@ class Derivation(KernelGraph):
         return found[t.index]
 
     def _hidden(self, t: Tensor, masked: Tensor) -> dict[int, bool]:
-        """Of everything that ``t`` is made of, whether it is -inf wherever ``masked`` is; factors
-        of a masked value are positive."""
+        """For each node that ``t`` is computed from: True if it is -inf wherever ``masked`` is;
+        factors of a masked value are positive."""
         found: dict[int, bool] = {}
         for i in self._needed(t):
             kind, args = self.nodes[i].operator, self.nodes[i].inputs
@@ -204,13 +204,13 @@ class Derivation(KernelGraph):
         return found
 
     def _needed(self, t: Tensor) -> list[int]:
-        """What a value is made of, itself among it, in order."""
+        """The nodes that a value is computed from, and its own, in order."""
         return sorted(self.needed([t.index]))
 
     # ------------------------------------------------------------------------------- one program
 
     def extract(self, inputs: list[tuple[int, str]], outputs: list[int]) -> KernelGraph:
-        """A plain graph of what the outputs need, from some values on.
+        """A plain graph that computes the outputs from some given values.
 
         Args:
             inputs: nodes whose values are given, with their names, in this order.
@@ -234,8 +234,8 @@ class Derivation(KernelGraph):
         return g
 
     def _given_to(self, n: Node, i: int, t: Tensor) -> Tensor:
-        """An operand in a plain graph. One that is given may be stored as another type than the
-        program computes it in, which products do not take."""
+        """An operand in a plain graph. A given one may be stored as another type than the program
+        computes it in, which products do not take, so it is converted."""
         own = self.nodes[i].dtype
         other = lookup(n.operator).one_type and not own.integer and t.dtype != own
         return t.graph.convert(t, own) if other else t
@@ -253,7 +253,7 @@ class Derivation(KernelGraph):
 
 
 def _key(n: Node) -> tuple[Any, ...]:
-    """Equal for equal values."""
+    """A key that is equal for equal values."""
     inputs = sorted(n.inputs) if n.operator in ("add", "mul") else n.inputs
     return n.operator, tuple(inputs), Items(n.attributes)
 

@@ -37,7 +37,7 @@ def size(shape: Shape) -> int:
 
 
 def show_shape(shape: Shape) -> str:
-    """``[M, 4096]``."""
+    """A shape as text: ``[M, 4096]``."""
     return f"[{', '.join(str(d) for d in shape)}]"
 
 

@@ -1,4 +1,4 @@
-"""Element types. Accumulation is fp32 whatever the element type (docs/architecture.md)."""
+"""Element types. Accumulation is fp32 for every element type (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DType:
 
     @property
     def integer(self) -> bool:
-        """Whether elements are labels, lengths or entries of tables, and no numbers to compute."""
+        """True if elements are labels, lengths or table entries, not numbers to compute with."""
         return self.name in INTEGERS
 
     @property
@@ -53,7 +53,7 @@ float32 = DType("float32", 4, 23)
 int32 = DType("int32", 4, 31)
 int64 = DType("int64", 8, 63)
 
-#: what tensors between kernels, and everything that is computed, may be
+#: element types of tensors between kernels and of all computed values
 ALL: dict[str, DType] = {d.name: d for d in (float16, bfloat16, float32)}
 #: operands of the operators that take lengths, tables or labels; nothing is computed in these
 INTEGERS: dict[str, DType] = {d.name: d for d in (int32, int64)}

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def reference(kind: str, args: list[Any], attributes: Attributes, fates: Fates) -> Any:
-    """The reference of an operator, where rows may be hidden as a whole.
+    """Reference result of an operator, where rows may be hidden as a whole.
 
     Args:
         kind: the operator.
         args: torch tensors that broadcast.
-        attributes: of the operator.
-        fates: of the arguments; see `cutesuper.ir.unseen`.
+        attributes: the operator's attributes.
+        fates: fates of the arguments; see `cutesuper.ir.unseen`.
     """
     operator = lookup(kind)
     if empties_quotient(kind, fates):
@@ -36,8 +36,8 @@ def reference(kind: str, args: list[Any], attributes: Attributes, fates: Fates) 
 
 
 def hidden_difference(difference: Any, args: list[Any]) -> Any:
-    """A difference where -inf minus -inf is -inf: what a row or a tile without visible elements has
-    for a maximum is subtracted from hidden elements only."""
+    """A difference where -inf minus -inf is -inf: a row or tile without visible elements has the
+    maximum -inf, which is only ever subtracted from hidden elements."""
     return difference.masked_fill((args[0] == -inf) & (args[1] == -inf), -inf)
 
 
@@ -52,8 +52,8 @@ def evaluate(graph: KernelGraph, inputs: list[torch.Tensor], dtype: Any = None) 
         inputs: one tensor for each input, on one device.
         dtype: compute in this torch dtype (``torch.float64`` is the reference that everything is
             compared with); None computes each operator in the dtype of its arguments, as PyTorch
-            would; what it makes of arguments of different types, or converts, is rounded to the
-            graph's.
+            would; results of mixed argument types and of conversions are rounded to the graph's
+            types.
 
     Returns:
         The outputs in ``dtype`` (None: in the types in which they were computed).
@@ -81,8 +81,8 @@ def evaluate(graph: KernelGraph, inputs: list[torch.Tensor], dtype: Any = None) 
 
 
 def run_reference(graph: KernelGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs in the graph's element types, computed in float32 like the kernels do, under
-    autocast too."""
+    """The outputs in the graph's element types, computed in float32 like the kernels do, even under
+    autocast."""
     import torch
 
     device = inputs[0].device.type if inputs else "cpu"

@@ -4,14 +4,14 @@ A value is a tensor of residues mod p, and mod q until it has gone through an ex
 and q are primes and ``p = 2 q + 1``. Because q divides p - 1, ``exp(x) = OMEGA^x mod p`` with x
 read mod q is a homomorphism from addition mod q to multiplication mod p, as the real exponential is
 from sums to products (the construction of Mirage, arXiv:2405.05751, section 5; the distribution of
-inputs and the bound are our own, see ``docs/verification.md``). Numbers that a program contains may
-be 0, or equal, modulo one pair of primes; so there are many pairs, and `draw_primes` draws one.
+inputs and the bound are our own, see ``docs/verification.md``). Constants of a program may be 0, or
+equal, modulo one pair of primes; so there are many pairs, and `draw_primes` draws one.
 
-An element may be -inf, where a mask hides it. It is marked by `HIDDEN`, which is no residue, and 0
-mod q. It stays -inf in sums, and in products and quotients with what is known to be positive, as
-the scale of attention is; with what may be negative it is `Unbounded`. Its exponential is 0 and a
-maximum ignores it. -inf minus -inf is -inf: a part of a row that is hidden as a whole has no
-maximum to subtract, and its exponentials are 0. What would be +inf is `Unbounded`.
+An element may be -inf, where a mask hides it. It is marked by `HIDDEN`, which is not a residue, and
+0 mod q. It stays -inf in sums, and in products and quotients with values known to be positive, as
+the scale of attention is; a factor that may be negative raises `Unbounded`. Its exponential is 0
+and a maximum ignores it. -inf minus -inf is -inf: a part of a row that is hidden as a whole has no
+maximum to subtract, and its exponentials are 0. A value that would be +inf raises `Unbounded`.
 
 Dimensions are *named*, so operands meet by name: ``{M, K} * {K} -> {M, K}``. The verifier names the
 parts of split dimensions (``K.loop``, ``K.tile``), the search names labels.
@@ -48,7 +48,7 @@ _16 = _U(16)
 _SMALL_MATMUL = 4096
 #: float64 holds sums of this many products of 17-bit limbs (Karatsuba's middle term) exactly
 _EXACT_TERMS = 1 << 19
-#: limbs of an operand are made in pieces of about this many elements, which stay in the cache
+#: limbs of an operand are made in pieces of about this many elements, which fit the cache
 _LIMB_CHUNK = 1 << 18
 #: with at most this many rows four limb products beat three and an addition
 _SKINNY = 64
@@ -59,15 +59,15 @@ class DivisionByZero(CutesuperError, ArithmeticError):
 
 
 class Unbounded(DivisionByZero):
-    """A masked element goes where it has no value, or where that would not be -inf.
+    """A masked element is used where the result has no value, or would not be -inf.
 
-    It is subtracted from a number, divided by, multiplied by another one or by what may be
-    negative, or the argument of a function that has no value there.
+    It is subtracted from a number, used as a divisor, multiplied by another masked element or by a
+    factor that may be negative, or passed to a function that has no value there.
     """
 
 
 class NoNumber(DivisionByZero):
-    """-inf minus -inf in a kernel graph; a draw that hides less may have none."""
+    """-inf minus -inf in a kernel graph; another draw, which hides less, may avoid it."""
 
 
 class Primes(NamedTuple):
@@ -80,7 +80,7 @@ class Primes(NamedTuple):
         return 2 * self.q + 1
 
     def tells_apart(self, numbers: Iterable[float]) -> bool:
-        """Whether different numbers have different residues, 0, 1 and all negatives included."""
+        """True if different numbers have different residues, 0, 1 and all negatives included."""
         different = {0.0, 1.0, -1.0}
         for number in numbers:
             different |= {number, -number}
@@ -89,13 +89,13 @@ class Primes(NamedTuple):
         )
 
 
-#: the largest pair below 2^31, for what does not judge
+#: the largest pair below 2^31, for uses that decide nothing
 LARGEST = Primes(1073741789)
 #: the smallest pair that is drawn; there are 198,763 of them
 SMALLEST = Primes(1006632983)
-#: candidates that are looked at together
+#: candidates that are examined together
 _CANDIDATES = 512
-#: what divides a candidate leaves few for the test; 2 and 3 never do
+#: few candidates are left for the test after division by these; 2 and 3 never divide one
 _SMALL = np.array([5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71], np.int64)
 #: the test of Miller and Rabin is a proof below 4,759,123,141 for these bases (G. Jaeschke, "On
 #: strong pseudoprimes to several bases", Mathematics of Computation 61, 1993)
@@ -107,7 +107,7 @@ def draw_primes(seed: Sequence[int], numbers: Iterable[float] = ()) -> Primes:
 
     Args:
         seed: equal seeds (and numbers) give equal pairs.
-        numbers: those that a program contains.
+        numbers: the constants of a program.
     """
     rng, known = np.random.default_rng([*seed, 11]), tuple(numbers)
     low, high = SMALLEST.q // 6, LARGEST.q // 6 + 1
@@ -125,7 +125,7 @@ def draw_primes(seed: Sequence[int], numbers: Iterable[float] = ()) -> Primes:
 
 
 def is_prime(n: int) -> bool:
-    """Whether an odd number from 63 to 2^32 is prime."""
+    """True if an odd number from 63 to 2^32 is prime."""
     twos = ((n - 1) & (1 - n)).bit_length() - 1
     return all(_passes(n, base, twos) for base in _BASES)
 
@@ -148,11 +148,12 @@ class FieldValue:
     Attributes:
         dims: name of every dimension, each once.
         p: residues mod p, one axis per name.
-        q: residues mod q of the same element, or None after an exponential (or where the caller
-            knows that no exponential will want them).
-        masked: whether elements may be -inf (`HIDDEN` in ``p``, 0 in ``q``).
-        positive: whether all elements that are not -inf are known to be above 0 in numbers.
-        flat: whether elements may be 0 in numbers for many inputs: a relu, or what is made of one.
+        q: residues mod q of the same element, or None after an exponential (or if the caller knows
+            that no exponential will need them).
+        masked: True if elements may be -inf (`HIDDEN` in ``p``, 0 in ``q``).
+        positive: True if all elements that are not -inf are known to be above 0 in numbers.
+        flat: True if elements may be 0 in numbers for many inputs: a relu, or a value computed from
+            one.
     """
 
     dims: tuple[str, ...]
@@ -163,11 +164,11 @@ class FieldValue:
     flat: bool = False
 
     def gone(self) -> NDArray[np.bool_]:
-        """Which elements are -inf."""
+        """Mask of the elements that are -inf."""
         return self.p == _HIDDEN
 
     def like(self, dims: tuple[str, ...], p: Residues, q: Residues | None) -> FieldValue:
-        """Other residues of which the same is known."""
+        """A value with other residues and the same flags."""
         return FieldValue(dims, p, q, self.masked, self.positive, self.flat)
 
     def hide(self, gone: NDArray[np.bool_]) -> FieldValue:
@@ -177,18 +178,18 @@ class FieldValue:
         return FieldValue(self.dims, p, q, True, self.positive, self.flat)
 
     def replace(self, gone: NDArray[np.bool_], fill: float) -> FieldValue:
-        """The same value with -inf or 0 where ``gone``, which broadcasts to ``p``."""
+        """The same value with ``fill`` (-inf or 0) where ``gone``, which broadcasts to ``p``."""
         if fill:
             return self.hide(gone)
         q = None if self.q is None else np.where(gone, _U(0), self.q)
         return FieldValue(self.dims, np.where(gone, _U(0), self.p), q, self.masked, False, True)
 
     def without_q(self) -> FieldValue:
-        """The same value where only the residues mod p are of use."""
+        """The same value without its residues mod q."""
         return self if self.q is None else self.like(self.dims, self.p, None)
 
     def key(self) -> int:
-        """64 bits that are equal for equal values, whatever the order of their dimensions."""
+        """64 bits that are equal for equal values in any order of dimensions."""
         dims = tuple(sorted(self.dims))
         h = hashlib.blake2b(",".join(dims).encode(), digest_size=8)
         for x in (self.p, self.q):
@@ -214,7 +215,7 @@ def uniform_residues(rng: np.random.Generator, m: int, shape: tuple[int, ...]) -
     count = prod(shape)
     if count < 1 << 16:
         return rng.integers(0, m, shape, dtype=np.uint64)
-    # whole words of the generator take half the time; what is not below m is drawn again
+    # whole words of the generator take half the time; words not below m are drawn again
     words = np.asarray(rng.bit_generator.random_raw(count), dtype=np.uint64)
     words &= _U((1 << m.bit_length()) - 1)
     again = np.flatnonzero(words >= m)
@@ -236,7 +237,7 @@ def align(x: NDArray[Any], dims: tuple[str, ...], to: tuple[str, ...]) -> NDArra
 # ------------------------------------------------------------------------- arithmetic on residues
 
 
-# Results go where the first temporary was: at real extents a value can be 128 MB.
+# Results overwrite the first temporary: at real extents a value can be 128 MB.
 
 
 def _add(x: Residues, y: Residues, m: np.uint64) -> Residues:
@@ -363,21 +364,21 @@ class FieldAlgebra:
         seed: chooses the random functions that stand for opaque operators, and the random total
             order that `max` uses. Programs are compared under one seed.
         shifts: None, or a generator from which `max` takes *fresh uniform values* in place of the
-            largest elements: a program whose outputs agree whatever its maxima are (safe softmax)
-            is verified for all values of them at once. A maximum over hidden elements only is -inf
-            all the same: as a shift of what is seen it would be infinite.
+            largest elements: a program whose outputs agree for any values of its maxima (safe
+            softmax) is verified for all values of them at once. A maximum over hidden elements only
+            is -inf all the same: as a shift of what is seen it would be infinite.
         primes: the field.
 
     Attributes:
         nested_exp: an exponential met a value that is itself the result of an exponential; it was
             evaluated as an opaque function, and no error bound holds.
         used_max: `max` was called.
-        empty_rows: 0 / 0 is 0. Where rows may be hidden as a whole, their exponentials and all sums
-            of them are 0, and so is the quotient; kernels keep this rule (``docs/verification.md``,
-            "Masks").
-        records: whether `partial` is kept.
-        partial: what was divided by although it may be 0 for many inputs, and further arguments for
-            which numbers may have no value.
+        empty_rows: 0 / 0 counts as 0. Where rows may be hidden as a whole, their exponentials and
+            all sums of them are 0, and so is the quotient; kernels keep this rule
+            (``docs/verification.md``, "Masks").
+        records: whether `partial` is recorded.
+        partial: divisors that may be 0 for many inputs, and other arguments outside a function's
+            domain.
     """
 
     def __init__(
@@ -401,7 +402,7 @@ class FieldAlgebra:
     # element-wise --------------------------------------------------------------------------
 
     def add(self, x: FieldValue, y: FieldValue) -> FieldValue:
-        """Sum x + y, broadcast by name."""
+        """The sum x + y, broadcast by name."""
         return self._binary(_add, x, y)
 
     def sub(self, x: FieldValue, y: FieldValue) -> FieldValue:
@@ -450,7 +451,7 @@ class FieldAlgebra:
         return FieldValue(x.dims, p, q, flat=x.flat)
 
     def constant(self, value: float) -> FieldValue:
-        """A finite float, exactly. Raises DivisionByZero where another number than 0 is 0 here."""
+        """A finite float, exactly. Raises DivisionByZero if it is not 0 but its residue is."""
         if value not in self._constants:
             p, q = (residue(value, m) for m in (self.primes.p, self.primes.q))
             if value and not (p and q):
@@ -487,7 +488,7 @@ class FieldAlgebra:
     ) -> FieldValue:
         """The element of x along ``dims`` that is largest in a random total order.
 
-        Associative, commutative and idempotent, which is all that is used of the real maximum.
+        It is associative, commutative and idempotent; no other property of the maximum is used.
         Both residues come from the same element. ``valid`` (names, booleans) leaves elements out;
         where none is left the result is a bottom that any later ``max`` ignores.
         """
@@ -549,7 +550,7 @@ class FieldAlgebra:
     def _binary(
         self, f: Any, x: FieldValue, y: FieldValue, positive: bool | None = None
     ) -> FieldValue:
-        """``f`` on both residues; None is positive where both operands are."""
+        """``f`` on both residues; ``positive`` None means: positive if both operands are."""
         if x.dims == y.dims:
             dims, xp, yp, xq, yq = x.dims, x.p, y.p, x.q, y.q
         else:
@@ -582,7 +583,7 @@ class FieldAlgebra:
         return np.where(x.p == _HIDDEN, _U(0), rank)  # the bottom
 
     def _ranked(self, dims: tuple[str, ...], rank: Residues, with_q: bool) -> FieldValue:
-        """The elements that have these ranks."""
+        """The elements that have the given ranks."""
         bottom = rank == 0
         z = np.right_shift(np.subtract(rank, _U(1)), _U(31))
         q = np.bitwise_and(np.subtract(rank, _U(1)), _U(0x7FFFFFFF)) if with_q else None
@@ -602,9 +603,9 @@ _ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 
 
 def _without_empty(x: FieldValue, y: FieldValue) -> FieldValue:
-    """The denominator y, 1 in place of 0 where all that it divides is 0.
+    """The denominator y, with 1 in place of 0 where its numerators are all 0.
 
-    Only what went through an exponential (and has no residues mod q) is 0 because rows are empty.
+    Only a value that went through an exponential (no residues mod q) is 0 because of empty rows.
     """
     zero = y.p == 0
     if y.q is not None or not zero.any():
@@ -621,7 +622,7 @@ def _refuse(gone: NDArray[np.bool_], what: str) -> None:
 
 
 def _refuse_signs(x: FieldValue, y: FieldValue) -> None:
-    """Refuse a product of what is hidden with what may be negative. Raises Unbounded."""
+    """Refuse a product of a hidden value with one that may be negative. Raises Unbounded."""
     for hidden, factor in ((x, y), (y, x)):
         if hidden.masked and not factor.positive:
             _refuse(hidden.gone(), "is multiplied or divided by what is not known to be positive")

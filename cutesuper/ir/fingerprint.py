@@ -1,13 +1,13 @@
-"""What a piece of Python computes, as a hash: its code and everything that the code names.
+"""Hashes of Python objects by content: their code and everything that the code names.
 
-A key of the compile cache names operators; for those of the package the sources are hashed once
-(`cutesuper.runtime.cache.source_fingerprint`). An operator that somebody adds has its code
-anywhere, in a notebook too, so what is hashed is what runs, not a file: bytecode, constants,
-defaults, closures, the globals that functions name, the functions that they call, base classes, the
-state of objects. Libraries count by their version.
+A key of the compile cache names operators; the package's own sources are hashed once
+(`cutesuper.runtime.cache.source_fingerprint`). The code of an added operator may be anywhere, in a
+notebook too, so the hash covers the code that runs, not a file: bytecode, constants, defaults,
+closures, the globals that functions name, the functions that they call, base classes, the state of
+objects. Libraries count by their version.
 
-What a function reads from files, the environment or a clock is not seen. Where something cannot be
-hashed, or code is made while it runs (``eval``), `Unknown` says what.
+Data that a function reads from files, the environment or a clock is not covered. Where something
+cannot be hashed, or code is made while it runs (``eval``), `Unknown` names it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from typing import Any
 
 #: folders of the package whose sources are hashed as a whole
 COVERED = ("ir", "skeletons", "targets", "device")
-#: objects that are looked at for one hash; more is no operator but a program around it
+#: limit on the objects visited for one hash; more than that is a whole program, not an operator
 MOST_OBJECTS = 20_000
 
-# as code objects have it, which is how the sources were found when they were imported
+# as code objects have it: the path under which the sources were imported
 _PACKAGE = os.path.dirname(os.path.dirname((lambda: 0).__code__.co_filename))
 _OWN = tuple(os.path.join(_PACKAGE, folder, "") for folder in COVERED)
 _OWN_MODULES = tuple(f"{__name__.partition('.')[0]}.{folder}." for folder in COVERED)
@@ -41,7 +41,7 @@ _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented))
-#: of classes and modules: not what they compute, or said by something else
+#: attributes of classes and modules that do not change what they compute, or repeat other parts
 _IRRELEVANT = frozenset((
     "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__",
     "__annotate__", "__annotate_func__", "__annotations_cache__", "__firstlineno__", "_abc_impl",
@@ -53,25 +53,25 @@ _ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 class Unknown(Exception):
-    """What something computes cannot be hashed; the text says why."""
+    """Something cannot be hashed; the text says why."""
 
 
-#: what to look at in the place of an object; None: at itself
+#: gives the object to hash in the place of another; None: that object itself
 Instead = Callable[[Any], Any]
 
 
 def fingerprint(
     thing: Any, instead: Instead = lambda thing: None, home: frozenset[str] = frozenset()
 ) -> str:
-    """SHA-256, in hexadecimal digits, of what an object computes.
+    """SHA-256, in hexadecimal digits, of everything that determines an object's results.
 
     Equal definitions have equal hashes in every process of one version of Python.
 
     Args:
         thing: a function, a class, an object.
         instead: what to hash in the place of an object, if not itself.
-        home: installed packages whose code is looked at, since it is what this is about; their
-            versions need not change with it.
+        home: installed packages whose code is hashed itself, because the object comes from them;
+            their versions need not change with it.
 
     Raises:
         Unknown: something that it names cannot be hashed.
@@ -86,21 +86,21 @@ def fingerprint(
 
 
 def is_own_function(function: types.FunctionType) -> bool:
-    """Whether the code of a function stands in the sources that are hashed as a whole."""
+    """True if a function's code lies in the package's sources that are hashed as a whole."""
     file, module = function.__code__.co_filename, str(function.__globals__.get("__name__"))
     made = file == "<string>" and module.startswith(_OWN_MODULES)  # for a dataclass
     return file.startswith(_OWN) or made
 
 
 def is_own_class(cls: type) -> bool:
-    """Whether a class, with all functions in it, stands in those sources."""
+    """True if a class, with all functions in it, lies in those sources."""
     own = cls.__module__.startswith(_OWN_MODULES) and _is_named(cls)
     functions = (v for v in vars(cls).values() if isinstance(v, types.FunctionType))
     return own and all(map(is_own_function, functions))
 
 
 class _Writer:
-    """Walks over objects, each once, and hashes what it meets."""
+    """Walks over objects, each once, and hashes what it visits."""
 
     def __init__(self, instead: Instead, home: frozenset[str]) -> None:
         self._instead, self._home = instead, home
@@ -113,13 +113,13 @@ class _Writer:
         return self._hash.hexdigest()
 
     def text(self, *parts: object) -> None:
-        """Texts and numbers; none can be taken for two others."""
+        """Hash texts and numbers, each with its length, so that different sequences differ."""
         for part in parts:
             content = part if isinstance(part, bytes) else str(part).encode(errors="surrogatepass")
             self._hash.update(f"{len(content)}:".encode() + content)
 
     def thing(self, x: Any) -> None:
-        """Any object. Raises Unknown."""
+        """Hash any object. Raises Unknown."""
         if type(x) in _PLAIN:
             return self.text(type(x).__name__, repr(x) if not isinstance(x, bytes) else x)
         if id(x) in self._seen:
@@ -127,7 +127,7 @@ class _Writer:
         self._count += 1
         if self._count > MOST_OBJECTS:
             raise Unknown(f"it names more than {MOST_OBJECTS} objects")
-        if type(x) not in (tuple, frozenset):  # which of these are shared is up to the compiler
+        if type(x) not in (tuple, frozenset):  # the compiler decides which of these are shared
             self._seen[id(x)] = len(self._seen)
             self._alive.append(x)
         if (other := self._instead(x)) is not None:
@@ -139,7 +139,7 @@ class _Writer:
         return _KINDS.get(type(x), _Writer._object)(self, x)
 
     def things(self, *parts: Any) -> None:
-        """Several objects."""
+        """Hash several objects."""
         self.text(len(parts))
         for part in parts:
             self.thing(part)
@@ -169,7 +169,7 @@ class _Writer:
         else:
             self.text(f.__qualname__, f.__code__.co_firstlineno)
             self._origin(f.__globals__.get("__name__"))
-            # a function that was made or wrapped there may hold anything
+            # a function that was made or wrapped there may refer to anything
             if _is_named(f) and self._place(_file(f.__module__)) == place:
                 return None
         return self.things(f.__defaults__, f.__kwdefaults__, f.__dict__, *map(_content, _cells(f)))
@@ -186,7 +186,7 @@ class _Writer:
                 self.thing(constant)
 
     def _named(self, name: tuple[Any, ...], f: types.FunctionType) -> None:
-        """What a function finds under a name: an import, or a global and attributes of it."""
+        """Hash the object that a function finds under a name: an import, or a global."""
         kind, first, *attributes = name
         self.text(*name)
         if kind == "import":
@@ -198,14 +198,15 @@ class _Writer:
         return self.text("builtin" if hasattr(builtins, first) else "missing")
 
     def _attribute(self, x: Any, names: list[str]) -> None:
-        """``math.pi`` of a module; of anything else the thing itself."""
+        """Hash an attribute such as ``math.pi`` of a module; of other objects, the object
+        itself."""
         where = ""
         while isinstance(x, types.ModuleType) and names and hasattr(x, names[0]):
             where = x.__name__
             x = getattr(x, names.pop(0))
         plain = not isinstance(x, types.FunctionType | type | types.ModuleType)
         if where and plain and callable(x) and self._place(_file(where)) == "library":
-            return self._origin(where)  # a function of C
+            return self._origin(where)  # a C function
         return self.thing(x)
 
     def _module(self, m: types.ModuleType) -> None:
@@ -216,12 +217,12 @@ class _Writer:
         return self.things(*names, *(vars(m)[n] for n in names))
 
     def _place(self, file: str | None) -> str | None:
-        """As `_place`; None at home."""
+        """`_place` of a file; None for the packages of `home`."""
         place = _place(file)
         return None if place == "library" and _package_of(file or "") in self._home else place
 
     def _origin(self, module: str | None) -> None:
-        """A library counts by its name and version. Raises Unknown."""
+        """Hash the name and version of the library of a module. Raises Unknown."""
         self.text("of", module, _version(_top(module or "")))
 
     # ---------------------------------------------------------------------------------- objects
@@ -254,7 +255,7 @@ class _Writer:
         self.things("property", x.fget, x.fset, x.fdel)
 
     def _cached_property(self, x: functools.cached_property[Any]) -> None:
-        self.things("cached_property", x.func)  # it has a lock besides
+        self.things("cached_property", x.func)  # it also has a lock
 
     def _cached(self, x: Any) -> None:
         self.things("cached", x.__wrapped__, x.cache_parameters())
@@ -267,11 +268,12 @@ class _Writer:
             self._origin(x.__module__)
 
     def _object(self, x: Any) -> None:
-        """As `pickle` would write it, and its attributes, which need not be part of that."""
+        """Hash an object as `pickle` would write it, and its attributes, in case that omits
+        them."""
         self.text("object")
         try:
             made = copyreg.dispatch_table.get(type(x), _reduced)(x)
-        except Exception as error:  # it runs code of the object's class
+        except Exception as error:  # this runs code of the object's class
             raise Unknown(f"a {type(x).__qualname__} has no value to compare: {error}") from None
         if isinstance(made, str):  # the name of a global
             self.text(made)
@@ -310,7 +312,7 @@ def _reduced(x: Any) -> Any:
 
 
 def _listed(part: Any) -> Any:
-    """A part of what an object is made of again; items come as iterators."""
+    """A part of an object's pickled form; items, which come as iterators, become a list."""
     return list(part) if hasattr(part, "__next__") else part
 
 
@@ -326,7 +328,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _is_named(x: Any) -> bool:
-    """Whether a function or a class is what its module has under its name."""
+    """True if a module has this function or class under its own name."""
     found: Any = sys.modules.get(x.__module__)
     for name in x.__qualname__.split("."):
         found = getattr(found, name, None)
@@ -361,8 +363,8 @@ def _attributes(steps: list[dis.Instruction], n: int) -> Iterator[str]:
 
 
 def _imported(module: str, names: list[str], f: types.FunctionType) -> tuple[Any, ...]:
-    """The module that a function imports, and that which stands before the first dot. Raises
-    Unknown where something of it is not loaded yet."""
+    """The module that a function imports, and its top-level package. Raises Unknown if part of it
+    is not loaded yet."""
     package = f.__globals__.get("__package__") or ""
     try:
         full = importlib.util.resolve_name(module, package)
@@ -380,7 +382,7 @@ def _imported(module: str, names: list[str], f: types.FunctionType) -> tuple[Any
 
 
 def _place(file: str | None) -> str | None:
-    """Where code comes from: "own" (the hashed sources), "library", or None: somebody's own."""
+    """Origin of code: "own" (the hashed sources), "library", or None for a user's own code."""
     if file is None or file.startswith("<frozen "):
         return "library"
     if file.startswith(_OWN):
@@ -398,7 +400,7 @@ def _package_of(file: str) -> str:
 
 
 def _file(module: str) -> str | None:
-    """The file of a module; None of what is built in."""
+    """The file of a module; None for a built-in one."""
     if _top(module) in sys.stdlib_module_names:
         return None
     return getattr(sys.modules.get(module), "__file__", None) or "<nowhere>"
@@ -410,7 +412,7 @@ def _top(module: str) -> str:
 
 @functools.cache
 def _version(top: str) -> str:
-    """Of a library; that of Python is in every hash. Raises Unknown."""
+    """Version of a library; that of Python is in every hash. Raises Unknown."""
     if top in sys.stdlib_module_names or top in ("builtins", ""):
         return ""
     if version := getattr(sys.modules.get(top), "__version__", None):

@@ -31,7 +31,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A value of a graph, as the builder hands it out."""
+    """Handle of a value of a graph, as returned by the builder."""
 
     graph: KernelGraph
     index: int
@@ -85,7 +85,7 @@ class Tensor:
 
 Operand = Tensor | float | int
 
-#: names that the graph gives to results; an input must not have one of them
+#: names that the graph gives to results; an input must not have such a name
 VALUE_NAME = re.compile(r"t\d+")
 
 
@@ -97,8 +97,8 @@ class KernelGraph(NamedOperators):
     shapes and element types at once, and returns the new tensor.
     """
 
-    #: `cutesuper.superoptimize` of this graph; the package puts it here, since the IR knows no
-    #: stage that uses it
+    #: `cutesuper.superoptimize` of this graph; the package sets it, since the IR does not know the
+    #: stages that use it
     superoptimize: ClassVar[Callable[..., Any]]
 
     nodes: list[Node] = field(default_factory=list)
@@ -121,9 +121,9 @@ class KernelGraph(NamedOperators):
                 tables of pages (`length_mask`, `gather_pages`); int64 or int32 for labels (`pick`,
                 `label_weight`).
             name: for messages and drawings; default ``X``, ``W``, ... by position.
-            constant: nobody writes this tensor while a kernel that reads it may be in flight, so a
-                kernel launched with ``dependent_launch=True`` may load it before its predecessor
-                in the stream has finished. Weights are, activations are not.
+            constant: this tensor is not written while a kernel that reads it may be in flight, so a
+                kernel launched with ``dependent_launch=True`` may load it before its predecessor in
+                the stream has finished. Weights are, activations are not.
 
         Raises:
             ShapeError: an extent that is not a positive int (or a leading Symbol).
@@ -179,12 +179,12 @@ class KernelGraph(NamedOperators):
         """Declare a tensor as an output; outputs are returned in the order of these calls.
 
         Args:
-            tensor: computed from inputs, and no output yet.
-            dtype: fp16, bf16 or fp32, whatever the inputs are: everything is computed in fp32, and
-                this is how it is stored. None: the type of the inputs that it is computed from,
-                fp32 where they differ (see `result_dtype`). Statistics of rows for a backward pass
-                are best fp32: rounded to 16 bits, a maximum of 50 is off by 0.1, and what is left
-                of its exponentials by 10 %.
+            tensor: computed from inputs, not an output yet.
+            dtype: type in which it is stored: fp16, bf16 or fp32, whatever the inputs are
+                (everything is computed in fp32). None: the type of the inputs that it is computed
+                from, fp32 where they differ (see `result_dtype`). Statistics of rows for a backward
+                pass are best fp32: rounded to 16 bits, a maximum of 50 is off by 0.1, and what is
+                left of its exponentials by 10 %.
 
         Raises:
             GraphError: an input, or an output twice.
@@ -208,17 +208,17 @@ class KernelGraph(NamedOperators):
         return [i for i, n in enumerate(self.nodes) if n.operator == "input"]
 
     def tensor(self, index: int) -> Tensor:
-        """The builder's handle of node ``index``."""
+        """Handle of node ``index``, as returned by the builder."""
         return Tensor(self, index)
 
     def result_dtype(
         self, operator: str, args: Sequence[Tensor], attributes: Attributes
     ) -> DType:
-        """The element type of an operator's result, unless an output says another one.
+        """Element type of an operator's result, unless it is an output of another type.
 
-        What it converts to, else that of its operands; float32 where they differ, as in PyTorch.
-        But float32 statistics of rows (last extent 1) leave the type to the other operands:
-        ``x * rstd`` has that of x.
+        The type it converts to, else that of its operands; float32 where they differ, as in
+        PyTorch. But float32 statistics of rows (last extent 1) leave the type to the other
+        operands: ``x * rstd`` has the type of x.
 
         Raises:
             DTypeError: operands of different types of an operator that multiplies matrices or puts
@@ -238,12 +238,12 @@ class KernelGraph(NamedOperators):
         if len(dtypes) > 1:
             dtypes -= {float32 for t, _ in given if t.shape[-1:] == (1,)}
             dtypes |= {d for t, d in given if t.shape[-1:] != (1,)}
-        if not dtypes:  # numbers only, or integers, of which each row has one
+        if not dtypes:  # only numbers, or integers, one for each row
             return float32 if lookup(operator).integers else float16
         return dtypes.pop() if len(dtypes) == 1 else float32
 
     def needed(self, values: Iterable[int]) -> set[int]:
-        """Indices of all nodes that these depend on, themselves among them."""
+        """Indices of all nodes that these values depend on, and of the values themselves."""
         found = set(values)
         for i in reversed(range(len(self.nodes))):
             if i in found:
@@ -347,14 +347,14 @@ class KernelGraph(NamedOperators):
         self.nodes[t.index] = replace(t.node, dtype=dtype)
 
     def _own_dtype(self, t: Tensor) -> DType:
-        """The type of a value, however it is stored if it is an output."""
+        """The type of a value, even if it is stored as another type because it is an output."""
         if t.index not in self.outputs:
             return t.dtype
         args = [self.tensor(i) for i in t.node.inputs]
         return self.result_dtype(t.node.operator, args, t.node.attributes)
 
     def _with_types_of(self, other: KernelGraph) -> KernelGraph:
-        """This graph, whose outputs are stored as those of another one."""
+        """This graph, with outputs stored in the types of another graph's outputs."""
         for i, j in zip(self.outputs, other.outputs, strict=True):
             self.nodes[i] = replace(self.nodes[i], dtype=other.nodes[j].dtype)
         return self
@@ -377,7 +377,7 @@ class KernelGraph(NamedOperators):
 
 
 def _check_kinds(op: Operator, args: list[Tensor]) -> None:
-    """Integers where an operator takes them, and nowhere else; inputs where it needs them.
+    """Check that integers stand exactly where an operator takes them, and inputs where required.
 
     Raises:
         DTypeError, GraphError: naming the operand.
@@ -411,7 +411,7 @@ def symbol(name: str, hint: int = 16) -> Symbol:
     """A leading extent that may differ from call to call; see `Symbol`.
 
     Raises:
-        ShapeError: a name that is no identifier, or a hint below 1.
+        ShapeError: a name that is not an identifier, or a hint below 1.
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ShapeError(f"symbol({name!r}): the name must be an identifier")

@@ -1,4 +1,4 @@
-"""Kernel graphs as text that lines up; muGraphs are written by `ir.text`."""
+"""Kernel graphs as aligned text; `ir.text` writes muGraphs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _value(value: object) -> str:
 
 
 def counted(things: Iterable[object], noun: str) -> str:
-    """``1 kernel``, ``2 kernels``."""
+    """A count with its noun: ``1 kernel``, ``2 kernels``."""
     n = len(list(things))
     return f"{n} {noun}{'' if n == 1 else 's'}"
 

@@ -1,10 +1,10 @@
-"""How a block program is read: its operations in nested sections, and a short phrase for each.
+"""Block programs for readers: operations in nested sections, with a short phrase for each.
 
 before: a flat list of operations, of which 0 to 4 depend on ``K.loop``; after::
 
-    Section()                          what needs no loop
+    Section()                          operations outside of the loop
     Section(loops=(K.loop,))           0 to 4 and the accumulators that end the loop
-    Section(ended=(K.loop,))           what uses them
+    Section(ended=(K.loop,))           operations that use these
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Section:
 
     Attributes:
         loops: the persistent and loop axes that they are inside of, outermost first.
-        number: which walk over the innermost of ``loops`` it is, 1 for the first.
+        number: number of the walk over the innermost of ``loops``, 1 for the first.
         ended: the innermost axis that ended just before, if that is why this section exists.
         ops: indices into the program; constants are left out (they are shown where they are used).
     """
@@ -42,8 +42,8 @@ class Section:
 
 
 def sections(program: BlockProgram) -> tuple[Section, ...]:
-    """The program in the order in which it runs; empty sections are left out. Every value of a page
-    asks for them, so they are kept with the program.
+    """The program in the order in which it runs; empty sections are left out. They are cached with
+    the program, since every value of a page needs them.
 
     Raises:
         GraphError: the program is illegal.
@@ -76,7 +76,8 @@ def _sections(program: BlockProgram) -> tuple[Section, ...]:
 
 
 def _phases(program: BlockProgram, axis: Axis | None, states: list[ValueState]) -> list[int]:
-    """When operations run: 0 before the axis, 1 in its first walk, 2 after that, 3 in the next."""
+    """Phase of each operation: 0 before the axis, 1 in its first walk, 2 after it, 3 in the
+    next."""
     if axis is None:
         return [0] * len(states)
     phases: list[int] = []
@@ -95,8 +96,8 @@ def _phases(program: BlockProgram, axis: Axis | None, states: list[ValueState]) 
 
 
 def loop_titles(program: BlockProgram, section: Section) -> list[str]:
-    """``for K.loop in 16``, and ``for K.loop in 16, walk 2``, for each of the section's loops;
-    ``in about 16`` where the axis is open."""
+    """The section's loops as titles: ``for K.loop in 16``, and ``for K.loop in 16, walk 2``;
+    ``in about 16`` if the axis is open."""
     titles = [
         f"for {a.name} in {'about ' if a.extent is None else ''}{program.parts(a)}"
         for a in section.loops
@@ -107,7 +108,7 @@ def loop_titles(program: BlockProgram, section: Section) -> list[str]:
 
 
 def phrase(program: BlockProgram, index: int) -> str:
-    """What an operation does, without its operands: ``matmul over K``, ``load X``."""
+    """Short name of an operation, without its operands: ``matmul over K``, ``load X``."""
     op = program.ops[index]
     attributes = op.attributes
     if op.kind in (LOAD, STORE):
@@ -126,7 +127,7 @@ def phrase(program: BlockProgram, index: int) -> str:
 
 
 def call(program: BlockProgram, index: int) -> str:
-    """What an operation does with which operands: ``matmul(0, 1) over K``."""
+    """Short name of an operation with its operands: ``matmul(0, 1) over K``."""
     op = program.ops[index]
     operands = ", ".join(constant(program, j) or str(j) for j in op.inputs)
     if op.kind == LOAD:
@@ -152,7 +153,7 @@ def tile_of(program: BlockProgram, op: BlockOp) -> str:
 
 
 def show_bytes(count: int) -> str:
-    """``131072`` -> ``128.0 KiB``."""
+    """A size in bytes as text: ``131072`` -> ``128.0 KiB``."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]

@@ -1,8 +1,9 @@
-"""Concatenations and slices vanish: what works on a concatenated value works on its pieces.
+"""Removal of concatenations and slices: operations on a concatenated value become operations on its
+pieces.
 
 No kernel copies a tensor into another one only to read it back, so `KernelGraph.expanded` removes
-``concat`` and ``slice``. A value that was put together is *cut* along some dimensions; whatever is
-computed from it is computed for each cell between cuts that somebody needs.
+``concat`` and ``slice``. A concatenated value is *cut* along some dimensions; each value computed
+from it is computed for every cell between cuts that is needed.
 
 before (the concatenated form of LoRA)::
 
@@ -52,7 +53,8 @@ def without_pieces(graph: KernelGraph) -> KernelGraph:
 
     Raises:
         OperatorError: a piece of an input is needed, or an operator has no rule for pieces.
-        GraphError: an output would have to be put together from pieces, or is nothing new.
+        GraphError: an output would have to be put together from pieces, or equals an
+            input or another output.
     """
     cuts: list[Cuts] = []
     for i in range(len(graph.nodes)):
@@ -107,7 +109,7 @@ def _apply(
 
 
 def _cuts(graph: KernelGraph, i: int, cuts: list[Cuts]) -> Cuts:
-    """Where a value is put together, from where its operands are."""
+    """Positions at which a value is put together, from those of its operands."""
     node = graph.nodes[i]
     args = [cuts[j] for j in node.inputs]
     rank = len(node.shape)
@@ -139,13 +141,13 @@ def _concat_cuts(graph: KernelGraph, node: Node, args: list[Cuts]) -> Cuts:
 
 
 def _starts(graph: KernelGraph, node: Node) -> list[int]:
-    """Where each operand of a concatenation begins."""
+    """Start of each operand of a concatenation."""
     d = node.attributes["dim"]
     return [0, *accumulate(extent(graph.nodes[j].shape[d]) for j in node.inputs[:-1])]
 
 
 def _aligned(args: list[Cuts], rank: int) -> Cuts:
-    """All cuts of operands that broadcast (a dimension of extent 1 has none)."""
+    """Union of the cuts of operands that broadcast (a dimension of extent 1 has none)."""
     result = [_NONE] * rank
     for cut in args:
         for d, c in enumerate(cut):
@@ -157,8 +159,8 @@ def _aligned(args: list[Cuts], rank: int) -> Cuts:
 
 
 def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[Use]]:
-    """What a box of a node is made of: for each summand (of a maximum, each candidate) the parts of
-    the operands."""
+    """Terms that make up a box of a node: for each summand (of a maximum, each candidate) the parts
+    of the operands."""
     node = graph.nodes[i]
     operator = lookup(node.operator)
     if node.operator == "input":
@@ -191,7 +193,8 @@ def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[
 
 
 def _first(graph: KernelGraph, node: Node, k: int, box: Box) -> Use:
-    """The part of operand k whose dimensions are the first ones, whole where it is no mask's."""
+    """The part of operand k whose dimensions are the first ones; the whole operand if the node is
+    not a mask."""
     shape = graph.nodes[node.inputs[k]].shape
     if not lookup(node.operator).masks:
         return node.inputs[k], _whole(shape)
@@ -305,6 +308,6 @@ def _show(node: Node) -> str:
 
 
 def _show_box(node: Node, box: Box) -> str:
-    """``X[:, 0:6]``."""
+    """A part of a node as text: ``X[:, 0:6]``."""
     parts = (":" if r == (0, n) else f"{r[0]}:{r[1]}" for n, r in zip(node.shape, box, strict=True))
     return f"{node.name}[{', '.join(parts)}]"

@@ -1,4 +1,4 @@
-"""Values that a kernel computes and rounds to float16, and whether float16 can hold them.
+"""Values that a kernel rounds to float16: a test that float16 can hold them.
 
 Everything is computed in float32, but operands of matrix products and tensors between kernels have
 an element type of 16 bits. bfloat16 has the range of float32. float16 ends at 65504 and loses
@@ -6,14 +6,14 @@ digits below 6e-5, so that a value of a kernel may be infinite or 0 in it where 
 nor the outputs are: in ``(x z) @ W / rms(x z)``, from ``rms_norm(x z) @ W``, ``x z`` is infinite
 for elements of 300, and half of its digits are gone for elements of 0.0005.
 
-A value *fits* if float16 holds it wherever float16 holds what it is computed from. This is found by
-computing it: with normally distributed tensors of each of the magnitudes 2^-12 and 2^12, any three
-of them in all combinations (an orthogonal array), and with all of magnitude 1. It fits if nothing
-is too large and the error of rounding it is at most `MOST` of its norm. So ``x + r``,
-``x sigmoid(z)``, ``x / rms(x)`` and ``exp(s - max(s))`` fit, ``x z``, ``x^2`` and ``exp(s)`` do
-not. Vectors are weights and biases, of magnitude 1.
+A value *fits* if float16 holds it wherever float16 holds its operands. This is found by computing
+it: with normally distributed tensors of each of the magnitudes 2^-12 and 2^12, any three of them in
+all combinations (an orthogonal array), and with all of magnitude 1. It fits if no element is too
+large and the rounding error is at most `MOST` of its norm. So ``x + r``, ``x sigmoid(z)``,
+``x / rms(x)`` and ``exp(s - max(s))`` fit, ``x z``, ``x^2`` and ``exp(s)`` do not. Vectors are
+weights and biases, of magnitude 1.
 
-What does not fit may still be rounded where the program that is asked for rounds it as well: see
+A value that does not fit may still be rounded where the user's program rounds it as well: see
 `proportional`, and `narrow` for whole graphs.
 """
 
@@ -32,15 +32,15 @@ from cutesuper.ir.dtypes import DType, float16
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import Attributes, lookup
 
-#: tensors are tried with elements of the order of 2^-12 and 2^12
+#: tensors are tried with elements of magnitude 2^-12 and 2^12
 MAGNITUDE = 2.0**12
-#: error of rounding a value, as a part of its norm: one unit in the last place of 1
+#: rounding error of a value, relative to its norm: one unit in the last place of 1
 MOST = float16.eps
-#: the greatest constant that a value may be of one that is rounded anyway, and 1 / the least
+#: greatest constant factor between a value and one that the program rounds, and 1 / the least
 FACTOR = 4.0
-#: elements of a dimension in these trials
+#: elements of a dimension in the trials
 EXTENT = 4
-#: binary digits of the number of a trial
+#: binary digits of a trial's number
 _DIGITS = 5
 
 
@@ -48,9 +48,9 @@ _DIGITS = 5
 def levels() -> Array:
     """The magnitudes, one row for each trial and one column for each of 16 tensors.
 
-    Column by column the parity of some digits of the row's number, an odd number of them: any three
-    such columns are independent, so that all eight combinations occur (Rao, "Factorial experiments
-    derivable from combinatorial arrangements of arrays", 1947).
+    Each column is the parity of an odd number of digits of the row's number: any three such columns
+    are independent, so that all eight combinations occur (Rao, "Factorial experiments derivable
+    from combinatorial arrangements of arrays", 1947).
     """
     rows = np.arange(2**_DIGITS)
     masks = [m for m in range(2**_DIGITS) if m.bit_count() % 2]
@@ -64,13 +64,13 @@ class Trials:
     """Draws tensors for all trials at once; the first dimension of every array is the trial.
 
     Attributes:
-        columns: the column of `levels` of every tensor that was drawn, by name.
+        columns: the column of `levels` for each tensor drawn so far, by name.
     """
 
     columns: dict[Any, int] = field(default_factory=dict)
 
     def draw(self, name: Any, shape: Sequence[int], dtype: DType, rank: int) -> Array:
-        """A tensor, with numbers of its type; of ``rank`` dimensions where it is stored."""
+        """A tensor with random numbers of its type; ``rank`` is that of the tensor as stored."""
         column = self.columns.setdefault(name, len(self.columns))
         rng = np.random.default_rng([column, *shape])
         plain = rng.standard_normal(tuple(shape))[None]
@@ -101,7 +101,7 @@ def computed(kind: str, args: Sequence[Array], attributes: Attributes) -> Array:
 
 
 def product(multiply: Callable[[Array, Array], Array], x: Array, y: Array) -> Array:
-    """A product, where infinities may meet zeros."""
+    """A product in which infinities may meet zeros without a warning."""
     with np.errstate(all="ignore"):
         return multiply(x, y)
 
@@ -116,15 +116,15 @@ def reduced(kind: str, x: Array, axis: int) -> Array:
 
 
 def fits(x: Array) -> bool:
-    """Whether float16 holds a value in every trial."""
+    """True if float16 holds a value in every trial."""
     with np.errstate(all="ignore"):
         error = _norms(x.astype(np.float16).astype(np.float64) - x)
         return bool((error <= MOST * _norms(x)).all())  # false where anything is not finite
 
 
 def proportional(x: Array, y: Array) -> bool:
-    """Whether x is y times one number between 1 / `FACTOR` and `FACTOR`, in every trial in which y
-    is finite. Their elements may be in another order, as after a transpose: they are sorted."""
+    """True if x is y times one number between 1 / `FACTOR` and `FACTOR`, in every trial in which y
+    is finite. Elements are sorted first: they may be in another order, as after a transpose."""
     if x.size != y.size:
         return False
     x, y = (v.reshape(v.shape[0], -1) for v in (x, y))
@@ -151,11 +151,11 @@ def _norms(x: Array) -> Array:
 
 
 def narrow(graph: KernelGraph) -> frozenset[int]:
-    """The nodes that may lie in memory as float16, between two kernels.
+    """The nodes that may be stored as float16 between two kernels.
 
-    Those that fit, and those that the program itself rounds: operands of products and what products
-    give, which have 16 bits whoever computes them. Whatever is computed from a product is judged as
-    if that was loaded.
+    These are the nodes that fit and those that the program itself rounds: operands and results of
+    products, which have 16 bits in any implementation. Values computed from a product are judged as
+    if the product was loaded.
 
     Args:
         graph: primitive operators.
@@ -175,16 +175,16 @@ def narrow(graph: KernelGraph) -> frozenset[int]:
     return frozenset(found)
 
 
-#: values that have their element type from outside
+#: operators whose element type is given from outside
 _GIVEN = ("input", "gather_pages")
 
 
 def node_values(graph: KernelGraph, given: dict[int, Array]) -> list[Array]:
-    """Every node's value in all trials, from those that are given.
+    """Every node's value in all trials, computed from the given ones.
 
     Args:
         graph: primitive operators.
-        given: at least the inputs, and what is gathered from pages.
+        given: values of at least the inputs and of tensors gathered from pages.
     """
     values: list[Array] = []
     for i, node in enumerate(graph.nodes):
@@ -203,6 +203,6 @@ def node_values(graph: KernelGraph, given: dict[int, Array]) -> list[Array]:
 
 
 def _aligned(args: Sequence[Array]) -> list[Array]:
-    """With as many dimensions, extents of 1 put in after the trial."""
+    """Operands with the same number of dimensions; extents of 1 are put in after the trial."""
     rank = max((x.ndim for x in args), default=0)
     return [x.reshape(*x.shape[:1], *(1,) * (rank - x.ndim), *x.shape[1:]) for x in args]

@@ -1,5 +1,5 @@
-"""Kernel graphs and muGraphs as JSON. What is read is validated: shapes are inferred again, and
-`ir.check` runs on the result."""
+"""Kernel graphs and muGraphs as JSON. Input is validated: shapes are inferred again, and `ir.check`
+runs on the result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dumps(graph: KernelGraph | MuGraph) -> str:
 
 
 def loads(text: str) -> KernelGraph | MuGraph:
-    """Read what `dumps` wrote.
+    """Read the output of `dumps`.
 
     Raises:
         FormatError: for anything that is not a legal graph, with the reason.
@@ -58,7 +58,7 @@ def to_dict(graph: KernelGraph | MuGraph) -> dict[str, Any]:
 
 
 def from_dict(data: Any) -> KernelGraph | MuGraph:
-    """Read what `to_dict` made. Raises FormatError."""
+    """Read the output of `to_dict`. Raises FormatError."""
     if not isinstance(data, dict) or data.get("format") not in ("kernel_graph", "mugraph"):
         raise FormatError("graph JSON: 'format' must be 'kernel_graph' or 'mugraph'")
     if data.get("version") != VERSION or type(data["version"]) is not int:
@@ -92,7 +92,7 @@ def _kernel_graph_dict(g: KernelGraph) -> dict[str, Any]:
             entry |= {"inputs": list(n.inputs), "attributes": _attributes(n.attributes)}
             args = [g.tensor(j) for j in n.inputs]
             if n.dtype != g.result_dtype(n.operator, args, n.attributes):
-                entry |= {"dtype": n.dtype.name}  # an output that is stored as another type
+                entry |= {"dtype": n.dtype.name}  # an output stored as another type
         nodes.append(entry)
     return {"nodes": nodes, "outputs": list(g.outputs)}
 
@@ -149,7 +149,7 @@ def program_dict(program: BlockProgram) -> dict[str, Any]:
 
 
 def read_program(data: dict[str, Any]) -> BlockProgram:
-    """Read what `program_dict` made; the caller checks legality."""
+    """Read the output of `program_dict`; the caller checks legality."""
     axes = tuple(Axis(_read(str, d), AxisKind(k), _extent(e)) for d, k, e in data["axes"])
     ops = tuple(
         BlockOp(
@@ -199,7 +199,7 @@ def _read_dim(d: Any) -> Dim:
 
 
 def _read(kind: type[T], value: Any) -> T:
-    """``value`` if it is of that JSON type (a bool is no int); nothing is converted silently."""
+    """Return ``value`` if it has that JSON type (a bool is not an int), never converted."""
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise FormatError(f"graph JSON: {value!r} is not of type {kind.__name__}")
     return value

@@ -1,4 +1,4 @@
-"""Rules of `cutesuper.ir.derivation`: what the formulas of derivatives leave behind.
+"""Simplification rules of `cutesuper.ir.derivation` for the leftovers of derivative formulas.
 
 One function for each operator that has rules: it returns a simpler value, or None. Constants are
 moved out of products and sums, where they meet; nodes of the program itself are left alone.
@@ -37,7 +37,7 @@ def _scaled(g: Derivation, t: Tensor) -> tuple[float, Tensor]:
 
 
 def _folded(operator: str, a: float, b: float) -> float | None:
-    """The value of an operator on constants; None where there is no such float32."""
+    """The value of an operator on constants; None if it is not a float32."""
     if operator == "div" and b == 0:
         return None
     value = {"add": a + b, "sub": a - b, "mul": a * b}.get(operator)
@@ -74,7 +74,7 @@ def _sub(g: Derivation, args: list[Tensor], attributes: dict[str, Any]) -> Tenso
 
 
 def _sum(g: Derivation, x: Tensor, y: Tensor, sign: float) -> Tensor | None:
-    """``x + sign y`` where one is a multiple of something: a sign or a common factor moves out.
+    """``x + sign y`` where an operand has a constant factor: a sign or a common factor moves out.
 
     before: ``add(mul(x, -2), mul(y, -2))``, ``sub(x, mul(y, -3))``;
     after: ``mul(add(x, y), -2)``, ``add(x, mul(y, 3))``.
@@ -201,7 +201,7 @@ def _slice(g: Derivation, args: list[Tensor], attributes: dict[str, Any]) -> Ten
 
 
 def _parts(g: Derivation, t: Tensor) -> list[tuple[Tensor, tuple[int, int]]]:
-    """The operands of a concatenation, and where each begins and ends."""
+    """The operands of a concatenation, with the start and end of each."""
     dim = t.node.attributes["dim"]
     parts = [g.tensor(i) for i in t.node.inputs]
     ends = accumulate((extent(p.shape[dim]) for p in parts), initial=0)

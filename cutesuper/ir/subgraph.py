@@ -1,4 +1,4 @@
-"""A part of a kernel graph: what some of its outputs need."""
+"""The part of a kernel graph that some of its outputs need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cutesuper.ir.graph import KernelGraph
 
 
 def only(graph: KernelGraph, outputs: Sequence[int]) -> tuple[KernelGraph, list[int]]:
-    """Some outputs of a graph, and which of its inputs they need.
+    """The part of a graph that computes some outputs, and the inputs it needs.
 
     Args:
         graph: any.

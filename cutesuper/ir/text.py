@@ -1,4 +1,4 @@
-"""MuGraphs as text that lines up; pictures are made in `cutesuper.show.svg`."""
+"""MuGraphs as aligned text; `cutesuper.show.svg` makes pictures."""
 
 from __future__ import annotations
 

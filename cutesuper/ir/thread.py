@@ -15,7 +15,7 @@ from cutesuper.errors import LoweringError
 from cutesuper.ir.block import BlockProgram
 from cutesuper.ir.operators.base import TABLE, Attributes, lookup
 
-#: characters of an expression that is written as one
+#: greatest length of an expression that is written in one piece, in characters
 LONG = 1000
 
 
@@ -33,8 +33,8 @@ class ThreadExpression:
     """Operations on fragments.
 
     Attributes:
-        leaves: operations of the block program whose values go in.
-        ops: in order; the last one is the result (none: the only leaf is).
+        leaves: operations of the block program whose values are the operands.
+        ops: in order; the last one is the result (if there are none, the only leaf is).
     """
 
     leaves: tuple[int, ...]
@@ -42,7 +42,7 @@ class ThreadExpression:
 
     @property
     def trivial(self) -> bool:
-        """Whether it only hands its leaf on."""
+        """True if the expression only returns its leaf."""
         return not self.ops
 
     def evaluate(self, leaves: Sequence[Any], m: Any) -> Any:
@@ -54,8 +54,8 @@ class ThreadExpression:
         return values[-1]
 
     def text(self, names: Sequence[str]) -> str:
-        """The expression as a person would write it, with these names for its leaves; a part of
-        more than `LONG` characters stands before it, under a name of its own."""
+        """The expression in ordinary notation, with these names for its leaves; a part of more than
+        `LONG` characters stands before it, under its own name."""
         shown, before = list(names), list[str]()
         for n, op in enumerate(self.ops):
             args = ", ".join(shown[i] for i in op.args)
@@ -76,7 +76,7 @@ def fuse(
     instruction on a row scalar instead of a division for every element.
 
     Raises:
-        LoweringError: something on the way is not element-wise.
+        LoweringError: an operation on the way is not element-wise.
     """
     order: dict[int, None] = {}
     leaves: dict[int, None] = {}
@@ -104,7 +104,7 @@ def fuse(
 
 
 def _check_fused(program: BlockProgram, i: int, where: str) -> None:
-    """Refuse what is not element-wise. Raises LoweringError."""
+    """Refuse an operation that is not element-wise. Raises LoweringError."""
     op = program.ops[i]
     if op.kind in TABLE and TABLE[op.kind].masks:
         raise LoweringError(
@@ -124,7 +124,7 @@ def _check_fused(program: BlockProgram, i: int, where: str) -> None:
 
 
 def only_divides(expressions: Sequence[ThreadExpression], leaf: int) -> bool:
-    """Whether every use of a leaf is as a divisor."""
+    """True if every use of a leaf is as a divisor."""
     for e in expressions:
         if leaf not in e.leaves:
             continue

@@ -1,11 +1,11 @@
-"""Rows that a program hides as a whole: which values they make, and what keeps NaN out of them.
+"""Rows that a program hides as a whole: their values, and the guards that keep NaN out of them.
 
-`hide` and `length_mask` put -inf in the place of what a softmax does not see. Where they hide a
-whole row, its maximum is -inf and its exponentials and their sums are 0; a softmax would be
+`hide` and `length_mask` put -inf in the place of elements that a softmax must not see. Where they
+hide a whole row, its maximum is -inf and its exponentials and their sums are 0; a softmax would be
 ``exp(-inf - -inf) / 0``. Two rules make it 0, in the reference and in every kernel:
 
 * hidden minus hidden is hidden, so that its exponential is 0;
-* a divisor that is 0 because all that it sums is hidden counts as 1.
+* a divisor that is 0 because all its summands are hidden counts as 1.
 
 Values of such a row are followed from where they are hidden to where they are used, through all
 kernels of a program, so that only differences and quotients which can meet them get a guard.
@@ -24,17 +24,17 @@ from cutesuper.ir.block import LOAD, STORE, BlockOp, BlockProgram, MuGraph, Tens
 from cutesuper.ir.graph import KernelGraph, Node, Tensor
 from cutesuper.ir.operators.base import LARGEST, TABLE, Attributes
 
-#: what stands for a number that nobody knows; a result that they agree on does not depend on it
+#: samples for an unknown number; a result on which they agree does not depend on it
 _SAMPLES = (0.5, 3.0)
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What a value is in a row that is hidden as a whole.
+    """Value of a tensor in a row that is hidden as a whole.
 
     Attributes:
         value: the number.
-        hidden: it is that because the row is hidden; False for constants, which it is anyway.
+        hidden: True if it has that value because the row is hidden; False for constants.
     """
 
     value: float
@@ -45,7 +45,7 @@ Fates = list[Fate | None]
 
 
 def fates_of(graph: KernelGraph, given: Mapping[int, Fate] | None = None) -> Fates:
-    """The fate of every node of a kernel graph; None where numbers decide.
+    """The fate of every node of a kernel graph; None where it depends on data.
 
     Args:
         graph: any.
@@ -60,7 +60,7 @@ def fates_of(graph: KernelGraph, given: Mapping[int, Fate] | None = None) -> Fat
 
 
 def fate(kind: str, args: Sequence[Fate | None], attributes: Attributes) -> Fate | None:
-    """What an operation of a kernel graph or of a block program makes of hidden rows."""
+    """Value that an operation of a kernel graph or block program gives in hidden rows."""
     operator = TABLE.get(kind)
     if kind == "constant":
         return Fate(attributes["value"], hidden=False)
@@ -78,12 +78,12 @@ def fate(kind: str, args: Sequence[Fate | None], attributes: Attributes) -> Fate
         return Fate(known) if known is not None and args[0] == Fate(-inf) else None
     first = first if kind == "concat" else args[0]
     changed = operator is not None and operator.masks and operator.fill == 0.0
-    repeats = (0.0,) if changed else (0.0, inf, -inf)  # and so sums and maxima of them are these
+    repeats = (0.0,) if changed else (0.0, inf, -inf)  # and so are sums and maxima of them
     return first if first is not None and first.value in repeats else None
 
 
 def _computed(kind: str, args: Sequence[Fate | None], attributes: Attributes) -> Fate | None:
-    """The number that an element-wise operator gives, if it is the same whatever is not known."""
+    """The number that an element-wise operator gives, if it does not depend on unknown values."""
     import torch
 
     if hides_difference(kind, args):
@@ -101,24 +101,24 @@ def _computed(kind: str, args: Sequence[Fate | None], attributes: Attributes) ->
 
 
 def hides_difference(kind: str, args: Sequence[Fate | None]) -> bool:
-    """Whether an operation may subtract hidden elements from hidden ones."""
+    """True if an operation may subtract hidden elements from hidden ones."""
     return kind == "sub" and all(a == Fate(-inf) for a in args)
 
 
 def empties_quotient(kind: str, args: Sequence[Fate | None]) -> bool:
-    """Whether an operation may divide by a sum of hidden elements only."""
+    """True if an operation may divide by a sum of hidden elements only."""
     return kind == "div" and args[1] is not None and args[1].hidden and args[1].value == 0.0
 
 
 def guarded_graph(graph: KernelGraph, given: Mapping[int, Fate]) -> KernelGraph:
-    """A kernel graph with guards where what an earlier graph made of hidden rows is an input.
+    """A kernel graph with guards for inputs that an earlier graph computed from hidden rows.
 
-    What the graph hides itself is left to its kernels (`guarded`), where guards are not in the way
-    of a running maximum. The same graph where nothing needs one.
+    Rows that the graph hides itself are left to its kernels (`guarded`), where guards are not in
+    the way of a running maximum. If nothing needs a guard, the same graph is returned.
 
     Args:
-        graph: a backward pass, say.
-        given: what inputs are in hidden rows, by node.
+        graph: for example, a backward pass.
+        given: fates of the inputs, by node.
     """
     known, own = fates_of(graph, given), fates_of(graph)
     result, new = KernelGraph(), list[Tensor]()
@@ -144,7 +144,7 @@ def _meets(node: Node, fates: Fates) -> bool:
 
 
 def _guard(g: KernelGraph, kind: str, y: Tensor) -> Tensor:
-    """What is subtracted or divides, as in `guarded`."""
+    """Return the guarded subtrahend or divisor, as in `guarded`."""
     if kind == "sub":
         return g.maximum(y, -LARGEST)
     return g.add(y, g.mul(g.at_least(y, 0.0), g.at_least(0.0, y)))
@@ -154,22 +154,22 @@ def _guard(g: KernelGraph, kind: str, y: Tensor) -> Tensor:
 
 
 def guarded(program: BlockProgram, tensors: Mapping[str, TensorSpec]) -> BlockProgram:
-    """A block program with the two rules written out where hidden rows can come.
+    """A block program with the two rules written out where hidden rows can occur.
 
     before: ``sub(x, top)``, ``div(e, sum)``; after: ``sub(x, maximum(top, -3.4e38))``,
     ``div(e, sum + at_least(sum, 0) at_least(0, sum))``: a few instructions for a value of the row.
-    The same program where nothing can be hidden.
+    If nothing can be hidden, the same program is returned.
 
     Args:
-        program: of one kernel.
-        tensors: of its muGraph; see `followed`.
+        program: a kernel's program.
+        tensors: tensors of its muGraph; see `followed`.
     """
     made = _Guards(program, _fates(program, tensors))
     return made.program() if made.needed else program
 
 
 def followed(mu: MuGraph) -> dict[str, TensorSpec]:
-    """The tensors of a muGraph, those that hidden rows reach marked with what they are there."""
+    """The tensors of a muGraph; those that hidden rows reach are marked with their values there."""
     tensors = dict(mu.tensors)
     for step in mu.steps:
         fates = _fates(step.program, tensors)
@@ -181,7 +181,7 @@ def followed(mu: MuGraph) -> dict[str, TensorSpec]:
 
 
 def guarded_mugraph(mu: MuGraph) -> MuGraph:
-    """All kernels `guarded`, as they are compiled."""
+    """The muGraph that is compiled: all its kernels `guarded`."""
     tensors = followed(mu)
     steps = tuple(replace(s, program=guarded(s.program, tensors)) for s in mu.steps)
     return mu if steps == mu.steps else replace(mu, steps=steps)
@@ -201,21 +201,21 @@ def _fates(program: BlockProgram, tensors: Mapping[str, TensorSpec]) -> Fates:
 
 
 class _Guards:
-    """A block program that is written anew, with guards in front of what needs them."""
+    """A copy of a block program, with guards in front of operations that need them."""
 
     def __init__(self, old: BlockProgram, fates: Fates) -> None:
         self.old, self.fates = old, fates
         self.ops: list[BlockOp] = []
-        self.place: dict[int, int] = {}  # of the operations of the old program
+        self.place: dict[int, int] = {}  # index in the new program of each operation of the old one
         self.made: dict[tuple[str, int], int] = {}
 
     @property
     def needed(self) -> bool:
-        """Whether anything needs one."""
+        """True if any operation needs a guard."""
         return any(self._guard(op) for op in self.old.ops)
 
     def program(self) -> BlockProgram:
-        """The whole program."""
+        """The whole program with guards."""
         for i, op in enumerate(self.old.ops):
             inputs = [self.place[j] for j in op.inputs]
             kind = self._guard(op)
@@ -236,11 +236,11 @@ class _Guards:
         return self.made[kind, i]
 
     def _least(self, i: int) -> int:
-        """A finite number in the place of -inf."""
+        """The value with the least finite number in place of -inf."""
         return self._add("maximum", [i, self._constant(-LARGEST)], self.ops[i].dims)
 
     def _divisor(self, i: int) -> int:
-        """1 in the place of 0."""
+        """The divisor with 1 in place of 0."""
         dims, zero = self.ops[i].dims, self._constant(0.0)
         above, below = (self._add("at_least", pair, dims) for pair in ([i, zero], [zero, i]))
         return self._add("add", [i, self._add("mul", [above, below], dims)], dims)

@@ -3,11 +3,11 @@
 Every contiguous segment of a topological order is convex, so every sequence of segments that covers
 the order is a sequence of kernels. Each segment becomes a `Region`, which is searched by itself
 (equal regions once), and a dynamic program over the ends of segments finds the cheapest sequences.
-What lies between two kernels is stored and loaded, which their costs contain.
+The costs of kernels include storing and loading the tensors between them.
 
 A transpose is a view of another value, which costs nothing, unless it is to be stored
-(`Flat.copies`): then it is an operator like any other, fused or a kernel of its own. What
-``gather_pages`` puts together is an input: kernels read it through the table.
+(`Flat.copies`): then it is an operator like any other, fused or its own kernel. The result of
+``gather_pages`` is an input: kernels read it through the table.
 
 before: ``softmax(X @ W)``, 6 operators; after: ``[matmul] [max, sub, exp, sum, div]``.
 """
@@ -30,12 +30,12 @@ from cutesuper.ir.operators.base import Items, lookup
 from cutesuper.ir.rounding import narrow
 from cutesuper.search.region import Way
 
-#: values that lie in memory before anything runs
+#: operators whose values lie in memory before anything runs
 _GIVEN = ("input", "gather_pages")
-#: pieces of one kernel at most; bounds the segments of a long graph. A piece is an operator, or in
-#: a long graph the operators between two positions where it may be cut: chains count once
+#: most pieces of one kernel; it bounds the segments of a long graph. A piece is an operator, or in
+#: a long graph the operators between two positions where it may be cut: a chain counts once
 MAX_SEGMENT = 32
-#: operators of a graph up to which kernels may begin and end anywhere
+#: up to this number of operators in a graph, kernels may begin and end anywhere
 MANY_OPERATORS = 24
 
 
@@ -43,7 +43,7 @@ MANY_OPERATORS = 24
 class Segment:
     """A region of a graph, and the names of the tensors that it reads and writes.
 
-    ``tables``: for each tensor that is read through a table of pages the name of that.
+    ``tables``: for each tensor that is read through a table of pages, the name of the table.
     """
 
     region: Region
@@ -72,12 +72,12 @@ class Flat:
 
     Args:
         graph: primitive operators only.
-        copy_all: whether every transpose may be stored. Otherwise only those that are outputs and
+        copy_all: True if every transpose may be stored. Otherwise only those that are outputs and
             change nothing but the order of an input.
-        groups: of outputs that share nothing but inputs (`KernelGraph.apart`).
+        groups: groups of outputs that share nothing but inputs (`KernelGraph.apart`).
 
     Attributes:
-        views: what every node is a view of; of itself, if it is computed.
+        views: the value that every node is a view of; a computed node is a view of itself.
         copies: the transposes that are computed.
     """
 
@@ -105,7 +105,7 @@ class Flat:
                 )
 
     def _transposed(self, i: int) -> View:
-        """A transpose as a view of what is below it."""
+        """A transpose as a view of the value below it."""
         node = self.graph.nodes[i]
         inner = self.views[node.inputs[0]]
         return View(inner.value, tuple(inner.order[d] for d in node.attributes["dims"]))
@@ -129,7 +129,7 @@ class Flat:
         )
 
     def depth_first(self, last_operand_first: bool) -> tuple[int, ...]:
-        """The operators, each right after what only it needs."""
+        """The operators, each right after those that only it needs."""
         step = 1 if last_operand_first else -1
         found: dict[int, None] = {}
         stack = [(self.views[o].value, False) for o in reversed(self.graph.outputs)]
@@ -144,9 +144,9 @@ class Flat:
 
     @cached_property
     def group(self) -> dict[int, int]:
-        """For every operator the group of outputs that needs it.
+        """For every operator, the group of outputs that needs it.
 
-        Parts of several groups are not one kernel: the graph as it was has those.
+        Parts of several groups are not fused into one kernel: the original graph covers those.
         """
         group: dict[int, int] = {}
         for n, outputs in enumerate(self.groups or ()):
@@ -164,7 +164,7 @@ class Flat:
 
     @cached_property
     def users(self) -> dict[int, tuple[int, ...]]:
-        """For every value the operators that use it."""
+        """For every value, the operators that use it."""
         users: dict[int, list[int]] = {}
         for i in self.order:
             for v in self.operands(i):
@@ -178,7 +178,7 @@ class Flat:
         return tuple(self.views[j] for j in self.graph.nodes[i].inputs)
 
     def stored_as(self, value: int) -> str:
-        """Name of the tensor in which a value waits for another kernel."""
+        """Name of the tensor in which a value is stored for another kernel."""
         node = self.graph.nodes[value]
         if node.operator == "input":
             return node.name
@@ -188,32 +188,32 @@ class Flat:
         return self.fresh(f"t{value}") if output is None else self.fresh(f"out{output}")
 
     def table_of(self, value: int) -> str | None:
-        """Name of the table through which a value is read, if it lies in pages."""
+        """Name of the table through which a value is read; None if it does not lie in pages."""
         node = self.graph.nodes[value]
         return self.graph.nodes[node.inputs[1]].name if node.operator == "gather_pages" else None
 
     def page_of(self, value: int) -> int | None:
-        """Positions of a page of such a value."""
+        """Number of positions in a page of such a value."""
         node = self.graph.nodes[value]
         if node.operator != "gather_pages":
             return None
         return extent(self.graph.nodes[node.inputs[0]].shape[1])
 
     def fresh(self, name: str) -> str:
-        """The name, or one like it that no input has."""
+        """The name, changed if an input has it already."""
         taken = {self.graph.nodes[i].name for i in self.graph.inputs}
         while name in taken:
             name += "_"
         return name
 
     def _output(self, value: int) -> int | None:
-        """The output that stores a value in the order of its own dimensions."""
+        """Index of the output that stores a value in the order of its own dimensions."""
         plain = View(value, tuple(range(len(self.graph.nodes[value].shape))))
         return next((n for n, o in enumerate(self.graph.outputs) if self.views[o] == plain), None)
 
     def dtype(self, value: int) -> DType:
-        """Element type of a stored value: the graph's; between two kernels float32 for statistics,
-        and for what float16 cannot hold."""
+        """Element type of a stored value: the graph's type; between two kernels float32 for
+        statistics and for values that float16 cannot hold."""
         node = self.graph.nodes[value]
         if value in self.copies and self._output(value) is None:
             return self.dtype(self.operands(value)[0].value)
@@ -224,16 +224,16 @@ class Flat:
 
     @cached_property
     def narrow(self) -> frozenset[int]:
-        """The values that may lie between two kernels as float16."""
+        """The values that may be stored as float16 between two kernels."""
         return narrow(self.graph)
 
     @cached_property
     def statistics(self) -> frozenset[int]:
-        """What a reduction leaves, and what is computed from it without growing.
+        """Results of reductions, and values computed from them without growing.
 
-        A sum that is finished by another kernel would be rounded on the way: the mean of 72
-        numbers, taken dimension by dimension in bfloat16, is off by 6e-4. Operands of products are
-        none, which have the type of the other operand.
+        A sum that another kernel finishes would be rounded on the way: the mean of 72 numbers,
+        taken dimension by dimension in bfloat16, is off by 6e-4. Operands of products are excluded:
+        they have the type of the other operand.
         """
         found: set[int] = set()
         for i in self.order:
@@ -250,7 +250,7 @@ class Flat:
         return frozenset(found)
 
     def _is_multiplied(self, i: int) -> bool:
-        """Whether a value, or a copy of it in another order, is an operand of a product."""
+        """True if a value, or a copy of it in another order, is an operand of a product."""
         users = self.users.get(i, ())
         return any(
             lookup(self.graph.nodes[u].operator).one_type
@@ -259,11 +259,11 @@ class Flat:
         )
 
     def segment(self, members: tuple[int, ...]) -> Segment:
-        """The region of some operators, in the order of the graph: equal sets are equal."""
+        """The region of some operators, in the graph's order: equal sets give equal regions."""
         return _SegmentBuilder(self, tuple(sorted(members))).build()
 
     def describe(self, i: int) -> str:
-        """``sum(t4[16, 4096], dim=0)``."""
+        """An operator with its operands as text: ``sum(t4[16, 4096], dim=0)``."""
         node = self.graph.nodes[i]
         shown = [self.graph.nodes[j].name + show_shape(self.graph.nodes[j].shape)
                  for j in node.inputs]
@@ -284,7 +284,7 @@ class _SegmentBuilder:
         self.index = {v: n for n, v in enumerate((*self.inputs, *self.ops))}
 
     def _with_scalars(self) -> tuple[int, ...]:
-        """The members, each after the numbers that it needs."""
+        """The members, each after the scalar nodes that it needs."""
         flat, found = self.flat, dict[int, None]()
         for i in self.members:
             stack = [i]
@@ -320,7 +320,7 @@ class _SegmentBuilder:
         return RegionOp(node.operator, operands, Items(attributes), node.shape)
 
     def _stored(self) -> Iterable[tuple[View, str, DType]]:
-        """What must outlive the kernel: outputs, and values with users elsewhere."""
+        """Values that must outlive the kernel: outputs, and values with users elsewhere."""
         flat, names = self.flat, set[str]()
         for n, o in enumerate(flat.graph.outputs):
             if flat.views[o].value in self.inside:
@@ -344,8 +344,8 @@ class _Path(NamedTuple):
 class Segments:
     """All segments of a few topological orders of a graph.
 
-    Depth first from either operand: what prepares one operand of ``norm(Q) @ norm(K)^T`` should be
-    next to the product in one of the orders.
+    Orders are depth first from either operand: the operators that prepare one operand of
+    ``norm(Q) @ norm(K)^T`` should be next to the product in one of the orders.
     """
 
     def __init__(self, flat: Flat) -> None:
@@ -356,8 +356,9 @@ class Segments:
         self._marks: dict[tuple[int, ...], list[int]] = {}
         nodes = flat.graph.nodes
         ends = sum(size(nodes[i].shape) for i in (*flat.graph.inputs, *flat.graph.outputs))
-        #: elements that may be needed across a cut: storing the scores of attention backward (2.3
-        #: times what it reads and writes) was never cheaper, and took most of the time to find out
+        #: most elements that may be needed across a cut: storing the scores of attention backward
+        #: (2.3 times what it reads and writes) was never cheaper, and finding that out took most of
+        #: the time
         self._most = 2.0 * ends
 
     def segment(self, order: tuple[int, ...], start: int, end: int) -> Segment:
@@ -369,12 +370,12 @@ class Segments:
         return self._known[key]
 
     def known(self, order: tuple[int, ...], start: int, end: int) -> Segment | None:
-        """A segment that was asked for before."""
+        """A segment that was requested before, or None."""
         return self._known.get(frozenset(order[start:end]))
 
     def marks(self, order: tuple[int, ...]) -> list[int]:
-        """The positions where an order may be cut, its ends among them: all of a short graph; of
-        one with more than `MANY_OPERATORS` those neither inside of a chain nor on a slope."""
+        """The positions where an order may be cut, including its ends: all positions of a short
+        graph; with more than `MANY_OPERATORS`, those neither inside a chain nor on a slope."""
         if order not in self._marks:
             inner = set[int]()
             if len(order) > MANY_OPERATORS:
@@ -383,8 +384,7 @@ class Segments:
         return self._marks[order]
 
     def all(self) -> Iterator[tuple[Segment, int, bool]]:
-        """Segments, short ones first, of how many pieces they are, and whether both ends are
-        waists."""
+        """Segments, short ones first, with their number of pieces, and True if between waists."""
         waists_of = {order: self.waists(order) for order in self.orders}
         for length in range(1, MAX_SEGMENT + 1):
             for order, waists in waists_of.items():
@@ -394,7 +394,7 @@ class Segments:
                         yield self.segment(order, start, end), length, {start, end} <= waists
 
     def divide(self, runs: Callable[[Region], bool]) -> bool:
-        """Cut pieces that no kernel runs in two; return whether there are any."""
+        """Cut pieces that no kernel runs in two; return True if there are any."""
         divided = False
         for order in self.orders:
             marks = self.marks(order)
@@ -408,21 +408,22 @@ class Segments:
         return divided
 
     def whole(self) -> Segment | None:
-        """All operators."""
+        """The segment of all operators; None if it is empty or `mixed`."""
         (order, *_) = self.orders
         if not order or self.mixed(order, 0, len(order)):
             return None
         return self.segment(order, 0, len(order))
 
     def mixed(self, order: tuple[int, ...], start: int, end: int) -> bool:
-        """Whether a segment has parts of outputs that are computed apart."""
+        """True if a segment contains parts of outputs that are computed apart."""
         if self.flat.groups is None:
             return False
         return len({self.flat.group[i] for i in order[start:end]}) > 1
 
     def inside_chains(self, order: tuple[int, ...]) -> set[int]:
-        """Positions between a value and the element-wise operator that alone uses it: to store its
-        result in place of the value takes as many bytes, and whatever computes the value can."""
+        """Positions between a value and an element-wise operator that is its only user: storing the
+        operator's result instead takes as many bytes, and the kernel of the value can compute
+        it."""
         flat, found = self.flat, set[int]()
         for n in range(1, len(order)):
             before, after = (flat.graph.nodes[i] for i in order[n - 1 : n + 1])
@@ -435,11 +436,10 @@ class Segments:
 
     def inside_runs(self, order: tuple[int, ...]) -> set[int]:
         """Positions from which a cut could move on, over element-wise operators, to where no more
-        is stored: between the sums of ``y + y * y`` again and again, each of which is used twice.
-        """
+        is stored: as in repeated sums of ``y + y * y``, each of which is used twice."""
         flat, crossing = self.flat, self._crossing(order)
         movable = [lookup(flat.graph.nodes[i].operator).elementwise for i in order]
-        found, least = set[int](), inf  # of the positions further along that a cut can move to
+        found, least = set[int](), inf  # least: of the positions that a cut can move on to
         for n in range(len(order) - 1, 0, -1):
             least = min(least, crossing[n + 1]) if movable[n] else inf
             kept = order[n - 1] in flat.graph.outputs
@@ -448,13 +448,14 @@ class Segments:
         return found
 
     def waists(self, order: tuple[int, ...]) -> set[int]:
-        """Positions of an order over which fewer bytes are needed than next to them.
+        """Positions of an order across which fewer bytes are needed than at the positions next to
+        them.
 
         ``softmax(X W)``: after the product, the exponentials and the end, but not between the
-        maximum and the difference, where the product and its maximum would have to be stored. Of
-        several positions in a row the last: what follows a product is its epilogue, which costs
-        less than a prologue of the next one. A product may always begin a kernel, unless more is
-        needed there than before.
+        maximum and the difference, where the product and its maximum would have to be stored. Among
+        several such positions in a row the last counts: operators after a product are its epilogue,
+        which costs less than a prologue of the next. A product may always begin a kernel, unless
+        more bytes are needed there than before.
         """
         crossing, found = self._crossing(order), {0, len(order)}
         for _, run in groupby(range(len(crossing)), key=crossing.__getitem__):
@@ -472,9 +473,9 @@ class Segments:
 
     def slopes(self, order: tuple[int, ...]) -> set[int]:
         """Positions between element-wise operators from which fewer elements are stored further
-        along, and nowhere more on the way: whatever computes one operator can compute all of them.
-        Most of the backward pass of an nGPT block, 51 operators, has 1304 segments, and 495 that
-        give as cheap a program."""
+        along, and nowhere more on the way: a kernel that computes one of these operators can
+        compute all of them. Most of the backward pass of an nGPT block, 51 operators, has 1304
+        segments, and 495 that give as cheap a program."""
         nodes, crossing = self.flat.graph.nodes, self._crossing(order)
         movable = [lookup(nodes[i].operator).elementwise for i in order]
         between = [a and b for a, b in pairwise(movable)]  # position n is between[n - 1]
@@ -491,7 +492,7 @@ class Segments:
         return found
 
     def _crossing(self, order: tuple[int, ...]) -> list[float]:
-        """Elements that are needed on both sides of each position of an order."""
+        """Number of elements that are needed on both sides of each position of an order."""
         flat, place = self.flat, {v: n for n, v in enumerate(order)}
         crossing = [inf, *[0.0] * (len(order) - 1), inf]
         for v, users in flat.users.items():
@@ -508,7 +509,7 @@ def cuts(segments: Segments, find: Find, keep: int) -> list[Cut]:
     """The cheapest sequences of kernels, best first.
 
     Raises:
-        SearchError: naming an operator that no kernel can run even by itself, and why.
+        SearchError: names an operator that no kernel can run even by itself, and the reason.
     """
     found: dict[Any, Cut] = {}
     for order in segments.orders:
@@ -533,14 +534,14 @@ def _cheapest(
                 break
             segment = segments.known(order, start, end)
             if segment is None:
-                continue  # nobody looked at it
+                continue  # no kernel was searched for it
             try:
                 found = find(segment.region)
             except SearchError as e:
                 reasons.append(frameless(e))
                 continue
-            # both are sorted, so that of what continues the i-th way all but these are behind
-            # ``keep`` others: a tenth of the search of a GPT's layer went into making them
+            # both are sorted, so among the continuations of the i-th way all but these are behind
+            # ``keep`` others: making them took a tenth of the search of a GPT's layer
             longer = [
                 _Path(w.cost + k.total, w, (segment, k))
                 for i, w in enumerate(ways[start])

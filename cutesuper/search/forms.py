@@ -26,11 +26,12 @@ from cutesuper.skeletons.registry import SKELETONS
 
 @dataclass(frozen=True)
 class BlockForm(AnyRules):
-    """Whatever a block program can express: chained products, running maxima, several passes over
-    a loop, partial results of the grid. No skeleton of the lowering runs all of it."""
+    """Rules for everything that a block program can express: chained products, running maxima,
+    several passes over a loop, partial results of the grid. No skeleton of the lowering runs all of
+    it."""
 
     def splits(self, program: LabelledProgram) -> Iterator[Split]:
-        """All splits, but symbolic extents are divided by the grid and by nothing else."""
+        """All splits; symbolic extents are divided by the grid only."""
         symbolic = {d for d, n in program.dims.items() if isinstance(n, Symbol)}
         for split in splits(program):
             kinds = dict(split.kinds)
@@ -38,7 +39,7 @@ class BlockForm(AnyRules):
                 yield split
 
     def refuses(self, program: BlockProgram) -> str | None:
-        """A cluster that exchanges nothing only occupies blocks."""
+        """Refuse an unused cluster: one that exchanges nothing only occupies blocks."""
         reduced = any(op.kind == CLUSTER_REDUCE for op in program.ops)
         return "an unused cluster axis" if program.of_kind(AxisKind.CLUSTER) and not reduced else (
             None

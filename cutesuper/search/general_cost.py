@@ -1,9 +1,9 @@
-"""What block programs of any form cost, for all candidate extents of a structure at once.
+"""Cost model for block programs of any form, for all candidate extents of a structure at once.
 
-The same quantities as `skeletons.matmul.cost`, with the same constants (`targets`):
-bytes from device memory in waves of blocks, what one SM takes in, L2, tensor cores by the area of
-their accumulators, arithmetic, iterations, the exchange in a cluster. Skeletons that have a price
-of their own (`search.forms`) are priced there; this model orders what has none yet.
+It is a roofline model over the same quantities as `skeletons.matmul.cost`, with the same constants
+(`targets`): bytes from device memory in waves of blocks, bytes that one SM takes in, L2, tensor
+cores by the area of their accumulators, arithmetic, iterations, the exchange in a cluster. Programs
+of a skeleton (`search.forms`) are priced by that skeleton; this model ranks all others.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Reals = NDArray[np.float64]
 REGISTER_VALUES = 48 * 1024
 #: elements of a row program that the threads of a block hold
 ROW_VALUES = 64 * 1024
-#: what is read again comes from L2 if it fits
+#: data that is read again comes from L2 if it is at most this large
 L2_BYTES = 40e6
-#: blocks of a kernel without matrix products that share an SM, at most
+#: most blocks of a kernel without matrix products that share an SM
 RESIDENT = 8
-#: smallest tile of an instruction of the tensor cores: one side of 64, the other of 8
+#: smallest tile of a tensor core instruction: one side of 64, the other of 8
 TENSOR_SIDE, TENSOR_OTHER, TENSOR_INNER = 64, 8, 16
 
 
@@ -70,7 +70,7 @@ class Model:
         return self.elements[i].astype(float) * self.itemsizes[op.attributes["tensor"]]
 
     def _loads(self) -> tuple[Reals, Reals, Reals]:
-        """Bytes of an iteration's loads, of those outside loops, and whole rows read again."""
+        """Bytes loaded in an iteration, bytes loaded outside loops, and whole rows read again."""
         zero = np.zeros(self.sizes.count)
         stage, once, again = zero.copy(), zero.copy(), zero.copy()
         for i, op in enumerate(self.structure.ops):
@@ -85,7 +85,8 @@ class Model:
         return stage, once, again
 
     def _shared(self) -> Reals:
-        """Bytes of the least stages, of what is loaded once, of computed operands and exchange."""
+        """Shared-memory bytes of the fewest stages, of tensors loaded once, of computed operands
+        and of the exchange."""
         staged = MIN_STAGES * self.stage if self.loops else 0.0 * self.stage
         operands = np.zeros(self.sizes.count)
         ops = self.structure.ops
@@ -96,7 +97,7 @@ class Model:
         return staged + self.once + np.maximum(operands, exchange) + RESERVED_BYTES
 
     def _exchanged(self) -> Reals:
-        """fp32 values that blocks of a cluster combine."""
+        """Number of fp32 values that blocks of a cluster combine."""
         total = np.zeros(self.sizes.count)
         for op, elements in zip(self.structure.ops, self.elements, strict=True):
             if op.kind == CLUSTER_REDUCE:
@@ -104,11 +105,11 @@ class Model:
         return total
 
     def resident(self) -> NDArray[np.bool_]:
-        """Whether what several passes read stays in shared memory."""
+        """True where the rows that several passes read stay in shared memory."""
         return self.shared + self.again <= self.target.shared_bytes
 
     def registers(self) -> Reals:
-        """fp32 values that live at once: accumulators, and the largest other value."""
+        """Number of fp32 values that live at once: accumulators, and the largest other value."""
         live = np.zeros(self.sizes.count)
         other = np.zeros(self.sizes.count)
         ops, users = self.structure.ops, self._users
@@ -123,7 +124,7 @@ class Model:
 
     @cached_property
     def _users(self) -> list[list[int]]:
-        """For every operation those that use it."""
+        """For every operation, the operations that use it."""
         users: list[list[int]] = [[] for _ in self.structure.ops]
         for i, op in enumerate(self.structure.ops):
             for j in op.inputs:
@@ -131,14 +132,14 @@ class Model:
         return users
 
     def fits(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Whether shared memory and registers suffice."""
+        """True where shared memory suffices, and True where registers do."""
         values = REGISTER_VALUES if self.shape.products else ROW_VALUES
         return self.shared <= self.target.shared_bytes, self.registers() <= values
 
     # -------------------------------------------------------------------------------------- time
 
     def price(self) -> tuple[Reals, dict[str, Reals]]:
-        """Microseconds in all, and by cause."""
+        """Total microseconds, and microseconds by cause."""
         t, r, sizes = self.target, self.target.rates, self.sizes
         cluster = sizes.times([a.name for a in self.structure.of_kind(AxisKind.CLUSTER)])
         grid = [a.name for a in self.structure.of_kind(AxisKind.GRID)]
@@ -172,7 +173,7 @@ class Model:
         return launch + busy + ramp + exchange + store, parts
 
     def _traffic(self, blocks: Any) -> tuple[Reals, Reals]:
-        """Bytes of device memory in all, and bytes that one block takes in."""
+        """Total bytes of device memory, and bytes that one block takes in."""
         structure, sizes = self.structure, self.sizes
         resident = self.resident()
         loaded = np.zeros(sizes.count)
@@ -197,7 +198,7 @@ class Model:
         return moved, loaded
 
     def _piece(self) -> Reals:
-        """Bytes next to each other that an iteration of products loads, of its largest tile."""
+        """Contiguous bytes that an iteration of products loads, in its largest tile."""
         piece, largest = np.full(self.sizes.count, np.inf), np.zeros(self.sizes.count)
         for i, op in enumerate(self.structure.ops):
             looped = op.kind == LOAD and set(self.loops) & self.shape.states[i].inside
@@ -213,7 +214,7 @@ class Model:
         return prod(extent(dims[d]) for d in op.attributes["map"] if d in dims)
 
     def _tensor(self) -> Reals:
-        """Products of one wave, at the rate that the area of each accumulator allows."""
+        """Time of the products of one wave, at the rate that each accumulator's area allows."""
         r, total = self.target.rates, np.zeros(self.sizes.count)
         for i, p in self.shape.products.items():
             def side(labels: frozenset[str]) -> Any:
@@ -234,7 +235,7 @@ class Model:
         return total
 
     def _arithmetic(self) -> tuple[Reals, Reals, Reals]:
-        """Instructions of one block: on what is staged for products, in loops, and after them."""
+        """Instructions of one block: on operands staged for products, in loops, and after them."""
         staged, looped, end = (np.zeros(self.sizes.count) for _ in range(3))
         ops, after = self.structure.ops, self._after_products
         for i, op in enumerate(ops):
@@ -242,7 +243,7 @@ class Model:
                 continue
             source = op.inputs[0] if "over" in op.attributes else i
             if op.kind in ENDING and not op.rescaled:
-                continue  # the tensor cores add up, or a few values of a row
+                continue  # the tensor cores add up, or there are only a few values of a row
             each = self.target.rates.instructions.get(op.kind, 1)
             if op.kind == "div" and len(ops[op.inputs[1]].dims) < len(op.dims):
                 each = 1  # the reciprocal of a row's value multiplies
@@ -258,15 +259,15 @@ class Model:
 
     @cached_property
     def _after_products(self) -> set[int]:
-        """The operations that are, or depend on, a product."""
+        """The operations that are a product, or depend on one."""
         return self.structure.dependence.after(self.shape.products)
 
     def _times(self, i: int) -> Any:
-        """How often a block runs an operation."""
+        """Number of times that a block runs an operation."""
         return self.sizes.times(self.shape.iterated(i)) * self.shape.runs[i]
 
     def _iterations(self) -> Reals:
-        """Iterations of a block, all passes."""
+        """Number of iterations of a block in all passes."""
         inner = [a.name for k in (AxisKind.LOOP, AxisKind.PERSISTENT)
                  for a in self.structure.of_kind(k)]
         if not inner:
@@ -275,8 +276,8 @@ class Model:
         return count * max(self.shape.runs, default=1)
 
     def _staged_us(self) -> Reals:
-        """Operands that a block computes from loads, or else only reads for statistics; what comes
-        from a product stays in registers."""
+        """Time for operands that a block computes from loads, or only reads for statistics; results
+        of a product stay in registers."""
         ops, after = self.structure.ops, self._after_products
         rewritten, read = np.zeros(self.sizes.count), np.zeros(self.sizes.count)
         if not self.shape.products:
@@ -298,7 +299,7 @@ class Model:
         return sum("over" in op.attributes or op.kind in ENDING for op in self.structure.ops)
 
     def _end_us(self, cluster: Numbers) -> tuple[Reals, Reals]:
-        """A block's exchange with its cluster, and its epilogue."""
+        """Time of a block's exchange with its cluster, and of its epilogue."""
         r, share = self.target.rates, np.maximum(cluster, 1)
         sent = 4.0 * self._exchanged() * (cluster - 1) / share / 1024
         stored, users = np.zeros(self.sizes.count), self._users
@@ -310,5 +311,5 @@ class Model:
         return r.exchange_us_per_kb * sent, np.asarray(stored * per_store, dtype=np.float64)
 
     def cost(self, total: Reals, parts: dict[str, Reals], i: int) -> Cost:
-        """Of candidate i."""
+        """Cost of candidate i."""
         return Cost(float(total[i]), {k: float(v[i]) for k, v in parts.items()})

@@ -1,8 +1,8 @@
 """Sizes of block programs of any form: all extents of a structure as arrays, priced at once.
 
-A structure has some thousand sizes. Bytes, registers, instructions and waves are products of
-extents, so one NumPy operation gives them for all candidates; 2,000 candidates of an attention
-program take 3 ms.
+A structure has about a thousand possible sizes. Bytes, registers, instructions and waves are
+products of extents, so one NumPy operation gives them for all candidates; 2,000 candidates of an
+attention program take 3 ms.
 
 before: ``acc_S(exp(Q K) V) / acc_S(sum exp(Q K))`` with S split over a cluster and a loop; after:
 tile B=1 M=128 S=64, B.grid(2) M.grid(2) S.cluster(8) S.loop(8).
@@ -26,16 +26,16 @@ Numbers = NDArray[np.int64]
 
 #: tiles of the dimensions of matrix products; whole 128-byte lines of 16-bit elements
 MATRIX_TILES = (16, 64, 128, 256)
-#: tiles of a contracted dimension that a loop walks
+#: tiles of a contracted dimension that a loop walks over
 INNER_TILES = (64, 128)
-#: tiles of a dimension that only element-wise operators and plain reductions see
+#: tiles of a dimension that only element-wise operators and plain reductions use
 ROW_TILES = (1, 2, 4, 8, 16)
 #: strips of a long dimension in such programs
 STRIPS = (1024, 4096)
 CLUSTERS = (2, 4, 8)
-#: parts in which the grid may divide a dimension that is reduced
+#: numbers of parts into which the grid may divide a reduced dimension
 GRID_PARTS = (2, 4, 8, 16, 32, 64)
-#: sizes of one structure at most
+#: most sizes of one structure
 MAX_SIZES = 6000
 
 
@@ -44,7 +44,7 @@ class Sizes:
     """Candidate extents of a structure, one array element for each candidate.
 
     Attributes:
-        tile: of every label.
+        tile: tile of every label.
         parts: extent of every axis by name.
     """
 
@@ -59,11 +59,11 @@ class Sizes:
 
     @property
     def count(self) -> int:
-        """How many candidates there are."""
+        """Number of candidates."""
         return len(next(iter(self.tile.values()), np.zeros(0)))
 
     def elements(self, dims: tuple[str, ...]) -> Numbers:
-        """Elements of a tile with these labels."""
+        """Number of elements of a tile with these labels."""
         return _product([self.tile[d] for d in dims], self.count)
 
     def times(self, axes: list[str]) -> Numbers:
@@ -89,7 +89,7 @@ def _product(factors: list[Numbers], count: int) -> Numbers:
 
 @dataclass(frozen=True)
 class Product:
-    """A contraction: labels of rows, columns and what both operands share."""
+    """A contraction: the labels of rows, of columns, and those that both operands share."""
 
     rows: frozenset[str]
     columns: frozenset[str]
@@ -97,7 +97,8 @@ class Product:
 
 
 class Shape:
-    """What the extents of a structure do not change: roles of labels, states of values.
+    """Properties of a structure that do not depend on its extents: roles of labels, states of
+    values.
 
     Args:
         structure: a legal block program.
@@ -118,7 +119,7 @@ class Shape:
         self.runs = self._runs()
 
     def _matrix_labels(self) -> set[str]:
-        """Labels that the tensor cores tile; of several rows (batches) the innermost."""
+        """Labels that the tensor cores tile; of several row labels (batches) the innermost."""
         found: set[str] = set()
         for p in self.products.values():
             found.add(p.over)
@@ -128,7 +129,7 @@ class Shape:
         return found
 
     def _runs(self) -> list[int]:
-        """In how many passes of the loop each operation is needed; once outside."""
+        """Number of passes of the loop in which each operation is needed; 1 outside of loops."""
         ops, loops = self.structure.ops, self.structure.of_kind(AxisKind.LOOP)
         if not loops:
             return [1] * len(ops)
@@ -151,10 +152,10 @@ class Shape:
 
 
 def candidates(shape: Shape, target: Target) -> Sizes:
-    """All extents worth a price, at most `MAX_SIZES`."""
+    """All extents worth pricing, at most `MAX_SIZES`."""
     structure = shape.structure
     inner = {a.name: _parts(shape, a) for a in structure.axes if _is_chosen(shape, a)}
-    # axes that are all chosen leave the tile no choice
+    # if all axes are chosen, the tile has no choice left
     derived = [
         d for d in structure.dims
         if (axes := structure.axes_of(d)) and all(a.name in inner for a in axes)
@@ -177,7 +178,7 @@ def candidates(shape: Shape, target: Target) -> Sizes:
 
 
 def _is_chosen(shape: Shape, axis: Axis) -> bool:
-    """Whether the extent of an axis is a choice, not what tiles leave to cover."""
+    """True if an axis's extent is a choice, not the number of tiles needed to cover a label."""
     if axis.kind == AxisKind.CLUSTER:
         return True
     stored = any(axis.dim in op.attributes["map"] for op in shape.structure.stores())
@@ -206,11 +207,11 @@ def _tiles(shape: Shape, label: str) -> list[int]:
 
 
 def _fitting(tiles: tuple[int, ...], whole: int) -> list[int]:
-    """The tiles up to the first that covers the dimension; a small one as it is."""
+    """The tiles up to the first that covers the dimension; a small dimension gets a single tile."""
     below = [t for t in tiles if t < whole]
     if len(below) == len(tiles):
         return below
-    # the next power of two covers it, and no more padding is computed than that
+    # the next power of two covers it, and no more padding than that is computed
     return [*below, min(tiles[len(below)], max(8, 1 << (whole - 1).bit_length()))]
 
 
@@ -221,7 +222,7 @@ def _parts(shape: Shape, axis: Axis) -> list[int]:
 
 
 def _covered(shape: Shape, sizes: Sizes, target: Target) -> Sizes:
-    """Extents of the other axes, so that axes and tiles cover every label."""
+    """Add the extents of the other axes, so that axes and tiles cover every label."""
     structure = shape.structure
     parts = dict(sizes.parts)
     blocks = np.ones(sizes.count, dtype=np.int64)
@@ -248,7 +249,7 @@ def _covered(shape: Shape, sizes: Sizes, target: Target) -> Sizes:
     found = Sizes(sizes.tile, parts)
     fits = np.ones(sizes.count, dtype=bool)
     for d, dim in structure.dims.items():
-        # no cluster or grid part without any element
+        # no part of a cluster or grid axis may be without elements
         inner = found.tile[d] * found.times([a.name for a in structure.axes_of(d)][1:])
         outer = found.times([a.name for a in structure.axes_of(d)][:1])
         fits &= (outer - 1) * inner < extent(dim)

@@ -1,7 +1,7 @@
-"""The search in one region: from a region to the ways in which kernels can compute it.
+"""The search in one region: finds the ways in which kernels can compute it.
 
-A pure function of region, target and options, so that regions can be searched in other processes
-(`search.search(executor=...)`) and equal regions once.
+It is a pure function of region, target and options, so that regions can be searched in other
+processes (`search.search(executor=...)`), and equal regions only once.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from cutesuper.targets import Target
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Knobs of the search.
+    """Options of the search.
 
     Attributes:
-        programs_per_split: structures taken from one split of one region.
-        slack: a structure may cost this much more than the cheapest of its split, before sizing.
+        programs_per_split: structures extracted from one split of one region.
+        slack: highest cost of a structure, relative to the cheapest of its split, before sizing.
         max_classes: classes of one split (466 is the most that any tried program of one kernel
-            needed); past that a region is searched with more values sealed. A skeleton may have a
+            needed); past that a region is searched with more values sealed. A skeleton may get a
             part of them: `skeletons.base.Skeleton.class_share`.
         sizes_per_structure: sized programs kept of one structure.
         keep: candidates returned.
-        seed: of the random field point that tells classes apart.
-        lowered: look only for kernels that a skeleton of the lowering runs.
+        seed: seed of the random field point that tells classes apart.
+        lowered: search only for kernels that a skeleton of the lowering runs.
         dependent_launch: kernels are launched before their predecessor has ended.
     """
 
@@ -65,7 +65,7 @@ class SearchOptions:
 
 @dataclass
 class Counts:
-    """What was looked at.
+    """Counters of a search.
 
     Attributes:
         regions: different regions.
@@ -73,7 +73,7 @@ class Counts:
         classes, tried: classes kept, and results formed to find them.
         largest: classes of the largest split.
         programs: structures extracted.
-        pruned: regions, structures and sizes that were left out, by reason.
+        pruned: number of regions, structures and sizes that were left out, by reason.
     """
 
     regions: int = 0
@@ -86,7 +86,7 @@ class Counts:
     pruned: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Counts) -> None:
-        """Add up."""
+        """Add another search's counters to these."""
         self.regions += other.regions
         self.splits += other.splits
         self.feasible += other.feasible
@@ -105,9 +105,9 @@ class Way:
         programs: sized block programs over ``in0``, ..., ``part0``, ..., ``out0``, ...; two where
             the blocks of the first leave partial results for the second.
         partials: the tensors between them.
-        costs: of each program.
+        costs: cost of each program.
         structure: numbers the programs of a region without their sizes.
-        lowered: whether a skeleton of the lowering runs it.
+        lowered: True if a skeleton of the lowering runs it.
     """
 
     programs: tuple[BlockProgram, ...]
@@ -118,7 +118,7 @@ class Way:
 
     @property
     def total(self) -> float:
-        """Microseconds."""
+        """Total cost in microseconds."""
         return sum(c.total for c in self.costs)
 
 
@@ -131,23 +131,23 @@ class Found:
     counts: Counts
 
 
-#: operators of a program that is saturated: more are run as they are written. With 180 in two
-#: chains around a softmax, saturation took 4 s and found nothing else
+#: most operators of a program that is saturated; longer ones are run as they are written. With 180
+#: in two chains around a softmax, saturation took 4 s and found nothing else
 MAX_SATURATED = 32
-#: how regions are searched that had too many classes: `Space`
+#: levels of sealing at which a region with too many classes is searched again: see `Space`
 SEALING: tuple[Sealing, ...] = (0, 1, 2)
-#: elements of an operand that is not read again by every block (2 MB), and columns of a product
-#: that many blocks divide
+#: least elements of an operand that blocks should not all read again (2 MB), and least columns of a
+#: product that many blocks divide
 LARGE_OPERAND, MANY_COLUMNS = 1 << 20, 1024
-#: products of products of products in one kernel; a three-layer MLP has three, attention two. With
-#: MAX_TRIED it keeps layers that are too small for `LARGE_OPERAND` from taking minutes
+#: most products that depend on each other in one kernel; a three-layer MLP has three, attention
+#: two. With MAX_TRIED it keeps layers that are too small for `LARGE_OPERAND` from taking minutes
 MAX_DEPTH = 3
-#: results formed in one region, after which no further splits are tried (2 s; attention's backward
+#: results formed in one region after which no further splits are tried (2 s; attention's backward
 #: pass in one kernel takes 20,000)
 MAX_TRIED = 30_000
-#: ways to run a region that differ in nothing but sizes and the order of operators
+#: most ways to run a region that differ only in sizes and the order of operators
 ALIKE = 3
-#: structures of a region of any form that are sized (2 to 5 ms each)
+#: most structures of a region of any form that are sized (2 to 5 ms each)
 MAX_STRUCTURES = 96
 
 
@@ -157,10 +157,10 @@ def search_region(
     """All ways worth keeping to compute a region by one kernel, or by a pair of kernels.
 
     Args:
-        region: what to compute.
+        region: the region to compute.
         target: the device.
-        options: knobs.
-        seconds: after this time nothing further is looked for.
+        options: see `SearchOptions`.
+        seconds: time after which the search of the region stops.
     """
     search = _RegionSearch(region, target, options)
     try:
@@ -172,7 +172,7 @@ def search_region(
 
 
 def in_a_chain(region: Region) -> bool:
-    """Whether a region is run as chained products. Those are looked at only where both ends are
+    """True if a region is run as chained products. Such regions are searched only if both ends are
     waists: with norms of Q, K and V there are 20 more of them, 0.3 to 1 s each."""
     if sum(op.kind == "matmul" for op in region.ops) < 2:
         return False
@@ -190,10 +190,10 @@ class _RegionSearch:
         self.itemsizes |= {f"out{i}": t.itemsize for i, t in enumerate(region.output_dtypes)}
         self.device = Device(target, self.itemsizes, options.dependent_launch)
         self._known: dict[object, int] = {}
-        self._skeletons = 0  # so many of these structures are run by a skeleton
+        self._skeletons = 0  # number of these structures that a skeleton runs
 
     def run(self) -> list[Way]:
-        """Ways by a skeleton of the lowering, and by programs of any form, cheapest first."""
+        """Ways that a skeleton of the lowering runs, and programs of any form, cheapest first."""
         program = label(self.region)
         reasons: list[SearchError] = []
         found = self._attempt(lambda: self._by_skeleton(program), reasons)
@@ -242,7 +242,7 @@ class _RegionSearch:
         return self._levels(program, lambda space: self._blocks(BlockForm(), space))
 
     def _sealed(self, program: LabelledProgram, by: Recognized) -> list[Way]:
-        """With as little sealed as the limits allow, or else as it is written."""
+        """The ways with as few values sealed as the limits allow, else the program as written."""
         try:
             return self._levels(program, lambda space: list(self._skeleton(by, space)))
         except (TooLarge, OutOfTime) as error:
@@ -255,7 +255,7 @@ class _RegionSearch:
     def _levels(
         self, program: LabelledProgram, search: Callable[[Space], list[Way]]
     ) -> list[Way]:
-        """Seal more and more. Raises TooLarge where even sealed values are too many."""
+        """Seal more and more. Raises TooLarge if even sealed values give too many classes."""
         if sum(op.kind not in ("load", "constant") for op in program.ops) > MAX_SATURATED:
             raise TooLarge(f"more than {MAX_SATURATED} operators; compute the program in pieces")
         for level in SEALING:
@@ -273,9 +273,9 @@ class _RegionSearch:
         self, by: Recognized, space: Space,
         finish: Callable[[BlockProgram, Split], BlockProgram | None] = lambda program, _: program,
     ) -> Iterator[Way]:
-        """Sized programs of all splits of a form that the lowering has.
+        """Sized programs of all splits of a form that the lowering supports.
 
-        ``finish``: adds what was not searched.
+        ``finish``: adds the operations that were not searched.
         """
         keep = self.options.programs_per_split
         for split in by.form.splits(space.program):
@@ -301,7 +301,7 @@ class _RegionSearch:
             yield Way((s.program,), (), (s.cost,), number, True)
 
     def _written(self, program: LabelledProgram, by: Recognized) -> list[Way]:
-        """As it is written; what leads to the last reduction is searched where that is short."""
+        """The program as written; the part up to the last reduction is searched if it is short."""
         form, begun = by.form, core(program, tail(program))
         if begun is not None:
             before, wanted = begun
@@ -386,7 +386,7 @@ class _RegionSearch:
         return []
 
     def _hopeless(self, program: LabelledProgram, split: Split) -> bool:
-        """Whether even the smallest tiles leave a tensor too large for a block."""
+        """True if even the smallest tiles leave a tensor too large for a block."""
         kinds = dict(split.kinds)
         strip = 1 if program.of_kind("matmul") else STRIPS[0]
 
@@ -447,7 +447,7 @@ class _RegionSearch:
 
 
 def _vanished(form: Any, program: BlockProgram) -> str | None:
-    """Why a form does not run what it was made for any more: a label that it names is gone.
+    """Reason why a form no longer runs its program: a label that the form names is gone.
 
     before: ``sum(x) - sum(x) + y``, a form along the label that is summed; after: ``y``.
     """
@@ -457,7 +457,7 @@ def _vanished(form: Any, program: BlockProgram) -> str | None:
 
 
 def _diverse(ways: list[Way]) -> list[Way]:
-    """At most `ALIKE` ways whose axes are the same: the place of a scale is no other program."""
+    """At most `ALIKE` ways with the same axes: moving a scale does not make another program."""
     alike: Counter[object] = Counter()
     kept: list[Way] = []
     for way in ways:
@@ -469,7 +469,7 @@ def _diverse(ways: list[Way]) -> list[Way]:
 
 
 def _too_long(program: LabelledProgram) -> str | None:
-    """Why a chain of products is not worth a look: no block can hold all that lies between."""
+    """Reason to skip a chain of products: no block can hold all values in between; else None."""
     depth: list[int] = []
     for op in program.ops:
         before = max((depth[i] for i in op.inputs), default=0)
@@ -480,7 +480,7 @@ def _too_long(program: LabelledProgram) -> str | None:
 
 
 def _computed_again(program: LabelledProgram) -> str | None:
-    """Why a chain of products is not worth a look: every block would compute the first one again.
+    """Reason to skip a chain of products: every block would compute the first one again; else None.
 
     before: ``(X A) B`` with A of 33 MB and 4096 columns of B, which blocks divide; cut after
     ``X A``, A is read once.
@@ -518,7 +518,7 @@ def _iterates(program: BlockProgram) -> bool:
 
 
 def _with_parts(found: Structure, first: BlockProgram) -> BlockProgram:
-    """The second kernel, for as many partial results as the first one leaves."""
+    """The second kernel, for the number of partial results that the first one leaves."""
     second = found.programs[1]
     (axis,) = {
         d
@@ -537,7 +537,7 @@ def _with_parts(found: Structure, first: BlockProgram) -> BlockProgram:
 
 
 def _key(programs: tuple[BlockProgram, ...]) -> object:
-    """Structures are equal if their operations and axes are (dictionaries have no hash)."""
+    """A key of programs that is equal for equal operations and axes (dictionaries have no hash)."""
 
     def own(op: BlockOp) -> object:
         attributes = sorted((k, repr(v)) for k, v in op.attributes.items())

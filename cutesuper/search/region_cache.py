@@ -1,4 +1,4 @@
-"""What regions were found to need, from one search to the next."""
+"""Cache of searched regions, kept from one search to the next."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from cutesuper.ir.definitions import definitions
 from cutesuper.search.region import Found, SearchOptions, search_region
 from cutesuper.targets import Target
 
-#: regions that are remembered, 24 KB each as bytes (240 KB as objects)
+#: most regions that are kept, 24 KB each as bytes (240 KB as objects)
 KEPT_REGIONS = 2048
 
 
 class KnownRegions:
-    """Regions that were searched before, without a limit on time; the oldest go first.
+    """Results for regions that were searched without a time limit; the oldest are dropped first.
 
-    Graphs that a model consists of have most regions in common: of the 828 of a GPT's last layer,
-    which the head follows, 568 were those of the layer before (cut anywhere); and all those of a
-    half are regions of the whole. Safe to use from several threads.
+    The graphs of a model share most regions: of the 828 regions of a GPT's last layer, which the
+    head follows, 568 were those of the layer before (cut anywhere); and all regions of a half are
+    regions of the whole. It is safe to use from several threads.
     """
 
     def __init__(self) -> None:
         self._search = lru_cache(KEPT_REGIONS)(_as_bytes)
 
     def search(self, region: Region, target: Target, options: SearchOptions) -> Found:
-        """As `search_region`."""
+        """Search a region as `search_region` does, or return the known result."""
         outside = tuple(definitions(op.kind for op in region.ops).items())
         found = self._search(region, target, options, outside)
         return pickle.loads(found)  # noqa: S301 (bytes of our own)
@@ -35,5 +35,5 @@ class KnownRegions:
 def _as_bytes(
     region: Region, target: Target, options: SearchOptions, outside: tuple[tuple[str, str], ...]
 ) -> bytes:
-    del outside  # only tells apart what operators of one name were
+    del outside  # only distinguishes operators that had the same name
     return pickle.dumps(search_region(region, target, options))

@@ -1,8 +1,8 @@
-"""Operands of products that a kernel computes: which of them it may round to float16.
+"""Rounding of computed operands of products to float16: a test that it is allowed.
 
-A skeleton multiplies what it loads, or rounds what it computed to the type of what it loads. The
-second is refused where float16 cannot hold the value (`ir.rounding.fits`), unless the region
-itself multiplies that value: then every program that computes it rounds it.
+A skeleton multiplies operands that it loads, or computes an operand and rounds it to the type of
+its loads. The second is refused if float16 cannot hold the value (`ir.rounding.fits`), unless the
+region itself multiplies that value: then every program that computes it rounds it.
 
 before: ``rms_norm(x z) @ W`` as ``((x z) @ W) / rms(x z)``, refused; after: two kernels,
 ``t = rms_norm(x z)`` and ``t @ W``.
@@ -32,7 +32,7 @@ from cutesuper.ir.rounding import (
 
 
 class _Step(NamedTuple):
-    """An operation of a labelled program or of a block program, all tiles of it at once."""
+    """An operation of a labelled program or of a block program, on all its tiles at once."""
 
     kind: str
     inputs: tuple[int, ...]
@@ -43,7 +43,7 @@ class _Step(NamedTuple):
 
 
 class Rounding:
-    """What the kernels of a region may round.
+    """Values that the kernels of a region may round.
 
     Args:
         region: shapes and types of the inputs.
@@ -56,10 +56,10 @@ class Rounding:
         self._trials = Trials()
 
     def refuses(self, program: BlockProgram) -> str | None:
-        """Why a kernel must not compute an operand of a product, or None.
+        """Reason why a kernel must not compute an operand of a product, or None.
 
         Args:
-            program: of this region, whose tensors are ``in0``, ``in1`` and so on.
+            program: a block program of this region, whose tensors are ``in0``, ``in1`` and so on.
         """
         steps = [
             _Step(op.kind, op.inputs, frozenset(op.dims), op.attributes, op.attributes.get("over"),
@@ -87,7 +87,7 @@ class Rounding:
         return [values[i] for i in sorted(wanted)]
 
     def _rounded(self, steps: Sequence[_Step]) -> list[int]:
-        """Operands of products that are computed, where products take float16."""
+        """Operands of products that are computed, if products take float16."""
         if float16 not in self.region.input_dtypes:
             return []
         operands = (i for s in steps if s.kind == "matmul" for i in s.inputs)
@@ -96,7 +96,7 @@ class Rounding:
     # ------------------------------------------------------------------------------------- values
 
     def _values(self, steps: Sequence[_Step], wanted: Sequence[int] | set[int]) -> dict[int, Array]:
-        """The values of some operations, and of all that they need."""
+        """The values of some operations, and of all operations that they need."""
         needed = set(wanted)
         for i in reversed(range(len(steps))):
             if i in needed:

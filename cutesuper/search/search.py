@@ -1,7 +1,7 @@
 """The search: kernel graph -> muGraphs, checked and verified.
 
-Deterministic: the same graph, target and options give the same candidates in the same order, in one
-process or in many (with a time budget, as far as it reaches).
+The search is deterministic: the same graph, target and options give the same candidates in the same
+order, in one process or in many (with a time budget, as far as it reaches).
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from cutesuper.targets import Target
 
 @dataclass
 class Statistics(Counts):
-    """What the search did; see `Counts`.
+    """Statistics of a search; see also `Counts`.
 
     Attributes:
         verified, rejected: verdicts of ``verify`` on structures.
         seconds: wall time.
         peak_mb: largest resident memory of this process so far.
-        complete: whether everything was looked at; False after a budget or an interrupt.
+        complete: True if everything was searched; False after a budget or an interrupt.
     """
 
     verified: int = 0
@@ -73,7 +73,7 @@ class Statistics(Counts):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a search is. ``stage``: ``kernels``, ``verify`` or ``done``."""
+    """Progress of a search. ``stage``: ``kernels``, ``verify`` or ``done``."""
 
     stage: str
     states: int
@@ -86,14 +86,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A muGraph, what it should cost, and why.
+    """A muGraph with its predicted cost and the parts of that cost.
 
     Attributes:
         mugraph: checked, and verified if the search was given a verifier.
         cost_us: predicted microseconds of all kernels.
         kernels: cost of every kernel of ``mugraph.steps``.
         structure: the kernels as text.
-        lowered: whether skeletons of the lowering run every kernel.
+        lowered: True if skeletons of the lowering run every kernel.
     """
 
     mugraph: MuGraph
@@ -136,26 +136,27 @@ def search(
     verify: Verify | None = None,
     known: KnownRegions | None = None,
 ) -> SearchResult:
-    """The cheapest programs for a graph.
+    """Search the cheapest programs for a graph.
 
-    Anytime: when the budget is used up, or on Ctrl-C, the best of what was found so far is verified
-    and returned; short kernels are looked at first, so that there soon is something.
+    It is an anytime search: when the budget is used up, or on Ctrl-C, the best candidates so far
+    are verified and returned; short kernels are searched first, so that a first candidate exists
+    soon.
 
     Args:
-        graph: what to compute.
-        target: the device that it will run on.
+        graph: the graph to compute.
+        target: the device to run on.
         options: see `SearchOptions`.
-        budget_s: stop looking for more after this many seconds; None: never.
+        budget_s: seconds after which the search stops; None: no limit.
         executor: searches the parts of the graph that may become kernels; any
             `concurrent.futures.Executor` whose workers can import cutesuper. None: this process.
         on_progress: called after every part of the graph and every verdict.
-        verify: whether a muGraph computes the graph; asked once for each structure, and what it
-            rejects is dropped. None: every structure is accepted.
-        known: what earlier searches found, where neither a budget nor an executor is given.
+        verify: returns True if a muGraph computes the graph; called once for each structure, and
+            rejected structures are dropped. None: every structure is accepted.
+        known: results of earlier searches, used if neither a budget nor an executor is given.
 
     Raises:
         SearchError: an operator that no kernel can run, with the reason; a budget too small; an
-            executor that failed; or nothing that the verifier accepts.
+            executor that failed; or no program that the verifier accepts.
         LoweringError: a matrix product, and no skeleton for it on this target (only if
             ``options.lowered``).
         GraphError: a graph without inputs or outputs.
@@ -214,19 +215,19 @@ class _Search:
     def _collect(self, candidates: list[Candidate]) -> None:
         """The best programs that the verifier accepts, cheapest first.
 
-        Of scores that depend on another exponential it cannot tell that sums rescaled by a running
-        maximum are right (`FieldAlgebra.nested_exp`): then chained products are several kernels.
+        For scores that depend on another exponential it cannot verify sums rescaled by a running
+        maximum (`FieldAlgebra.nested_exp`): then chained products are run as several kernels.
         """
         self._accept(candidates)
         if not candidates and self.options.lowered:
             self._unchained = True
-            with suppress(SearchError):  # what was rejected says more
+            with suppress(SearchError):  # the reason for the rejection is the better message
                 self._accept(candidates)
 
     def _accept(self, candidates: list[Candidate]) -> None:
-        """Add what the verifier accepts, up to as many as are asked for."""
+        """Add candidates that the verifier accepts, up to the requested number."""
         keep = self.options.keep
-        for flat, cut in self._cuts(4 * keep):  # more than asked for: some may be rejected
+        for flat, cut in self._cuts(4 * keep):  # more than requested: some may be rejected
             mugraph = assemble(flat, cut)
             check_mugraph(mugraph)
             if self._accepted(cut, mugraph):
@@ -296,7 +297,7 @@ class _Search:
             more = self._left() > 0 and segments.divide(self._runs)
 
     def _wanted(self, segments: Segments) -> dict[Region, SearchOptions]:
-        """The regions that are worth a look, and how, as far as the budget reaches."""
+        """The regions worth searching, with their options, as far as the budget reaches."""
         wanted: dict[Region, SearchOptions] = {}
         for segment, length, at_waists in segments.all():
             if self._left() <= 0:
@@ -311,13 +312,13 @@ class _Search:
         return wanted
 
     def _runs(self, region: Region) -> bool:
-        """Whether a kernel was found for a region."""
+        """True if a kernel was found for a region."""
         found = (self._found.get((region, lowered)) for lowered in (False, True))
         return any(f is not None and f.error is None for f in found)
 
     def _is_one_kernel(self, segments: Segments) -> bool:
-        """Whether all of a graph is one kernel of rows, which no sequence of kernels is faster
-        than: its parts are not searched. The backward pass of a LayerNorm has 135, which took two
+        """True if a whole graph is one kernel of rows, which no sequence of kernels beats: then its
+        parts are not searched. The backward pass of a LayerNorm has 135 parts, which took two
         minutes."""
         whole = segments.whole()
         if not self.options.lowered or whole is None or not rows_meet(whole.region):
@@ -327,7 +328,7 @@ class _Search:
         return found is not None and found.error is None
 
     def _look_at(self, todo: dict[Region, SearchOptions]) -> None:
-        """Search regions."""
+        """Search regions, in this process or by the executor."""
         self._parts = (0, len(todo))
         try:
             for region, found in self._search_all(todo):
@@ -359,7 +360,7 @@ class _Search:
     def _elsewhere(
         self, todo: dict[Region, SearchOptions], executor: Executor
     ) -> Iterator[tuple[Region, Found]]:
-        """What an executor has finished when the budget ends. Raises SearchError if it fails."""
+        """Results that an executor has when the budget ends. Raises SearchError if it fails."""
         futures: dict[Region, Future[Found]] = {}
         try:
             for region, options in todo.items():
@@ -379,7 +380,7 @@ class _Search:
                     self.statistics.complete = False
                     continue
                 yield region, found
-        except Exception as error:  # every kind of executor has errors of its own
+        except Exception as error:  # every kind of executor has its own errors
             raise SearchError(
                 f"search: the executor {type(executor).__name__} failed "
                 f"({type(error).__name__}: {error}); start another one, or search without"
@@ -389,13 +390,13 @@ class _Search:
                 future.cancel()
 
     def _left(self) -> float:
-        """Seconds of the budget that are left."""
+        """Seconds left of the budget."""
         if self.budget_s is None:
             return float("inf")
         return self.budget_s - (time.perf_counter() - self._start)
 
     def _ways(self, region: Region) -> tuple[Way, ...]:
-        """What was found for a region. Raises SearchError."""
+        """Ways found for a region. Raises SearchError."""
         if self._unchained and in_a_chain(region):
             raise SearchError("the verifier rejected chained products")
         for lowered in (False, True):
@@ -410,7 +411,7 @@ class _Search:
         )
 
     def _out_of_budget(self) -> SearchError | None:
-        """Why nothing was found, if it is for want of time."""
+        """The error to raise if nothing was found for lack of time, or None."""
         if self.statistics.complete or self.budget_s is None:
             return None
         return SearchError(f"the budget of {self.budget_s:g} s is used up; raise budget_s")
@@ -439,8 +440,8 @@ class _Search:
 def peak_mb() -> float:
     """Largest resident memory of this process, MiB.
 
-    From Linux' own account where there is one: across ``exec``, ``ru_maxrss`` keeps the maximum of
-    the process that started this one.
+    It is read from /proc where that exists: across ``exec``, ``ru_maxrss`` keeps the maximum of the
+    process that started this one.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -449,12 +450,12 @@ def peak_mb() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-#: seconds that a worker may take past the budget before its part of the graph is given up
+#: seconds that a worker may exceed the budget before its part of the graph is given up
 _GRACE_S = 0.3
 
 
 def _groups(outputs: int) -> Iterator[Groups]:
-    """Ways to compute outputs apart from each other: each for itself, and one from the rest."""
+    """Ways to compute outputs apart from each other: each by itself, and one from the rest."""
     if outputs < 2:
         return
     everyone = tuple(range(outputs))
@@ -507,7 +508,7 @@ def _extents(program: BlockProgram, mapping: Iterable[str]) -> tuple[Dim, ...]:
 def _renamed(
     program: BlockProgram, names: dict[str, str], tables: dict[str, str]
 ) -> BlockProgram:
-    """A program of a region on the tensors of a graph, pages through their tables."""
+    """A program of a region on the graph's tensors; pages are read through their tables."""
 
     def rename(op: BlockOp) -> BlockOp:
         if op.kind not in (LOAD, STORE):
@@ -530,7 +531,7 @@ def _candidate(mugraph: MuGraph, cut: Cut) -> Candidate:
     )
 
 
-#: characters of an expression that is written out again in each place where it is used
+#: longest expression that is written out again in each place where it is used, in characters
 MAX_SHOWN = 1000
 
 
@@ -554,7 +555,7 @@ def show(program: BlockProgram) -> str:
 
 
 def _shown(op: BlockOp, operands: list[str]) -> str:
-    """An operation as an expression of what it takes."""
+    """An operation as an expression of its operands."""
     args = ", ".join(operands)
     short = {ACCUMULATE: "acc", CLUSTER_REDUCE: "cluster", GRID_REDUCE: "grid"}
     if op.kind == LOAD:

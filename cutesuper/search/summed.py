@@ -1,12 +1,12 @@
-"""Another definition of the same values: what a product is summed over is summed before it.
+"""Sums moved inside products: a sum of a product becomes a product with a summed operand.
 
 before: ``sum_N(X W + b)``, M x N x K multiplications; after: ``sum_K(X * sum_N(W)) + sum_N(b)``,
 which reads X and W once. The sums of W are statistics, float32 between kernels.
 
-Which one is faster depends on the extents: of 64x128x96 the columns are reduced where they are
-accumulated, in one kernel; 4096x4096x4096 are two kernels without a matrix product. So a graph is
-searched both ways; like everything that is found, the result is verified against the graph as the
-user wrote it.
+Which one is faster depends on the extents: for 64x128x96 the accumulators are reduced along the
+columns in one kernel; 4096x4096x4096 becomes two kernels without a matrix product. So a graph is
+searched both ways; like every result, the program is verified against the graph as the user wrote
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def summed_first(graph: KernelGraph) -> KernelGraph | None:
         graph: primitive operators only.
 
     Returns:
-        None where there is no such sum, of a product that nothing else uses.
+        None if there is no such sum of a product that has no other use.
     """
     moving = _Moving(graph)
     found = moving.run()
@@ -39,7 +39,7 @@ class _Moving:
         self._users.update(graph.outputs)
 
     def run(self) -> KernelGraph:
-        """The program again, without what is not needed any more."""
+        """The rewritten program, without nodes that are no longer needed."""
         g = self.new
         for i, n in enumerate(self.graph.nodes):
             if n.operator == "input":
@@ -57,7 +57,7 @@ class _Moving:
         return self.new.apply(n.operator, *args, **dict(n.attributes))
 
     def _linear(self, i: int) -> Tensor | None:
-        """A sum or a mean of something that is linear in a product; None for anything else."""
+        """A sum or a mean of a value that is linear in a product; None for any other node."""
         n = self.graph.nodes[i]
         if n.operator not in ("sum", "mean"):
             return None
@@ -71,20 +71,20 @@ class _Moving:
     # ------------------------------------------------------------------------------------- terms
 
     def _has_product(self, kind: str, i: int, dim: int) -> bool:
-        """Whether a sum over a dimension, counted from the end, gets to a product."""
+        """True if a sum over a dimension, counted from the end, reaches a product."""
         if self._is_product(i, dim):
             return True
         return any(self._has_product(kind, j, dim) for j in self._terms(kind, i, dim))
 
     def _is_product(self, i: int, dim: int) -> bool:
-        """Whether it is a product of which nothing else than the sum is needed."""
+        """True if a node is a product that is only used by the sum."""
         alone = self._users[i] == 1 and dim >= -2
         return alone and self.graph.nodes[i].operator == "matmul" and self._has(i, dim)
 
     def _terms(self, kind: str, i: int, dim: int) -> list[int]:
-        """The operands that a sum over a dimension may be taken of instead of the value.
+        """The operands that may be summed over a dimension in place of the value.
 
-        What is the same all along the dimension is its own mean; its sum would be a number of times
+        A value that is constant along the dimension is its own mean; its sum would be a multiple of
         itself, and a number of elements is right at one extent only.
         """
         n = self.graph.nodes[i]
@@ -98,12 +98,12 @@ class _Moving:
         return []
 
     def _has(self, i: int, dim: int) -> bool:
-        """Whether values differ along a dimension."""
+        """True if values differ along a dimension."""
         shape = self.graph.nodes[i].shape
         return len(shape) >= -dim and shape[dim] != 1
 
     def _reduced(self, kind: str, i: int, dim: int) -> Tensor:
-        """The sum or mean of a value over a dimension that it has."""
+        """The sum or mean of a value over one of its dimensions."""
         if self._is_product(i, dim):
             return self._summed_first(kind, i, dim)
         terms = self._terms(kind, i, dim)
@@ -114,8 +114,8 @@ class _Moving:
         return self.new.apply(n.operator, *args)
 
     def _summed_first(self, kind: str, i: int, dim: int) -> Tensor:
-        """Of a product, over its columns or its rows: multiplied and summed without tensor cores,
-        in float32."""
+        """The sum of a product over its columns or its rows: one operand is summed first, then
+        multiplied and summed without tensor cores, in float32."""
         g, (a, b) = self.new, (self.values[j] for j in self.graph.nodes[i].inputs)
         if dim == -1:
             return g.sum(g.mul(a, g.transpose(g.apply(kind, b, dim=-1))), -1)

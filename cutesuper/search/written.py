@@ -1,12 +1,12 @@
-"""The program as it is written: one kernel without a search.
+"""Programs as they are written: one kernel without a search.
 
-Saturation looks for other ways to compute a region, and gives up where there are too many values
-(`SearchOptions.max_classes`) or no time is left. What is left then: the operators in their own
-order, each reduction ended by the axes that divide its label. Of a long program that computes
-element by element there is no other way worth a look, and cutting it only stores more.
+Saturation finds other ways to compute a region, and gives up if there are too many values
+(`SearchOptions.max_classes`) or no time is left. The fallback is the operators in their own order,
+each reduction ended by the axes that divide its label. A long element-wise program has no better
+form, and cutting it only stores more.
 
-What follows the last reduction (an epilogue of any length) may be left as it is written while what
-comes before is searched: `rms_norm(X) @ W` and then 100 operators.
+The operators after the last reduction (an epilogue of any length) may be left as they are written
+while those before are searched: `rms_norm(X) @ W` and then 100 operators.
 
 before: ``[load, mul, sum over K, div]`` and the split ``M:grid K:cluster``; after:
 ``[load, mul, sum, cluster_reduce over K.cluster, div, store]``.
@@ -43,13 +43,13 @@ _ENDED_BY = {
     AxisKind.CLUSTER: CLUSTER_REDUCE,
     AxisKind.GRID: GRID_REDUCE,
 }
-#: in this order axes end; a sum of a sum may leave the last two to both
+#: axes end in this order; a sum of a sum may leave the last two to both
 _LOOPS = (AxisKind.LOOP, AxisKind.CLUSTER)
 _VISITS = (AxisKind.PERSISTENT, AxisKind.GRID)
 
 
 def tail(program: LabelledProgram) -> frozenset[int]:
-    """Element-wise operations, and loads and numbers for them, of which nothing is reduced."""
+    """Element-wise operations whose values are not reduced, and the loads and numbers for them."""
     before, found = set[int](), set[int]()
     for i in reversed(range(len(program.ops))):
         op = program.ops[i]
@@ -64,8 +64,8 @@ def tail(program: LabelledProgram) -> frozenset[int]:
 def core(
     program: LabelledProgram, rest: frozenset[int]
 ) -> tuple[LabelledProgram, list[int]] | None:
-    """The program without ``rest``, and what its outputs are: the operations that ``rest`` takes,
-    and the outputs that do not depend on it. None where nothing or everything is left."""
+    """The program without ``rest``, and the operations that become its outputs: those that ``rest``
+    takes, and the outputs that do not depend on it. None if nothing or everything is left."""
     taken = {j for i in rest for j in program.ops[i].inputs} | {i for i, _ in program.outputs}
     wanted = sorted(
         i for i in taken - rest if program.ops[i].kind not in ("load", "constant")
@@ -78,10 +78,10 @@ def core(
 
 
 class Written:
-    """Writes operations of a labelled program down as those of one block program.
+    """Writes the operations of a labelled program as those of one block program.
 
     Args:
-        program: what is wanted.
+        program: the labelled program.
         split: the axes.
         begun: the block program of `core`, whose outputs are the operations ``wanted``.
         wanted: see `core`.
@@ -102,7 +102,7 @@ class Written:
             self._begin(begun, wanted or [])
 
     def program(self, rules: Rules) -> BlockProgram | None:
-        """The whole program, stores included; None where it breaks a rule."""
+        """The whole program, stores included; None if it breaks a rule."""
         for i, op in enumerate(self._needed()):
             if op is not None and i not in self.index:
                 self.index[i] = self._write(op, rules)
@@ -114,7 +114,7 @@ class Written:
         return found if self._legal(found, rules) else None
 
     def _begin(self, begun: BlockProgram, wanted: list[int]) -> None:
-        """Take over the operations of a program, but for its stores."""
+        """Copy the operations of a program, except its stores."""
         new: dict[int, int] = {}
         for i, op in enumerate(begun.ops):
             if op.kind == STORE:
@@ -124,7 +124,7 @@ class Written:
             inputs = tuple(new[j] for j in op.inputs)
             dims = tuple(d for d in self.order if d in op.dims)
             new[i] = self._add(op.kind, inputs, dims, op.attributes)
-            self.pending[-1] = frozenset()  # what is stored is complete
+            self.pending[-1] = frozenset()  # stored values are complete
             if op.kind == LOAD:
                 self._loads[self._load_key(op.attributes["tensor"], op.attributes["map"])] = new[i]
 
@@ -132,7 +132,7 @@ class Written:
         return int(tensor.removeprefix("in")), mapping
 
     def _needed(self) -> list[LabelledOp | None]:
-        """The operations that are still to be written, None for the others."""
+        """The operations that are still to be written; None in place of the others."""
         ops = self.source.ops
         needed = {i for i, _ in self.source.outputs if i not in self.index}
         for i in reversed(range(len(ops))):
@@ -167,7 +167,7 @@ class Written:
         return self._loads[key]
 
     def _product(self, op: LabelledOp, dims: tuple[str, ...], rules: Rules) -> int:
-        """The operand that the rules want first comes first."""
+        """Add a product, with its operands in the order that the rules accept."""
         a, b = (self._complete(self.index[j]) for j in op.inputs)
         over = str(op.over)
         if not rules.contracts(self._operand(a), self._operand(b), over):
@@ -195,11 +195,11 @@ class Written:
     # ------------------------------------------------------------------------------------- ends
 
     def _complete(self, i: int) -> int:
-        """A value with all axes ended over which it is a partial result."""
+        """A value after ending all axes over which it is a partial result."""
         return self._after(i, (*_LOOPS, *_VISITS))
 
     def _part(self, i: int) -> int:
-        """A value that is summed over more rows before their axes end."""
+        """A value that will be summed over more rows before their axes end."""
         return self._after(i, _LOOPS)
 
     def _after(self, i: int, kinds: tuple[AxisKind, ...]) -> int:
@@ -232,7 +232,7 @@ class Written:
     # ------------------------------------------------------------------------------------ rules
 
     def _legal(self, program: BlockProgram, rules: Rules) -> bool:
-        """Whether the checker and the rules of the skeleton accept a program."""
+        """True if the checker and the rules of the skeleton accept a program."""
         try:
             states = check_block_program(program)
         except GraphError:
@@ -245,7 +245,7 @@ class Written:
 def _obeys(
     program: BlockProgram, op: BlockOp, states: list[ValueState], rules: Rules
 ) -> bool:
-    """Whether a skeleton has a place for an operation."""
+    """True if a skeleton has a place for an operation."""
     if op.kind in (LOAD, STORE, "constant", *ENDING):
         return True
     labels = tuple(frozenset(program.ops[j].dims) for j in op.inputs)

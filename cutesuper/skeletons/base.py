@@ -1,8 +1,8 @@
-"""What skeletons have in common: the protocol they implement, and the common part of their plans.
+"""The protocol that skeletons implement, and the common part of their plans.
 
-A plan is everything the kernel needs to know, decided, and printable. `skeletons.planner.make_plan`
-asks each skeleton in turn whether it runs a block program; the one that does gives every operation
-its place, picks a schedule if none is given, and refuses with a reason what it cannot run.
+A plan holds every decision that the kernel needs, in printable form. `skeletons.planner.make_plan`
+asks each skeleton in turn if it runs a block program; the one that does gives every operation its
+place, picks a schedule if none is given, and refuses, with a reason, structures it cannot run.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Argument:
     """A tensor argument of a kernel, compact and row-major.
 
     Attributes:
-        constant: may be read before the dependency wait.
-        written: an output.
+        constant: True if it may be read before the dependency wait.
+        written: True for an output.
     """
 
     name: str
@@ -56,7 +56,7 @@ class View:
     Attributes:
         argument: index of the kernel argument.
         labels: its labels, extents of 1 left out.
-        strides: distance in elements between neighbours of each label.
+        strides: distance between neighbours along each label, in elements.
     """
 
     argument: int
@@ -70,18 +70,18 @@ class View:
 
 @dataclass(frozen=True)
 class Pages(View):
-    """A cache of pages as the block program sees what a table makes of it.
+    """A cache of pages as the block program sees it through a table.
 
-    before: a cache ``[pages, P, H, D]`` through ``table[B, n]``, mapped to ``(B, N, H, D)``;
-    after: the labels N, H, D of one page, N with P positions, and the strides of that page. The
-    label of the sequences has no stride: the table says where their pages are.
+    before: a cache ``[pages, P, H, D]`` through ``table[B, n]``, mapped to ``(B, N, H, D)``; after:
+    the labels N, H, D of one page, N with P positions, and the strides of that page. The label of
+    the sequences has no stride: the table gives the places of their pages.
 
     Attributes:
         table: index of the argument ``[sequences, pages of a sequence]``.
-        sequences: their label, None where there is one sequence.
+        sequences: label of the sequences, None if there is only one.
         positions: the label whose runs of ``size`` elements are pages.
-        size: positions of a page.
-        page_stride: distance in elements between neighbouring pages.
+        size: number of positions in a page.
+        page_stride: distance between neighbouring pages, in elements.
     """
 
     table: int
@@ -93,7 +93,8 @@ class Pages(View):
 
 @dataclass(frozen=True)
 class Output:
-    """A stored tensor: an expression over what a loop accumulated, values of rows, and loads."""
+    """A stored tensor: an expression over a loop's accumulated values, values of rows, and
+    loads."""
 
     view: View
     expression: ThreadExpression
@@ -101,13 +102,13 @@ class Output:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Device memory that a kernel needs besides its tensors, given to it after them.
+    """Device memory that a kernel needs besides its tensors; it is passed after them.
 
     Attributes:
         shape: the first extent may be symbolic.
-        dtype: of the elements.
-        zeroed: whether every launch has to find zeros; it leaves zeros behind. No two launches
-            that may run at the same time share it.
+        dtype: element type.
+        zeroed: True if every launch needs zeros at its start; it leaves zeros behind. No two
+            launches that may run at the same time share it.
     """
 
     shape: tuple[Dim, ...]
@@ -116,12 +117,12 @@ class Scratch:
 
 
 class Plan(ABC, Generic[Knobs]):
-    """One kernel, decided: the common part.
+    """The common part of a kernel's plan.
 
     Attributes:
         program: the block program, tiled as the kernel runs it.
         arguments: tensor arguments in order, inputs first.
-        schedule: the knobs.
+        schedule: the kernel's knobs.
     """
 
     program: BlockProgram
@@ -140,17 +141,17 @@ class Plan(ABC, Generic[Knobs]):
 
     @property
     def stages(self) -> int:
-        """Slots of the shared-memory ring; 1 where operands go straight to registers."""
+        """Slots of the shared-memory ring; 1 if operands go straight to registers."""
         return max(1, getattr(self.schedule, "stages", 1))
 
     @property
     def scratch(self) -> tuple[Scratch, ...]:
-        """Device memory beside the tensors; none where blocks do not meet in it."""
+        """Device memory beside the tensors; none unless blocks meet in it."""
         return ()
 
     @property
     def key(self) -> str:
-        """Canonical text of everything that decides the generated code."""
+        """Canonical text of everything that determines the generated code."""
         return content_key(self.program, self.arguments, self.schedule)
 
     def itemsize(self, view: View) -> int:
@@ -163,14 +164,14 @@ class Plan(ABC, Generic[Knobs]):
 
 
 class Skeleton(ABC):
-    """A loop that block programs are lowered to, and everything that the stages ask of it.
+    """A loop that block programs are lowered to, with the methods that all stages call.
 
     Attributes:
         name: for messages, with its article: ``a matmul loop``.
         plans: the classes of its plans.
-        schedules: the classes of their knobs.
+        schedules: the classes of the plans' schedules.
         class_share: the part of `search.region.SearchOptions.max_classes` that a split may have.
-        between_waists: whether only segments are looked at that begin and end where few values
+        between_waists: True if only segments are searched that begin and end where few values
             cross.
     """
 
@@ -184,32 +185,32 @@ class Skeleton(ABC):
 
     @abstractmethod
     def recognize(self, region: Region, program: LabelledProgram) -> Form | None:
-        """The rules for a region; None where it is none for this skeleton.
+        """The rules for a region; None if the skeleton does not apply to it.
 
         Raises:
-            SearchError: it would be one, but for the reason given.
+            SearchError: the skeleton would apply, but for the given reason.
         """
 
     def prepared(self, program: LabelledProgram, form: Any) -> Space | None:
-        """The space to search, where the skeleton knows which values to seal."""
+        """The space to search, if the skeleton knows which values to seal; else None."""
         return None
 
     def otherwise(self, program: LabelledProgram, form: Any) -> LabelledProgram | None:
-        """The same function in other words, where nothing was found; None if there are none."""
+        """An equivalent program, tried if nothing was found; None if there is none."""
         return None
 
     def price(self, table: Table, form: Any, target: Target, itemsize: int) -> Price:
-        """The cost of a derivation while sizes are unknown."""
+        """Cost of a derivation while sizes are unknown."""
         return additive_price(table, None, target, itemsize)
 
     @abstractmethod
     def sizes(
         self, structure: BlockProgram, form: Any, device: Device, pruned: Counter[str]
     ) -> Iterable[Sized]:
-        """Extents worth a price, in any order; ``pruned`` counts what was left out, by reason."""
+        """Extents worth pricing, in any order; ``pruned`` counts rejected ones, by reason."""
 
     def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
-        """A given program without its extents, to be sized again; None where they are part of its
+        """A given program without extents, to be sized again; None if they are part of its
         meaning."""
         return None
 
@@ -217,7 +218,7 @@ class Skeleton(ABC):
 
     @abstractmethod
     def runs(self, step: KernelStep) -> bool:
-        """Whether a kernel is one for this skeleton; exactly one says yes."""
+        """True if this skeleton runs a kernel; it holds for exactly one skeleton."""
 
     @abstractmethod
     def plan(
@@ -228,16 +229,16 @@ class Skeleton(ABC):
         schedule: Any,
         dependent_launch: bool,
     ) -> Plan[Any]:
-        """The plan, with a schedule of `schedules` or, for None, one of its own choice.
+        """Plan a kernel, with a schedule of `schedules` or, for None, one of its own choice.
 
         Raises:
-            LoweringError: it has a structure that this skeleton cannot run.
-            ScheduleError: it does not fit the target.
+            LoweringError: the kernel has a structure that this skeleton cannot run.
+            ScheduleError: the kernel does not fit the target.
         """
 
     @abstractmethod
     def explain(self, plan: Any) -> list[str]:
-        """Where everything lives and who does what, line by line."""
+        """The plan in words, line by line: places of all data, and roles of all warps."""
 
     @abstractmethod
     def build(self, plan: Any) -> Any:
@@ -258,7 +259,7 @@ def arguments_of(step: KernelStep, tensors: dict[str, TensorSpec]) -> tuple[Argu
 
 
 def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
-    """How a load or a store sees its tensor; `Pages` for a load through a table."""
+    """A load's or store's view of its tensor; `Pages` for a load through a table."""
     written = op.kind != LOAD
     index = next(
         i
@@ -281,10 +282,10 @@ def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
 
 
 def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule: Schedule) -> str:
-    """Canonical text of everything that decides the generated code.
+    """Canonical text of everything that determines the generated code.
 
-    Symbolic extents enter by name only: the hint does not change the code. Operators do too, but
-    for those that were added to the package's own: what they compute is part of the text.
+    Symbolic extents enter by name only: the hint does not change the code. So do the package's own
+    operators; for added ones the text includes a hash of what they compute.
     """
     shapes = [
         [a.dtype, a.constant, a.written, [d.name if isinstance(d, Symbol) else d for d in a.shape]]

@@ -1,7 +1,7 @@
-"""What all skeletons have in common of sizes and cost, in microseconds.
+"""Sizes and costs shared by all skeletons; costs in microseconds.
 
-`additive_price` knows no sizes: it orders programs while they are extracted. A skeleton's own model
-knows everything and orders sized programs. The aim is the right order, not the right number: on one
+`additive_price` knows no sizes: it ranks programs while they are extracted. A skeleton's own model
+knows the sizes and ranks sized programs. The aim is the right order, not the right number: on one
 H200 the candidates of 24 cases come out within 5% in the mean. Constants stand with the target.
 """
 
@@ -28,7 +28,7 @@ from cutesuper.targets import Target
 
 #: rows of a block while sizes are unknown
 NOMINAL_TILE = 64
-#: stages of a mainloop, at least
+#: fewest stages of a mainloop
 MIN_STAGES = 3
 #: barriers, row scalars
 RESERVED_BYTES = 4096
@@ -44,7 +44,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Sized:
-    """A structure with extents, and what it is expected to cost."""
+    """A structure with extents, and its predicted cost."""
 
     program: BlockProgram
     cost: Cost
@@ -52,11 +52,11 @@ class Sized:
 
 @dataclass(frozen=True)
 class Device:
-    """What sizes depend on besides the program.
+    """Inputs of sizing besides the program.
 
     Attributes:
         target: the GPU.
-        itemsizes: bytes of an element of every tensor, by name.
+        itemsizes: bytes per element of every tensor, by name.
         dependent_launch: kernels are launched before their predecessor has ended.
     """
 
@@ -75,7 +75,7 @@ def additive_price(table: Table, staged: str | None, target: Target, itemsize: i
         table: the saturated classes.
         staged: the label of operands that pass through registers on their way to a product.
         target: the device.
-        itemsize: bytes of an element of what is loaded.
+        itemsize: bytes per element of loaded tensors.
     """
     dims = table.space.program.dims
     rate = target.rates.lanes_per_us * target.sms
@@ -106,7 +106,7 @@ def additive_price(table: Table, staged: str | None, target: Target, itemsize: i
 
 
 def bytes_moved(program: BlockProgram, itemsizes: dict[str, int]) -> float:
-    """Bytes that device memory must deliver and take: each tensor once."""
+    """Bytes that device memory must read and write: each tensor once."""
     tensors = {
         op.attributes["tensor"]: prod(
             extent(program.dims[x]) for x in op.attributes["map"] if x in program.dims
@@ -123,7 +123,7 @@ def tile_bytes(program: BlockProgram, op: BlockOp, itemsizes: dict[str, int]) ->
 
 
 def overlapped(exponent: float, *us: Any) -> Any:
-    """Time of things that wait for each other only in part: the longest one, and somewhat more.
+    """Time of work that overlaps only in part: the longest time, and somewhat more.
 
     before: 12 us of memory, 5 us of arithmetic; after, with exponent 4: 12.1. Two equal ones of 12
     take 14.3.
@@ -132,19 +132,19 @@ def overlapped(exponent: float, *us: Any) -> Any:
 
 
 def computes(op: BlockOp) -> bool:
-    """Whether an operation does arithmetic."""
+    """True if an operation does arithmetic."""
     return op.kind not in (LOAD, STORE, "matmul", "constant", *ENDING)
 
 
 def instructions(program: BlockProgram, op: BlockOp, target: Target) -> float:
-    """Instructions per element; where a value of the row divides, its reciprocal multiplies."""
+    """Instructions per element; a value of the row divides through its reciprocal."""
     if op.kind == "div" and len(program.ops[op.inputs[1]].dims) < len(op.dims):
         return 1.0
     return target.rates.instructions.get(op.kind, 1)
 
 
 def resize(structure: BlockProgram, tile: dict[str, int], inner: dict[str, int]) -> BlockProgram:
-    """Tiles and the extents of cluster and loop axes; grid axes cover the rest."""
+    """A structure with these tiles and cluster and loop extents; grid axes cover the rest."""
     axes: list[Axis] = []
     for a in structure.axes:
         if a.kind != AxisKind.GRID:
@@ -157,7 +157,7 @@ def resize(structure: BlockProgram, tile: dict[str, int], inner: dict[str, int])
 
 
 def cheapest(sizes: Iterable[Sized], keep: int) -> list[Sized]:
-    """The cheapest sizes, cheapest first; of equal costs the first ones."""
+    """The cheapest sizes, cheapest first; among equal costs the first ones."""
     return sorted(sizes, key=lambda s: s.cost.total)[:keep]
 
 

@@ -1,4 +1,4 @@
-"""The rules that a skeleton gives the search, and what they share."""
+"""The rules that a skeleton gives the search, and helpers that forms share."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from cutesuper.ir.block import Axis, AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, extent
 from cutesuper.ir.operators.base import Counts, lookup
 
-#: elements of 16 bits in the 16 bytes that bulk copies move: extents are multiples of it
+#: 16-bit elements in the 16 bytes that TMA (bulk tensor loads) moves: extents are multiples of it
 ALIGN = 8
 
 
 class Form(Protocol):
-    """What a skeleton can run, as rules that the saturation asks; see `egraph.splits.Rules`."""
+    """Rules for the programs that a skeleton can run, for saturation; see `egraph.splits.Rules`."""
 
     @property
     def vectors(self) -> bool:
-        """Whether a matrix may be contracted with a vector as well."""
+        """True if a matrix may be contracted with a vector as well."""
         ...
 
     def splits(self, program: LabelledProgram) -> Iterable[Split]:
-        """Which axes may divide which labels, simplest first."""
+        """Splits of the labels over axes, simplest first."""
         ...
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
@@ -44,13 +44,13 @@ class Form(Protocol):
         ...
 
     def refuses(self, program: BlockProgram) -> str | None:
-        """Why a program that obeys the rules still cannot run, or None."""
+        """Reason why a program that obeys the rules still cannot run, or None."""
         ...
 
 
 def single_reduction(program: BlockProgram) -> list[str] | None:
-    """The labels that a given program reduces, at most one; None where its extents are part of its
-    meaning: several are reduced, or tensors have slices of partial results."""
+    """The labels that a given program reduces, at most one; None if its extents are part of its
+    meaning: several labels are reduced, or tensors have slices of partial results."""
     stored = [op.attributes["map"] for op in program.stores()]
     plain = all(isinstance(d, str) and d in program.dims for m in stored for d in m if d)
     over = (op.attributes["over"] for op in program.ops if "over" in op.attributes)
@@ -66,7 +66,7 @@ def unsized(program: BlockProgram, kinds: dict[str, tuple[AxisKind, ...]]) -> Bl
 
 
 def needs_positions(region: Region) -> str | None:
-    """Why neither products nor rows run a region: masks, and pages; None where they may."""
+    """Reason why neither products nor rows run a region: masks, or pages; None if they may."""
     for op in region.ops:
         operator = lookup(op.kind)
         if operator.masks and operator.counts != Counts.LABELS:  # rows know the column of a label
@@ -84,7 +84,8 @@ def needs_positions(region: Region) -> str | None:
 
 
 def check_symbols(program: LabelledProgram) -> None:
-    """Strides are numbers: only the outermost dimension of a stored tensor may be symbolic."""
+    """Check that only the outermost dimension of stored tensors is symbolic: strides are
+    numbers."""
     for _, m in program.outputs:
         for name in labels_of(m)[1:]:
             if isinstance(n := program.dims[name], Symbol):

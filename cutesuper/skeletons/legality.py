@@ -1,4 +1,4 @@
-"""What several skeletons ask of a block program, and structures that they refuse."""
+"""Checks of block programs shared by several skeletons, and structures that they refuse."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cutesuper.ir.unseen import guarded
 
 
 def is_chained(step: KernelStep) -> bool:
-    """Whether a program multiplies what it computes from another product, over a loop axis."""
+    """True if a program multiplies a value computed from another product, over a loop axis."""
     ops = step.program.ops
     after: list[bool] = []
     for op in ops:
@@ -69,6 +69,6 @@ def refuse_shared_dims(step: KernelStep) -> None:
 
 
 def guarded_step(step: KernelStep, tensors: dict[str, TensorSpec]) -> KernelStep:
-    """The kernel with what keeps NaN out of rows that are hidden as a whole; see `ir.unseen`. The
-    attention loop has these rules built in."""
+    """The kernel with guards that keep NaN out of rows that are hidden as a whole; see `ir.unseen`.
+    The attention loop has these rules built in."""
     return replace(step, program=guarded(step.program, tensors))

@@ -1,4 +1,4 @@
-"""What every loop with matrix products asks of its operands."""
+"""Requirements of every loop with matrix products on its operands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from cutesuper.skeletons.base import Argument
 
 
 def check_element_type(where: str, dtype: str) -> None:
-    """Refuse what the tensor cores do not multiply. Raises LoweringError."""
+    """Refuse element types that the tensor cores do not multiply. Raises LoweringError."""
     if dtype not in ("float16", "bfloat16"):
         raise LoweringError(
             f"{where}: matrix products of {dtype} have no tensor-core path that keeps their "
@@ -16,7 +16,7 @@ def check_element_type(where: str, dtype: str) -> None:
 
 
 def check_same_type(where: str, dtype: str, argument: Argument) -> None:
-    """Refuse an operand of another element type than the others'. Raises LoweringError."""
+    """Refuse an operand whose element type differs from the others'. Raises LoweringError."""
     if argument.dtype != dtype:
         raise LoweringError(
             f"{where}: operands of {dtype} and of {argument.dtype} ({argument.name}) in one "
@@ -25,7 +25,7 @@ def check_same_type(where: str, dtype: str, argument: Argument) -> None:
 
 
 def unaligned(where: str, argument: Argument) -> LoweringError:
-    """For an operand whose rows bulk copies cannot address."""
+    """Error for an operand whose rows TMA (bulk tensor loads) cannot address."""
     return LoweringError(
         f"{where}: rows of {argument.name}{list(map(str, argument.shape))} are not multiples of "
         "16 bytes, which bulk tensor copies need; pad the last dimension to a multiple of 8"

@@ -1,4 +1,4 @@
-"""The plan of a block program: the first skeleton that runs it makes one."""
+"""The plan of a block program, made by the first skeleton that runs it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def make_plan(
         step: the kernel.
         tensors: the muGraph's tensors by name, as `cutesuper.ir.unseen.followed` gives them.
         target: the GPU.
-        schedule: knobs to use; None chooses them.
-        dependent_launch: for a chosen schedule: launch before the predecessor has ended.
+        schedule: the schedule to use; None chooses one.
+        dependent_launch: for a chosen schedule: launch before the predecessor ends.
 
     Raises:
         LoweringError: no skeleton runs this program.
-        ScheduleError: it does not fit the target, or the schedule is of another skeleton.
-        GraphError: it is illegal.
+        ScheduleError: the kernel does not fit the target, or the schedule is another skeleton's.
+        GraphError: the program is illegal.
     """
     refuse_further_walks(step)
     refuse_shared_dims(step)

@@ -1,4 +1,4 @@
-"""The skeletons, in the order in which the search asks them. A new one is a folder and a line."""
+"""The skeletons, in the order in which the search tries them. A new one is a folder and a line."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def skeleton_of(plan: Plan[Any]) -> Skeleton:
 
 
 def read_schedule(data: Any) -> Schedule:
-    """Read what `schedule.schedule_dict` made, of any skeleton. Raises FormatError."""
+    """Read the output of `schedule.schedule_dict`, for any skeleton. Raises FormatError."""
     return schedule_of(data, [kind for s in SKELETONS for kind in s.schedules])

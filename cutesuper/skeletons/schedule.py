@@ -1,4 +1,4 @@
-"""The knobs of a kernel that do not change what it computes: frozen dataclasses, stored as JSON.
+"""Schedules: knobs of a kernel that do not change its results; frozen dataclasses, stored as JSON.
 
 Each skeleton has its own, in ``schedule.py`` of its folder.
 """
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from cutesuper.errors import FormatError
 
-#: values of a knob worth a try, likeliest first, given the schedule they start from
+#: values of a knob worth trying, likeliest first, given the schedule they start from
 Values = Callable[[Any], Iterable[int]]
 
 
@@ -21,10 +21,9 @@ class Schedule:
 
     Attributes:
         kind: names the kind in JSON and in reports.
-        knobs: values worth a try, by knob, for schedules that differ in one. Knobs that are true
-            or false need no entry: they are turned over.
-        fixed: knobs that are decided elsewhere: by who asks for the kernel, or by how its tensors
-            lie in memory.
+        knobs: values worth trying, by knob, for schedules that differ in one. Knobs that are true
+            or false need no entry: they are inverted.
+        fixed: knobs that are decided elsewhere: by the caller, or by the layout of the tensors.
         dependent_launch: launch before the predecessor in the stream has ended; constant inputs
             are loaded before the dependency wait.
     """
@@ -36,11 +35,12 @@ class Schedule:
     dependent_launch: bool = field(default=False, kw_only=True)
 
     def settled(self, old: Any, knob: str) -> Self:
-        """This schedule with what follows from ``knob``, in which it differs from ``old``."""
+        """This schedule, adjusted to ``knob``, the one in which it differs from ``old``."""
         return self
 
     def mistake(self, default: Any) -> str:
-        """What planning would take as it is and no kernel can run with; empty if nothing.
+        """Reason why no kernel can run with knobs that planning would accept; empty if there is
+        none.
 
         Args:
             default: the plan with the knobs that planning chooses.
@@ -54,7 +54,7 @@ def schedule_dict(schedule: Schedule) -> dict[str, Any]:
 
 
 def schedule_of(data: Any, kinds: Iterable[type[Schedule]]) -> Schedule:
-    """Read what `schedule_dict` made of one of ``kinds``. Raises FormatError."""
+    """Read the output of `schedule_dict` for one of ``kinds``. Raises FormatError."""
     known = {k.kind: k for k in kinds}
     kind = data.get("kind") if isinstance(data, dict) else None
     cls = known.get(kind) if isinstance(kind, str) else None

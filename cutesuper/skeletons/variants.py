@@ -1,7 +1,7 @@
 """Schedules worth timing beside the default one: each differs from it in one knob.
 
-The values to try stand with the schedules (`schedule.Schedule.knobs`); what planning or
-`check_schedule` refuses is left out.
+The values to try are given by the schedules (`schedule.Schedule.knobs`); schedules that planning or
+`check_schedule` refuses are left out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def variants(
 def planned(
     step: KernelStep, tensors: dict[str, TensorSpec], target: Target, schedule: Schedule
 ) -> KernelPlan:
-    """A plan with a schedule that comes from outside.
+    """Plan a kernel with a given schedule.
 
     Raises:
         LoweringError, ScheduleError: as `make_plan`, and for knobs that no kernel can run with.
@@ -91,15 +91,15 @@ def _values(schedule: Schedule, name: str) -> Iterable[Any]:
 
 
 def check_schedule(schedule: Schedule, default: KernelPlan, name: str) -> None:
-    """Refuse knobs that `make_plan` takes as they are, because it only ever chose them itself.
+    """Refuse bad knobs that `make_plan` does not check, because it only ever chose them itself.
 
     Args:
         schedule: the knobs in question.
         default: the kernel with the knobs that `make_plan` chooses.
-        name: of the kernel, for the message.
+        name: name of the kernel, for the message.
 
     Raises:
-        ScheduleError: says which knob.
+        ScheduleError: names the knob.
     """
     same = type(schedule) is type(default.schedule)
     why = schedule.mistake(default) if same else "it is of another skeleton"

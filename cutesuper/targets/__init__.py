@@ -1,6 +1,6 @@
-"""The GPUs, one file per architecture; `base` says what is known of each.
+"""GPUs, one file per architecture; `base` defines the data of each.
 
-A new architecture is a file here and building blocks under ``device/``.
+A new architecture needs a file here and building blocks under ``device/``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the search and the schedule need to know of a GPU: counts, peak rates, measured rates."""
+"""GPU data for the search and the schedule: counts, peak rates, measured rates."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ChainedRates:
-    """Constants of the cost model of two chained products, `skeletons.attention.cost`, in us.
+    """Cost-model constants of two chained products (`skeletons.attention.cost`), in microseconds.
 
     Attributes:
-        streamed: bandwidth that keys and values reach, as a part of the target's.
-        from_l2: the same of L2.
+        streamed: bandwidth reached for keys and values, as a fraction of the target's.
+        from_l2: the same fraction for L2.
         overlap: exponent of `skeletons.matmul.cost.overlapped`.
         ramp_us: barriers, the first loads and the last store of a block.
         step_us: latencies of a warpgroup for a tile of keys: both products and the softmax between
             them wait for each other.
-        exps_per_us: exponentials of one SM.
+        exps_per_us: exponentials per microsecond on one SM.
         value_reads_per_us: elements of K and V that helper warps of one SM read for values of keys.
         meet_us: joining two warpgroups along the keys, for each 1024 results of a block.
         cluster_us: joining the parts of a cluster.
-        cluster_sent_us: for each 1024 results of a block.
+        cluster_sent_us: additional time for each 1024 results of a block.
         grid_us: joining the parts of the grid.
-        grid_moved_us: for each 1024 results that a block leaves in memory or reads.
+        grid_moved_us: additional time for each 1024 results that a block leaves in memory or reads.
     """
 
     streamed: float
@@ -42,15 +42,15 @@ class ChainedRates:
 
 @dataclass(frozen=True)
 class RowRates:
-    """Constants of the cost model of rows that are visited in turn, or lie in a cluster
-    (`skeletons.rows.cost`), microseconds.
+    """Cost-model constants of rows that are visited in turn, or split over a cluster
+    (`skeletons.rows.cost`), in microseconds.
 
     Attributes:
         start_us: the first tile of rows, while nothing else runs.
-        visit_us: what hides behind nothing in a visit: the exchanges of a reduction.
-        deep: what memory takes longer with more than two stages of 32 KB in flight.
+        visit_us: the part of a visit that nothing hides: the exchanges of a reduction.
+        deep: factor on memory time with more than two stages of 32 KB in flight.
         finish_us: combining over the grid: a barrier, and the partial results.
-        cluster_us: what a block waits for each other block of its cluster in an exchange.
+        cluster_us: wait of a block for each other block of its cluster in an exchange.
         block_us: first loads and last stores of a cluster.
     """
 
@@ -64,35 +64,34 @@ class RowRates:
 
 @dataclass(frozen=True)
 class Rates:
-    """Constants of the cost model that are fitted to measurements; times in microseconds.
+    """Cost-model constants fitted to measurements; times in microseconds.
 
-    Values stand with their origin in the file of the architecture (`hopper`, `blackwell`).
+    The values and their origin are in the file of the architecture (`hopper`, `blackwell`).
 
     Attributes:
-        sm_bytes_per_us: bytes that one SM takes in.
-        piece_bytes: pieces of so many bytes, each somewhere else in memory, take twice the time
-            that one after the other would.
+        sm_bytes_per_us: bytes per microsecond that one SM takes in.
+        piece_bytes: scattered pieces of this many bytes take twice the time of contiguous ones.
         iteration_us: an iteration of a staged loop: barrier, descriptor, wait.
         prologue_per_us: elements that the helper warps of one SM read, compute and write back,
             where the row operand of a product is computed.
         statistic_per_us: elements that they only read, for statistics of the rows.
-        overlap: exponent of `skeletons.matmul.cost.overlapped`; infinite where what overlaps takes
-            no longer than the longest of it.
+        overlap: exponent of `skeletons.matmul.cost.overlapped`; infinite if overlapping work takes
+            no longer than its longest part.
         first_stage: part of the first stage that nothing hides.
         block_us: a further block of an SM: barriers, first loads.
-        store_us: epilogue of 1024 accumulators.
+        store_us: epilogue time of 1024 accumulators.
         cluster_store_us: the same in a cluster, where partial sums are added up before.
         exchange_us_per_kb: a cluster's exchange of partial sums, for each KB that a block sends.
         row_load_us: a value of a row that the epilogue loads.
         reduction_us: a reduction of a row kernel across its warps.
         after_product_us: a product after the loop: its row operand goes through shared memory.
         column_reduction_us, cluster_reduction_us: a reduction of accumulators along the columns,
-            within a block, and what a cluster adds to it.
-        tensor_efficiency: part of the peak that the tensor cores reach with accumulators that are
-            infinitely large.
+            within a block, and the addition for a cluster.
+        tensor_efficiency: fraction of the peak that the tensor cores reach with infinitely large
+            accumulators.
         half_area: accumulator elements at which half of the rest is lost to operand traffic.
         lanes_per_us: arithmetic instructions of one SM, one for each lane.
-        instructions: instructions per element, by operator; 1 for what is not named.
+        instructions: instructions per element, by operator; 1 for operators that are not named.
     """
 
     sm_bytes_per_us: float
@@ -123,12 +122,12 @@ class Target:
 
     Attributes:
         name: ``h200``.
-        arch: what the compiler is asked for, ``sm_90a``.
+        arch: architecture given to the compiler, ``sm_90a``.
         sms: streaming multiprocessors.
-        shared_bytes: shared memory one block may have.
-        reserved_bytes: shared memory that the driver takes for a block; an SM has as much more than
-            one block may have.
-        sm_threads, sm_blocks: threads and blocks of one multiprocessor, at most.
+        shared_bytes: shared memory that one block may have.
+        reserved_bytes: shared memory that the driver takes for each block; an SM has
+            ``shared_bytes`` plus this.
+        sm_threads, sm_blocks: most threads and blocks of one multiprocessor.
         registers: 32-bit registers of one multiprocessor.
         clusters: blocks per cluster -> clusters that run at once with one block per SM.
         bandwidth: device memory, bytes/s, reading.
@@ -137,8 +136,8 @@ class Target:
         launch_us: fixed cost of a kernel in a graph, latency of its first loads included,
             microseconds.
         rates: the fitted constants of the cost model.
-        chained: those of two chained products.
-        rows: those of rows that are visited, or lie in a cluster.
+        chained: the constants of two chained products.
+        rows: the constants of rows that are visited in turn, or split over a cluster.
     """
 
     name: str
@@ -160,11 +159,11 @@ class Target:
 
     @property
     def sm_shared_bytes(self) -> int:
-        """Shared memory of one multiprocessor, what the driver takes included."""
+        """Shared memory of one multiprocessor, including the driver's part."""
         return self.shared_bytes + self.reserved_bytes
 
     def refuses_products(self) -> str | None:
-        """Why matrix products cannot be lowered for this GPU; None where they can."""
+        """Reason why matrix products cannot be lowered for this GPU; None if they can."""
         if self.arch.startswith("sm_90"):
             return None
         return (

@@ -1,4 +1,4 @@
-"""Blackwell (sm_100a): datasheet figures; nothing has been measured on one yet.
+"""Blackwell (sm_100a): datasheet figures; none of them has been measured yet.
 
 Kernels without matrix products compile for it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from cutesuper.targets import hopper
 from cutesuper.targets.base import Target
 
-#: Hopper's, until somebody measures
+#: Hopper's, until they are measured
 RATES, CHAINED, ROWS = hopper.RATES, hopper.CHAINED, hopper.ROWS
 
 #: B200: datasheet figures.

@@ -1,17 +1,18 @@
 """Hopper (sm_90a). Times in the comments are microseconds, measured on one H200.
 
-What `benchmarks calibrate` fits was fitted to 864 candidates of 24 cases, measured by `benchmarks
-rank`; the comments say which of them show a constant. Fitted to every second case
-only, the model orders the other 12 nearly as well: the best is among its first five in all.
+The constants that `benchmarks calibrate` fits were fitted to 864 candidates of 24 cases, measured
+by `benchmarks rank`; the comments name the cases that determine a constant. Fitted to every second
+case only, the model orders the other 12 nearly as well: the best is among its first five in all.
 """
 
 from __future__ import annotations
 
 from cutesuper.targets.base import ChainedRates, Rates, RowRates, Target
 
-#: Of softmax(Q K) V as it is lowered, cold L2, fitted together; each comment says what shows it.
-#: Decoding: sequences x keys, 8 heads of K and V with 4 rows each and 128 columns; "256 rows" are
-#: those of a head, with 4096 keys and 64 columns. C8 G2 is a cluster of 8 and 2 parts of the grid.
+#: softmax(Q K) V as it is lowered, cold L2, fitted together; each comment names the measurements
+#: behind a constant. Decoding: sequences x keys, 8 heads of K and V with 4 rows each and 128
+#: columns; "256 rows" are those of a head, with 4096 keys and 64 columns. C8 G2 is a cluster of 8
+#: and 2 parts of the grid.
 CHAINED = ChainedRates(
     # decoding 64 x 4096 takes 239.5, 1 x 131072 takes 123.3 in C8: 4.5 TB/s, read without staying
     # in L2
@@ -19,10 +20,10 @@ CHAINED = ChainedRates(
     # 256 rows of 16 heads in C2 take 13.9, where 64 MB come from L2 (7.3 at its full rate) and
     # neither chain nor tensor cores take longer; 2048 causal positions in tiles of 64 rows 93
     from_l2=0.78,
-    # decoding 1 x 65536 takes 62.9 in C8, 59 of them the memory, although an SM needs 49 to take in
+    # decoding 1 x 65536 takes 62.9 in C8, 59 of them for memory, although an SM needs 49 to take in
     # its part and the tensor cores need as long; 64.8 with twice as many SMs in C2 G8
     overlap=15,
-    # what 1 x 4096 to 1 x 131072 take beside memory and launch: 2 in C8, 1 to 2 undivided
+    # time of 1 x 4096 to 1 x 131072 beside memory and launch: 2 in C8, 1 to 2 undivided
     ramp_us=1.8,
     # 256 rows of 2 heads in C8: 6.4 with tiles of 128 keys, 7.06 with 64; 2048 causal positions in
     # tiles of 128 rows: 81.2 and 90.7
@@ -45,14 +46,14 @@ CHAINED = ChainedRates(
     grid_moved_us=0.1,
 )
 
-#: Of the backward pass of RMSNorm as a prototype of one launch, rows x elements in bf16, cold L2,
+#: The backward pass of RMSNorm as a prototype of one launch, rows x elements in bf16, cold L2,
 #: plain launches.
 ROWS = RowRates(
-    # 1024 x 4096: 9.65 without the sum over the rows, 5.8 of them the memory and 1.5 the launch;
-    # 4096 x 1024: 8.72
+    # 1024 x 4096: 9.65 without the sum over the rows, 5.8 of them for memory and 1.5 for the
+    # launch; 4096 x 1024: 8.72
     start_us=1.3,
-    # a block of 4096 x 8192 visits 32 rows and takes 53.7, 46.3 of them the memory; 32768 x 4096
-    # visits 125 times: 192.5, 185 of them the memory
+    # a block of 4096 x 8192 visits 32 rows and takes 53.7, 46.3 of them for memory; 32768 x 4096
+    # visits 125 times: 192.5, 185 of them for memory
     visit_us=0.03,
     # 4096 x 4096: 28.6 with two stages of 32 KB, 31.1 with four; 4096 x 16384 with 128 KB in flight
     # and no cluster: 108 to 121, in a cluster of 2 101.6
@@ -60,17 +61,17 @@ ROWS = RowRates(
     # 4096 x 4096: 31.2 with the sum over the rows, 29.6 without; 4096 x 1024: 12.4 and 10.1, where
     # there is a quarter of the partial results; 0.4 less if they leave before the last rows do
     finish_us=1.5,
-    # LayerNorm 32768 x 16384 in clusters of 2, 497 visits: 764, as RMSNorm no more than the memory
-    # takes; 16384 x 65536 in clusters of 8, 1093 visits: 2748, of which adding up 128 values for
-    # each reduction (now 8) is an estimated third
+    # LayerNorm 32768 x 16384 in clusters of 2, 497 visits: 764, no more than the memory takes, as
+    # for RMSNorm; 16384 x 65536 in clusters of 8, 1093 visits: 2748, an estimated third of it for
+    # adding up 128 values in each reduction (now 8)
     cluster_us=0.1,
     # estimate: the first loads and the last stores, one after the other
     block_us=2.0,
 )
 
 RATES = Rates(
-    # blocks that are too few for the memory: 5 of 64x256 and 128 iterations of 40 KB take 56,
-    # 20 of 64x64 and 128 iterations of 16 KB 27.4, 24 of 8x256 and 64 of 33 KB 27.9
+    # too few blocks to saturate the memory: 5 of 64x256 and 128 iterations of 40 KB take 56, 20 of
+    # 64x64 and 128 iterations of 16 KB 27.4, 24 of 8x256 and 64 of 33 KB 27.9
     sm_bytes_per_us=86e3,
     # 8 rows, weights (N, K), K tiles of 64 and 128: 240.0 and 234.3 at 8x4096x128256, 56.3 and 55.5
     # for two weights of 8x4096x14336, 29.1 and 28.5 at 8x14336x4096

@@ -1,8 +1,8 @@
-"""The table of operators, one module for each kind; see `ir.operators.base`."""
+"""The table of operators, with one module for each kind; see `ir.operators.base`."""
 
 from __future__ import annotations
 
-# what these modules define enters `TABLE`
+# importing these modules enters their operators into `TABLE`
 from cutesuper.ir.operators import composite, index, layout, pointwise, reduce, select
 from cutesuper.ir.operators.base import TABLE, Operator, lookup
 

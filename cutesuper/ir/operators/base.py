@@ -5,19 +5,19 @@ choices), `reduce` (sums, maxima, products of matrices), `layout` (transpose, co
 `index` (lengths, pages, labels) or `composite`, modules of this package. Its facets:
 
 * ``shape``      the shape rule (and the errors a user sees),
-* ``reference``  what PyTorch computes, in the element type of its arguments,
+* ``reference``  the result of PyTorch, in the element type of its arguments,
 * ``symbolic``   the meaning over an abstract algebra: the verifier hands in a finite field, the
                  search hands in normal forms. An operator without algebra is ``a.opaque(...)``,
                  a function about which nothing is known but that equal arguments give equal values,
 * ``scalar``     element-wise operators only: the formula on one element, written over a namespace
                  of scalar functions ``m`` that the lowering (CuTe) or a test (Python) supplies,
-* ``visible``    masking operators only: which elements stay, from their positions, written so that
-                 arrays (the verifier, the references) and traced values (the lowering) will do,
+* ``visible``    masking operators only: the elements that stay, by position, written both for
+                 arrays (the verifier, the references) and for traced values (the lowering),
 * ``at``         the same as ``scalar``, for masking operators: the formula on one element and its
                  position; it follows from ``visible`` and `Operator.fill`,
 * ``numbers``    element-wise operators of integers only: the result as plain numbers,
-* ``largest``    operators with an integer operand only: what it may hold,
-* ``expand``     composite operators only: the same thing in primitive operators,
+* ``largest``    operators with an integer operand only: its largest value that matters,
+* ``expand``     composite operators only: the same function in primitive operators,
 * ``derivative`` cotangents of the operands from that of the result, in operators of the table,
 * ``flops``      floating-point operations, for the cost model.
 """
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 Attributes = dict[str, Any]
 
-#: the greatest float32: kernels compute in float32 whatever the element type
+#: the greatest float32: kernels compute in float32 for every element type
 LARGEST = 3.4028234663852886e38
 
 
 class Counts(StrEnum):
-    """What the integer operand of an operator holds."""
+    """Meaning of the integer operand of an operator."""
 
     LENGTHS = "lengths"  # of sequences: how many columns are seen
     PAGES = "pages"  # a table: which page of a cache
@@ -70,37 +70,38 @@ class Operator:
     #: keeps each element or puts `fill` in its place, by its position along the last two
     #: dimensions; see `visible` and `at`
     masks: ClassVar[bool] = False
-    #: of masking operators: -inf (what a softmax does not see) or 0
+    #: for masking operators: -inf (elements that a softmax does not see) or 0
     fill: ClassVar[float] = -inf
-    #: of masking operators with fill 0: what stays of a row is the column that the integer operand
-    #: names, so that the sum of the row is one element
+    #: for masking operators with fill 0: the column that the integer operand names is all that
+    #: stays of a row, so that the sum of the row is one element
     one_column: ClassVar[bool] = False
     #: one operand is a condition that says which elements of another stay
     chooses: ClassVar[bool] = False
-    #: makes -inf of elements by a condition (masks do it by position)
+    #: turns elements into -inf by a condition (masks do it by position)
     hides: ClassVar[bool] = False
-    #: results are above 0 whatever the arguments are, but for arguments where it has none
+    #: results are above 0 for all arguments in the domain
     above_zero: ClassVar[bool] = False
     #: 0 for many arguments
     flat: ClassVar[bool] = False
-    #: 0 at 0, and the verifier knows it (not of `sqrt`, which would loosen all bounds of norms)
+    #: 0 at 0, and the verifier knows it (not for `sqrt`, which would loosen all bounds of norms)
     keeps_zero: ClassVar[bool] = False
     #: NaN for many arguments
     partial: ClassVar[bool] = False
     composite: ClassVar[bool] = False
-    #: of composite operators: what they make of a row of -inf that is hidden, if it is one number
+    #: for composite operators: the one number that they make of a row of -inf that is hidden, if
+    #: any
     of_hidden: ClassVar[float | None] = None
     #: puts tensors together or takes one apart; `cutesuper.ir.remove_concat` removes it
     cuts: ClassVar[bool] = False
-    #: all operands have one element type: products, and what puts tensors together
+    #: all operands have one element type: products, and operators that put tensors together
     one_type: ClassVar[bool] = False
-    #: positions of the operands that are integers; all others are numbers
+    #: positions of the integer operands; all others are numbers
     integers: ClassVar[tuple[int, ...]] = ()
-    #: what these may be
+    #: element types of the integer operands
     integer_types: ClassVar[tuple[DType, ...]] = (int32,)
-    #: what they hold
+    #: meaning of the integer operands
     counts: ClassVar[Counts | None] = None
-    #: takes inputs of the graph only, as the integer operands of any operator are
+    #: takes only inputs of the graph, as the integer operands of any operator do
     of_inputs: ClassVar[bool] = False
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
@@ -108,7 +109,7 @@ class Operator:
         raise NotImplementedError
 
     def dtype(self, attributes: Attributes) -> DType | None:
-        """Element type of the result, where the operands have no say in it."""
+        """Element type of the result, if the operands do not decide it."""
         return None
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
@@ -124,7 +125,7 @@ class Operator:
         raise NotImplementedError
 
     def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """Which results are -inf (element-wise operators whose `symbolic` is opaque).
+        """Mask of results that are -inf (element-wise operators whose `symbolic` is opaque).
 
         Called where an operand may be -inf, and always for operators that hide.
 
@@ -132,7 +133,7 @@ class Operator:
             a: the field, with ``gone(x)`` (1 where x is -inf, 0 elsewhere) and ``fails(x)`` (1
                 where the condition x does not hold).
             args: values of the operands.
-            attributes: of the operator.
+            attributes: the operator's attributes.
 
         Returns:
             A value that is 0 where results are numbers; None where all are.
@@ -146,16 +147,16 @@ class Operator:
         self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,
         integers: Any = None,
     ) -> Any:
-        """Which elements stay, for positions that broadcast (masking operators only).
+        """Mask of elements that stay, for positions that broadcast (masking operators only).
 
-        Written with comparisons, ``&``, ``+`` and ``-`` only: all arguments are NumPy arrays where
-        a program is verified or run as a reference, and traced values in a kernel.
+        It uses comparisons, ``&``, ``+`` and ``-`` only: all arguments are NumPy arrays when a
+        program is verified or run as a reference, and traced values in a kernel.
 
         Args:
             rows: positions along the last dimension but one, in the whole tensor.
             columns: positions along the last dimension, in the whole tensor.
-            extents: of these two dimensions, whole.
-            attributes: of the operator.
+            extents: whole extents of these two dimensions.
+            attributes: the operator's attributes.
             integers: its integer operand, if it has one.
         """
         raise NotImplementedError
@@ -172,7 +173,8 @@ class Operator:
                 limits an integer to what positions are computed in (-1 where it does not fit).
             args: elements or fragments; the integer operand as it is stored.
             rows: position along the label ``rows`` of the block program's operation, in the whole
-                tensor, whatever axes split that label; anything where the label is None.
+                tensor, regardless of the axes that split that label; any value if the label is
+                None.
             columns: the same along ``columns``: for a fragment along the columns the fragment of
                 their positions.
             extents: of the dimensions with these labels, whole; used where rows count from the end.
@@ -184,20 +186,21 @@ class Operator:
 
     @property
     def empties(self) -> bool:
-        """Whether it may hide rows as a whole: see `cutesuper.ir.unseen`."""
+        """True if it may hide rows as a whole: see `cutesuper.ir.unseen`."""
         return self.masks and self.fill == -inf and bool(self.integers)
 
     def numbers(self, integers: NDArray[np.int64], attributes: Attributes) -> NDArray[np.float64]:
-        """The result for some integers; NaN is a number here."""
+        """The result for some integers; NaN counts as a number here."""
         raise NotImplementedError
 
     def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
-        """The largest integer in the integer operand that makes a difference."""
+        """The largest value of the integer operand that makes a difference."""
         raise NotImplementedError
 
     def outside(self, shapes: list[Shape], attributes: Attributes) -> tuple[int, ...]:
-        """Labels only: integers with which the verifier tries what is no label, is ignored, or is
-        the last one. At most 5 for all operators of a program, of which there are enough trials."""
+        """Labels only: integers with which the verifier tries labels that are out of range,
+        ignored, or the last one. At most 5 for all operators of a program, so that there are enough
+        trials."""
         raise NotImplementedError
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
@@ -209,14 +212,15 @@ class Operator:
     ) -> Cotangents:
         """The cotangent of each operand, from that of the result.
 
-        Every tensor here may have more dimensions than what it belongs to, of extent 1 in front
-        (sums keep their dimension), and an extent of 1 where the values are all the same. Sums over
-        dimensions along which an operand was broadcast are left to `cutesuper.autodiff.gradient`.
+        Every tensor here may have more dimensions than the value it belongs to, of extent 1 in
+        front (sums keep their dimension), and an extent of 1 where the values are all the same.
+        Sums over dimensions along which an operand was broadcast are left to
+        `cutesuper.autodiff.gradient`.
 
         Args:
             g: builds and simplifies.
             args: the operands.
-            attributes: of the operator, complete.
+            attributes: the operator's attributes, with defaults.
             y: the result, for formulas that are shorter with it.
             dy: its cotangent.
 
@@ -245,9 +249,10 @@ class Operator:
 
 
 class Items(tuple[tuple[str, Any], ...]):
-    """Attributes as sorted items, for comparing: equal where they are written alike.
+    """Attributes as sorted items, for comparing: equal if they are written alike.
 
-    To Python 0.0 equals -0.0, and 1 equals True; the programs of one are not those of the other.
+    To Python 0.0 equals -0.0, and 1 equals True, but programs with one are not programs with the
+    other.
     """
 
     _text: str
@@ -271,12 +276,12 @@ class Items(tuple[tuple[str, Any], ...]):
 
 
 def show_call(name: str, shapes: list[Shape]) -> str:
-    """``matmul([16, 4096], [4096, 6144])``: how a call is quoted in messages."""
+    """A call as quoted in messages: ``matmul([16, 4096], [4096, 6144])``."""
     return f"{name}({', '.join(show_shape(s) for s in shapes)})"
 
 
 def torch_module() -> Any:
-    """PyTorch, imported where a reference runs: the search does not need it."""
+    """PyTorch, imported only when a reference runs: the search does not need it."""
     import torch
 
     return torch
@@ -286,8 +291,8 @@ class _Table(dict[str, "Operator"]):
     """Operators by name.
 
     Attributes:
-        changes: how often a name got another operator, or lost the one it had. What was made of
-            operators compares it, to find out that it has to look again.
+        changes: number of times that a name got another operator, or lost the one it had. Objects
+            made from operators compare it, to find out that they have to check again.
     """
 
     changes = 0

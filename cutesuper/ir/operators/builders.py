@@ -1,4 +1,4 @@
-"""The methods of a kernel graph that apply an operator each."""
+"""Kernel graph methods that each apply one operator."""
 
 from __future__ import annotations
 
@@ -171,11 +171,12 @@ class NamedOperators:
         return self.apply("clamp", a, min=min, max=max)
 
     def convert(self, a: Tensor, dtype: Any) -> Tensor:
-        """``a`` as another element type (fp16, bf16 or fp32), in which it is stored where it is.
+        """``a`` converted to another element type (fp16, bf16 or fp32), in which it is stored if it
+        is stored.
 
         Products take operands of one type, and their kernels 16-bit ones: this is how a float32
-        tensor becomes such an operand. Everything is computed in fp32, so nothing is rounded
-        that stays inside of a kernel.
+        tensor becomes such an operand. Everything is computed in fp32, so values that stay inside a
+        kernel are not rounded.
         """
         return self.apply("convert", a, dtype=dtype)
 
@@ -210,7 +211,7 @@ class NamedOperators:
     def concat(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
         """Tensors one after the other along ``dim``; their other extents are equal.
 
-        It has to vanish when the graph is expanded: what uses it works on its parts (see
+        It has to vanish when the graph is expanded: its users work on its parts (see
         `cutesuper.ir.remove_concat`). It cannot be an output.
         """
         if not isinstance(tensors, list | tuple):
@@ -220,8 +221,8 @@ class NamedOperators:
     def slice(self, a: Tensor, dim: int, start: int, stop: int) -> Tensor:
         """Elements ``start`` to ``stop`` (exclusive, negative from the end) along ``dim``.
 
-        Of something that is computed from parts, or put together from them; a piece of an input
-        is refused when the graph is expanded.
+        The operand must be computed from parts, or put together from them; a piece of an input is
+        refused when the graph is expanded.
         """
         return self.apply("slice", a, dim=dim, start=start, stop=stop)
 
@@ -240,8 +241,8 @@ class NamedOperators:
 
         Args:
             scores: ``[B, ..., L, S]``.
-            lengths: an int32 input with the first dimensions of the scores, ``[B]``. More than S
-                is S; a row that sees nothing is 0 after a softmax.
+            lengths: an int32 input with the first dimensions of the scores, ``[B]``. A length above
+                S counts as S; a row that sees nothing is 0 after a softmax.
             causal: row i sees ``j < lengths[b] - (L - 1 - i)``: the last row sees its whole
                 sequence, as in decoding with a cache.
         """
@@ -283,9 +284,9 @@ class NamedOperators:
 
         Args:
             cache: an input ``[pages, P, ...]``.
-            table: an int32 input ``[B, n]``: the pages of each sequence in order. What is in the
-                cache beyond a sequence's length is read and has no effect, so the table has to
-                name existing pages there as well.
+            table: an int32 input ``[B, n]``: the pages of each sequence in order. The cache beyond
+                a sequence's length is read and has no effect, so the table has to name existing
+                pages there as well.
         """
         return self.apply("gather_pages", cache, table)
 

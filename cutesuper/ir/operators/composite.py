@@ -1,4 +1,4 @@
-"""Operators that are made of others; see `cutesuper.ir.operators.base`."""
+"""Operators composed of other operators; see `cutesuper.ir.operators.base`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @operator
 class RmsNorm(Operator):
-    """x / sqrt(mean(x^2, last dim) + eps), times a weight if there is one (arXiv:1910.07467)."""
+    """x / sqrt(mean(x^2, last dim) + eps), times an optional weight (arXiv:1910.07467)."""
 
     name = "rms_norm"
     arity = -1  # x, or x and weight
@@ -72,7 +72,7 @@ class RmsNorm(Operator):
     ) -> list[Tensor]:
         """With r = 1 / sqrt(mean x^2 + eps), x^ = x r: dx = r (w dy - x^ mean(x^ w dy)).
 
-        From d r / d x = -r^3 x / n. dw = dy x^.
+        This follows from d r / d x = -r^3 x / n. dw = dy x^.
         """
         x = args[0]
         rstd = g.named(g.rsqrt(g.add(g.mean(g.square(x), -1), attributes["eps"])), "rstd")
@@ -88,8 +88,8 @@ class RmsNorm(Operator):
 
 @operator
 class LayerNorm(Operator):
-    """(x - mean x) / sqrt(mean (x - mean x)^2 + eps) over the last dimension, times a weight and
-    plus a bias if there are (arXiv:1607.06450)."""
+    """(x - mean x) / sqrt(mean (x - mean x)^2 + eps) over the last dimension, with an optional
+    weight and bias (arXiv:1607.06450)."""
 
     name = "layer_norm"
     arity = -1  # x; x and weight; x, weight and bias
@@ -135,8 +135,7 @@ class LayerNorm(Operator):
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor]:
         """With x^ = (x - mean) r, r = 1 / sqrt(var + eps): dx = r (w dy - mean(w dy) - x^ mean(x^ w
-        dy)), both means at once, because x^ has none. dw = dy x^, db = dy.
-        """
+        dy)), with both means taken at once, because the mean of x^ is 0. dw = dy x^, db = dy."""
         x = args[0]
         centred = g.sub(x, g.named(g.mean(x, -1), "mean"))
         variance = g.mean(g.square(centred), -1)
@@ -192,7 +191,8 @@ class Softmax(Operator):
 class LogSumExp(Operator):
     """log(sum exp x) along ``dim``, which stays with extent 1: max x + log(sum exp(x - max x)).
 
-    -inf where all of x is."""
+    The result is -inf where all of x is -inf.
+    """
 
     name = "logsumexp"
     arity = 1
@@ -208,8 +208,8 @@ class LogSumExp(Operator):
         return args[0].logsumexp(attributes["dim"], keepdim=True)
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
-        """A maximum that is infinite is the result: inf - inf would be NaN. (One whose square
-        overflows is as good as that: the logarithm that is left out is lost beside it.)"""
+        """Return an infinite maximum as the result: inf - inf would be NaN. (The same is done if
+        its square overflows: the logarithm that is left out is lost beside it.)"""
         dim = attributes["dim"]
         largest = g.max(args[0], dim)
         rest = g.log(g.sum(g.exp(g.sub(args[0], largest)), dim))
@@ -266,7 +266,7 @@ class LogSoftmax(Operator):
 class CrossEntropy(Operator):
     """logsumexp(x) - x[label] of each row: x[..., M, N], labels[..., M, 1] -> [..., M, 1].
 
-    Rows whose label is ``ignore_index`` are 0, rows whose label is no column otherwise are NaN
+    Rows whose label is ``ignore_index`` are 0, rows whose label is otherwise not a column are NaN
     (`LabelWeight`).
     """
 
@@ -307,7 +307,7 @@ class CrossEntropy(Operator):
         return losses * torch_module().from_numpy(weight).to(losses)
 
     def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
-        """The maximum is subtracted from both, see `LogSoftmax`."""
+        """The maximum is subtracted from both terms, see `LogSoftmax`."""
         x, labels = args
         shifted, total = self._row(g, x)
         weight = g.label_weight(labels, extent(x.shape[-1]), **attributes)
@@ -331,7 +331,7 @@ class CrossEntropy(Operator):
         return shifted, g.sum(g.exp(shifted), -1)
 
     def _picked(self, g: KernelGraph, x: Tensor, labels: Tensor) -> Tensor:
-        """One column has no positions; whether the label is 0 is the weight's business."""
+        """The element of a row that its label picks; with one column the weight decides alone."""
         return x if x.shape[-1] == 1 else g.pick(x, labels)
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:

@@ -1,8 +1,8 @@
 """Operators with an integer operand: lengths of sequences, tables of pages, labels of classes.
 
-The first two are what a cache of keys and values needs: every sequence of a batch has a length of
-its own, and its keys may lie in pages anywhere in memory (arXiv:2309.06180). Labels say which
-logarithm of a probability a cross entropy is made of. See `cutesuper.ir.operators.base`.
+The first two serve a cache of keys and values: every sequence of a batch has its own length, and
+its keys may lie in pages anywhere in memory (arXiv:2309.06180). Labels select the log-probability
+that a cross entropy takes from each row. See `cutesuper.ir.operators.base`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class LengthMask(Operator):
 
     ``lengths`` has the first dimensions of ``scores`` (``[B]`` for ``[B, H, G, L, S]``). Column j
     stays where ``j < lengths[b]``; with ``causal`` where ``j < lengths[b] - (L - 1 - i)``, so that
-    the last row sees all of its sequence. A length above S is S, one below 0 is 0. Rows that see
-    nothing have no maximum; softmax makes zeros of them.
+    the last row sees all of its sequence. A length above S counts as S, one below 0 as 0. Rows that
+    see nothing have no maximum; softmax makes zeros of them.
     """
 
     name = "length_mask"
@@ -84,7 +84,7 @@ class LengthMask(Operator):
         return extent(shapes[0][-1])
 
     def keep(self, shape: tuple[int, ...], lengths: Any, attributes: Attributes) -> Any:
-        """Which elements of scores of a shape stay, as a torch tensor that broadcasts to them."""
+        """Mask of the scores that stay, as a torch tensor that broadcasts to their shape."""
         import torch
 
         m, n = shape[-2:]
@@ -110,7 +110,7 @@ class LengthMask(Operator):
         return [g.mul(dy, g.exp(zero)), None]
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """A function of the scores; which lengths they meet is part of its name."""
+        """A function of the scores; the lengths they meet are part of its name."""
         return opaque(self.name, a, args, {**attributes, "lengths": args[1]})
 
 
@@ -119,7 +119,7 @@ class GatherPages(Operator):
     """Sequences put together from pages: cache[pages, P, ...], table[B, n] -> [B, n * P, ...].
 
     Element ``[b, s, ...]`` of the result is ``cache[table[b, s // P], s % P, ...]``. Nothing is
-    copied: whatever reads the result reads the cache through the table.
+    copied: users of the result read the cache through the table.
     """
 
     name = "gather_pages"
@@ -165,7 +165,7 @@ _LABELS: tuple[DType, ...] = (int64, int32)
 class Pick(Operator):
     """x[..., i, j] where j is the label of row i, 0 elsewhere: x[..., M, N], labels[..., M, 1].
 
-    A label that is no column leaves a row of zeros; `LabelWeight` tells such labels apart.
+    A label that is not a column gives a row of zeros; `LabelWeight` tells such labels apart.
     """
 
     name = "pick"
@@ -209,22 +209,22 @@ class Pick(Operator):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor | None]:
-        """dy at the label's column: times what is picked of ones."""
+        """dy at the label's column: dy times a pick from ones."""
         ones = g.add(g.zeros(args[0]), 1.0)
         return [g.mul(dy, g.apply(self.name, ones, args[1])), None]
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """A function of x; which labels it meets is part of its name."""
+        """A function of x; the labels it meets are part of its name."""
         return opaque(self.name, a, args, {**attributes, "labels": args[1]})
 
 
 @operator
 class LabelWeight(Operator):
-    """How much a row counts, from its label: 1 for 0..classes - 1, 0 for ``ignore_index``.
+    """Weight of a row by its label: 1 for 0..classes - 1, 0 for ``ignore_index``.
 
-    NaN for any other label: a loss that is multiplied with it shows that a label is wrong, where
-    an index out of range would read elsewhere or count as nothing. ``ignore_index`` may be one of
-    the classes, which then counts 0.
+    The weight is NaN for any other label: a loss multiplied by it shows that a label is wrong,
+    where an index out of range would read elsewhere or count as nothing. ``ignore_index`` may be
+    one of the classes, which then counts 0.
     """
 
     name = "label_weight"

@@ -102,7 +102,7 @@ class Concat(Operator):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor]:
-        """A piece for each operand; of a cotangent that is an input, expansion refuses it."""
+        """A piece of dy for each operand; if dy is an input, expansion refuses the pieces."""
         dim, dy = attributes["dim"] - len(y.shape), g.full(dy, y)
         ends = accumulate((extent(a.shape[dim]) for a in args), initial=0)
         return [g.slice(dy, dim, *ends) for ends in pairwise(ends)]
@@ -171,7 +171,7 @@ class CausalMask(Operator):
 
     The offset is 0 for ``top_left`` (what PyTorch calls ``is_causal``), and N - M for
     ``bottom_right``, where the last row sees every column (FlashAttention; decoding). Factors of a
-    masked value have to be positive, as the scale of attention is: they leave -inf what it is.
+    masked value have to be positive, as the scale of attention is: they leave -inf unchanged.
     """
 
     name = "causal_mask"
@@ -214,7 +214,7 @@ class CausalMask(Operator):
         offset = 0
         if attributes["alignment"] == "bottom_right":
             # Never below 0 in a graph that was built. The verifier may ask at small extents that
-            # have more rows than columns: there both programs need one mask, no matter which, that
+            # have more rows than columns: there both programs need the same mask, any one that
             # leaves every row a column (a maximum of nothing and a sum of 0 would follow).
             offset = max(0, extents[1] - extents[0])
         return columns <= rows + offset
@@ -231,7 +231,7 @@ class CausalMask(Operator):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> list[Tensor]:
-        """dy where elements stay, 0 elsewhere: ``exp`` of 0 and of -inf is that factor."""
+        """dy where elements stay, 0 elsewhere: this factor is ``exp`` of 0 and of -inf."""
         if g.vanishes(dy, y):
             return [dy]
         return [g.mul(dy, g.exp(g.apply(self.name, g.zeros(args[0]), **attributes)))]

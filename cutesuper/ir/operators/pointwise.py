@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 class _Unary(Elementwise):
     arity = 1
-    #: the value at -inf; NaN where there is none, or where it is +inf
+    #: the value at -inf; NaN if undefined or +inf
     at_hidden: ClassVar[float] = nan
 
     def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """Where the operand is, if the function leaves -inf what it is."""
+        """Mask of results that are -inf: the operand's, if the function maps -inf to -inf."""
         [x] = args
         value = self.limit(attributes)
         if isnan(value) and x.gone().any():
@@ -38,7 +38,7 @@ class _Unary(Elementwise):
 
 
 class _Named(_Unary):
-    """A function that PyTorch's tensors and the math of kernels have under its own name."""
+    """A function with the same name in PyTorch and in the scalar namespace of kernels."""
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return getattr(args[0], self.name)()
@@ -93,7 +93,7 @@ class Sqrt(_Named):
 
 @operator
 class Rsqrt(_Named):
-    """1 / sqrt(x): defined through `Sqrt` so that dividing by a root and this are one thing."""
+    """1 / sqrt(x), defined through `Sqrt` so that it equals a division by a root."""
 
     name = "rsqrt"
     partial = True
@@ -190,7 +190,7 @@ class Relu(_Unary):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor | None]:
-        """Where the result is positive: it may be kept in place of what it was made of."""
+        """dy where the result is positive: the result may be kept in place of the operand."""
         return (g.mul(dy, g.step(y)),)
 
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
@@ -254,7 +254,7 @@ class Erf(_Named):
 
 @operator
 class Log1p(_Named):
-    """log(1 + x), where nothing is lost next to x = 0."""
+    """log(1 + x), accurate next to x = 0."""
 
     name = "log1p"
     keeps_zero = True
@@ -268,7 +268,7 @@ class Log1p(_Named):
 
 @operator
 class Expm1(_Named):
-    """e^x - 1, where nothing is lost next to x = 0."""
+    """e^x - 1, accurate next to x = 0."""
 
     name = "expm1"
     keeps_zero = True
@@ -416,7 +416,7 @@ class Atanh(_Named):
 
 @operator
 class Erfc(_Named):
-    """1 - erf(x), where nothing is lost next to a result of 0."""
+    """1 - erf(x), accurate next to a result of 0."""
 
     name = "erfc"
     at_hidden = 2.0
@@ -476,7 +476,7 @@ class Round(_Flat, _Named):
 
 @operator
 class Convert(_Unary):
-    """x, stored as another element type where it is stored: everything is computed in float32."""
+    """x, stored as another element type if it is stored: everything is computed in float32."""
 
     name = "convert"
     keeps_zero = True
@@ -525,7 +525,7 @@ class Clamp(_Unary):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor | None]:
-        """1 from min to max, both included, as in PyTorch."""
+        """dy from min to max, both included, as in PyTorch."""
         x, inside = args[0], dy
         if attributes["min"] > -inf:
             below = g.step(g.sub(attributes["min"], x))

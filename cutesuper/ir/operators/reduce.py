@@ -108,8 +108,8 @@ class Matmul(Operator):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> Cotangents:
-        """Of a product that was summed, dy has one value for a row, or a column: what it meets is
-        summed, and nothing is multiplied that often.
+        """Cotangents of the operands; if the product was summed, dy has one value for each row or
+        column, so the other operand is summed and no product with repeated values is made.
 
         before: dy ``[M, 1]`` repeated to ``[M, N]``, ``dy @ B^T``; after: ``dy * sum(B^T)``.
         """

@@ -1,6 +1,6 @@
 """Operators that compare and choose, with PyTorch's rules for NaN and infinities.
 
-Comparing by a difference and choosing by a product would not do: inf - inf and 0 * inf are NaN. See
+A difference cannot compare and a product cannot choose: inf - inf and 0 * inf are NaN. See
 `cutesuper.ir.operators.base`.
 """
 
@@ -24,8 +24,9 @@ class _OfTwo(Elementwise):
     arity = 2
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """Of g(x) + h(y), which tells pairs apart: g and h are functions that nothing else in a
-        program has, so that no other y makes up for another x, and -inf is a number like others."""
+        """An opaque function of g(x) + h(y), which tells pairs apart: no other operator of a
+        program uses g and h, so no other y makes up for another x, and -inf is treated like any
+        number."""
         first, second = (a.opaque(f"{k} of two", x) for k, x in zip(_PLACES, args, strict=True))
         return a.opaque(self.name, a.add(first, second))
 
@@ -64,13 +65,13 @@ class Maximum(_OfTwo):
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """To the larger one; half to each where they are equal, as in PyTorch."""
+        """dy to the larger operand; half to each where they are equal, as in PyTorch."""
         left, right = (g.at_least(*pair) for pair in (args, args[::-1]))
         one = g.mul(g.add(g.sub(left, right), 1.0), 0.5)
         return g.mul(dy, one), g.mul(dy, g.sub(1.0, one))
 
     def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """Where both are."""
+        """Mask of the results that are -inf: those where both operands are."""
         return a.mul(*map(a.gone, args))
 
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
@@ -78,7 +79,7 @@ class Maximum(_OfTwo):
 
 
 class _Choice(_OfTwo):
-    """x where a condition (1 or 0) holds, another number elsewhere, whatever x is there."""
+    """x where a condition (1 or 0) holds, another number elsewhere for any value of x."""
 
     other: ClassVar[float]
     chooses = True
@@ -106,14 +107,14 @@ class Keep(_Choice):
     other = 0.0
 
     def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """Where x is and the condition holds."""
+        """Mask of the results that are -inf: those where x is and the condition holds."""
         condition, x = args
         return a.mul(a.gone(x), a.sub(a.constant(1.0), a.fails(condition)))
 
 
 @operator
 class Hide(_Choice):
-    """x where a condition holds, -inf elsewhere: what a softmax does not see."""
+    """x where a condition holds, -inf elsewhere, so that a softmax does not see it."""
 
     name = "hide"
     other = -inf
@@ -124,6 +125,6 @@ class Hide(_Choice):
         return True
 
     def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """Where x is, or the condition does not hold."""
+        """Mask of the results that are -inf: those where x is or the condition does not hold."""
         condition, x = args
         return a.add(a.gone(x), a.fails(condition))

@@ -1,17 +1,17 @@
-"""What a kernel of two chained products costs, in microseconds.
+"""Cost model of kernels of two chained products, in microseconds.
 
-Like `skeletons.matmul.cost`, with the same causes where they are the same; the constants and what
-they were measured on stand in `targets`. What decides here:
+It is built like `skeletons.matmul.cost`, with the same causes where they apply; the constants and
+their measurements are in `targets`. The main effects are:
 
 * *Waves.* About 64 blocks saturate the memory, so more parts do not read faster; but clusters that
-  do not fit at once wait for a whole block. 32 clusters of 4, of which 30 fit, take 12.1 us where 8
+  do not fit at once wait for a whole block. 32 clusters of 4, of which 30 fit, take 12.1 us; 8
   clusters of 8 take 7.3.
 * *Joining.* The grid joins in memory, 1.3 us and more; warpgroups and clusters in shared memory.
 * *The chain.* Products and softmax of one tile of keys wait for each other, so a block takes at
   least as long as its tiles one after the other; two warpgroups with 64 rows take turns.
 * *Masks.* Causal blocks have different lengths, and begin one after the other where SMs are free.
-* *Lengths* that only the kernel knows: the mean of what equal and what mixed lengths cost. Parts
-  divide what a sequence has, so they matter only between sequences.
+* *Lengths* that only the kernel knows: the mean of the costs of equal and of mixed lengths. Parts
+  divide each sequence, so lengths matter only between sequences.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from cutesuper.targets import Target
 
 #: rows of one warpgroup's products
 WARPGROUP_ROWS = 64
-#: rows up to which a thread has one in place of two, and blocks are small enough for two on an SM
+#: rows up to which a thread has one row in place of two, and up to which blocks are small enough
+#: for two on an SM
 FEW_ROWS, TWO_BLOCKS_ROWS = 8, 16
-#: elements of the inner label with which two blocks fit
+#: elements of the inner label up to which two blocks fit
 TWO_BLOCKS_INNER = 128
-#: shared memory of a block so that an SM holds two
+#: shared memory of a block for which an SM holds two
 HALF_SM = 113 * 1024
 #: barriers, row scalars
 RESERVED_BYTES = 2048
 MIN_STAGES = 2
-#: what reading takes longer where dependent launches crowd: 1x16384 keys in 8 clusters of 8, of
-#: which 15 fit, took 25.1 us and plainly launched 18.8; 2x4096 in 16 of 4 13.4 and 11.3
+#: factor on reading time where dependent launches crowd: 1x16384 keys in 8 clusters of 8, of which
+#: 15 fit, took 25.1 us and plainly launched 18.8; 2x4096 in 16 of 4 13.4 and 11.3
 LATE = 1.5
-#: blocks of an SM, one after the other, from which on it does not matter that some are shorter
+#: blocks per SM, one after the other, from which on it does not matter that some are shorter
 EVEN_ROUNDS = 8
-#: its multiples, less their whole parts, are spread evenly and not sorted
+#: the fractional parts of its multiples are spread evenly and not sorted
 GOLDEN = 0.618034
 #: operations on a score beside the exponential that cost nothing: they fill the lanes while the
 #: exponentials are computed (scale, maximum, difference, sum)
@@ -59,7 +60,7 @@ class ChainedSize:
 
     Attributes:
         rows: tile of every row label, in the order of `ChainedForm.rows`.
-        held: rows that the warpgroups compute, padding included: 64 or 128.
+        held: rows that the warpgroups compute, including padding: 64 or 128.
         keys: tile of the keys.
         cluster, grid: parts of the keys.
     """
@@ -74,8 +75,8 @@ class ChainedSize:
 def chained_price(table: Table, form: ChainedForm, target: Target) -> Price:
     """Cost of one derivation while sizes are unknown; see `egraph.extract`.
 
-    What changes a row of Q has to be written back before the first product, so it costs more than
-    the same on the scores; values of a key are computed again for every tile of rows.
+    A change to a row of Q has to be written back before the first product, so it costs more than
+    the same change to the scores; values of a key are computed again for every tile of rows.
     """
     dims = {d: extent(n) for d, n in table.space.program.dims.items()}
     again = max(1.0, prod(dims[d] for d in form.rows) / WARPGROUP_ROWS)
@@ -105,10 +106,10 @@ class ChainedModel:
 
     Args:
         structure: a block program of the form, with any extents.
-        form: its labels.
+        form: labels of the structure.
         target: the device.
         itemsizes: bytes per element of every tensor.
-        dependent_launch: whether the next kernel's blocks come while this one runs.
+        dependent_launch: True if the next kernel's blocks start while this one runs.
     """
 
     def __init__(
@@ -129,14 +130,14 @@ class ChainedModel:
         self.exps = sum(op.kind == "exp" for op in scores)
         rest = sum(op.kind != "exp" for op in scores)
         self.others = max(0, rest - FREE_OPS)
-        #: elements of K and V, for each key, that are read for values of the key
+        #: elements of K and V that are read for values of a key, for each key
         self.read = sum(
             self.dims[op.attributes["over"]]
             for op in ops
             if op.attributes.get("over") in (form.inner, form.columns)
             and op.kind != "matmul" and form.keys in op.dims
         )  # fmt: skip
-        #: the label whose position hides keys, and the keys that come before those of position 0
+        #: the label whose position hides keys, and the number of keys before those of position 0
         self.causal = form.causal(structure)
         hidden = self.dims[self.causal] if self.causal else 0
         aligned = any(op.attributes.get("alignment") == "top_left" for op in ops)
@@ -148,7 +149,7 @@ class ChainedModel:
         )  # fmt: skip
 
     def _on_scores(self, op: BlockOp, ops: tuple[BlockOp, ...]) -> bool:
-        """Whether an operation is computed for every score."""
+        """True if an operation is computed for every score."""
         if op.kind in (LOAD, STORE, "matmul", "constant", *ENDING) or is_mask(op.kind):
             return False
         labels = ops[op.inputs[0]].dims if "over" in op.attributes else op.dims
@@ -157,18 +158,18 @@ class ChainedModel:
     # ------------------------------------------------------------------------------------- blocks
 
     def tiles(self, size: ChainedSize) -> int:
-        """Tiles of rows, of all batches."""
+        """Number of tiles of rows, over all batches."""
         rows = zip(self.form.rows, size.rows, strict=True)
         return prod(ceil_div(self.dims[d], n) for d, n in rows) * prod(
             self.dims[d] for d in self.form.batch
         )
 
     def loop(self, size: ChainedSize) -> int:
-        """Tiles of keys that a block walks, where none is hidden."""
+        """Number of tiles of keys that a block walks over, if none is hidden."""
         return ceil_div(self.dims[self.form.keys], size.keys * size.cluster * size.grid)
 
     def loops(self, size: ChainedSize) -> list[int]:
-        """The same for each tile of the label whose position hides keys, the longest first. Parts
+        """`loop` for each tile of the label whose position hides keys, the longest first. Parts
         divide the keys that a tile of rows sees."""
         if self.causal is None:
             return [self.loop(size)]
@@ -179,9 +180,9 @@ class ChainedModel:
         return [ceil_div(n, size.keys * size.cluster * size.grid) for n in seen]
 
     def resident(self, size: ChainedSize) -> int:
-        """Blocks that share an SM: two where rows are few and blocks are more than SMs.
+        """Blocks that share an SM: two if there are few rows and more blocks than SMs.
 
-        Clusters do not: they crowd on some SMs while others idle.
+        Clusters do not share SMs: they would crowd on some while others idle.
         """
         blocks = self.tiles(size) * size.cluster * size.grid
         if prod(size.rows) > TWO_BLOCKS_ROWS or size.cluster > 1 or blocks <= self.target.sms:
@@ -190,8 +191,8 @@ class ChainedModel:
         return 1 + (shared <= HALF_SM and self.dims[self.form.inner] <= TWO_BLOCKS_INNER)
 
     def key_groups(self, size: ChainedSize) -> int:
-        """Warpgroups that take turns along the keys: two for 64 rows, if each has a stage and
-        something to do, and no other block is on the SM."""
+        """Warpgroups that take turns along the keys: two for 64 rows, if each has a stage and work
+        to do, and no other block is on the SM."""
         if size.held > WARPGROUP_ROWS or self.loop(size) == 1 or self.resident(size) > 1:
             return 1
         two = self._fixed_bytes(size, 2) + 2 * size.keys * self.key_bytes
@@ -200,14 +201,15 @@ class ChainedModel:
     # ------------------------------------------------------------------------------------- memory
 
     def shared_bytes(self, size: ChainedSize) -> int:
-        """Shared memory with the fewest stages that leave no warpgroup without one."""
+        """Shared memory with the fewest stages that leave no warpgroup without one, in bytes."""
         groups = self.key_groups(size)
         return self._fixed_bytes(size, groups) + MIN_STAGES * size.keys * self.key_bytes
 
     def _fixed_bytes(self, size: ChainedSize, groups: int) -> int:
-        """Rows, and where ``groups`` warpgroups along the keys meet, and the blocks of a cluster.
+        """Bytes for the rows, and for joining ``groups`` warpgroups along the keys and the blocks
+        of a cluster.
 
-        A thread gives all but its share of the pieces to others.
+        A thread sends all but its share of the pieces to others.
         """
         threads, pieces, own = self._pieces(size, groups)
         met = 16 * threads * (pieces + 1) if groups > 1 else 0
@@ -215,21 +217,21 @@ class ChainedModel:
         return 2 * size.held * self.dims[self.form.inner] + met + sent + RESERVED_BYTES
 
     def _pieces(self, size: ChainedSize, groups: int) -> tuple[int, int, int]:
-        """Threads of a block that have rows; 16-byte pieces of the result that each of them
-        computes; and those that it finishes."""
+        """Number of threads of a block that have rows; of 16-byte pieces of the result that each of
+        them computes; and of pieces that each finishes."""
         held = min(prod(size.rows), WARPGROUP_ROWS)
         threads = 32 * ceil_div(held, 16) * groups * size.held // WARPGROUP_ROWS
         pieces = ceil_div(self.dims[self.form.columns], 16 if held <= FEW_ROWS else 8)
         return threads, pieces, ceil_div(ceil_div(pieces, groups), size.cluster)
 
     def registers(self, size: ChainedSize) -> float:
-        """Of a thread, for the accumulators."""
+        """Registers of a thread for the accumulators."""
         return self.dims[self.form.columns] / 2 + 0.75 * size.keys
 
     # --------------------------------------------------------------------------------------- time
 
     def cost(self, size: ChainedSize) -> Cost:
-        """Waves of clusters, or, where a mask makes some shorter, clusters that take turns."""
+        """Cost of a size: waves of clusters, or clusters in turn if a mask makes some shorter."""
         loops, ends = self.loops(size), self._ends_us(size)
         if len(loops) == 1:
             busy, causes = self._waves(size, loops[0], sum(ends.values()))
@@ -242,8 +244,8 @@ class ChainedModel:
         return Cost(launch + busy, {"launch": launch} | ends | causes)
 
     def _waves(self, size: ChainedSize, loop: int, ends: float) -> tuple[float, dict[str, float]]:
-        """Equal clusters. Beginnings and ends of blocks hide behind the memory of the device, but
-        not those of the last wave."""
+        """Cost of equal clusters. Beginnings and ends of blocks hide behind the memory of the
+        device, but not those of the last wave."""
         units, slots, at_once = self._units(size)
         last = (units - 1) % at_once + 1
         full, active = (units - last) // at_once, min(units, at_once)
@@ -261,10 +263,10 @@ class ChainedModel:
     def _turns(
         self, size: ChainedSize, loops: list[int], ends: float
     ) -> tuple[float, dict[str, float]]:
-        """Clusters of different length: the next in order begins where one has ended.
+        """Cost of clusters of different lengths: the next in order begins where one has ended.
 
-        Of 512 blocks for 2048 positions the last ends 19% later than in the mean; with 1024 and
-        more they end together.
+        With 512 blocks for 2048 positions the last ends 19% later than the mean; with 1024 and more
+        they end together.
         """
         units, slots, _ = self._units(size)
         exponent = self.target.chained.overlap
@@ -285,11 +287,11 @@ class ChainedModel:
         return overlapped(exponent, turns, *shared.values()), {"blocks": turns} | shared
 
     def _mixed_us(self, size: ChainedSize, ends: float) -> float:
-        """Sequences of all lengths up to the longest, none sorted, each divided into the same
+        """Time for unsorted sequences of all lengths up to the longest, each divided into the same
         number of parts.
 
-        Blocks share the memory evenly, so a long one is not late while there are others; once they
-        are fewer than the memory can serve, each takes what an SM takes in.
+        Blocks share the memory evenly, so a long one is not late while there are others; once there
+        are fewer than the memory can serve, each is limited by the rate of an SM.
         """
         units, _, at_once = self._units(size)
         loop, count = self.loop(size), self.sequences
@@ -319,12 +321,13 @@ class ChainedModel:
         return us
 
     def _units(self, size: ChainedSize) -> tuple[int, int, int]:
-        """Clusters; those that run at once with one block on each SM; and with all it can hold."""
+        """Number of clusters; of those that run at once with one block on each SM; and of those
+        that run at once with as many blocks as an SM can hold."""
         slots = self.target.clusters[size.cluster]
         return self.tiles(size) * size.grid, slots, slots * self.resident(size)
 
     def _shared_us(self, size: ChainedSize, share: float, loops: float) -> dict[str, float]:
-        """What all blocks wait for: ``share`` of the bytes of memory, ``loops`` tiles of keys."""
+        """Work that all blocks share: ``share`` of the bytes of memory, ``loops`` tiles of keys."""
         t = self.target
         late = LATE if self.dependent_launch and self._crowds(size) else 1.0
         return {
@@ -333,16 +336,17 @@ class ChainedModel:
         }
 
     def _crowds(self, size: ChainedSize) -> bool:
-        """Whether of the next launch's clusters some find room beside this one's, and some do not:
-        these begin behind all others. Where hardly any does, as with 64 pairs of 66, nothing is
-        lost (1x16384 keys in 64 pairs 19.5 us, in 40 pairs 25.4)."""
+        """True if some of the next launch's clusters find room beside this launch's, and some do
+        not: these begin behind all others. Where hardly any does, as with 64 pairs of 66, nothing
+        is lost (1x16384 keys in 64 pairs 19.5 us, in 40 pairs 25.4)."""
         units, fit = self.tiles(size) * size.grid, self.target.clusters[size.cluster]
         if units > fit:
             return size.cluster > 2
         return units / 10 < fit - units < units
 
     def _block_us(self, size: ChainedSize, loop: float, shared_by: int) -> dict[str, float]:
-        """What a block with ``loop`` tiles of keys waits for, on an SM that ``shared_by`` share."""
+        """Time by cause of a block with ``loop`` tiles of keys; ``shared_by`` blocks share its
+        SM."""
         r = self.target.rates
         tensor, lanes = self._tile_us(size)
         loop = max(1.0, loop)
@@ -357,7 +361,7 @@ class ChainedModel:
         }
 
     def _tile_us(self, size: ChainedSize) -> tuple[float, float]:
-        """The products of a warpgroup on a tile of keys, and what lies between them."""
+        """Time of a warpgroup's products on a tile of keys, and of the work between them."""
         t, r = self.target, self.target.rates
         area = WARPGROUP_ROWS * size.keys
         widths = self.dims[self.form.inner] + self.dims[self.form.columns]
@@ -366,26 +370,26 @@ class ChainedModel:
         return tensor, lanes / 2 if prod(size.rows) <= FEW_ROWS else lanes
 
     def _values_us(self, size: ChainedSize) -> float:
-        """Values of a tile's keys, by warps that do nothing else."""
+        """Time for the values of a tile's keys, computed by warps of their own."""
         return size.keys * self.read / self.target.chained.value_reads_per_us
 
     def _step_us(self, size: ChainedSize) -> float:
-        """A tile of keys from its first product to its last. Warpgroups of different rows meet at
-        the tensor cores; one computes exponentials while the other multiplies."""
+        """Time of a tile of keys from its first product to its last. Warpgroups of different rows
+        meet at the tensor cores; one computes exponentials while the other multiplies."""
         tensor, lanes = self._tile_us(size)
         groups = size.held // WARPGROUP_ROWS
         work = max(groups * tensor, tensor + lanes)
         return self.target.chained.step_us + work + self._values_us(size)
 
     def _ends_us(self, size: ChainedSize) -> dict[str, float]:
-        """The beginning of a block, which waits for its first stage, and the end."""
+        """Time of the beginning of a block, which waits for its first stage, and of its end."""
         c, r = self.target.chained, self.target.rates
         stage = size.keys * self.key_bytes / r.sm_bytes_per_us
         ramp = c.ramp_us + r.first_stage * stage
         return {"ramp": ramp, "exchange": self._join_us(size)}
 
     def _join_us(self, size: ChainedSize) -> float:
-        """Combining the parts of the keys, in a cluster and over the grid."""
+        """Time to combine the parts of the keys, in a cluster and over the grid."""
         c, groups = self.target.chained, self.key_groups(size)
         threads, _, own = self._pieces(size, groups)
         results, total = prod(size.rows) * self.dims[self.form.columns] / 1024, 0.0

@@ -11,7 +11,7 @@ from cutesuper.skeletons.attention.plan import AttentionPlan, Mask, Reduction
 
 
 def attention_lines(plan: AttentionPlan) -> list[str]:
-    """Where everything lives, who does what, and how the parts of the keys meet."""
+    """The plan line by line: places of all data, roles of all warps, joining of the keys' parts."""
     lines = [_tile_line(plan), *_block_lines(plan), *_row_lines(plan), *_key_lines(plan)]
     lines += [_score_line(plan), *_sum_lines(plan), *_join_lines(plan)]
     lines += [f"{_tensor(plan, o.view.argument)} = {_text(plan, o.expression)}"
@@ -103,7 +103,7 @@ def _sum_lines(plan: AttentionPlan) -> list[str]:
 
 
 def _join_lines(plan: AttentionPlan) -> list[str]:
-    """How what warpgroups, blocks and clusters have becomes one result, in this order."""
+    """The steps that join the results of warpgroups, blocks and clusters, in order."""
     lines = []
     if plan.schedule.key_groups > 1:
         lines.append(f"warpgroups: combined through {plan.meeting_bytes} bytes of shared memory")
@@ -131,7 +131,7 @@ def _name(plan: AttentionPlan, load: int) -> str:
 
 
 def _text(plan: AttentionPlan, expression: ThreadExpression) -> str:
-    """An expression with the names that the other lines give its leaves."""
+    """An expression whose leaves have the names of the other lines."""
     names = {r.value: f"statistic{n}" for n, r in enumerate(plan.row_reductions)}
     names |= {r.value: f"statistic{n}" for n, r in enumerate(plan.key_reductions)}
     names |= {i: f"row{n}" for n, i in enumerate(plan.row_values) if i not in names}

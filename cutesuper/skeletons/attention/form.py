@@ -1,8 +1,8 @@
-"""The form of two chained products in one loop over what lies between them, such as attention.
+"""The form of two chained products in one loop over the label between them, such as attention.
 
 ``f(Q K) V``: Q ``[rows, inner]``, K ``[inner, keys]``, V ``[keys, columns]``. A block holds some
-rows and walks the keys once, with running maxima and rescaled sums, or plain sums. The keys may
-also be divided by a cluster and by the grid: both join their parts inside the kernel.
+rows and walks over the keys once, with running maxima and rescaled sums, or plain sums. A cluster
+and the grid may also divide the keys (split-K): both join their parts inside the kernel.
 
 before: ``softmax(Q K) V``, 6 operators and scores of rows x keys in memory; after: one kernel that
 reads Q, K and V once, for ``Q[256, 64]`` and 4096 keys as ``N.cluster(8) N.loop(4)``, tile M=64
@@ -23,7 +23,7 @@ from cutesuper.ir.dims import Symbol
 from cutesuper.ir.operators.base import lookup
 from cutesuper.skeletons.form import ALIGN
 
-#: elements of a row of Q, and of one of V: a warpgroup holds 64 x 256 accumulators
+#: most elements of a row of Q, and of one of V: a warpgroup holds 64 x 256 accumulators
 MAX_HELD = 256
 
 
@@ -31,16 +31,16 @@ MAX_HELD = 256
 class ChainedForm:
     """``f([batch..., rows..., inner] @ [batch..., inner, keys]) @ [batch..., keys, columns]``.
 
-    Q and V of a block are loaded as they are; so is K. What else is computed:
+    Q, K and V of a block are plain loads. Other computations are:
 
     * before the loop, from Q and vectors along ``inner``: the row operand, values of a row;
     * in the loop, from the tile of K or V: values of a key, by reductions over ``inner`` or
       ``columns``; from the scores: anything element-wise, with values of rows and keys; sums and
       maxima over the keys;
-    * after it: anything element-wise on ``[rows, columns]``, with values of a row.
+    * after the loop: anything element-wise on ``[rows, columns]``, with values of a row.
 
     Attributes:
-        rows: labels that Q has and K has not: query heads of one head of K and V, positions.
+        rows: labels that Q has and K does not: query heads of one head of K and V, positions.
         inner: the label of the first product, held whole.
         keys: the label of the second product and of the loop.
         columns: the last label of the result, held whole.
@@ -55,7 +55,7 @@ class ChainedForm:
     vectors = False
 
     def splits(self, program: LabelledProgram) -> Iterator[Split]:
-        """The keys divided by the loop alone, and by a cluster, the grid, or both as well."""
+        """Splits with the keys divided by the loop, and by a cluster, the grid, or both as well."""
         whole = (self.inner, self.columns)
         kinds: dict[str, tuple[AxisKind, ...]] = {
             d: () if d in whole else (AxisKind.GRID,) for d in program.dims
@@ -68,11 +68,11 @@ class ChainedForm:
     # ------------------------------------------------------------------------ rules of saturation
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
-        """Nothing on partial sums, but scores minus the maximum of their tile; nothing that mixes
-        what only products bring together."""
+        """True except for arithmetic on partial sums (scores minus the maximum of their tile are
+        allowed), and for values that mix labels which only products may bring together."""
         labels = frozenset[str]().union(*operands)
         if state.pending and self.keys not in labels:
-            # a maximum, which scores may be shifted by; no operator of one number takes it
+            # a maximum, by which scores may be shifted; no operator of one number takes it
             return len(operands) == 1 and self.columns not in labels
         sides = [not labels.isdisjoint(self.rows)]
         sides += [d in labels for d in (self.inner, self.keys, self.columns)]
@@ -80,11 +80,12 @@ class ChainedForm:
             return False
         if self.keys in labels and not labels.isdisjoint((self.inner, self.columns)):
             return all(x == labels for x in operands)  # only reductions follow
-        # what a row or a number scales Q by scales the scores as well
+        # a factor of Q from a row or a number is as well a factor of the scores
         return self.inner not in labels or all(self.inner in x for x in operands)
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
-        """Q and K over the inner label, V over its columns, scores over the keys."""
+        """True for reductions of Q and K over the inner label, of V over its columns, and of scores
+        over the keys."""
         rows = not labels.isdisjoint(self.rows)
         if over == self.keys:
             return rows
@@ -93,7 +94,7 @@ class ChainedForm:
         return over == self.inner or (over == self.columns and self.keys in labels)
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:
-        """What has the rows first, a plain load second."""
+        """True for an operand with the rows first, and a plain load second."""
         rows = not a.labels.isdisjoint(self.rows)
         if not b.loaded or not rows or not b.labels.isdisjoint(self.rows):
             return False
@@ -102,7 +103,7 @@ class ChainedForm:
         return over == self.keys and self.columns in b.labels and self.columns not in a.labels
 
     def refuses(self, program: BlockProgram) -> str | None:
-        """Products that are made twice, and axes that divide nothing."""
+        """Refuse products that are computed twice, and axes that divide nothing."""
         for over in (self.inner, self.keys):
             products = [
                 op for op in program.ops if op.kind == "matmul" and op.attributes["over"] == over
@@ -121,7 +122,7 @@ class ChainedForm:
     # ------------------------------------------------------------------------------------- extents
 
     def causal(self, program: BlockProgram) -> str | None:
-        """The rows of a mask that hides the keys after a row's own position."""
+        """The row label of a mask that hides the keys after a row's own position, or None."""
         for op in program.ops:
             if is_mask(op.kind) and op.attributes.get("causal", True):
                 return op.attributes["rows"]
@@ -129,7 +130,7 @@ class ChainedForm:
 
 
 def is_mask(kind: str) -> bool:
-    """Whether an operation hides elements by position."""
+    """True if an operation hides elements by position."""
     own = ("load", "store", "accumulate", "cluster_reduce", "grid_reduce")
     return kind not in own and lookup(kind).masks
 
@@ -137,7 +138,7 @@ def is_mask(kind: str) -> bool:
 def chained_form(
     region: Region, program: LabelledProgram, products: list[LabelledOp]
 ) -> ChainedForm:
-    """The form of a region with two products, each of what the other gives.
+    """The form of a region with two products, where one multiplies a function of the other.
 
     Raises:
         SearchError: with the reason why this form cannot run it.
@@ -197,7 +198,7 @@ def _check_extents(program: LabelledProgram, form: ChainedForm) -> None:
 
 
 def _check_reductions(program: LabelledProgram, form: ChainedForm, last: int) -> None:
-    """What is reduced besides the products. Raises SearchError."""
+    """Check the reductions besides the products. Raises SearchError."""
     after = {last}
     for i, op in enumerate(program.ops):
         if not after.isdisjoint(op.inputs):
@@ -213,7 +214,7 @@ def _check_reductions(program: LabelledProgram, form: ChainedForm, last: int) ->
 
 
 def _check_masks(program: LabelledProgram, form: ChainedForm) -> None:
-    """Masks are limits of the loop over the keys. Raises SearchError."""
+    """Check that masks are limits of the loop over the keys. Raises SearchError."""
     for op in program.ops:
         if not is_mask(op.kind):
             continue
@@ -230,7 +231,7 @@ def _check_masks(program: LabelledProgram, form: ChainedForm) -> None:
 def _multiplied(
     region: Region, program: LabelledProgram, op: LabelledOp, form: ChainedForm
 ) -> bool:
-    """Q, K and V, and vectors along the inner label, but not lengths. Raises SearchError."""
+    """True for loads of Q, K, V and inner vectors, not for lengths. Raises SearchError."""
     own = labels_of(op.attributes["map"])
     matrix = [d for d in own if d not in form.batch]
     kinds = {"rows" if d in form.rows else d for d in matrix}

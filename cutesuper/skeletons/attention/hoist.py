@@ -1,14 +1,14 @@
-"""Another definition of the same values: factors moved out of chained products.
+"""Hoisted form of a program: factors moved out of chained products.
 
-What scales a row of Q, or a key of K or V, scales the scores as well; so Q, K and V are multiplied
-as they are loaded, and a denominator that is known only when the last key was seen divides once.
+A factor of a row of Q, or of a key of K or V, is a factor of the scores as well; so Q, K and V are
+multiplied as they are loaded, and a denominator that is known only after the last key divides once.
 
 before: ``softmax(Q / q * A @ (K / k * B) * c) @ V`` with row values q, values of keys k, weights A
 and B; after: ``S = (Q * (A * B) @ K) * (c / q) / k``, ``E = exp(S - max S)``, ``(E @ V) / sum(E)``.
 
-Normal forms would find the same (`expression`) by trying every order of the factors: 2.9 s for this
-example, and 0.3 s from here, where the scores are one atom. Like everything that is found, the
-result is verified against the graph as the user wrote it.
+Normal forms (`expression`) would find the same by trying every order of the factors: 2.9 s for this
+example, and 0.3 s from the hoisted form, where the scores are one atom. Like every result, it is
+verified against the graph as the user wrote it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cutesuper.skeletons.attention.form import ChainedForm
 
 
 class Factor(NamedTuple):
-    """An operation, as a factor or as a divisor."""
+    """An operation as a factor or as a divisor."""
 
     value: int
     inverse: bool
@@ -33,12 +33,12 @@ Monomial = tuple[Factor, ...]
 
 
 def hoisted(program: LabelledProgram, form: ChainedForm) -> LabelledProgram:
-    """The program with factors of the operands of its products moved behind them."""
+    """The program with factors of its products' operands moved behind the products."""
     return _Hoist(program, form).run()
 
 
 def settled(program: LabelledProgram, form: ChainedForm) -> frozenset[int]:
-    """Operations that depend on no reduction over the keys: one way to compute them is enough."""
+    """Operations that depend on no reduction over the keys; one way to compute them is enough."""
     late: set[int] = set()
     for i, op in enumerate(program.ops):
         if op.over == form.keys or not late.isdisjoint(op.inputs):
@@ -59,7 +59,7 @@ class _Hoist:
         return LabelledProgram(self.program.dims, tuple(self.ops), outputs).needed()
 
     def _again(self, op: LabelledOp, args: list[Monomial]) -> Monomial:
-        """An operation as a product of factors, which are made when somebody needs the value."""
+        """An operation as a product of factors, which are only made if their value is needed."""
         if op.kind == "mul":
             return args[0] + args[1]
         if op.kind == "div":
@@ -73,7 +73,7 @@ class _Hoist:
         return (self._plain(op, tuple(self._made(a) for a in args)),)
 
     def _product(self, op: LabelledOp, args: list[Monomial]) -> Monomial:
-        """Only a load is left of the operand without rows."""
+        """A product; only a load is left of the operand without rows."""
         assert op.over is not None
         column = self.form.keys if op.over == self.form.inner else self.form.columns
         left, right = sorted(args, key=lambda a: column in self._labels(a))
@@ -103,7 +103,7 @@ class _Hoist:
         return tuple(f for f in factors if label not in self.ops[f.value].labels)
 
     def _made(self, factors: Monomial) -> int:
-        """The operation that a monomial stands for; numbers meet values of rows, and vectors meet
+        """The operation that computes a monomial; numbers meet values of rows, and vectors meet
         vectors, before either meets a matrix."""
         groups: list[Factor] = []
         for f in sorted(factors, key=lambda f: self._elements(f.value)):
@@ -124,7 +124,7 @@ class _Hoist:
         return prod(extent(self.program.dims[d]) for d in self.ops[i].labels)
 
     def _times(self, a: Factor, b: Factor) -> Factor:
-        """One factor of two."""
+        """One factor that combines two."""
         if a.inverse == b.inverse:
             return Factor(self._binary("mul", a.value, b.value), a.inverse)
         over, under = (b, a) if a.inverse else (a, b)

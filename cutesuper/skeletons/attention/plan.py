@@ -1,14 +1,14 @@
 """Skeleton 3, the attention loop: two chained products with running state; roles and memory plan.
 
-A block owns a tile of rows (queries) and walks its part of the keys: a producer warp fills a ring
-of stages with tiles of both column-side operands, consumer warpgroups multiply rows and keys,
-apply the element-wise function of the program to the scores in registers, and multiply what comes
-out, still in registers, by the values. Running maximum, sums and results stay in registers; at the
-end the warpgroups of a block, the blocks of a cluster and those of the grid that share a tile of
-rows are combined, in this order (FlashAttention, arXiv:2205.14135; split keys: Flash-Decoding).
+A block owns a tile of rows (queries) and walks over its part of the keys: a producer warp fills a
+ring of stages with tiles of both column-side operands (TMA), consumer warpgroups multiply rows and
+keys, apply the element-wise function of the program to the scores in registers, and multiply the
+result, still in registers, by the values. Running maximum, sums and results stay in registers; at
+the end the warpgroups of a block, the blocks of a cluster and those of the grid that share a tile
+of rows are combined, in this order (FlashAttention, arXiv:2205.14135; split keys: Flash-Decoding).
 
-A warpgroup has 64 rows, several labels of which may be tiled: the query heads that share a key
-head, and positions.
+A warpgroup has 64 rows, which may combine several labels: the query heads that share a key head,
+and positions.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from cutesuper.skeletons.base import (
     view_of,
 )
 
-#: rows of the tensor-core instruction
+#: rows of a WGMMA instruction
 ROW_BLOCK = 64
-#: the unit of the contracted dimension of a 16-bit instruction
+#: unit of the contracted dimension of a 16-bit WGMMA instruction
 DEPTH = 16
 #: rows up to which a warpgroup's results lie in the first half of every register quadruple
 FEW_ROWS = 8
@@ -45,7 +45,7 @@ class Reduction:
     Attributes:
         value: the operation.
         operand: the load.
-        source: what is reduced, an expression over the load.
+        source: the reduced value, an expression over the load.
         op: "sum" or "max".
         scale: factor of the result (1/K for a mean).
     """
@@ -59,11 +59,11 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a row sees: those before a limit, ``offset + length + position``.
+    """The keys that a row sees: those before a limit, ``offset + length + position``.
 
     Attributes:
-        lengths: the tensor of lengths, None where none counts.
-        rows: the label whose position counts, None where none does.
+        lengths: the tensor of lengths, None if there is none.
+        rows: the label whose position counts, None if there is none.
         offset: for causal attention from the first key 1, to the last key 1 + keys - rows.
     """
 
@@ -77,10 +77,10 @@ class Sum:
     """A value that the loop accumulates.
 
     Attributes:
-        source: of one tile; its leaves are the scores' product or its weight, values of rows and
-            of keys.
+        source: the summand of one tile; its leaves are the scores' product or its weight, values of
+            rows and of keys.
         final: the operation that completes it.
-        rescaled: whether it is multiplied by exp(old - new) when the running maximum rises.
+        rescaled: True if it is multiplied by exp(old - new) when the running maximum rises.
     """
 
     source: ThreadExpression
@@ -90,7 +90,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class AttentionPlan(Plan[AttentionSchedule]):
-    """An attention-loop kernel, decided.
+    """The plan of an attention-loop kernel.
 
     Attributes:
         program: the block program; leaves of the expressions are its operations.
@@ -100,22 +100,22 @@ class AttentionPlan(Plan[AttentionSchedule]):
         batch: the other labels.
         row_load, key_load, value_load: the loads of the three operands.
         product: the first product.
-        prologue: what is multiplied in place of the query, None where it is as loaded.
-        row_reductions, row_values: of the query, before the loop.
-        key_reductions, key_values: of a tile of keys or values.
+        prologue: the operand in place of the query, None if that is used as loaded.
+        row_reductions, row_values: those of the query, before the loop.
+        key_reductions, key_values: those of a tile of keys or values.
         vectors: loads of the prologue with the inner label only.
-        scores: the function of the product whose maximum runs, less ``factor``; without a maximum
-            not used.
+        scores: the function of the product whose running maximum is taken, without ``factor``; not
+            used without a maximum.
         factor, row_factor: positive; the scores are ``factor * scores``, and times a value of the
             row if there is one.
-        masks: which keys are visible.
-        maximum: the operation that completes the running maximum, None where there is none.
+        masks: limits of the visible keys.
+        maximum: the operation that completes the running maximum, None if there is none.
         weight: the operation exp(scores - maximum of the tile).
         row_sums: accumulated numbers of rows, one at most.
         result: the accumulated product with the values.
-        outputs: what is stored.
+        outputs: the stored tensors.
         divisors: sums that only divide; they are replaced by their reciprocals, 0 for 0.
-        schedule: the knobs.
+        schedule: the kernel's knobs.
     """
 
     program: BlockProgram
@@ -153,12 +153,12 @@ class AttentionPlan(Plan[AttentionSchedule]):
         return self.arguments[self.view(self.key_load).argument].dtype
 
     def view(self, load: int) -> View:
-        """How a load sees its tensor."""
+        """A load's view of its tensor."""
         return view_of(self.program.ops[load], self.arguments)
 
     @property
     def paged(self) -> bool:
-        """Whether keys or values lie in pages."""
+        """True if keys or values lie in pages."""
         return any(isinstance(self.view(i), Pages) for i in (self.key_load, self.value_load))
 
     def tile(self, label: str) -> int:
@@ -183,7 +183,7 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
     @property
     def depth(self) -> int:
-        """The inner extent, padded for the instruction."""
+        """The inner extent, padded for the WGMMA instruction."""
         return DEPTH * ceil_div(self.tile(self.inner), DEPTH)
 
     @property
@@ -203,28 +203,28 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
     @property
     def parts(self) -> int:
-        """Parts of the keys."""
+        """Number of parts of the keys."""
         return self.cluster * self.grid_parts
 
     @property
     def key_extent(self) -> int:
-        """All keys."""
+        """Number of all keys."""
         return extent(self.program.dims[self.keys])
 
     @property
     def varying(self) -> bool:
-        """Whether the number of visible keys differs between tiles of rows or calls."""
+        """True if the number of visible keys differs between tiles of rows or calls."""
         return bool(self.masks)
 
     @property
     def ragged(self) -> bool:
-        """Whether the last tile of keys may reach past their end."""
+        """True if the last tile of keys may reach past their end."""
         return self.varying or self.key_extent % self.key_tile != 0
 
     @property
     def least_stages(self) -> int:
-        """Below this the ring stands still: values of the next tile's keys, which need both its
-        operands, are waited for before this tile's stage is given back."""
+        """Fewest stages with which the ring does not stall: values of the next tile's keys, which
+        need both its operands, are waited for before this tile's stage is released."""
         ahead = bool(self.key_values) and self.schedule.overlapped
         return self.schedule.key_groups * (2 if ahead else 1)
 
@@ -243,13 +243,13 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
     @property
     def registers(self) -> tuple[int, int] | None:
-        """Registers per thread of (consumers, producer) where the equal share of all threads would
-        not hold what lives in the loop; None where it does.
+        """Registers per thread of (consumers, producer) if an equal share for all threads would not
+        hold the live values of the loop; None if it does.
 
-        The compiler gives 288 threads what it gives 384, 168 registers; of those, the producer's
-        warpgroup hands most over: 2 x 128 x 240 + 128 x 24, or 2 x 128 x 216 + 128 x 72 where
-        its other warps compute. With pages it keeps 40: the coordinates of 8 boxes in 24 registers
-        took 16 bytes of stack.
+        The compiler gives 288 threads as many registers as 384, 168 each; the producer's warpgroup
+        hands most of its own over: 2 x 128 x 240 + 128 x 24, or 2 x 128 x 216 + 128 x 72 where its
+        other warps compute. With pages it keeps 40: the coordinates of 8 boxes in 24 registers took
+        16 bytes of stack.
         """
         if self.warpgroups < 2 or self.live_registers <= 128:
             return None
@@ -259,14 +259,14 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
     @property
     def helpers(self) -> int:
-        """Warps that compute values of keys: the other three of the producer's warpgroup. Computed
-        by the consumers, the norm of 16x4096 values took 4.5 of 18.4 us."""
+        """Warps that compute values of keys: the other three of the producer's warpgroup. When the
+        consumers computed them, the norm of 16x4096 values took 4.5 of 18.4 us."""
         return 3 if self.key_values else 0
 
     @property
     def threads(self) -> int:
-        """Consumer warpgroups and the producer warp, a warpgroup where it has helpers or hands over
-        registers."""
+        """Threads of the consumer warpgroups and the producer warp; a whole warpgroup for the
+        producer if it has helpers or hands over registers."""
         alone = self.registers is None and not self.helpers
         return 128 * self.warpgroups + (32 if alone else 128)
 
@@ -277,12 +277,12 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
     @property
     def few_rows(self) -> bool:
-        """Whether a thread has one row; otherwise it has two."""
+        """True if a thread has one row; otherwise it has two."""
         return self.group_rows <= FEW_ROWS
 
     @property
     def items(self) -> int:
-        """Pieces of 16 bytes of the result that an active thread has."""
+        """16-byte pieces of the result that an active thread has."""
         return ceil_div(self.width // 8, 2 if self.few_rows else 1)
 
     @property
@@ -297,39 +297,40 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
     @property
     def part_words(self) -> int:
-        """fp32 values that a warpgroup leaves for whoever combines its items with others': owned
-        items of every active thread, then the maximum and sum of both rows of every fourth."""
+        """Number of fp32 values that a warpgroup leaves for the one that combines its items with
+        others': owned items of every active thread, then the maximum and sum of both rows of every
+        fourth."""
         return 4 * self.active_threads * self.owned_items + self.active_threads
 
     # --------------------------------------------------------------------------------- memory
 
     @property
     def query_bytes(self) -> int:
-        """Shared memory of the rows."""
+        """Shared memory of the rows, in bytes."""
         return 2 * ROW_BLOCK * self.schedule.row_groups * self.depth
 
     @property
     def stage_bytes(self) -> int:
-        """Shared memory of a stage: a tile of keys and one of values."""
+        """Shared memory of a stage, in bytes: a tile of keys and one of values."""
         return 2 * self.key_tile * (self.depth + self.width)
 
     @property
     def meeting_bytes(self) -> int:
-        """Shared memory in which the warpgroups of a block meet."""
+        """Shared memory in which the warpgroups of a block meet, in bytes."""
         if self.schedule.key_groups == 1:
             return 0
         return 16 * self.active_threads * (self.items + 1) * self.warpgroups
 
     @property
     def exchange_bytes(self) -> int:
-        """Shared memory that receives from the cluster, statistics included."""
+        """Shared memory that receives data from the cluster, in bytes, including statistics."""
         if self.cluster == 1:
             return 0
         return 4 * self.part_words * self.cluster * self.warpgroups
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block, with room for barriers and alignment."""
+        """Shared memory of a block, in bytes, with room for barriers and alignment."""
         key_values = 4 * self.key_tile * len(self.key_values) * self.schedule.stages
         row_values = 4 * ROW_BLOCK * self.schedule.row_groups * max(1, len(self.row_values))
         ring = self.stage_bytes * self.schedule.stages
@@ -354,7 +355,7 @@ class AttentionPlan(Plan[AttentionSchedule]):
         )
 
     def _tiles(self, each: int) -> tuple[Dim, ...]:
-        """The shape of memory that every tile of rows has ``each`` elements of."""
+        """Shape of memory with ``each`` elements for every tile of rows."""
         shape: list[Dim] = []
         for d in self.batch + self.rows:
             dim = self.program.dims[d]

@@ -1,4 +1,4 @@
-"""Plans of the attention loop: roles, a schedule if none is given, and what does not fit."""
+"""Plans of the attention loop: roles, a schedule if none is given, and checks that it fits."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from cutesuper.skeletons.base import Pages, View, arguments_of
 from cutesuper.skeletons.operands import check_element_type, check_same_type, unaligned
 from cutesuper.targets import Target
 
-#: rows of the tensor-core instruction that one warp has
+#: rows of a WGMMA instruction that one warp has
 INSTRUCTION_WARP_ROWS = 16
-#: columns of the result, and elements of the inner label, at most
+#: most columns of the result, and most elements of the inner label
 MAX_WIDTH = 256
-#: dimensions of a bulk tensor copy
+#: dimensions of a TMA copy
 MAX_RANK = 5
-#: positions of a page that bulk loads take
+#: positions of a page that TMA (bulk tensor loads) supports
 PAGE_SIZES = (16, 32, 64, 128, 256)
-#: registers of a thread, and those of them that addresses and counters take
+#: registers of a thread, and those that addresses and counters take
 THREAD_REGISTERS, OTHER_REGISTERS = 255, 40
 
 
@@ -52,7 +52,8 @@ def plan_attention(
 
 
 def _default_schedule(plan: AttentionPlan, target: Target) -> AttentionSchedule:
-    """Two warpgroups: along the rows where there are more than 64, else along the keys."""
+    """Default schedule: two warpgroups, along the rows if these are over 64, else along the
+    keys."""
     tiles = _tiles_of_a_block(plan)
     row_groups = ceil_div(prod(plan.tile(d) for d in plan.rows), ROW_BLOCK)
     key_groups = 2 if row_groups == 1 and tiles > 1 else 1
@@ -62,9 +63,9 @@ def _default_schedule(plan: AttentionPlan, target: Target) -> AttentionSchedule:
         row_groups=row_groups,
         key_groups=key_groups,
         # 6.6 -> 6.4 us even with two tiles for each warpgroup (256x4096 keys in clusters of 8);
-        # with few rows it only takes registers, and with values of keys it gains nothing
+        # with few rows it only costs registers, and with values of keys it gains nothing
         overlapped=not few and tiles > key_groups and not plan.key_values,
-        # 8.8 -> 8.35 us at 1x4096 keys; where many rows share keys they come from L2 anyway
+        # 8.8 -> 8.35 us at 1x4096 keys; if many rows share keys these come from L2 anyway
         stream_keys=few,
     )
     if few and plan.cluster == 1 and plan.program.blocks() > target.sms:
@@ -77,7 +78,7 @@ def _default_schedule(plan: AttentionPlan, target: Target) -> AttentionSchedule:
 
 
 def _room(target: Target, resident: int) -> int:
-    """Shared memory of a block, of which so many share an SM."""
+    """Shared memory of a block of which ``resident`` share an SM."""
     return min(target.shared_bytes, target.sm_shared_bytes // resident - target.reserved_bytes)
 
 
@@ -100,7 +101,7 @@ def _with_stages(
 
 
 def _tiles_of_a_block(plan: AttentionPlan) -> int:
-    """Tiles of keys that a block walks, where all keys are visible."""
+    """Number of tiles of keys that a block walks over, if all keys are visible."""
     return ceil_div(plan.key_extent, plan.key_tile * plan.parts)
 
 
@@ -143,7 +144,7 @@ def _check_output(plan: AttentionPlan, where: str, view: View) -> None:
 
 
 def _check_pages(plan: AttentionPlan, where: str, load: int) -> None:
-    """Refuse pages of anything but keys and values, and those that no bulk load takes."""
+    """Refuse pages of operands other than keys and values, and pages that no TMA load supports."""
     view = plan.view(load)
     assert isinstance(view, Pages)
     cache, table = plan.arguments[view.argument], plan.arguments[view.table]

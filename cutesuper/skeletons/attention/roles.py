@@ -1,4 +1,4 @@
-"""Gives every operation of a block program its place in the attention loop; see
+"""Roles of the operations of a block program in the attention loop; see
 `skeletons.attention.plan`."""
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from cutesuper.skeletons.base import Argument, Output, View, view_of
 
 CLOSES = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
 REDUCES = ("sum", "mean", "max")
-#: operators whose results are positive, and 0 of nothing finite: -inf times 0 would be NaN
+#: operators whose results are positive, and not 0 for any finite value: -inf times 0 would be NaN
 POSITIVE = ("rsqrt",)
 
 
 class AttentionRoles:
-    """Gives every operation of a block program its place in the attention loop."""
+    """Assigns every operation of a block program its role in the attention loop."""
 
     def __init__(self, step: KernelStep, arguments: tuple[Argument, ...]) -> None:
         self.program, self.arguments = step.program, arguments
@@ -80,7 +80,7 @@ class AttentionRoles:
         tiled = [d for d in own if self.program.tile[d] > 1] or own[-1:]
         if not tiled:
             raise self._refuse("its rows have no label of their own")
-        # what is held whole varies fastest, so that tiles of the other label are whole runs
+        # labels held whole vary fastest, so that tiles of the other label are whole runs
         self.rows = tuple(sorted(tiled, key=self._is_whole))
         taken = {*self.rows, self.keys, self.inner, self.columns}
         self.batch = tuple(d for d in self.program.dims if d not in taken)
@@ -150,7 +150,7 @@ class AttentionRoles:
     def _scores(
         self,
     ) -> tuple[int | None, int | None, ThreadExpression, float, tuple[Mask, ...]]:
-        """Running maximum, weight, and what the maximum is of: expression, factor, masks."""
+        """Running maximum, weight, and the maximum's operand: expression, factor, masks."""
         tops = [i for i, op in enumerate(self.ops)
                 if op.kind == "max" and op.attributes["over"] == self.keys]
         if len(tops) > 1:
@@ -176,7 +176,7 @@ class AttentionRoles:
         return self._complete(top), weights[0], expression, factor, masks
 
     def _below_masks(self, i: int) -> tuple[int, float, tuple[Mask, ...]]:
-        """The operation below masks and positive factors, which leave -inf what it is."""
+        """The operation below masks and positive factors, which leave -inf unchanged."""
         factor, masks = 1.0, list[Mask]()
         while True:
             op = self.ops[i]
@@ -198,8 +198,8 @@ class AttentionRoles:
     def _without_row_factor(
         self, scores: ThreadExpression, values: dict[int, ThreadExpression]
     ) -> tuple[ThreadExpression, int | None]:
-        """A positive value of the row that all scores of it are multiplied by: it multiplies the
-        maximum as well, and takes one multiplication with the constant factor.
+        """A positive value of the row by which all its scores are multiplied: it multiplies the
+        maximum as well, and is combined with the constant factor in one multiplication.
 
         before: ``mul(product, rsqrt of the row)``; after: ``product``, the operation of the root.
         """
@@ -224,7 +224,7 @@ class AttentionRoles:
         return op.kind in TABLE and TABLE[op.kind].masks
 
     def _mask(self, op: BlockOp) -> Mask:
-        """Where a mask stands in its limit."""
+        """The limit of visible keys that a masking operation sets."""
         a = op.attributes
         if TABLE[op.kind].fill == 0:
             raise self._refuse(f"{op.kind} makes zeros of scores, and masks hide them")
@@ -284,18 +284,18 @@ class AttentionRoles:
     # ---------------------------------------------------------------------------------- leaves
 
     def _is_value(self, i: int) -> bool:
-        """Whether an operation is a value of rows or of keys, which the scores take as it is."""
+        """True if an operation is a value of rows or of keys, which the scores use as it is."""
         return self.ops[i].kind != "constant" and not self._is_score(i)
 
     def _is_score(self, i: int) -> bool:
-        """Whether an operation is, or depends on, the first product."""
+        """True if an operation is the first product, or depends on it."""
         return i == self.product or self.program.dependence.reaches(self.product, i)
 
     def _is_score_leaf(self, i: int) -> bool:
         return i == self.product or self._is_value(i)
 
     def _is_row_leaf(self, i: int) -> bool:
-        """Leaves of the prologue: loads, and values of rows."""
+        """True for leaves of the prologue: loads, and values of rows."""
         op = self.ops[i]
         return op.kind == LOAD or (op.kind != "constant" and self.inner not in op.dims)
 
@@ -308,7 +308,7 @@ class AttentionRoles:
     def _values(
         self, expressions: list[ThreadExpression], known: set[int]
     ) -> tuple[dict[int, ThreadExpression], dict[int, ThreadExpression]]:
-        """The values of rows and of keys that expressions have as leaves."""
+        """The values of rows and of keys that are leaves of the expressions."""
         row_values, key_values = dict[int, ThreadExpression](), dict[int, ThreadExpression]()
         for i in sorted({i for e in expressions for i in e.leaves} - known):
             labels = set(self.ops[i].dims)
@@ -334,7 +334,8 @@ class AttentionRoles:
         )
 
     def _reduction(self, i: int, load: int, over: str, found: dict[int, Reduction]) -> bool:
-        """Whether an operation reduces a load along a label; if so, remember it."""
+        """True if an operation reduces a load along a label; the reduction is put into
+        ``found``."""
         op = self.ops[i]
         if op.kind not in REDUCES or op.attributes["over"] != over:
             return False

@@ -1,4 +1,4 @@
-"""The knobs of an attention-loop kernel."""
+"""The schedule (knobs) of an attention-loop kernel."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class AttentionSchedule(Schedule):
     stream_keys: bool = True
 
     def settled(self, old: AttentionSchedule, knob: str) -> AttentionSchedule:
-        """Two blocks share an SM if each has one consumer warpgroup and half the ring; warpgroups
-        along the keys take whole rounds of stages."""
+        """This schedule, adjusted: two blocks share an SM if each has one consumer warpgroup and
+        half the ring; warpgroups along the keys take whole rounds of stages."""
         if knob == "resident" and self.resident == 2:
             return replace(self, key_groups=1, stages=max(1, min(self.stages // 2, 2)))
         return replace(self, stages=self.stages // self.key_groups * self.key_groups)

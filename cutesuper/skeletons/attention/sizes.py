@@ -1,4 +1,4 @@
-"""Extents of structures of two chained products.
+"""Extents for structures of two chained products.
 
 before: ``softmax(Q K) V`` with the keys N divided by grid, cluster and loop; after, for one token,
 32 query heads on 8 heads of K and V, and 4096 keys on an H200: tile M=4 N=64, ``B.grid(8)
@@ -22,7 +22,7 @@ from cutesuper.skeletons.attention.cost import (
 from cutesuper.skeletons.attention.form import ChainedForm
 from cutesuper.skeletons.cost import Cost
 
-#: rows of a block: of one warpgroup, and of two
+#: rows of a block: those of one warpgroup, and of two
 ROWS = (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS)
 KEYS = (64, 128)
 CLUSTERS = (2, 4, 8)
@@ -36,13 +36,13 @@ def chained_sizes(
     model: ChainedModel,
     pruned: Counter[str],
 ) -> Iterator[tuple[BlockProgram, Cost]]:
-    """All sizes worth a price, with it.
+    """All sizes worth pricing, with their costs.
 
     Args:
         structure: a block program of the form, with any extents.
-        form: its labels.
-        model: prices them.
-        pruned: counts what was left out, by reason.
+        form: labels of the structure.
+        model: the cost model of the structure.
+        pruned: counts rejected sizes, by reason.
     """
     for size in _candidates(structure, form, model):
         if model.registers(size) > MAX_REGISTERS:
@@ -70,7 +70,7 @@ def _candidates(
 def row_tiles(extents: list[Dim]) -> Iterator[tuple[tuple[int, ...], int]]:
     """Tiles of the row labels, and the rows that warpgroups compute for them.
 
-    Short labels are held whole, and one is divided to fill the rows: of 7 heads and 512 positions
+    Short labels are held whole, and one is divided to fill the rows: for 7 heads and 512 positions,
     7 x 9 are 63 of 64 rows. A symbolic label counts with its hint.
     """
     whole = prod(extent(n) for n in extents)
@@ -85,7 +85,7 @@ def row_tiles(extents: list[Dim]) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _divided(model: ChainedModel, one: ChainedSize) -> Iterator[ChainedSize]:
-    """The same with a grid over the keys: for every length of the loop the fewest parts."""
+    """The size with a grid over the keys: for every length of the loop the fewest parts."""
     whole, target = model.loop(one), model.target
     most = MOST_WAVES * target.sms // max(1, model.tiles(one) * one.cluster)
     known = set[int]()

@@ -28,8 +28,8 @@ from cutesuper.targets import Target
 
 
 class Attention(Skeleton):
-    """Chained products. Only segments between waists are looked at: with norms of Q, K and V there
-    are 20 others, 0.3 to 1 s each."""
+    """Skeleton of chained products. Only segments between waists are searched: with norms of Q, K
+    and V there are 20 others, 0.3 to 1 s each."""
 
     name = "an attention loop"
     plans = (AttentionPlan,)
@@ -37,7 +37,7 @@ class Attention(Skeleton):
     between_waists = True
 
     def recognize(self, region: Region, program: LabelledProgram) -> Form | None:
-        """Products, of which the last one depends on another."""
+        """Rules for products of which the last one depends on another."""
         products = matrix_products(program)
         positions = needs_positions(region) is not None
         if not products or (positions and not are_chained(program)):
@@ -45,7 +45,7 @@ class Attention(Skeleton):
         return chained_form(region, program, products)
 
     def prepared(self, program: LabelledProgram, form: Any) -> Space | None:
-        """Factors are moved behind the products first; see `attention.hoist`."""
+        """The space of the program with factors moved behind products; see `attention.hoist`."""
         moved = hoisted(program, form)
         return Space(moved, sealed=settled(moved, form))
 
@@ -63,7 +63,7 @@ class Attention(Skeleton):
         return (Sized(*s) for s in chained_sizes(structure, form, model, pruned))
 
     def runs(self, step: KernelStep) -> bool:
-        """A product is multiplied by something that is computed from another product."""
+        """True if a product multiplies a value that is computed from another product."""
         return is_chained(step)
 
     def plan(

@@ -1,4 +1,4 @@
-"""What a kernel of the matmul loop costs, in microseconds; rates stand with the target."""
+"""Cost model of matmul-loop kernels, in microseconds; rates are given with the target."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from cutesuper.skeletons.matmul.sharing import rows_shared_by
 from cutesuper.skeletons.matmul.vectors import MAX_VECTORS
 from cutesuper.targets import Target
 
-#: what the schedule of a matmul kernel keeps in flight, where four stages are not more
+#: bytes that the schedule of a matmul kernel keeps in flight, if four stages are not more
 RING_BYTES = 120 * 1024
 #: shared memory of a block beside its stages: barriers, statistics, alignment, and the system's
 BLOCK_BYTES = 4096
-#: accumulators with which one warpgroup is enough
+#: most accumulators for which one warpgroup is enough
 WARPGROUP_ACCUMULATORS = 64 * 128
-#: registers of a thread beside the accumulators, roughly; it decides whether an SM holds two blocks
+#: registers of a thread beside the accumulators, roughly; they decide if an SM holds two blocks
 OTHER_REGISTERS = 60
 #: rows beyond which the loads of row values hide behind each other: 4096^3 with statistics from
 #: another kernel pays 5.6 us for each wave of 128 rows, 300x1024x1000 4.7 us for 64
 MOST_VECTOR_ROWS = 64
-#: rows that the instruction for vectors (`skeletons.matmul.vectors`) counts as: 8, but it reads the
-#: column operand (2 KB at 128 bytes per cycle) as long as an instruction of 32 rows computes
+#: rows that the instruction for vectors (`skeletons.matmul.vectors`) counts as: it has 8, but reads
+#: the column operand (2 KB at 128 bytes per cycle) as long as an instruction of 32 rows computes
 VECTOR_ROWS = 32
 
 
@@ -46,7 +46,8 @@ VECTOR_ROWS = 32
 def matmul_cost(
     program: BlockProgram, form: MatmulForm, target: Target, itemsizes: dict[str, int]
 ) -> Cost:
-    """A sized matmul kernel: waves of blocks, each as slow as what it waits for, and their ends."""
+    """Cost of a sized matmul kernel: waves of blocks, each as slow as its slowest part, and
+    ends."""
     r, blocks = target.rates, program.blocks()
     cluster = _extent_of(program, AxisKind.CLUSTER)
     slots = cluster * target.clusters[cluster]
@@ -76,7 +77,7 @@ def _wave(
     program: BlockProgram, form: MatmulForm, target: Target, active: int, moved: float, stage: int,
     read: float,
 ) -> dict[str, float]:  # fmt: skip
-    """What ``active`` blocks wait for while they share ``moved`` bytes of memory, by cause; a stage
+    """Time of ``active`` blocks, by cause, while they share ``moved`` bytes of memory; a stage
     takes ``stage`` bytes, of which a block itself reads ``read`` from L2."""
     r, loop = target.rates, _extent_of(program, AxisKind.LOOP)
     shared_by = active / max(1, min(target.sms, active))  # blocks on an SM
@@ -85,7 +86,7 @@ def _wave(
         "memory": moved / target.bandwidth * 1e6,
         "ingest": shared_by * loop * stage / r.sm_bytes_per_us,
         "l2": active * loop * read / target.l2_bandwidth * 1e6,
-        # hidden labels are one more box and instruction: LoRA 16x4096x4096, weights (N, K), takes
+        # hidden labels add one box and one instruction: LoRA 16x4096x4096, weights (N, K), takes
         # 10.9 in 32 iterations and 10.5 in 16
         "iterations": loop * r.iteration_us * (1 + len(form.hidden)) * min(1, active) + computed,
         "tensor": shared_by * loop * _tensor_us(program, form, target),
@@ -93,7 +94,7 @@ def _wave(
 
 
 def _piece(program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]) -> int:
-    """Bytes next to each other in memory that an iteration loads, of its largest tile."""
+    """Contiguous bytes that an iteration loads, in its largest tile."""
     staged = [op for op in program.loads() if form.contracted in op.dims]
     largest = max(staged, key=lambda op: tile_bytes(program, op, itemsizes))
     labels = [d for d in largest.attributes["map"] if d in program.tile]
@@ -103,7 +104,7 @@ def _piece(program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]) -
 def _shared_bytes(
     program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]
 ) -> float:
-    """Bytes of a stage that a block gets from those that load the row tile with it."""
+    """Bytes of a stage that a block gets from the blocks that load the row tile with it."""
     over = {op.attributes["over"] for op in program.ops if "over" in op.attributes}
     if _extent_of(program, AxisKind.CLUSTER) > 1 or over != {form.contracted}:
         return 0.0
@@ -115,12 +116,12 @@ def _shared_bytes(
 
 
 def _extent_of(program: BlockProgram, kind: AxisKind) -> int:
-    """Parts along the axis of a kind, 1 where there is none."""
+    """Number of parts along the axis of a kind, 1 if there is none."""
     return prod(program.parts(a) for a in program.of_kind(kind))
 
 
 def padded(columns: int) -> int:
-    """Columns that the tensor-core instruction takes."""
+    """Number of columns, padded for the WGMMA instruction."""
     return 64 * ceil_div(columns, 64)
 
 
@@ -139,7 +140,7 @@ def _products(program: BlockProgram, form: MatmulForm) -> list[str]:
 
 
 def column_blocks(program: BlockProgram, form: MatmulForm) -> list[int]:
-    """Blocks of 64 columns of every product of the loop, and of a product after it."""
+    """Number of blocks of 64 columns of every product of the loop, and of a product after it."""
     labels = {*_products(program, form), form.column}
     return [padded(program.tile[d]) // 64 for d in labels]
 
@@ -151,21 +152,21 @@ def results(program: BlockProgram, form: MatmulForm) -> int:
 
 
 def accumulators(program: BlockProgram, form: MatmulForm) -> int:
-    """All accumulators of a block, for rows."""
+    """Number of all accumulators of a block for products of rows."""
     hidden = (d for d in _products(program, form) if d != form.column)
     between = sum(padded(program.tile[d]) for d in hidden)
     return results(program, form) + program.tile[form.row] * between
 
 
 def vector_accumulators(program: BlockProgram, form: MatmulForm) -> int:
-    """Those of products of vectors, if all column operands have some."""
+    """Number of accumulators for products of vectors, if all column operands have some."""
     count = _products(program, form).count(form.column)
     return form.vectors * MAX_VECTORS * program.tile[form.column] * count
 
 
 def stage_bytes(program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]) -> int:
-    """Bytes of a stage in shared memory, hidden labels as wide as they are staged, with the tile
-    of vectors."""
+    """Bytes of a stage in shared memory, with hidden labels as wide as they are staged, and with
+    the tile of vectors."""
     total = form.vectors * 2 * MAX_VECTORS * program.tile[form.contracted]
     narrow = form.column in _products(program, form)
     for op in program.loads():
@@ -177,8 +178,8 @@ def stage_bytes(program: BlockProgram, form: MatmulForm, itemsizes: dict[str, in
 
 
 def fixed_bytes(program: BlockProgram, form: MatmulForm) -> int:
-    """Shared memory of a block beside its stages: the buffer of the cluster's exchange, and both
-    operands of products after the loop."""
+    """Shared memory of a block beside its stages, in bytes: the buffer of the cluster's exchange,
+    and both operands of products after the loop."""
     split = _extent_of(program, AxisKind.CLUSTER) > 1 and not form.reduced
     tiles = program.tile[form.row] + program.tile[form.column]
     after = sum(2 * tiles * padded(program.tile[d]) for d in form.hidden)
@@ -186,7 +187,7 @@ def fixed_bytes(program: BlockProgram, form: MatmulForm) -> int:
 
 
 def _resident(program: BlockProgram, form: MatmulForm, target: Target, stage: int) -> int:
-    """Blocks that one SM holds, with the stages that the schedule takes."""
+    """Number of blocks that one SM holds, with the stages that the schedule takes."""
     loop = _extent_of(program, AxisKind.LOOP)
     held, fixed = accumulators(program, form), fixed_bytes(program, form)
     stages = min((target.shared_bytes - fixed) // stage, max(2, loop), max(4, RING_BYTES // stage))
@@ -198,7 +199,7 @@ def _resident(program: BlockProgram, form: MatmulForm, target: Target, stage: in
 
 
 def _helped(program: BlockProgram, form: MatmulForm) -> list[BlockOp]:
-    """Operations on staged rows: prologues, and statistics by what they reduce."""
+    """Operations on staged rows: prologues, and the sources of statistics."""
     return [
         op for op in program.ops
         if op.kind not in (LOAD, "matmul")
@@ -208,7 +209,7 @@ def _helped(program: BlockProgram, form: MatmulForm) -> list[BlockOp]:
 
 
 def _staged_us(program: BlockProgram, form: MatmulForm, target: Target) -> float:
-    """What the helper warps do in an iteration: they rewrite the rows, or only read them."""
+    """Time of the helper warps in an iteration: they rewrite the rows, or only read them."""
     r, helped = target.rates, _helped(program, form)
     if not helped:
         return 0.0
@@ -225,7 +226,7 @@ def _staged_us(program: BlockProgram, form: MatmulForm, target: Target) -> float
 
 
 def _tensor_us(program: BlockProgram, form: MatmulForm, target: Target) -> float:
-    """Products of an iteration, at the rate that the area of the accumulators allows."""
+    """Time of the products of an iteration, at the rate that the accumulators' area allows."""
     rows = program.tile[form.row]
     areas = [rows * padded(program.tile[d]) for d in _products(program, form)]
     area = max(areas)
@@ -236,7 +237,7 @@ def _tensor_us(program: BlockProgram, form: MatmulForm, target: Target) -> float
 
 
 def _end(program: BlockProgram, form: MatmulForm, target: Target) -> tuple[float, float]:
-    """A block's exchange with its cluster, and its epilogue; each block finishes some columns."""
+    """Time of a block's cluster exchange, and of its epilogue; each block finishes some columns."""
     r = target.rates
     cluster = 1 if form.reduced else _extent_of(program, AxisKind.CLUSTER)
     area = program.tile[form.row] * program.tile[form.column]
@@ -257,7 +258,7 @@ def _end(program: BlockProgram, form: MatmulForm, target: Target) -> tuple[float
 
 
 def _after_us(program: BlockProgram, form: MatmulForm, target: Target) -> float:
-    """Products after the loop, and reductions along the columns."""
+    """Time of products after the loop, and of reductions along the columns."""
     r = target.rates
     after = r.after_product_us * len(form.hidden)
     if form.reduced:

@@ -10,7 +10,7 @@ from cutesuper.skeletons.matmul.tiles import STORE_COLUMNS, STORE_ROWS
 
 
 def _leaf_names(plan: MatmulPlan, leaves: tuple[int, ...]) -> list[str]:
-    """How a person calls the leaves of an expression."""
+    """Readable names for the leaves of an expression."""
     values = {final: f"accumulator{n}" for final, n in plan.finals.items()}
     values |= {final: f"hidden{n}" for n, (_, final) in enumerate(_hidden_products(plan))}
     values |= {p.value: f"vector{n}" for n, p in enumerate(plan.vector_products)}
@@ -96,7 +96,7 @@ def matmul_lines(plan: MatmulPlan) -> list[str]:
 
 
 def _ring(plan: MatmulPlan) -> str:
-    """What a stage holds: column operands, those along hidden labels, row operands."""
+    """Contents of a stage: column operands, those along hidden labels, row operands."""
     columns = plan.names(plan.columns.values())
     parts = [f"{columns} ({COLUMN_BLOCK} columns a box)"] if columns else []
     number = 0
@@ -110,7 +110,7 @@ def _ring(plan: MatmulPlan) -> str:
 
 
 def _tail_line(plan: MatmulPlan, tail: Tail) -> str:
-    """A product after the loop: what is multiplied, where it comes from, where the result goes."""
+    """A product after the loop: its operands, where they come from, and where the result goes."""
     shared = sum(final == tail.final for _, final in plan.products)
     shared += sum(t.final == tail.final for t in plan.tails)
     how = "by a bulk load" if plan.loaded(tail) else f"rounded to {plan.dtype}"

@@ -1,7 +1,8 @@
 """The matmul loop as rules for the search.
 
-One loop over the contracted label, any number of products that share a row operand, statistics of
-the rows, products of what the loop gave, an element-wise epilogue, reductions along the columns.
+The form has one mainloop over the contracted label, any number of products that share a row
+operand, statistics of the rows, products of the loop's results, an element-wise epilogue, and
+reductions along the columns.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from cutesuper.skeletons.matmul.hidden import MAX_HIDDEN
 from cutesuper.skeletons.matmul.shift import find_shift
 from cutesuper.skeletons.matmul.vectors import MAX_VECTORS, vector_products
 
-#: columns that are reduced: so many blocks of a cluster hold so many each
+#: most columns that are reduced: blocks of a cluster times columns of each
 MAX_REDUCED = 8 * 256
 
 
 @dataclass(frozen=True)
 class MatmulForm:
-    """``[batch..., row, contracted] @ [batch..., contracted, column]`` and what may surround it.
+    """``[batch..., row, contracted] @ [batch..., contracted, column]`` and the operations around
+    it.
 
     Attributes:
         row: label of the rows; statistics and prologues belong to this side.
@@ -46,9 +48,9 @@ class MatmulForm:
         batch: all other labels.
         hidden: labels between two products, ``(X A) B``: the loop accumulates X A, which is the
             row operand of a product after the loop. A block holds the whole label.
-        reduced: whether the columns are reduced after the products: one cluster has all of them.
-        vectors: whether vectors along the contracted label are multiplied by a column operand, or
-            a column operand is summed, beside the products of the rows: ``G[K] @ W[K, N]``. Never
+        reduced: True if the columns are reduced after the products: one cluster has all of them.
+        vectors: True if vectors along the contracted label are multiplied by a column operand, or a
+            column operand is summed, beside the products of the rows: ``G[K] @ W[K, N]``. Never
             together with hidden labels.
     """
 
@@ -61,7 +63,7 @@ class MatmulForm:
     vectors: bool = False
 
     def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
-        """The loop alone, and the loop with a cluster; everything else is grid."""
+        """The loop alone, and the loop with a cluster (split-K); all other labels are grid axes."""
         loop, cluster = (AxisKind.LOOP,), (AxisKind.CLUSTER,)
         kinds = {d: () if d in self.hidden else (AxisKind.GRID,) for d in program.dims}
         if self.reduced:
@@ -74,11 +76,11 @@ class MatmulForm:
         )
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
-        """Prologues on staged rows and vectors, epilogues on complete values.
+        """True for prologues on staged rows and vectors, and epilogues on complete values.
 
-        Nothing on partial sums (but on those between two products, which the loop has completed),
-        nothing on the column side, and no scalar of a row (``[M, 1]``) inside the loop: what is
-        staged has the contracted label.
+        It is False for partial sums (except those between two products, which the loop has
+        completed), for the column side, and for scalars of a row (``[M, 1]``) inside the loop:
+        staged values have the contracted label.
         """
         everything = frozenset[str]().union(*operands)
         between = not everything.isdisjoint(self.hidden)
@@ -90,18 +92,19 @@ class MatmulForm:
         return all(staged) or not any(staged)
 
     def _column_side(self, labels: frozenset[str]) -> bool:
-        """Whether a value is, or is made of, an operand that only products take."""
+        """True if a value is an operand that only products take, or depends on one."""
         free = {self.column, *self.hidden} & labels
         return len(free) > 1 or (self.contracted in labels and bool(free))
 
     def _shared(self, state: State) -> bool:
-        """Whether nothing but a cluster has to end."""
+        """True if nothing but a cluster has to end."""
         return all(name.endswith(AxisKind.CLUSTER) for name in state.pending)
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
-        """Statistics of rows, and complete products along the columns; sums of a column operand
-        over what is contracted are products with a vector of ones. Nothing else is made of a column
-        operand: ``sum_N(X W)`` is not ``X sum_N(W)`` here, which has no product to accumulate."""
+        """True for statistics of rows, complete products along the columns, and sums of a column
+        operand over the contracted label, which are products with a vector of ones. A column
+        operand has no other reduction: ``sum_N(X W)`` is not ``X sum_N(W)`` here, which has no
+        product to accumulate."""
         if not labels.isdisjoint(self.hidden):
             return False
         if over == self.contracted:
@@ -110,8 +113,8 @@ class MatmulForm:
         return self.reduced and over == self.column and complete
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:
-        """Rows or vectors first; the column operand is a plain load, the row operand no partial
-        sum."""
+        """True if rows or vectors come first, the column operand is a plain load, and the row
+        operand is not a partial sum."""
         if not b.loaded or self.row in b.labels or self.column in a.labels:
             return False
         vector = self.vectors and a.labels == frozenset((self.contracted,))
@@ -123,7 +126,7 @@ class MatmulForm:
         return over in self.hidden and free == {self.column, over} and self._shared(a.state)
 
     def refuses(self, program: BlockProgram) -> str | None:
-        """Why a program that obeys the rules still cannot run, or None."""
+        """Reason why a program that obeys the rules still cannot run, or None."""
         products = [op for op in program.ops if op.kind == "matmul" and self.row in op.dims]
         looped = [op for op in products if op.attributes["over"] == self.contracted]
         if len({op.inputs[0] for op in looped}) > 1:
@@ -152,7 +155,7 @@ class MatmulForm:
         return None
 
     def _refuses_vectors(self, program: BlockProgram, columns: set[int]) -> str | None:
-        """The same for products of vectors; ``columns``: what the rows are multiplied by."""
+        """`refuses` for products of vectors; ``columns``: operands that multiply the rows."""
         if not self.vectors:
             return None
         vectors = vector_products(program, self.row, self.column, self.contracted)
@@ -171,7 +174,7 @@ def matmul_form(
     """The form of a region with products. Raises SearchError with the reason if it has none."""
     after = after_products(program)
     first = [op for op in products if after.isdisjoint(op.inputs)]
-    # of products over different labels the longest is the loop's: X W + T B with a T of 16 columns
+    # the loop takes the longest label that products contract: X W + T B with a T of 16 columns
     contracted = max((str(op.over) for op in first), key=lambda d: dim_extent(program.dims[d]))
     looped = [op for op in first if op.over == contracted]
     tails = [op for op in products if op not in looped]
@@ -203,7 +206,7 @@ def matmul_form(
 
 
 def _has_vectors(program: LabelledProgram, contracted: str, free: set[str]) -> bool:
-    """Whether something without rows is reduced to a row vector: see `MatmulForm.vectors`."""
+    """True if a value without rows is reduced to a row vector: see `MatmulForm.vectors`."""
     return any(
         op.over == contracted and not free.isdisjoint(op.labels) and not is_product(program, op)
         for op in program.ops
@@ -213,7 +216,7 @@ def _has_vectors(program: LabelledProgram, contracted: str, free: set[str]) -> b
 def _rows_and_columns(
     program: LabelledProgram, product: LabelledOp, hidden: tuple[str, ...]
 ) -> tuple[str, str]:
-    """The last two labels of what is stored; of a product, where only rows are stored."""
+    """The last two labels of the output; of a product, if only rows are stored."""
     a, b = (program.ops[i].labels for i in product.inputs)
     ends = {tuple(labels_of(m)[-2:]) for _, m in program.outputs}
     whole = {e for e in ends if len(e) == 2 and not set(e) <= a and not set(e) <= b}
@@ -230,10 +233,11 @@ def _rows_and_columns(
 def _check_after(
     program: LabelledProgram, after: set[int], hidden: tuple[str, ...], column: str
 ) -> bool:
-    """What happens to products: one more product, or reductions along the columns; whether so.
+    """Check what follows the products: one more product, or reductions along the columns (then
+    True).
 
     Raises:
-        SearchError: something else is reduced, or stored that depends on no product.
+        SearchError: another value is reduced, or a stored value depends on no product.
     """
     reduced = False
     tails = program.dependence.after(
@@ -261,7 +265,7 @@ def _check_product(
     program: LabelledProgram, op: LabelledOp, row: str, column: str, contracted: str,
     hidden: tuple[str, ...],
 ) -> None:
-    """One operand has the rows, the other one the columns or a hidden label."""
+    """Check that one operand has the rows, the other one the columns or a hidden label."""
     a, b = (program.ops[i].labels - {op.over} for i in op.inputs)
     free = {column} if op.over != contracted else {column, *hidden}
     sides = ((a, b), (b, a))
@@ -292,7 +296,7 @@ def _check_extents(program: LabelledProgram, form: MatmulForm) -> None:
 
 
 def _staged(region: Region, op: LabelledOp, form: MatmulForm) -> bool:
-    """Whether a load goes through shared memory, for products. Raises SearchError."""
+    """True if a load goes through shared memory, for products. Raises SearchError."""
     mapping = labels_of(op.attributes["map"])
     tensor = op.attributes["tensor"]
     operands = {form.contracted, *form.hidden} & set(mapping)

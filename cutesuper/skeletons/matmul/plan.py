@@ -1,10 +1,10 @@
 """Skeleton 2, the matmul loop: roles of the operations, memory plan, default schedule.
 
-A block owns ``tile[row] x tile[column]`` results and walks the contracted label: a producer warp
-fills a ring of stages with tiles of both operands, consumer warpgroups multiply, helper warps
-reduce the row operand to its statistics and rewrite it where the program applies something to it
-before the product. The operands are swapped: the column operand (the weight) is the 64-row side
-of the tensor-core instruction, so that a batch of 1 to 8 rows wastes nothing but its padding to 8.
+A block owns ``tile[row] x tile[column]`` results and walks over the contracted label: a producer
+warp fills a ring of stages with tiles of both operands (TMA), consumer warpgroups multiply (WGMMA),
+helper warps reduce the row operand to its statistics and rewrite it if the program has a prologue.
+The operands are swapped: the column operand (the weight) is the 64-row side of the WGMMA
+instruction, so that a batch of 1 to 8 rows wastes only its padding to 8.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cutesuper.skeletons.matmul.vector_roles import (
 )
 from cutesuper.skeletons.matmul.vectors import MAX_VECTORS
 
-#: rows of the tensor-core instruction's first operand: the unit of the column label
+#: rows of the WGMMA instruction's first operand: the unit of the column label
 COLUMN_BLOCK = 64
 #: elements of a 128-byte shared-memory row: the unit of the contracted label
 CHUNK = 64
@@ -49,7 +49,7 @@ class Statistic:
 
     Attributes:
         value: the reduced operation's index once it is complete.
-        source: what is reduced, an expression over row-side loads.
+        source: the reduced value, an expression over row-side loads.
         op: "sum" or "max".
         scale: factor applied to the complete reduction (1/K for a mean).
     """
@@ -67,8 +67,8 @@ class Shift:
 
     Attributes:
         value: the operation whose users see the difference.
-        source: how it is computed, an expression over row-side loads.
-        products: whether products see it too, and not only statistics.
+        source: its expression over row-side loads.
+        products: True if products see it too, and not only statistics.
     """
 
     value: int
@@ -78,7 +78,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class MatmulPlan(Plan[MatmulSchedule]):
-    """A matmul-loop kernel, decided.
+    """The plan of a matmul-loop kernel.
 
     Attributes:
         program: the block program; leaves of the expressions are its operations.
@@ -87,18 +87,18 @@ class MatmulPlan(Plan[MatmulSchedule]):
         rows: row-side loads that are staged as [row, contracted] tiles, by operation.
         vectors: row-side loads with the contracted label only (staged too), by operation.
         columns: the column operand of every product, by operation of the load.
-        products: for every product the operation that completes its accumulator.
-        prologue: what the products take as row operand, None where it is the first row load.
+        products: for every product, the operation that completes its accumulator.
+        prologue: the row operand of the products, None if it is the first row load.
         statistics: row statistics, reduced in the same loop.
         row_values: expressions per row over statistics, by the operation they stand for.
         loads: loads of the epilogue, by operation.
-        outputs: what is stored.
+        outputs: the stored tensors.
         tails: products after the loop.
-        reductions: of accumulators along the columns, in order.
-        schedule: the knobs.
-        vector_rows: vectors that column operands are multiplied by as well, at most 8.
-        vector_products: the row vectors that this gives.
-        shift: the row-side value that is moved next to zero, None where nothing cancels.
+        reductions: reductions of accumulators along the columns, in order.
+        schedule: the kernel's knobs.
+        vector_rows: vectors by which column operands are multiplied as well, at most 8.
+        vector_products: the row vectors that these give.
+        shift: the row-side value that is moved next to zero, None if nothing cancels.
     """
 
     program: BlockProgram
@@ -136,7 +136,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def cluster(self) -> int:
-        """Blocks that share one output tile, each with a part of the contracted label."""
+        """Blocks that share one output tile, each with a part of the contracted label (split-K)."""
         return self.program.parts_along(self.contracted, AxisKind.CLUSTER)
 
     @property
@@ -146,12 +146,12 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def cluster_size(self) -> int:
-        """Blocks of a cluster, whatever they share."""
+        """Blocks of a cluster, whichever label they share."""
         return self.cluster * self.column_cluster
 
     @property
     def finals(self) -> dict[int, int]:
-        """Operations that complete accumulators of ``[row, column]``, and which ones."""
+        """Operations that complete accumulators of ``[row, column]``, with these accumulators."""
         ops = dict.fromkeys([f for _, f in self.products] + [t.final for t in self.tails])
         return {op: i for i, op in enumerate(ops)}
 
@@ -164,11 +164,11 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def shared_blocks(self) -> list[int]:
-        """Blocks of 64 columns that consumer warpgroups share out, of every product."""
+        """For every product, the number of 64-column blocks that consumer warpgroups share."""
         return [self.blocks_n, *(t.blocks for t in self.tails if t.products)]
 
     def loaded(self, tail: Tail) -> View | None:
-        """The row operand of a product after the loop, where it is a tensor in memory."""
+        """The row operand of a product after the loop, if it is a tensor in memory; else None."""
         (leaf, *others) = tail.source.leaves
         view = self.loads.get(leaf)
         if others or not tail.source.trivial or view is None:
@@ -179,18 +179,18 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def hidden_blocks(self) -> int:
-        """64-column blocks of all products along hidden labels."""
+        """Number of 64-column blocks of all products along hidden labels."""
         return sum(t.blocks * len(t.products) for t in self.tails)
 
     @property
     def accumulators(self) -> int:
-        """fp32 values that the consumers of a block hold of the products of rows."""
+        """fp32 values that the consumers of a block hold for the products of rows."""
         m, n, _ = self.tile
         return m * (n * len(self.finals) + COLUMN_BLOCK * self.hidden_blocks)
 
     @property
     def vector_accumulators(self) -> int:
-        """fp32 values that they hold of the products of vectors."""
+        """fp32 values that they hold for the products of vectors."""
         return MAX_VECTORS * self.tile[1] * len(self.vector_columns)
 
     @property
@@ -201,39 +201,38 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def blocks_n(self) -> int:
-        """64-column blocks of one product's tile."""
+        """Number of 64-column blocks of one product's tile."""
         return self.tile[1] // COLUMN_BLOCK
 
     @property
     def has_helpers(self) -> bool:
-        """Whether helper warps read the row operand."""
+        """True if helper warps read the row operand."""
         return bool(self.statistics) or self.rewrites
 
     @property
     def rewrites(self) -> bool:
-        """Whether helper warps write what the tensor cores read."""
+        """True if helper warps write the operand that the tensor cores read."""
         return self.prologue is not None or bool(self.vector_rows)
 
     def staged(self, operation: int) -> View:
-        """How a row-side load sees its tensor."""
+        """A row-side load's view of its tensor."""
         return self.rows[operation] if operation in self.rows else self.vectors[operation]
 
     @property
     def vector_columns(self) -> tuple[int, ...]:
-        """The column operands that vectors are multiplied by."""
+        """The column operands by which vectors are multiplied."""
         return tuple(dict.fromkeys(p.column for p in self.vector_products))
 
     @property
     def registers(self) -> tuple[int, int, int] | None:
-        """Registers per thread of (consumers, helpers, producer) where the equal share of all
-        threads would not hold the accumulators; None where it does."""
+        """Registers per thread of (consumers, helpers, producer) if an equal share for all threads
+        would not hold the accumulators; None if it does."""
         accumulators = self.accumulators + self.vector_accumulators
         if accumulators // (128 * self.schedule.warpgroups) <= 96:
             return None
-        # together at most 65536 registers: 2 x 128 x 192 + 128 x 96 + 128 x 32, or
-        # of the 384 x 168 with which 384 threads start 2 x 128 x 208 + 128 x 88 where helpers and
-        # producer are one warpgroup, or
-        # 2 x 128 x 232 + 128 x 40
+        # together at most 65536 registers: 2 x 128 x 192 + 128 x 96 + 128 x 32, or of the 384 x 168
+        # with which 384 threads start 2 x 128 x 208 + 128 x 88 where helpers and producer are one
+        # warpgroup, or 2 x 128 x 232 + 128 x 40
         if not self.has_helpers:
             return 232, 0, 40
         return (192, 96, 32) if self.schedule.helpers == 4 else (208, 88, 88)
@@ -245,8 +244,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def threads(self) -> int:
-        """Consumer warpgroups, helper warps if there are any, and the producer warp (padded to a
-        warpgroup where registers are handed over, which only whole warpgroups can do)."""
+        """Threads of consumer warpgroups, helper warps if there are any, and the producer warp
+        (padded to a warpgroup if registers are handed over, which only whole warpgroups can do)."""
         others = 32 * (self.helpers + 1)
         if self.registers is not None:
             others = 128 * ceil_div(others, 128)
@@ -268,8 +267,8 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def reduction_bytes(self) -> int:
-        """Bytes in which the reductions along the columns meet: a slot for each consumer warp,
-        and one for each block of the cluster."""
+        """Bytes for joining the reductions along the columns: a slot for each consumer warp, and
+        one for each block of the cluster."""
         slots = 4 * self.schedule.warpgroups + self.column_cluster
         return 4 * self.tile[0] * slots * len(self.reductions)
 
@@ -280,7 +279,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def vector_pairs(self) -> int:
-        """Pairs of vectors: what one thread has of a column."""
+        """Number of pairs of vectors: a thread has one pair of values for a column."""
         return ceil_div(len(self.vector_rows), 2)
 
     @property
@@ -292,7 +291,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block, with room for barriers, statistics and alignment."""
+        """Shared memory of a block, in bytes, with room for barriers, statistics and alignment."""
         m = self.tile[0]
         statistics = 4 * m * (self.cluster * len(self.statistics) + len(self.row_values))
         alignment = 3072 + 1024 * bool(self.vector_rows)
@@ -302,7 +301,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
 
 
 def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, int, int]:
-    """Blocks along (columns x cluster, rows, batch); ``row_extent`` where it is symbolic."""
+    """Blocks along (columns x cluster, rows, batch); ``row_extent`` serves symbolic rows."""
     dims, (m, n, _) = plan.program.dims, plan.tile
     rows = extent(dims[plan.row]) if row_extent is None else row_extent
     batch = 1

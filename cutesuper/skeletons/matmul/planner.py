@@ -1,4 +1,4 @@
-"""Plans of the matmul loop: roles, a schedule if none is given, and what does not fit."""
+"""Plans of the matmul loop: roles, a schedule if none is given, and checks that it fits."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def _default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) 
     room = target.shared_bytes - probe.shared_bytes
     stages = min(room // plan.slot_bytes, max(2, plan.iterations))
     if not dependent_launch and stages < plan.iterations:
-        # more in flight only lengthens the queue that the activations wait in: on 16x4096x4096
-        # 6 stages of 20 KB take 10.35 us, 8 take 10.6, 9 take 10.75
+        # more in flight only lengthens the queue in which the activations wait: on 16x4096x4096 6
+        # stages of 20 KB take 10.35 us, 8 take 10.6, 9 take 10.75
         stages = min(stages, max(4, 120 * 1024 // plan.stage_bytes))
     persistent = tiled.persistent if plan.iterations > stages else 0
     return replace(tiled, stages=stages, head=min(4, stages), persistent=persistent)
@@ -120,7 +120,7 @@ def _check_limits(plan: MatmulPlan, name: str) -> None:
 
 
 def _check_layout(where: str, views: Iterable[View], column: str, contracted: str) -> None:
-    """Column operands that share an instruction must be stored in the same order."""
+    """Check that column operands that share an instruction are stored in the same order."""
     strides = {(v.stride(column) == 1, v.stride(contracted) == 1) for v in views}
     if len(strides) > 1 or (False, False) in strides:
         raise LoweringError(

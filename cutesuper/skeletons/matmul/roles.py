@@ -1,4 +1,4 @@
-"""The place of every operation of a block program in the matmul loop: `skeletons.matmul.plan`."""
+"""Roles of the operations of a block program in the matmul loop; see `skeletons.matmul.plan`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from cutesuper.skeletons.matmul.vector_roles import (
 
 
 class Roles:
-    """Gives every operation of a block program its place in the matmul loop."""
+    """Assigns every operation of a block program its role in the matmul loop."""
 
     def __init__(self, step: KernelStep, arguments: tuple[Argument, ...]) -> None:
         self.step = step
@@ -148,7 +148,7 @@ class Roles:
     # ---------------------------------------------------------------------------- orientation
 
     def _orient(self) -> None:
-        """Choose which operand is the column side, and with it the labels' roles."""
+        """Choose the operand that is the column side, and with it the labels' roles."""
         ops = self.program.ops
         reference = (self.products or self.tails)[0]
         over = ops[reference].attributes["over"]
@@ -214,7 +214,7 @@ class Roles:
         return self._row_side(operands.pop(), "row operand", shifted)
 
     def _row_side(self, i: int, what: str, shifted: bool = True) -> ThreadExpression:
-        """An expression over row-side loads, and over what is shifted."""
+        """An expression over row-side loads, and over the shifted value."""
         leaf = self.shifted.value if self.shifted is not None and shifted else None
 
         def is_leaf(j: int) -> bool:
@@ -230,14 +230,14 @@ class Roles:
         return Shift(value, source, self.shifted.products)
 
     def _is_column_sum(self, op: BlockOp) -> bool:
-        """Whether an operation is a column operand's product with a vector of ones."""
+        """True if an operation is a column operand's product with a vector of ones."""
         summed = op.kind == "sum" and op.attributes["over"] == self.contracted
         source = op.inputs[0] if summed else None
         free = {self.column, *self.hidden}
         return source is not None and self._is_load(source) and not free.isdisjoint(op.dims)
 
     def _column_operand(self, product: int) -> int:
-        """The operand in memory, with a free label that is not the rows'."""
+        """The operand in memory that has a free label other than the rows'."""
         ops = self.program.ops
         free = self.hidden if product in self.inner else {self.column}
         return next(
@@ -252,7 +252,7 @@ class Roles:
         return [i for i, op in enumerate(self.program.ops) if value in op.inputs]
 
     def _complete(self, value: int, axes: set[str] | None = None) -> int:
-        """Follow a value through its accumulate and cluster_reduce; the operation that ends it."""
+        """Follow a value through accumulate and cluster_reduce to the operation that ends it."""
         ops = self.program.ops
         if axes is None:
             axes = self._axes(self.contracted, AxisKind.LOOP, AxisKind.CLUSTER)
@@ -302,12 +302,12 @@ class Roles:
     def _shared_accumulators(
         self, finals: dict[int, int], tails: tuple[Tail, ...]
     ) -> tuple[dict[int, int], tuple[Tail, ...]]:
-        """Products whose results are only added up share their accumulators.
+        """Merge the accumulators of products whose results are only added up.
 
         before: ``add(c(X W), c(H B))``; after: both complete the sum.
         """
         ops = self.program.ops
-        # by operation: the products and the products after the loop that complete it
+        # by operation: the products of the loop and those after it that complete it
         members = {v: ({i}, set[int]()) for i, v in finals.items()}
         for n, tail in enumerate(tails):
             members[tail.final] = (set(), {n})
@@ -361,7 +361,7 @@ class Roles:
         return tuple(found)
 
     def _reduced(self, op: BlockOp) -> tuple[str, float]:
-        """How partial results are combined, and what the complete one is multiplied by."""
+        """The operation that combines partial results, and the factor of the complete one."""
         mean = op.kind == "mean"
         scale = 1.0 / extent(self.program.dims[op.attributes["over"]]) if mean else 1.0
         return "max" if op.kind == "max" else "sum", scale
@@ -373,7 +373,7 @@ class Roles:
         tails: tuple[Tail, ...],
         reductions: tuple[ColumnReduction, ...],
     ) -> Ends:
-        """Fuse what stands between the loop and the stores."""
+        """Fuse the operations between the loop and the stores."""
         ops = self.program.ops
         accumulators = accumulators | {f for t in tails for _, f in t.products}
         reduced = {s.value for s in statistics}
@@ -439,7 +439,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class Ends:
-    """What happens to the accumulators: fused expressions and their leaves."""
+    """The uses of the accumulators: fused expressions and their leaves."""
 
     outputs: tuple[Output, ...]
     tails: tuple[Tail, ...]
@@ -449,12 +449,12 @@ class Ends:
 
     @property
     def expressions(self) -> list[ThreadExpression]:
-        """All of them."""
+        """All expressions."""
         sources = [x.source for x in (*self.tails, *self.reductions)]
         return [o.expression for o in self.outputs] + sources
 
     def inverted(self, i: int) -> Ends:
-        """With the reciprocal of a row value, which multiplies where the value divided."""
+        """The ends with a row value's reciprocal, which multiplies in place of the division."""
         return Ends(
             tuple(replace(o, expression=multiply_by(o.expression, i)) for o in self.outputs),
             tuple(replace(t, source=multiply_by(t.source, i)) for t in self.tails),

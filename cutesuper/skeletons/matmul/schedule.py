@@ -1,4 +1,4 @@
-"""The knobs of a matmul-loop kernel."""
+"""The schedule (knobs) of a matmul-loop kernel."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class MatmulSchedule(Schedule):
             tile, which they all need, together: each a part, multicast to all. 209.0 us at
             4096x4096x4096 in pairs of blocks that walk, 215.3 alone. Sharing column tiles along
             the rows took 215.4, and leaves the statistics with every block.
-        persistent: blocks that are launched and walk the tiles; 0 launches a block for each tile.
-            At 2048x4096x4096 109.0 us, 118.6 with a block for each tile: loads of the next tile
-            hide the epilogue.
+        persistent: blocks that are launched and walk over the tiles; 0 launches a block for each
+            tile. At 2048x4096x4096 109.0 us, 118.6 with a block for each tile: loads of the next
+            tile hide the epilogue.
         helpers: warps that reduce row statistics or compute the row operand. With 2, the producer
-            is in their warpgroup, and 384 threads in place of 512 keep 168 registers each.
+            is in their warpgroup, and 384 threads instead of 512 keep 168 registers each.
         bulk_store: tiles leave through bulk stores of pieces of 32 rows and 64 columns. At
             300x4096x4096 31.1 us, 32.9 through the ring; elsewhere equal. Blocks that walk need
             it, since their ring holds the next tile by then.
@@ -53,11 +53,11 @@ class MatmulSchedule(Schedule):
     bulk_store: bool = False
 
     def settled(self, old: MatmulSchedule, knob: str) -> MatmulSchedule:
-        """No more stages are filled ahead than there are."""
+        """This schedule, adjusted: the producer fills no more stages ahead than there are."""
         return replace(self, head=min(self.head, self.stages)) if knob == "stages" else self
 
     def mistake(self, default: Any) -> str:
-        """Warpgroups and stages ahead; planning checks the rest."""
+        """Check warpgroups and stages ahead; planning checks the rest."""
         if self.warpgroups not in (1, 2):
             return "there are one or two consumer warpgroups"
         if self.head > self.stages:

@@ -1,11 +1,11 @@
-"""Row operands that are moved next to zero, so that differences of large sums do not cancel.
+"""Shifts that move row operands next to zero, so that differences of large sums do not cancel.
 
 One walk over K gives LayerNorm and Linear from ``mean(x^2) - mean(x)^2`` and from
-``X W - mean(x) sum(W)``. In floating point both lose everything where the mean is large: at a mean
-of 1000 and a deviation of 1 the squares agree in 6 of the 7 digits of fp32. Both are also what
-they are for ``x - c`` in place of x, for any number c of the row. With c near the mean nothing
-cancels (shifted data: Chan, Golub and LeVeque, "Algorithms for computing the sample variance",
-The American Statistician 37, 1983).
+``X W - mean(x) sum(W)``. In floating point both lose all digits if the mean is large: at a mean of
+1000 and a deviation of 1 the squares agree in 6 of the 7 digits of fp32. Both have the same value
+for ``x - c`` in place of x, for any number c of the row. With c near the mean nothing cancels
+(shifted data: Chan, Golub and LeVeque, "Algorithms for computing the sample variance", The American
+Statistician 37, 1983).
 
 c is the mean of a sample of the row. The mean of n of K numbers is at most ``sqrt(K / n)``
 deviations away from the mean of all, whatever the numbers are: with 64 of 4096 the squares are at
@@ -13,10 +13,10 @@ most 65 times the variance and lose 6 of 24 bits, where they would lose all; usu
 of a deviation away. The product is taken of ``x - c`` as well, which is rounded to 16 bits like the
 normalized row would be.
 
-Whether a program allows this is found by evaluating it in the finite field, once as it is and once
+To find out if a program allows this it is evaluated in the finite field, once as it is and once
 shifted: a value that does not change although its operands do is a difference that cancels; then
-all that is stored must not change either, if the products take the shifted rows as well, or if they
-do not (``X W / sqrt(mean(x^2) - mean(x)^2)``). There is no pattern to match.
+the stored values must not change either, with products that take the shifted rows as well, or with
+products that do not (``X W / sqrt(mean(x^2) - mean(x)^2)``). There is no pattern to match.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from cutesuper.ir.block import ENDING, LOAD, STORE, BlockProgram
 from cutesuper.ir.field import DivisionByZero, FieldAlgebra, FieldValue, draw_primes, uniform
 from cutesuper.ir.operators.base import lookup
 
-#: rows of a tile: with 256 rows of which a thread of the helper warps has 16, numbers to subtract
-#: and sums take 16 bytes of stack
+#: most rows of a tile: with 256 rows, of which a thread of the helper warps has 16, numbers to
+#: subtract and sums take 16 bytes of stack
 MAX_SHIFTED_ROWS = 128
 #: extent of every label in the field
 _EXTENT = 3
-#: draws of the inputs, where one divides by zero
+#: most draws of the inputs, if one divides by zero
 _DRAWS = 8
 
 
 @dataclass(frozen=True)
 class Shifted:
-    """What has to be shifted.
+    """A value that has to be shifted.
 
     Attributes:
         value: the operation whose users see the difference.
-        products: whether products see it too, and not only statistics.
-        refused: why that does not help, None where it does.
+        products: True if products see it too, and not only statistics.
+        refused: reason why that does not help, None if it does.
     """
 
     value: int
@@ -55,7 +55,7 @@ class Shifted:
 
 
 def find_shift(program: BlockProgram, row: str, column: str, contracted: str) -> Shifted | None:
-    """What to shift so that no difference cancels; None where none does.
+    """The value to shift so that no difference cancels; None if none does.
 
     before: ``mean(x * x) - mean(x) * mean(x)``, in any association; after: the operation x.
     """
@@ -91,10 +91,11 @@ def find_shift(program: BlockProgram, row: str, column: str, contracted: str) ->
 def _effect(
     program: BlockProgram, value: int, contracted: str, products: bool
 ) -> tuple[int | None, str | None]:
-    """The first difference that cancels a shift of ``value``, and a stored tensor that does not.
+    """The first difference in which a shift of ``value`` cancels, and a stored tensor in which it
+    does not.
 
     A quotient may lose a factor of the row as well (``y / mean_N(y)`` with y = X W / mean_K(X^2)),
-    but it loses no digits by that.
+    but that costs no digits.
     """
     for seed in range(_DRAWS):
         try:
@@ -128,9 +129,10 @@ def _values(
     program: BlockProgram, seed: int, shifted: int | None = None, contracted: str = "",
     multiplied: list[FieldValue] | None = None,
 ) -> list[FieldValue]:
-    """Every operation's value, all tiles of a label at once; ``shifted`` less a value per row.
+    """Every operation's value, for all tiles of a label at once; ``shifted`` is reduced by a value
+    per row.
 
-    Products take their operands from ``multiplied``, where it is given.
+    Products take their operands from ``multiplied``, if it is given.
     """
     constants = (op.attributes["value"] for op in program.ops if op.kind == "constant")
     primes = draw_primes([seed], constants)

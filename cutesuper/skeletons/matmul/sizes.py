@@ -1,4 +1,4 @@
-"""Extents of tiles and axes for structures of the matmul loop.
+"""Extents of tiles and axes for matmul-loop structures.
 
 before: ``acc_K(X W) / sqrt(..)`` with K split over a cluster and a loop; after, for
 ``[16, 4096] @ [4096, 4096]`` on an H200: tile M=16 N=64 K=128, N.grid(64) K.cluster(2) K.loop(16).
@@ -33,16 +33,17 @@ from cutesuper.skeletons.matmul.shift import MAX_SHIFTED_ROWS, find_shift
 from cutesuper.targets import Target
 
 SMALL_ROWS = (8, 16, 32, 64)
-#: of equal costs the first one wins: 4096x4096x4096 takes 209.0 us with 128x256 tiles and 218.2
-#: with 256x128 ones, whose statistics need twice as long; without statistics 215.3 and 214.1
+#: if costs are equal, the first one wins: 4096x4096x4096 takes 209.0 us with 128x256 tiles and
+#: 218.2 with 256x128 ones, whose statistics need twice as long; without statistics 215.3 and 214.1
 LARGE_ROWS = (128, 256, 64)
-#: whole 128-byte lines of 16-bit elements: 96 columns (64 + 32) ran 15.4 us where 128 ran 14.2
+#: whole 128-byte lines of 16-bit elements: tiles of 96 columns (64 + 32) took 15.4 us, of 128 14.2
 COLUMNS = (64, 128, 192, 256)
 INNER = (64, 128, 256)
 CLUSTERS = (1, 2, 4, 8)
-#: fp32 accumulators of one block: 256 x 128 over two warpgroups are 128 registers of each thread
+#: most fp32 accumulators of one block: 256 x 128 over two warpgroups are 128 registers of each
+#: thread
 MAX_ACCUMULATORS = 256 * 128
-#: accumulators that one warpgroup holds (96 registers of each thread); with more, two warpgroups
+#: most accumulators for one warpgroup (96 registers of each thread); with more, two warpgroups
 #: share the columns, in blocks of 64
 ONE_WARPGROUP = 96 * 128
 
@@ -54,7 +55,7 @@ def matmul_sizes(
     itemsizes: dict[str, int],
     pruned: Counter[str],
 ) -> Iterator[Sized]:
-    """All sizes worth a price, with it; ``pruned`` counts what was left out, by reason."""
+    """All sizes worth pricing, with their costs; ``pruned`` counts rejected ones, by reason."""
     shifted = form.vectors and find_shift(structure, form.row, form.column, form.contracted)
     for tile, cluster in _matmul_tiles(structure, form):
         if shifted and tile[form.row] > MAX_SHIFTED_ROWS:
@@ -104,8 +105,8 @@ def _matmul_tiles(
 def _row_choices(form: MatmulForm, rows: int, between: int) -> tuple[int, ...]:
     """Row tiles for a form with ``between`` columns between two products.
 
-    What has no columns to divide is divided by its rows, and so are many rows whose products go on.
-    Few rows are not if a warpgroup holds them: weights would be read again (16 rows of LoRA
+    Without columns to divide, the rows are divided, and so are many rows if more products follow.
+    Few rows that a warpgroup holds are not divided: weights would be read again (16 rows of LoRA
     16x256x4096 in one tile take 3.2 us, 8 and 8 3.75).
     """
     if not form.reduced and not form.hidden:
@@ -130,5 +131,5 @@ def every_row_tile(rows: int) -> tuple[int, ...]:
 
 
 def _matmul_bytes(program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]) -> int:
-    """Shared memory with the least number of stages."""
+    """Shared memory with the fewest stages, in bytes."""
     return MIN_STAGES * stage_bytes(program, form, itemsizes) + fixed_bytes(program, form)

@@ -1,4 +1,4 @@
-"""The matmul loop: products that share a row operand, and what surrounds them."""
+"""The matmul loop: products that share a row operand, and the operations around them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from cutesuper.targets import Target
 
 
 class Matmul(Skeleton):
-    """Products of one loop.
+    """Skeleton of products in one mainloop.
 
-    None of 1,050 splits of programs around a product that could be searched at all had more than
-    159 classes, and to find that one has 500 takes 0.5 s; two thirds of the regions of a GPT's
-    layer have. So a split may have 0.4 of the classes that others may have.
+    None of the 1,050 splits of programs around a product that could be searched at all had more
+    than 159 classes; finding out that a split has 500 takes 0.5 s, and two thirds of the regions of
+    a GPT's layer have as many. So a split may have 0.4 of the usual number of classes.
     """
 
     name = "a matmul loop"
@@ -46,7 +46,7 @@ class Matmul(Skeleton):
     class_share = 0.4
 
     def recognize(self, region: Region, program: LabelledProgram) -> Form | None:
-        """Products of operands that depend on no position."""
+        """Rules for products of operands that depend on no position."""
         products = matrix_products(program)
         if not products:
             return None
@@ -61,11 +61,11 @@ class Matmul(Skeleton):
         raise SearchError(reason)
 
     def otherwise(self, program: LabelledProgram, form: Any) -> LabelledProgram | None:
-        """Products of sums as sums of products; see `egraph.distribute`."""
+        """The program with products of sums as sums of products; see `egraph.distribute`."""
         return distributed(program, form.contracted)
 
     def price(self, table: Table, form: Any, target: Target, itemsize: int) -> Price:
-        """Operands of the loop pass through registers on their way."""
+        """The additive price; operands of the loop pass through registers on their way."""
         return additive_price(table, form.contracted, target, itemsize)
 
     def sizes(
@@ -75,7 +75,7 @@ class Matmul(Skeleton):
         return matmul_sizes(structure, form, device.target, device.itemsizes, pruned)
 
     def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
-        """Rows and columns of the first product, the contracted label with the axes it has."""
+        """Rows and columns of the first product; the contracted label keeps its axes."""
         reduced = single_reduction(program)
         products = [op for op in program.ops if op.kind == "matmul"]
         if not reduced or not products:
@@ -91,7 +91,7 @@ class Matmul(Skeleton):
         return unsized(program, kinds), form
 
     def runs(self, step: KernelStep) -> bool:
-        """There are products, and none of a product within a loop."""
+        """True if there are products, and none multiplies a product within a loop."""
         return any(op.kind == "matmul" for op in step.program.ops) and not is_chained(step)
 
     def plan(

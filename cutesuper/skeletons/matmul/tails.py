@@ -1,11 +1,11 @@
-"""What a matmul loop does with its accumulators besides storing them: products after the loop, and
+"""Uses of a matmul loop's accumulators besides storing them: products after the loop, and
 reductions along the columns.
 
 before: ``X W + (X A) B`` with A of 16 columns; after: one loop accumulates X W and H = X A, then
 ``H B`` is added from shared memory: one kernel, which reads X once.
 
 before: ``sum_N relu(X W) v``; after: every block sums over its columns, and the blocks of a cluster
-that have the other columns add what they have.
+that have the other columns add their sums.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from cutesuper.skeletons.matmul.hidden import hidden_width
 
 @dataclass(frozen=True)
 class Tail:
-    """A product after the loop, of what the loop has accumulated.
+    """A product after the loop, whose operand the loop has accumulated.
 
     Attributes:
         hidden: the label that it contracts; a block holds the whole of it.
-        extent: of that label.
-        products: of the loop, ``[row, hidden]``: column operand, and operation of the accumulator.
-        source: what is multiplied, over accumulators of ``products``, row values and loads.
-        load: its column operand ``[hidden, column]``, and how that lies in memory.
-        view: the same as a view.
+        extent: extent of that label.
+        products: products of the loop, ``[row, hidden]``: column operand, and operation of the
+            accumulator.
+        source: the row operand, an expression over accumulators of ``products``, row values and
+            loads.
+        load: its column operand ``[hidden, column]``.
+        view: the view of ``load``.
         final: the operation that its result completes; a product of the loop with the same one
             shares its accumulators.
-        once: whether it is complete although a cluster shares the loop: one block adds it.
+        once: True if it is complete although a cluster shares the loop: one block adds it.
     """
 
     hidden: str
@@ -45,7 +47,7 @@ class Tail:
 
     @property
     def blocks(self) -> int:
-        """Blocks of 64 that the hidden label takes in the tensor-core instruction."""
+        """Number of 64-element blocks that the hidden label takes in the WGMMA instruction."""
         return ceil_div(self.extent, 64)
 
     @property
@@ -54,7 +56,7 @@ class Tail:
         return 64 * self.blocks
 
     def width(self, narrow: bool) -> int:
-        """Columns that are staged of every product of the loop; see `skeletons.matmul.hidden`."""
+        """Number of columns staged of every product of the loop; see `skeletons.matmul.hidden`."""
         return hidden_width(self.extent, narrow)
 
 
@@ -64,7 +66,7 @@ class ColumnReduction:
 
     Attributes:
         value: the operation that completes it.
-        source: what is reduced, over accumulators, row values, loads and earlier reductions.
+        source: the reduced expression over accumulators, row values, loads and earlier reductions.
         op: "sum" or "max".
         scale: factor applied to the complete reduction (1/N for a mean).
     """

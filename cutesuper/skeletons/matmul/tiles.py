@@ -1,6 +1,6 @@
-"""How the blocks of a matmul kernel share the tiles: pairs that load together, walks over tiles.
+"""Distribution of a matmul kernel's tiles: pairs of blocks that load together, walks over tiles.
 
-A pair covers two neighbouring tiles along the columns. Both blocks take part in its loads, also one
+A pair covers two neighbouring tiles along the columns. Both blocks take part in its loads, even one
 whose tile lies outside of the tensor: grids are rounded up to whole pairs.
 """
 
@@ -18,7 +18,7 @@ from cutesuper.targets import Target
 if TYPE_CHECKING:
     from cutesuper.skeletons.matmul.plan import MatmulPlan
 
-#: rows and columns of what one bulk store writes: 128-byte rows, as the swizzle wants them
+#: rows and columns of one bulk store: 128-byte rows, as the swizzle requires
 STORE_ROWS, STORE_COLUMNS = 32, 64
 #: pieces of a warpgroup in flight
 STORE_BUFFERS = 2
@@ -28,10 +28,10 @@ STORE_BUFFERS = 2
 
 
 def with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> MatmulSchedule:
-    """A schedule with the knobs of this file chosen; ``stages`` are not known yet.
+    """A schedule with the knobs of this module chosen; ``stages`` are not known yet.
 
     Pairs and walks load nothing before the dependency wait, so with ``dependent_launch`` only
-    kernels of more tiles than multiprocessors, of which all but the first do not wait, use them.
+    kernels with more tiles than multiprocessors use them: there only the first tiles wait.
     """
     m, n, _ = plan.tile
     dims = plan.program.dims
@@ -64,21 +64,21 @@ def with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> Ma
 
 
 def store_bytes(plan: MatmulPlan) -> int:
-    """Shared memory of the pieces on their way to memory."""
+    """Shared memory of the pieces on their way to memory, in bytes."""
     if not plan.schedule.bulk_store:
         return 0
     return 2 * STORE_ROWS * STORE_COLUMNS * STORE_BUFFERS * plan.schedule.warpgroups
 
 
 def can_bulk_store(plan: MatmulPlan) -> bool:
-    """Whether all outputs can leave through bulk stores."""
+    """True if all outputs can be written with bulk stores."""
     # a static extent of 1 would vanish from the tensor map
     rows = plan.tile[0] >= STORE_ROWS and plan.program.dims[plan.row] != 1
     return stands_alone(plan) and rows and stored_in_pieces(plan)
 
 
 def stored_in_pieces(plan: MatmulPlan) -> bool:
-    """Whether all outputs with columns are 16-bit rows of whole 16-byte pieces."""
+    """True if all outputs with columns are 16-bit rows of whole 16-byte pieces."""
     views = [o.view for o in plan.outputs if plan.column in o.view.labels]
     contiguous = all(v.stride(plan.column) == 1 for v in views)
     narrow = all(plan.arguments[v.argument].dtype in ("float16", "bfloat16") for v in views)
@@ -87,7 +87,7 @@ def stored_in_pieces(plan: MatmulPlan) -> bool:
 
 
 def stands_alone(plan: MatmulPlan) -> bool:
-    """Whether a tile is finished by the block that computes it, out of the loop's accumulators."""
+    """True if a block finishes its tile by itself, from the loop's accumulators."""
     beside = plan.tails or plan.reductions or plan.vector_rows or plan.shift is not None
     return plan.cluster_size == 1 and not beside
 
@@ -103,7 +103,7 @@ def tile_grid(plan: MatmulPlan, columns: int, rows: int, batch: int) -> tuple[in
 
 
 def check_tiles(plan: MatmulPlan, name: str) -> None:
-    """Raises ScheduleError where tiles cannot be shared, walked or stored as the schedule asks."""
+    """Raise ScheduleError if tiles cannot be shared, walked over or stored as demanded."""
     s, m = plan.schedule, plan.tile[0]
     where = f"kernel {name}"
     if not stands_alone(plan) and (s.share_rows > 1 or s.persistent):
@@ -121,7 +121,7 @@ def check_tiles(plan: MatmulPlan, name: str) -> None:
             f"{where}: persistent={s.persistent} blocks are no whole clusters of {s.share_rows}"
         )
     if s.persistent and plan.iterations <= s.stages:
-        # helpers and consumers are kept one tile apart by the ring alone
+        # only the ring keeps helpers and consumers one tile apart
         raise ScheduleError(
             f"{where}: persistent={s.persistent}: blocks that walk need more iterations than "
             f"stages, not {plan.iterations} and {s.stages}"

@@ -1,8 +1,8 @@
 """Products of vectors in the matmul loop: ``G[K] @ W[K, N]`` beside ``X[M, K] @ W[K, N]``.
 
 The vectors are the rows of one more tile, of 8 rows, in every stage of the ring; the helper warps
-write it, and the tensor cores multiply it by the column operands that are there anyway. A thread's
-accumulators of it belong to the same columns as those of the rows.
+write it, and the tensor cores multiply it by the column operands that are already staged. A
+thread's accumulators for it belong to the same columns as those for the rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class VectorProduct:
     value: int
 
 
-#: what a tile of vectors holds: an expression over staged vectors, or None for ones
+#: contents of a tile of vectors: expressions over staged vectors, or None for ones
 VectorRows = tuple[ThreadExpression | None, ...]
 
 
@@ -45,10 +45,10 @@ def products_of_vectors(
 
     Args:
         program: the block program.
-        found: the operations: products with vectors, sums of column operands.
+        found: the operations, i.e. products with vectors and sums of column operands.
         column: the column label.
-        complete: the operation that ends the partial results of one.
-        fused: the expression of a vector.
+        complete: gives the operation that completes the partial results of an operation.
+        fused: gives the expression of a vector.
     """
     rows: dict[int | None, int] = {}
     products: list[VectorProduct] = []
@@ -62,7 +62,7 @@ def products_of_vectors(
 
 
 def refusal(rows: VectorRows, products: tuple[VectorProduct, ...], columns: set[int]) -> str | None:
-    """Why vectors cannot be multiplied in the loop, None where they can."""
+    """Reason why vectors cannot be multiplied in the loop; None if they can."""
     if len(rows) > MAX_VECTORS:
         return f"{len(rows)} vectors are multiplied by column operands; at most {MAX_VECTORS} are"
     alone = next((p.column for p in products if p.column not in columns), None)

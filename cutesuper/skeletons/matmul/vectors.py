@@ -1,14 +1,15 @@
-"""Products of a vector and a matrix beside those of rows: ``G[K] @ W[K, N]``, ``sum_K(W[K, N])``.
+"""Products of a vector and a matrix beside products of rows: ``G[K] @ W[K, N]``,
+``sum_K(W[K, N])``.
 
-LayerNorm and Linear need them: ``LN(X) W = (X G W - mean(X) (G W)) / s + B W``. The search offers
-what the schedule can plan: all vectors of a kernel are rows of one more tile of 8.
+LayerNorm and Linear need them: ``LN(X) W = (X G W - mean(X) (G W)) / s + B W``. Search and schedule
+share one limit: all vectors of a kernel are rows of one more tile of 8.
 """
 
 from __future__ import annotations
 
 from cutesuper.ir.block import BlockOp, BlockProgram
 
-#: rows of the smallest tensor-core instruction
+#: rows of the smallest WGMMA instruction
 MAX_VECTORS = 8
 
 
@@ -17,7 +18,7 @@ def vector_products(
 ) -> list[BlockOp]:
     """The operations that reduce a column operand with a vector, or by itself (with ones).
 
-    Their last input is the column operand; one that multiplies has the vector before it.
+    The last input of each is the column operand; a product has the vector before it.
     """
     return [
         op

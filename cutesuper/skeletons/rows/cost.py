@@ -1,7 +1,7 @@
-"""What a kernel of rows costs, in microseconds; `targets` has the constants and their origin.
+"""Cost model of row kernels, in microseconds; `targets` has the constants and their origin.
 
-Rows that one block holds (`row_cost`), rows that blocks visit in turn (`persistent_cost`), rows
-that lie in a cluster (`cluster_cost`).
+It covers rows that one block holds (`row_cost`), rows that blocks visit in turn
+(`persistent_cost`), and rows split over a cluster (`cluster_cost`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROW_ELEMENTS = 2048
 
 
 def row_cost(program: BlockProgram, target: Target, itemsizes: dict[str, int]) -> Cost:
-    """A kernel of resident rows; the tile does not matter, the schedule chooses its own."""
+    """Cost of a kernel of resident rows; the tile does not matter: the schedule has its own."""
     r, label = target.rates, _along_rows(program)
     length = extent(program.dims[label]) if label else 1
     rows = prod(extent(n) for d, n in program.dims.items() if d != label)
@@ -79,7 +79,7 @@ def stage_bytes(program: BlockProgram, form: PersistentForm, itemsizes: dict[str
 def persistent_cost(
     program: BlockProgram, form: PersistentForm, target: Target, itemsizes: dict[str, int]
 ) -> Cost:
-    """Rows that blocks visit in turn; all blocks run at once.
+    """Cost of rows that blocks visit in turn; all blocks run at once.
 
     RMSNorm's backward pass in bf16 on one H200, rows x elements, predicted (measured, as a
     prototype): 1024x4096 10.3 (10.6), 4096x1024 10.3 (9.95), 4096x2048 16.3 (16.0), 4096x4096 28.3
@@ -99,7 +99,7 @@ def persistent_cost(
     parts = {
         "memory": deep * share * moved / target.bandwidth * 1e6,
         "ingest": share * moved / (blocks * target.rates.sm_bytes_per_us),
-        # while a block waits for its cluster it computes nothing; the memory works on
+        # while a block waits for its cluster it computes nothing, but memory transfers go on
         "lanes": share * _arithmetic(program, target) / (blocks * target.rates.lanes_per_us)
         + visits * others * r.cluster_us,
     }
@@ -115,7 +115,7 @@ def persistent_cost(
 
 
 def _arithmetic(program: BlockProgram, target: Target) -> float:
-    """Instructions of all elements."""
+    """Number of instructions for all elements."""
     count = 0.0
     for op in filter(computes, program.ops):
         labels = program.ops[op.inputs[0]].dims if "over" in op.attributes else op.dims
@@ -125,16 +125,15 @@ def _arithmetic(program: BlockProgram, target: Target) -> float:
 
 
 def writes_rows(program: BlockProgram, row: str) -> bool:
-    """Whether results run along the rows; otherwise these are only read."""
+    """True if results run along the rows; otherwise rows are only read."""
     return any(row in op.dims for op in program.stores())
 
 
 def cluster_cost(program: BlockProgram, target: Target, itemsizes: dict[str, int]) -> Cost:
-    """Rows that lie in clusters, one in each: waves of blocks that load, exchange and store; what
-    is loaded and stored overlaps with what they wait for. Three blocks share an SM where each has
-    one tile, else two, or one with two stages. In bf16, predicted (measured): LayerNorm forward
-    16384x65536 1169 (1104), RMSNorm 1017 (1091), softmax 1348 (1013), its gradient 1518 (1462).
-    """
+    """Cost of rows split over clusters, one row in each: waves of blocks that load, exchange and
+    store; loads and stores overlap with the waiting. Three blocks share an SM if each has one tile,
+    else two, or one with two stages. In bf16, predicted (measured): LayerNorm forward 16384x65536
+    1169 (1104), RMSNorm 1017 (1091), softmax 1348 (1013), its gradient 1518 (1462)."""
     rates, (axis,) = target.rates, program.of_kind(AxisKind.CLUSTER)
     cluster, row = program.parts(axis), axis.dim
     vectors = any(op.dims == (row,) for op in program.loads())
@@ -148,7 +147,7 @@ def cluster_cost(program: BlockProgram, target: Target, itemsizes: dict[str, int
     parts = {
         "memory": moved / target.bandwidth * 1e6,
         "ingest": moved / (active * rates.sm_bytes_per_us),
-        # while a block waits for its cluster it computes nothing; the memory works on
+        # while a block waits for its cluster it computes nothing, but memory transfers go on
         "lanes": _arithmetic(program, target) / (active * rates.lanes_per_us) + waves * waits,
     }
     busy = overlapped(rates.overlap, *parts.values())

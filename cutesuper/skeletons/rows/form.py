@@ -1,4 +1,4 @@
-"""Row kernels as rules for the search: whole rows are resident, tensors stored in any order.
+"""Row kernels as rules for the search: whole rows are resident, and tensors have any order.
 
 Sums over rows, which blocks visit in turn, are `rows.loop_form`.
 """
@@ -29,10 +29,10 @@ from cutesuper.skeletons.rows.loop_form import (
     persistent_form,
 )
 
-#: elements of a column that a block sums by itself, in whatever order tensors are stored: 32 lanes
-#: of 32 elements; more are left to blocks that visit rows in turn
+#: most elements of a column that a block sums by itself, in whatever order tensors are stored: 32
+#: lanes of 32 elements; longer ones are left to blocks that visit rows in turn
 MAX_COLUMN = 32 * 32
-#: elements of all tensors of a row that the registers of a block hold, beside 32 of each thread
+#: most elements of all tensors of a row that a block's registers hold, beside 32 of each thread
 MAX_RESIDENT = 65536 - 32 * 512
 
 
@@ -41,10 +41,10 @@ class RowForm:
     """Rows resident in one block, or in a cluster.
 
     Attributes:
-        row: the label along them, whole (if reduced) or tiled (if nothing is reduced); see
+        row: the label along the rows, whole (if reduced) or tiled (if nothing is reduced); see
             `skeletons.rows.limits.row_label`.
-        reduced: whether anything is reduced over it.
-        clustered: whether a row is longer than what one block holds: a cluster shares it.
+        reduced: True if anything is reduced over it.
+        clustered: True if a row is longer than one block can hold: a cluster shares it.
     """
 
     row: str
@@ -53,32 +53,32 @@ class RowForm:
     vectors = False
 
     def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
-        """One: the reduced label whole, or divided by a cluster; all others grid."""
+        """One split: the reduced label whole, or divided by a cluster; all others are grid axes."""
         along = (AxisKind.CLUSTER,) if self.clustered else ()
         whole = self.row if self.reduced else None
         kinds = ((d, along if d == whole else (AxisKind.GRID,)) for d in program.dims)
         return (Split(tuple(kinds)),)
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
-        """Everything element-wise on what is complete."""
+        """True for every element-wise operator on complete values."""
         return not state.pending
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
-        """Along the row."""
+        """True for reductions along the row."""
         return over == self.row
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:
-        """No matrix products."""
+        """Always False: there are no matrix products."""
         return False
 
     def refuses(self, program: BlockProgram) -> str | None:
-        """Nothing more to refuse."""
+        """Always None: there is nothing more to refuse."""
         return None
 
 
 def row_form(region: Region, program: LabelledProgram) -> RowForm | PersistentForm:
-    """Sums over many rows, a symbolic number of them, or of what takes positions along the rows are
-    left to blocks that visit them."""
+    """The form of a region without products. Sums over many rows, over a symbolic number of rows,
+    or of values that take positions along the rows are left to blocks that visit them."""
     reduced = program.reduced
     counted = {op.attributes["columns"] for op in program.ops if "columns" in op.attributes}
     summed = [program.dims[d] for d in reduced if d != along_rows(program)]
@@ -118,16 +118,16 @@ def row_form(region: Region, program: LabelledProgram) -> RowForm | PersistentFo
 
 
 def _exceeds_a_block(program: LabelledProgram, row: str) -> bool:
-    """Whether a block cannot hold one row of everything that has rows."""
+    """True if a block cannot hold one row of all tensors that have rows."""
     whole, tensors = dim_extent(program.dims[row]), _with_rows(program, row)
     return whole > MAX_ROW or tensors * whole > MAX_RESIDENT
 
 
 def _better_in_a_cluster(program: LabelledProgram, row: str) -> bool:
-    """Whether several blocks on an SM that have parts of rows are better than one that has a whole
+    """True if several blocks on an SM with parts of rows are better than one block with a whole
     row: softmax of 32768x32768 takes 1029 us, 1107 in one block; the gradient of 32768x16384 736,
-    and 778. Of 16384x65536 LayerNorm's threads hold weights if they have 32 columns (1104 us), not
-    of 64 (1313). Rows that are only read are no matter of registers."""
+    and 778. For 16384x65536 LayerNorm's threads hold weights if they have 32 columns (1104 us), not
+    with 64 (1313). Rows that are only read do not need registers."""
     whole, tensors = dim_extent(program.dims[row]), _with_rows(program, row)
     written = any(row in labels_of(m) for _, m in program.outputs)
     vectors = any(op.labels == frozenset({row}) for op in program.of_kind("load"))
@@ -142,5 +142,5 @@ def _better_in_a_cluster(program: LabelledProgram, row: str) -> bool:
 
 
 def _with_rows(program: LabelledProgram, row: str) -> int:
-    """Tensors that differ from row to row, and along them."""
+    """Number of tensors that differ from row to row, and along the rows."""
     return sum(row in op.labels and len(op.labels) > 1 for op in program.of_kind("load"))

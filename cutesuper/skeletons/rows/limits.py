@@ -1,4 +1,4 @@
-"""How rows lie in memory and how long they may be: the search offers what the schedule can plan."""
+"""Layout and limits of rows; search and schedule share them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from math import prod
 from cutesuper.ir.dims import Dim, Symbol, extent
 
 MAX_THREADS = 1024
-#: elements of one row that one thread may hold (fp32 registers for every live value) in blocks of
+#: most elements of one row that one thread holds (fp32 registers for every live value) in blocks of
 #: at most 512 threads; with more threads, which have 64 registers each, half as many
 MAX_PER_THREAD = 64
 #: longest row that a block can hold and reduce
 MAX_ROW = MAX_THREADS * MAX_PER_THREAD // 2
-#: elements of rows of several tensors that are one tile of a block, at most
+#: most elements of a row that is one tile of a block, if several tensors have rows
 LONG_ROW = 8192
 
 
 def longest_tile(tensors: int) -> int:
-    """Elements of the longest row that is one tile of a block, where so many tensors have rows."""
+    """Elements of the longest row that is one tile of a block, if ``tensors`` tensors have rows."""
     return 2 * LONG_ROW if tensors == 1 else LONG_ROW
 
 
@@ -29,8 +29,8 @@ def row_label(
     stored: Sequence[Sequence[str]],
     loaded: Sequence[Sequence[str]],
 ) -> str | None:
-    """The label that runs along the rows: the one reduced, else the one along which most elements
-    are contiguous in memory (of equals the first output's).
+    """The label that runs along the rows: the reduced label, else the one along which most elements
+    are contiguous in memory (if equal, the first output's).
 
     before: ``relu(X[M, N]) + Y[N, M]``, stored ``[M, N]``; after: N, so that only Y is strided.
 
@@ -38,10 +38,11 @@ def row_label(
         dims: extent of every label.
         reduced: labels that are reduced, at most one.
         stored: labels of every tensor written, outermost first.
-        loaded: the same of every tensor read.
+        loaded: labels of every tensor read, outermost first.
 
     Returns:
-        None where there are no labels. A label of symbolic extent only if nothing else is left.
+        None if there are no labels. A label of symbolic extent is returned only if no other is
+        left.
     """
     if reduced:
         return reduced[0]

@@ -1,8 +1,8 @@
-"""The form of rows that blocks visit in turn, because something is summed over the rows.
+"""The form of rows that blocks visit in turn, because values are summed over the rows.
 
 ``dx[M, N] = f(x, dy, ..)`` and ``dw[N] = sum over M of g(x, dy, ..)``: the grid divides the rows, a
-block visits tiles of its share and accumulates, and at the end the grid combines what its blocks
-have, in the same launch. Rows that are reduced are whole in a block, or in a cluster; others are
+block visits tiles of its share and accumulates, and at the end the grid combines the sums of its
+blocks, in the same launch. Rows that are reduced are whole in a block, or in a cluster; others are
 divided by the grid as well.
 
 before: RMSNorm's backward pass as two kernels, which read x and dy twice; after, for 4096 rows of
@@ -27,7 +27,7 @@ from cutesuper.skeletons.rows.limits import row_label
 #: pass of 4096x4096 takes 28.6 us, with three and four 31; 16384 elements 101.6 in a cluster, where
 #: a block has 32 KB of a row, and 108 to 121 without
 STAGE_BYTES = 32 * 1024
-#: blocks of a cluster; more than 8 are not portable
+#: cluster sizes in blocks; more than 8 are not portable
 CLUSTERS = (2, 4, 8, 16)
 #: longest row in a cluster
 MAX_CLUSTER_ROW = 262144
@@ -43,8 +43,8 @@ class PersistentForm:
         summed: the labels of rows over which anything is summed, the visited one first; the grid
             combines over all of them.
         others: labels of rows over which nothing is summed.
-        reduced: whether anything is reduced along the rows.
-        clustered: whether a row lies in a cluster.
+        reduced: True if anything is reduced along the rows.
+        clustered: True if a row is split over a cluster.
     """
 
     row: str
@@ -61,7 +61,7 @@ class PersistentForm:
         return frozenset((*self.summed, *self.others))
 
     def splits(self, program: LabelledProgram) -> tuple[Split, ...]:
-        """One; see the module."""
+        """The only split; see the module."""
         along = (AxisKind.CLUSTER,) if self.clustered else () if self.reduced else (AxisKind.GRID,)
         kinds: dict[str, tuple[AxisKind, ...]] = dict.fromkeys(program.dims, (AxisKind.GRID,))
         kinds[self.visited] = (AxisKind.GRID, AxisKind.PERSISTENT)
@@ -71,12 +71,12 @@ class PersistentForm:
     # ------------------------------------------------------------------------ rules of saturation
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
-        """Everything element-wise on what is complete."""
+        """True for every element-wise operator on complete values."""
         return not state.pending
 
     def reduces(self, labels: frozenset[str], over: str, state: State) -> bool:
-        """First along the row, then over the labels of the rows in their order; nothing of what
-        has been summed over the rows."""
+        """True for reductions first along the row, then over the labels of the rows in their order;
+        values summed over the rows are not reduced again."""
         if state.closed:
             return False
         if over == self.row:
@@ -88,19 +88,19 @@ class PersistentForm:
         return gone == frozenset(before) and all(f"{d}.grid" in state.pending for d in before)
 
     def contracts(self, a: Operand, b: Operand, over: str) -> bool:
-        """No matrix products."""
+        """Always False: there are no matrix products."""
         return False
 
     def refuses(self, program: BlockProgram) -> str | None:
-        """Axes that divide nothing, outputs that every block would store, and what only the block
-        that finishes a sum could compute."""
+        """Refuse axes that divide nothing, outputs that every block would store, and values that
+        only the block that finishes a sum could compute."""
         kinds = {op.kind for op in program.ops}
         if GRID_REDUCE not in kinds:
             return "rows visited in turn, and no sum over them"
         if self.clustered and CLUSTER_REDUCE not in kinds:
             return "an unused cluster axis"
         states = check_block_program(program)
-        narrow: set[int] = set()  # sums over rows without columns, and what is made of them
+        narrow: set[int] = set()  # sums over rows without columns, and values computed from them
         for i, op in enumerate(program.ops):
             if (op.kind == GRID_REDUCE and self.row not in op.dims) or narrow & set(op.inputs):
                 narrow.add(i)
@@ -143,14 +143,14 @@ def persistent_form(region: Region, program: LabelledProgram) -> PersistentForm:
 
 
 def along_rows(program: LabelledProgram) -> str | None:
-    """The label along which most elements are contiguous, whatever is reduced."""
+    """The label along which most elements are contiguous, whether or not it is reduced."""
     stored = [labels_of(m) for _, m in program.outputs]
     loaded = [labels_of(op.attributes["map"]) for op in program.of_kind("load")]
     return row_label(program.dims, (), stored, loaded)
 
 
 def row_bytes(region: Region, program: LabelledProgram, labels: set[str]) -> int:
-    """Bytes of one row of all tensors that are loaded with these labels, one of them the row's."""
+    """Bytes of one row of all tensors that are loaded with these labels, the row's included."""
     row = along_rows(program)
     assert row is not None
     return extent(program.dims[row]) * sum(
@@ -170,7 +170,7 @@ def check_cluster_row(program: LabelledProgram, row: str) -> None:
 
 
 def _check_orders(program: LabelledProgram, row: str) -> None:
-    """Rows are contiguous in every tensor. Raises SearchError."""
+    """Check that rows are contiguous in every tensor. Raises SearchError."""
     maps = [m for _, m in program.outputs]
     maps += [op.attributes["map"] for op in program.of_kind("load")]
     for labels in map(labels_of, maps):
@@ -182,8 +182,8 @@ def _check_orders(program: LabelledProgram, row: str) -> None:
 
 
 def _visited_first(program: LabelledProgram, summed: list[str]) -> list[str]:
-    """The label that every sum over rows takes, of several the symbolic or longest one, and the
-    others in order. Raises SearchError."""
+    """The labels that are summed, the visited one first: of those that every sum over rows takes,
+    the symbolic or longest one. Raises SearchError."""
     before = reduced_before(program)
     again = {d for i, m in program.outputs for d in labels_of(m) if d in before[i] & set(summed)}
     if again:
@@ -202,8 +202,8 @@ def _visited_first(program: LabelledProgram, summed: list[str]) -> list[str]:
 def _check_reductions(
     program: LabelledProgram, row: str, summed: list[str], rows: set[str]
 ) -> None:
-    """What is reduced has all labels of the rows, but those it was summed over before; nothing is
-    reduced along the row after that. Raises SearchError."""
+    """Check that reduced values have all labels of the rows, except those they were summed over
+    before, and that nothing is reduced along the row after that. Raises SearchError."""
     reduced = reduced_before(program)
     for op in program.ops:
         if op.over is None:

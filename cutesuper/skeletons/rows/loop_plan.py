@@ -1,10 +1,10 @@
-"""Skeleton 1b, the row loop: blocks that walk over rows, and what they sum over all of them.
+"""Skeleton 1b, the row loop: blocks that walk over rows, and sums over all rows.
 
-A tile is some whole rows, or the part of them that one block of a cluster has. Tiles come through a
-ring of bulk loads, every thread has the same columns of all its rows, and what is reduced along a
-row travels by shuffles, shared memory and the cluster. Sums *over* rows (the gradient of a weight)
-stay in registers, in fp32, until the last tile. Then every block leaves its own in device memory,
-all blocks meet, and each one adds up some columns, in the order of the blocks.
+A tile is some whole rows, or the part of them that one block of a cluster has. Tiles are loaded
+through a ring of bulk loads, every thread has the same columns of all its rows, and reductions
+along a row go through shuffles, shared memory and the cluster. Sums *over* rows (the gradient of a
+weight) stay in registers, in fp32, until the last tile. Then every block leaves its sums in device
+memory, all blocks meet, and each one adds up some columns, in the order of the blocks.
 
     before: x, dy [M, N], w [N], rstd [M, 1];  after one launch: dx [M, N], dw [N]
 """
@@ -20,29 +20,29 @@ from cutesuper.skeletons.base import Argument, Plan, Scratch, View
 from cutesuper.skeletons.rows.plan import power_of_two
 from cutesuper.skeletons.rows.schedule import RowLoopSchedule
 
-#: bytes of a bulk load and of its addresses are multiples of it
+#: sizes and addresses of bulk loads are multiples of this number of bytes
 BULK = 16
-#: bytes that the stages of the ring are aligned to: a line of all banks of shared memory
+#: alignment of the ring's stages in bytes: a line of all banks of shared memory
 LINE = 128
-#: columns that a block adds up at a time, at least: a sector of L2 in fp32
+#: fewest columns that a block adds up at a time: a sector of L2 in fp32
 SLICE = 8
-#: rows that a thread reads at a time where each block has a slice of all rows
+#: most rows that a thread reads at a time if each block has a slice of all rows
 MAX_SLICE_ROWS = 4
-#: warps of a cluster that send what they have of a row to all blocks; of more, those of a block
-#: meet first
+#: most warps of a cluster that send their part of a row to all blocks; with more, those of a block
+#: join first
 MAX_SENDERS = 32
-#: columns of a vector that a thread keeps in registers
+#: most columns of a vector that a thread keeps in registers
 MAX_VECTORS = 32
-#: rows whose sum a thread adds to that of all its rows: where it adds 248 rows one after the other,
-#: dw of 32768x4096 is off by 2.3e-7, so by 1.4e-7
+#: rows whose sum a thread adds to that of all its rows: if it adds 248 rows one after the other, dw
+#: of 32768x4096 is off by 2.3e-7, this way by 1.4e-7
 SUM_ROWS = 16
-#: fp32 sums of a thread that may be kept twice
+#: most fp32 sums of a thread that may be kept twice
 MAX_CARRIED = 16
 
 
 @dataclass(frozen=True)
 class Level:
-    """What can be computed once the reductions of the levels before are known.
+    """The operations that can run once the reductions of the levels before are known.
 
     Attributes:
         reductions: operations that reduce along the row.
@@ -62,7 +62,7 @@ class RowSum:
     Attributes:
         source: the operation whose value, ``[rows, column]`` or ``[rows]``, is combined.
         op: ``sum`` or ``max``.
-        means: labels by whose extents it is divided in the end.
+        means: labels by whose extents the result is divided in the end.
         final: the operation that has the result.
     """
 
@@ -74,7 +74,7 @@ class RowSum:
 
 @dataclass(frozen=True)
 class RowLoopPlan(Plan[RowLoopSchedule]):
-    """A row loop, decided.
+    """The plan of a row loop.
 
     Attributes:
         program: the block program, tiled as the kernel runs it.
@@ -82,18 +82,18 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
         column: the label along the rows.
         rows: the labels that a block walks over, as one index, the last varying fastest.
         outer: labels of which a block has one element.
-        loads: by operation.
-        stores: by operation.
-        complete: for a reduction along the row the operation that has it whole (itself without a
+        loads: views of the loads, by operation.
+        stores: views of the stores, by operation.
+        complete: for a reduction along the row, the operation that completes it (itself without a
             cluster).
-        picked: for what has a sum along the row of which one element is not 0 that sum (the same
-            operation without a cluster): it is read by itself, and not reduced.
-        levels: the tile, from one exchange to the next.
-        sums: what is combined over rows.
+        picked: sums along the row of one element and zeros, by the operation that completes each
+            (the same one without a cluster): the element is read by itself, and not reduced.
+        levels: the work on a tile, from one exchange to the next.
+        sums: values that are combined over rows.
         inverted: values of rows whose reciprocal is computed once; see `skeletons.rows.plan`.
-        schedule: the knobs.
-        shared_percent: of an SM's memory for loads what the launch asks for as shared memory; 0
-            leaves it to the driver.
+        schedule: the kernel's knobs.
+        shared_percent: percentage of an SM's L1 and shared memory that the launch requests as
+            shared memory; 0 leaves it to the driver.
     """
 
     program: BlockProgram
@@ -115,7 +115,7 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        """Loads with the column and a label of the rows: a tile of each at a time."""
+        """Loads with the column and a label of the rows: they are loaded tile by tile."""
         return tuple(i for i, v in self.loads.items() if self.column in v.labels and self.varies(v))
 
     @property
@@ -133,17 +133,17 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
         )
 
     def varies(self, view: View) -> bool:
-        """Whether a tensor differs from row to row."""
+        """True if a tensor differs from row to row."""
         return any(d in view.labels for d in self.rows)
 
     def row_stride(self, view: View) -> int | None:
-        """Elements between neighbouring rows; None where that differs from row to row."""
+        """Elements between neighbouring rows; None if that differs from row to row."""
         stride = view.stride(self.rows[-1])
         expected = stride
         for label in reversed(self.rows):
             if view.stride(label) != expected:
                 return None
-            # of the outermost label, which may be symbolic, nobody asks for more
+            # the extent of the outermost label, which may be symbolic, is never needed
             expected *= extent(self.program.dims[label])
         return stride
 
@@ -156,17 +156,17 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def cluster(self) -> int:
-        """Blocks of a cluster: each has a part of the row."""
+        """Blocks of a cluster; each has a part of the row."""
         return self.program.parts_along(self.column, AxisKind.CLUSTER)
 
     @property
     def column_parts(self) -> int:
-        """Parts of the row over the grid, which do not meet."""
+        """Parts of the row over the grid, which are never joined."""
         return self.program.parts_along(self.column, AxisKind.GRID)
 
     @property
     def parts(self) -> int:
-        """Parts of a row altogether."""
+        """Total number of parts of a row."""
         return self.cluster * self.column_parts
 
     @property
@@ -176,19 +176,19 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def covered(self) -> int:
-        """Elements of a row that the threads of a block cover, padding included."""
+        """Elements of a row that the threads of a block cover, including padding."""
         return self.schedule.lanes * self.schedule.vector * self.schedule.chunks
 
     @property
     def ragged(self) -> bool:
-        """Whether threads reach past the end of a part."""
+        """True if threads reach past the end of a part."""
         return self.covered * self.parts != self.length
 
     @property
     def piece(self) -> int:
-        """Accesses of a row that a thread computes at a time: all that it keeps, or some 16
-        elements, 8 beside sums over rows (LayerNorm backward with 32 columns of two sums spilled
-        32 bytes with 16)."""
+        """Accesses of a row that a thread computes at a time: all that it keeps, or about 16
+        elements, 8 beside sums over rows (LayerNorm backward with 32 columns of two sums spilled 32
+        bytes with 16)."""
         s = self.schedule
         if s.kept:
             return s.chunks
@@ -197,8 +197,7 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def held(self) -> float:
-        """Registers of a thread for sums over rows, and for a tile of all operands if it keeps
-        one."""
+        """Registers of a thread for sums over rows, and for a tile of all operands if kept."""
         s = self.schedule
         vectors = self.vectors if s.vector * s.chunks <= MAX_VECTORS else ()
         sizes = [s.depth * self.itemsize(self.loads[i]) for i in self.streamed]
@@ -207,9 +206,10 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def keeps_vectors(self) -> bool:
-        """Whether a thread keeps its columns of what is the same for all rows. Longer pieces are
-        read for every row, from L1: with 64 columns LayerNorm spilled 128 bytes. So are those of
-        few rows: kept, they were made wide before the loop, and rows asked for after that."""
+        """True if a thread keeps its columns of vectors that are the same for all rows. Longer
+        pieces are read for every row, from L1: with 64 columns LayerNorm spilled 128 bytes. So are
+        the vectors of few rows: kept, they would be converted before the loop, and the rows
+        requested only after that."""
         s = self.schedule
         return s.kept and s.vector * s.chunks <= MAX_VECTORS and not s.sliced
 
@@ -225,8 +225,8 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def walkers(self) -> int | None:
-        """Blocks (or clusters) that share the rows of one element of the outer labels, where that
-        is fixed: partial sums have a place for each."""
+        """Blocks (or clusters) that share the rows of one element of the outer labels; None if that
+        is not fixed. Partial sums have a place for each."""
         if not self.sums:
             return None
         if self.schedule.sliced:
@@ -240,25 +240,25 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def meets_in_block(self) -> bool:
-        """Whether the warps of a block combine what they have of a row before the blocks of the
-        cluster do."""
+        """True if the warps of a block combine their parts of a row before the cluster's blocks
+        do."""
         return self.cluster > 1 and self.warps_per_row * self.cluster > MAX_SENDERS
 
     @property
     def senders(self) -> int:
-        """Values that everybody adds up for each reduction and row."""
+        """Number of values that every receiver adds up for each reduction and row."""
         return self.cluster * (1 if self.meets_in_block else self.warps_per_row)
 
     # ------------------------------------------------------------------------------------- sums
 
     @property
     def meets(self) -> bool:
-        """Whether blocks of the grid meet."""
+        """True if blocks of the grid meet."""
         return bool(self.sums) and not self.schedule.sliced
 
     @property
     def carries_sums(self) -> bool:
-        """Whether groups of `SUM_ROWS` rows are summed first, then these sums: results in fp32 show
+        """True if groups of `SUM_ROWS` rows are summed first, then these sums: results in fp32 show
         the rounding of long sums."""
         s = self.schedule
         own = sum(s.vector * s.chunks if self.has_columns(x) else 1 for x in self.sums)
@@ -276,13 +276,13 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def one_tile(self) -> bool:
-        """Whether a block has one tile."""
+        """True if a block has one tile."""
         return self.walkers is None and self.schedule.blocks == 0
 
     @property
     def waits_late(self) -> bool:
-        """Whether the blocks of a cluster wait for one another to begin when the loads of their
-        only tile are on their way, not before."""
+        """True if the blocks of a cluster wait for each other's start only after requesting the
+        loads of their only tile."""
         return self.cluster > 1 and self.one_tile and not self.schedule.stages
 
     @property
@@ -292,13 +292,13 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def leaves_early(self) -> bool:
-        """Whether sums leave a block before the results of its last tile are stored: something
-        follows them, and nobody reads the ring any more, through which groups add up theirs."""
+        """True if sums leave a block before the results of its last tile are stored: work follows
+        them, and the ring, through which groups add up their sums, is no longer read."""
         s = self.schedule
         return self.meets and self.last_sum + 1 < len(self.levels) and (s.kept or s.groups == 1)
 
     def has_columns(self, s: RowSum) -> bool:
-        """Whether a sum is of whole rows, not of one value of each."""
+        """True if a sum is of whole rows, not of one value of each."""
         return self.column in self.program.ops[s.source].dims
 
     @property
@@ -327,7 +327,7 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def grid_blocks(self) -> int:
-        """Blocks of the grid, where sums fix it."""
+        """Number of blocks of the grid, if sums fix it."""
         outer = prod(extent(self.program.dims[d]) for d in self.outer)
         return (self.walkers or 1) * outer * self.parts
 
@@ -339,7 +339,7 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def slice_rows(self) -> int:
-        """Rows that a thread reads at a time where each block has a slice of all rows."""
+        """Rows that a thread reads at a time if each block has a slice of all rows."""
         across = power_of_two(ceil_div(self.slice_columns, self.schedule.vector))
         dims = [self.program.dims[d] for d in self.rows]
         if any(isinstance(d, Symbol) for d in dims):
@@ -361,7 +361,7 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def stages(self) -> int:
-        """Slots of the shared-memory ring; 1 where tiles are read straight into registers."""
+        """Slots of the shared-memory ring; 1 if tiles are read straight into registers."""
         return max(1, self.schedule.stages)
 
     @property
@@ -393,26 +393,26 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def overhang(self) -> int:
-        """Bytes that threads read past the last row of the ring: where rows are shorter than what
-        they cover."""
+        """Bytes that threads read past the ring's last row, where rows are shorter than their
+        reach."""
         sizes = [self.itemsize(self.loads[i]) for i in self.streamed]
         return BULK * ceil_div((self.covered - self.width) * max(sizes, default=0), BULK)
 
     @property
     def slots(self) -> int:
-        """fp32 values through which a tile's reductions travel, twice: tiles take turns."""
+        """Number of fp32 slots for a tile's reductions, twice: tiles take turns."""
         return 2 * (self.sent_slots + self.block_slots)
 
     @property
     def sent_slots(self) -> int:
-        """Those that all senders write, of a tile; whole accesses of 16 bytes where others follow:
-        2 senders with 32 warps each left 8 bytes for one reduction."""
+        """Slots of a tile that all senders write; rounded to 16-byte accesses if others follow: 2
+        senders with 32 warps each left 8 bytes for one reduction."""
         count = sum(len(level.reductions) for level in self.levels) * self.tile_rows * self.senders
         return 4 * ceil_div(count, 4) if self.block_slots else count
 
     @property
     def block_slots(self) -> int:
-        """Those that only the warps of the block write, of a tile."""
+        """Slots of a tile that only the warps of the block write."""
         if not self.meets_in_block:
             return 0
         count = sum(len(level.reductions) for level in self.levels)
@@ -420,8 +420,7 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def finish_bytes(self) -> int:
-        """Shared memory of the end, where the ring was: the sums of all groups, then those of a
-        slice."""
+        """Shared memory of the end, in place of the ring: sums of all groups, then of a slice."""
         if not self.sums:
             return 0
         groups = self.schedule.groups * self.covered if self.schedule.groups > 1 else 0
@@ -432,12 +431,12 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of the ring, or of what takes its place at the end."""
+        """Bytes of the ring, or of the data in its place at the end."""
         ring = self.schedule.stages * self.stage_bytes
         return max(BULK, ring + self.overhang if ring else 0, self.finish_bytes)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: the ring, slots, barriers, and what aligns them."""
+        """Shared memory of a block, in bytes: the ring, slots, barriers, and alignment."""
         barriers = max(1, self.schedule.stages) + 2 * len(self.levels)
         return self.ring_bytes + 4 * max(4, self.slots) + 8 * barriers + BULK

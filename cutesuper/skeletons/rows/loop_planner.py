@@ -1,5 +1,5 @@
-"""From a block program without products to a row loop: the plan and its knobs; what its operations
-are is found in `skeletons.rows.loop_roles`."""
+"""Plans of row loops: the knobs for a block program without products. `skeletons.rows.loop_roles`
+finds the roles of its operations."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from cutesuper.targets import Target
 #: (4096x4096 backward 29.3 us; 31.1 with three, 31.4 with four)
 STAGE_BYTES = 32 * 1024
 #: registers of an SM for tiles that threads keep and for sums over rows, 5 of 8: longer tiles are
-#: read again from shared memory. LayerNorm backward with 32 columns a thread has 112 of 128 and
+#: read again from shared memory. LayerNorm backward with 32 columns per thread has 112 of 128 and
 #: spilled 248 bytes
 KEPT_REGISTERS = 40 * 1024
-#: elements of a row that a thread has in slices of all rows, or where tiles come straight from
-#: memory to threads that have several rows
+#: most elements of a row that a thread has in slices of all rows, or if tiles are loaded straight
+#: from memory to threads that have several rows
 MAX_KEPT = 32
-#: the same at most, whatever the schedule
+#: most elements of a row that a thread has in any schedule
 MAX_HELD = 64
 MAX_THREADS = 512
-#: rows of each block from which on there are many
+#: rows per block from which on there are many
 MANY_VISITS = 64
-#: rows that a thread has at a time, each with values of its own: LayerNorm backward of 1001
+#: most rows that a thread has at a time, each with its own values: LayerNorm backward of 1001
 #: elements spilled 168 bytes with 16
 MAX_ROWS = 8
-#: 16-byte accesses of a thread, of all operands, where tiles come straight from memory
+#: most 16-byte accesses of a thread, of all operands, if tiles are loaded straight from memory
 MAX_ACCESSES = 8
 #: bytes of shared memory for exchanges and barriers
 RESERVED = 16 * 1024
 WARP = 32
-#: rows up to which blocks sum slices by themselves: 512x4096 backward 7.2 us, 8.8 where they meet;
+#: most rows for which blocks sum slices by themselves: 512x4096 backward 7.2 us, 8.8 if they meet;
 #: at 1024 they meet (18.1 against 10.6)
 MAX_SLICED = 512
 
@@ -95,7 +95,7 @@ def plan_row_loop(
 
 
 def _with_part(plan: RowLoopPlan) -> BlockProgram:
-    """The part of a row that a block has: whole accesses of 8 elements where rows are divided."""
+    """The program with a block's part of the row: whole accesses of 8 elements if divided."""
     program, length, parts = plan.program, plan.length, plan.parts
     width = length if parts == 1 else 8 * ceil_div(ceil_div(length, parts), 8)
     return replace(program, tile=program.tile | {plan.column: width})
@@ -126,19 +126,20 @@ def _default_schedule(
     resident = 2 if plan.cluster > 1 and small and not plan.sums else 1
     walkers = plan.walkers or resident * _at_once(plan, target)
     fair = power_of_two(max(1, ceil_div(rows, walkers)))
-    # without a ring nothing is asked for beside the tile: as much of it as two stages have
+    # without a ring only the tile is requested: as much of it as two stages have
     most = STAGE_BYTES if ring else 2 * STAGE_BYTES
     tile_rows = max(1, min(_floor_power(most // row_bytes), fair, 128))
     threads = MAX_THREADS if row_bytes * tile_rows > STAGE_BYTES // 2 else MAX_THREADS // 2
     lanes = min(threads, power_of_two(ceil_div(pieces, 2)))
     half = MAX_THREADS // 2
     if plan.sums and (lanes < half or (lanes == half and _adds_two_rows(plan, rows, walkers))):
-        # fewer groups whose sums meet: the prototype of 4096x2048 took 16.2 us with 256 threads
+        # fewer groups whose sums are joined: the prototype of 4096x2048 took 16.2 us with 256
+        # threads
         threads = half
     chunks = ceil_div(pieces, lanes)
     groups = max(1, min(tile_rows, threads // lanes))
     depth = max(1, tile_rows // groups)
-    if not ring:  # a thread asks for all of its rows at once
+    if not ring:  # a thread requests all of its rows at once
         depth = max(1, min(depth, MAX_ROWS, MAX_KEPT // (resident * vector * chunks)))
     schedule = RowLoopSchedule(
         lanes, vector, chunks, groups, depth, 0, True, walkers, resident,
@@ -150,19 +151,20 @@ def _default_schedule(
     kept = held <= KEPT_REGISTERS and vector * chunks * depth <= MAX_HELD
     stage = groups * depth * row_bytes
     room = (target.shared_bytes - RESERVED) // (resident * stage)
-    # what is read again leaves its stage late; long rows need no third stage (LayerNorm backward,
-    # 16384x65536: 1641 us with two, 1715 with three)
+    # rows that are read again release their stage late; long rows need no third stage (LayerNorm
+    # backward, 16384x65536: 1641 us with two, 1715 with three)
     least = 2 if kept or stage > STAGE_BYTES else 3
     stages = max(1, min(room, max(least, 2 * STAGE_BYTES // stage), 3))
     return replace(schedule, stages=stages, kept=kept)
 
 
 def _adds_two_rows(plan: RowLoopPlan, rows: int, walkers: int) -> bool:
-    """Whether threads add two rows of up to 4096 columns, in place of twice as many threads one.
+    """True if threads add two rows of up to 4096 columns, in place of one row by twice as many
+    threads.
 
     RMSNorm's backward pass takes 28.8 us for 4096 rows, 29.9 with 512 threads; but 199 and 193 for
-    32768. Two sums (LayerNorm, 32768x4096) are too many for such a thread: 234 us, and 223. Of
-    results in float32 the error counts, which grows with the rows that one number adds up: 1.4e-7
+    32768. Two sums (LayerNorm, 32768x4096) are too many for such a thread: 234 us, and 223. For
+    results in float32 the error matters, which grows with the rows that one number adds up: 1.4e-7
     and 1.3e-7 for 4096 rows.
     """
     summed = [v for v in plan.stores.values() if not plan.varies(v)]
@@ -173,18 +175,18 @@ def _adds_two_rows(plan: RowLoopPlan, rows: int, walkers: int) -> bool:
 def _straight_schedule(
     plan: RowLoopPlan, target: Target, vector: int, rows: int
 ) -> RowLoopSchedule | None:
-    """A block (or cluster) for each tile, whose rows come straight to registers; None where threads
-    would not hold them.
+    """A schedule with a block (or cluster) for each tile, whose rows are loaded straight to
+    registers; None if threads would not hold them.
 
-    One block: at least two on an SM, so that threads have 128 registers; with more, and one block,
-    4096x16384 forward took 92.6 us. Weights do not fit into them. Where nothing is reduced, 128
-    threads with two accesses of each operand: the gradient of cross entropy, 32768x4096, takes 136
-    us, through a ring 144.
+    Rows in one block: at least two blocks on an SM, so that threads have 128 registers; with more,
+    and one block, 4096x16384 forward took 92.6 us. Weights do not fit into the registers. If
+    nothing is reduced, 128 threads with two accesses of each operand: the gradient of cross
+    entropy, 32768x4096, takes 136 us, through a ring 144.
 
-    A cluster: three blocks of 256 threads on an SM, and 8 accesses. While one loads, the others
-    reduce and store: softmax of 16384x65536 takes 1013 us in clusters of 4, one block that walks
-    1112; its gradient in clusters of 8 1462, 1550. Rows that are only read keep the ring, which
-    reaches 95% of the memory (the loss of 16384x65536: 481 us).
+    Rows in a cluster: three blocks of 256 threads on an SM, and 8 accesses. While one loads, the
+    others reduce and store: softmax of 16384x65536 takes 1013 us in clusters of 4, one block that
+    walks 1112; its gradient in clusters of 8 1462, 1550. Rows that are only read keep the ring,
+    which reaches 95% of the memory (the loss of 16384x65536: 481 us).
     """
     operands = max(1, len(plan.streamed))
     pieces = ceil_div(plan.width, vector)
@@ -207,8 +209,9 @@ def _straight_schedule(
 
 
 def _straight_groups(lanes: int, threads: int, rows: int, target: Target) -> int:
-    """Rows of a block that has one tile: some threads, but not fewer blocks than SMs. An SM starts
-    one block in about 0.3 us: the loss of 32768x4096 took 96 us with 128 threads, 72 with 256."""
+    """Rows of a block that has one tile: enough for ``threads`` threads, but not fewer blocks than
+    SMs. An SM starts one block in about 0.3 us: the loss of 32768x4096 took 96 us with 128 threads,
+    72 with 256."""
     groups = max(1, threads // lanes)
     while groups * lanes > max(lanes, WARP) and ceil_div(rows, groups) < target.sms:
         groups //= 2
@@ -216,8 +219,8 @@ def _straight_groups(lanes: int, threads: int, rows: int, target: Target) -> int
 
 
 def _whole_warps(plan: RowLoopPlan, s: RowLoopSchedule) -> RowLoopSchedule:
-    """For short and few rows: a warp at least, a lane for every block of the cluster to send to,
-    and whole pieces of 4 columns of what is summed."""
+    """The schedule adjusted to short and few rows: at least a warp, a lane for every block of the
+    cluster to send to, and whole pieces of 4 columns of summed values."""
     lanes = max(s.lanes, min(WARP, power_of_two(plan.cluster)), 4 if plan.sums else 1)
     chunks = min(s.chunks, ceil_div(plan.width, lanes * s.vector))
     groups = max(WARP, s.lanes * s.groups) // lanes
@@ -225,7 +228,7 @@ def _whole_warps(plan: RowLoopPlan, s: RowLoopSchedule) -> RowLoopSchedule:
 
 
 def _at_once(plan: RowLoopPlan, target: Target) -> int:
-    """Clusters (or blocks) that run at the same time with one block on every SM."""
+    """Number of clusters (or blocks) that run at the same time with one block on every SM."""
     clusters = target.clusters.get(plan.cluster, target.sms // plan.cluster)
     return max(1, clusters // plan.column_parts)
 
@@ -233,9 +236,9 @@ def _at_once(plan: RowLoopPlan, target: Target) -> int:
 def _sliced_schedule(
     plan: RowLoopPlan, target: Target, vector: int, rows: int, dependent_launch: bool
 ) -> RowLoopSchedule:
-    """Few rows, a slice of columns for every block: 256 threads where a block has one row (3.66 us
-    at 128x4096, 3.87 with 512), 512 and two rows at a time where it has more (7.6 us at 512x4096;
-    9.5 with one, and four spill)."""
+    """A schedule for few rows, with a slice of columns for every block: 256 threads if a block has
+    one row (3.66 us at 128x4096, 3.87 with 512), 512 and two rows at a time if it has more (7.6 us
+    at 512x4096; 9.5 with one, and four spill)."""
     outer = prod(extent(plan.program.dims[d]) for d in plan.outer)
     walkers = max(1, target.sms // max(1, outer))
     several = rows > walkers
@@ -251,13 +254,13 @@ def _sliced_schedule(
 
 
 def _floor_power(n: int) -> int:
-    """The largest power of two that is at most n; 1 below."""
+    """The largest power of two that is at most n; 1 if n is below 1."""
     return 1 << max(0, n.bit_length() - 1) if n > 0 else 1
 
 
 def _bulk(plan: RowLoopPlan) -> bool:
-    """Whether bulk loads can bring the tiles: everything begins and ends at 16 bytes, and every
-    block has some of a row."""
+    """True if bulk loads can bring the tiles: all addresses and sizes are multiples of 16 bytes,
+    and every block has some of a row."""
     if (plan.parts - 1) * plan.width >= plan.length:
         return False
     for i in plan.streamed:
@@ -272,10 +275,11 @@ def _bulk(plan: RowLoopPlan) -> bool:
 
 
 def _shared_percent(plan: RowLoopPlan, target: Target) -> int:
-    """What blocks that share an SM need; 0 where a block has one to itself.
+    """Percentage of shared memory for the blocks that share an SM; 0 if a block has an SM to
+    itself.
 
-    Without the hint the driver gives shared memory for one block. No more than they need: loads
-    past shared memory, and vectors that are read for every row, go through the rest.
+    Without the hint the driver gives shared memory for one block. It is no more than they need:
+    loads that bypass shared memory, and vectors that are read for every row, go through the rest.
     """
     s = plan.schedule
     if s.resident == 1:
@@ -344,7 +348,7 @@ def _check_schedule(plan: RowLoopPlan, target: Target, where: str) -> None:
 
 
 def _unsliced(plan: RowLoopPlan) -> str | None:
-    """Why blocks must meet to complete sums over rows, or None."""
+    """Reason why blocks must meet to complete sums over rows, or None."""
     if not plan.sums:
         return "nothing is summed over rows"
     if plan.parts > 1:

@@ -1,5 +1,5 @@
-"""What the operations of a program without products are to a row loop: which label runs along the
-rows, which are walked, what is reduced, and what is summed over rows."""
+"""Roles of the operations of a program without products in a row loop: the label along the rows,
+the labels that are walked over, reductions, and sums over rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cutesuper.skeletons.rows.loop_plan import Level, RowSum
 
 @dataclass(frozen=True)
 class Roles:
-    """What the operations of a program are to a row loop."""
+    """Roles of the operations of a program in a row loop."""
 
     column: str
     rows: tuple[str, ...]
@@ -38,10 +38,10 @@ class Roles:
 
 
 def walks(step: KernelStep) -> bool:
-    """Whether a program without products is a row loop: by its axes, by what ends them, because it
-    takes positions, or because its rows are long: RMSNorm of 4096x16384 took 71.7 us as
-    `skeletons.rows.plan` does it and 77 in a ring, of 2048x32768 78.5 and 76.7; LayerNorm of
-    32768x16384 809 in a ring, where the memory takes 504."""
+    """True if a program without products is a row loop: because of its axes, of the operations that
+    end them, because it takes positions, or because its rows are long: RMSNorm of 4096x16384 took
+    71.7 us as `skeletons.rows.plan` does it and 77 in a ring, of 2048x32768 78.5 and 76.7;
+    LayerNorm of 32768x16384 809 in a ring, for which the memory takes 504."""
     program = step.program
     kinds = {a.kind for a in program.axes} - {AxisKind.GRID}
     ops = [op.kind for op in program.ops if op.kind not in (LOAD, STORE)]
@@ -59,7 +59,7 @@ def walks(step: KernelStep) -> bool:
 def find_roles(
     program: BlockProgram, loads: dict[int, View], stores: dict[int, View], where: str
 ) -> Roles:
-    """The roles of all operations. Raises LoweringError where one has none."""
+    """The roles of all operations. Raises LoweringError if one has none."""
     summed = {
         program.axis(op.attributes["axis"]).dim
         for op in program.ops
@@ -109,7 +109,7 @@ def _column(
 
 
 def reduces(kind: str) -> bool:
-    """Whether an operation of a block program reduces over a label."""
+    """True if an operation of a block program reduces over a label."""
     own = (LOAD, STORE, *ENDING)
     return kind not in own and lookup(kind).reduces is not None
 
@@ -117,7 +117,7 @@ def reduces(kind: str) -> bool:
 def _sums(
     program: BlockProgram, summed: set[str], where: str
 ) -> tuple[tuple[RowSum, ...], dict[int, int]]:
-    """What is combined over rows, and for every operation of these chains its sum."""
+    """The values combined over rows, and for every operation of these chains its sum."""
     users: dict[int, list[int]] = {}
     for i, op in enumerate(program.ops):
         for j in op.inputs:
@@ -149,7 +149,7 @@ def _sums(
 def _check_sums(
     program: BlockProgram, column: str, outer: tuple[str, ...], sums: tuple[RowSum, ...], where: str
 ) -> None:
-    """Refuse sums that are not completed alike, and what no block can compute of them."""
+    """Refuse sums that are not completed alike, and functions of them that no block can compute."""
     kept = {frozenset(outer) & set(program.ops[s.final].dims) for s in sums}
     if len(kept) > 1:
         names = " and over ".join(
@@ -179,7 +179,7 @@ def _links(program: BlockProgram, i: int, summed: set[str]) -> bool:
 def _complete(
     program: BlockProgram, column: str, chain: dict[int, int], where: str
 ) -> dict[int, int]:
-    """For every reduction along the row the operation that has it whole."""
+    """For every reduction along the row, the operation that completes it."""
     split = program.parts_along(column, AxisKind.CLUSTER) > 1
     found: dict[int, int] = {}
     for i, op in enumerate(program.ops):
@@ -200,7 +200,7 @@ def _complete(
 
 
 def _picks(program: BlockProgram, i: int) -> bool:
-    """Whether a reduction along the row is the sum of one element and zeros."""
+    """True if a reduction along the row is the sum of one element and zeros."""
     op, source = program.ops[i], program.ops[program.ops[i].inputs[0]]
     masks = source.kind not in (LOAD, *ENDING) and lookup(source.kind).one_column
     return op.kind in ("sum", "mean") and masks and source.attributes["columns"] == op.attributes[
@@ -215,7 +215,7 @@ def _levels(
     chain: dict[int, int],
     where: str,
 ) -> tuple[Level, ...]:
-    """Divide the tile by the reductions that a value needs, counted along the longest path."""
+    """Divide a tile's work by the reductions that a value needs, along the longest path."""
     level: dict[int, int] = {}
     after: set[int] = {s.final for s in sums}
     for i, op in enumerate(program.ops):
@@ -249,7 +249,7 @@ def check_views(
     stores: dict[int, View],
     where: str,
 ) -> None:
-    """Refuse what has no place in the loop."""
+    """Refuse tensors that have no place in the loop."""
     for a in arguments:
         if any(isinstance(d, Symbol) for d in [d for d in a.shape if d != 1][1:]):
             raise LoweringError(

@@ -1,4 +1,4 @@
-"""Extents of structures of rows that are visited in turn, or lie in a cluster.
+"""Extents for structures of rows that are visited in turn, or split over a cluster.
 
 before: RMSNorm's backward pass with the rows M divided by grid and visits; after, for 4096 rows of
 4096 elements on an H200: ``M.grid(128) M.persistent(16)``, tile M=2 N=4096.
@@ -25,22 +25,21 @@ from cutesuper.targets import Target
 
 #: rows of a tile
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-#: elements of rows that nothing is reduced along: the grid divides them
+#: elements of rows along which nothing is reduced: the grid divides them
 STRIPS = (1024, 2048, 4096, 8192)
 #: parts of a row begin at whole 16-byte pieces, of 16-bit elements
 ALIGN = 8
-#: stages in flight, of this size, or up to twice of it where a row does not fit
+#: stages in flight, and their size in bytes, up to twice `STAGE_BYTES` if a row does not fit
 STAGES, MAX_STAGE_BYTES = 2, 2 * STAGE_BYTES
-#: bytes that a block of a cluster has of a row, of all tensors with rows, at most; the smallest
-#: cluster that keeps to it is best, since what is exchanged takes longer in a larger one. Three
-#: such blocks share an SM (softmax of 16384x65536: 1013 us in clusters of 4, 1023 of 8, 1105 of 2,
-#: where one walks), or threads hold as much of weights too (LayerNorm 1104 of 4, 1127 of 8, 1313
-#: of 2)
+#: most bytes of a row, of all tensors with rows, that a block of a cluster has; the smallest
+#: cluster within it is best, since the exchange takes longer in a larger one. Three such blocks
+#: share an SM (softmax of 16384x65536: 1013 us in clusters of 4, 1023 of 8, 1105 of 2, where one
+#: walks), or threads hold as much of weights too (LayerNorm 1104 of 4, 1127 of 8, 1313 of 2)
 CLUSTER_BYTES = 32 * 1024
-#: the same of rows that are only read
+#: the same limit for rows that are only read
 READ_BYTES = 64 * 1024
-#: the same where rows do not begin at 16 bytes: threads read them element by element, each access
-#: an instruction of its own
+#: the same limit for rows that do not begin at 16 bytes: threads read them element by element, with
+#: one instruction for each access
 ODD_BYTES = 16 * 1024
 #: barriers, exchanges
 RESERVED_BYTES = 8192
@@ -53,7 +52,7 @@ def persistent_sizes(
     itemsizes: dict[str, int],
     pruned: Counter[str],
 ) -> Iterator[tuple[BlockProgram, Cost]]:
-    """All sizes worth a price, with it; ``pruned`` counts what was left out, by reason."""
+    """All sizes worth pricing, with their costs; ``pruned`` counts rejected ones, by reason."""
     rows = extent(structure.dims[form.visited])
     for cluster, width in _widths(structure, form, itemsizes):
         slots = _slots(structure, form, target, cluster, width)
@@ -76,8 +75,8 @@ def persistent_sizes(
 def _widths(
     structure: BlockProgram, form: PersistentForm, itemsizes: dict[str, int]
 ) -> Iterator[tuple[int, int]]:
-    """Blocks of a cluster, and elements of a row that one block has. Clusters are no larger than it
-    takes to hold a row in a stage: larger ones leave more multiprocessors idle."""
+    """Blocks of a cluster, and elements of a row that one block has. Clusters are only as large as
+    needed to hold a row in a stage: larger ones leave more multiprocessors idle."""
     whole = extent(structure.dims[form.row])
     if form.clustered:
         one = replace(structure, tile=dict.fromkeys(structure.dims, 1))
@@ -102,7 +101,7 @@ def _part(whole: int, cluster: int) -> int:
 def _slots(
     structure: BlockProgram, form: PersistentForm, target: Target, cluster: int, width: int
 ) -> int:
-    """Blocks (or clusters) that may share the visited rows, so that all run at once."""
+    """Number of blocks (or clusters) that may share the visited rows, so that all run at once."""
     others = prod(extent(structure.dims[d]) for d in form.rows - {form.visited})
     strips = 1 if form.clustered else ceil_div(extent(structure.dims[form.row]), width)
     return target.clusters.get(cluster, 0) // (others * strips)
@@ -111,8 +110,8 @@ def _slots(
 def _visiting(
     structure: BlockProgram, form: PersistentForm, size: tuple[int, int, int], slots: int
 ) -> BlockProgram:
-    """The structure at the size (cluster, elements of a row, rows of a tile): as few blocks as
-    need no more visits; of a symbolic number of rows as many as run at once."""
+    """The structure at the size (cluster, elements of a row, rows of a tile): as few blocks as need
+    no more visits; for a symbolic number of rows, as many as run at once."""
     cluster, width, rows = size
     dim = structure.dims[form.visited]
     tiles = ceil_div(extent(dim), rows)
@@ -140,7 +139,7 @@ def cluster_sizes(
     itemsizes: dict[str, int],
     pruned: Counter[str],
 ) -> Iterator[tuple[BlockProgram, Cost]]:
-    """All sizes of rows in clusters, one in each, with their price."""
+    """All sizes of rows split over clusters, one row in each, with their costs."""
     whole = extent(structure.dims[row])
     streamed = [op for op in structure.loads() if row in op.dims and len(op.dims) > 1]
     each = sum(itemsizes[op.attributes["tensor"]] for op in streamed)

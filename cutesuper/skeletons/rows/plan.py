@@ -1,8 +1,8 @@
 """Skeleton 1, rows: element-wise programs and reductions along one label.
 
-A row (all other labels fixed) is held in registers by a power of two of threads; reductions run
-over shuffles and, across warps, shared memory. Every tensor is read and written once. Rows are
-best contiguous in memory; strided ones work too, and tensors may be stored in different orders.
+A row (all other labels fixed) is held in the registers of a power of two of threads; reductions run
+over shuffles and, across warps, shared memory. Every tensor is read and written once. Rows should
+be contiguous in memory; strided ones work too, and tensors may be stored in different orders.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from cutesuper.skeletons.rows.limits import MAX_PER_THREAD, MAX_ROW, MAX_THREADS
 from cutesuper.skeletons.rows.schedule import RowSchedule
 from cutesuper.targets import Target
 
-#: threads of a block of which two share an SM, with 64 registers each
+#: threads of a large block; two such blocks share an SM, with 64 registers per thread
 LARGE = 512
-#: elements of a row that a thread of these has
+#: most elements of a row that a thread of such a block has
 LARGE_HELD = 32
-#: rows for each SM, where there are many
+#: rows per SM from which on there are many
 MANY_ROWS = 32
-#: threads of a block that has a strip of an element-wise program: SwiGLU of 16384x4096 takes 96.4
-#: us with 128, 98.5 with 256
+#: most threads of a block that has a strip of an element-wise program: SwiGLU of 16384x4096 takes
+#: 96.4 us with 128, 98.5 with 256
 MAX_STRIP = 128
-#: bytes of a thread, of all rows that are loaded, for which 64 registers are enough: LayerNorm with
-#: 32 elements, two vectors beside the row, needs all of them
+#: most bytes of loaded rows per thread for which 64 registers are enough: LayerNorm with 32
+#: elements, two vectors beside the row, needs all of them
 MAX_LOADED = 192
-#: elements of all values that a thread has at the same time, of 255 registers; the rest are for
-#: addresses and for what is being computed
+#: most elements of all values that a thread has at the same time, of 255 registers; the rest are
+#: for addresses and for intermediate values
 MAX_LIVE = 192
 #: longest strided rows that are read coalesced: 32 threads along the row, 64 elements each
 MAX_STRIDED = 32 * MAX_PER_THREAD
@@ -42,19 +42,19 @@ MAX_STRIDED = 32 * MAX_PER_THREAD
 
 @dataclass(frozen=True)
 class RowPlan(Plan[RowSchedule]):
-    """A row kernel, decided.
+    """The plan of a row kernel.
 
     Attributes:
         program: the block program, tiled as the kernel runs it.
         arguments: tensor arguments in order, inputs first.
         column: the label along the rows.
         rows: the other labels; neighbouring rows differ in the last one.
-        loads: by operation.
-        stores: by operation.
+        loads: views of the loads, by operation.
+        stores: views of the stores, by operation.
         reductions: operations that reduce over ``column``.
-        order: loads and computations, as they are to be issued.
+        order: loads and computations, in the order in which they are issued.
         inverted: row scalars whose reciprocal is computed once, because they divide whole rows.
-        schedule: the knobs.
+        schedule: the kernel's knobs.
     """
 
     program: BlockProgram
@@ -75,7 +75,7 @@ class RowPlan(Plan[RowSchedule]):
 
     @property
     def resident(self) -> int:
-        """Blocks that the compiler leaves registers for; 0: as many as it likes.
+        """Blocks per SM for which the compiler must leave registers; 0: no requirement.
 
         A large block alone on an SM waits for its loads, then for its stores: 4096x16384 forward
         took 93.8 us with 512 threads, which had more than 64 registers.
@@ -149,7 +149,7 @@ def loaded_bytes(
 
 
 def lookup_reduces(kind: str) -> bool:
-    """Whether an operation of a block program reduces over a label."""
+    """True if an operation of a block program reduces over a label."""
     return kind not in (LOAD, STORE) and lookup(kind).reduces is not None
 
 
@@ -173,7 +173,7 @@ def _check_structure(program: BlockProgram, where: str) -> None:
 
 
 def _check_symbols(arguments: tuple[Argument, ...], where: str) -> None:
-    """Strides are numbers, so only the outermost dimension may have an open extent."""
+    """Check that strides are numbers: only the outermost dimension may have an open extent."""
     for a in arguments:
         if any(isinstance(d, Symbol) for d in [d for d in a.shape if d != 1][1:]):
             raise LoweringError(
@@ -201,8 +201,8 @@ def _column(
 
 
 def _row_order(program: BlockProgram, views: list[View], column: str) -> tuple[str, ...]:
-    """All labels but the column; where tensors are strided along it, the label along which they
-    are contiguous comes last, so that neighbouring rows are neighbours in memory."""
+    """All labels but the column; if tensors are strided along it, the label along which they are
+    contiguous comes last, so that neighbouring rows are neighbours in memory."""
     rows = [d for d in program.dims if d != column]
     strided = [v for v in _strided(views, column) if v.labels[-1] in rows]
     if strided:
@@ -219,11 +219,11 @@ def _strided(views: list[View], column: str) -> list[View]:
 def _order(
     program: BlockProgram, reductions: tuple[int, ...], schedule: RowSchedule
 ) -> tuple[int, ...]:
-    """All loads first, so that they overlap, if those of an element-wise program fit. Where these
-    are more elements than a thread may hold of one, or registers are for two large blocks,
-    reductions and what they need first, then the rest, so that more blocks share an SM: LayerNorm
-    of 4096 elements needs 78 registers, with its vectors loaded first 118, and 6 blocks are 48 KB
-    in flight where 4 are 32. (RMSNorm of 32768 elements spilled.)"""
+    """Order of loads and computations. All loads come first, so that they overlap, if those of an
+    element-wise program fit. If they are more elements than a thread may hold of one, or registers
+    are for two large blocks, reductions and their operands come first, then the rest, so that more
+    blocks share an SM: LayerNorm of 4096 elements needs 78 registers, with its vectors loaded first
+    118, and 6 blocks are 48 KB in flight where 4 are 32. (RMSNorm of 32768 elements spilled.)"""
     count = range(len(program.ops))
     work = [i for i in count if program.ops[i].kind != STORE]
     held = schedule.vector * schedule.chunks
@@ -243,8 +243,8 @@ def inverted_divisors(
     """Row scalars that divide whole rows: one reciprocal in place of a division for each element.
 
     before: ``div(x[M, N], s[M])``; after: ``mul(x, 1 / s)``, s as a reciprocal root if it is a
-    root. The softmax of rows of 4096 has 37 special-function instructions instead of 66, the
-    RMS norm 1 instead of 35. Not for rows of fp32 results: the product is rounded twice.
+    root. The softmax of rows of 4096 has 37 special-function instructions instead of 66, the RMS
+    norm 1 instead of 35. This is not done for rows of fp32 results: the product is rounded twice.
     """
     wide = {a.name for a in arguments if a.written and as_dtype(a.dtype).itemsize > 2}
     if any(column in op.dims and op.attributes["tensor"] in wide for op in program.stores()):
@@ -304,36 +304,37 @@ def _default_schedule(
         )
     vector = _vector(arguments, views, contiguous, length)
     if not reduces and _strided(views, column):
-        # a transposition: a warp reads a piece of 32 neighbouring rows, and each thread writes 16
-        # bytes of its own
+        # a transposition: a warp reads a piece of 32 neighbouring rows, and each thread writes its
+        # own 16 bytes
         lanes = min(8, power_of_two(ceil_div(length, vector)))
         chunks = min(2, ceil_div(length, lanes * vector))
         return RowSchedule(
             lanes, vector, chunks, 32, interleaved=True, dependent_launch=dependent_launch
         )
-    # four 16-byte accesses in flight per thread and tensor; fewer threads hold longer rows. Two
-    # where two vectors are held as well: LayerNorm of 32768x1024 takes 34.8 us, 37.2 with four; but
-    # of 32768x4096 140.5, and 136.1 with four
+    # four 16-byte accesses in flight per thread and tensor; fewer threads hold longer rows. If two
+    # vectors are held as well, two accesses for rows of 1024 elements (LayerNorm of 32768x1024
+    # takes 34.8 us, 37.2 with four), but four for longer ones (32768x4096: 140.5 with two, 136.1
+    # with four)
     many = total >= MANY_ROWS * target.sms
     vectors = sum(v.labels == (column,) for v in views)
     least = MAX_ROW // 8 if many else MAX_ROW // 8 + 1
     per_thread = 4 if reduces and (vectors < 2 or length >= least) else 2
     if reduces and length > MAX_ROW // 4:
-        # twice as many in long ones, unless two blocks of 512 threads share an SM: 4096x16384 took
+        # twice as many for long rows, unless two blocks of 512 threads share an SM: 4096x16384 took
         # 71.7 us with 256 threads and 8 accesses, 93.8 with one block of 512 and 4
         few = loaded_bytes(LARGE_HELD, column, arguments, loads) <= MAX_LOADED
         per_thread = LARGE_HELD // vector if few else 8
     if reduces and total <= 4 * target.sms:
-        # so few blocks hide nothing of what one of them waits for: where all loads fit into the
-        # registers of 256 threads they are asked for at once. An update of nGPT, 8x4096, asked for
-        # two of three operands after its first sum: 3.3 us
+        # so few blocks hide no latency of each other: if all loads fit into the registers of 256
+        # threads they are requested at once. An update of nGPT, 8x4096, requested two of three
+        # operands after its first sum: 3.3 us
         inputs = sum(column in v.labels for v in loads)
         while (
             vector * per_thread * inputs > MAX_PER_THREAD
             and 2 * ceil_div(length, vector * per_thread) < LARGE
         ):
             per_thread //= 2
-    # the gradient of 20 operators around a softmax spilled 2304 bytes with 32 elements of each; of
+    # the gradient of 20 operators around a softmax spilled 2304 bytes with 32 elements of each; for
     # element-wise programs the compiler computes one element after the other
     live = live_values(program, column) if reduces else 1
     while (
@@ -343,13 +344,13 @@ def _default_schedule(
     ):
         vector, per_thread = (vector, per_thread // 2) if per_thread > 1 else (vector // 2, 1)
     # the longest rows take 512 threads of 128 registers, which leaves more of them for addresses:
-    # LayerNorm of 32768 elements spilled 62 registers with 1024 threads of 64, with 512 it spills 6
+    # LayerNorm of 32768 elements spilled 62 registers with 1024 threads of 64; with 512 it spills 6
     most = MAX_THREADS if length <= MAX_ROW // 2 else MAX_THREADS // 2
     lanes = min(most, power_of_two(ceil_div(length, vector * per_thread)))
     lanes = lanes if reduces else _strip(length, vector, min(lanes, MAX_STRIP))
     chunks = ceil_div(length, lanes * vector)
     chunks = chunks if reduces else min(per_thread, chunks)
-    # full warps, 128 threads or more, but not fewer blocks than SMs; 256 of many rows where threads
+    # full warps, 128 threads or more, but not fewer blocks than SMs; 256 for many rows if threads
     # have four accesses (RMSNorm of 32768x2048: 69.7 us, 71.3 with 128)
     rows = max(1, (256 if many and per_thread == 4 else 128) // lanes)
     while rows > max(1, 32 // lanes) and ceil_div(total, rows) < target.sms:
@@ -358,7 +359,7 @@ def _default_schedule(
 
 
 def live_values(program: BlockProgram, column: str) -> int:
-    """The most values along the rows that are needed at the same time, in the program's order."""
+    """The most values along the rows that are live at the same time, in the program's order."""
     last = {j: i for i, op in enumerate(program.ops) for j in op.inputs}
     alive, most = set[int](), 1
     for i, op in enumerate(program.ops):
@@ -372,7 +373,7 @@ def live_values(program: BlockProgram, column: str) -> int:
 def _strip(length: int, vector: int, lanes: int) -> int:
     """Lanes of blocks that divide rows of an element-wise program into strips, so that the last one
     reaches past the end as little as possible: 4096x14336 in strips of 4096 elements, the last one
-    half empty, took 90.6 us where the memory takes 81.4."""
+    half empty, took 90.6 us while the memory takes 81.4."""
     def covered(n: int) -> int:
         strip = n * vector * min(2, ceil_div(length, n * vector))
         return ceil_div(length, strip) * strip
@@ -389,7 +390,7 @@ def _vector(
     arguments: tuple[Argument, ...], views: list[View], contiguous: list[View], length: int
 ) -> int:
     """Elements per access: 16 bytes of the widest type, as far as row lengths allow. Tensors that
-    are strided along the row are read element by element, whatever this says."""
+    are strided along the row are read element by element in any case."""
     widest = max(as_dtype(arguments[v.argument].dtype).itemsize for v in contiguous or views)
     vector = gcd(16 // widest, length)
     for v in contiguous:

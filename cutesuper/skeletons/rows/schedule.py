@@ -1,4 +1,4 @@
-"""The knobs of row kernels, and of kernels that walk over rows."""
+"""The schedules (knobs) of row kernels, and of kernels that walk over rows."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class RowSchedule(Schedule):
     interleaved: bool = False
 
     def settled(self, old: RowSchedule, knob: str) -> RowSchedule:
-        """Rows of other lanes or vectors still cover their width."""
+        """This schedule, adjusted: rows of other lanes or vectors still cover their width."""
         if knob not in ("lanes", "vector") or not self.lanes or not self.vector:
             return self
         width = old.lanes * old.vector * old.chunks
         return replace(self, chunks=ceil_div(width, self.lanes * self.vector))
 
     def mistake(self, default: Any) -> str:
-        """Powers of two, whole warps, and what the layout of the tensors decides."""
+        """Check powers of two, whole warps, and knobs that the layout of the tensors determines."""
         usual = default.schedule
         powers = (self.lanes, self.vector, self.rows)
         if any(n < 1 or n & (n - 1) for n in powers) or self.chunks < 1:
@@ -72,14 +72,14 @@ class RowLoopSchedule(Schedule):
         groups: groups of ``lanes`` threads: rows side by side.
         depth: neighbouring rows that a group takes at a time; a tile has ``groups * depth``.
         stages: tiles of the ring in shared memory; 0 reads tiles straight into registers.
-        kept: a tile is kept in registers while it is computed; otherwise it is read from the ring
-            again after every reduction.
-        blocks: blocks (or clusters) that walk over the rows, where the program leaves it open; 0:
+        kept: a tile is kept in registers while it is computed on; otherwise it is read from the
+            ring again after every reduction.
+        blocks: blocks (or clusters) that walk over the rows, if the program leaves that open; 0:
             one for each tile.
         resident: blocks that share an SM, which decides how many registers threads have: while one
             waits for an exchange or for loads, another one computes.
-        sliced: sums over rows are computed a second time, each block some columns of all rows:
-            blocks do not meet. For few rows.
+        sliced: sums over rows are computed in a second pass, in which each block has some columns
+            of all rows, so that blocks do not meet. For few rows.
     """
 
     kind: ClassVar[str] = "row loop"
@@ -106,9 +106,9 @@ class RowLoopSchedule(Schedule):
     sliced: bool = False
 
     def settled(self, old: RowLoopSchedule, knob: str) -> RowLoopSchedule:
-        """Lanes cover as much of a row, and a tile keeps its threads and rows: with more lanes, or
-        fewer threads, a group takes more of them. Slices are read without a ring; what meets has
-        one."""
+        """This schedule, adjusted: lanes cover as much of a row, and a tile keeps its threads and
+        rows: with more lanes, or fewer threads, a group takes more of them. Slices are read without
+        a ring; blocks that meet have one."""
         if knob == "lanes" and self.lanes:
             groups = max(1, old.lanes * old.groups // self.lanes)
             width, rows = old.lanes * old.vector * old.chunks, old.groups * old.depth
@@ -121,7 +121,7 @@ class RowLoopSchedule(Schedule):
         return self
 
     def mistake(self, default: Any) -> str:
-        """Blocks that a program with sums over rows has decided."""
+        """Check the number of blocks, which a program with sums over rows has decided."""
         usual = default.schedule
         fixed = default.sums and not self.sliced and not usual.sliced
         if fixed and self.blocks != usual.blocks:

@@ -1,4 +1,4 @@
-"""Extents of structures whose rows one block holds."""
+"""Extents for structures whose rows one block holds."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from cutesuper.skeletons.rows.form import RowForm
 from cutesuper.targets import Target
 
 ROWS_PER_BLOCK = (1, 2, 4, 8, 16)
-#: elements of the last dimension that a block of an element-wise program takes at most
+#: most elements of the last dimension that a block of an element-wise program takes
 MAX_STRIP = 8192
-#: elements of a tile of an element-wise program, at least where the tensor has as many
+#: fewest elements of a tile of an element-wise program, if the tensor has as many
 MIN_STRIP = 1024
 
 
@@ -33,7 +33,7 @@ def row_sizes(
     itemsizes: dict[str, int],
     pruned: Counter[str],
 ) -> Iterator[Sized]:
-    """All sizes worth a price, with it; ``pruned`` counts what was left out, by reason."""
+    """All sizes worth pricing, with their costs; ``pruned`` counts rejected ones, by reason."""
     for tile in _row_tiles(structure, form):
         program = resize(structure, tile, {})
         held = sum(tile_bytes(program, op, itemsizes) for op in program.loads())
@@ -44,7 +44,7 @@ def row_sizes(
 
 
 def _row_tiles(structure: BlockProgram, form: RowForm) -> Iterator[dict[str, int]]:
-    """The last label whole or in strips, some rows of the one before it."""
+    """Tiles with the last label whole or in strips, and some rows of the one before it."""
     others = [d for d in structure.dims if d != form.row]
     ones = dict.fromkeys(others, 1)
     for strip in _strips(structure, form):

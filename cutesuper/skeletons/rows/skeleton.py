@@ -29,14 +29,14 @@ from cutesuper.targets import Target
 
 
 class Rows(Skeleton):
-    """Programs without products: whole rows in a block, rows in a cluster, rows visited in turn."""
+    """Skeleton of programs without products: whole rows in a block, in a cluster, or in turn."""
 
     name = "a row kernel"
     plans = (RowPlan, RowLoopPlan)
     schedules = (RowSchedule, RowLoopSchedule)
 
     def recognize(self, region: Region, program: LabelledProgram) -> Form | None:
-        """No products, and no positions but those of labels."""
+        """Rules for regions without products, and without positions except those of labels."""
         if matrix_products(program):
             return None
         reason = needs_positions(region)
@@ -47,7 +47,7 @@ class Rows(Skeleton):
     def sizes(
         self, structure: BlockProgram, form: Any, device: Device, pruned: Counter[str]
     ) -> Iterable[Sized]:
-        """By the kind of rows; see `rows.sizes` and `rows.loop_sizes`."""
+        """Sizes by the kind of rows; see `rows.sizes` and `rows.loop_sizes`."""
         given = device.target, device.itemsizes, pruned
         if isinstance(form, PersistentForm):
             return (Sized(*s) for s in persistent_sizes(structure, form, *given))
@@ -56,7 +56,7 @@ class Rows(Skeleton):
         return row_sizes(structure, form, *given)
 
     def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
-        """Rows along the reduced label or the last one, where all axes are of the grid."""
+        """Rows along the reduced label or the last one, if all axes are grid axes."""
         reduced = single_reduction(program)
         if reduced is None or any(a.kind != AxisKind.GRID for a in program.axes):
             return None
@@ -72,7 +72,7 @@ class Rows(Skeleton):
         return unsized(program, kinds), RowForm(row, bool(reduced))
 
     def runs(self, step: KernelStep) -> bool:
-        """There is no product."""
+        """True if there is no product."""
         return all(op.kind != "matmul" for op in step.program.ops)
 
     def plan(
@@ -83,7 +83,7 @@ class Rows(Skeleton):
         schedule: Any,
         dependent_launch: bool,
     ) -> Plan[Any]:
-        """A row loop where the program or the schedule asks for one, else a row kernel."""
+        """Plan a row loop if the program or the schedule requires one, else a row kernel."""
         refuse_running_maxima(step)
         refuse_tables(step)
         step = guarded_step(step, tensors)
