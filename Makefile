@@ -43,8 +43,9 @@ setup: $(STAMP)  ## only make the virtual environment
 demo: $(STAMP)  ## optimize a first program, verify it, show it (and time it on a GPU)
 	$(BIN)/cutesuper demo $(ARGS)
 
-lint: $(STAMP)  ## ruff and pyright
+lint: $(STAMP)  ## ruff (rules and format) and pyright
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 test: lint  ## lint, types and all tests that need no GPU

@@ -240,4 +240,3 @@ def main(argv: Sequence[str], prog: str) -> int:
 def _show(title: str, results: dict[str, Any]) -> None:
     print_table(title, SUMMARY, summary_rows(results))
     print(overall(results), flush=True)
-

@@ -156,9 +156,7 @@ def build_parser(prog: str = "python -m benchmarks") -> argparse.ArgumentParser:
     return parser
 
 
-def add_options(
-    parser: argparse.ArgumentParser, known: Sequence[Implementation] = PEERS
-) -> None:
+def add_options(parser: argparse.ArgumentParser, known: Sequence[Implementation] = PEERS) -> None:
     """The options of every measurement with peers, which are among ``known``."""
     names = ", ".join(peer.name for peer in known)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")

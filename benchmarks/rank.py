@@ -52,9 +52,7 @@ EXIT_INCOMPLETE, EXIT_NO_DEVICE, EXIT_LOST = 1, 2, 3
 #: shapes of RMSNorm + Linear besides those with which the search's constants were chosen
 UNLISTED: tuple[Shape, ...] = ((300, 1024, 1000), (64, 8192, 1280), (1, 4096, 14336))
 #: a round of 36 candidates of 4096x4096x4096 takes 0.3 s; host time is irrelevant here
-SETTINGS = Settings(
-    rounds=20, warm_seconds=0.1, host_batches=1, host_batch_calls=1, least_sets=32
-)
+SETTINGS = Settings(rounds=20, warm_seconds=0.1, host_batches=1, host_batch_calls=1, least_sets=32)
 #: cases that are compiled together: starting the compiler takes a worker 5 s, a kernel 0.9 s
 CHUNK = 4
 #: seconds of silence after which a candidate counts as hung

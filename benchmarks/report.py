@@ -235,17 +235,16 @@ KINDS: dict[str, Kind] = {
         _COMMON | {"dtype"}, print_results, attention_report.prefill_markdown, merges=True
     ),
     "training": Kind(
-        _COMMON | {"dtype", "mix_order_reduction"}, print_results, training_report.summary_markdown,
-        merges=True, details=training_report.details_markdown,
+        _COMMON | {"dtype", "mix_order_reduction"},
+        print_results,
+        training_report.summary_markdown,
+        merges=True,
+        details=training_report.details_markdown,
     ),
-    "decode": Kind(
-        _COMMON | {"dtype"}, print_results, decode_report.decode_markdown, merges=True
-    ),
+    "decode": Kind(_COMMON | {"dtype"}, print_results, decode_report.decode_markdown, merges=True),
     "chain": Kind(_COMMON | {"dtype", "layers"}, print_results, sweep_report.chain_markdown),
     "rank": Kind(_COMMON | {"dtype", "top"}, rank_report.print_results, rank_report.markdown),
-    "search": Kind(
-        _COMMON | {"target"}, search_report.print_search, search_report.search_markdown
-    ),
+    "search": Kind(_COMMON | {"target"}, search_report.print_search, search_report.search_markdown),
     "ablation": Kind(
         _COMMON | {"limit_s"}, search_report.print_ablation, search_report.ablation_markdown
     ),

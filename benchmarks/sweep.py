@@ -105,7 +105,8 @@ def run(
     }
     known = _earlier_cases(earlier, results)
     missing = [
-        item for item in sweep.items
+        item
+        for item in sweep.items
         if item.key not in known or not _complete(known[item.key], sweep.present(item))
     ]
     again = {item.key for item in missing}

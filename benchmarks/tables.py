@@ -29,9 +29,7 @@ def number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def print_table(
-    title: str, header: Row, rows: Sequence[Row], bold: Collection[str] = ()
-) -> None:
+def print_table(title: str, header: Row, rows: Sequence[Row], bold: Collection[str] = ()) -> None:
     """Print a table with rich if it is installed, else as aligned plain text.
 
     Args:

@@ -304,7 +304,9 @@ def prefill() -> AttentionWorkload:
         # half of the scores, those that the mask leaves, as in FlashAttention's benchmarks
         flops=lambda s: 2 * s[0] * s[1] * s[1] * s[2] * s[4],
         graph=lambda cs, shape, dtype: build(
-            cs, inputs(shape), dtype,
+            cs,
+            inputs(shape),
+            dtype,
             lambda g, q, k, v: g.scaled_dot_product_attention(q, k, v, is_causal=True),
         ),
         heads=heads,

@@ -253,9 +253,7 @@ def linear_residual(transposed: bool = False) -> Workload:
     def eager(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> Outputs:
         return (torch.addmm(residual, x, _turned(w, transposed)),)
 
-    def into(
-        x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, out: Outputs
-    ) -> Outputs:
+    def into(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, out: Outputs) -> Outputs:
         torch.addmm(residual, x, _turned(w, transposed), out=out[0])
         return out
 

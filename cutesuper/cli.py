@@ -89,8 +89,9 @@ def _demo(args: argparse.Namespace) -> int:
     try:
         m, k, n = (int(x) for x in args.shape.split("x"))
     except ValueError:
-        print(f"cutesuper: --shape {args.shape}: give M x K x N, e.g. 16x4096x6144",
-              file=sys.stderr)
+        print(
+            f"cutesuper: --shape {args.shape}: give M x K x N, e.g. 16x4096x6144", file=sys.stderr
+        )
         return 2
     return run_demo((m, k, n), args.dtype, args.weight)
 
@@ -194,8 +195,11 @@ def _bench(rest: list[str]) -> int:
     try:
         from benchmarks import main as bench_main
     except ImportError:
-        print("cutesuper bench: the benchmarks are not installed with the package; run it from a "
-              "checkout of the repository", file=sys.stderr)
+        print(
+            "cutesuper bench: the benchmarks are not installed with the package; run it from a "
+            "checkout of the repository",
+            file=sys.stderr,
+        )
         return 2
     bench_main(rest, prog="cutesuper bench")
     return 0

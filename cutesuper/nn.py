@@ -94,8 +94,10 @@ def _rows(module: RMSNorm | LayerNorm, x: torch.Tensor) -> torch.Tensor:
     module, DTypeError if x is no tensor."""
     last = tuple(module.normalized_shape)
     if not isinstance(x, torch.Tensor):
-        raise DTypeError(f"{type(module).__name__}({last}): called with a {type(x).__name__}, must "
-                         "be a torch tensor")
+        raise DTypeError(
+            f"{type(module).__name__}({last}): called with a {type(x).__name__}, must "
+            "be a torch tensor"
+        )
     lead = x.shape[: max(0, x.dim() - len(last))]
     if (*lead, *last) != tuple(x.shape):
         raise ShapeError(
@@ -152,7 +154,9 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         super().__init__(None, size_average, ignore_index, reduce, reduction)
 
     def forward(
-        self, input: torch.Tensor, target: torch.Tensor  # noqa: A002 (PyTorch's name)
+        self,
+        input: torch.Tensor,  # noqa: A002 (PyTorch's name)
+        target: torch.Tensor,
     ) -> torch.Tensor:
         """The loss of logits and classes."""
         several = isinstance(input, torch.Tensor) and input.dim() > 2

@@ -196,9 +196,7 @@ class Prospect:
 
     def kernel(self) -> Kernel:
         """The compiled kernel. Raises CompileError."""
-        return Kernel(
-            self.graph, self.options.target, self._variant, partial(gradient_of, self)
-        )
+        return Kernel(self.graph, self.options.target, self._variant, partial(gradient_of, self))
 
     def another(self, graph: KernelGraph) -> Prospect:
         """A prospect for another graph with the same options. Raises like `Prospect`."""
@@ -390,7 +388,9 @@ def choose(
         graph,
         target,
         options=SearchOptions(
-            seed=options.seed, keep=keep, lowered=True,
+            seed=options.seed,
+            keep=keep,
+            lowered=True,
             dependent_launch=options.dependent_launch,
         ),
         budget_s=options.budget_s,
@@ -467,9 +467,7 @@ def _verdict(verifier: Verifier, graph: KernelGraph, mu: MuGraph) -> Verificatio
     return verifier.check(mu, full=cheap)
 
 
-def compile_plans(
-    choice: Choice, options: Options, cache: KernelCache
-) -> tuple[CompiledStep, ...]:
+def compile_plans(choice: Choice, options: Options, cache: KernelCache) -> tuple[CompiledStep, ...]:
     """Compile every kernel of a choice (several at once in worker processes)."""
     target = options.target
     requests = [
@@ -478,8 +476,7 @@ def compile_plans(
     ]
     artifacts = compile_many(requests, cache=cache)
     return tuple(
-        CompiledStep(plan, artifact)
-        for plan, artifact in zip(choice.plans, artifacts, strict=True)
+        CompiledStep(plan, artifact) for plan, artifact in zip(choice.plans, artifacts, strict=True)
     )
 
 
@@ -493,4 +490,3 @@ def compile_request(plan: KernelPlan, name: str, target: Target) -> CompileReque
         plan.key, target.arch, name, partial(build, plan), outputs,
         operators=added(kinds), unknown=tuple(f"{n}: {why}" for n, why in unknown(kinds).items()),
     )  # fmt: skip
-

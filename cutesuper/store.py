@@ -171,9 +171,7 @@ def _symbols(graph: KernelGraph) -> list[str]:
 
 def _named_for(graph: KernelGraph, mu: MuGraph) -> MuGraph:
     """A muGraph with the graph's names for inputs and symbols; other tensors get free ones."""
-    new = {
-        name: graph.nodes[i].name for name, i in zip(mu.inputs, graph.inputs, strict=False)
-    }
+    new = {name: graph.nodes[i].name for name, i in zip(mu.inputs, graph.inputs, strict=False)}
     taken = set(new.values())
     for name in (n for n in mu.tensors if n not in new):
         free = name
@@ -330,9 +328,7 @@ def read_entry(path: Path, graph: KernelGraph, arch: str, dependent_launch: bool
         raise FormatError(f"{path}: not a readable JSON file: {error}") from error
 
 
-def _entry(
-    path: Path, data: Any, graph: KernelGraph, arch: str, dependent_launch: bool
-) -> Entry:
+def _entry(path: Path, data: Any, graph: KernelGraph, arch: str, dependent_launch: bool) -> Entry:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise FormatError(f"'format' is not {FORMAT!r}")
     if data.get("version") != VERSION:

@@ -180,9 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     tasks = [*serving.tasks(), adapters(adapted, serving.inputs["top"][0], clicked)]
     ways = options.ways_of(args)
     results = [r for task in tasks for r in compare.run(task, ways, device)]
-    status = report.finish(
-        args, title, device, asdict(shape) | n, results, PARTS, losses=losses
-    )
+    status = report.finish(args, title, device, asdict(shape) | n, results, PARTS, losses=losses)
     if status == 0:
         print(profile(results))
         if "ours" in ways:

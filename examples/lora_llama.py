@@ -74,9 +74,7 @@ TORCH = Operators(
     norm=lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
     swiglu=lambda gate, up: F.silu(gate) * up,
 )
-OURS = Operators(
-    norm=lambda x, weight: cs.ops.rms_norm(x, weight, eps=EPS), swiglu=cs.ops.swiglu
-)
+OURS = Operators(norm=lambda x, weight: cs.ops.rms_norm(x, weight, eps=EPS), swiglu=cs.ops.swiglu)
 
 
 class Layer(nn.Module):

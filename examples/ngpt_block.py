@@ -95,9 +95,7 @@ def _gate(g: Any, a: Any, b: Any, by: Any, other: Any) -> Built:
 _ROWS = (Operand("a", Role.ROWS), Operand("b", Role.ROWS))
 _STATES = (Operand("h", Role.ROWS), Operand("step", Role.ROWS))
 _SCALES = (Operand("by", Role.ROW), Operand("other", Role.ROW))
-gate = RowOperator(
-    Definition("ngpt_gate", (*_ROWS, *_SCALES), (), (Output("y", like="a"),), _gate)
-)
+gate = RowOperator(Definition("ngpt_gate", (*_ROWS, *_SCALES), (), (Output("y", like="a"),), _gate))
 update = RowOperator(
     Definition(
         "ngpt_update", (*_STATES, Operand("alpha", Role.ROW)), (), (Output("y", like="h"),), _update
@@ -144,9 +142,7 @@ class Block(nn.Module):
         multiplies those of two lengths 1 by it."""
         q, k, v = (F.linear(h, w).unflatten(-1, (-1, self.head)) for w in (self.q, self.k, self.v))
         q, k = (operators.scaled(self.rotate(t), self.qk_scale) for t in (q, k))
-        y = F.scaled_dot_product_attention(
-            *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True
-        )
+        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
         return F.linear(y.transpose(1, 2).flatten(2), self.out)
 
     def rotate(self, x: Tensor) -> Tensor:

@@ -51,9 +51,7 @@ def plain(
     q: Tensor, k: Tensor, v: Tensor, wq: Weight, wk: Weight, is_causal: bool = False
 ) -> Tensor:
     """In PyTorch; q [B, H, L, D], k and v [B, groups, S, D], weights [D] or None."""
-    q, k = (
-        t if w is None else F.rms_norm(t, w.shape, w, EPS) for t, w in ((q, wq), (k, wk))
-    )
+    q, k = (t if w is None else F.rms_norm(t, w.shape, w, EPS) for t, w in ((q, wq), (k, wk)))
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
 
 

@@ -1,6 +1,6 @@
 """RMSNorm + Linear as one kernel: build the graph, look at what was found, run it.
 
-    python examples/rmsnorm_linear.py
+Run it with ``python examples/rmsnorm_linear.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The verifier on its own: a right and a wrong muGraph for the same definition.
 
-    python examples/verify_by_hand.py
+Run it with ``python examples/verify_by_hand.py``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ def main() -> None:
     place = next(i for i, op in enumerate(ops) if op.kind == "add")
     kept = next(j for j in ops[place].inputs if ops[j].kind != "constant")
     # every user of the sum takes its operand instead: eps is gone
-    ops = [
-        replace(op, inputs=tuple(kept if j == place else j for j in op.inputs)) for op in ops
-    ]
+    ops = [replace(op, inputs=tuple(kept if j == place else j for j in op.inputs)) for op in ops]
     program = replace(step.program, ops=tuple(ops))
     wrong = replace(found, steps=(replace(step, program=program),))
     print("no eps: ", cs.verify(g, wrong).summary())

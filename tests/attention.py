@@ -62,8 +62,10 @@ class Attention:
         q = g.rms_norm(q, eps=0.0) if "Q" in self.norm else q
         v = g.rms_norm(v, eps=0.0) if "V" in self.norm else v
         if "K" in self.norm:
-            k = g.div(k, g.sqrt(g.mean(g.square(k), -2))) if self.keys_last else (
-                g.rms_norm(k, eps=0.0)
+            k = (
+                g.div(k, g.sqrt(g.mean(g.square(k), -2)))
+                if self.keys_last
+                else (g.rms_norm(k, eps=0.0))
             )
         g.mark_output(g.matmul(g.softmax(self._scores(g, q, k)), v))
         return g

@@ -163,7 +163,11 @@ class Chain:
 
 
 def reduced(
-    op: str = "sum", n: int = 64, tile: int = 64, act: str = "", wide: bool = False,
+    op: str = "sum",
+    n: int = 64,
+    tile: int = 64,
+    act: str = "",
+    wide: bool = False,
     **axes: int | None,
 ) -> tuple[Block, Shapes]:
     """``op`` over the columns of ``act(X W)``, stored by itself or (``wide``) divided by."""

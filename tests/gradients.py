@@ -131,17 +131,13 @@ def gradients(
     return results, list(found)
 
 
-def judge(
-    kernel: Callable[..., Any], theirs: Callable[..., Any], leaves: Sequence[Tensor]
-) -> None:
+def judge(kernel: Callable[..., Any], theirs: Callable[..., Any], leaves: Sequence[Tensor]) -> None:
     """Errors of results and gradients, against float64, are at most twice those of PyTorch in the
     element type of the leaves, plus 2 ulp."""
     made = theirs(*leaves)
     outputs = made if isinstance(made, tuple) else (made,)
     r = torch.Generator().manual_seed(1)
-    cotangents = [
-        torch.randn(y.shape, generator=r).to(y.device, y.dtype) for y in outputs
-    ]
+    cotangents = [torch.randn(y.shape, generator=r).to(y.device, y.dtype) for y in outputs]
     wide = [t.detach().double().requires_grad_() for t in leaves]
     mine = gradients(kernel, leaves, cotangents)
     eager = gradients(theirs, leaves, cotangents)

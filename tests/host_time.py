@@ -22,6 +22,7 @@ _REPEATS = 300
 #: what `slowness` measures, on two cores of an AMD EPYC of 2024
 _SECONDS_THERE = 0.075
 
+
 def host_time(call: Callable[[], Any], least: Callable[[], Any]) -> float:
     """The time of ``call`` divided by that of ``least``, of each the best of many turns."""
     timers, best = (Timer(call), Timer(least)), [inf, inf]

@@ -108,9 +108,7 @@ def paged_causal(alignment: str) -> KernelGraph:
     return g
 
 
-def paged_causal_kernel(
-    g: KernelGraph, alignment: str, axes: dict[str, int | None]
-) -> MuGraph:
+def paged_causal_kernel(g: KernelGraph, alignment: str, axes: dict[str, int | None]) -> MuGraph:
     """Of `paged_causal`, in two walks."""
     extents: dict[str, Any] = {"B": 2, "M": 6, "S": 24, "D": 8, "E": 8}
     tile = {
@@ -141,7 +139,11 @@ def stored_weights() -> tuple[KernelGraph, MuGraph]:
     walks: dict[str, int | None] = {"B.grid": 2, "B.persistent": 2, "B.loop": 3}
     b = Block({"B": batch, "M": m, "N": n}, {**walks, "M.grid": 2}, {"B": 1, "M": 4, "N": n})
     scores = b.op(
-        "length_mask", b.load("X", "B", "M", "N"), b.load("lengths", "B"), rows=None, columns="N",
+        "length_mask",
+        b.load("X", "B", "M", "N"),
+        b.load("lengths", "B"),
+        rows=None,
+        columns="N",
         causal=False,
     )
     b.store("e", b.op("exp", scores), "B", "M", "N")

@@ -32,9 +32,7 @@ def _block(draw: st.DrawFn, g: Graph, tensors: list[Json]) -> list[Json]:
     #: tiles, and the grid axes on which they depend
     tiles = [_load(draw, b, t) for t in tensors]
     tiles = _compute(draw, tiles, b, draw(st.integers(0, 4)))
-    after = [
-        (b.acc(t, draw(st.sampled_from(_accumulators(t)))), v) for t, v in tiles[-2:]
-    ]
+    after = [(b.acc(t, draw(st.sampled_from(_accumulators(t)))), v) for t, v in tiles[-2:]]
     after = _compute(draw, after, b, draw(st.integers(0, 2)))
     chosen = [after[-1], *after[:-1]][: draw(st.integers(1, 2))]
     for tile, varies in chosen:

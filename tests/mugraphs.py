@@ -64,9 +64,7 @@ class Block:
         axis = self.ops[whole].attributes["axis"]
         return self._add(self.ops[whole].kind, (x, part, whole), dims, axis=axis, op="sum")
 
-    def online(
-        self, label: str, part: int, *values: int, grid: bool = False
-    ) -> tuple[int, ...]:
+    def online(self, label: str, part: int, *values: int, grid: bool = False) -> tuple[int, ...]:
         """The maximum of ``part`` and the rescaled ``values`` over the inner axes of a label, and
         over the grid if asked for."""
         for axis in ("loop", "persistent", "cluster", *["grid"] * grid):

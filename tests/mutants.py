@@ -152,8 +152,13 @@ def run(count: int, seed: int, judged: float = 1.0) -> Tally:
 
 
 def _judge(
-    tally: Tally, what: str, verifier: Verifier, mu: MuGraph, mutant: MuGraph,
-    judged: float, rng: Random,
+    tally: Tally,
+    what: str,
+    verifier: Verifier,
+    mu: MuGraph,
+    mutant: MuGraph,
+    judged: float,
+    rng: Random,
 ) -> None:
     result = verifier.check(mutant, bound=False, full=True)  # as for what is returned to a user
     if result:

@@ -55,6 +55,7 @@ def _exact_norm(module: Any, x: Any) -> Any:
     eps = getattr(module, "eps", None) or module.variance_epsilon
     return F.rms_norm(x, x.shape[-1:], module.weight + offset, eps)
 
+
 #: two prompts
 TOKENS = torch.randint(2, 128, (2, 12), generator=torch.Generator().manual_seed(1))
 

@@ -65,9 +65,7 @@ class PlanNumbers:
         """The outputs by name."""
         plan, found = self.plan, dict[int, torch.Tensor]()
         dtype = as_dtype(plan.dtype).torch
-        columns = {
-            i: self.view(v, (plan.contracted, plan.column)) for i, v in plan.columns.items()
-        }
+        columns = {i: self.view(v, (plan.contracted, plan.column)) for i, v in plan.columns.items()}
         seen = self.values if plan.shift is None or plan.shift.products else self.plain
         rows = seen[next(iter(plan.rows))]
         if plan.prologue is not None:

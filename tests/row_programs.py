@@ -25,9 +25,7 @@ from tests.plans import request_of
 Case = tuple[KernelGraph, MuGraph]
 
 
-def rows_of(
-    m: Dim, n: int, grid: int, rows: int, cluster: int = 1, **others: int
-) -> Block:
+def rows_of(m: Dim, n: int, grid: int, rows: int, cluster: int = 1, **others: int) -> Block:
     """A block program over rows M and columns N; ``others``: further labels of the rows, of which
     a block has one element."""
     visits = None if isinstance(m, Symbol) else ceil_div(m, grid * rows)
@@ -74,9 +72,7 @@ def row_kernel(
     return Kernel(graph, H200, lambda hints: variant)
 
 
-def _inputs(
-    g: KernelGraph, shape: tuple[Dim, ...], names: str, dtype: DType
-) -> tuple[Tensor, ...]:
+def _inputs(g: KernelGraph, shape: tuple[Dim, ...], names: str, dtype: DType) -> tuple[Tensor, ...]:
     return tuple(g.new_input(shape, dtype=dtype, name=name) for name in names.split())
 
 
@@ -160,9 +156,7 @@ def per_head_backward(
     return g, one_kernel(g, b.step("rms_norm_backward"), "dx", "dw")
 
 
-def batched_sum(
-    m: Dim, batch: int, n: int, grid: int, rows: int, dtype: DType = bfloat16
-) -> Case:
+def batched_sum(m: Dim, batch: int, n: int, grid: int, rows: int, dtype: DType = bfloat16) -> Case:
     """The gradients of a scale [N] and an offset [N] of x [M, B, N], summed over M and B; the
     offset's is scaled after the sum."""
     g = new_kernel_graph()
@@ -214,9 +208,7 @@ def squared_error(
     return g, one_kernel(g, b.step("squared_error"), "loss", "dx")
 
 
-def scaled_heads(
-    m: Dim, heads: int, n: int, grid: int, rows: int, dtype: DType = bfloat16
-) -> Case:
+def scaled_heads(m: Dim, heads: int, n: int, grid: int, rows: int, dtype: DType = bfloat16) -> Case:
     """Sums of x [M, H, N] over M, times a weight [H, N] and a number [H] before it is summed: what
     is read of the columns and of the heads, but not of the rows. And x times that number."""
     g = new_kernel_graph()
@@ -273,9 +265,7 @@ def causal_softmax(m: int, n: int, dtype: DType = bfloat16) -> Case:
     g.mark_output(g.softmax(g.causal_mask(x, alignment="bottom_right")))
 
     b = _forward_block(m, n, 1)
-    bx = b.op(
-        "causal_mask", b.load("x", "M", "N"), rows="M", columns="N", alignment="bottom_right"
-    )
+    bx = b.op("causal_mask", b.load("x", "M", "N"), rows="M", columns="N", alignment="bottom_right")
     e = b.op("exp", b.op("sub", bx, whole(b, "max", bx)))
     b.store("y", b.op("div", e, whole(b, "sum", e)), "M", "N")
     return g, one_kernel(g, b.step("softmax"), "y")

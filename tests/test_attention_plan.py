@@ -48,7 +48,8 @@ class Program:
         tiles = {d: extent(n) for d, n in sizes.items()} | {"N": 64} | (tile or {})
         axes: dict[str, int | None] = {
             f"{d}.grid": None if isinstance(n, Symbol) else ceil_div(extent(n), tiles[d])
-            for d, n in sizes.items() if d not in "NDE"
+            for d, n in sizes.items()
+            if d not in "NDE"
         }
         axes["N.loop"] = ceil_div(extent(sizes["N"]), tiles["N"])
         self.b = Block(sizes, axes, tiles)
@@ -667,8 +668,11 @@ def test_scratch_of_a_symbolic_batch() -> None:
     q, k = program.load("Q", "B", "M", "D"), program.load("K", "B", "N", "D")
     e = b.op("exp", b.op("matmul", q, k, over="D"))
     y = b.acc(b.op("matmul", e, program.load("U", "B", "N", "E"), over="N"), "N.loop")
-    b.ops.append(replace(b.ops[y], kind="grid_reduce", inputs=(y,),
-                         attributes={"axis": "N.grid", "op": "sum"}))
+    b.ops.append(
+        replace(
+            b.ops[y], kind="grid_reduce", inputs=(y,), attributes={"axis": "N.grid", "op": "sum"}
+        )
+    )
     program.store("Z", len(b.ops) - 1, "B", "M", "E")
     p = program.plan()
     assert p.grid_parts == 2 and p.batch == ("B",)

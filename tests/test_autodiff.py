@@ -176,8 +176,22 @@ CASES: dict[str, tuple[Build, tuple[tuple[Any, ...], ...]]] = {
         ((3, 2), (3, 2), (3, 2)),
     ),
 }  # fmt: skip
-for _name in ("exp", "log", "sqrt", "rsqrt", "square", "silu", "gelu", "sigmoid", "tanh", "erf",
-              "log1p", "expm1", "sin", "cos"):
+for _name in (
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "square",
+    "silu",
+    "gelu",
+    "sigmoid",
+    "tanh",
+    "erf",
+    "log1p",
+    "expm1",
+    "sin",
+    "cos",
+):
     _shift = 0.0 if _name in ("log", "sqrt", "rsqrt", "log1p") else 1.7
     CASES[_name] = (lambda g, x, n=_name, s=_shift: g.apply(n, x * 2 - s), ((3, 4),))
 for _name in ("atan", "sinh", "cosh", "asinh", "erfc"):
@@ -232,8 +246,23 @@ def test_every_operator_has_a_derivative() -> None:
 
 
 def test_second_derivatives() -> None:
-    for name in ("gelu", "erf", "silu", "tanh", "rsqrt", "sigmoid", "log1p", "expm1", "sin",
-                 "cos", "atan", "sinh", "cosh", "asinh", "erfc"):
+    for name in (
+        "gelu",
+        "erf",
+        "silu",
+        "tanh",
+        "rsqrt",
+        "sigmoid",
+        "log1p",
+        "expm1",
+        "sin",
+        "cos",
+        "atan",
+        "sinh",
+        "cosh",
+        "asinh",
+        "erfc",
+    ):
         g = graph(lambda g, x, n=name: g.apply(n, x), (3, 4))
         check(cs.grad(g))
     check(cs.grad(graph(lambda g, x, y: g.rms_norm(x, y), (3, 4), (4,))))
@@ -253,8 +282,14 @@ def gradient_at(build: Build, values: list[float]) -> list[float]:
 
 
 def test_ties_share_a_maximum_evenly() -> None:
-    assert gradient_at(lambda g, x: g.max(x, 1), [1, 3, 3, 2, 3, 3]) == [0, 1 / 4, 1 / 4, 0, 1 / 4,
-                                                                         1 / 4]
+    assert gradient_at(lambda g, x: g.max(x, 1), [1, 3, 3, 2, 3, 3]) == [
+        0,
+        1 / 4,
+        1 / 4,
+        0,
+        1 / 4,
+        1 / 4,
+    ]
 
 
 def test_kinks_are_pytorchs() -> None:
@@ -389,15 +424,32 @@ def test_nothing_is_computed_that_only_other_gradients_need() -> None:
 
 def test_constants_meet_and_cancel() -> None:
     g = graph(lambda g, x: g.square(g.sqrt(x * 1.0 + 0.0)), (3, 4))
-    assert kinds(cs.grad(g)) == ["input", "input", "constant", "mul", "constant", "add", "sqrt",
-                                 "mul", "div"]
+    assert kinds(cs.grad(g)) == [
+        "input",
+        "input",
+        "constant",
+        "mul",
+        "constant",
+        "add",
+        "sqrt",
+        "mul",
+        "div",
+    ]
     # x^2 / 2: the halves cancel, dy * x is all that is left
     half = graph(lambda g, x: g.square(x) * 0.5, (3, 4))
     assert kinds(cs.grad(half)) == ["input", "input", "mul"]
     # -(-x) - (-x): factors of -1 meet
     signs = graph(lambda g, x: g.exp(0 - x), (3, 4))
-    assert kinds(cs.grad(signs)) == ["input", "input", "constant", "sub", "exp", "mul", "constant",
-                                     "mul"]
+    assert kinds(cs.grad(signs)) == [
+        "input",
+        "input",
+        "constant",
+        "sub",
+        "exp",
+        "mul",
+        "constant",
+        "mul",
+    ]
 
 
 def test_zeros_of_both_signs_are_two_numbers() -> None:
@@ -481,9 +533,7 @@ def test_rms_norm_backward_is_found_and_verified_against_the_one_by_hand() -> No
             lambda: cs.grad(graph(lambda g, x, w: g.relu(x @ w), (64, 128), (128, 256)), wrt="x"),
             id="linear",
         ),
-        pytest.param(
-            lambda: cs.grad(graph(lambda g, x: g.max(x, 1), (256, 512))), id="maximum"
-        ),
+        pytest.param(lambda: cs.grad(graph(lambda g, x: g.max(x, 1), (256, 512))), id="maximum"),
     ],
 )
 def test_gradients_are_searched_and_verified(build: Callable[[], KernelGraph]) -> None:
@@ -625,11 +675,17 @@ def test_inputs_of_different_types_have_gradients_of_their_own() -> None:
     s = cs.split(g)
     assert of_outputs(s.forward) == ["bfloat16", "float32"]
     assert of_inputs(s.backward) == {
-        "x": "bfloat16", "y": "float32", "w": "float32", "rstd": "float32", "dt4": "bfloat16"
+        "x": "bfloat16",
+        "y": "float32",
+        "w": "float32",
+        "rstd": "float32",
+        "dt4": "bfloat16",
     }
     order = sorted(s.gradients, key=lambda n: s.gradients[n])
     assert dict(zip(order, of_outputs(s.backward), strict=True)) == {
-        "x": "bfloat16", "y": "float32", "w": "float32"
+        "x": "bfloat16",
+        "y": "float32",
+        "w": "float32",
     }
     assert len(set(s.gradients.values())) == 3  # the gradients of x and y are one value, twice
     check(g)

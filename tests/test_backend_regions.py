@@ -578,7 +578,7 @@ def test_the_text_of_a_report() -> None:
         (OutsideReport("aten.sort is no operator", tuple(f"model.py:{n}" for n in range(6)), 7),),
     )
     report = Report(read_options({}), (graph,))
-    assert str(report) == """\
+    expected = """\
 take='faster': 1 of 2 region(s) taken
 
 graph 0 (forward): 1 of 2 region(s) taken
@@ -588,3 +588,4 @@ graph 0 (forward): 1 of 2 region(s) taken
   model.py:3-5 k0: y = relu(x)
   outside, 7 x aten.sort is no operator (model.py:0, model.py:1, model.py:2, model.py:3 and 2 more)\
 """  # noqa: E501
+    assert str(report) == expected

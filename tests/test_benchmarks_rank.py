@@ -387,9 +387,7 @@ def test_run_describes_every_candidate(in_process):
 
 
 def timed(*pairs):
-    return [
-        {"predicted_us": p, "time_us": m and {"median": m}, "kernels": k} for p, m, k in pairs
-    ]
+    return [{"predicted_us": p, "time_us": m and {"median": m}, "kernels": k} for p, m, k in pairs]
 
 
 def test_summary_by_hand():

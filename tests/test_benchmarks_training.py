@@ -318,16 +318,21 @@ def liger(monkeypatch):
     modules["rms_norm"].rms_norm_backward = rms_norm_backward
     modules["layer_norm"].layer_norm_forward = layer_norm_forward
     modules["layer_norm"].layer_norm_backward = layer_norm_backward
-    modules["softmax"]._softmax_forward = (
-        lambda x: (F.softmax(x.double(), -1).to(x.dtype), 64, 4, False)
+    modules["softmax"]._softmax_forward = lambda x: (
+        F.softmax(x.double(), -1).to(x.dtype),
+        64,
+        4,
+        False,
     )
-    modules["softmax"]._softmax_backward = lambda dy, y, block, warps, several: (
-        _softmax_gradient(dy, y)
+    modules["softmax"]._softmax_backward = lambda dy, y, block, warps, several: _softmax_gradient(
+        dy, y
     )
     modules["cross_entropy"].liger_cross_entropy_kernel = Kernel()
     modules["cross_entropy"].MAX_FUSED_SIZE = 32768
-    modules["swiglu"].swiglu_forward = (
-        lambda a, b: (a, b, (F.silu(a.double()) * b.double()).to(a.dtype))
+    modules["swiglu"].swiglu_forward = lambda a, b: (
+        a,
+        b,
+        (F.silu(a.double()) * b.double()).to(a.dtype),
     )
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, f"liger_kernel.ops.{name}", module)

@@ -34,8 +34,16 @@ Made = Callable[[], KernelGraph]
 
 
 def attention(
-    batch: int = 2, rows: int = 256, keys: int = 4096, d: int = 64, *, norms: str = "",
-    weights: bool = False, maximum: bool = True, key_rows: bool = False, tail: bool = False,
+    batch: int = 2,
+    rows: int = 256,
+    keys: int = 4096,
+    d: int = 64,
+    *,
+    norms: str = "",
+    weights: bool = False,
+    maximum: bool = True,
+    key_rows: bool = False,
+    tail: bool = False,
 ) -> KernelGraph:
     """``softmax(Q K / sqrt(d)) V``, or without the maximum.
 
@@ -79,8 +87,13 @@ def decode(
 
 
 def grouped(
-    batch: int = 1, group: int = 4, positions: int = 64, keys: int = 4096, causal: bool = False,
-    heads: int = 8, stored: str = "BHGLD",
+    batch: int = 1,
+    group: int = 4,
+    positions: int = 64,
+    keys: int = 4096,
+    causal: bool = False,
+    heads: int = 8,
+    stored: str = "BHGLD",
 ) -> KernelGraph:
     """Query heads in groups, several positions; ``stored``: as the model has them in memory."""
     g = new_kernel_graph()
@@ -283,7 +296,8 @@ def test_a_symbolic_batch() -> None:
 MEASURED: dict[str, tuple[Made, str]] = {
     "6.4": (attention, "B.grid(2) M.grid(4) N.cluster(8) N.loop(4), tile M=64 N=128"),
     "13.9": (
-        lambda: attention(16), "B.grid(16) M.grid(4) N.cluster(2) N.loop(16), tile M=64 N=128"
+        lambda: attention(16),
+        "B.grid(16) M.grid(4) N.cluster(2) N.loop(16), tile M=64 N=128",
     ),
     "7.31": (decode, "B.grid(8) N.cluster(8) N.loop(8), tile M=4 N=64"),
     "18.8": (lambda: decode(1, 16384), "B.grid(8) N.cluster(8) N.loop(32), tile M=4 N=64"),
@@ -292,7 +306,8 @@ MEASURED: dict[str, tuple[Made, str]] = {
     "11.3": (lambda: decode(2), "B.grid(2) B2.grid(8) N.cluster(4) N.loop(16), tile M=4 N=64"),
     "19.2": (lambda: decode(4), "B.grid(4) B2.grid(8) N.cluster(2) N.loop(32), tile M=4 N=64"),
     "64.2": (
-        lambda: decode(4, 16384), "B.grid(4) B2.grid(8) N.cluster(2) N.loop(128), tile M=4 N=64"
+        lambda: decode(4, 16384),
+        "B.grid(4) B2.grid(8) N.cluster(2) N.loop(128), tile M=4 N=64",
     ),
     "33.1": (lambda: decode(8), "B.grid(8) B2.grid(8) N.cluster(2) N.loop(32), tile M=4 N=64"),
     "60.9": (lambda: decode(16), "B.grid(16) B2.grid(8) N.loop(64), tile M=4 N=64"),

@@ -144,9 +144,7 @@ def test_names_that_the_terminal_cannot_show(
     assert b"\\xe9" in cast("Any", out).buffer.getvalue()
 
 
-def test_explain_refuses_an_unknown_target(
-    saved: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_refuses_an_unknown_target(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(saved), "--target", "h300"]) == 1
     assert "DeviceError: target 'h300': unknown" in capsys.readouterr().err
 

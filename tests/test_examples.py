@@ -95,9 +95,7 @@ def test_ways_are_compared_and_timed(
     path, plot = tmp_path / "times.json", tmp_path / "plot.svg"
     arguments, tasks = COMPARING[name]
     files = ["--json", str(path), "--out", str(plot)]
-    status = example(name).main(
-        ["--device", "cpu", "--ways", ",".join(WAYS), *arguments, *files]
-    )
+    status = example(name).main(["--device", "cpu", "--ways", ",".join(WAYS), *arguments, *files])
     printed = capsys.readouterr().out
     assert status == 0, printed
     assert taken(reports) > 0

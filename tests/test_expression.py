@@ -132,7 +132,9 @@ def test_size_counts_every_part() -> None:
     e = Expressions()
     a, b, *_ = _variables(e).values()
     for larger, smaller in [
-        (e.add(a, ONE), a), (e.add(a, a), a), (e.exp(e.add(a, b)), e.exp(a)),
+        (e.add(a, ONE), a),
+        (e.add(a, a), a),
+        (e.exp(e.add(a, b)), e.exp(a)),
         (e.maximum(a, "K", ("K.loop", "K.tile")), e.maximum(a, "K", ("K.tile",))),
     ]:
         assert e.size(larger) > e.size(smaller)

@@ -105,7 +105,7 @@ def test_judge_takes_what_is_rounded_in_another_order(dtype: str) -> None:
     y = x.float()
     for squares in ((y * y).flip(-1).cumsum(-1)[:, -1:], (y * y).sum(-1, keepdim=True)):
         assert judge.judge((y * squares.rsqrt()).to(x.dtype), want).kind == "right"
-    early = (y * (y * y).to(x.dtype).float().sum(-1, keepdim=True).rsqrt().to(x.dtype).float())
+    early = y * (y * y).to(x.dtype).float().sum(-1, keepdim=True).rsqrt().to(x.dtype).float()
     assert judge.judge(early.to(x.dtype), want).kind == "right"
 
 

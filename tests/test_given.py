@@ -77,8 +77,10 @@ def test_the_verdict_on_other_extents_counts_as_well(monkeypatch: pytest.MonkeyP
 def test_a_muGraph_of_something_else_is_refused() -> None:
     graph, mu = norm_linear(64)
     (step,) = mu.steps
-    ops = tuple(replace(o, attributes={"value": 1.0}) if o.kind == "constant" else o
-                for o in step.program.ops)
+    ops = tuple(
+        replace(o, attributes={"value": 1.0}) if o.kind == "constant" else o
+        for o in step.program.ops
+    )
     wrong = replace(mu, steps=(replace(step, program=replace(step.program, ops=ops)),))
     with pytest.raises(VerificationError, match=r"does not compute the graph: .* differs at"):
         cs.compile_mugraph(graph, wrong, target="h200")

@@ -20,8 +20,14 @@ pytestmark = pytest.mark.gpu
 
 
 @cache
-def kernel_of(m: Dim, k: int, n: int, dtype: str = "float16", dependent: bool = False,
-              form: tuple[tuple[str, Any], ...] = ()) -> Kernel:
+def kernel_of(
+    m: Dim,
+    k: int,
+    n: int,
+    dtype: str = "float16",
+    dependent: bool = False,
+    form: tuple[tuple[str, Any], ...] = (),
+) -> Kernel:
     graph = zoo.layer_norm_linear(m, k, n, dtype, **dict(form))
     return cs.superoptimize(graph, dependent_launch=dependent)
 

@@ -271,9 +271,7 @@ def test_maxima_of_extremes() -> None:
     [y] = run(kernel, [x])
     assert y[3:7].isnan().all() and not y[:3].isnan().any() and not y[7:].isnan().any()
     rest = [i for i in range(64) if not 3 <= i < 7]
-    torch.testing.assert_close(
-        y[rest].float(), x[rest].float().softmax(-1), rtol=2**-7, atol=1e-5
-    )
+    torch.testing.assert_close(y[rest].float(), x[rest].float().softmax(-1), rtol=2**-7, atol=1e-5)
 
 
 def test_long_sums_in_float32() -> None:
@@ -302,13 +300,16 @@ CLUSTERS: dict[str, tuple[Callable[[], Case], RowLoopSchedule | None]] = {
     "one tile, any number of rows": (lambda: softmax_forward(M, 65536, 4, dtype=float16), None),
     "one tile, float32": (lambda: softmax_forward(700, 65536, 8, dtype=float32), None),
     "one tile, several rows": (
-        lambda: softmax_forward(1001, 8192, 4), RowLoopSchedule(64, 8, 4, 4, stages=0, blocks=0),
+        lambda: softmax_forward(1001, 8192, 4),
+        RowLoopSchedule(64, 8, 4, 4, stages=0, blocks=0),
     ),
     "one tile of a ring": (
-        lambda: softmax_forward(301, 32768, 2), RowLoopSchedule(512, 8, 4, 1, stages=1, blocks=0),
+        lambda: softmax_forward(301, 32768, 2),
+        RowLoopSchedule(512, 8, 4, 1, stages=1, blocks=0),
     ),
     "many tiles": (
-        lambda: softmax_forward(3000, 65536, 2), RowLoopSchedule(512, 8, 8, 1, blocks=66),
+        lambda: softmax_forward(3000, 65536, 2),
+        RowLoopSchedule(512, 8, 8, 1, blocks=66),
     ),
     "many tiles, read again": (
         lambda: softmax_forward(1001, 32768, 2),

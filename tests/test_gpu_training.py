@@ -353,9 +353,7 @@ def test_gradients_of_a_kernel_for_any_number_of_rows() -> None:
         def theirs(t: torch.Tensor, w: torch.Tensor = w, v: torch.Tensor = v) -> torch.Tensor:
             return case.theirs(t, w.to(t.dtype), v.to(t.dtype))
 
-        kernel_gradients.judge(
-            lambda t, w=w, v=v: kernel(t, w, v), theirs, [x.requires_grad_()]
-        )
+        kernel_gradients.judge(lambda t, w=w, v=v: kernel(t, w, v), theirs, [x.requires_grad_()])
 
 
 @pytest.mark.parametrize("dependent", [False, True], ids=["plain", "dependent"])

@@ -161,9 +161,7 @@ def test_lengths_get_none(quick: None) -> None:
     (weights * want_x.sum(0)).square().sum().backward()
     torch.testing.assert_close(x.grad.double(), want_x.grad, rtol=1e-5, atol=1e-6)
     visible = (lengths > 0)[:, None, None].expand_as(y)
-    torch.testing.assert_close(
-        y.grad.double()[visible], want_y.grad[visible], rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(y.grad.double()[visible], want_y.grad[visible], rtol=1e-5, atol=1e-6)
     assert not y.grad[2].any()
 
 
@@ -485,8 +483,11 @@ def test_a_weight_with_symbolic_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     name, rows = "norm and linear", cs.symbol("M", 64)
     kernel = kernel_of(name, torch.bfloat16, rows=rows)
     x, w, v = CASES[name].draw(torch.bfloat16, rows=40)
-    judge(lambda t: kernel(t, w.detach(), v.detach()),
-          lambda t: CASES[name].theirs(t, w.detach().to(t.dtype), v.detach().to(t.dtype)), [x])
+    judge(
+        lambda t: kernel(t, w.detach(), v.detach()),
+        lambda t: CASES[name].theirs(t, w.detach().to(t.dtype), v.detach().to(t.dtype)),
+        [x],
+    )
     message = (
         r"kernel\(x\[M, 128\], .*\): no kernels compute the gradient of w: .*extent M may only.*"
         r"Make M a number, call it under torch\.no_grad\(\), detach .*torch\.compile.*cutesuper\.op"

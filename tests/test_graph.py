@@ -29,9 +29,35 @@ from cutesuper.ir.serial import dumps, loads
 
 M = Symbol("M", 32)
 
-UNARY = ("exp", "log", "sqrt", "rsqrt", "square", "silu", "gelu", "relu", "sigmoid", "tanh", "erf",
-         "step", "log1p", "expm1", "sin", "cos", "floor", "round", "asin", "acos", "atan", "sinh",
-         "cosh", "asinh", "acosh", "atanh", "erfc")
+UNARY = (
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "square",
+    "silu",
+    "gelu",
+    "relu",
+    "sigmoid",
+    "tanh",
+    "erf",
+    "step",
+    "log1p",
+    "expm1",
+    "sin",
+    "cos",
+    "floor",
+    "round",
+    "asin",
+    "acos",
+    "atan",
+    "sinh",
+    "cosh",
+    "asinh",
+    "acosh",
+    "atanh",
+    "erfc",
+)
 BINARY = ("add", "sub", "mul", "div")
 
 # ---------------------------------------------------------------------------------------- shapes
@@ -516,12 +542,29 @@ def reference_cases() -> dict[str, tuple[Callable[..., Any], Callable[..., torch
             lambda g, a, b: g.hide(g.step(a - b), a),
             lambda a, b: a.masked_fill(a <= b, -math.inf),
         ),
-        "keep": (
-            lambda g, a, b: g.keep(g.step(a - b), a), lambda a, b: torch.where(a > b, a, 0.0)
-        ),
+        "keep": (lambda g, a, b: g.keep(g.step(a - b), a), lambda a, b: torch.where(a > b, a, 0.0)),
     }
-    for name in ("exp", "log", "sqrt", "rsqrt", "relu", "sigmoid", "tanh", "erf", "log1p", "expm1",
-                 "sin", "cos", "floor", "round", "atan", "sinh", "cosh", "asinh", "erfc"):
+    for name in (
+        "exp",
+        "log",
+        "sqrt",
+        "rsqrt",
+        "relu",
+        "sigmoid",
+        "tanh",
+        "erf",
+        "log1p",
+        "expm1",
+        "sin",
+        "cos",
+        "floor",
+        "round",
+        "atan",
+        "sinh",
+        "cosh",
+        "asinh",
+        "erfc",
+    ):
         cases[name] = (
             lambda g, a, b, n=name: g.apply(n, a), lambda a, b, n=name: getattr(torch, n)(a)
         )  # fmt: skip

@@ -210,7 +210,8 @@ def test_derivative_of_pick() -> None:
     for name, build in builds.items():
         g = new_kernel_graph()
         inputs = (
-            g.new_input((5, 6), name="x"), g.new_input((5, 1), "int32", "t"),
+            g.new_input((5, 6), name="x"),
+            g.new_input((5, 1), "int32", "t"),
             g.new_input((5, 6), name="y"),
         )
         g.mark_output(build(g, *inputs))
@@ -245,7 +246,9 @@ def test_drawn_labels() -> None:
 def programs(g: KernelGraph, lowered: bool, keep: int = 4) -> list[MuGraph]:
     verifier = Verifier(g)
     result = search(
-        g, cs.H200, options=SearchOptions(lowered=lowered, keep=keep),
+        g,
+        cs.H200,
+        options=SearchOptions(lowered=lowered, keep=keep),
         verify=lambda mu: bool(verifier.check(mu, bound=False)),
     )
     assert not result.statistics.rejected
@@ -338,8 +341,10 @@ def test_the_labels_of_another_input_are_rejected(seed: int) -> None:
     assert verify(right, programs(right, True)[0], seed=seed)
     assert not verify(right, programs(swapped, True)[0], seed=seed)
     once = new_kernel_graph()
-    x, t, u = (once.new_input((8, e), d, n)
-               for e, d, n in ((8, "fp16", "x"), (1, "int64", "t"), (1, "int64", "u")))
+    x, t, u = (
+        once.new_input((8, e), d, n)
+        for e, d, n in ((8, "fp16", "x"), (1, "int64", "t"), (1, "int64", "u"))
+    )
     both = once.mark_output(once.pick(once.pick(x, t), u))
     mu = programs(once, True)[0]
     assert verify(once, mu) and both.shape == (8, 8)

@@ -100,7 +100,9 @@ def test_a_variance_may_be_a_sum(product: bool) -> None:
     graph = unbiased(1024, product)
     verifier = Verifier(graph)
     result = search(
-        graph, H200, options=SearchOptions(lowered=True),
+        graph,
+        H200,
+        options=SearchOptions(lowered=True),
         verify=lambda mu: bool(verifier.check(mu, bound=False)),
     )
     assert result.statistics.rejected == 0

@@ -67,62 +67,75 @@ def graph_of(*shapes: tuple[Any, Any]) -> tuple[KernelGraph, list[Any]]:
 
 ERRORS: dict[str, tuple[Any, type[CutesuperError], str]] = {
     "no sequences": (
-        lambda g, x, n: g.length_mask(g.sum(x, 0), n), ShapeError,
+        lambda g, x, n: g.length_mask(g.sum(x, 0), n),
+        ShapeError,
         "lengths must have the first dimensions of the scores, without rows and columns: [1]",
     ),
     "rank": (
-        lambda g, x, n: g.length_mask(g.new_input((4, 8)), n), ShapeError,
+        lambda g, x, n: g.length_mask(g.new_input((4, 8)), n),
+        ShapeError,
         "length_mask([4, 8], [3]): scores need a dimension of sequences in front",
     ),
     "rows": (
-        lambda g, x, n: g.length_mask(x, g.new_input((3, 4), "int32")), ShapeError,
+        lambda g, x, n: g.length_mask(x, g.new_input((3, 4), "int32")),
+        ShapeError,
         "length_mask([3, 4, 8], [3, 4]): lengths must have the first dimensions",
     ),
     "float lengths": (
-        lambda g, x, n: g.length_mask(x, g.new_input((3,))), DTypeError,
+        lambda g, x, n: g.length_mask(x, g.new_input((3,))),
+        DTypeError,
         "length_mask: operand 1, W[3] float16, must be an int32 input; use new_input(",
     ),
     "flag": (
-        lambda g, x, n: g.length_mask(x, n, causal=1), OperatorError,
+        lambda g, x, n: g.length_mask(x, n, causal=1),
+        OperatorError,
         "length_mask(causal=1): must be True or False",
     ),
     "open rows": (
         lambda g, x, n: g.length_mask(
             g.transpose(g.new_input((symbol("M"), 3, 8)), (1, 0, 2)), n, causal=True
         ),
-        ShapeError, "causal=True counts rows from the last one, so their number M has to be known",
+        ShapeError,
+        "causal=True counts rows from the last one, so their number M has to be known",
     ),
     "arithmetic": (
-        lambda g, x, n: g.add(n, 1.0), DTypeError,
+        lambda g, x, n: g.add(n, 1.0),
+        DTypeError,
         "add: operand 0, A[3] int32, is int32, which only lengths (length_mask, scaled_dot_",
     ),
     "attention": (
-        lambda g, x, n: g.scaled_dot_product_attention(x, x, x, lengths=x), DTypeError,
+        lambda g, x, n: g.scaled_dot_product_attention(x, x, x, lengths=x),
+        DTypeError,
         "scaled_dot_product_attention: operand 3, X[3, 4, 8] float16, must be an int32 input",
     ),
     "lengths of attention": (
-        lambda g, x, n: g.scaled_dot_product_attention(
-            x, x, x, lengths=g.new_input((4,), "int32")
-        ),
-        ShapeError, "length_mask([3, 4, 4], [4]): lengths must have the first dimensions",
+        lambda g, x, n: g.scaled_dot_product_attention(x, x, x, lengths=g.new_input((4,), "int32")),
+        ShapeError,
+        "length_mask([3, 4, 4], [4]): lengths must have the first dimensions",
     ),
     "computed cache": (
-        lambda g, x, n: g.gather_pages(g.exp(x), g.new_input((2, 2), "int32")), GraphError,
+        lambda g, x, n: g.gather_pages(g.exp(x), g.new_input((2, 2), "int32")),
+        GraphError,
         "gather_pages: operand 0, t2[3, 4, 8] float16, is computed; it reads inputs",
     ),
     "table": (
-        lambda g, x, n: g.gather_pages(x, n), ShapeError,
+        lambda g, x, n: g.gather_pages(x, n),
+        ShapeError,
         "gather_pages([3, 4, 8], [3]): a table is [sequences, pages of a sequence]",
     ),
     "cache": (
         lambda g, x, n: g.gather_pages(g.new_input((4,)), g.new_input((2, 2), "int32")),
-        ShapeError, "a cache is [pages, positions of a page, ...]",
+        ShapeError,
+        "a cache is [pages, positions of a page, ...]",
     ),
     "output": (
-        lambda g, x, n: g.mark_output(n), GraphError, "an input cannot be an output",
+        lambda g, x, n: g.mark_output(n),
+        GraphError,
+        "an input cannot be an output",
     ),
     "output type": (
-        lambda g, x, n: g.mark_output(g.sum(x, 2), "int32"), DTypeError,
+        lambda g, x, n: g.mark_output(g.sum(x, 2), "int32"),
+        DTypeError,
         "nothing is computed in integers",
     ),
 }
@@ -152,8 +165,11 @@ def softmax_of_seen(scores: torch.Tensor, lengths: list[int], causal: bool) -> t
 
 @few
 @given(
-    st.lists(st.integers(-1, 9), min_size=1, max_size=4), st.booleans(),
-    st.integers(1, 5), st.integers(1, 7), st.integers(0, 1000),
+    st.lists(st.integers(-1, 9), min_size=1, max_size=4),
+    st.booleans(),
+    st.integers(1, 5),
+    st.integers(1, 7),
+    st.integers(0, 1000),
 )
 def test_a_mask_and_softmax_are_the_definition(
     lengths: list[int], causal: bool, rows: int, columns: int, seed: int
@@ -528,7 +544,8 @@ MASK_ERRORS: dict[str, tuple[Any, str]] = {
     ),
     "same": (lambda mu: edited(mu, "length_mask", rows="S"), "must be two labels"),
     "no rows": (
-        lambda mu: edited(mu, "length_mask", rows=None), "causal=True counts rows; name their label"
+        lambda mu: edited(mu, "length_mask", rows=None),
+        "causal=True counts rows; name their label",
     ),
     "flag": (lambda mu: edited(mu, "length_mask", causal=2), "length_mask(causal=2): must be"),
     "other": (lambda mu: edited(mu, "length_mask", side=2), "unknown attribute"),
@@ -557,10 +574,12 @@ MASK_ERRORS: dict[str, tuple[Any, str]] = {
         "the table table must be int32, the cache K must not",
     ),
     "no table": (
-        lambda mu: edited(with_first(mu, "K"), "load", table="T"), "tensor T is not described"
+        lambda mu: edited(with_first(mu, "K"), "load", table="T"),
+        "tensor T is not described",
     ),
     "a number": (
-        lambda mu: edited(with_first(mu, "K"), "load", table=3), "table=3 must be the name"
+        lambda mu: edited(with_first(mu, "K"), "load", table=3),
+        "table=3 must be the name",
     ),
     "shared": (
         lambda mu: edited(with_first(mu, "K"), "load", map=(("B", "S"), "H", None, "D")),
@@ -571,14 +590,16 @@ MASK_ERRORS: dict[str, tuple[Any, str]] = {
         "load of K through lengths: gather_pages([27, 4, 2, 1, 8], [4]): a table is [sequences",
     ),
     "of an output": (
-        lambda mu: edited(with_first(mu, "K"), "load", table="Z"), "Z is no input; pages and tables"
+        lambda mu: edited(with_first(mu, "K"), "load", table="Z"),
+        "Z is no input; pages and tables",
     ),
     "extents": (
         lambda mu: edited(with_first(mu, "K"), "load", map=("S", "B", "H", None, "D")),
         "extent 4 of K is mapped to S of extent 24",
     ),
     "a store": (
-        lambda mu: edited(mu, "store", table="table"), "only a load goes through a table of pages"
+        lambda mu: edited(mu, "store", table="table"),
+        "only a load goes through a table of pages",
     ),
 }
 
@@ -652,8 +673,9 @@ def mask_mutations(mu: MuGraph) -> Iterator[tuple[str, MuGraph]]:
             for d in (0, 2):
                 turned = list(op.attributes["map"])
                 turned[d] = "H" if d == 0 else "B"
-                yield "batch and heads", change(
-                    mu, 0, i, attributes={**op.attributes, "map": tuple(turned)}
+                yield (
+                    "batch and heads",
+                    change(mu, 0, i, attributes={**op.attributes, "map": tuple(turned)}),
                 )
             for table in ("table", "other"):
                 if table != op.attributes["table"]:

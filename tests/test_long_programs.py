@@ -336,7 +336,10 @@ def test_a_budget_is_kept(name: str, lowered: bool, monkeypatch: pytest.MonkeyPa
     start = time.process_time()
     try:
         search(
-            g, H200, options=SearchOptions(lowered=lowered), budget_s=0.3,
+            g,
+            H200,
+            options=SearchOptions(lowered=lowered),
+            budget_s=0.3,
             verify=lambda mu: bool(verifier.check(mu, bound=False)),
         )
     except SearchError as error:

@@ -66,9 +66,7 @@ def case_name(case: tuple[Linear, bool]) -> str:
 
 
 def test_the_cases_cover_all_pairs() -> None:
-    seen = [
-        (c.tile_m, dependent, c.gain, c.transposed, c.dtype) for c, dependent in covering()
-    ]
+    seen = [(c.tile_m, dependent, c.gain, c.transposed, c.dtype) for c, dependent in covering()]
     for a, b in [(1, 2), (1, 3), (2, 3), (2, 4), (3, 4), (1, 4)]:
         assert len({(s[a], s[b]) for s in seen}) == 4
 

@@ -173,6 +173,6 @@ def test_an_export_brings_its_own_scratch(tmp_path: Path) -> None:
     path = tmp_path / "attention.so"
     kernel.export(path)
     described = cs.load(path).tensors
-    partials, counters = described[len(mu.tensors):]
+    partials, counters = described[len(mu.tensors) :]
     assert (partials["shape"], partials["zeroed"]) == (list(plan.scratch[0].shape), False)
     assert (counters["shape"], counters["zeroed"]) == (list(plan.scratch[1].shape), True)

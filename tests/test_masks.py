@@ -171,9 +171,14 @@ def test_arithmetic_with_numbers_keeps_what_is_hidden(
 def test_what_would_be_infinite_is_refused(x: FieldValue, y: FieldValue, gone: np.ndarray) -> None:
     hidden = x.hide(gone)
     for f in (
-        lambda: A.sub(y, hidden), lambda: A.div(y, hidden), lambda: A.mul(hidden, hidden),
-        lambda: A.mul(hidden, y), lambda: A.mul(y, hidden), lambda: A.div(hidden, y),
-        lambda: A.matmul(hidden, y, ("N",)), lambda: A.matmul(y, hidden, ("N",)),
+        lambda: A.sub(y, hidden),
+        lambda: A.div(y, hidden),
+        lambda: A.mul(hidden, hidden),
+        lambda: A.mul(hidden, y),
+        lambda: A.mul(y, hidden),
+        lambda: A.div(hidden, y),
+        lambda: A.matmul(hidden, y, ("N",)),
+        lambda: A.matmul(y, hidden, ("N",)),
     ):
         if gone.any():
             with pytest.raises(Unbounded, match=r"a masked element \(-inf\) is"):
@@ -391,7 +396,8 @@ def test_a_shift_that_is_hidden_where_scores_are_seen_is_rejected(kind: str) -> 
     ops = mu.steps[0].program.ops
     i = next(i for i, op in enumerate(ops) if op.kind == kind)
     wrong = (
-        change(mu, 0, i, kind="sum") if kind == "max"
+        change(mu, 0, i, kind="sum")
+        if kind == "max"
         else change(mu, 0, i, attributes={**ops[i].attributes, "op": "sum"})
     )
     assert verify(g, mu)

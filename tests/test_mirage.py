@@ -176,8 +176,9 @@ def test_products_of_a_library(dims: tuple[tuple[int, ...], tuple[int, ...]]) ->
     assert cs.verify(definition(mu, lambda g, a, b: g.matmul(a, b)), mu, full=True)
 
 
-@pytest.mark.parametrize("kind", ["nored", "red_ld_sum", "red_ld_mean", "red_ld_rms",
-                                  "redtox_ld_sum", "max"])
+@pytest.mark.parametrize(
+    "kind", ["nored", "red_ld_sum", "red_ld_mean", "red_ld_rms", "redtox_ld_sum", "max"]
+)
 @pytest.mark.parametrize("loop", [-1, 0, 1])
 def test_accumulators(kind: str, loop: int) -> None:
     """Over the loop, whichever dimension it divides; over none, it adds the same tile each time."""
@@ -208,8 +209,9 @@ def test_a_grid_axis_that_divides_tiles_of_different_extents() -> None:
     data = g.output(b.done()[0])
     mu = one(data)
     agree(data, mu)
-    assert any(isinstance(e, tuple) for op in mu.steps[0].program.loads()
-               for e in op.attributes["map"])
+    assert any(
+        isinstance(e, tuple) for op in mu.steps[0].program.loads() for e in op.attributes["map"]
+    )
 
 
 @settings(max_examples=150, deadline=None)

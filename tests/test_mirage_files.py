@@ -210,11 +210,24 @@ def test_programs_that_no_block_program_expresses() -> None:
 
 WORDS = ("tb_exp_op", "tb_accum_nored_op", "kn_exp_op", "tb_input_op", "tb_matmul_op", "x", "", "é")
 VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-2, 9), st.integers(), st.floats(),
-    st.sampled_from(WORDS), st.just([]), st.just({}), st.just([[]]), st.just(mj.axes(1, 1, 1)),
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 9),
+    st.integers(),
+    st.floats(),
+    st.sampled_from(WORDS),
+    st.just([]),
+    st.just({}),
+    st.just([[]]),
+    st.just(mj.axes(1, 1, 1)),
 )
-SAMPLES = (mj.rms_linear(), mj.attention("redtox_ld_sum", 2), mj.outer_product_attention(),
-           mj.norm_transformer(split=True), mj.lora("concat"))
+SAMPLES = (
+    mj.rms_linear(),
+    mj.attention("redtox_ld_sum", 2),
+    mj.outer_product_attention(),
+    mj.norm_transformer(split=True),
+    mj.lora("concat"),
+)
 
 
 def places(data: Any) -> Iterator[tuple[Any, Any]]:

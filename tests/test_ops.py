@@ -96,9 +96,7 @@ def test_against_attention_written_out(seed: int, given: list[list[Any]]) -> Non
         lengths = integers(*(r.randint(0, keys) for _ in range(b)))
     if r.random() < 0.3:
         key, value, table, lengths = paged(r, b, h, d, e, dtype)
-    weights = tuple(
-        torch.randn(d).to(dtype) if r.random() < 0.3 else None for _ in range(2)
-    )
+    weights = tuple(torch.randn(d).to(dtype) if r.random() < 0.3 else None for _ in range(2))
     scale = r.choice([None, None, 0.3])
     found = attention(
         query, key, value, scale=scale, enable_gqa=g > 1, key_lengths=lengths, page_table=table,
@@ -192,9 +190,7 @@ def test_nothing_is_copied(given: list[list[Any]], tokens: bool, group: int) -> 
 
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize(("b", "h"), [(2, 3), (1, 3), (3, 1), (1, 1)])
-def test_the_beginning_of_a_cache(
-    given: list[list[Any]], tokens: bool, b: int, h: int
-) -> None:
+def test_the_beginning_of_a_cache(given: list[list[Any]], tokens: bool, b: int, h: int) -> None:
     caches = [tensor(b, h, 40, 8, tokens=tokens) for _ in range(2)]
     q = tensor(b, 2 * h, 3, 8)
     for t in (1, 7, 40):

@@ -51,9 +51,7 @@ def product(a: str, b: str, out: str, n: int, k: int, added: str = "") -> BlockP
         ]
     ops.append(op("store", (len(ops) - 1,), "MN", tensor=out, map=("M", "N")))
     axes = (Axis("N", AxisKind.GRID, n // 16), Axis("K", AxisKind.LOOP, k // 16))
-    return BlockProgram(
-        {"M": 16, "N": n, "K": k}, axes, {"M": 16, "N": 16, "K": 16}, tuple(ops)
-    )
+    return BlockProgram({"M": 16, "N": n, "K": k}, axes, {"M": 16, "N": 16, "K": 16}, tuple(ops))
 
 
 @cache
@@ -93,9 +91,7 @@ def named(mu: MuGraph, names: dict[str, str]) -> MuGraph:
         replace(s, program=replace(s.program, ops=tuple(map(rename, s.program.ops))))
         for s in mu.steps
     )
-    tensors = {
-        names.get(n, n): replace(t, name=names.get(n, n)) for n, t in mu.tensors.items()
-    }
+    tensors = {names.get(n, n): replace(t, name=names.get(n, n)) for n, t in mu.tensors.items()}
     inputs, outputs = (tuple(names.get(n, n) for n in side) for side in (mu.inputs, mu.outputs))
     return MuGraph(tensors, inputs, outputs, steps)
 

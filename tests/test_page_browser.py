@@ -45,9 +45,7 @@ def chromium() -> Iterator[Browser]:
         yield b
 
 
-def shown(
-    b: Browser, folder: Path, mu: MuGraph, facts: Facts | None = None, **window: Any
-) -> None:
+def shown(b: Browser, folder: Path, mu: MuGraph, facts: Facts | None = None, **window: Any) -> None:
     """Open the page of a muGraph."""
     path = folder / "page.html"
     path.write_text(mugraph_page(mu, facts or Facts()), encoding="utf-8")

@@ -171,4 +171,3 @@ def test_models_whose_attention_is_left(llama: Any) -> None:
         with cs.patch(model) as patch:
             [entry] = [e for e in patch.report().entries if e.path == "config"]
             assert entry.now is None and why in entry.why
-

@@ -187,8 +187,14 @@ def test_other_calls_run_the_original() -> None:
 
     def results() -> list[Any]:
         found = [
-            norm(x, gate=x), norm(x, x), norm(gate=None, x=x), norm(x.bfloat16()), mlp(x=x),
-            norm(x.double()), torch.func.vmap(mlp)(x), torch.func.vmap(norm)(x),
+            norm(x, gate=x),
+            norm(x, x),
+            norm(gate=None, x=x),
+            norm(x.bfloat16()),
+            mlp(x=x),
+            norm(x.double()),
+            torch.func.vmap(mlp)(x),
+            torch.func.vmap(norm)(x),
             torch.func.functional_call(norm, {"weight": torch.full((32,), 3.0)}, (x,)),
         ]
         with torch.autocast("cpu", torch.bfloat16):
@@ -235,4 +241,3 @@ def test_wrapped_after_patching(llama: Any) -> None:
     llama.set_attn_implementation("eager")
     patch.undo()
     assert llama.config._attn_implementation == "eager"  # chosen since
-

@@ -198,4 +198,3 @@ def test_programs_that_are_refused(found: list[str], monkeypatch: pytest.MonkeyP
             assert text.startswith("3 products of one tensor of [2, 32] [64, 32] [64]")
             assert why in text and "\n" not in text
             fused.refused.clear()
-

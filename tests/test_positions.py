@@ -150,9 +150,7 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["bool", "added"])
-def test_one_mask_of_several_layers(
-    monkeypatch: pytest.MonkeyPatch, name: str, batch: int
-) -> None:
+def test_one_mask_of_several_layers(monkeypatch: pytest.MonkeyPatch, name: str, batch: int) -> None:
     fn, (_, *rest) = Layers(MASKS[name]), tensors(batch)
     inputs = (randn(batch, 64), *rest)
     program = traced(monkeypatch, fn, inputs)
@@ -183,7 +181,8 @@ class Step(nn.Module):
             keys.index_copy_(2, p[:1], k[:, :, None])
             values.index_copy_(2, p[:1], v[:, :, None])
         y = F.scaled_dot_product_attention(
-            q[:, :, None], keys, values, self.mask(q, p), enable_gqa=True)
+            q[:, :, None], keys, values, self.mask(q, p), enable_gqa=True
+        )
         return x + y.flatten(1)
 
 
@@ -270,7 +269,8 @@ def test_a_mask_that_others_read_is_made(name: str) -> None:
 
     found = parts(Shared(), tensors())
     assert "scaled_dot_product_attention" in [
-        n.operator for r in found.regions for n in r.graph.nodes]
+        n.operator for r in found.regions for n in r.graph.nodes
+    ]
 
 
 # ----------------------------------------------------------------------------------------- refused

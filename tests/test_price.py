@@ -1,4 +1,4 @@
-"""The arithmetic that stands twice, in the cost model and in the plan: what must not drift apart."""
+"""Arithmetic that stands twice, in the cost model and in the plan, and must not drift apart."""
 
 from __future__ import annotations
 

@@ -164,9 +164,7 @@ def test_groups(
     monkeypatch.setattr(private, "grp", SimpleNamespace(getgrgid=lambda gid: group))
     monkeypatch.setattr(private.os, "listxattr", lambda *_, **__: lists, raising=False)
     folder.chmod(0o775)
-    assert why(folder) == (
-        "" if safe else f"{folder} can be written by group {gid} (mode 0775)"
-    )
+    assert why(folder) == ("" if safe else f"{folder} can be written by group {gid} (mode 0775)")
 
 
 def test_a_user_without_a_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

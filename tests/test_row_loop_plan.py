@@ -100,8 +100,10 @@ def check(p: RowLoopPlan) -> None:
         assert last + p.covered * p.itemsize(p.loads[i]) <= p.ring_bytes
         at += p.tile_rows * row
     if s.stages:  # every block has some of a row, in whole bulk loads
-        assert (p.length - (p.parts - 1) * p.width) * 2 % 16 == 0 < p.length - (
-            (p.parts - 1) * p.width
+        assert (
+            (p.length - (p.parts - 1) * p.width) * 2 % 16
+            == 0
+            < p.length - ((p.parts - 1) * p.width)
         )
     # what meets
     assert bool(p.scratch) == p.meets == (bool(p.sums) and not s.sliced)
@@ -183,8 +185,11 @@ def test_kinds_of_loads() -> None:
 
 def test_rows_of_several_labels() -> None:
     """Without sums all labels but the column are walked, as one index."""
-    b = Block({"B": 6, "M": 50, "N": 65536}, {"B.grid": 6, "M.grid": 50, "N.cluster": 4},
-              {"B": 1, "M": 1, "N": 16384})
+    b = Block(
+        {"B": 6, "M": 50, "N": 65536},
+        {"B.grid": 6, "M.grid": 50, "N.cluster": 4},
+        {"B": 1, "M": 1, "N": 16384},
+    )
     x = b.load("x", "B", "M", "N")
     b.store("y", b.op("mul", x, whole(b, "sum", x)), "B", "M", "N")
     shape: tuple[Dim, ...] = (6, 50, 65536)
@@ -294,8 +299,9 @@ def _rows(**axes: int | None) -> Block:
 
 
 def two_labels() -> RowLoopPlan:
-    b = Block({"M": 512, "H": 8, "N": 64}, {"M.grid": 8, "M.persistent": 64},
-              {"M": 1, "H": 8, "N": 64})
+    b = Block(
+        {"M": 512, "H": 8, "N": 64}, {"M.grid": 8, "M.persistent": 64}, {"M": 1, "H": 8, "N": 64}
+    )
     x = b.load("x", "M", "H", "N")
     y = b.op("mul", b.op("sum", x, over="N"), b.op("sum", x, over="H"))
     b.store("y", y, "M", "H", "N")
@@ -330,15 +336,19 @@ def cluster_of_rows() -> RowLoopPlan:
 
 def symbolic_row() -> RowLoopPlan:
     n = Symbol("N", 64)
-    b = Block({"M": 64, "N": n}, {"M.grid": 8, "M.persistent": 8, "N.grid": None},
-              {"M": 1, "N": 64})
+    b = Block(
+        {"M": 64, "N": n}, {"M.grid": 8, "M.persistent": 8, "N.grid": None}, {"M": 1, "N": 64}
+    )
     b.store("y", b.op("exp", b.load("x", "N")), "N")
     return planned_block(b, {"x": (n,), "y": (n,)})
 
 
 def outer_together() -> RowLoopPlan:
-    b = Block({"M": 512, "H": 8, "N": 64}, {"H.grid": 4, "M.grid": 8, "M.persistent": 64},
-              {"M": 1, "H": 2, "N": 64})
+    b = Block(
+        {"M": 512, "H": 8, "N": 64},
+        {"H.grid": 4, "M.grid": 8, "M.persistent": 64},
+        {"M": 1, "H": 2, "N": 64},
+    )
     b.store("y", over_rows(b, b.load("x", "M", "H", "N")), None, "H", "N")
     return planned_block(b, {"x": (512, 8, 64), "y": (1, 8, 64)})
 
@@ -352,8 +362,9 @@ def two_kinds_of_sums() -> RowLoopPlan:
 
 
 def divided_reduction() -> RowLoopPlan:
-    b = Block({"M": 64, "N": 512}, {"M.grid": 8, "M.persistent": 8, "N.grid": 2},
-              {"M": 1, "N": 256})
+    b = Block(
+        {"M": 64, "N": 512}, {"M.grid": 8, "M.persistent": 8, "N.grid": 2}, {"M": 1, "N": 256}
+    )
     x = b.load("x", "M", "N")
     b.store("y", b.op("sum", x, over="N"), "M", "N.grid")
     return planned_block(b, {"x": (64, 512), "y": (64, 2)})
@@ -389,8 +400,11 @@ def stored_by_everybody() -> RowLoopPlan:
 
 def symbol_inside() -> RowLoopPlan:
     m = Symbol("M", 64)
-    b = Block({"B": 4, "M": m, "N": 64}, {"B.grid": 4, "M.grid": 8, "M.persistent": None},
-              {"B": 1, "M": 1, "N": 64})
+    b = Block(
+        {"B": 4, "M": m, "N": 64},
+        {"B.grid": 4, "M.grid": 8, "M.persistent": None},
+        {"B": 1, "M": 1, "N": 64},
+    )
     b.store("y", over_rows(b, b.load("x", "B", "M", "N")), "B", None, "N")
     return planned_block(b, {"x": (4, m, 64), "y": (4, 1, 64)})
 
@@ -639,11 +653,10 @@ def test_sums_leave_before_results_that_follow() -> None:
     assert plan_case(rms_backward(1001, 1024, 125, 2), schedule=alone).leaves_early
 
 
-@pytest.mark.parametrize(("cluster", "first", "senders"), [(1, False, 16), (2, False, 32),
-                                                           (4, True, 4), (8, True, 8)])
-def test_large_clusters_meet_in_their_blocks_first(
-    cluster: int, first: bool, senders: int
-) -> None:
+@pytest.mark.parametrize(
+    ("cluster", "first", "senders"), [(1, False, 16), (2, False, 32), (4, True, 4), (8, True, 8)]
+)
+def test_large_clusters_meet_in_their_blocks_first(cluster: int, first: bool, senders: int) -> None:
     """Everybody adds up 32 values at most."""
     p = plan_case(layer_norm_backward(600, 8192 * cluster, 15, 1, cluster=cluster))
     check(p)
@@ -739,8 +752,10 @@ def test_retiled_programs_cover_the_rows() -> None:
     for name in CASES:
         p = plan_of(name)
         for a in p.program.axes:
-            if a.dim == p.rows[0] and a.extent is not None and not isinstance(
-                p.program.dims[a.dim], Symbol
+            if (
+                a.dim == p.rows[0]
+                and a.extent is not None
+                and not isinstance(p.program.dims[a.dim], Symbol)
             ):
                 parts = prod(b.extent or 1 for b in p.program.axes_of(a.dim))
                 assert parts * p.program.tile[a.dim] >= extent(p.program.dims[a.dim])
@@ -783,6 +798,7 @@ def test_other_plans_in_words() -> None:
     softmax = plan_text("k0", plan_of("softmax, long rows"))
     assert "reductions along N: 2, in 2 exchange(s)" in softmax and "summed" not in softmax
     schedule = RowLoopSchedule(512, 8, 7, 1, 1, 1, kept=False)
-    told(plan_case(rms_backward(4096, 28672, 132, 1), schedule=schedule),
-         "7 access(es) of 8 elements each; rows are read again after a reduction")
-
+    told(
+        plan_case(rms_backward(4096, 28672, 132, 1), schedule=schedule),
+        "7 access(es) of 8 elements each; rows are read again after a reduction",
+    )

@@ -137,8 +137,11 @@ def test_several_grid_axes_are_combined_one_after_the_other() -> None:
 def test_nothing_happens_between_grid_axes() -> None:
     b = _sums(_AXES, "M.persistent", "M.grid")
     b.op("sqrt", len(b.ops) - 1)
-    with pytest.raises(GraphError, match=r"operation 5 \(sqrt\): what was combined over M.grid is "
-                       r"still a partial result over B.grid; combine it over that next"):
+    with pytest.raises(
+        GraphError,
+        match=r"operation 5 \(sqrt\): what was combined over M.grid is "
+        r"still a partial result over B.grid; combine it over that next",
+    ):
         check_block_program(b.step().program)
 
 

@@ -322,8 +322,11 @@ def test_statistics_that_are_complete_are_right() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "running maximum, cluster", "grid", "joined grid, running maximum, cluster",
-        "rows, running maximum", "layer norm",
+        "running maximum, cluster",
+        "grid",
+        "joined grid, running maximum, cluster",
+        "rows, running maximum",
+        "layer norm",
     ],
 )
 def test_mutants(name: str) -> None:

@@ -141,9 +141,7 @@ def test_labels_with_a_tile_of_one_are_the_batch() -> None:
     b = Block({"H": 4, "M": 16, "K": 512, "N": 64}, axes, {"H": 1, "M": 16, "K": 128, "N": 64})
     product = b.op("matmul", b.load("X", "H", "M", "K"), b.load("W", "K", "N"), over="K")
     b.store("Z", b.close(product, "K"), "H", "M", "N")
-    p = make_plan(
-        b.step(), specs({"X": (4, 16, 512), "W": (512, 64), "Z": (4, 16, 64)}), H200
-    )
+    p = make_plan(b.step(), specs({"X": (4, 16, 512), "W": (512, 64), "Z": (4, 16, 64)}), H200)
     assert isinstance(p, MatmulPlan)
     assert p.batch == ("H",)
     assert grid_shape(p) == (1, 1, 4)
@@ -341,9 +339,7 @@ def test_products_that_do_not_share_a_loop(change: str, message: str) -> None:
         (Linear(n=576, m=128, tile_n=192, tile_m=128), ScheduleError, "need two consumer warpg"),
     ],
 )
-def test_sizes_that_are_refused(
-    linear: Linear, error: type[CutesuperError], message: str
-) -> None:
+def test_sizes_that_are_refused(linear: Linear, error: type[CutesuperError], message: str) -> None:
     with pytest.raises(error) as caught:
         linear.plan()
     assert message in str(caught.value)
@@ -614,8 +610,10 @@ def test_row_keys_see_attributes() -> None:
     assert key(0.0) != key(-1.0)
 
 
-@pytest.mark.parametrize(("n", "lanes", "strips"), [(14336, 128, 7), (5120, 64, 5), (4096, 128, 2),
-                                                    (8192, 128, 4), (11008, 64, 11)])
+@pytest.mark.parametrize(
+    ("n", "lanes", "strips"),
+    [(14336, 128, 7), (5120, 64, 5), (4096, 128, 2), (8192, 128, 4), (11008, 64, 11)],
+)
 def test_strips_end_where_the_row_does(n: int, lanes: int, strips: int) -> None:
     p = rows_plan(4096, n, "exp")
     s = p.schedule
@@ -637,6 +635,7 @@ def centered(n: int, dtype: str = "float16") -> RowPlan:
 
 def test_few_rows_ask_for_all_operands_at_once() -> None:
     """More threads have fewer elements of each; with many rows other blocks compute meanwhile."""
+
     def gated(m: int) -> RowPlan:
         b = Block({"M": m, "N": 4096}, {"M.grid": m}, {"M": 1, "N": 4096})
         h, x, a = b.load("h", "M", "N"), b.load("x", "M", "N"), b.load("a", "N")

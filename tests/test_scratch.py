@@ -135,9 +135,7 @@ def test_every_captured_call_has_its_own(cuda: Cuda) -> None:
     assert cuda.chunks == 1
 
 
-def test_capturing_without_a_call_before(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_capturing_without_a_call_before(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = ScratchMemory([FLAGS], {})
     cuda.capturing = True
     zeroed = []
@@ -248,12 +246,8 @@ def halves(m: int | Symbol) -> tuple[Any, tuple[Any, ...]]:
 def planned(m: int | Symbol) -> Planned:
     _, mu = row_sums(m)
     x, y = (mu.tensors[n] for n in (*mu.inputs, *mu.outputs))
-    arguments = tuple(
-        Argument(t.name, t.shape, "float32", False, t is y) for t in (x, y)
-    )
-    return Planned(
-        arguments, (Scratch((m, 2), "float32", False), Scratch((m,), "int32", True))
-    )
+    arguments = tuple(Argument(t.name, t.shape, "float32", False, t is y) for t in (x, y))
+    return Planned(arguments, (Scratch((m, 2), "float32", False), Scratch((m,), "int32", True)))
 
 
 def compiled(m: int | Symbol, cache: KernelCache) -> Variant:

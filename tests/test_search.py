@@ -46,7 +46,9 @@ def run(g: Graph, options: SearchOptions = LOWERED) -> SearchResult:
     """Search with the verifier: nothing may be rejected, everything must be legal."""
     verifier = Verifier(g)
     result = search(
-        g, H200, options=options,
+        g,
+        H200,
+        options=options,
         verify=lambda mu: bool(verifier.check(mu, bound=False)),
     )
     assert result.statistics.rejected == 0
@@ -305,7 +307,9 @@ ANY_ORDER: dict[str, tuple[Callable[[Graph, Tensor], Tensor], tuple[Dim, ...], s
     "symbolic batch": (lambda g, x: g.softmax(x, 1), (symbol("B"), 50, 64), "K"),
     "mixed": (lambda g, x: x + g.transpose(g.new_input((32, 64), name="Y")), (64, 32), "N"),
     "mostly transposed": (
-        lambda g, x: g.transpose(x + g.new_input((64, 32), name="Y")), (64, 32), "M"
+        lambda g, x: g.transpose(x + g.new_input((64, 32), name="Y")),
+        (64, 32),
+        "M",
     ),
     "own transpose": (lambda g, x: x + g.transpose(x), (64, 64), "N"),
     "two orders": (_two_orders, (64, 32), "N"),
@@ -535,7 +539,7 @@ def _check_all_splits(g: Graph, most: int = 60) -> int:
         feasible += bool(found)
         for e in found:
             for program in structure(table, e).programs:
-                    check_block_program(program)
+                check_block_program(program)
     return feasible
 
 
@@ -562,10 +566,26 @@ def graphs(draw: st.DrawFn) -> Graph:
     pool.append(g.new_input((n,)))
     used: set[int] = set()
     for _ in range(draw(st.integers(2, 6))):
-        kind = draw(st.sampled_from(
-            ["add", "mul", "div", "sub", "exp", "silu", "square", "sqrt", "sum", "mean", "max",
-             "matmul", "rms_norm", "scale"]
-        ))
+        kind = draw(
+            st.sampled_from(
+                [
+                    "add",
+                    "mul",
+                    "div",
+                    "sub",
+                    "exp",
+                    "silu",
+                    "square",
+                    "sqrt",
+                    "sum",
+                    "mean",
+                    "max",
+                    "matmul",
+                    "rms_norm",
+                    "scale",
+                ]
+            )
+        )
         recent = [t for t in pool if len(t.shape) == 2][-2:]
         a = draw(st.sampled_from(recent))
         if kind in ("add", "mul", "div", "sub"):
@@ -687,7 +707,10 @@ def test_zeros_of_both_signs_are_two_numbers() -> None:
         g = _limited(low)
         verifier = Verifier(g)
         found = search(
-            g, H200, options=LOWERED, known=regions,
+            g,
+            H200,
+            options=LOWERED,
+            known=regions,
             verify=lambda mu, v=verifier: bool(v.check(mu, bound=False)),
         )
         assert _numbers(found.candidates[0].mugraph) == [repr(low)]

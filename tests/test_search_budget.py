@@ -127,7 +127,6 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-
 def _interrupt_after(parts: int, how: Callable[[], None]) -> Callable[[Progress], None]:
     def on_progress(p: Progress) -> None:
         if p.stage == "kernels" and p.done == parts:
@@ -251,7 +250,9 @@ def elsewhere() -> dict[str, dict[str, str]]:
         done = subprocess.run(
             [sys.executable, "-c", _OTHER_PROCESS, *_NAMES],
             env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True, text=True, check=True,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         found[seed] = json.loads(done.stdout)
     return found

@@ -144,9 +144,18 @@ def test_a_maximum_in_a_sum_that_is_divided_by() -> None:
 
 #: what normal forms identify, besides distribution over sums that are multiplied
 SAME_FORM = (
-    "commute", "associate", "scale_after_product", "scale_before_product", "multiply_by_inverse",
-    "divide_late", "square_is_a_product", "scale_after_reduction", "transposed_product",
-    "transposed_reduction", "reciprocal_root", "plus_zero",
+    "commute",
+    "associate",
+    "scale_after_product",
+    "scale_before_product",
+    "multiply_by_inverse",
+    "divide_late",
+    "square_is_a_product",
+    "scale_after_reduction",
+    "transposed_product",
+    "transposed_reduction",
+    "reciprocal_root",
+    "plus_zero",
 )
 #: rewrites.PROGRAMS that are searched in less than a second
 QUICK = [name for name in PROGRAMS if name not in ("backward", "causal")]
@@ -195,8 +204,21 @@ ONCE = settings(
 ROWS, INNER, COLUMNS = 24, 136, 264
 #: nothing that overflows at values of 1, so that float64 can be compared
 KINDS = (
-    "add", "sub", "mul", "over", "exp", "tanh", "square", "sum", "mean", "max", "matmul", "mask",
-    "softmax", "rms_norm", "scale",
+    "add",
+    "sub",
+    "mul",
+    "over",
+    "exp",
+    "tanh",
+    "square",
+    "sum",
+    "mean",
+    "max",
+    "matmul",
+    "mask",
+    "softmax",
+    "rms_norm",
+    "scale",
 )
 
 
@@ -287,8 +309,16 @@ def _structures(space: Space, seed: int) -> Iterator[Structure]:
 
 @pytest.mark.parametrize(
     "name",
-    ["RMSNorm + Linear", "LoRA", "GQA", "attention, causal", "DLRM top MLP", "softmax(X W)",
-     "RMSNorm backward", "QKNorm (Q, K)"],
+    [
+        "RMSNorm + Linear",
+        "LoRA",
+        "GQA",
+        "attention, causal",
+        "DLRM top MLP",
+        "softmax(X W)",
+        "RMSNorm backward",
+        "QKNorm (Q, K)",
+    ],
 )
 def test_every_split_gives_right_programs(name: str) -> None:
     """Whatever axes divide what: legal, and equal to the graph."""

@@ -36,7 +36,9 @@ def run(graph: KernelGraph, keep: int = 16) -> SearchResult:
     """Search with the verifier: nothing is rejected, everything is legal, cheapest first."""
     verifier = Verifier(graph)
     result = search(
-        graph, H200, options=SearchOptions(keep=keep),
+        graph,
+        H200,
+        options=SearchOptions(keep=keep),
         verify=lambda mu: bool(verifier.check(mu, bound=False)),
     )
     assert result.statistics.rejected == 0 and result.statistics.complete
@@ -109,7 +111,8 @@ def test_both_forms_of_attention_with_divided_keys(name: str) -> None:
     safe, all_ways = has_maximum(PROGRAMS[name].build()), ways(name)
     in_two = [w for w in all_ways if len(w.programs) == 2 and len(w.partials) == 2 + safe]
     in_one = [
-        w for w in all_ways
+        w
+        for w in all_ways
         if not w.partials and {ACCUMULATE, CLUSTER_REDUCE} <= set(kinds(w.programs[0]))
     ]
     assert in_two and in_one
@@ -133,7 +136,9 @@ def test_layer_norm_and_linear_walk_the_loop_several_times() -> None:
     """The mean, the variance, the product: one kernel, whichever program is the cheapest."""
     walks = [
         passes(p, check_block_program(p)).get("K.loop", 1)
-        for w in ways("LayerNorm + Linear") for p in w.programs if "matmul" in kinds(p)
+        for w in ways("LayerNorm + Linear")
+        for p in w.programs
+        if "matmul" in kinds(p)
     ]
     assert max(walks) > 1
 

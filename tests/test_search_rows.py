@@ -195,43 +195,53 @@ def _norm_shapes(*outer: Dim, n: int, heads: bool) -> tuple[tuple[Dim, ...], ...
 SUMS: dict[str, tuple[Graph, str, int]] = {
     "columns": (
         rows((4096, 4096), build=lambda g, x: g.sum(x, 0)),
-        "K.grid(128) K.persistent(8), tile N=4096 K=4", 1,
+        "K.grid(128) K.persistent(8), tile N=4096 K=4",
+        1,
     ),
     "columns, symbolic": (
         rows((M, 4096), build=lambda g, x: g.sum(x, 0)),
-        "K.grid(132) K.persistent(?), tile N=4096 K=4", 1,
+        "K.grid(132) K.persistent(?), tile N=4096 K=4",
+        1,
     ),
     "wide columns": (
         rows((M, 65536), build=lambda g, x: g.sum(x, 0)),
-        "N.grid(64) K.grid(2) K.persistent(?), tile N=1024 K=16", 1,
+        "N.grid(64) K.grid(2) K.persistent(?), tile N=1024 K=16",
+        1,
     ),
     "scale and offset": (
         rows((M, 4096), (M, 4096), (4096,), build=_scale_and_offset),
-        "K.grid(132) K.persistent(?), tile K=2 N=4096", 2,
+        "K.grid(132) K.persistent(?), tile K=2 N=4096",
+        2,
     ),
     "a mean of everything": (
         rows((M, 4096), (M, 4096), build=lambda g, x, y: g.mean(g.mean(g.square(x - y), -1), 0)),
-        "M.grid(132) M.persistent(?), tile M=2 K=4096", 1,
+        "M.grid(132) M.persistent(?), tile M=2 K=4096",
+        1,
     ),
     "matrix and vector": (
         rows((4096, 512), (4096, 1), dtype="float32", build=lambda g, x, v: g.transpose(x) @ v),
-        "K.grid(128) K.persistent(2), tile M=512 K=16", 1,
+        "K.grid(128) K.persistent(2), tile M=512 K=16",
+        1,
     ),
     "a weight for each head": (
         rows(*_norm_shapes(4096, 8, n=128, heads=True), build=_per_head),
-        "B.grid(16) B.persistent(4) M.grid(8), tile B=64 M=1 K=128", 1,
+        "B.grid(16) B.persistent(4) M.grid(8), tile B=64 M=1 K=128",
+        1,
     ),
     "a weight for each head, symbolic": (
         rows(*_norm_shapes(M, 8, n=128, heads=True), build=_per_head),
-        "B.grid(16) B.persistent(?) M.grid(8), tile B=64 M=1 K=128", 1,
+        "B.grid(16) B.persistent(?) M.grid(8), tile B=64 M=1 K=128",
+        1,
     ),
     "batches and rows": (
         rows(*_norm_shapes(8, 512, n=1024, heads=False), build=_shared),
-        "B.grid(8) M.grid(16) M.persistent(4), tile B=1 M=8 K=1024", 2,
+        "B.grid(8) M.grid(16) M.persistent(4), tile B=1 M=8 K=1024",
+        2,
     ),
     "symbolic batches and rows": (
         rows(*_norm_shapes(M, 16, n=1024, heads=False), build=_shared),
-        "B.grid(8) B.persistent(?) M.grid(16), tile B=8 M=1 K=1024", 2,
+        "B.grid(8) B.persistent(?) M.grid(16), tile B=8 M=1 K=1024",
+        2,
     ),
 }
 
@@ -253,17 +263,15 @@ def test_sums_of_few_rows_stay_in_a_block() -> None:
 
 def test_sums_that_rows_need_again_are_a_kernel_of_their_own() -> None:
     """Blocks visit their rows once."""
-    first, second = found(rows((M, 64), build=lambda g, x: x - g.mean(x, 0))).candidates[
-        0
-    ].mugraph.steps
+    first, second = (
+        found(rows((M, 64), build=lambda g, x: x - g.mean(x, 0))).candidates[0].mugraph.steps
+    )
     assert first.program.of_kind(AxisKind.PERSISTENT)
     assert not second.program.of_kind(AxisKind.PERSISTENT)
 
 
 def test_sums_of_different_rows_are_several_kernels() -> None:
-    g = rows(
-        (M, 512), (M, 8, 512), build=lambda g, x, y: (g.sum(x, 0), g.sum(g.sum(y, 1), 0))
-    )
+    g = rows((M, 512), (M, 8, 512), build=lambda g, x, y: (g.sum(x, 0), g.sum(g.sum(y, 1), 0)))
     assert len(found(g).candidates[0].mugraph.steps) == 2
 
 
@@ -282,9 +290,7 @@ LONG: dict[str, tuple[Graph, str]] = {
     "softmax": (softmax(4096, 131072), "M.grid(4096) K.cluster(8), tile M=1 K=16384"),
     "softmax, symbolic": (softmax(M, 65536), "M.grid(?) K.cluster(4), tile M=1 K=16384"),
     "rms norm": (rms_norm(4096, 40000), "M.grid(4096) K.cluster(4), tile M=1 K=10000"),
-    "rms norm, the longest": (
-        rms_norm(M, 262144), "M.grid(?) K.cluster(16), tile M=1 K=16384"
-    ),
+    "rms norm, the longest": (rms_norm(M, 262144), "M.grid(?) K.cluster(16), tile M=1 K=16384"),
     "odd": (rms_norm(64, 100001), "M.grid(64) K.cluster(16), tile M=1 K=6256"),
     "two tensors": (
         rows((M, 32768), (M, 32768), build=lambda g, x, r: (x + r, g.rms_norm(x + r))),

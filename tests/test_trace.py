@@ -134,7 +134,8 @@ def test_products_multiply_in_the_type_they_are_written_in(monkeypatch: pytest.M
     program = traced(monkeypatch, mixed, (X,))
     check(program, lambda x: F.rms_norm(x, (32,)).to(_half(x)) @ w.t().to(_half(x)), (X,))
     assert [len(r.kernel.graph.nodes) > 3 for r in program.regions] == [False, True] or (
-        operators(program) == [["rms_norm"], ["matmul"]])
+        operators(program) == [["rms_norm"], ["matmul"]]
+    )
     types = [r.kernel.graph.nodes[i].dtype.name for r in program.regions
              for i in r.kernel.graph.inputs]  # fmt: skip
     assert types == ["float32", "bfloat16", "bfloat16"]
@@ -220,8 +221,11 @@ def test_what_is_not_supported_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         return y.cumsum(-1)
 
     line = inspect.getsourcelines(running_sums)[1] + 2
-    with pytest.raises(TraceError, match=rf"aten.cumsum.default, at .*test_trace.py:{line}: .*not "
-                                         r'an operator of kernel graphs.*backend="cutesuper"'):
+    with pytest.raises(
+        TraceError,
+        match=rf"aten.cumsum.default, at .*test_trace.py:{line}: .*not "
+        r'an operator of kernel graphs.*backend="cutesuper"',
+    ):
         traced(monkeypatch, running_sums, (X,))
 
 
@@ -326,8 +330,9 @@ def test_other_shapes_than_traced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("args", "kwargs"), [
     ((X,), {}), ((), {"x": X}), ((X, None), {}), ((X,), {"mask": None}), ((X,), {"scale": 2.0}),
 ])  # fmt: skip
-def test_arguments_by_place_and_by_name(monkeypatch: pytest.MonkeyPatch, args: Any,
-                                        kwargs: Any) -> None:
+def test_arguments_by_place_and_by_name(
+    monkeypatch: pytest.MonkeyPatch, args: Any, kwargs: Any
+) -> None:
     program = traced(monkeypatch, _scaled, (X,))
     torch.testing.assert_close(program(*args, **kwargs), _scaled(X))
     other = traced(monkeypatch, _scaled, (), example_kwargs={"scale": 2.0, "x": X})
@@ -343,8 +348,9 @@ def _scaled(x: Tensor, mask: Tensor | None = None, scale: float = 2.0) -> Tensor
     ((), {}, "missing a required argument: 'x'"), ((X, None, 2.0, 4), {}, "too many positional"),
     ((X,), {"size": 3}, "unexpected keyword argument 'size'"),
 ])  # fmt: skip
-def test_arguments_that_it_was_not_traced_with(monkeypatch: pytest.MonkeyPatch, args: Any,
-                                               kwargs: Any, text: str) -> None:
+def test_arguments_that_it_was_not_traced_with(
+    monkeypatch: pytest.MonkeyPatch, args: Any, kwargs: Any, text: str
+) -> None:
     program = traced(monkeypatch, _scaled, (X,))
     with pytest.raises(TraceError, match=rf"_scaled: these arguments .*{text}.*trace it again"):
         program(*args, **kwargs)
@@ -394,15 +400,21 @@ def test_largest_elements_and_where_they_are(monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_are_reduced_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum over everything of what was computed in rows: one kernel, where the first dimension
     first was two, and 426 segments to search."""
-    program = traced(monkeypatch, lambda x, y: F.kl_div(
-        x.log_softmax(-1), y.softmax(-1), reduction="batchmean"), (X, X + 1))
+    program = traced(
+        monkeypatch,
+        lambda x, y: F.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
+        (X, X + 1),
+    )
     graph = program.kernel.graph
     assert [n.shape for n in graph.nodes if n.operator == "sum"] == [(15, 1), (1, 1)]
 
 
 def test_a_division_by_zero_is_named() -> None:
-    with pytest.raises(SearchError, match=r"superoptimize\(.*<lambda>\), at test_trace\.py:"
-                                          ".*divides by what is 0 whatever the inputs are"):
+    with pytest.raises(
+        SearchError,
+        match=r"superoptimize\(.*<lambda>\), at test_trace\.py:"
+        ".*divides by what is 0 whatever the inputs are",
+    ):
         cs.superoptimize(lambda x: x / 0, (X,), target="h200")
 
 

@@ -62,8 +62,13 @@ def test_rotary_embeddings_compile(length: int) -> None:
         assert all(graph.nodes[i].shape[-1] == 64 for i in (*graph.inputs, *graph.outputs))
         assert [graph.nodes[i].dtype.name for i in graph.outputs] == ["bfloat16"]
     moved = [line.split()[0] for line in program.outside]
-    assert sorted(moved) == sorted(["aten.view_as_real.default", "aten.index_select.default",
-                                    *["aten.flip.default"] * moved.count("aten.flip.default")])
+    assert sorted(moved) == sorted(
+        [
+            "aten.view_as_real.default",
+            "aten.index_select.default",
+            *["aten.flip.default"] * moved.count("aten.flip.default"),
+        ]
+    )
     targets = [str(n.target) for n in program.graph_module.graph.nodes]
     assert targets.count("aten.index_select.default") == 2
 
@@ -84,6 +89,7 @@ def test_complex_numbers_on_a_gpu(name: str) -> None:
 ])  # fmt: skip
 def test_attention_that_pytorch_composes_is_one_region(mask: str, length: int) -> None:
     """What a GPU without a kernel for shared keys and a mask is given."""
+
     def attend(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
         visible = {
             "none": None, "bool": given == 0, "float": given,
@@ -156,7 +162,6 @@ def _as(fn: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 SPECIAL = torch.tensor([nan, inf, -inf, 0.0, -0.0, 1.0, -1.0])
 A, B = (t.clone() for t in torch.meshgrid(SPECIAL, SPECIAL, indexing="ij"))
-
 
 
 def _no_nan(x: Tensor, y: Tensor) -> Tensor:

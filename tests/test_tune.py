@@ -362,7 +362,7 @@ def test_a_script_without_a_main_guard_can_tune(tmp_path: Path) -> None:
 
 
 def test_inputs_outgrow_the_cache_and_products_stay_of_order_1(
-    monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graph = zoo.rms_norm_linear(16, 1024, 64, transposed=True)
     device = FakeDevice()
@@ -435,9 +435,7 @@ def test_command_on_a_workload(scripted: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("scripted")
-def test_command_says_why_it_failed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_says_why_it_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = tmp_path / "graph.json"
     saved.write_text("{}")
     assert main(["tune", str(saved)]) == 1

@@ -111,9 +111,7 @@ CASES: dict[str, Case] = {
     "softmax": Case(cs.ops.softmax, lambda x: x.softmax(-1), _rows(1)),
     "log_softmax": Case(cs.ops.log_softmax, lambda x: x.log_softmax(-1), _rows(1)),
     **{
-        f"cross_entropy, {r}": Case(
-            *_cross_entropy(r), lambda m, n: [(*m, n), m], labels=True
-        )
+        f"cross_entropy, {r}": Case(*_cross_entropy(r), lambda m, n: [(*m, n), m], labels=True)
         for r in ("mean", "sum", "none")
     },
     "swiglu": Case(cs.ops.swiglu, lambda a, b: (F.silu(a) * b).to(a.dtype), _rows(2)),

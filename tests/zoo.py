@@ -29,8 +29,16 @@ def rms_norm_linear(
 
 
 def layer_norm_linear(
-    m: Dim, k: int, n: int, dtype: Any = "float16", gain: bool = True, shift: bool = True,
-    transposed: bool = False, linear_bias: bool = False, tail: str = "", residual: bool = False,
+    m: Dim,
+    k: int,
+    n: int,
+    dtype: Any = "float16",
+    gain: bool = True,
+    shift: bool = True,
+    transposed: bool = False,
+    linear_bias: bool = False,
+    tail: str = "",
+    residual: bool = False,
     gated: bool = False,
 ) -> KernelGraph:
     """``(layer_norm(X + R) * G + B0) @ W + b``, then an operator; parts that are not asked for are
@@ -67,8 +75,10 @@ def layer_norm_linear_then(after: str, k: int = 512, n: int = 256) -> KernelGrap
     elif after == "layer_norm":
         z = layer_norm(g, z)
     else:
-        t = g.new_input((16, 16), name="T") if after == "T B" else (
-            g.matmul(normed, g.new_input((k, 16), name="A", constant=True))
+        t = (
+            g.new_input((16, 16), name="T")
+            if after == "T B"
+            else (g.matmul(normed, g.new_input((k, 16), name="A", constant=True)))
         )
         z = g.add(z, g.matmul(t, g.new_input((16, n), name="B", constant=True)))
     g.mark_output(z)
@@ -125,8 +135,15 @@ def softmax_linear(m: Dim, k: int, n: int, dtype: Any = "float16") -> KernelGrap
 
 
 def lora(
-    m: Dim, k: int, n: int, rank: int = 16, dtype: Any = "float16", *,
-    transposed: bool = False, scale: float | None = None, norm: bool = False,
+    m: Dim,
+    k: int,
+    n: int,
+    rank: int = 16,
+    dtype: Any = "float16",
+    *,
+    transposed: bool = False,
+    scale: float | None = None,
+    norm: bool = False,
 ) -> KernelGraph:
     """``X W + scale (X A) B``, or ``X W^T + scale (X A^T) B^T`` for weights stored (N, K); X is
     normalized first if asked for."""
@@ -185,9 +202,7 @@ def relu_mlp(m: Dim, k: int, hidden: int, n: int, dtype: Any = "float16") -> Ker
     return g
 
 
-def grouped_attention(
-    groups: int, m: int, n: int, d: int, dtype: Any = "float16"
-) -> KernelGraph:
+def grouped_attention(groups: int, m: int, n: int, d: int, dtype: Any = "float16") -> KernelGraph:
     """``exp(Q K / sqrt(d)) V / sum`` for each group; K is stored (d, n)."""
     g = new_kernel_graph()
     q = g.new_input((groups, m, d), dtype, name="Q")
@@ -216,6 +231,7 @@ def linear(m: Dim, k: int, n: int, dtype: Any = "float16", tail: str = "") -> Ke
 #: what happens to rows: takes the graph and X, returns the outputs
 RowProgram = Callable[[KernelGraph, Any], Sequence[Any]]
 
+
 def _inside(g: KernelGraph, x: Any) -> Any:
     """Numbers of (-1, 1), far enough from the ends for all of them to have a slope."""
     return g.clamp(g.mul(x, 0.25), -0.9, 0.9)
@@ -231,9 +247,7 @@ ROWS: dict[str, RowProgram] = {
     "angles of any size": lambda g, x: [g.sin(g.mul(x, 2.0**20)), g.cos(g.mul(x, -4096.0))],
     "inverse angles": lambda g, x: [g.asin(_inside(g, x)), g.acos(_inside(g, x)), g.atan(x)],
     "hyperbolic": lambda g, x: [g.sinh(x), g.cosh(x), g.asinh(g.mul(x, 10.0))],
-    "inverse hyperbolic": lambda g, x: [
-        g.acosh(g.add(g.square(x), 1.5)), g.atanh(_inside(g, x))
-    ],
+    "inverse hyperbolic": lambda g, x: [g.acosh(g.add(g.square(x), 1.5)), g.atanh(_inside(g, x))],
     "erfc": lambda g, x: [g.erfc(x), g.erfc(g.mul(x, 2.0))],
     "rounding": lambda g, x: [g.floor(x), g.round(g.mul(x, 2.0))],
     "polynomial": lambda g, x: [g.add(g.mul(g.square(x), 0.5), g.sub(1.0, x))],

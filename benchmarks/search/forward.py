@@ -101,7 +101,12 @@ class Enumeration:
     """
 
     def __init__(
-        self, space: Space, split: Split, most: int, *, ordered: bool = True,
+        self,
+        space: Space,
+        split: Split,
+        most: int,
+        *,
+        ordered: bool = True,
         limit_s: float = float("inf"),
     ) -> None:
         if any(kind == "max" for kind, _ in space.reductions):
@@ -210,9 +215,7 @@ def _needed(goals: Sequence[int], inputs: Mapping[int, Sequence[int]]) -> set[in
     return needed
 
 
-def canonical(
-    table: Table, inputs: Mapping[int, Sequence[int]], goals: Sequence[int]
-) -> Canonical:
+def canonical(table: Table, inputs: Mapping[int, Sequence[int]], goals: Sequence[int]) -> Canonical:
     """A program in a form independent of its table's numbering of classes.
 
     Args:

@@ -132,9 +132,7 @@ def _power(decade: int) -> str:
     return "1" if decade == 0 else "10" + "".join("⁰¹²³⁴⁵⁶⁷⁸⁹"[int(d)] for d in str(decade))
 
 
-def _series(
-    group: ElementTree.Element, cells: Sequence[dict[str, Any]], panel: _Panel
-) -> None:
+def _series(group: ElementTree.Element, cells: Sequence[dict[str, Any]], panel: _Panel) -> None:
     """A line with a marker for each run; a run that was stopped is a lower bound, and hollow."""
     look, path = _LOOKS[cells[0]["variant"]]
     points = [(panel.x(c["most"]), panel.y(c["states"])) for c in cells]

@@ -157,9 +157,7 @@ def attention(rows: int, length: int, causal: bool, heads: int = 8) -> KernelGra
 
 def top_mlp(rows: int = 2048) -> KernelGraph:
     """DLRM's top MLP: 512-256-1, relu and sigmoid."""
-    g, (x, a, b, c, d) = _inputs(
-        (rows, 512), (512, 256), (256,), (256, 1), (1,), names="X A a B b"
-    )
+    g, (x, a, b, c, d) = _inputs((rows, 512), (512, 256), (256,), (256, 1), (1,), names="X A a B b")
     hidden = g.relu(g.add(g.matmul(x, a), b))
     return _output(g, g.sigmoid(g.add(g.matmul(hidden, c), d)))
 
@@ -267,25 +265,24 @@ PROGRAMS: dict[str, Program] = {
         partial(attention, rows=4, length=4096, causal=False), False, 2, small=_KEYS
     ),
     "attention, causal": Program(
-        partial(attention, rows=2048, length=2048, causal=True), False, 1,
+        partial(attention, rows=2048, length=2048, causal=True),
+        False,
+        1,
         small={"heads": 2, "rows": 136, **_KEYS},
     ),
     "DLRM top MLP": Program(top_mlp, False, 1, small={"rows": 136}),
     "residual + RMSNorm + Linear": Program(residual_rms_linear, False, 1, small=_LINEAR),
-    "RMSNorm backward": Program(
-        rms_backward, False, 2, 10.0, {"rows": 520, "width": 520}
-    ),
+    "RMSNorm backward": Program(rms_backward, False, 2, 10.0, {"rows": 520, "width": 520}),
     "RMSNorm backward, long rows": Program(
         partial(rms_backward, width=16384), False, 2, 10.0, {"rows": 264, "width": 1040}
     ),
-    "LayerNorm backward": Program(
-        layer_norm_backward, False, 2, 10.0, {"rows": 264, "width": 264}
-    ),
-    "attention backward": Program(
-        attention_backward, False, 2, 10.0, {"heads": 2, "length": 264}
-    ),
+    "LayerNorm backward": Program(layer_norm_backward, False, 2, 10.0, {"rows": 264, "width": 264}),
+    "attention backward": Program(attention_backward, False, 2, 10.0, {"heads": 2, "length": 264}),
     "Llama decoder layer": Program(
-        llama_layer, False, None, 60.0,
+        llama_layer,
+        False,
+        None,
+        60.0,
         {"tokens": 8, "length": 2056, "hidden": 1032, "inner": 1040, "groups": 4},
     ),
 }

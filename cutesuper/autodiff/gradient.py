@@ -56,9 +56,7 @@ class Split(NamedTuple):
     cotangents: dict[str, int]
 
 
-def grad(
-    graph: KernelGraph, wrt: Names | None = None, outputs: Names | None = None
-) -> KernelGraph:
+def grad(graph: KernelGraph, wrt: Names | None = None, outputs: Names | None = None) -> KernelGraph:
     """The gradients of a program, as a kernel graph that computes everything from the inputs.
 
     Use `split` where the forward pass may keep values.
@@ -375,15 +373,18 @@ def _find(
     if given is None:
         return list(known)
     if not isinstance(given, str | Tensor | Iterable):
-        raise GraphError(f"{call}({argument}={shown(given)}): give names or tensors, or None for "
-                         "all")
+        raise GraphError(
+            f"{call}({argument}={shown(given)}): give names or tensors, or None for all"
+        )
     items = [given] if isinstance(given, str | Tensor) else list(given)
     names = {graph.nodes[i].name: i for i in known}
     integers = {n.name: i for i, n in enumerate(graph.nodes) if n.dtype.integer}
     found: list[int] = []
     for item in items:
-        i = item.index if isinstance(item, Tensor) and item.graph is graph else (
-            (names | integers).get(str(item))
+        i = (
+            item.index
+            if isinstance(item, Tensor) and item.graph is graph
+            else ((names | integers).get(str(item)))
         )
         if i is not None and graph.nodes[i].dtype.integer:
             raise GraphError(

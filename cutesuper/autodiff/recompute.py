@@ -90,9 +90,7 @@ def choose(reuse: Reuse, save: str | Sequence[str | Tensor]) -> dict[int, str]:
     return {i: name for name, i in used.items() if i in met}
 
 
-def _asked_for(
-    reuse: Reuse, save: Sequence[str | Tensor], used: dict[str, int]
-) -> dict[int, str]:
+def _asked_for(reuse: Reuse, save: Sequence[str | Tensor], used: dict[str, int]) -> dict[int, str]:
     names = {i: name for name, i in used.items()}
     kept: dict[int, str] = {}
     for item in save:
@@ -102,12 +100,15 @@ def _asked_for(
             else used.get(str(item))
         )
         if i is None or i not in names:
-            raise GraphError(f"split(save=[{item!r}]): the backward pass does not use it; it uses "
-                             f"{_listed(reuse, used)}")
+            raise GraphError(
+                f"split(save=[{item!r}]): the backward pass does not use it; it uses "
+                f"{_listed(reuse, used)}"
+            )
         kept[i] = names[i]
     for i in set(kept) - reuse.met(set(kept)):
-        raise GraphError(f"split(save=...): {kept[i]} is of no use once the others are kept; leave "
-                         "it out")
+        raise GraphError(
+            f"split(save=...): {kept[i]} is of no use once the others are kept; leave it out"
+        )
     return kept
 
 

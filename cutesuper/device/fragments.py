@@ -90,7 +90,7 @@ def largest(words: Sequence[Int32], dtype: Any) -> Float32:
     left = list(words)
     while len(left) > 1:
         pairs = zip(left[::2], left[1::2], strict=False)
-        left = [_packed_max(a, b, name) for a, b in pairs] + left[len(left) // 2 * 2:]
+        left = [_packed_max(a, b, name) for a, b in pairs] + left[len(left) // 2 * 2 :]
     both = cute.make_rmem_tensor(cute.make_layout((2, 1)), dtype)
     cute.recast_tensor(both, Int32)[0] = left[0]
     wide = widen(both)

@@ -29,8 +29,14 @@ def init_barriers(groups: cutlass.Constexpr):
 
 
 @cute.jit
-def bulk_load(atom: cute.CopyAtom, source: cute.Tensor, target: cute.Tensor, barrier: cute.Pointer,
-              hint: cutlass.Constexpr, mask=None):
+def bulk_load(
+    atom: cute.CopyAtom,
+    source: cute.Tensor,
+    target: cute.Tensor,
+    barrier: cute.Pointer,
+    hint: cutlass.Constexpr,
+    mask=None,
+):
     """Issue one TMA load; the whole warp calls it, the copy elects a lane.
 
     With a ``mask`` of ranks (bits of an Int16) the bytes go to the same place in all these blocks
@@ -96,20 +102,24 @@ def push(target: cute.Pointer, values: tuple[Int32, ...], barrier: cute.Pointer,
     cute.arch.store_async_dsmem(target.align(4 * len(values)), data, barrier, rank)
 
 
-def tile_atom(tensor: cute.Tensor, smem_layout: cute.ComposedLayout, tile: tuple[int, ...],
-              multicast: bool = False):
+def tile_atom(
+    tensor: cute.Tensor,
+    smem_layout: cute.ComposedLayout,
+    tile: tuple[int, ...],
+    multicast: bool = False,
+):
     """A TMA load atom for tiles of a tensor, and the coordinate tensor to slice."""
-    op = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else (
-        cpasync.CopyBulkTensorTileG2SOp()
+    op = (
+        cpasync.CopyBulkTensorTileG2SMulticastOp()
+        if multicast
+        else (cpasync.CopyBulkTensorTileG2SOp())
     )
     return cpasync.make_tiled_tma_atom(op, tensor, smem_layout, tile)
 
 
 def store_atom(tensor: cute.Tensor, smem_layout: cute.ComposedLayout, tile: tuple[int, ...]):
     """A TMA store atom for tiles of a tensor, and the coordinate tensor to slice."""
-    return cpasync.make_tiled_tma_atom(
-        cpasync.CopyBulkTensorTileS2GOp(), tensor, smem_layout, tile
-    )
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, smem_layout, tile)
 
 
 def partition(atom: cute.CopyAtom, smem: cute.Tensor, tiles: cute.Tensor, tile_rank: int):

@@ -91,9 +91,7 @@ class _Distribution:
             if not kept:
                 return self._reduction("sum", (column,), over)
             return self._reduction("matmul", (self._times(kept), column), over)
-        return self._split(
-            factors, kept, over, lambda f, k: self._product(f, k, column, over)
-        )
+        return self._split(factors, kept, over, lambda f, k: self._product(f, k, column, over))
 
     def _mean(self, factors: list[int], kept: list[int], over: str) -> int | None:
         """``mean over K of the factors``; None is 1."""
@@ -130,8 +128,9 @@ class _Distribution:
         if op.kind == "square":
             return self._some(rest([op.inputs[0], op.inputs[0], *others], kept))
         if op.kind == "div" and over not in self.ops[op.inputs[1]].labels:
-            return self._binary("div", self._some(rest([op.inputs[0], *others], kept)),
-                                op.inputs[1])
+            return self._binary(
+                "div", self._some(rest([op.inputs[0], *others], kept)), op.inputs[1]
+            )
         raise _NotLinear
 
     @staticmethod

@@ -266,9 +266,7 @@ class Expressions:
         a = self.atoms[atom]
         return frozenset(a.labels) if a.kind == AtomKind.VARIABLE else self._free(a.argument)
 
-    def _mapped(
-        self, x: int, atom: Callable[[int], int], denominator: Callable[[int], int]
-    ) -> int:
+    def _mapped(self, x: int, atom: Callable[[int], int], denominator: Callable[[int], int]) -> int:
         """x with its atoms and denominators replaced."""
         terms: dict[int, int] = {}
         for m, c in self.terms(x):
@@ -440,6 +438,8 @@ def _show_atom(table: Expressions, a: Atom) -> str:
     if a.kind in (AtomKind.VARIABLE, AtomKind.CONSTANT):
         return f"{a.name}[{','.join(a.labels)}]" if a.labels else a.name
     inner = table.show(a.argument)
-    return f"max[{','.join(a.labels)}]({inner})" if a.kind == AtomKind.MAXIMUM else (
-        f"({inner})" if a.kind == AtomKind.SEALED else f"{a.name}({inner})"
+    return (
+        f"max[{','.join(a.labels)}]({inner})"
+        if a.kind == AtomKind.MAXIMUM
+        else (f"({inner})" if a.kind == AtomKind.SEALED else f"{a.name}({inner})")
     )

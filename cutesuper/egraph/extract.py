@@ -270,7 +270,10 @@ class _Builder:
         return self.index[key]
 
     def _add(
-        self, kind: str, inputs: tuple[int, ...], dims: tuple[str, ...],
+        self,
+        kind: str,
+        inputs: tuple[int, ...],
+        dims: tuple[str, ...],
         attributes: dict[str, Any] | None = None,
     ) -> int:
         self.ops.append(BlockOp(kind, inputs, dims, attributes or {}))

@@ -410,8 +410,10 @@ class _Unification:
             if one_row or op.shape[-1] == 1:  # nothing is hidden: the operand itself
                 return args[0]
             if rows is None:
-                raise SearchError(f"{kind} of one row, 'top_left': only its first column is seen; "
-                                  "use 'bottom_right' for a row that sees all columns")
+                raise SearchError(
+                    f"{kind} of one row, 'top_left': only its first column is seen; "
+                    "use 'bottom_right' for a row that sees all columns"
+                )
             attributes |= {"rows": rows, "columns": columns}
         made = LabelledOp(kind, tuple(args), labels - {over}, attributes, over)
         key = kind, made.inputs, over, tuple(sorted(attributes.items()))

@@ -124,7 +124,9 @@ class Table:
                     n for n, a in self.axes.items() if a.dim in op.labels and self._encloses(a)
                 )
                 key = Class(
-                    self.space.form(op, i, []), op.labels, State(inside, frozenset(), frozenset()),
+                    self.space.form(op, i, []),
+                    op.labels,
+                    State(inside, frozenset(), frozenset()),
                     values[i].key(),
                 )
                 if key not in self._index:  # a number that occurs twice is one class
@@ -146,9 +148,7 @@ class Table:
                 last = _PART ** len(self.split.parts(label))
                 ends = self._rng.integers(1, last, [_PART] * len(parts), dtype=np.uint64)
                 return FieldValue(tuple(parts), ends)
-            return uniform(
-                self._rng, parts, [_PART] * len(parts), primes=self._field.primes
-            )
+            return uniform(self._rng, parts, [_PART] * len(parts), primes=self._field.primes)
         if op.over is None:
             return self._elementwise_value(op.kind, args, op.attributes)
         kind = op.kind
@@ -215,7 +215,11 @@ class Table:
         self._entered.append((i, derivation))
 
     def _offer(
-        self, form: int, labels: frozenset[str], state: State, derivation: Derivation,
+        self,
+        form: int,
+        labels: frozenset[str],
+        state: State,
+        derivation: Derivation,
         value: Callable[[], FieldValue],
     ) -> None:
         """Keep a result that is `_wanted` and not a quotient by zero."""
@@ -260,7 +264,10 @@ class Table:
             self._axis_reduction(i, self.axes[name])
 
     def _one(
-        self, i: int, kind: str, attributes: tuple[tuple[str, Any], ...],
+        self,
+        i: int,
+        kind: str,
+        attributes: tuple[tuple[str, Any], ...],
         integers: int | None = None,
     ) -> None:
         """Apply an operator to class i; a mask may also take the class of its lengths or labels."""
@@ -275,7 +282,10 @@ class Table:
             return
         form = operator.symbolic(self.space.table, [c.form for c in classes], given)
         self._offer(
-            form, classes[0].labels, state, Derivation(kind, inputs, None, attributes),
+            form,
+            classes[0].labels,
+            state,
+            Derivation(kind, inputs, None, attributes),
             lambda: self._elementwise_value(kind, [self.values[j] for j in inputs], given),
         )
 
@@ -286,7 +296,9 @@ class Table:
         form = self.space.reduced(kind, c.form, label, parts)
         pending = c.state.pending | {n for n, a in self.axes.items() if a.dim == label}
         self._offer(
-            form, c.labels - {label}, c.state._replace(pending=pending),
+            form,
+            c.labels - {label},
+            c.state._replace(pending=pending),
             Derivation(kind, (i,), label),
             lambda: self._reduced_value(kind, self.values[i], label, (f"{label}.tile",)),
         )
@@ -330,7 +342,8 @@ class Table:
     def _close(self, i: int, axis: Axis, op: str, inputs: tuple[int, ...]) -> None:
         c = self.classes[i]
         self._offer(
-            self.space.reduced(op, c.form, axis.dim, (axis.name,)), c.labels,
+            self.space.reduced(op, c.form, axis.dim, (axis.name,)),
+            c.labels,
             self._closed(c.state, axis),
             Derivation(_CLOSED_BY[axis.kind], inputs, axis.name, (("op", op),)),
             lambda: self._reduced_value(op, self.values[i], axis.dim, (axis.name,)),
@@ -346,7 +359,9 @@ class Table:
             weight = table.exp(table.sub(self.classes[t].form, top))
             form = self.space.reduced("sum", table.mul(x.form, weight), axis.dim, (axis.name,))
             self._offer(
-                form, x.labels, self._closed(x.state, axis),
+                form,
+                x.labels,
+                self._closed(x.state, axis),
                 Derivation(_CLOSED_BY[axis.kind], (i, t, j), axis.name, (("op", "sum"),)),
                 lambda: self._rescaled_value(i, t, j, axis),  # noqa: B023
             )
@@ -384,8 +399,11 @@ class Table:
             outer, integers = args[1].dims, args[1].p.astype(np.int64)[..., None, None]
         self._field.empty_rows |= operator.empties
         keep = operator.visible(
-            np.arange(extents[0])[:, None], np.arange(extents[1])[None, :],
-            (extents[0], extents[1]), own, integers,
+            np.arange(extents[0])[:, None],
+            np.arange(extents[1])[None, :],
+            (extents[0], extents[1]),
+            own,
+            integers,
         )
         keep = np.broadcast_to(keep, [*[_PART] * len(outer), *extents])
         parts = (*outer, *names[0], *names[1])
@@ -450,9 +468,7 @@ class Table:
     def _join(self, a: State, b: State) -> State | None:
         inside, closed = a.inside | b.inside, a.closed | b.closed
         for name, n in closed:
-            if name in inside and (
-                self.axes[name].kind != AxisKind.LOOP or n >= self.split.passes
-            ):
+            if name in inside and (self.axes[name].kind != AxisKind.LOOP or n >= self.split.passes):
                 return None
         return State(inside, closed, a.pending | b.pending)
 
@@ -484,9 +500,7 @@ class Table:
             elif i != j:
                 yield kind, j, i
 
-    def _elementwise(
-        self, kind: str, i: int, j: int, labels: frozenset[str], state: State
-    ) -> None:
+    def _elementwise(self, kind: str, i: int, j: int, labels: frozenset[str], state: State) -> None:
         x, y = self.classes[i].form, self.classes[j].form
         compute = self._arithmetic.get(kind)
         if compute is not None:
@@ -522,7 +536,9 @@ class Table:
         form = self.space.reduced("sum", product, label, parts)
         pending = state.pending | {n for n, x in self.axes.items() if x.dim == label}
         self._offer(
-            form, labels - {label}, state._replace(pending=pending),
+            form,
+            labels - {label},
+            state._replace(pending=pending),
             Derivation("matmul", (i, j), label),
             lambda: self._reduced_value("sum", self._field.mul(*values), label, (f"{label}.tile",)),
         )

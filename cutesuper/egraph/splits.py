@@ -146,11 +146,21 @@ _GRID, _CLUSTER = AxisKind.GRID, AxisKind.CLUSTER
 _PERSISTENT, _LOOP = AxisKind.PERSISTENT, AxisKind.LOOP
 #: role of a label in a program -> the axis kinds that may divide it
 _REDUCED: tuple[tuple[AxisKind, ...], ...] = (
-    (), (_LOOP,), (_CLUSTER,), (_CLUSTER, _LOOP), (_GRID,), (_GRID, _LOOP),
+    (),
+    (_LOOP,),
+    (_CLUSTER,),
+    (_CLUSTER, _LOOP),
+    (_GRID,),
+    (_GRID, _LOOP),
 )
 _STORED: tuple[tuple[AxisKind, ...], ...] = ((_GRID,),)
 _BOTH: tuple[tuple[AxisKind, ...], ...] = (
-    (), (_LOOP,), (_CLUSTER,), (_CLUSTER, _LOOP), (_GRID,), (_GRID, _PERSISTENT),
+    (),
+    (_LOOP,),
+    (_CLUSTER,),
+    (_CLUSTER, _LOOP),
+    (_GRID,),
+    (_GRID, _PERSISTENT),
 )
 
 

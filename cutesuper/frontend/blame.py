@@ -34,7 +34,9 @@ def refusal(kind: type[E], name: str, node: fx.Node, reason: str) -> E:
 
 
 def without_kernel(
-    name: str, region: Region, error: SearchError | LoweringError | ScheduleError,
+    name: str,
+    region: Region,
+    error: SearchError | LoweringError | ScheduleError,
     target: Target | str | None,
 ) -> CutesuperError:
     """The error for a region that no kernel can run: it names the first operator that none can run

@@ -46,9 +46,11 @@ class Form:
         if len(args) == self.places and kwargs.keys() == self.names:
             return args, kwargs
         if self.signature is None:
-            raise TypeError(f"it was traced with {self.places} argument(s) by place and "
-                            f"{sorted(self.names)} by name, and got {len(args)} and "
-                            f"{sorted(kwargs)}")
+            raise TypeError(
+                f"it was traced with {self.places} argument(s) by place and "
+                f"{sorted(self.names)} by name, and got {len(args)} and "
+                f"{sorted(kwargs)}"
+            )
         given = self.signature.bind(*args, **kwargs)
         given.apply_defaults()
         by_place = list(given.arguments)[: self.places]
@@ -184,8 +186,10 @@ def _in_order(value: Any, structure: pytree.TreeSpec) -> Any:
     if structure.type is dict and type(value) is dict and value.keys() == set(structure.context):
         return {k: _in_order(value[k], c)
                 for k, c in zip(structure.context, children, strict=True)}  # fmt: skip
-    if structure.type in (tuple, list) and type(value) is structure.type and (
-        len(value) == len(children)
+    if (
+        structure.type in (tuple, list)
+        and type(value) is structure.type
+        and (len(value) == len(children))
     ):
         return structure.type(_in_order(v, c) for v, c in zip(value, children, strict=True))
     return value

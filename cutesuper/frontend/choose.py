@@ -133,8 +133,9 @@ def _bounded(decision: Decision) -> Decision:
             rest = prod(n for n in o.shape if n != -1)
             if fake(o.node).numel() > most * rest:
                 reason = f"more than {most} rows, of which offsets do not fit into 32 bits"
-                return replace(decision, verdict=replace(decision.verdict, taken=False,
-                                                         reason=reason))
+                return replace(
+                    decision, verdict=replace(decision.verdict, taken=False, reason=reason)
+                )
     return decision
 
 
@@ -221,9 +222,7 @@ def _checked(verdict: Verdict, sample: Sample) -> Verdict:
     return replace(verdict, taken=False, broken=True, reason=f"not what PyTorch computes: {wrong}")
 
 
-def _timed(
-    verdict: Verdict, sample: Sample, options: BackendOptions, clock: Device
-) -> Verdict:
+def _timed(verdict: Verdict, sample: Sample, options: BackendOptions, clock: Device) -> Verdict:
     """Refuse kernels that are not measured to be faster. Raises MemoryError."""
     inputs = sample.draw(0)
     calls = [_compiled(m, inputs, options) for m in (sample.kernels, sample.module)]
@@ -235,9 +234,7 @@ def _timed(
         return replace(verdict, taken=False, reason=f"it cannot be timed: {error}")
     faster = ours <= theirs * (1 - GAIN)
     reason = f"{ours:.1f} us, Inductor's code {theirs:.1f} us"
-    return replace(
-        verdict, taken=faster, reason=reason, measured_us=ours, inductor_us=theirs
-    )
+    return replace(verdict, taken=faster, reason=reason, measured_us=ours, inductor_us=theirs)
 
 
 def _compiled(

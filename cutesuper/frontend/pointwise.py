@@ -43,13 +43,14 @@ def aligned(b: Builder, node: fx.Node, operands: Sequence[Any]) -> tuple[list[An
     the others follow it.
     """
     result = b.value(node)
-    parts = {
-        o: correspondence(result, b.value(o)) for o in operands if isinstance(o, fx.Node)
-    }
+    parts = {o: correspondence(result, b.value(o)) for o in operands if isinstance(o, fx.Node)}
     slots = _common(b, result, parts)
     found = [
-        _operand(b, node, o, translated(slots, parts[o])) if isinstance(o, fx.Node) else
-        None if o is None else number(node, o)
+        _operand(b, node, o, translated(slots, parts[o]))
+        if isinstance(o, fx.Node)
+        else None
+        if o is None
+        else number(node, o)
         for o in operands
     ]
     return found, slots
@@ -97,8 +98,9 @@ class Pointwise(Entry):
             raise Unsupported(node, f"computes {dtype}")
         if a.get("rounding_mode") is not None:
             raise Unsupported(
-                node, "rounds to integers; write it as torch."
-                f"{'floor' if a['rounding_mode'] == 'floor' else 'trunc'}(x / y)"
+                node,
+                "rounds to integers; write it as torch."
+                f"{'floor' if a['rounding_mode'] == 'floor' else 'trunc'}(x / y)",
             )
         given = [a[o] for o in self.operands if isinstance(a[o], fx.Node)]
         if self.condition and any(fake(o).dtype in INTEGERS for o in given):
@@ -146,8 +148,14 @@ class Logic(Entry):
         return _built(self.formula(b.g, *operands), slots, node, True)
 
 
-@enter("aten.where.self", "aten.where.ScalarSelf", "aten.where.ScalarOther", "aten.where.Scalar",
-       "aten.masked_fill.Scalar", "aten.masked_fill.Tensor")
+@enter(
+    "aten.where.self",
+    "aten.where.ScalarSelf",
+    "aten.where.ScalarOther",
+    "aten.where.Scalar",
+    "aten.masked_fill.Scalar",
+    "aten.masked_fill.Tensor",
+)
 class Where(Entry):
     """One of two values; the one that is not chosen makes no difference, NaN or not."""
 
@@ -297,7 +305,10 @@ def _power_of_number(g: KernelGraph, x: Operand, exponent: Operand) -> Operand:
 
 
 def _clamp(
-    g: KernelGraph, x: Tensor, min: float | None = None, max: float | None = None  # noqa: A002
+    g: KernelGraph,
+    x: Tensor,
+    min: float | None = None,  # noqa: A002
+    max: float | None = None,  # noqa: A002
 ) -> Operand:
     low = -inf if min is None else float(min)
     high = inf if max is None else float(max)
@@ -305,7 +316,10 @@ def _clamp(
 
 
 def _between(
-    g: KernelGraph, x: Operand, min: Operand | None = None, max: Operand | None = None  # noqa: A002
+    g: KernelGraph,
+    x: Operand,
+    min: Operand | None = None,  # noqa: A002
+    max: Operand | None = None,  # noqa: A002
 ) -> Operand:
     x = x if min is None else _maximum(g, x, min)
     return x if max is None else _minimum(g, x, max)
@@ -323,7 +337,9 @@ def _minimum(g: KernelGraph, x: Operand, y: Operand) -> Operand:
 
 
 def _limited(
-    x: Operand, y: Operand, by_number: Callable[[Tensor, float], Tensor],
+    x: Operand,
+    y: Operand,
+    by_number: Callable[[Tensor, float], Tensor],
     of_tensors: Callable[[Tensor, Tensor], Tensor],
 ) -> Operand:
     if isinstance(x, Tensor) and isinstance(y, Tensor):
@@ -356,9 +372,7 @@ def _trunc(g: KernelGraph, x: Tensor) -> Operand:
     return g.mul(g.floor(absolute(g, x)), _sign(g, x))
 
 
-def _softplus(
-    g: KernelGraph, x: Tensor, beta: float = 1, threshold: float = 20
-) -> Operand:
+def _softplus(g: KernelGraph, x: Tensor, beta: float = 1, threshold: float = 20) -> Operand:
     """max(b x, 0) + log1p(exp(-|b x|)), over b: nothing overflows. Above the threshold PyTorch
     returns x, which is this value rounded."""
     scaled = x if beta == 1 else g.mul(x, float(beta))

@@ -92,12 +92,18 @@ def read_lengths(node: fx.Node, a: Arguments) -> Lengths:
     mask, query, keys = mask_of(a), fake(a["query"]), fake(a["key"]).shape[-2]
     marks = _marks(mask)
     if marks is None or marks.node is None or not _fits(marks, fake(mask), query, keys):
-        raise Unsupported(node, "takes a mask tensor that is not made of positions here, one for "
-                          "each sequence (torch.arange(S) <= positions[:, None]); use is_causal, "
-                          "or cs.ops.attention with key_lengths")
+        raise Unsupported(
+            node,
+            "takes a mask tensor that is not made of positions here, one for "
+            "each sequence (torch.arange(S) <= positions[:, None]); use is_causal, "
+            "or cs.ops.attention with key_lengths",
+        )
     if not equal(query.shape[-2], 1):
-        raise Unsupported(node, "takes a mask tensor made of positions for several queries; "
-                          "kernels have lengths for one query of each sequence")
+        raise Unsupported(
+            node,
+            "takes a mask tensor made of positions for several queries; "
+            "kernels have lengths for one query of each sequence",
+        )
     return Lengths(marks.node, marks.offset, int(keys))
 
 

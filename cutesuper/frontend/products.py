@@ -168,15 +168,14 @@ def _lead(x: Value) -> Value:
     return Value(x.dims[:-2], x.absent)
 
 
-def multiplied(
-    b: Builder, node: fx.Node, operand: Any, slots: Slots, rank: int = 2
-) -> Tensor:
+def multiplied(b: Builder, node: fx.Node, operand: Any, slots: Slots, rank: int = 2) -> Tensor:
     """An operand of a product, in its element type in PyTorch: tensor cores round what they
     multiply."""
     t = b.tensor(node, operand, slots, rank=rank)
     if t.dtype.torch != fake(operand).dtype:
-        raise Unsupported(node, f"multiplies {fake(operand).dtype} made of {t.dtype} in the same "
-                                "kernel")
+        raise Unsupported(
+            node, f"multiplies {fake(operand).dtype} made of {t.dtype} in the same kernel"
+        )
     return t
 
 
@@ -277,7 +276,10 @@ class Attention(Entry):
         value = multiplied(b, node, a["value"], values)
         scale = a.get("scale")
         y = b.g.scaled_dot_product_attention(
-            query, key, value, is_causal=bool(a.get("is_causal", False)),
+            query,
+            key,
+            value,
+            is_causal=bool(a.get("is_causal", False)),
             scale=None if scale is None else number(node, scale),
             lengths=None if lengths is None else self._lengths(b, node, lengths),
         )

@@ -171,9 +171,18 @@ class _Norm2(Reduction):
         return 2.0 if given is None else float(given)
 
 
-@enter("aten.var.correction", "aten.var.dim", "aten.var.default", "aten.var_mean.correction",
-       "aten.var_mean.dim", "aten.std.correction", "aten.std.dim", "aten.std.default",
-       "aten.std_mean.correction", "aten.std_mean.dim")
+@enter(
+    "aten.var.correction",
+    "aten.var.dim",
+    "aten.var.default",
+    "aten.var_mean.correction",
+    "aten.var_mean.dim",
+    "aten.std.correction",
+    "aten.std.dim",
+    "aten.std.default",
+    "aten.std_mean.correction",
+    "aten.std_mean.dim",
+)
 class Variance(Entry):
     """Mean of the squared distances from the mean."""
 
@@ -303,7 +312,8 @@ class _Norm(Entry):
         t = b.tensor(node, a["input"], slots)
         others = [
             b.tensor(node, a[k], b.groups(b.value(a[k]).present()))
-            if isinstance(a.get(k), fx.Node) else None
+            if isinstance(a.get(k), fx.Node)
+            else None
             for k in ("weight", "bias")
         ]
         return [t, *others], _of_rank(slots, t)
@@ -391,4 +401,3 @@ enter_all({
     "aten.linalg_vector_norm.default": _Norm2(_sum),
     "aten.norm.ScalarOpt_dim": _Norm2(_sum),
 })  # fmt: skip
-

@@ -135,8 +135,7 @@ class Region:
 
         plain = ("input", "constant", "transpose")
         return any(
-            not lookup(n.operator).elementwise and n.operator not in plain
-            for n in self.graph.nodes
+            not lookup(n.operator).elementwise and n.operator not in plain for n in self.graph.nodes
         )
 
     @property
@@ -165,9 +164,7 @@ def convert(nodes: Sequence[fx.Node], constants: Collection[fx.Node] = ()) -> Re
             raise error from None
 
 
-def _converted(
-    nodes: Sequence[fx.Node], constants: Collection[fx.Node], through: bool
-) -> Region:
+def _converted(nodes: Sequence[fx.Node], constants: Collection[fx.Node], through: bool) -> Region:
     """The region; with ``through`` it includes the views in front of it."""
     inside = _Inside(frozenset(nodes), through)
     shapes = Shapes()
@@ -308,9 +305,7 @@ def _narrows(cast: fx.Node, node: fx.Node) -> bool:
     return new is not None and old is not None and new.itemsize < old.itemsize
 
 
-def _uses(
-    node: fx.Node, last: fx.Node, inside: _Inside
-) -> Iterator[tuple[fx.Node, fx.Node]]:
+def _uses(node: fx.Node, last: fx.Node, inside: _Inside) -> Iterator[tuple[fx.Node, fx.Node]]:
     for user in node.users:
         if user in inside:
             continue
@@ -337,8 +332,11 @@ def _outputs(b: Builder, ends: Sequence[fx.Node]) -> tuple[Result, ...]:
 def _output(b: Builder, node: fx.Node, place: int) -> tuple[Tensor, Result]:
     built, value, t = b.of(node), b.value(node), fake(node)
     if isinstance(built, Built) and built.condition:
-        raise Unsupported(node, "is a condition that leaves the region, and kernels write numbers; "
-                                "make it one with torch.where or .to()")
+        raise Unsupported(
+            node,
+            "is a condition that leaves the region, and kernels write numbers; "
+            "make it one with torch.where or .to()",
+        )
     if not isinstance(built, Built) or not isinstance(built.tensor, Tensor):
         raise Unsupported(node, "leaves the region, and no kernel computes it as a tensor")
     if t.dtype not in FLOATS:
@@ -347,14 +345,16 @@ def _output(b: Builder, node: fx.Node, place: int) -> tuple[Tensor, Result]:
     if order is None:
         raise Unsupported(node, "has a result with gaps in memory")
     absent = set(leaves(value.absent))
-    wanted = b.groups(tuple(
-        p for d in order for p in leaves(value.dims[d]) if p not in absent
-    ))
+    wanted = b.groups(tuple(p for d in order for p in leaves(value.dims[d]) if p not in absent))
     tensor = built.tensor
     have = tuple(s for s in built.slots if s is not None)
     if have != wanted:
-        tensor = b.tensor(node, node, (*(None,) * (len(built.slots) - len(wanted)), *wanted),
-                          rank=len(built.slots))
+        tensor = b.tensor(
+            node,
+            node,
+            (*(None,) * (len(built.slots) - len(wanted)), *wanted),
+            rank=len(built.slots),
+        )
     if tensor.node.operator in ("input", "constant"):
         raise Unsupported(node, "is an input in another shape")
     stored = [_lengths(b, value, d, absent) for d in order]
@@ -396,8 +396,9 @@ def _input_view(b: Builder, given: Given) -> Operand:
     t = fake(given.node)
     shape = tuple(_kernel_length(b, s) for s in given.slots)
     copied = memory_order(t) is None
-    return Operand(given.node, tuple(copied_order(t)), copied, shape, given.dtype, given.part,
-                   given.lengths)
+    return Operand(
+        given.node, tuple(copied_order(t)), copied, shape, given.dtype, given.part, given.lengths
+    )
 
 
 def _kernel_length(b: Builder, slot: Slot) -> int:

@@ -104,8 +104,9 @@ def _operand(
         node = graph.call_function(_aten.permute.default, (node, list(o.order)))
         shape = [shape[d] for d in o.order]
     if o.copied:
-        node = graph.call_function(_aten.clone.default, (node,),
-                                   {"memory_format": torch.contiguous_format})
+        node = graph.call_function(
+            _aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+        )
     if not all(type(n) is int for n in shape) or list(o.shape) != shape:
         # a traced program may get other strides than it was traced with; a graph of Inductor is
         # compiled for its strides
@@ -129,16 +130,15 @@ def _lengths_of(
     return graph.call_function(_aten.add.Tensor, (node, offset)) if offset else node
 
 
-def _result(
-    graph: fx.Graph, part: fx.Node, r: Result, replaced: dict[fx.Node, fx.Node]
-) -> fx.Node:
+def _result(graph: fx.Graph, part: fx.Node, r: Result, replaced: dict[fx.Node, fx.Node]) -> fx.Node:
     shape = _lengths(graph, r.shape, replaced)
     node = graph.call_function(_aten.view.default, (part, shape))
     if r.expanded is not None:
         full = _lengths(graph, r.expanded, replaced)
         node = graph.call_function(_aten.expand.default, (node, full))
-        node = graph.call_function(_aten.clone.default, (node,),
-                                   {"memory_format": torch.contiguous_format})
+        node = graph.call_function(
+            _aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+        )
     if list(r.order) != list(range(len(r.order))):
         node = graph.call_function(_aten.permute.default, (node, list(r.order)))
     return node
@@ -149,14 +149,13 @@ def _lengths(
 ) -> list[Any]:
     return [
         graph.call_function(_aten.sym_size.int, (replaced.get(n.node, n.node), n.dim))
-        if isinstance(n, Size) else n
+        if isinstance(n, Size)
+        else n
         for n in shape
     ]
 
 
-def _move_users(
-    graph: fx.Graph, region: Region, after: fx.Node, place: dict[fx.Node, int]
-) -> None:
+def _move_users(graph: fx.Graph, region: Region, after: fx.Node, place: dict[fx.Node, int]) -> None:
     """Move readers of the region's results that stand before its call behind it."""
     end = place[max(region.nodes, key=place.__getitem__)]
     late = set(region.nodes)

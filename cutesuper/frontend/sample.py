@@ -239,7 +239,10 @@ def _exact(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[torch.Tensor,
 
 
 def _drawn(
-    like: Any, scale: float, generator: torch.Generator, positive: bool,
+    like: Any,
+    scale: float,
+    generator: torch.Generator,
+    positive: bool,
     integers: tuple[int, int],
 ) -> Any:
     if not isinstance(like, torch.Tensor):

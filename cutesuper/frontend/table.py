@@ -85,16 +85,44 @@ def is_known(operator: object) -> bool:
 
 
 #: operators that only move or select elements, and compute no number
-_MOVES = frozenset(f"aten.{name}" for name in (
-    "cat.default", "index.Tensor", "index_select.default", "gather.default", "embedding.default",
-    "roll.default", "flip.default", "constant_pad_nd.default", "pad.default",
-    "select_scatter.default", "slice_scatter.default", "diagonal_scatter.default",
-    "index_put.default", "index_fill.int_Scalar", "scatter.src", "scatter.value",
-    "masked_scatter.default", "sort.default", "sort.stable", "topk.default", "kthvalue.default",
-    "median.dim", "cummax.default", "cummin.default", "slice.Tensor", "diagonal.default",
-    "unfold.default", "copy.default", "tril.default", "triu.default", "as_strided.default",
-    "view_as_real.default", "view_as_complex.default",
-))
+_MOVES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "cat.default",
+        "index.Tensor",
+        "index_select.default",
+        "gather.default",
+        "embedding.default",
+        "roll.default",
+        "flip.default",
+        "constant_pad_nd.default",
+        "pad.default",
+        "select_scatter.default",
+        "slice_scatter.default",
+        "diagonal_scatter.default",
+        "index_put.default",
+        "index_fill.int_Scalar",
+        "scatter.src",
+        "scatter.value",
+        "masked_scatter.default",
+        "sort.default",
+        "sort.stable",
+        "topk.default",
+        "kthvalue.default",
+        "median.dim",
+        "cummax.default",
+        "cummin.default",
+        "slice.Tensor",
+        "diagonal.default",
+        "unfold.default",
+        "copy.default",
+        "tril.default",
+        "triu.default",
+        "as_strided.default",
+        "view_as_real.default",
+        "view_as_complex.default",
+    )
+)
 
 
 #: operators that can be lowered if their index output is unused
@@ -139,8 +167,10 @@ def entry_of(node: fx.Node) -> Entry | None:
     _load()
     if node.op != "call_function":
         return None
-    name = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else (
-        getattr(node.target, "__name__", "")
+    name = (
+        str(node.target)
+        if isinstance(node.target, torch._ops.OpOverload)
+        else (getattr(node.target, "__name__", ""))
     )
     return _TABLE.get(name)
 
@@ -173,8 +203,9 @@ def arguments_of(node: fx.Node) -> Arguments:
 def number(node: fx.Node, value: Any) -> float:
     """A number of the program. Raises Unsupported for one that is known only at the call."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Unsupported(node, f"takes {value!r}, which is no number that is known when it is "
-                                "traced")
+        raise Unsupported(
+            node, f"takes {value!r}, which is no number that is known when it is traced"
+        )
     return float(value)
 
 

@@ -33,9 +33,7 @@ def device_of(device: torch.device) -> Device | None:
     return CudaDevice()
 
 
-def medians(
-    calls: Sequence[Call], draw: Callable[[int], list[Any]], device: Device
-) -> list[float]:
+def medians(calls: Sequence[Call], draw: Callable[[int], list[Any]], device: Device) -> list[float]:
     """Microseconds of each call.
 
     Every call is recorded once over several sets of inputs (a CUDA graph), so that the host takes
@@ -56,9 +54,7 @@ def medians(
         raise MemoryError(f"{LEAST_SETS} sets of inputs of {size / 1e6:.0f} MB do not fit")
     wanted = min(max(math.ceil(COLD_BYTES / max(1, size)), LEAST_SETS), MOST_SETS)
     sets = [first, *(draw(n) for n in range(1, min(wanted, room)))]
-    recordings = [
-        device.record(lambda n, call=call: call(sets[n]), len(sets)) for call in calls
-    ]
+    recordings = [device.record(lambda n, call=call: call(sets[n]), len(sets)) for call in calls]
     samples: list[list[float]] = [[] for _ in recordings]
     places = list(range(len(recordings)))
     order = random.Random(0)

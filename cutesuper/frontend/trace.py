@@ -125,9 +125,7 @@ class _Tracer:
         recording = not watch.asks or torch.is_grad_enabled()
         with torch.set_grad_enabled(recording):
             observer = Observer(fn, watch.names)
-            module, stops = _exported(
-                fn, self.name, args, kwargs, self.dynamic_shapes, observer
-            )
+            module, stops = _exported(fn, self.name, args, kwargs, self.dynamic_shapes, observer)
         if observer.change:
             raise ChangesItself(observer.change)
         if watch.hooked:
@@ -145,8 +143,15 @@ class _Tracer:
         specs: Any = module
         names = tuple(children_of(specs._in_spec)[1].context)
         return Trace(
-            _plain(module), tuple(traced), outside, stops, picker(places), specs._out_spec,
-            arguments, names, specs.range_constraints,
+            _plain(module),
+            tuple(traced),
+            outside,
+            stops,
+            picker(places),
+            specs._out_spec,
+            arguments,
+            names,
+            specs.range_constraints,
         )
 
     def _kernel_of(self, region: Region) -> Kernel:
@@ -233,9 +238,7 @@ def _exported(
             # mutation becomes new values, and code under autocast, no_grad or vmap is inlined
             program = program.run_decompositions({})
     except Exception as error:
-        raise TraceError(
-            f"superoptimize({name}): torch.export cannot trace it: {error}"
-        ) from error
+        raise TraceError(f"superoptimize({name}): torch.export cannot trace it: {error}") from error
     options = {"check_guards": False} if _has_guards() else {}
     with warnings.catch_warnings():
         # it warns that tensors that are not parameters lose their gradient: see `_lift`
@@ -274,8 +277,10 @@ def _is_nested(node: fx.Node) -> bool:
     transform = isinstance(node.target, types.FunctionType | types.BuiltinFunctionType) and (
         "functorch" in (node.target.__module__ or "")
     )
-    return bool(schema and schema.is_mutable) or transform or (
-        isinstance(node.target, torch._ops.HigherOrderOperator)
+    return (
+        bool(schema and schema.is_mutable)
+        or transform
+        or (isinstance(node.target, torch._ops.HigherOrderOperator))
     )
 
 
@@ -334,8 +339,10 @@ def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
             reason = _complex(node) or found.refused.get(node) or _reason(node)
             raise refusal(TraceError, name, node, reason)
     if not found.regions:
-        raise TraceError(f"superoptimize({name}): it computes nothing that kernels could, "
-            "no numbers in float16, bfloat16 or float32")
+        raise TraceError(
+            f"superoptimize({name}): it computes nothing that kernels could, "
+            "no numbers in float16, bfloat16 or float32"
+        )
     return found.regions
 
 

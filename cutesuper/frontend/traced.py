@@ -210,9 +210,11 @@ class TracedProgram:
         except CutesuperError:
             raise
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            advice = next((a for text, a in _ADVICE if text in str(error)),
-                          "trace it again with arguments like these, or declare the extent in "
-                          "dynamic_shapes=")
+            advice = next(
+                (a for text, a in _ADVICE if text in str(error)),
+                "trace it again with arguments like these, or declare the extent in "
+                "dynamic_shapes=",
+            )
             raise TraceError(
                 f"{self._name}: these arguments do not fit the ones it was traced with: {error}; "
                 f"{advice}"

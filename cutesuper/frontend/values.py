@@ -140,8 +140,9 @@ def fake(node: fx.Node) -> torch.Tensor:
     val = node.meta.get("val")
     if isinstance(val, torch.SymFloat | torch.SymInt | torch.SymBool):
         raise Unsupported(
-            node, "takes a number that is known only at the call (made of .item() or of an "
-            "extent); give it as a tensor of no dimensions"
+            node,
+            "takes a number that is known only at the call (made of .item() or of an "
+            "extent); give it as a tensor of no dimensions",
         )
     if not isinstance(val, torch.Tensor):
         raise Unsupported(node, "is no tensor")
@@ -212,8 +213,9 @@ class Shapes:
         value = self.values.get(node)
         if value is None:
             raise Unsupported(
-                node, "takes a number that is known only at the call; give it as a tensor of no "
-                "dimensions"
+                node,
+                "takes a number that is known only at the call; give it as a tensor of no "
+                "dimensions",
             )
         if not isinstance(value, Value):
             raise Unsupported(node, "has several results")
@@ -540,9 +542,7 @@ class Builder:
             return [(a, len(a.shape) + back) for a in long]
         return []
 
-    def _part(
-        self, t: Tensor, place: int, start: int, stop: int, cut: dict[int, Tensor]
-    ) -> Tensor:
+    def _part(self, t: Tensor, place: int, start: int, stop: int, cut: dict[int, Tensor]) -> Tensor:
         """A range of a value, from ranges of its operands by their index."""
         node = t.node
         if node.operator == "input":

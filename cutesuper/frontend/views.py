@@ -146,9 +146,7 @@ class Repeat(_Free):
         dims = [()] * (rank - len(x.dims)) + list(x.dims)
         new = [dims_of(n) for n in counts]
         inside = "interleave" in str(node.target)
-        full = tuple(
-            (*d, *n) if inside else (*n, *d) for d, n in zip(dims, new, strict=True)
-        )
+        full = tuple((*d, *n) if inside else (*n, *d) for d, n in zip(dims, new, strict=True))
         return Value(full, (*x.absent, *(p for n in new for p in n)))
 
 
@@ -265,8 +263,13 @@ class _Pieces(_Free):
         return self._result(parts)
 
 
-@enter("aten.split.Tensor", "aten.split.default", "aten.split_with_sizes.default",
-       "aten.split.sizes", "aten.chunk.default")
+@enter(
+    "aten.split.Tensor",
+    "aten.split.default",
+    "aten.split_with_sizes.default",
+    "aten.split.sizes",
+    "aten.chunk.default",
+)
 class Split(_Pieces):
     """Consecutive parts."""
 

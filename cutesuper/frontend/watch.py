@@ -96,8 +96,10 @@ class Watch:
         """True if everything that was found is unchanged; cheap, and False in case of doubt."""
         now = self._walk.now()
         try:
-            return len(now) == len(self._now) and all(map(is_, now, self._now)) and (
-                self._walk.meanwhile() == self._meanwhile
+            return (
+                len(now) == len(self._now)
+                and all(map(is_, now, self._now))
+                and (self._walk.meanwhile() == self._meanwhile)
             )
         except (AttributeError, ValueError, RuntimeError):  # something has been removed
             return False
@@ -534,8 +536,10 @@ def _items(values: Mapping[Any, Any]) -> Iterable[Any]:
 
 
 def _bytes(value: Any) -> Hashable:
-    return (value.dtype.str, value.shape, value.tobytes()) if hasattr(value, "dtype") else bytes(
-        memoryview(value)
+    return (
+        (value.dtype.str, value.shape, value.tobytes())
+        if hasattr(value, "dtype")
+        else bytes(memoryview(value))
     )
 
 

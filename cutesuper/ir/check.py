@@ -336,9 +336,7 @@ def _state(program: BlockProgram, op: BlockOp, states: list[ValueState], where: 
     inside = frozenset[str]().union(*(a.inside for a in args))
     closed = frozenset[tuple[str, int]]().union(*(a.closed for a in args))
     if op.kind == LOAD:
-        inside = frozenset(
-            a.name for a in program.axes if a.dim in op.dims and a.kind in ITERATED
-        )
+        inside = frozenset(a.name for a in program.axes if a.dim in op.dims and a.kind in ITERATED)
     elif op.kind == STORE:
         _check_store(program, op, pending, inside, where)
     elif op.kind in ENDING:
@@ -430,8 +428,12 @@ def _check_store(
     mapped = {d for entry in op.attributes["map"] for d in mapped_labels(entry)}
     if mapped != set(op.dims) | pending:
         missing = sorted(pending - mapped)
-        why = f"it is a partial result over {', '.join(missing)}" if missing else (
-            f"it has the labels {list(op.dims)} and is mapped to {list(op.attributes['map'])}"
+        why = (
+            f"it is a partial result over {', '.join(missing)}"
+            if missing
+            else (
+                f"it has the labels {list(op.dims)} and is mapped to {list(op.attributes['map'])}"
+            )
         )
         raise GraphError(f"{where}: {why}; reduce it, or give the tensor a dimension for it")
     left = {name for name in inside if program.axis(name).dim not in op.dims}
@@ -510,13 +512,9 @@ def _check_integers(mu: MuGraph, step: KernelStep) -> None:
         for taker in takers:
             if dtype not in taker.integer_types:
                 allowed = " or ".join(d.name for d in taker.integer_types)
-                raise GraphError(
-                    f"{where}: {taker.name} takes {allowed}, and {name} is {dtype}"
-                )
+                raise GraphError(f"{where}: {taker.name} takes {allowed}, and {name} is {dtype}")
         if integers and (op.kind == STORE or len(takers) < len(uses)):
-            raise GraphError(
-                f"{where}: {name} is {dtype}, and only lengths, tables and labels are"
-            )
+            raise GraphError(f"{where}: {name} is {dtype}, and only lengths, tables and labels are")
         if table is not None and (mu.tensors[table].dtype != int32 or integers):
             raise GraphError(f"{where}: the table {table} must be int32, the cache {name} must not")
 

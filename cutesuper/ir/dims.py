@@ -56,4 +56,3 @@ def broadcast(a: Shape, b: Shape) -> Shape | None:
 def ceil_div(a: int, b: int) -> int:
     """a / b rounded up."""
     return -(-a // b)
-

@@ -135,8 +135,10 @@ class KernelGraph(NamedOperators):
         if shape is None:
             raise ShapeError(f"new_input(dims={dims!r}): dims must be a tuple of extents")
         if not shape:
-            raise ShapeError("new_input(dims=[]): a tensor needs a dimension; use dims=(1,) for a "
-                             "scalar, or a number where an operand may be one")
+            raise ShapeError(
+                "new_input(dims=[]): a tensor needs a dimension; use dims=(1,) for a "
+                "scalar, or a number where an operand may be one"
+            )
         for i, d in enumerate(shape):
             ok = isinstance(d, Symbol) and i == 0
             ok = ok or (isinstance(d, int) and not isinstance(d, bool) and d > 0)
@@ -211,9 +213,7 @@ class KernelGraph(NamedOperators):
         """Handle of node ``index``, as returned by the builder."""
         return Tensor(self, index)
 
-    def result_dtype(
-        self, operator: str, args: Sequence[Tensor], attributes: Attributes
-    ) -> DType:
+    def result_dtype(self, operator: str, args: Sequence[Tensor], attributes: Attributes) -> DType:
         """Element type of an operator's result, unless it is an output of another type.
 
         The type it converts to, else that of its operands; float32 where they differ, as in

@@ -96,8 +96,11 @@ def fuse(
         stack.pop()
     index = {v: n for n, v in enumerate((*leaves, *order))}
     ops = [
-        ThreadOp(program.ops[i].kind, tuple(index[j] for j in program.ops[i].inputs),
-                 program.ops[i].attributes)
+        ThreadOp(
+            program.ops[i].kind,
+            tuple(index[j] for j in program.ops[i].inputs),
+            program.ops[i].attributes,
+        )
         for i in order
     ]
     return _reciprocal_roots(ThreadExpression(tuple(leaves), tuple(ops)))

@@ -312,4 +312,3 @@ def _splits(f: Fields, name: str, block: Block, device: Tensor) -> tuple[int | N
             "computes as overlapping tiles; use one axis of as many blocks"
         )
     return splits
-

@@ -66,8 +66,9 @@ class Factors:
         """
         while True:
             a, b = self.settled(a), self.settled(b)
-            pair = next((p for p in zip(reversed(a), reversed(b), strict=False) if p[0] != p[1]),
-                        None)
+            pair = next(
+                (p for p in zip(reversed(a), reversed(b), strict=False) if p[0] != p[1]), None
+            )
             if pair is None:
                 return
             short, long = sorted(pair, key=self.extent)

@@ -222,4 +222,3 @@ class Labels:
                 for f in dim:
                     roles.setdefault(f, role)
         return roles
-

@@ -63,13 +63,17 @@ class Steps:
         return len(self.list) - 1
 
     def tensor(
-        self, op: Operator, kind: str, tensor: Tensor, *inputs: int, shape: Extents,
-        splits: tuple[int | None, ...], loop: int | None = None,
+        self,
+        op: Operator,
+        kind: str,
+        tensor: Tensor,
+        *inputs: int,
+        shape: Extents,
+        splits: tuple[int | None, ...],
+        loop: int | None = None,
     ) -> int:
         """Append a load or a store."""
-        return self.add(
-            op, kind, *inputs, shape=shape, tensor=tensor, splits=splits, loop=loop
-        )
+        return self.add(op, kind, *inputs, shape=shape, tensor=tensor, splits=splits, loop=loop)
 
     def reduce(
         self, op: Operator, how: str, x: int, dim: int, width: int = 1, loop: bool = False

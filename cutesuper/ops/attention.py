@@ -125,8 +125,9 @@ def attention(
             "torch.nn.functional.scaled_dot_product_attention"
         )
     if not isinstance(dropout_p, int | float) or dropout_p != 0.0:
-        raise OperatorError(f"attention(dropout_p={shown(dropout_p)}): it drops nothing; pass "
-                            "0.0, as in inference")
+        raise OperatorError(
+            f"attention(dropout_p={shown(dropout_p)}): it drops nothing; pass 0.0, as in inference"
+        )
     if not isinstance(enable_gqa, int):
         raise OperatorError(f"attention(enable_gqa={shown(enable_gqa)}): must be True or False")
     tensors = (
@@ -147,8 +148,10 @@ def _check_call(tensors: Sequence[Any], enable_gqa: bool) -> None:
     query, key, value, _, page_table, *weights = tensors
     floats = (query, key, value, *(w for w in weights if w is not None))
     if torch.is_grad_enabled() and True in [t.requires_grad for t in floats]:
-        raise GraphError("attention: a tensor requires a gradient, and there is no backward yet; "
-                         "call it under torch.no_grad(), or detach the tensors")
+        raise GraphError(
+            "attention: a tensor requires a gradient, and there is no backward yet; "
+            "call it under torch.no_grad(), or detach the tensors"
+        )
     if not enable_gqa and query.dim() == key.dim() == 4:
         heads = key.shape[1 if page_table is None else 2]
         if query.shape[1] != heads:

@@ -59,11 +59,13 @@ def cross_entropy(
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
     if str(reduction) not in ("mean", "sum", "none"):
-        raise OperatorError(f'cross_entropy(reduction={shown(reduction)}): must be "mean", "sum" '
-                            'or "none"')
+        raise OperatorError(
+            f'cross_entropy(reduction={shown(reduction)}): must be "mean", "sum" or "none"'
+        )
     if not isinstance(ignore_index, int) or not -(1 << 31) <= ignore_index < 1 << 31:
-        raise OperatorError(f"cross_entropy(ignore_index={shown(ignore_index)}): must be an int of "
-                            "at most 32 bits")
+        raise OperatorError(
+            f"cross_entropy(ignore_index={shown(ignore_index)}): must be an int of at most 32 bits"
+        )
     losses = _operator((logits, target), (int(ignore_index),))
     if reduction == "none":
         return losses

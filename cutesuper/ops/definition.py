@@ -211,9 +211,7 @@ def _shape(given: Input, rows: Symbol) -> tuple[Dim, ...]:
     return (rows, *given.inner) if given.rows else given.inner
 
 
-def kind_of(
-    definition: Definition, tensors: Sequence[Maybe], options: tuple[Option, ...]
-) -> Kind:
+def kind_of(definition: Definition, tensors: Sequence[Maybe], options: tuple[Option, ...]) -> Kind:
     """The kind of a call, whose arguments are checked.
 
     Raises:
@@ -270,11 +268,15 @@ def _check_tensors(definition: Definition, tensors: Sequence[Any], call: str) ->
             raise LayoutError(f"{call}: {o.name} is not an ordinary tensor ({kind}); {ORDINARY}")
         allowed = INTEGERS if o.labels else _FLOATS
         if t.dtype not in allowed:
-            raise DTypeError(f"{call}: {o.name} is {t.dtype}; convert it to one of "
-                             f"{', '.join(map(str, allowed))}")
+            raise DTypeError(
+                f"{call}: {o.name} is {t.dtype}; convert it to one of "
+                f"{', '.join(map(str, allowed))}"
+            )
         if t.device != tensors[0].device:
-            raise DeviceError(f"{call}: {o.name} is on {t.device}, {definition.operands[0].name} "
-                              f"on {tensors[0].device}; move all to one device")
+            raise DeviceError(
+                f"{call}: {o.name} is on {t.device}, {definition.operands[0].name} "
+                f"on {tensors[0].device}; move all to one device"
+            )
 
 
 def _input(o: Operand, t: torch.Tensor, x: torch.Tensor, width: int, call: str) -> Input:
@@ -283,8 +285,10 @@ def _input(o: Operand, t: torch.Tensor, x: torch.Tensor, width: int, call: str) 
     first = call[call.index("(") + 1 : call.index("[")]
     if len(shape) < width or 0 in shape[len(shape) - width :]:
         rows = "[..., N]" if width == 1 else "[..., H, N]"
-        raise ShapeError(f"{call}: {first} must be {rows}, with at least one element in a row; "
-                         "use .unsqueeze() or .unflatten()")
+        raise ShapeError(
+            f"{call}: {first} must be {rows}, with at least one element in a row; "
+            "use .unsqueeze() or .unflatten()"
+        )
     # kernels are made for a number, even where torch.compile has a symbol for it
     inner = tuple(int(n) for n in shape[len(shape) - width :])
     if o.role is Role.ROW:
@@ -297,8 +301,10 @@ def _input(o: Operand, t: torch.Tensor, x: torch.Tensor, width: int, call: str) 
         return Input(False, wanted, dtype)
     wanted = shape if o.role is Role.ROWS else shape[:-1]
     if tuple(t.shape) != wanted:
-        raise ShapeError(f"{call}: {o.name} has shape {list(t.shape)}, must be {list(wanted)}, as "
-                         f"{first}{list(shape)} has; nothing is broadcast, use .expand()")
+        raise ShapeError(
+            f"{call}: {o.name} has shape {list(t.shape)}, must be {list(wanted)}, as "
+            f"{first}{list(shape)} has; nothing is broadcast, use .expand()"
+        )
     return Input(True, inner if o.role is Role.ROWS else (*inner[:-1], 1), dtype)
 
 

@@ -62,8 +62,10 @@ def _layer_norm(
 def _check_rms(eps: Any, weight_offset: Any) -> tuple[float, float]:
     given = number("rms_norm", "eps", eps), number("rms_norm", "weight_offset", weight_offset)
     if not (0.0 <= given[0] < 1.0 and -math.inf < given[1] < math.inf):
-        raise OperatorError(f"rms_norm(eps={eps}, weight_offset={weight_offset}): eps must be a "
-                            "number in [0, 1), weight_offset any finite number")
+        raise OperatorError(
+            f"rms_norm(eps={eps}, weight_offset={weight_offset}): eps must be a "
+            "number in [0, 1), weight_offset any finite number"
+        )
     return given
 
 

@@ -237,9 +237,7 @@ def _form(r: Request, order: Order, key: Stored, value: Stored, lengths: bool) -
     )
 
 
-def _memory(
-    b: int, heads: tuple[int, int], rows: int, width: int, order: Order
-) -> tuple[int, ...]:
+def _memory(b: int, heads: tuple[int, int], rows: int, width: int, order: Order) -> tuple[int, ...]:
     """Extents of the query in the order of memory; no dimension for a group of one."""
     lead = heads if heads[1] > 1 else heads[:1]
     return (b, *lead, rows, width) if order is Order.HEADS else (b, rows, *lead, width)
@@ -285,34 +283,46 @@ def _check_types(r: Request) -> None:
     }  # fmt: skip
     for name, t in floats.items():
         if t is not None and t.dtype != r.query.dtype:
-            raise DTypeError(f"{r.call}: {name} is {t.dtype}, query is {r.query.dtype}; convert "
-                             "one of them")
+            raise DTypeError(
+                f"{r.call}: {name} is {t.dtype}, query is {r.query.dtype}; convert one of them"
+            )
     if as_dtype(r.query.dtype).integer:
         raise DTypeError(f"{r.call}: query is {r.query.dtype}; use float16, bfloat16 or float32")
     for name, t in (*floats.items(), ("key_lengths", r.key_lengths), ("page_table", r.page_table)):
         if t is not None and t.device != r.query.device:
-            raise DeviceError(f"{r.call}: {name} is on {t.device}, query on {r.query.device}; move "
-                              "all to one device")
+            raise DeviceError(
+                f"{r.call}: {name} is on {t.device}, query on {r.query.device}; move "
+                "all to one device"
+            )
 
 
 def _check_shapes(r: Request) -> None:
     sides = (("query", r.query), ("key", r.key), ("value", r.value))
     for name, t in sides:
         if t.dim() != 4:
-            layout = "[B, H, S, D]" if r.page_table is None or name == "query" else (
-                "[pages, P, H, D] with page_table")
-            raise ShapeError(f"{r.call}: {name} has rank {t.dim()}, must be {layout}; use "
-                             ".unflatten() or .unsqueeze()")
+            layout = (
+                "[B, H, S, D]"
+                if r.page_table is None or name == "query"
+                else ("[pages, P, H, D] with page_table")
+            )
+            raise ShapeError(
+                f"{r.call}: {name} has rank {t.dim()}, must be {layout}; use "
+                ".unflatten() or .unsqueeze()"
+            )
     if r.key.shape[:3] != r.value.shape[:3]:
         raise ShapeError(f"{r.call}: key and value differ in more than their last extent")
     if r.key.shape[3] != r.query.shape[3]:
         raise ShapeError(f"{r.call}: query and key differ in their last extent")
     if r.page_table is None and r.key.shape[0] != r.query.shape[0]:
-        raise ShapeError(f"{r.call}: {r.query.shape[0]} sequences of queries, {r.key.shape[0]} of "
-                         "keys; use .expand() and .contiguous() on one of them")
+        raise ShapeError(
+            f"{r.call}: {r.query.shape[0]} sequences of queries, {r.key.shape[0]} of "
+            "keys; use .expand() and .contiguous() on one of them"
+        )
     if r.key_heads == 0 or r.query.shape[1] % r.key_heads:
-        raise ShapeError(f"{r.call}: {r.query.shape[1]} query heads are no multiple of the "
-                         f"{r.key_heads} heads of key and value")
+        raise ShapeError(
+            f"{r.call}: {r.query.shape[1]} query heads are no multiple of the "
+            f"{r.key_heads} heads of key and value"
+        )
 
 
 def _check_integers(r: Request) -> None:
@@ -320,34 +330,45 @@ def _check_integers(r: Request) -> None:
     if lengths is not None:
         _check_int32(r, "key_lengths", lengths, "[B], the number of keys of each sequence")
         if tuple(lengths.shape) != (batch,):
-            raise ShapeError(f"{r.call}: key_lengths has shape {list(lengths.shape)}, must be "
-                             f"[{batch}], the number of keys of each sequence")
+            raise ShapeError(
+                f"{r.call}: key_lengths has shape {list(lengths.shape)}, must be "
+                f"[{batch}], the number of keys of each sequence"
+            )
     if table is None:
         return
     if lengths is None:
-        raise ShapeError(f"{r.call}: page_table needs key_lengths, the number of keys of each "
-                         "sequence")
+        raise ShapeError(
+            f"{r.call}: page_table needs key_lengths, the number of keys of each sequence"
+        )
     _check_int32(r, "page_table", table, "[B, n], the pages of each sequence in order")
     if table.dim() != 2 or table.shape[0] != batch:
-        raise ShapeError(f"{r.call}: page_table has shape {list(table.shape)}, must be "
-                         f"[{batch}, n], the pages of each sequence in order")
+        raise ShapeError(
+            f"{r.call}: page_table has shape {list(table.shape)}, must be "
+            f"[{batch}, n], the pages of each sequence in order"
+        )
     size = r.key.shape[1]
     if size < 16 or size > 256 or size & (size - 1):
-        raise ShapeError(f"{r.call}: pages of {size} positions; key and value are [pages, P, H, D] "
-                         "with a power of two from 16 to 256 for P")
+        raise ShapeError(
+            f"{r.call}: pages of {size} positions; key and value are [pages, P, H, D] "
+            "with a power of two from 16 to 256 for P"
+        )
     for name, t in (("key", r.key), ("value", r.value)):
         if not t.is_contiguous():
-            raise LayoutError(f"{r.call}: the pages of {name} have gaps (strides "
-                              f"{list(t.stride())}); allocate key and value caches apart")
+            raise LayoutError(
+                f"{r.call}: the pages of {name} have gaps (strides "
+                f"{list(t.stride())}); allocate key and value caches apart"
+            )
 
 
 def _check_int32(r: Request, name: str, t: torch.Tensor, meaning: str) -> None:
     if t.dtype != torch.int32:
-        raise DTypeError(f"{r.call}: {name} is {t.dtype}, must be torch.int32 {meaning}; convert "
-                         "it with .to()")
+        raise DTypeError(
+            f"{r.call}: {name} is {t.dtype}, must be torch.int32 {meaning}; convert it with .to()"
+        )
     if not t.is_contiguous():
-        raise LayoutError(f"{r.call}: {name} is not contiguous (strides {list(t.stride())}); call "
-                          ".contiguous()")
+        raise LayoutError(
+            f"{r.call}: {name} is not contiguous (strides {list(t.stride())}); call .contiguous()"
+        )
 
 
 __all__ = ["Plan", "Request", "attend", "check", "result_of"]

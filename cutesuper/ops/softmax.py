@@ -24,9 +24,7 @@ def _log_softmax(g: KernelGraph, x: Tensor) -> Built:
 
 _X = (Operand("x", Role.ROWS),)
 _softmax_operator = RowOperator(Definition("softmax", _X, (), (Output("y"),), _softmax))
-_log_softmax_operator = RowOperator(
-    Definition("log_softmax", _X, (), (Output("y"),), _log_softmax)
-)
+_log_softmax_operator = RowOperator(Definition("log_softmax", _X, (), (Output("y"),), _log_softmax))
 
 
 def softmax(x: torch.Tensor, dim: int = -1) -> torch.Tensor:

@@ -116,8 +116,9 @@ def step_of(
         rows,
         device,
         _views(inputs, [_known(graph.nodes[i].shape, rows) for i in graph.inputs]),
-        tuple((given.index((s, d)) if (s, d) in given else None, _arguments(s), d)
-              for s, d in wanted),
+        tuple(
+            (given.index((s, d)) if (s, d) in given else None, _arguments(s), d) for s, d in wanted
+        ),
         _views(outputs, seen),
     )
 

@@ -40,9 +40,7 @@ _programs: dict[Any, Function | None] = {}
 _lock = threading.Lock()
 
 
-def run(
-    function: Function, parameters: Sequence[Tensor], x: Any
-) -> tuple[Tensor, ...] | None:
+def run(function: Function, parameters: Sequence[Tensor], x: Any) -> tuple[Tensor, ...] | None:
     """``function(x, *parameters)``, by a program; None if the original should run.
 
     Args:

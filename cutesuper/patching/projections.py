@@ -59,9 +59,13 @@ class _Waiting:
 
     def hold(self, x: Any, parameters: list[Tensor]) -> bool:
         """True if they are the products of x with these parameters."""
-        return self.x is x and self.version == version(x) and all(
-            p is own and made == version(p)
-            for p, (own, made) in zip(parameters, self.parameters, strict=True)
+        return (
+            self.x is x
+            and self.version == version(x)
+            and all(
+                p is own and made == version(p)
+                for p, (own, made) in zip(parameters, self.parameters, strict=True)
+            )
         )
 
 

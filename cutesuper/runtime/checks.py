@@ -164,11 +164,14 @@ class Signature:
         if not t.is_contiguous() or t.data_ptr() % ALIGNMENT:
             raise LayoutError(f"{name} must be contiguous and aligned to {ALIGNMENT} bytes")
         if t.requires_grad and self._grad_enabled():
-            raise GraphError(f"{name} requires a gradient, and what is written into it has none; "
-                             "call it under torch.no_grad(), or detach it")
+            raise GraphError(
+                f"{name} requires a gradient, and what is written into it has none; "
+                "call it under torch.no_grad(), or detach it"
+            )
         if any(_overlap(t, other) for other in others):
-            raise LayoutError(f"{name} overlaps an input or another output; kernels read while "
-                              "they write")
+            raise LayoutError(
+                f"{name} overlaps an input or another output; kernels read while they write"
+            )
 
     # --------------------------------------------------------------------------------- messages
 
@@ -179,15 +182,20 @@ class Signature:
         if not hasattr(t, "data_ptr"):  # a NumPy array, which has a dtype and a device too
             raise DTypeError(f"{what} is a {type(t).__name__}, not a torch tensor")
         if t.dtype is not self.dtypes[i]:
-            raise DTypeError(f"{what} is {t.dtype}, must be {self.dtypes[i]}; convert it with "
-                             ".to()")
+            raise DTypeError(
+                f"{what} is {t.dtype}, must be {self.dtypes[i]}; convert it with .to()"
+            )
         if t.device != device:
-            raise DeviceError(f"{what} is on {t.device}, input {self.names[0]} on {device}; "
-                              "move all inputs to one device")
+            raise DeviceError(
+                f"{what} is on {t.device}, input {self.names[0]} on {device}; "
+                "move all inputs to one device"
+            )
         shape = self._known(want, extents)
         if t.dim() != len(want):
-            raise ShapeError(f"{what} has rank {t.dim()} {list(t.shape)}, must have rank "
-                             f"{len(want)} {show_shape(want)}")
+            raise ShapeError(
+                f"{what} has rank {t.dim()} {list(t.shape)}, must have rank "
+                f"{len(want)} {show_shape(want)}"
+            )
         if tuple(t.shape) != shape:
             bound = "".join(f"; {k} is {v} in an earlier input" for k, v in extents.items())
             raise ShapeError(f"{what} has shape {list(t.shape)}, must be {show_shape(want)}{bound}")
@@ -195,14 +203,20 @@ class Signature:
             raise ShapeError(f"{what} is empty ({list(t.shape)}); there is nothing to compute")
         check_size(what, t.shape)
         if not t.is_contiguous():
-            raise LayoutError(f"{what} is not contiguous (strides {list(t.stride())}); call "
-                              ".contiguous(), or put the transposition into the graph")
+            raise LayoutError(
+                f"{what} is not contiguous (strides {list(t.stride())}); call "
+                ".contiguous(), or put the transposition into the graph"
+            )
         if not t.data_ptr() and (t.is_cuda or not t.untyped_storage().nbytes()):
-            raise LayoutError(f"{what} has no memory: it was freed (a sharded parameter?), or it "
-                              "is a fake tensor; call it with a tensor that has its elements")
+            raise LayoutError(
+                f"{what} has no memory: it was freed (a sharded parameter?), or it "
+                "is a fake tensor; call it with a tensor that has its elements"
+            )
         if t.data_ptr() % ALIGNMENT and t.device.type != "cpu":
-            raise LayoutError(f"{what} starts at an address that is no multiple of {ALIGNMENT} "
-                              "bytes (a view into another tensor?); clone it")
+            raise LayoutError(
+                f"{what} starts at an address that is no multiple of {ALIGNMENT} "
+                "bytes (a view into another tensor?); clone it"
+            )
 
     def _refuse_others(self, inputs: Sequence[Any], error: Exception) -> None:
         """Raise for the first input that is no ordinary tensor; ``error`` is the exception it
@@ -238,9 +252,7 @@ class Signature:
 
     @staticmethod
     def _known(shape: Shape, extents: dict[str, int]) -> tuple[int, ...]:
-        return tuple(
-            extents.get(d.name, d.hint) if isinstance(d, Symbol) else d for d in shape
-        )
+        return tuple(extents.get(d.name, d.hint) if isinstance(d, Symbol) else d for d in shape)
 
 
 def _overlap(a: Any, b: Any) -> bool:

@@ -248,8 +248,9 @@ class Kernel(Program):
         )
         if out is not None:
             raise self._signature.refusal(
-                inputs, "what is written to out= has none; leave out= out, or call it under "
-                "torch.no_grad()"
+                inputs,
+                "what is written to out= has none; leave out= out, or call it under "
+                "torch.no_grad()",
             )
         if names not in self._recorded:
             there = self._having_gradients(names)

@@ -193,9 +193,7 @@ def _steps(path: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]
         rest += target.split(os.sep)[::-1]
 
 
-def _problem(
-    place: str, found: os.stat_result, *, last: bool, owner: bool
-) -> Exposure | None:
+def _problem(place: str, found: os.stat_result, *, last: bool, owner: bool) -> Exposure | None:
     uid, mode = found.st_uid, found.st_mode
     deep = "-R " if last and stat.S_ISDIR(mode) else ""
     if owner and uid not in (_ROOT, os.geteuid()) and (last or uid != _nobody()):

@@ -311,9 +311,7 @@ class ExportedProgram(Program):
         # Code of the file runs only now, after everything has been checked.
         library = ExportedLibrary(path, metadata)
         self._steps = [(library.kernels[kernel], places) for kernel, places in self._layout.steps]
-        self._compact = [
-            (CompactLaunch(library, kernel), places) for kernel, places in self._steps
-        ]
+        self._compact = [(CompactLaunch(library, kernel), places) for kernel, places in self._steps]
 
     def _check_operators(self) -> None:
         for name in added(names_of(self.graph)):

@@ -15,8 +15,9 @@ def usable(t: torch.Tensor) -> torch.Tensor:
     Raises LayoutError: calls are remembered by shape, whatever the layout.
     """
     if t.layout is not torch.strided:
-        raise LayoutError(f"a tensor of shape {list(t.shape)} has the layout {t.layout}; use "
-                          ".to_dense()")
+        raise LayoutError(
+            f"a tensor of shape {list(t.shape)} has the layout {t.layout}; use .to_dense()"
+        )
     if not t.is_contiguous():
         t = t.contiguous()
     return t if t.data_ptr() % ALIGNMENT == 0 else t.clone()

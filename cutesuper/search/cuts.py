@@ -265,8 +265,9 @@ class Flat:
     def describe(self, i: int) -> str:
         """An operator with its operands as text: ``sum(t4[16, 4096], dim=0)``."""
         node = self.graph.nodes[i]
-        shown = [self.graph.nodes[j].name + show_shape(self.graph.nodes[j].shape)
-                 for j in node.inputs]
+        shown = [
+            self.graph.nodes[j].name + show_shape(self.graph.nodes[j].shape) for j in node.inputs
+        ]
         shown += [f"{k}={v}" for k, v in node.attributes.items()]
         return f"{node.operator}({', '.join(shown)})"
 
@@ -461,8 +462,10 @@ class Segments:
         for _, run in groupby(range(len(crossing)), key=crossing.__getitem__):
             level = list(run)
             before, after = level[0] - 1, level[-1] + 1
-            if before >= 0 and after < len(crossing) and (
-                crossing[before] > crossing[level[0]] < crossing[after]
+            if (
+                before >= 0
+                and after < len(crossing)
+                and (crossing[before] > crossing[level[0]] < crossing[after])
             ):
                 found.add(level[-1])
         for n in range(1, len(order)):
@@ -519,9 +522,7 @@ def cuts(segments: Segments, find: Find, keep: int) -> list[Cut]:
     return sorted(found.values(), key=lambda c: c.cost)[:keep]
 
 
-def _cheapest(
-    segments: Segments, order: tuple[int, ...], find: Find, keep: int
-) -> list[_Path]:
+def _cheapest(segments: Segments, order: tuple[int, ...], find: Find, keep: int) -> list[_Path]:
     ways: list[list[_Path]] = [[_Path(0.0, None, None)]] + [[] for _ in order]
     marks = segments.marks(order)
     for n, start in enumerate(marks[:-1]):

@@ -41,8 +41,10 @@ class BlockForm(AnyRules):
     def refuses(self, program: BlockProgram) -> str | None:
         """Refuse an unused cluster: one that exchanges nothing only occupies blocks."""
         reduced = any(op.kind == CLUSTER_REDUCE for op in program.ops)
-        return "an unused cluster axis" if program.of_kind(AxisKind.CLUSTER) and not reduced else (
-            None
+        return (
+            "an unused cluster axis"
+            if program.of_kind(AxisKind.CLUSTER) and not reduced
+            else (None)
         )
 
 

@@ -217,6 +217,7 @@ class Model:
         """Time of the products of one wave, at the rate that each accumulator's area allows."""
         r, total = self.target.rates, np.zeros(self.sizes.count)
         for i, p in self.shape.products.items():
+
             def side(labels: frozenset[str]) -> Any:
                 ordered = tuple(d for d in self.structure.dims if d in labels)
                 return self.sizes.elements(ordered)
@@ -268,8 +269,9 @@ class Model:
 
     def _iterations(self) -> Reals:
         """Number of iterations of a block in all passes."""
-        inner = [a.name for k in (AxisKind.LOOP, AxisKind.PERSISTENT)
-                 for a in self.structure.of_kind(k)]
+        inner = [
+            a.name for k in (AxisKind.LOOP, AxisKind.PERSISTENT) for a in self.structure.of_kind(k)
+        ]
         if not inner:
             return np.zeros(self.sizes.count)
         count: Reals = np.asarray(self.sizes.times(inner), dtype=np.float64)

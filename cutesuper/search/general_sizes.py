@@ -157,7 +157,8 @@ def candidates(shape: Shape, target: Target) -> Sizes:
     inner = {a.name: _parts(shape, a) for a in structure.axes if _is_chosen(shape, a)}
     # if all axes are chosen, the tile has no choice left
     derived = [
-        d for d in structure.dims
+        d
+        for d in structure.dims
         if (axes := structure.axes_of(d)) and all(a.name in inner for a in axes)
     ]
     tiles = {d: [1] if d in derived else _tiles(shape, d) for d in structure.dims}

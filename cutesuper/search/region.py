@@ -207,9 +207,7 @@ class _RegionSearch:
             found = _diverse(found)
         return found[: 2 * self.options.keep]
 
-    def _attempt(
-        self, search: Callable[[], list[Way]], reasons: list[SearchError]
-    ) -> list[Way]:
+    def _attempt(self, search: Callable[[], list[Way]], reasons: list[SearchError]) -> list[Way]:
         try:
             return search()
         except SearchError as error:
@@ -252,9 +250,7 @@ class _RegionSearch:
                 return found
             raise
 
-    def _levels(
-        self, program: LabelledProgram, search: Callable[[Space], list[Way]]
-    ) -> list[Way]:
+    def _levels(self, program: LabelledProgram, search: Callable[[Space], list[Way]]) -> list[Way]:
         """Seal more and more. Raises TooLarge if even sealed values give too many classes."""
         if sum(op.kind not in ("load", "constant") for op in program.ops) > MAX_SATURATED:
             raise TooLarge(f"more than {MAX_SATURATED} operators; compute the program in pieces")
@@ -270,7 +266,9 @@ class _RegionSearch:
     # ----------------------------------------------------------------------- what skeletons run
 
     def _skeleton(
-        self, by: Recognized, space: Space,
+        self,
+        by: Recognized,
+        space: Space,
         finish: Callable[[BlockProgram, Split], BlockProgram | None] = lambda program, _: program,
     ) -> Iterator[Way]:
         """Sized programs of all splits of a form that the lowering supports.
@@ -421,8 +419,11 @@ class _RegionSearch:
             if second:
                 ways.append(
                     Way(
-                        (first.program, second[0].program), found.partials,
-                        (first.cost, second[0].cost), number, False,
+                        (first.program, second[0].program),
+                        found.partials,
+                        (first.cost, second[0].cost),
+                        number,
+                        False,
                     )
                 )
         return ways

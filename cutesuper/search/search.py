@@ -491,9 +491,7 @@ def assemble(flat: Flat, cut: Cut) -> MuGraph:
 def _written(segment: Segment) -> dict[str, TensorSpec]:
     region = segment.region
     written: dict[str, TensorSpec] = {}
-    for name, view, dtype in zip(
-        segment.writes, region.outputs, region.output_dtypes, strict=True
-    ):
+    for name, view, dtype in zip(segment.writes, region.outputs, region.output_dtypes, strict=True):
         shape = region.ops[view.value - len(region.inputs)].shape
         written[name] = TensorSpec(name, tuple(shape[d] for d in view.order), dtype)
     return written
@@ -505,9 +503,7 @@ def _extents(program: BlockProgram, mapping: Iterable[str]) -> tuple[Dim, ...]:
     )
 
 
-def _renamed(
-    program: BlockProgram, names: dict[str, str], tables: dict[str, str]
-) -> BlockProgram:
+def _renamed(program: BlockProgram, names: dict[str, str], tables: dict[str, str]) -> BlockProgram:
     """A program of a region on the graph's tensors; pages are read through their tables."""
 
     def rename(op: BlockOp) -> BlockOp:

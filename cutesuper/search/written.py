@@ -67,9 +67,7 @@ def core(
     """The program without ``rest``, and the operations that become its outputs: those that ``rest``
     takes, and the outputs that do not depend on it. None if nothing or everything is left."""
     taken = {j for i in rest for j in program.ops[i].inputs} | {i for i, _ in program.outputs}
-    wanted = sorted(
-        i for i in taken - rest if program.ops[i].kind not in ("load", "constant")
-    )
+    wanted = sorted(i for i in taken - rest if program.ops[i].kind not in ("load", "constant"))
     if not wanted or not rest:
         return None
     order = tuple(program.dims)
@@ -88,7 +86,10 @@ class Written:
     """
 
     def __init__(
-        self, program: LabelledProgram, split: Split, begun: BlockProgram | None = None,
+        self,
+        program: LabelledProgram,
+        split: Split,
+        begun: BlockProgram | None = None,
         wanted: list[int] | None = None,
     ) -> None:
         self.source, self.split = program, split
@@ -179,7 +180,10 @@ class Written:
         return Operand(frozenset(self.ops[i].dims), state, self.ops[i].kind == LOAD)
 
     def _add(
-        self, kind: str, inputs: tuple[int, ...], dims: tuple[str, ...],
+        self,
+        kind: str,
+        inputs: tuple[int, ...],
+        dims: tuple[str, ...],
         attributes: Any,
     ) -> int:
         pending = frozenset[str]().union(*(self.pending[j] for j in inputs))
@@ -219,8 +223,10 @@ class Written:
         last = len(rank)
         return min(
             pending,
-            key=lambda a: (list(_ENDED_BY.values()).index(_ENDED_BY[a.kind]),
-                           rank.get(a.name, last)),
+            key=lambda a: (
+                list(_ENDED_BY.values()).index(_ENDED_BY[a.kind]),
+                rank.get(a.name, last),
+            ),
             default=None,
         )
 
@@ -242,9 +248,7 @@ class Written:
         return all(_obeys(program, op, states, rules) for op in program.ops)
 
 
-def _obeys(
-    program: BlockProgram, op: BlockOp, states: list[ValueState], rules: Rules
-) -> bool:
+def _obeys(program: BlockProgram, op: BlockOp, states: list[ValueState], rules: Rules) -> bool:
     """True if a skeleton has a place for an operation."""
     if op.kind in (LOAD, STORE, "constant", *ENDING):
         return True

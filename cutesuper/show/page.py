@@ -57,9 +57,7 @@ def mugraph_page(mu: MuGraph, facts: Facts = Facts()) -> str:
     """
     _check(mu, facts)
     kernels = kernels_of(facts.graph, mu) if facts.graph else {}
-    titles = [
-        kernel_title(s.program, facts.graph, kernels, k) for k, s in enumerate(mu.steps)
-    ]
+    titles = [kernel_title(s.program, facts.graph, kernels, k) for k, s in enumerate(mu.steps)]
     name = definition_title(facts.graph) if facts.graph else " | ".join(titles)
     cards = [
         kernel_card(
@@ -186,8 +184,11 @@ def _shares(mu: MuGraph, facts: Facts, titles: Sequence[str]) -> list[Html]:
             titles[k],
             ", ".join(step.reads),
             ", ".join(step.writes),
-            el("td", show_bytes(sum(bytes_of(mu, n) for n in {*step.reads, *step.writes})),
-               class_="num"),
+            el(
+                "td",
+                show_bytes(sum(bytes_of(mu, n) for n in {*step.reads, *step.writes})),
+                class_="num",
+            ),
         ]
         if facts.costs:
             total = facts.costs[k].total

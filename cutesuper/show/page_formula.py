@@ -35,10 +35,7 @@ class _Formulas:
     def __init__(self, program: BlockProgram) -> None:
         self.program = program
         used = Counter(
-            self._whole(j)
-            for op in program.ops
-            if op.kind not in ENDING
-            for j in op.inputs
+            self._whole(j) for op in program.ops if op.kind not in ENDING for j in op.inputs
         )
         plain = (LOAD, "constant")
         #: text and precedence of every operation so far
@@ -82,9 +79,7 @@ class _Formulas:
             return self._between(op.kind, args)
         if op.kind == "square":
             return f"{_within(args[0], ATOM)}²", POWER
-        numbers = [
-            f"{k}={v:g}" for k, v in op.attributes.items() if isinstance(v, int | float)
-        ]
+        numbers = [f"{k}={v:g}" for k, v in op.attributes.items() if isinstance(v, int | float)]
         inner = ", ".join([text for text, _ in args] + numbers)
         over = f"_{op.attributes['over']}" if "over" in op.attributes else ""
         return f"{op.kind}{over}({inner})", ATOM

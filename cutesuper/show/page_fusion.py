@@ -32,9 +32,7 @@ def kernels_of(graph: KernelGraph, mu: MuGraph) -> dict[int, tuple[int, ...]]:
         return {}
     kernels: dict[int, dict[int, None]] = {}
     for k, step in enumerate(mu.steps):
-        reached = _between(
-            whole, [values[n] for n in step.writes], {values[n] for n in step.reads}
-        )
+        reached = _between(whole, [values[n] for n in step.writes], {values[n] for n in step.reads})
         if reached is None:
             return {}
         for i in sorted(reached):  # an operator ends at its last primitive operator

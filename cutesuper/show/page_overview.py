@@ -67,9 +67,7 @@ def program(mu: MuGraph, titles: Sequence[str], details: Sequence[str]) -> Html:
         label = f"kernel {step.name}: {titles[k]}, {details[k]}"
         lines = (shorten(titles[k], 40), details[k])
         tags = ((shorten(step.name), f"kc{k % 6}"),)
-        boxes.append(
-            Box(f"p-k{k}", lines, f"kernel kc{k % 6}", label, tags, href=f"#kernel-{k}")
-        )
+        boxes.append(Box(f"p-k{k}", lines, f"kernel kc{k % 6}", label, tags, href=f"#kernel-{k}"))
         boxes += [_tensor_box(mu, n, number[n]) for n in step.writes]
         edges |= {(t, f"p-k{k}"): None for t in reads} | {(f"p-k{k}", t): None for t in writes}
     return dag("kernels in the order of their launches", boxes, list(edges))

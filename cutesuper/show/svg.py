@@ -424,11 +424,7 @@ class Panel:
             top = min(
                 [
                     self.y[row],
-                    *(
-                        self.top(f) - 4
-                        for f in self.frames
-                        if f.title == loop and f.rows[0] == row
-                    ),
+                    *(self.top(f) - 4 for f in self.frames if f.title == loop and f.rows[0] == row),
                 ]
             )
             points += [(self.x[key], top), (self.x[key], self.y[row] + self.solid)]

@@ -138,8 +138,7 @@ def _trial(
     mu, plans = candidate.mugraph, choices[choice]
     # named like their steps, so that kernels made from the stored file are found in the cache
     requests = tuple(
-        compile_request(plan, step.name, target)
-        for plan, step in zip(plans, mu.steps, strict=True)
+        compile_request(plan, step.name, target) for plan, step in zip(plans, mu.steps, strict=True)
     )
     changes = [
         f"{step.name}: {text}" if len(plans) > 1 else text

@@ -197,9 +197,7 @@ class Bench:
         recording.replay()
         self._judge(outcome, "after timing")
 
-    def _time(
-        self, ready: dict[str, Prepared], outcomes: dict[str, Outcome], job: Job
-    ) -> None:
+    def _time(self, ready: dict[str, Prepared], outcomes: dict[str, Outcome], job: Job) -> None:
         """Time one replay of each in every round, in a changing order."""
         begin = time.monotonic()
         names, order = list(ready), random.Random(self.seed)

@@ -197,9 +197,7 @@ class FieldDomain(FieldAlgebra):
         known = x.masked or y.masked, x.positive and y.positive, x.flat or y.flat
         return self.max(FieldValue(("pair", *x.dims), stack(x.p, y.p), q, *known), ("pair",))
 
-    def gather(
-        self, x: FieldValue, table: NDArray[np.int64], shape: tuple[int, ...]
-    ) -> FieldValue:
+    def gather(self, x: FieldValue, table: NDArray[np.int64], shape: tuple[int, ...]) -> FieldValue:
         """Pages of x in the order of a table, as a tensor of this shape."""
 
         def pages(r: Residues) -> Residues:

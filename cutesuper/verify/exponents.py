@@ -58,9 +58,7 @@ class RecordingDomain(FieldDomain):
     def residues(self) -> Residues:
         """All arguments mod q that are not masked, in the order of the program."""
         flat = [
-            x.q[~x.gone()] if x.masked else np.ravel(x.q)
-            for x in self.arguments
-            if x.q is not None
+            x.q[~x.gone()] if x.masked else np.ravel(x.q) for x in self.arguments if x.q is not None
         ]
         return np.concatenate(flat) if flat else np.zeros(0, np.uint64)
 

@@ -257,9 +257,7 @@ def _shared(mu: MuGraph) -> list[tuple[_Node, list[_Node]]]:
     ]
 
 
-def _pages(
-    classes: _Classes, graph: KernelGraph, mu: MuGraph
-) -> list[tuple[_Node, list[_Node]]]:
+def _pages(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> list[tuple[_Node, list[_Node]]]:
     """Positions of paged sequences: the positions of a page times the number of pages."""
     found: list[tuple[_Node, list[_Node]]] = []
     for i, n in enumerate(graph.nodes):

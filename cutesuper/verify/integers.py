@@ -132,4 +132,3 @@ def _shuffled(rng: np.random.Generator, values: NDArray[np.int64], count: int) -
     """``count`` of the values in random order, each once before one comes again."""
     rounds = [rng.permutation(values) for _ in range(-(-count // len(values)))]
     return np.concatenate(rounds)[:count]
-

@@ -35,7 +35,11 @@ class RoundingRun(BlockRun):
     """A run of a block program with a callback for the operands of all products."""
 
     def __init__(
-        self, a: Any, program: BlockProgram, tensors: Mapping[str, Any], visit: Visit,
+        self,
+        a: Any,
+        program: BlockProgram,
+        tensors: Mapping[str, Any],
+        visit: Visit,
         chunk_elements: int | None = None,
     ) -> None:
         super().__init__(a, program, tensors, set(), chunk_elements)
@@ -117,7 +121,10 @@ class _Check:
                 tensors.setdefault(name, x)
 
     def _kernel(
-        self, step: KernelStep, program: BlockProgram, tensors: Mapping[str, Any],
+        self,
+        step: KernelStep,
+        program: BlockProgram,
+        tensors: Mapping[str, Any],
         multiplied: Sequence[Array],
     ) -> dict[str, Array]:
         """The stored tensors of a kernel. Raises VerificationError."""
@@ -125,11 +132,15 @@ class _Check:
 
         def visit(i: int, x: TorchValue) -> TorchValue:
             value = _whole(x, program.ops[i])
-            if i in wanted and not fits(value) and not any(
-                proportional(value, y) for y in multiplied
+            if (
+                i in wanted
+                and not fits(value)
+                and not any(proportional(value, y) for y in multiplied)
             ):
-                raise _refusal(f"kernel {step.name}: operation {i} ({program.ops[i].kind}) is an "
-                               "operand of a product")
+                raise _refusal(
+                    f"kernel {step.name}: operation {i} ({program.ops[i].kind}) is an "
+                    "operand of a product"
+                )
             return x
 
         loaded = {n: self._value(tensors[n]) for n in step.reads}
@@ -259,9 +270,7 @@ class _TrialDomain(TorchDomain):
     def finish(self, x: TorchValue, mapped: Sequence[Mapped]) -> TorchValue:
         return super().finish(x, [self._trials(x), *mapped])
 
-    def gather(
-        self, x: TorchValue, table: NDArray[np.int64], shape: tuple[int, ...]
-    ) -> TorchValue:
+    def gather(self, x: TorchValue, table: NDArray[np.int64], shape: tuple[int, ...]) -> TorchValue:
         return TorchValue((), x.data[:, torch.from_numpy(table)].reshape(-1, *shape))
 
     def mask(

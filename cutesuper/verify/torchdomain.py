@@ -104,9 +104,7 @@ class TorchDomain:
         """x: there is only one kind of number here."""
         return x
 
-    def gather(
-        self, x: TorchValue, table: NDArray[np.int64], shape: tuple[int, ...]
-    ) -> TorchValue:
+    def gather(self, x: TorchValue, table: NDArray[np.int64], shape: tuple[int, ...]) -> TorchValue:
         """Pages of x in the order of a table, as a tensor of this shape."""
         pages = x.data[torch.from_numpy(table).to(x.data.device)]
         return TorchValue(tuple(map(str, range(len(shape)))), pages.reshape(shape))

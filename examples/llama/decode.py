@@ -285,8 +285,10 @@ def _attention(qkv: Tensor, past: list[Tensor], turned: Tensor) -> Tensor:
     """Of new positions to those before them: [batch, length, heads * head]."""
     batch, groups, start, head = past[0].shape
     length = qkv.shape[1]
-    q, k, v = qkv.unflatten(-1, (-1, head)).transpose(1, 2).split(
-        (qkv.shape[-1] // head - 2 * groups, groups, groups), 1
+    q, k, v = (
+        qkv.unflatten(-1, (-1, head))
+        .transpose(1, 2)
+        .split((qkv.shape[-1] // head - 2 * groups, groups, groups), 1)
     )
     i = 1j * turned
     q, k = (torch.view_as_real(torch.complex(*t.chunk(2, -1)) * i.exp()) for t in (q, k))

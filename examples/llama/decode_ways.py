@@ -60,9 +60,7 @@ def eager() -> Way:
 def compiled(**options: Any) -> Way:
     """torch.compile of the beginning, of a layer, which all layers share, and of the head."""
     wrap = partial(torch.compile, dynamic=False, fullgraph=True, **options)
-    step = partial(
-        decode, begin=wrap(Llama.begin), layer=wrap(Layer.forward), score=wrap(score)
-    )
+    step = partial(decode, begin=wrap(Llama.begin), layer=wrap(Layer.forward), score=wrap(score))
     return Way(step, Parts(**{f.name: wrap(getattr(TORCH, f.name)) for f in fields(Parts)}))
 
 

@@ -51,9 +51,7 @@ TORCH = Operators(
 
 OURS = Operators(
     rms_norm=lambda x, weight: cs.ops.rms_norm(x, weight, eps=EPS),
-    add_rms_norm=lambda x, residual, weight: cs.ops.rms_norm(
-        x, weight, residual=residual, eps=EPS
-    ),
+    add_rms_norm=lambda x, residual, weight: cs.ops.rms_norm(x, weight, residual=residual, eps=EPS),
     swiglu=cs.ops.swiglu,
     cross_entropy=cs.ops.cross_entropy,
 )
@@ -103,9 +101,7 @@ class MLP(nn.Module):
     def __init__(self, shape: Shape, operators: Operators) -> None:
         super().__init__()
         self.operators = operators
-        self.gate, self.up = (
-            nn.Linear(shape.width, shape.hidden, bias=False) for _ in range(2)
-        )
+        self.gate, self.up = (nn.Linear(shape.width, shape.hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(shape.hidden, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

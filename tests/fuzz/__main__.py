@@ -24,19 +24,35 @@ def arguments(given: list[str]) -> argparse.Namespace:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--first", type=int, default=0, metavar="INDEX", help="where to start")
     p.add_argument("--step", type=int, default=1, help="every so manieth program")
-    p.add_argument("--front", choices=("graph", "torch", "both"), default="both",
-                   help="kernel graphs, functions of PyTorch, or both (default)")
+    p.add_argument(
+        "--front",
+        choices=("graph", "torch", "both"),
+        default="both",
+        help="kernel graphs, functions of PyTorch, or both (default)",
+    )
     p.add_argument("--budget", type=float, default=1.0, help="seconds of one search (default: 1)")
-    p.add_argument("--limit", type=float, default=120.0,
-                   help="processor seconds after which a program hangs (default: 120)")
-    p.add_argument("--compile", type=float, default=0.0, metavar="SHARE",
-                   help="compile the kernels of this share of the programs (default: 0)")
+    p.add_argument(
+        "--limit",
+        type=float,
+        default=120.0,
+        help="processor seconds after which a program hangs (default: 120)",
+    )
+    p.add_argument(
+        "--compile",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="compile the kernels of this share of the programs (default: 0)",
+    )
     p.add_argument("--gpu", action="store_true", help="compile and launch the kernels of all")
     p.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
     p.add_argument("--no-minimise", action="store_true", help="print findings as they were drawn")
     p.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
-    p.add_argument("--replay", metavar="PROGRAM",
-                   help="SEED:INDEX, the JSON of a program, or a file with it; nothing else is run")
+    p.add_argument(
+        "--replay",
+        metavar="PROGRAM",
+        help="SEED:INDEX, the JSON of a program, or a file with it; nothing else is run",
+    )
     p.add_argument("--journal", type=Path, help=argparse.SUPPRESS)
     return p.parse_args(given)
 

@@ -43,9 +43,7 @@ class KernelDomain(TorchDomain):
 def execute_rounded(mu: MuGraph, inputs: Sequence[Tensor]) -> list[Tensor]:
     """The outputs of a muGraph, in their element types."""
     domain = KernelDomain(_short(mu))
-    tensors: dict[str, Any] = {
-        name: _given(x) for name, x in zip(mu.inputs, inputs, strict=True)
-    }
+    tensors: dict[str, Any] = {name: _given(x) for name, x in zip(mu.inputs, inputs, strict=True)}
     for program in real_sizes(mu).programs:
         made = BlockRun(domain, program, tensors, set(), CHUNK_ELEMENTS).run()
         tensors |= {name: _stored(x, mu.tensors[name].dtype.torch) for name, x in made.items()}

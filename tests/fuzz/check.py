@@ -102,8 +102,11 @@ def examined(examine: Any, settings: Settings) -> Outcome:
         with limited(settings.limit_s):
             outcome = examine(stage)
     except TimedOut as error:
-        return Outcome("hang", of_exception(error, stage.name).where.split(",")[0],
-                       of_exception(error, stage.name).detail)
+        return Outcome(
+            "hang",
+            of_exception(error, stage.name).where.split(",")[0],
+            of_exception(error, stage.name).detail,
+        )
     except Wrong as found:
         return found.outcome
     except Refused as error:
@@ -208,8 +211,12 @@ class _Examination:
             bad = ~((x - y).abs() <= allowed) & ~x.isnan() & x.isfinite() & ball.e.isfinite()
             if bad.any():
                 at = tuple(int(i) for i in bad.nonzero()[0])
-                raise Wrong("wrong", "gradients", f"d x{n} at {list(at)}: {float(y[at]):.9g}, "
-                            f"PyTorch has {float(x[at]):.9g}; {int(bad.sum())} of {bad.numel()}")
+                raise Wrong(
+                    "wrong",
+                    "gradients",
+                    f"d x{n} at {list(at)}: {float(y[at]):.9g}, "
+                    f"PyTorch has {float(x[at]):.9g}; {int(bad.sum())} of {bad.numel()}",
+                )
 
 
 def autograd(graph: KernelGraph, case: Case, given: dict[str, Tensor]) -> list[Tensor] | None:
@@ -241,7 +248,7 @@ def autograd(graph: KernelGraph, case: Case, given: dict[str, Tensor]) -> list[T
 
 
 def held(outputs: Sequence[Tensor], wanted: Sequence[Expected], where: str) -> str:
-    """"right" or "unjudged". Raises `Wrong`."""
+    """ "right" or "unjudged". Raises `Wrong`."""
     verdict = judge.judged(outputs, wanted)
     if verdict.wrong:
         raise Wrong("wrong", where, verdict.reason)
@@ -258,7 +265,10 @@ def check_texts(graph: Any) -> None:
 
 
 def check_candidates(
-    graph: KernelGraph, inputs: list[Tensor], wanted: list[Expected], settings: Settings,
+    graph: KernelGraph,
+    inputs: list[Tensor],
+    wanted: list[Expected],
+    settings: Settings,
     stage: Stage,
 ) -> None:
     """Search, and run what was found. Raises `Wrong` and `Refused`."""

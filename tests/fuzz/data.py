@@ -49,8 +49,12 @@ def _numbers(kind: str, shape: tuple[int, ...], generator: torch.Generator) -> T
 def _integers(source: Source, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     if source.kind == "table":
         count = math.prod(shape)
-        pages = torch.cat([torch.randperm(source.limit, generator=generator)
-                           for _ in range(-(-count // source.limit))])
+        pages = torch.cat(
+            [
+                torch.randperm(source.limit, generator=generator)
+                for _ in range(-(-count // source.limit))
+            ]
+        )
         return pages[:count].reshape(shape)
     low, high = (0, source.limit + 2) if source.kind == "lengths" else (-1, source.limit + 1)
     x = torch.randint(low, high, shape, generator=generator)

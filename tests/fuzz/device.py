@@ -30,8 +30,12 @@ BITS = {2: torch.int16, 4: torch.int32}
 
 
 def check_kernel(
-    graph: KernelGraph, inputs: Sequence[Tensor], wanted: list[Expected], case: Case,
-    settings: Settings, stage: Stage,
+    graph: KernelGraph,
+    inputs: Sequence[Tensor],
+    wanted: list[Expected],
+    case: Case,
+    settings: Settings,
+    stage: Stage,
 ) -> None:
     """Compile a graph and look at what came out; launch it, too, if the settings say so.
 

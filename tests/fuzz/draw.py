@@ -121,11 +121,16 @@ class Draw:
 
     def value(self, rank: int = 1) -> int:
         """A value of numbers with so many dimensions at least, rather a late one."""
-        fits = [i for i, t in enumerate(self.made)
-                if len(t.shape) >= rank and not t.dtype.integer]
+        fits = [i for i, t in enumerate(self.made) if len(t.shape) >= rank and not t.dtype.integer]
         if not fits or self.rng.random() < 0.05:
-            shape = self.shape if len(self.shape) >= rank else (
-                *(self.rng.choice((1, 2, 3)) for _ in range(rank - len(self.shape))), *self.shape)
+            shape = (
+                self.shape
+                if len(self.shape) >= rank
+                else (
+                    *(self.rng.choice((1, 2, 3)) for _ in range(rank - len(self.shape))),
+                    *self.shape,
+                )
+            )
             if ROWS in shape[1:]:
                 shape = tuple(8 if d == ROWS else d for d in shape)
             return self.source(shape)
@@ -171,8 +176,11 @@ class Draw:
     def _again(self) -> list[Tensor]:
         made: list[Tensor] = []
         for k, what in enumerate(self.kinds):
-            made.append(new_input(self.graph, what, self.hint, f"x{k}")
-                        if isinstance(what, Source) else apply(self.graph, what, made))
+            made.append(
+                new_input(self.graph, what, self.hint, f"x{k}")
+                if isinstance(what, Source)
+                else apply(self.graph, what, made)
+            )
         return made
 
     def case(self) -> Case:
@@ -202,8 +210,9 @@ class Draw:
             case = Case(sources, steps, outputs).pruned()
             numbers = [i for i, s in enumerate(case.sources) if s.limit == 0]
             wrt = tuple(sorted(rng.sample(numbers, rng.randint(1, min(2, len(numbers))))))
-            return Case(case.sources, case.steps, case.outputs, rng.randrange(1 << 30),
-                        self._rows(), wrt)
+            return Case(
+                case.sources, case.steps, case.outputs, rng.randrange(1 << 30), self._rows(), wrt
+            )
         return Case(sources, steps, outputs, rng.randrange(1 << 30), self._rows(), wrt)
 
     def _rows(self) -> tuple[int, int]:
@@ -261,8 +270,11 @@ def prepared(d: Draw, name: str, i: int) -> int:
 def _partner(d: Draw, i: int) -> int | float:
     """What broadcasts with a value: another one, a constant, or a new input."""
     rng, shape = d.rng, d.dims(i)
-    fits = [j for j, t in enumerate(d.made)
-            if j != i and not t.dtype.integer and cs_broadcast(shape, t.shape)]
+    fits = [
+        j
+        for j, t in enumerate(d.made)
+        if j != i and not t.dtype.integer and cs_broadcast(shape, t.shape)
+    ]
     if fits and rng.random() < 0.6:
         return rng.choice(fits)
     if rng.random() < 0.3:
@@ -297,8 +309,11 @@ def _tried(d: Draw, op: Operator) -> None:
         shape = d.dims(d.value())
         labels = d.rng.choice((shape[: d.rng.randint(1, len(shape))], (*shape[:-1], 1)))
         operands = [
-            d.source(labels, "labels", op.integer_types[0].name, 2) if k in op.integers
-            else d.source(shape) if op.of_inputs else d.value()
+            d.source(labels, "labels", op.integer_types[0].name, 2)
+            if k in op.integers
+            else d.source(shape)
+            if op.of_inputs
+            else d.value()
             for k in range(arity)
         ]
         try:
@@ -353,14 +368,26 @@ def _matmul(d: Draw, op: Operator) -> None:
     if d.type(a) == "float32" and rng.random() < 0.8:  # refused, but for now and then
         return
     shape = d.dims(a)
-    fits = [j for j, t in enumerate(d.made) if len(t.shape) >= 2 and t.dtype.name == d.type(a)
-            and t.shape[-2] == shape[-1] and cs_broadcast(shape[:-2], t.shape[:-2])]
+    fits = [
+        j
+        for j, t in enumerate(d.made)
+        if len(t.shape) >= 2
+        and t.dtype.name == d.type(a)
+        and t.shape[-2] == shape[-1]
+        and cs_broadcast(shape[:-2], t.shape[:-2])
+    ]
     if fits and rng.random() < 0.3:
         d.step("matmul", a, rng.choice(fits))
         return
-    same = [j for j, t in enumerate(d.made) if len(t.shape) >= 2 and t.dtype.name == d.type(a)
-            and t.shape[-1] == shape[-1] and cs_broadcast(shape[:-2], t.shape[:-2])
-            and not isinstance(t.shape[-2], Symbol)]
+    same = [
+        j
+        for j, t in enumerate(d.made)
+        if len(t.shape) >= 2
+        and t.dtype.name == d.type(a)
+        and t.shape[-1] == shape[-1]
+        and cs_broadcast(shape[:-2], t.shape[:-2])
+        and not isinstance(t.shape[-2], Symbol)
+    ]
     if same and rng.random() < 0.2:
         d.step("matmul", a, d.step("transpose", rng.choice(same), dims=None))
         return
@@ -434,16 +461,27 @@ def _length_mask(d: Draw, op: Operator) -> None:
 @recipe("gather_pages")
 def _gather_pages(d: Draw, op: Operator) -> None:
     rng = d.rng
-    page, pages, n, b = rng.choice((4, 8, 16)), rng.randint(3, 9), rng.randint(1, 3), rng.choice(
-        (1, 2, 3))
+    page, pages, n, b = (
+        rng.choice((4, 8, 16)),
+        rng.randint(3, 9),
+        rng.randint(1, 3),
+        rng.choice((1, 2, 3)),
+    )
     cache = d.source((pages, page, rng.choice(d.pool)))
     table = d.source((b, n), "table", "int32", pages)
     y = d.step("gather_pages", cache, table)
     if rng.random() < 0.6 and d.type(cache) != "float32":
         q = d.source((b, rng.choice((1, 3, 16)), d.dims(y)[-1]), dtype=d.type(cache))
         lengths = d.source((b,), "lengths", "int32", page * n)
-        d.step("scaled_dot_product_attention", q, y, y, lengths, is_causal=rng.random() < 0.4,
-               scale=None)
+        d.step(
+            "scaled_dot_product_attention",
+            q,
+            y,
+            y,
+            lengths,
+            is_causal=rng.random() < 0.4,
+            scale=None,
+        )
     else:
         d.step(rng.choice(("square", "silu")), y)
 
@@ -527,8 +565,11 @@ def attention_by_hand(d: Draw) -> None:
         scores = d.step(way, d.source((m, s), "binary", dtype), scores)
     elif way == "bias":
         scores = d.step("add", scores, d.source(rng.choice(((m, s), (s,))), "normal", dtype))
-    d.step("matmul", softmax_by_hand(d, scores) if rng.random() < 0.5 else
-           d.step("softmax", scores, dim=-1), value)
+    d.step(
+        "matmul",
+        softmax_by_hand(d, scores) if rng.random() < 0.5 else d.step("softmax", scores, dim=-1),
+        value,
+    )
 
 
 def softmax_by_hand(d: Draw, x: int) -> int:

@@ -211,11 +211,20 @@ ALONG = ("{0}.sum(DIM)", "{0}.sum(DIM, keepdim=True)", "{0}.mean(DIM, keepdim=Tr
          "F.normalize({0}, dim=DIM)", "{0}.sum()", "{0}.mean()", "{0}.max(DIM).values",
          "F.glu({0}, DIM)", "F.softmin({0}, DIM)")  # fmt: skip
 #: with an eps: the default depends on the element type, and so is another one in float64
-NORMS = ("F.rms_norm({0}, {0}.shape[-1:], eps=1e-5)", "F.rms_norm({0}, {0}.shape[-1:], eps=1e-3)",
-         "F.layer_norm({0}, {0}.shape[-1:])", "F.layer_norm({0}, {0}.shape[-1:], eps=1e-3)")
+NORMS = (
+    "F.rms_norm({0}, {0}.shape[-1:], eps=1e-5)",
+    "F.rms_norm({0}, {0}.shape[-1:], eps=1e-3)",
+    "F.layer_norm({0}, {0}.shape[-1:])",
+    "F.layer_norm({0}, {0}.shape[-1:], eps=1e-3)",
+)
 #: with a new argument {1} of the shape [last extent of {0}]
-WEIGHTED = ("F.rms_norm({0}, {0}.shape[-1:], {1}, 1e-5)", "F.layer_norm({0}, {0}.shape[-1:], {1})",
-            "F.layer_norm({0}, {0}.shape[-1:], {1}, {1})", "{0} * {1}", "{0} + {1}")
+WEIGHTED = (
+    "F.rms_norm({0}, {0}.shape[-1:], {1}, 1e-5)",
+    "F.layer_norm({0}, {0}.shape[-1:], {1})",
+    "F.layer_norm({0}, {0}.shape[-1:], {1}, {1})",
+    "{0} * {1}",
+    "{0} + {1}",
+)
 #: with new arguments: {1} is [n, last extent], {2} is [n]
 LINEAR = ("F.linear({0}, {1})", "F.linear({0}, {1}, {2})", "{0} @ {1}.t()",
           "F.silu(F.linear({0}, {1}))", "{0} @ {1}.t() + {2}", "torch.matmul({0}, {1}.mT)",
@@ -248,7 +257,8 @@ class _Draw:
         self.values: list[Tensor] = []
         rank = rng.choices((1, 2, 3), (1, 6, 4))[0]
         shape: tuple[Any, ...] = tuple(
-            rng.choice((1, 2, 3, 8, 16, 24, 32, 33, 64, 100, 128, 8, 16, 64)) for _ in range(rank))
+            rng.choice((1, 2, 3, 8, 16, 24, 32, 33, 64, 100, 128, 8, 16, 64)) for _ in range(rank)
+        )
         while torch.Size(shape).numel() > ELEMENTS // 4:
             shape = tuple(max(1, n // 2) for n in shape)
         self.shape = (ROWS, *shape[1:]) if self.dynamic else shape
@@ -311,7 +321,8 @@ class _Draw:
         shapes = {"weighted": (shape[-1:],), "linear": ((n, shape[-1]), (n,)),
                   "attention": (shape, shape)}[kind]  # fmt: skip
         text = self.rng.choice(
-            {"weighted": WEIGHTED, "linear": LINEAR, "attention": ATTENTION}[kind])
+            {"weighted": WEIGHTED, "linear": LINEAR, "attention": ATTENTION}[kind]
+        )
         before = len(self.sources), len(self.order)
         more = [self.source(s) for s in shapes if f"{{{shapes.index(s) + 1}}}" in text or s]
         if not self.line(text, (x, *more)):

@@ -173,8 +173,9 @@ def _usually(y: Tensor, want: Expected, known: Tensor) -> Verdict | None:
     ):  # fmt: skip
         limit = USUALLY * max(others) + floor
         if error > limit:
-            return Verdict("wrong", f"{what} {error:.3g}, {max(others):.3g} is usual, {limit:.3g} "
-                                    "allowed")
+            return Verdict(
+                "wrong", f"{what} {error:.3g}, {max(others):.3g} is usual, {limit:.3g} allowed"
+            )
     return None
 
 
@@ -192,5 +193,8 @@ def _shown(y: Tensor, want: Expected, bad: Tensor, what: str) -> Verdict | None:
         return None
     at = tuple(int(i) for i in bad.nonzero()[0])
     v, e = float(want.ball.v[at]), float(want.ball.e[at])
-    return Verdict("wrong", f"{count} of {bad.numel()} elements {what}; first at {list(at)}: "
-                            f"{float(y[at]):.6g} for {v:.6g}, bound {e:.3g}")
+    return Verdict(
+        "wrong",
+        f"{count} of {bad.numel()} elements {what}; first at {list(at)}: "
+        f"{float(y[at]):.6g} for {v:.6g}, bound {e:.3g}",
+    )

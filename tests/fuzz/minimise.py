@@ -114,8 +114,9 @@ def _with_source(case: Case, source: Source, value: int) -> Case:
     n = len(case.sources)
     count = n + len(case.steps)
     new: dict[int, int | float] = {i: i if i < n else i + 1 for i in range(count)}
-    steps = tuple(renamed(s, {**new, value: n} if n + k > value else new)
-                  for k, s in enumerate(case.steps))
+    steps = tuple(
+        renamed(s, {**new, value: n} if n + k > value else new) for k, s in enumerate(case.steps)
+    )
     outputs = tuple((int(new[i]), d) for i, d in case.outputs)
     return replace(case, sources=(*case.sources, source), steps=steps, outputs=outputs)
 
@@ -149,11 +150,16 @@ def _plainer(case: Case) -> Iterator[Case]:
     numbers = [s for s in case.sources if s.limit == 0]
     for dtype in ("float32", "float16"):
         if len({s.dtype for s in numbers} | {dtype}) > 1 and numbers[0].dtype != "float32":
-            yield replace(case, sources=tuple(
-                replace(s, dtype=dtype) if s.limit == 0 else s for s in case.sources))
+            yield replace(
+                case,
+                sources=tuple(replace(s, dtype=dtype) if s.limit == 0 else s for s in case.sources),
+            )
     for k, s in enumerate(case.sources):
-        for plain in (replace(s, exponent=0), replace(s, layout="dense"),
-                      replace(s, kind="normal") if s.limit == 0 else s):
+        for plain in (
+            replace(s, exponent=0),
+            replace(s, layout="dense"),
+            replace(s, kind="normal") if s.limit == 0 else s,
+        ):
             yield replace(case, sources=(*case.sources[:k], plain, *case.sources[k + 1 :]))
 
 

@@ -56,8 +56,9 @@ def of_exception(error: BaseException, stage: str) -> Outcome:
 
 def of_refusal(error: Exception, stage: str) -> Outcome:
     """A documented error; what it names is left out of its reason."""
-    text = re.sub(r"superoptimize\(f[^)]*\)(: \S+)?,?( at <fuzzed>:[-\d]+)?: ", "",
-                  str(error).split("\n")[0])
+    text = re.sub(
+        r"superoptimize\(f[^)]*\)(: \S+)?,?( at <fuzzed>:[-\d]+)?: ", "", str(error).split("\n")[0]
+    )
     reason = re.sub(r"\([^()]*\)|\[[^\[\]]*\]|'[^']*'|\d+(\.\d+)?", "..", text)
     return Outcome("refused", f"{stage}, {type(error).__name__}: {reason[:100]}", str(error))
 
@@ -102,8 +103,12 @@ class Tally:
 
     def merge(self, other: Tally) -> None:
         """Add what another process has counted."""
-        for mine, theirs in ((self.counts, other.counts), (self.refused, other.refused),
-                             (self.operators, other.operators), (self.repeated, other.repeated)):
+        for mine, theirs in (
+            (self.counts, other.counts),
+            (self.refused, other.refused),
+            (self.operators, other.operators),
+            (self.repeated, other.repeated),
+        ):
             mine.update(theirs)
         known = {f["key"] for f in self.findings}
         self.findings += [f for f in other.findings if f["key"] not in known]

@@ -140,8 +140,10 @@ class Case:
             lines.append(f'M = cs.symbol("M", {self.rows[0]})')
         for i, s in enumerate(self.sources):
             shape = "".join(f"{d}, " for d in s.shape)
-            lines.append(f'v{i} = g.new_input(({shape.strip()}), "{s.dtype}", name="x{i}")'
-                         f"  # {s.kind}, times 2**{s.exponent}")
+            lines.append(
+                f'v{i} = g.new_input(({shape.strip()}), "{s.dtype}", name="x{i}")'
+                f"  # {s.kind}, times 2**{s.exponent}"
+            )
         for i, step in enumerate(self.steps, len(self.sources)):
             lines.append(f"v{i} = {_call(step)}")
         for i, dtype in self.outputs:

@@ -111,9 +111,7 @@ def _reduced(
     return _finding(name, outcome, program.dumps(), program.code(), what)
 
 
-def _finding(
-    name: str, outcome: Outcome, replay: str, code: str, what: str = ""
-) -> dict[str, Any]:
+def _finding(name: str, outcome: Outcome, replay: str, code: str, what: str = "") -> dict[str, Any]:
     return {"key": f"{outcome.key}{what}", "drawn": name, "detail": outcome.detail,
             "replay": replay, "code": code}  # fmt: skip
 
@@ -135,8 +133,10 @@ def smaller(program: Program, outcome: Outcome, settings: Settings) -> Program:
 
     if outcome.kind in ("hang", "crash"):
         return program
-    return functions.minimised(program, alike) if isinstance(program, Function) else (
-        minimised(program, alike)
+    return (
+        functions.minimised(program, alike)
+        if isinstance(program, Function)
+        else (minimised(program, alike))
     )
 
 

@@ -144,7 +144,11 @@ class Operator:
         return None
 
     def visible(
-        self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,
+        self,
+        rows: Any,
+        columns: Any,
+        extents: tuple[Any, Any],
+        attributes: Attributes,
         integers: Any = None,
     ) -> Any:
         """Mask of elements that stay, for positions that broadcast (masking operators only).
@@ -162,7 +166,12 @@ class Operator:
         raise NotImplementedError
 
     def at(
-        self, m: Any, args: list[Any], rows: Any, columns: Any, extents: tuple[Any, Any],
+        self,
+        m: Any,
+        args: list[Any],
+        rows: Any,
+        columns: Any,
+        extents: tuple[Any, Any],
         attributes: Attributes,
     ) -> Any:
         """One element of the result (masking operators only), from elements of the arguments and
@@ -181,8 +190,9 @@ class Operator:
             attributes: of the operator (a block program's may be passed as they are).
         """
         integers = [m.position(i) for i in args[1:]]
-        return m.where(self.visible(rows, columns, extents, attributes, *integers), args[0],
-                       self.fill)
+        return m.where(
+            self.visible(rows, columns, extents, attributes, *integers), args[0], self.fill
+        )
 
     @property
     def empties(self) -> bool:

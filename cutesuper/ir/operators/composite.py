@@ -47,8 +47,9 @@ class RmsNorm(Operator):
         if not shapes[0]:
             raise ShapeError(f"{call}: x needs at least one dimension")
         if len(shapes) == 2 and shapes[1] != shapes[0][-1:]:
-            raise ShapeError(f"{call}: the weight must have shape [{shapes[0][-1]}], "
-                             "the normalized dimension")
+            raise ShapeError(
+                f"{call}: the weight must have shape [{shapes[0][-1]}], the normalized dimension"
+            )
         return shapes[0]
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
@@ -110,8 +111,10 @@ class LayerNorm(Operator):
         if not shapes[0]:
             raise ShapeError(f"{call}: x needs at least one dimension")
         if any(s != shapes[0][-1:] for s in shapes[1:]):
-            raise ShapeError(f"{call}: weight and bias must have shape [{shapes[0][-1]}], the "
-                             "normalized dimension")
+            raise ShapeError(
+                f"{call}: weight and bias must have shape [{shapes[0][-1]}], the "
+                "normalized dimension"
+            )
         return shapes[0]
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
@@ -286,11 +289,15 @@ class CrossEntropy(Operator):
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         x, labels = shapes
         if len(x) < 2 or labels != (*x[:-1], 1):
-            raise ShapeError(f"{show_call(self.name, shapes)}: takes [rows, classes], and one "
-                             "label for each row, [rows, 1]")
+            raise ShapeError(
+                f"{show_call(self.name, shapes)}: takes [rows, classes], and one "
+                "label for each row, [rows, 1]"
+            )
         if isinstance(x[-1], Symbol):
-            raise ShapeError(f"{show_call(self.name, shapes)}: the number of classes has to be "
-                             "known before the call")
+            raise ShapeError(
+                f"{show_call(self.name, shapes)}: the number of classes has to be "
+                "known before the call"
+            )
         return labels
 
     def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
@@ -375,11 +382,14 @@ class ScaledDotProductAttention(Operator):
         if min(map(len, shapes[:3])) < 2:
             raise ShapeError(f"{call}: every operand needs at least 2 dimensions")
         if query[-1] != key[-1]:
-            raise ShapeError(f"{call}: query and key differ in their last extent, {query[-1]} and "
-                             f"{key[-1]}")
+            raise ShapeError(
+                f"{call}: query and key differ in their last extent, {query[-1]} and {key[-1]}"
+            )
         if key[-2] != value[-2]:
-            raise ShapeError(f"{call}: {key[-2]} keys for {value[-2]} values; the last extents but "
-                             "one must be equal")
+            raise ShapeError(
+                f"{call}: {key[-2]} keys for {value[-2]} values; the last extents but "
+                "one must be equal"
+            )
         scores = broadcast(query[:-2], key[:-2])
         lead = None if scores is None else broadcast(scores, value[:-2])
         if scores is None or lead is None:

@@ -57,8 +57,10 @@ class LengthMask(Operator):
         scores, lengths = shapes
         call = show_call(self.name, shapes)
         if len(scores) < 3:
-            raise ShapeError(f"{call}: scores need a dimension of sequences in front of rows and "
-                             "columns; give them one of extent 1")
+            raise ShapeError(
+                f"{call}: scores need a dimension of sequences in front of rows and "
+                "columns; give them one of extent 1"
+            )
         k = len(lengths)
         if not 0 < k <= len(scores) - 2 or lengths != scores[:k]:
             raise ShapeError(
@@ -73,7 +75,11 @@ class LengthMask(Operator):
         return scores
 
     def visible(
-        self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,
+        self,
+        rows: Any,
+        columns: Any,
+        extents: tuple[Any, Any],
+        attributes: Attributes,
         integers: Any = None,
     ) -> Any:
         if attributes["causal"]:  # the last column that the last row would see in its place
@@ -180,14 +186,20 @@ class Pick(Operator):
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         x, labels = shapes
         if len(x) < 2 or labels != (*x[:-1], 1):
-            want = f"one for each row, {show_shape((*x[:-1], 1))}" if len(x) > 1 else (
-                "one for each row of [rows, columns]"
+            want = (
+                f"one for each row, {show_shape((*x[:-1], 1))}"
+                if len(x) > 1
+                else ("one for each row of [rows, columns]")
             )
             raise ShapeError(f"{show_call(self.name, shapes)}: labels must be {want}")
         return x
 
     def visible(
-        self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,
+        self,
+        rows: Any,
+        columns: Any,
+        extents: tuple[Any, Any],
+        attributes: Attributes,
         integers: Any = None,
     ) -> Any:
         return columns == integers

@@ -43,8 +43,10 @@ class Transpose(Operator):
             raise ShapeError(f"transpose(dims={dims!r}): must be a permutation of dimensions")
         dims = tuple(d + rank if isinstance(d, int) and d < 0 else d for d in dims)
         if sorted(dims, key=str) != sorted(range(rank), key=str):
-            raise ShapeError(f"{show_call(self.name, shapes)}: dims={list(dims)} is not a "
-                             f"permutation of 0..{rank - 1}")
+            raise ShapeError(
+                f"{show_call(self.name, shapes)}: dims={list(dims)} is not a "
+                f"permutation of 0..{rank - 1}"
+            )
         attributes["dims"] = dims
         return tuple(shapes[0][d] for d in dims)
 
@@ -90,8 +92,9 @@ class Concat(Operator):
 
     def _number(self, n: Dim, call: str) -> int:
         if isinstance(n, Symbol):
-            raise ShapeError(f"{call}: extent {n} is known only at the call; concatenate along "
-                             "another dimension")
+            raise ShapeError(
+                f"{call}: extent {n} is known only at the call; concatenate along another dimension"
+            )
         return n
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
@@ -127,8 +130,9 @@ class Slice(Operator):
         call = f"slice({show_shape(shape)}, dim={dim}, start={start!r}, stop={stop!r})"
         n = shape[dim]
         if isinstance(n, Symbol):
-            raise ShapeError(f"{call}: extent {n} is known only at the call; slice along another "
-                             "dimension")
+            raise ShapeError(
+                f"{call}: extent {n} is known only at the call; slice along another dimension"
+            )
         if any(isinstance(k, bool) or not isinstance(k, int) for k in (start, stop)):
             raise ShapeError(f"{call}: start and stop must be ints")
         start, stop = (k + n if k < 0 else k for k in (start, stop))
@@ -208,7 +212,11 @@ class CausalMask(Operator):
         return shapes[0]
 
     def visible(
-        self, rows: Any, columns: Any, extents: tuple[Any, Any], attributes: Attributes,
+        self,
+        rows: Any,
+        columns: Any,
+        extents: tuple[Any, Any],
+        attributes: Attributes,
         integers: Any = None,
     ) -> Any:
         offset = 0

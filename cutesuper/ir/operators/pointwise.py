@@ -503,8 +503,10 @@ class Convert(_Unary):
     def check_attributes(self, given: Attributes) -> Attributes:
         dtype = as_dtype(super().check_attributes(given)["dtype"])
         if dtype.integer:
-            raise DTypeError(f"convert(dtype={dtype}): nothing is computed in integers; use one of "
-                             f"{', '.join(ALL)}")
+            raise DTypeError(
+                f"convert(dtype={dtype}): nothing is computed in integers; use one of "
+                f"{', '.join(ALL)}"
+            )
         return {"dtype": dtype.name}
 
 
@@ -543,8 +545,9 @@ class Clamp(_Unary):
         try:
             low, high = float(full["min"]), float(full["max"])
         except (TypeError, ValueError, OverflowError):
-            raise OperatorError(f"clamp(min={full['min']!r}, max={full['max']!r}): "
-                                "both must be numbers") from None
+            raise OperatorError(
+                f"clamp(min={full['min']!r}, max={full['max']!r}): both must be numbers"
+            ) from None
         if not low <= high:
             raise OperatorError(f"clamp(min={low:g}, max={high:g}): min must not exceed max")
         return {"min": low, "max": high}

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from cutesuper.ir.operators.base import Cotangents
 
 
-
 class _Reduction(Operator):
     """Reduces ``dim``, which stays with extent 1."""
 
@@ -92,11 +91,14 @@ class Matmul(Operator):
         a, b = shapes
         call = show_call(self.name, shapes)
         if len(a) < 2 or len(b) < 2:
-            raise ShapeError(f"{call}: both operands need at least 2 dimensions; "
-                             "give a vector an extent of 1")
+            raise ShapeError(
+                f"{call}: both operands need at least 2 dimensions; give a vector an extent of 1"
+            )
         if a[-1] != b[-2]:
-            raise ShapeError(f"{call}: inner dimensions {a[-1]} and {b[-2]} differ; "
-                             "transpose one operand if it is stored the other way")
+            raise ShapeError(
+                f"{call}: inner dimensions {a[-1]} and {b[-2]} differ; "
+                "transpose one operand if it is stored the other way"
+            )
         lead = broadcast(a[:-2], b[:-2])
         if lead is None:
             raise ShapeError(f"{call}: leading dimensions do not broadcast")

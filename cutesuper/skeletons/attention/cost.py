@@ -113,8 +113,12 @@ class ChainedModel:
     """
 
     def __init__(
-        self, structure: BlockProgram, form: ChainedForm, target: Target,
-        itemsizes: dict[str, int], dependent_launch: bool = False,
+        self,
+        structure: BlockProgram,
+        form: ChainedForm,
+        target: Target,
+        itemsizes: dict[str, int],
+        dependent_launch: bool = False,
     ) -> None:
         self.form, self.target, self.dependent_launch = form, target, dependent_launch
         self.dims = {d: extent(n) for d, n in structure.dims.items()}
@@ -252,8 +256,9 @@ class ChainedModel:
         exponent = self.target.chained.overlap
         own = self._block_us(size, loop, ceil_div(active, slots))
         shared = self._shared_us(size, active / units, loop * active * size.cluster)
-        total = full * overlapped(exponent, ends + overlapped(exponent, *own.values()),
-                                  *shared.values())
+        total = full * overlapped(
+            exponent, ends + overlapped(exponent, *own.values()), *shared.values()
+        )
         causes = {cause: full * us for cause, us in (own | shared).items()}
         own = self._block_us(size, loop, ceil_div(last, slots))
         shared = self._shared_us(size, last / units, loop * last * size.cluster)

@@ -14,8 +14,9 @@ def attention_lines(plan: AttentionPlan) -> list[str]:
     """The plan line by line: places of all data, roles of all warps, joining of the keys' parts."""
     lines = [_tile_line(plan), *_block_lines(plan), *_row_lines(plan), *_key_lines(plan)]
     lines += [_score_line(plan), *_sum_lines(plan), *_join_lines(plan)]
-    lines += [f"{_tensor(plan, o.view.argument)} = {_text(plan, o.expression)}"
-              for o in plan.outputs]
+    lines += [
+        f"{_tensor(plan, o.view.argument)} = {_text(plan, o.expression)}" for o in plan.outputs
+    ]
     if plan.divisors:
         lines.append("rows that see no key are 0")
     lines.append(f"{plan.shared_bytes} bytes of shared memory")
@@ -37,8 +38,10 @@ def _block_lines(plan: AttentionPlan) -> list[str]:
     tiles = prod(ceil_div(extent(program.dims[d]), plan.tile(d)) for d in plan.rows)
     batch = prod(extent(program.dims[d]) for d in plan.batch)
     warps = "1 producer warp" + (f", {plan.helpers} helper warps" if plan.helpers else "")
-    handed = "" if plan.registers is None else (
-        f"; {plan.registers[0]} registers for consumers, {plan.registers[1]} for others"
+    handed = (
+        ""
+        if plan.registers is None
+        else (f"; {plan.registers[0]} registers for consumers, {plan.registers[1]} for others")
     )
     turns = "in turns with the next tile's scores" if s.overlapped else "one tile after the other"
     return [
@@ -58,8 +61,9 @@ def _block_lines(plan: AttentionPlan) -> list[str]:
 
 def _row_lines(plan: AttentionPlan) -> list[str]:
     lines = [_reduction(plan, "row", n, r) for n, r in enumerate(plan.row_reductions)]
-    lines += [f"row{n}, once per row: {_text(plan, e)}"
-              for n, e in enumerate(plan.row_values.values())]
+    lines += [
+        f"row{n}, once per row: {_text(plan, e)}" for n, e in enumerate(plan.row_values.values())
+    ]
     if plan.prologue is not None:
         lines.append(f"rows, rewritten in shared memory: {_text(plan, plan.prologue)}")
     return lines
@@ -67,8 +71,10 @@ def _row_lines(plan: AttentionPlan) -> list[str]:
 
 def _key_lines(plan: AttentionPlan) -> list[str]:
     lines = [_reduction(plan, "key", n, r) for n, r in enumerate(plan.key_reductions)]
-    return lines + [f"key{n}, by helper warps, once per key and block: {_text(plan, e)}"
-                    for n, e in enumerate(plan.key_values.values())]
+    return lines + [
+        f"key{n}, by helper warps, once per key and block: {_text(plan, e)}"
+        for n, e in enumerate(plan.key_values.values())
+    ]
 
 
 def _reduction(plan: AttentionPlan, side: str, n: int, r: Reduction) -> str:
@@ -97,8 +103,9 @@ def _mask(plan: AttentionPlan, mask: Mask) -> str:
 
 def _sum_lines(plan: AttentionPlan) -> list[str]:
     values = _name(plan, plan.value_load)
-    lines = [f"sum{n} over {plan.keys}: {_text(plan, s.source)}"
-             for n, s in enumerate(plan.row_sums)]
+    lines = [
+        f"sum{n} over {plan.keys}: {_text(plan, s.source)}" for n, s in enumerate(plan.row_sums)
+    ]
     return [*lines, f"result over {plan.keys}: {_text(plan, plan.result.source)} times {values}"]
 
 

@@ -188,8 +188,9 @@ def _check_extents(program: LabelledProgram, form: ChainedForm) -> None:
     for name in (form.inner, form.keys, form.columns):
         extent = program.dims[name]
         if isinstance(extent, Symbol):
-            raise SearchError(f"chained products: the extent {extent} may only be one of rows or "
-                              "batches")
+            raise SearchError(
+                f"chained products: the extent {extent} may only be one of rows or batches"
+            )
         if name != form.keys and (extent % ALIGN or extent > MAX_HELD):
             raise SearchError(
                 f"chained products: {extent} elements of {name} in a row; a block holds multiples "
@@ -260,4 +261,3 @@ def _multiplied(
             f"dimension must be {shown(last)}, a multiple of {ALIGN}"
         )
     return True
-

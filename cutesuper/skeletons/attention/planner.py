@@ -86,9 +86,7 @@ def _with_stages(
     plan: AttentionPlan, schedule: AttentionSchedule, target: Target, tiles: int
 ) -> AttentionSchedule:
     groups = schedule.key_groups
-    none, one = (
-        replace(plan, schedule=replace(schedule, stages=n)).shared_bytes for n in (0, 1)
-    )
+    none, one = (replace(plan, schedule=replace(schedule, stages=n)).shared_bytes for n in (0, 1))
     room = (target.shared_bytes - none) // (one - none)
     # 4 stages keep 128 KB in flight at 128 columns: 33.1 us at 8x4096, 33.3 with 6
     stages = min(room, max(2, tiles), 4)
@@ -127,8 +125,10 @@ def _check_operands(plan: AttentionPlan, name: str) -> None:
         _check_matrix(plan, where, plan.view(load), contiguous)
     for i, view in plan.vectors.items():
         if view.labels != (plan.inner,):
-            raise LoweringError(f"{where}: operation {i} is multiplied with the rows and has the "
-                                f"labels {', '.join(view.labels)}; only {plan.inner} is possible")
+            raise LoweringError(
+                f"{where}: operation {i} is multiplied with the rows and has the "
+                f"labels {', '.join(view.labels)}; only {plan.inner} is possible"
+            )
         check_same_type(where, plan.dtype, plan.arguments[view.argument])
     for output in plan.outputs:
         _check_output(plan, where, output.view)
@@ -150,28 +150,35 @@ def _check_pages(plan: AttentionPlan, where: str, load: int) -> None:
     cache, table = plan.arguments[view.argument], plan.arguments[view.table]
     what = f"{where}: {cache.name}{list(map(str, cache.shape))} through the table {table.name}"
     if load not in (plan.key_load, plan.value_load) or view.positions != plan.keys:
-        raise LoweringError(f"{what}: only keys and values are read through a table, along "
-                            f"{plan.keys}; gather the pages before")
+        raise LoweringError(
+            f"{what}: only keys and values are read through a table, along "
+            f"{plan.keys}; gather the pages before"
+        )
     if view.sequences not in (None, *plan.batch):
-        raise LoweringError(f"{what}: {view.sequences} is no label of the batch; gather the pages "
-                            "before")
+        raise LoweringError(
+            f"{what}: {view.sequences} is no label of the batch; gather the pages before"
+        )
     if view.size not in PAGE_SIZES:
-        raise LoweringError(f"{what}: pages of {view.size} positions; use "
-                            f"{', '.join(map(str, PAGE_SIZES[:-1]))} or {PAGE_SIZES[-1]}")
+        raise LoweringError(
+            f"{what}: pages of {view.size} positions; use "
+            f"{', '.join(map(str, PAGE_SIZES[:-1]))} or {PAGE_SIZES[-1]}"
+        )
     if len(view.labels) >= MAX_RANK:
-        raise LoweringError(f"{what}: a cache of pages has at most {MAX_RANK} dimensions longer "
-                            f"than 1, this one {len(view.labels) + 1}; merge those of the heads")
+        raise LoweringError(
+            f"{what}: a cache of pages has at most {MAX_RANK} dimensions longer "
+            f"than 1, this one {len(view.labels) + 1}; merge those of the heads"
+        )
 
 
-def _check_matrix(
-    plan: AttentionPlan, where: str, view: View, contiguous: tuple[str, ...]
-) -> None:
+def _check_matrix(plan: AttentionPlan, where: str, view: View, contiguous: tuple[str, ...]) -> None:
     arg = plan.arguments[view.argument]
     shape = f"{arg.name}{list(map(str, arg.shape))}"
     check_same_type(where, plan.dtype, arg)
     if len(view.labels) > MAX_RANK:
-        raise LoweringError(f"{where}: {shape} has {len(view.labels)} labels, and bulk tensor "
-                            f"copies {MAX_RANK} dimensions; merge some")
+        raise LoweringError(
+            f"{where}: {shape} has {len(view.labels)} labels, and bulk tensor "
+            f"copies {MAX_RANK} dimensions; merge some"
+        )
     if not any(view.stride(d) == 1 for d in contiguous):
         raise LoweringError(f"{where}: {shape} must be contiguous along {' or '.join(contiguous)}")
     if any(s != 1 and s % 8 for s in view.strides):
@@ -182,8 +189,10 @@ def _check_schedule(plan: AttentionPlan, target: Target, name: str) -> None:
     s, where = plan.schedule, f"kernel {name}"
     groups = s.row_groups, s.key_groups
     if groups not in ((1, 1), (1, 2), (2, 1)) or s.resident not in (1, 2):
-        raise ScheduleError(f"{where}: {groups[0]} x {groups[1]} consumer warpgroups in "
-                            f"{s.resident} block(s) of an SM; one or two are possible")
+        raise ScheduleError(
+            f"{where}: {groups[0]} x {groups[1]} consumer warpgroups in "
+            f"{s.resident} block(s) of an SM; one or two are possible"
+        )
     if plan.tile(plan.rows[0]) % s.row_groups or plan.group_rows > ROW_BLOCK:
         raise ScheduleError(
             f"{where}: a tile of {' x '.join(str(plan.tile(d)) for d in plan.rows)} rows for "

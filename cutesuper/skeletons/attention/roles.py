@@ -36,8 +36,10 @@ class AttentionRoles:
         products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
         reaches = self.program.dependence.reaches
         if len(products) != 2 or not reaches(*products):
-            raise self._refuse(f"it has {len(products)} matrix products; it runs two, the second "
-                               "of what it computes from the first")
+            raise self._refuse(
+                f"it has {len(products)} matrix products; it runs two, the second "
+                "of what it computes from the first"
+            )
         self.product, self.second = products
         self._find_labels()
         self.row_reductions: dict[int, Reduction] = {}
@@ -50,8 +52,10 @@ class AttentionRoles:
         sides = ops[self.product].inputs
         with_keys = [i for i in sides if self.keys in ops[i].dims]
         if len(with_keys) != 1:
-            raise self._refuse(f"no operand of operation {self.product} has the label {self.keys} "
-                               f"of the second product alone")
+            raise self._refuse(
+                f"no operand of operation {self.product} has the label {self.keys} "
+                f"of the second product alone"
+            )
         self.key_load = with_keys[0]
         self.row_operand = sides[0] if sides[1] == self.key_load else sides[1]
         values = [i for i in ops[self.second].inputs if not self._is_score(i)]
@@ -61,9 +65,11 @@ class AttentionRoles:
         self.weights = next(i for i in ops[self.second].inputs if i != self.value_load)
         for i in (self.key_load, self.value_load):
             if ops[i].kind != LOAD:
-                raise self._refuse(f"operation {i} ({ops[i].kind}) is multiplied where only a "
-                                   "tensor in memory can be; store it, or move what is done to it "
-                                   "to the other operand")
+                raise self._refuse(
+                    f"operation {i} ({ops[i].kind}) is multiplied where only a "
+                    "tensor in memory can be; store it, or move what is done to it "
+                    "to the other operand"
+                )
         rows = [i for i in self.program.dependence.before(self.row_operand) if ops[i].kind == LOAD]
         matrices = [i for i in rows if set(ops[i].dims) - {self.inner}]
         if len(matrices) != 1:
@@ -106,7 +112,8 @@ class AttentionRoles:
             finals.add(maximum)
         outputs = tuple(
             Output(self._view(i), self._epilogue(op.inputs[0], finals))
-            for i, op in enumerate(self.ops) if op.kind == "store"
+            for i, op in enumerate(self.ops)
+            if op.kind == "store"
         )
         divisors = tuple(
             s.final for s in sums if only_divides([o.expression for o in outputs], s.final)
@@ -128,8 +135,7 @@ class AttentionRoles:
         result = replace(result, source=source)
         sums = tuple(replace(s, source=e) for s, e in zip(sums, others, strict=False))
         outputs = tuple(
-            replace(o, expression=e)
-            for o, e in zip(outputs, others[len(sums):], strict=True)
+            replace(o, expression=e) for o, e in zip(outputs, others[len(sums) :], strict=True)
         )
         plain = prologue.trivial and prologue.leaves == (self.row_load,)
         return AttentionPlan(
@@ -151,26 +157,35 @@ class AttentionRoles:
         self,
     ) -> tuple[int | None, int | None, ThreadExpression, float, tuple[Mask, ...]]:
         """Running maximum, weight, and the maximum's operand: expression, factor, masks."""
-        tops = [i for i, op in enumerate(self.ops)
-                if op.kind == "max" and op.attributes["over"] == self.keys]
+        tops = [
+            i
+            for i, op in enumerate(self.ops)
+            if op.kind == "max" and op.attributes["over"] == self.keys
+        ]
         if len(tops) > 1:
             raise self._refuse(f"{len(tops)} maxima over {self.keys}; one can run")
         if not tops:
             masked = next((i for i, op in enumerate(self.ops) if self._masks(op)), None)
             if masked is not None:
-                raise self._refuse(f"{self.ops[masked].kind} (operation {masked}) without a "
-                                   "maximum: use softmax, which subtracts one")
+                raise self._refuse(
+                    f"{self.ops[masked].kind} (operation {masked}) without a "
+                    "maximum: use softmax, which subtracts one"
+                )
             return None, None, ThreadExpression((self.product,), ()), 1.0, ()
         (top,) = tops
         scores = self.ops[top].inputs[0]
         weights = [
-            i for i, op in enumerate(self.ops)
-            if op.kind == "exp" and self.ops[op.inputs[0]].kind == "sub"
+            i
+            for i, op in enumerate(self.ops)
+            if op.kind == "exp"
+            and self.ops[op.inputs[0]].kind == "sub"
             and self.ops[op.inputs[0]].inputs == (scores, top)
         ]
         if len(weights) != 1:
-            raise self._refuse(f"the maximum (operation {top}) is not subtracted from what it is "
-                               "the maximum of, under one exponential")
+            raise self._refuse(
+                f"the maximum (operation {top}) is not subtracted from what it is "
+                "the maximum of, under one exponential"
+            )
         inner, factor, masks = self._below_masks(scores)
         expression = fuse(self.program, inner, self._is_score_leaf, self.where)
         return self._complete(top), weights[0], expression, factor, masks
@@ -234,8 +249,10 @@ class AttentionRoles:
         if len(op.inputs) > 1:
             lengths = self._view(op.inputs[1])
             if set(lengths.labels) & set(self.rows):
-                raise self._refuse(f"lengths (operation {op.inputs[1]}) differ between the rows of "
-                                   f"a tile; let {self.rows[0]} have a tile of 1")
+                raise self._refuse(
+                    f"lengths (operation {op.inputs[1]}) differ between the rows of "
+                    f"a tile; let {self.rows[0]} have a tile of 1"
+                )
             if not a["causal"]:
                 return Mask(lengths, None, 0)
         elif a["alignment"] == "top_left":
@@ -257,8 +274,10 @@ class AttentionRoles:
         final = self._complete(tile)
         rescaled = self.ops[final].rescaled if final != tile else weight is not None
         if rescaled != (weight is not None):
-            raise self._refuse(f"operation {final} is {'' if rescaled else 'not '}rescaled, and "
-                               f"the loop {'has no' if weight is None else 'has a'} maximum")
+            raise self._refuse(
+                f"operation {final} is {'' if rescaled else 'not '}rescaled, and "
+                f"the loop {'has no' if weight is None else 'has a'} maximum"
+            )
 
         def is_leaf(i: int) -> bool:
             return i in leaves or self._is_value(i)
@@ -272,11 +291,14 @@ class AttentionRoles:
         """Follow a value through its accumulate, cluster_reduce and grid_reduce."""
         axes = {a.name for a in self.program.axes_of(self.keys)}
         while axes:
-            users = [i for i, op in enumerate(self.ops)
-                     if op.kind in CLOSES and op.inputs[0] == value]
+            users = [
+                i for i, op in enumerate(self.ops) if op.kind in CLOSES and op.inputs[0] == value
+            ]
             if len(users) != 1:
-                raise self._refuse(f"the partial result of operation {value} is used before it is "
-                                   f"complete over {', '.join(sorted(axes))}")
+                raise self._refuse(
+                    f"the partial result of operation {value} is used before it is "
+                    f"complete over {', '.join(sorted(axes))}"
+                )
             value = users[0]
             axes -= {self.ops[value].attributes["axis"]}
         return value

@@ -47,9 +47,7 @@ def labelled(
     """The argument behind ``view`` with one mode for each of ``labels``, in this order."""
     shape = tuple(extents.of(d, tensors) for d in labels)
     stride = tuple(view.stride(d) for d in labels)
-    return cute.make_tensor(
-        tensors[view.argument].iterator, cute.make_layout(shape, stride=stride)
-    )
+    return cute.make_tensor(tensors[view.argument].iterator, cute.make_layout(shape, stride=stride))
 
 
 def batch_labels(batch: tuple[str, ...], view: View) -> tuple[str, ...]:
@@ -103,6 +101,5 @@ def fake_scratch(scratch: tuple[Scratch, ...]) -> tuple[cute.Tensor, ...]:
         return cute.sym_int() if isinstance(s.shape[0], Symbol) else prod(s.shape)
 
     return tuple(
-        make_fake_compact_tensor(ELEMENT[s.dtype], (length(s),), assumed_align=16)
-        for s in scratch
+        make_fake_compact_tensor(ELEMENT[s.dtype], (length(s),), assumed_align=16) for s in scratch
     )

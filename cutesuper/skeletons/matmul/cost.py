@@ -41,8 +41,6 @@ MOST_VECTOR_ROWS = 64
 VECTOR_ROWS = 32
 
 
-
-
 def matmul_cost(
     program: BlockProgram, form: MatmulForm, target: Target, itemsizes: dict[str, int]
 ) -> Cost:
@@ -101,9 +99,7 @@ def _piece(program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]) -
     return prod(program.tile[d] for d in labels[-1:]) * itemsizes[largest.attributes["tensor"]]
 
 
-def _shared_bytes(
-    program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]
-) -> float:
+def _shared_bytes(program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]) -> float:
     """Bytes of a stage that a block gets from the blocks that load the row tile with it."""
     over = {op.attributes["over"] for op in program.ops if "over" in op.attributes}
     if _extent_of(program, AxisKind.CLUSTER) > 1 or over != {form.contracted}:

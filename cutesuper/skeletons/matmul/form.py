@@ -71,8 +71,7 @@ class MatmulForm:
         else:
             choices = ((loop, kinds[self.column]), (cluster + loop, kinds[self.column]))
         return tuple(
-            Split(tuple((kinds | {self.contracted: k, self.column: c}).items()))
-            for k, c in choices
+            Split(tuple((kinds | {self.contracted: k, self.column: c}).items())) for k, c in choices
         )
 
     def computes(self, operands: tuple[frozenset[str], ...], state: State) -> bool:
@@ -168,9 +167,7 @@ class MatmulForm:
         return None
 
 
-def matmul_form(
-    region: Region, program: LabelledProgram, products: list[LabelledOp]
-) -> MatmulForm:
+def matmul_form(region: Region, program: LabelledProgram, products: list[LabelledOp]) -> MatmulForm:
     """The form of a region with products. Raises SearchError with the reason if it has none."""
     after = after_products(program)
     first = [op for op in products if after.isdisjoint(op.inputs)]
@@ -181,7 +178,8 @@ def matmul_form(
     hidden = tuple(dict.fromkeys(op.over for op in tails if op.over is not None))
     row, column = _rows_and_columns(program, (tails or looped)[0], hidden)
     over = dict.fromkeys(
-        op.over for i, op in enumerate(program.ops)
+        op.over
+        for i, op in enumerate(program.ops)
         if op.over is not None and (i not in after or op in looped)
     )
     if len(over) > 1:
@@ -241,7 +239,8 @@ def _check_after(
     """
     reduced = False
     tails = program.dependence.after(
-        i for i, op in enumerate(program.ops)
+        i
+        for i, op in enumerate(program.ops)
         if is_product(program, op) and not after.isdisjoint(op.inputs)
     )
     for op in program.ops:
@@ -262,7 +261,11 @@ def _check_after(
 
 
 def _check_product(
-    program: LabelledProgram, op: LabelledOp, row: str, column: str, contracted: str,
+    program: LabelledProgram,
+    op: LabelledOp,
+    row: str,
+    column: str,
+    contracted: str,
     hidden: tuple[str, ...],
 ) -> None:
     """Check that one operand has the rows, the other one the columns or a hidden label."""

@@ -92,9 +92,11 @@ def _check_limits(plan: MatmulPlan, name: str) -> None:
             f"most {MAX_SHIFTED_ROWS}"
         )
     if plan.accumulators > 2 * 128 * 128:
-        raise ScheduleError(f"{where}: {plan.accumulators} accumulators ({m}x{n} for each of "
-                            f"{len(plan.finals)} result(s), and what the products after the loop "
-                            "take) do not fit into the registers of two warpgroups")
+        raise ScheduleError(
+            f"{where}: {plan.accumulators} accumulators ({m}x{n} for each of "
+            f"{len(plan.finals)} result(s), and what the products after the loop "
+            "take) do not fit into the registers of two warpgroups"
+        )
     if (n // plan.cluster) % 8:
         raise ScheduleError(f"{where}: {n} columns cannot be shared out over {plan.cluster} blocks")
     tails = [t.view for t in plan.tails]

@@ -99,7 +99,10 @@ class Roles:
         finals, tails = self._shared_accumulators(finals, tails)
         statistics, reductions = self._statistics(), self._reductions()
         vector_rows, vector_products = products_of_vectors(
-            self.program, self.vectors, self.column, self._complete,
+            self.program,
+            self.vectors,
+            self.column,
+            self._complete,
             lambda i: fuse(self.program, i, self._is_load, f"{self.where}, vector {i}"),
         )
         if why := refusal(vector_rows, vector_products, set(columns)):
@@ -160,8 +163,10 @@ class Roles:
         free_a = [d for d in free_a if d not in batch]
         free_b = [d for d in free_b if d not in batch]
         if len(free_a) > 1 or len(free_b) > 1:
-            raise LoweringError(f"{self.where}: an operand has two labels that are tiled; only "
-                                "one row label and one column label can be")
+            raise LoweringError(
+                f"{self.where}: an operand has two labels that are tiled; only "
+                "one row label and one column label can be"
+            )
         self.batch = tuple(d for d in self.program.dims if d in batch)
         sides = [(free_a, free_b, 1), (free_b, free_a, 0)]
         sides.sort(key=lambda s: not self._last_in_store(s[1]))
@@ -241,7 +246,8 @@ class Roles:
         ops = self.program.ops
         free = self.hidden if product in self.inner else {self.column}
         return next(
-            i for i in ops[product].inputs
+            i
+            for i in ops[product].inputs
             if self._is_load(i) and free & set(ops[i].dims) and self.row not in ops[i].dims
         )
 
@@ -293,8 +299,18 @@ class Roles:
             cluster = self._axes(self.contracted, AxisKind.CLUSTER)
             pending = cluster & states[i].pending
             unfused = ThreadExpression((operand,), ())
-            found.append(Tail(label, whole, products, unfused, load, self._view(load),
-                              self._complete(i, pending), bool(cluster - pending)))
+            found.append(
+                Tail(
+                    label,
+                    whole,
+                    products,
+                    unfused,
+                    load,
+                    self._view(load),
+                    self._complete(i, pending),
+                    bool(cluster - pending),
+                )
+            )
         if len({t.hidden for t in found}) < len(found):
             raise LoweringError(f"{self.where}: two products after the loop contract one label")
         return tuple(found)

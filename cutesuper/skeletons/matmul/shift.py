@@ -126,7 +126,10 @@ def _equal(a: FieldValue, b: FieldValue) -> bool:
 
 
 def _values(
-    program: BlockProgram, seed: int, shifted: int | None = None, contracted: str = "",
+    program: BlockProgram,
+    seed: int,
+    shifted: int | None = None,
+    contracted: str = "",
     multiplied: list[FieldValue] | None = None,
 ) -> list[FieldValue]:
     """Every operation's value, for all tiles of a label at once; ``shifted`` is reduced by a value

@@ -63,8 +63,11 @@ def matmul_sizes(
             continue
         parts = 1 if form.reduced else cluster  # of the contracted label
         loop = ceil_div(extent(structure.dims[form.contracted]), parts * tile[form.contracted])
-        inner = {f"{form.contracted}.loop": loop, f"{form.contracted}.cluster": cluster,
-                 f"{form.column}.cluster": cluster}
+        inner = {
+            f"{form.contracted}.loop": loop,
+            f"{form.contracted}.cluster": cluster,
+            f"{form.column}.cluster": cluster,
+        }
         program = resize(structure, tile, inner)
         odd = any(b % 2 for b in column_blocks(program, form))
         held = accumulators(program, form)
@@ -90,8 +93,11 @@ def _matmul_tiles(
         for columns in COLUMNS:
             for inner in INNER:
                 tile = {
-                    **dict.fromkeys(form.batch, 1), **hidden,
-                    form.row: row, form.column: columns, form.contracted: inner,
+                    **dict.fromkeys(form.batch, 1),
+                    **hidden,
+                    form.row: row,
+                    form.column: columns,
+                    form.contracted: inner,
                 }
                 for cluster in CLUSTERS[1:] if split else CLUSTERS[:1]:
                     if form.reduced:

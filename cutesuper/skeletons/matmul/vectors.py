@@ -13,9 +13,7 @@ from cutesuper.ir.block import BlockOp, BlockProgram
 MAX_VECTORS = 8
 
 
-def vector_products(
-    program: BlockProgram, row: str, column: str, contracted: str
-) -> list[BlockOp]:
+def vector_products(program: BlockProgram, row: str, column: str, contracted: str) -> list[BlockOp]:
     """The operations that reduce a column operand with a vector, or by itself (with ones).
 
     The last input of each is the column operand; a product has the vector before it.

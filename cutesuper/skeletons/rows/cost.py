@@ -55,9 +55,7 @@ def row_cost(program: BlockProgram, target: Target, itemsizes: dict[str, int]) -
     }
     busy = overlapped(r.overlap, *parts.values())
     ramp = r.reduction_us * len(reductions)
-    return Cost(
-        target.launch_us + busy + ramp, parts | {"launch": target.launch_us, "ramp": ramp}
-    )
+    return Cost(target.launch_us + busy + ramp, parts | {"launch": target.launch_us, "ramp": ramp})
 
 
 def _along_rows(program: BlockProgram) -> str | None:

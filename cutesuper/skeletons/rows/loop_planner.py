@@ -101,9 +101,7 @@ def _with_part(plan: RowLoopPlan) -> BlockProgram:
     return replace(program, tile=program.tile | {plan.column: width})
 
 
-def _default_schedule(
-    plan: RowLoopPlan, target: Target, dependent_launch: bool
-) -> RowLoopSchedule:
+def _default_schedule(plan: RowLoopPlan, target: Target, dependent_launch: bool) -> RowLoopSchedule:
     views = [plan.loads[i] for i in plan.streamed]
     smallest = min([plan.itemsize(v) for v in views], default=2)
     ring = _bulk(plan)
@@ -203,9 +201,7 @@ def _straight_schedule(
     threads = MAX_THREADS // 2 if plan.complete else MAX_THREADS // 4
     groups = _straight_groups(lanes, threads, rows, target)
     resident = 3 if plan.cluster > 1 else 2
-    return RowLoopSchedule(
-        lanes, vector, ceil_div(pieces, lanes), groups, 1, 0, True, 0, resident
-    )
+    return RowLoopSchedule(lanes, vector, ceil_div(pieces, lanes), groups, 1, 0, True, 0, resident)
 
 
 def _straight_groups(lanes: int, threads: int, rows: int, target: Target) -> int:
@@ -266,8 +262,9 @@ def _bulk(plan: RowLoopPlan) -> bool:
     for i in plan.streamed:
         view = plan.loads[i]
         size = plan.itemsize(view)
-        strides = [s * size for d, s in zip(view.labels, view.strides, strict=True)
-                   if d != plan.column]
+        strides = [
+            s * size for d, s in zip(view.labels, view.strides, strict=True) if d != plan.column
+        ]
         whole = plan.length * size % BULK == 0
         if view.stride(plan.column) != 1 or not whole or any(s % BULK for s in strides):
             return False
@@ -306,38 +303,55 @@ def _common_vector(plan: RowLoopPlan, vector: int) -> int:
 def _check_schedule(plan: RowLoopPlan, target: Target, where: str) -> None:
     s = plan.schedule
     if any(n < 1 or n & (n - 1) for n in (s.lanes, s.vector, s.groups, s.depth)) or s.chunks < 1:
-        raise ScheduleError(f"{where}: {s.lanes} lanes, vectors of {s.vector}, {s.groups} groups, "
-                            f"{s.depth} rows each, {s.chunks} chunks: powers of two, but the last")
+        raise ScheduleError(
+            f"{where}: {s.lanes} lanes, vectors of {s.vector}, {s.groups} groups, "
+            f"{s.depth} rows each, {s.chunks} chunks: powers of two, but the last"
+        )
     if plan.threads % WARP or plan.threads > 1024:
-        raise ScheduleError(f"{where}: {s.groups} groups of {s.lanes} lanes; a block has whole "
-                            "warps and at most 1024 threads")
+        raise ScheduleError(
+            f"{where}: {s.groups} groups of {s.lanes} lanes; a block has whole "
+            "warps and at most 1024 threads"
+        )
     if s.lanes < min(WARP, plan.cluster):
-        raise ScheduleError(f"{where}: {s.lanes} lanes; each sends to one of {plan.cluster} blocks "
-                            "of the cluster")
+        raise ScheduleError(
+            f"{where}: {s.lanes} lanes; each sends to one of {plan.cluster} blocks of the cluster"
+        )
     if plan.sums and s.lanes < 4:
         raise ScheduleError(f"{where}: {s.lanes} lanes; sums over rows need 4")
     if plan.length % s.vector or plan.width % s.vector:
-        raise ScheduleError(f"{where}: accesses of {s.vector} elements, and parts of "
-                            f"{plan.width} of rows of {plan.length}")
+        raise ScheduleError(
+            f"{where}: accesses of {s.vector} elements, and parts of "
+            f"{plan.width} of rows of {plan.length}"
+        )
     if plan.covered < plan.width:
-        raise ScheduleError(f"{where}: {s.lanes} lanes of {s.vector * s.chunks} elements do not "
-                            f"cover the {plan.width} of a row")
+        raise ScheduleError(
+            f"{where}: {s.lanes} lanes of {s.vector * s.chunks} elements do not "
+            f"cover the {plan.width} of a row"
+        )
     if s.resident not in (1, 2, 3) or s.resident * s.lanes * s.groups > 1024:
-        raise ScheduleError(f"{where}: {s.resident} blocks of {s.lanes * s.groups} threads on an "
-                            "SM; one to three, of at most 1024 threads together")
+        raise ScheduleError(
+            f"{where}: {s.resident} blocks of {s.lanes * s.groups} threads on an "
+            "SM; one to three, of at most 1024 threads together"
+        )
     if s.resident * (plan.shared_bytes + target.reserved_bytes) > target.sm_shared_bytes:
-        raise ScheduleError(f"{where}: {plan.shared_bytes} bytes of shared memory; the device has "
-                            f"{target.shared_bytes}")
+        raise ScheduleError(
+            f"{where}: {plan.shared_bytes} bytes of shared memory; the device has "
+            f"{target.shared_bytes}"
+        )
     if s.stages and not _bulk(plan):
-        raise ScheduleError(f"{where}: parts of rows do not all begin and end at multiples of "
-                            f"{BULK} bytes, so they cannot come through a ring; use stages=0")
+        raise ScheduleError(
+            f"{where}: parts of rows do not all begin and end at multiples of "
+            f"{BULK} bytes, so they cannot come through a ring; use stages=0"
+        )
     if s.sliced and not s.blocks:
         raise ScheduleError(f"{where}: sliced=True, and no blocks to have the slices")
     if s.sliced and (why := _unsliced(plan)):
         raise ScheduleError(f"{where}: sliced=True, but {why}")
     if s.kept and s.vector * s.chunks * s.depth > MAX_HELD:
-        raise ScheduleError(f"{where}: {s.depth} rows with {s.vector * s.chunks} elements each do "
-                            f"not fit into the registers of a thread; at most {MAX_HELD}")
+        raise ScheduleError(
+            f"{where}: {s.depth} rows with {s.vector * s.chunks} elements each do "
+            f"not fit into the registers of a thread; at most {MAX_HELD}"
+        )
     if not s.stages and not s.kept:
         raise ScheduleError(f"{where}: without a ring a tile is kept in registers")
     if plan.meets and plan.grid_blocks > plan.cluster * target.clusters.get(plan.cluster, 0):

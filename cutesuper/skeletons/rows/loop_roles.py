@@ -68,8 +68,10 @@ def find_roles(
     column = _column(program, summed, loads, stores, where)
     for a in program.axes:
         if a.kind == AxisKind.LOOP or (a.kind == AxisKind.CLUSTER and a.dim != column):
-            raise LoweringError(f"{where}: {a.name}: in a row loop a block has its part of a row "
-                                f"whole, and a cluster shares the row, {column}")
+            raise LoweringError(
+                f"{where}: {a.name}: in a row loop a block has its part of a row "
+                f"whole, and a cluster shares the row, {column}"
+            )
     walked = [a.dim for a in program.of_kind(AxisKind.PERSISTENT)]
     others = [d for d in program.dims if d != column]
     if summed and len(walked) != 1:
@@ -155,18 +157,24 @@ def _check_sums(
         names = " and over ".join(
             ", ".join(sorted(set(outer) - k)) or "none" for k in sorted(kept, key=sorted)
         )
-        raise LoweringError(f"{where}: sums over rows are over {names} of {', '.join(outer)}; a "
-                            "kernel sums over the same labels")
+        raise LoweringError(
+            f"{where}: sums over rows are over {names} of {', '.join(outer)}; a "
+            "kernel sums over the same labels"
+        )
     reaches = program.dependence.reaches
     narrow = {s.final for s in sums if column not in program.ops[s.source].dims}
     for i, op in enumerate(program.ops):
         of = [s.final for s in sums if reaches(s.final, i)]
         if reduces(op.kind) and op.attributes["over"] == column and of:
-            raise LoweringError(f"{where}: {op.kind} (operation {i}) along the row of a sum over "
-                                "rows, of which a block has some columns")
+            raise LoweringError(
+                f"{where}: {op.kind} (operation {i}) along the row of a sum over "
+                "rows, of which a block has some columns"
+            )
         if column in op.dims and not narrow.isdisjoint(of):
-            raise LoweringError(f"{where}: {op.kind} (operation {i}) needs a sum of values of rows "
-                                "in every column, and only one block has it")
+            raise LoweringError(
+                f"{where}: {op.kind} (operation {i}) needs a sum of values of rows "
+                "in every column, and only one block has it"
+            )
 
 
 def _links(program: BlockProgram, i: int, summed: set[str]) -> bool:
@@ -186,8 +194,9 @@ def _complete(
         if not reduces(op.kind) or i in chain or op.attributes["over"] != column:
             continue
         if program.parts_along(column, AxisKind.GRID) > 1:
-            raise LoweringError(f"{where}: {op.kind} (operation {i}) along rows that the grid "
-                                "divides")
+            raise LoweringError(
+                f"{where}: {op.kind} (operation {i}) along rows that the grid divides"
+            )
         users = [j for j, o in enumerate(program.ops) if i in o.inputs]
         ends = [j for j in users if program.ops[j].kind == CLUSTER_REDUCE]
         if split and (len(users) != 1 or len(ends) != 1 or len(program.ops[ends[0]].inputs) > 1):
@@ -203,9 +212,11 @@ def _picks(program: BlockProgram, i: int) -> bool:
     """True if a reduction along the row is the sum of one element and zeros."""
     op, source = program.ops[i], program.ops[program.ops[i].inputs[0]]
     masks = source.kind not in (LOAD, *ENDING) and lookup(source.kind).one_column
-    return op.kind in ("sum", "mean") and masks and source.attributes["columns"] == op.attributes[
-        "over"
-    ]
+    return (
+        op.kind in ("sum", "mean")
+        and masks
+        and source.attributes["columns"] == op.attributes["over"]
+    )
 
 
 def _levels(
@@ -228,7 +239,8 @@ def _levels(
     for n in range(last + 1):
         reductions = tuple(i for i in complete if level[i] - 1 == n)
         stores = tuple(
-            i for i, o in enumerate(program.ops)
+            i
+            for i, o in enumerate(program.ops)
             if o.kind == STORE and i not in after and level[i] == n
         )
         parts = tuple(k for k, s in enumerate(sums) if level[s.source] == n)
@@ -236,8 +248,10 @@ def _levels(
     for i in sorted(after - set(chain)):
         op = program.ops[i]
         if any(j not in after and program.ops[j].kind not in (LOAD, "constant") for j in op.inputs):
-            raise LoweringError(f"{where}: {op.kind} (operation {i}) mixes a sum over rows with "
-                                "what is computed in the loop")
+            raise LoweringError(
+                f"{where}: {op.kind} (operation {i}) mixes a sum over rows with "
+                "what is computed in the loop"
+            )
     return tuple(found)
 
 
@@ -259,8 +273,9 @@ def check_views(
         if op.kind in (LOAD, STORE, *ENDING) or not lookup(op.kind).masks:
             continue
         along = op.attributes["columns"]
-        if along != roles.column or op.attributes["rows"] in (set(roles.rows) if len(
-                roles.rows) > 1 else set()):
+        if along != roles.column or op.attributes["rows"] in (
+            set(roles.rows) if len(roles.rows) > 1 else set()
+        ):
             raise LoweringError(
                 f"{where}: {op.kind} (operation {i}) takes positions along {along} and "
                 f"{op.attributes['rows']}; a row loop knows those along {roles.column}, and rows "
@@ -268,8 +283,9 @@ def check_views(
             )
     for d in roles.outer:
         if program.tile[d] != 1 or program.parts_along(d, AxisKind.GRID) != program.dims[d]:
-            raise LoweringError(f"{where}: a block must have one element of {d}, which is not "
-                                "walked along")
+            raise LoweringError(
+                f"{where}: a block must have one element of {d}, which is not walked along"
+            )
     finals = {s.final for s in roles.sums}
     reaches = program.dependence.reaches
     late = {i for i in range(len(program.ops)) if any(reaches(f, i) for f in finals)}
@@ -281,5 +297,6 @@ def check_views(
     for i, view in loads.items():
         meets = any(i in program.ops[j].inputs for j in late)
         if meets and any(d in view.labels for d in roles.rows):
-            raise LoweringError(f"{where}: {arguments[view.argument].name} has rows and meets a sum"
-                                " over rows")
+            raise LoweringError(
+                f"{where}: {arguments[view.argument].name} has rows and meets a sum over rows"
+            )

@@ -311,13 +311,20 @@ class Join:
                 for j in cutlass.range_constexpr(count):
                     # the last owners may have padding in place of items
                     if own + j < self.half and first + j < self.items:
-                        self.store_item(
-                            owned, j, first + j, r, finals[r], tensors, positions, lane
-                        )
+                        self.store_item(owned, j, first + j, r, finals[r], tensors, positions, lane)
 
     @cute.jit
-    def store_item(self, owned, j: cutlass.Constexpr, item, r: cutlass.Constexpr, known, tensors,
-                   positions, lane):
+    def store_item(
+        self,
+        owned,
+        j: cutlass.Constexpr,
+        item,
+        r: cutlass.Constexpr,
+        known,
+        tensors,
+        positions,
+        lane,
+    ):
         """Store an item: two columns of one row, or two columns each of two blocks."""
         plan = self.plan
         pairs = [(0, 2 * item), (2, 2 * item + 1)] if self.few else [(2 * r, item)]

@@ -130,8 +130,8 @@ class KeyValues:
 
     def ring(self, smem: dict[str, Any], operand: int, stage: Any) -> tuple[cute.Pointer, int]:
         """Start of a stage's tile of an operand, and the (padded) length of a key's row."""
-        name, length = ("keys", self.k.depth) if operand == self.plan.key_load else (
-            "values", self.k.width
+        name, length = (
+            ("keys", self.k.depth) if operand == self.plan.key_load else ("values", self.k.width)
         )
         pointer = cute.recast_ptr(smem[name].iterator, dtype=self.k.dtype)
         return pointer + cute.assume(stage * self.k.key_tile * length, divby=PIECE), length

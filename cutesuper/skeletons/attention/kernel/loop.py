@@ -77,10 +77,18 @@ class AttentionKernel:
         keys, values = self.key_layout(1), self.value_layout(1)
         atoms = [
             self.rows.atom(tensors),
-            self.atom(self.key_view, {plan.keys: self.key_tile, plan.inner: self.depth},
-                      cute.slice_(keys, (None, None, 0)), tensors),
-            self.atom(self.value_view, {plan.columns: self.width, plan.keys: self.key_tile},
-                      cute.slice_(values, (None, None, 0)), tensors),
+            self.atom(
+                self.key_view,
+                {plan.keys: self.key_tile, plan.inner: self.depth},
+                cute.slice_(keys, (None, None, 0)),
+                tensors,
+            ),
+            self.atom(
+                self.value_view,
+                {plan.columns: self.width, plan.keys: self.key_tile},
+                cute.slice_(values, (None, None, 0)),
+                tensors,
+            ),
         ]
         batch = 1
         for label in plan.batch:
@@ -97,16 +105,17 @@ class AttentionKernel:
             **({"preferred_smem_carveout": 100} if plan.schedule.resident > 1 else {}),
         )
 
-    def matrix(
-        self, view: Any, labels: tuple[str, ...], tensors: list[cute.Tensor]
-    ) -> cute.Tensor:
+    def matrix(self, view: Any, labels: tuple[str, ...], tensors: list[cute.Tensor]) -> cute.Tensor:
         """An operand as TMA loads see it, with modes (labels..., its batch labels...)."""
         tensor = labelled(self.extents, view, (*labels, *self.batch_of(view)), tensors)
         shape = tuple(described(n) for n in tensor.shape)
         return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.stride))
 
     def atom(
-        self, view: Any, tile: dict[str, int], stage: cute.ComposedLayout,
+        self,
+        view: Any,
+        tile: dict[str, int],
+        stage: cute.ComposedLayout,
         tensors: list[cute.Tensor],
     ) -> Any:
         """The TMA load of a column-side operand with modes (labels..., its batch labels...)."""

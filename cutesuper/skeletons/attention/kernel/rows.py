@@ -251,8 +251,9 @@ class Rows:
         """Compute reductions and values with two threads per row, then rewrite the row."""
         row_group = group // self.k.key_groups
         row, half = thread // 2, thread % 2
-        totals = {r.value: self.reduce(smem, row_group, row, half, r)
-                  for r in self.plan.row_reductions}
+        totals = {
+            r.value: self.reduce(smem, row_group, row, half, r) for r in self.plan.row_reductions
+        }
         values = {}
         for n, (operation, e) in enumerate(self.plan.row_values.items()):
             value = Float32(e.evaluate([totals[i] for i in e.leaves], self.k.math))
@@ -342,5 +343,3 @@ class Rows:
         for d in self.plan.rows:
             inside = inside & (positions[d] < self.k.extents.of(d, tensors))
         return inside
-
-

@@ -115,9 +115,7 @@ class Scores:
             best = [scores[i] for i, _ in self.elements(r)[:4]]
             for n, (i, _) in enumerate(self.elements(r)[4:]):
                 best[n % 4] = cute.arch.fmax(best[n % 4], scores[i])
-            top = cute.arch.fmax(
-                cute.arch.fmax(best[0], best[1]), cute.arch.fmax(best[2], best[3])
-            )
+            top = cute.arch.fmax(cute.arch.fmax(best[0], best[1]), cute.arch.fmax(best[2], best[3]))
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 1))
             top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, 2))
             tops.append(cute.arch.fmax(state[2 * r], top * scales[r]))
@@ -135,8 +133,9 @@ class Scores:
                 scores[i] = exp2(scores[i] * scales[r] - tops[r])
 
     @cute.jit
-    def accumulate(self, scores, state, rows, values, leaf: cutlass.Constexpr, boundary=None,
-                   first=None):
+    def accumulate(
+        self, scores, state, rows, values, leaf: cutlass.Constexpr, boundary=None, first=None
+    ):
         """Add to the sums of rows, and replace the scores by the operand for the values."""
         for r in cutlass.range_constexpr(self.rows):
             if cutlass.const_expr(self.shifted):
@@ -183,9 +182,7 @@ class Scores:
         smem, stage, _, first = values
         needed = [i for i in e.leaves if i in self.plan.key_values]
         for block in range(self.blocks):
-            pairs = {
-                i: self.k.key_values.pair(smem, i, stage, first + 8 * block) for i in needed
-            }
+            pairs = {i: self.k.key_values.pair(smem, i, stage, first + 8 * block) for i in needed}
             for b in range(2):
                 yield 2 * block + b, {i: pair[b] for i, pair in pairs.items()}
 
@@ -199,7 +196,12 @@ class Scores:
                 scores[i] = self.evaluate(e, scores[i], r, keyed, rows, leaf)
 
     def evaluate(
-        self, e: ThreadExpression, x: Any, r: int, keyed: dict[int, Any], rows: Any,
+        self,
+        e: ThreadExpression,
+        x: Any,
+        r: int,
+        keyed: dict[int, Any],
+        rows: Any,
         leaf: int | None,
     ) -> Any:
         """Evaluate an expression for one element, with the values of its row and its key."""
@@ -235,5 +237,3 @@ class Scores:
             for r in cutlass.range_constexpr(self.rows):
                 for b in cutlass.range_constexpr(2):
                     result[4 * j + 2 * r + b] = result[4 * j + 2 * r + b] * state[4 + r]
-
-

@@ -288,8 +288,16 @@ class Epilogue:
                 self.store_rows(value, o, tensors, n, where, quarter, rows)
 
     def leaf(
-        self, i: int, places: dict[int, int], sums: Any, smem: Any, tensors: Any, n: Any,
-        label: str, where: Any, quarter: Any,
+        self,
+        i: int,
+        places: dict[int, int],
+        sums: Any,
+        smem: Any,
+        tensors: Any,
+        n: Any,
+        label: str,
+        where: Any,
+        quarter: Any,
     ) -> Any:
         """A leaf of an expression on one column: accumulator, row value, reduction or load.
 
@@ -300,8 +308,16 @@ class Epilogue:
         return self.leaf_of(i, places, sums, smem, tensors, n, label, where, local)
 
     def leaf_of(
-        self, i: int, places: dict[int, int], sums: Any, smem: Any, tensors: Any, n: Any,
-        label: str, where: Any, local: list[Any],
+        self,
+        i: int,
+        places: dict[int, int],
+        sums: Any,
+        smem: Any,
+        tensors: Any,
+        n: Any,
+        label: str,
+        where: Any,
+        local: list[Any],
     ) -> Any:
         """`leaf` for some rows of the tile; ``sums`` are of these rows."""
         k, plan = self.k, self.k.plan

@@ -99,8 +99,11 @@ class MatmulKernel:
         tensors, stream = list(args[:-1]), args[-1]
         plan = self.plan
         rows = self.row_layout(self.m, self.stages * self.chunks)
-        atoms = [*self.column_atoms(self.main, tensors), *self.row_atoms(tensors),
-                 *self.vector_atoms(tensors)]
+        atoms = [
+            *self.column_atoms(self.main, tensors),
+            *self.row_atoms(tensors),
+            *self.vector_atoms(tensors),
+        ]
         for group in (*self.inner, *self.after):
             atoms += self.column_atoms(group, tensors)
         atoms += self.tails.row_atoms(tensors)
@@ -110,9 +113,7 @@ class MatmulKernel:
         batch = 1
         for label in plan.batch:
             batch = batch * self.extents.of(label, tensors)
-        self.kernel(
-            [a[0] for a in atoms], [a[1] for a in atoms], tensors, rows
-        ).launch(
+        self.kernel([a[0] for a in atoms], [a[1] for a in atoms], tensors, rows).launch(
             grid=tile_grid(plan, column_tiles, row_tiles, batch),
             block=(plan.threads, 1, 1),
             cluster=(self.cluster_size * self.sharing.blocks, 1, 1),
@@ -128,8 +129,9 @@ class MatmulKernel:
         layout = cute.slice_(group.layout(self.dtype, self.m, 1), (None, None, 0))
         return [
             tile_atom(
-                labelled(self.extents, v, (group.column, group.contracted, *self.batch_of(v)),
-                         tensors),
+                labelled(
+                    self.extents, v, (group.column, group.contracted, *self.batch_of(v)), tensors
+                ),
                 layout,
                 (group.width, group.depth),
             )
@@ -176,8 +178,9 @@ class MatmulKernel:
     def vector_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
         layout = cute.make_layout((self.k,))
         return [
-            tile_atom(labelled(self.extents, v, (self.plan.contracted,), tensors), layout,
-                      (self.k,))
+            tile_atom(
+                labelled(self.extents, v, (self.plan.contracted,), tensors), layout, (self.k,)
+            )
             for v in self.plan.vectors.values()
         ]
 
@@ -350,8 +353,9 @@ class MatmulKernel:
         return not self.dependent or arguments[view.argument].constant
 
     @cute.jit
-    def fill(self, atoms, sources, slots, smem, where, first: cutlass.Constexpr,
-             last: cutlass.Constexpr):
+    def fill(
+        self, atoms, sources, slots, smem, where, first: cutlass.Constexpr, last: cutlass.Constexpr
+    ):
         """Load stages ``first`` to ``last`` of the first round, which need no wait."""
         for i in cutlass.range(first, min(last, self.stages, self.iterations), unroll=1):
             self.arm(smem, i)
@@ -382,8 +386,9 @@ class MatmulKernel:
                 self.produce_tile(atoms, sources, slots, smem, where, stage, phase, 0)
 
     @cute.jit
-    def produce_tile(self, atoms, sources, slots, smem, where, stage, phase,
-                     first: cutlass.Constexpr):
+    def produce_tile(
+        self, atoms, sources, slots, smem, where, stage, phase, first: cutlass.Constexpr
+    ):
         """Load one tile's operands from iteration ``first`` on, each stage once all of its readers
         have finished."""
         for i in cutlass.range(first, self.iterations, unroll=1):
@@ -432,8 +437,9 @@ class MatmulKernel:
         expect_bytes(smem["full"] + stage, self.plan.stage_bytes)
 
     @cute.jit
-    def load_stage(self, atoms, sources, slots, smem, where, iteration, stage,
-                   early: cutlass.Constexpr):
+    def load_stage(
+        self, atoms, sources, slots, smem, where, iteration, stage, early: cutlass.Constexpr
+    ):
         """Issue one stage's loads: those that may come before the dependency wait (``early``), or
         the others."""
         plan = self.plan
@@ -483,8 +489,9 @@ class MatmulKernel:
             for c in cutlass.range_constexpr(self.chunks):
                 source = sources[i][(None, tile_m * parts + part, k * self.chunks + c, *at)]
                 slot = (stage * self.chunks + c) * parts + part
-                bulk_load(atoms[i], source, slots[i][None, slot], full, EVICT_LAST,
-                          self.sharing.mask())
+                bulk_load(
+                    atoms[i], source, slots[i][None, slot], full, EVICT_LAST, self.sharing.mask()
+                )
 
     # ------------------------------------------------------------------------------- consumers
 
@@ -566,8 +573,15 @@ class MatmulKernel:
         return stage, phase
 
     def multiply(
-        self, mma: cute.TiledMma, accumulators: Any, vectors: VectorConsumer,
-        smem: dict[str, Any], b: cute.Tensor, stage: Any, kk: int, group: Any,
+        self,
+        mma: cute.TiledMma,
+        accumulators: Any,
+        vectors: VectorConsumer,
+        smem: dict[str, Any],
+        b: cute.Tensor,
+        stage: Any,
+        kk: int,
+        group: Any,
     ) -> None:
         """Issue one k-step of 16 for the products of the columns.
 

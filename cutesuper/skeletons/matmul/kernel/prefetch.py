@@ -46,9 +46,7 @@ class Prefetch:
         width = LINE_BITS // ELEMENT[k.plan.arguments[view.argument].dtype].width
         pieces = -(-self.count(along) // width)
         base = k.epilogue.batch_offset(view, where[3])
-        for item in cutlass.range(
-            tidx, pieces * self.count(across), 32 * k.consumers, unroll=1
-        ):
+        for item in cutlass.range(tidx, pieces * self.count(across), 32 * k.consumers, unroll=1):
             inner = self.start(along, where) + (item % pieces) * width
             outer = self.start(across, where) + item // pieces
             if inner < self.extent(along, tensors) and outer < self.extent(across, tensors):

@@ -57,8 +57,9 @@ class ColumnReductions:
         return nan_max(x, y) if self.reductions[r].op == "max" else x + y
 
     @cute.jit
-    def reduce_tile(self, r: cutlass.Constexpr, accumulators, vectors, smem, tensors, warp, lane,
-                    where):
+    def reduce_tile(
+        self, r: cutlass.Constexpr, accumulators, vectors, smem, tensors, warp, lane, where
+    ):
         """Reduce this warp's columns into its slots."""
         k, neutral = self.k, NEUTRAL[self.reductions[r].op]
         totals = cute.make_rmem_tensor(cute.make_layout(k.epilogue.values), Float32)
@@ -79,8 +80,7 @@ class ColumnReductions:
                 cute.make_tensor(slot, cute.make_layout(1))[0] = total
 
     @cute.jit
-    def add_column(self, r: cutlass.Constexpr, totals, sums, column, smem, tensors, quarter,
-                   where):
+    def add_column(self, r: cutlass.Constexpr, totals, sums, column, smem, tensors, quarter, where):
         """Add one column; those past the end of the tensor are left out."""
         plan = self.k.plan
         source = self.reductions[r].source
@@ -91,13 +91,24 @@ class ColumnReductions:
             self.add_inside(r, source, totals, sums, column, smem, tensors, quarter, where)
 
     @cute.jit
-    def add_inside(self, r: cutlass.Constexpr, source: cutlass.Constexpr, totals, sums, column,
-                   smem, tensors, quarter, where):
+    def add_inside(
+        self,
+        r: cutlass.Constexpr,
+        source: cutlass.Constexpr,
+        totals,
+        sums,
+        column,
+        smem,
+        tensors,
+        quarter,
+        where,
+    ):
         """Apply the source to one column and add it."""
         k = self.k
         leaves = [
-            k.epilogue.leaf(i, k.epilogue.places, sums, smem, tensors, column, k.plan.column, where,
-                            quarter)
+            k.epilogue.leaf(
+                i, k.epilogue.places, sums, smem, tensors, column, k.plan.column, where, quarter
+            )
             for i in source.leaves
         ]
         value = source.evaluate(leaves, k.math)

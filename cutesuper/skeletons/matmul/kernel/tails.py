@@ -47,9 +47,7 @@ class Tails:
                 smem["inner"].append(ring)
                 smem["inner_read"].append(cute.make_tensor(ring.iterator, layout.outer))
         smem["after"] = [self._boxes(alloc, g, g.boxes) for g in k.after]
-        smem["hidden"] = [
-            operand(alloc, k.dtype, k.row_layout(k.m, t.blocks)) for t in self.tails
-        ]
+        smem["hidden"] = [operand(alloc, k.dtype, k.row_layout(k.m, t.blocks)) for t in self.tails]
 
     def _boxes(self, alloc: Any, group: Any, boxes: int) -> cute.Tensor:
         return operand(alloc, self.k.dtype, group.layout(self.k.dtype, self.k.m, boxes))
@@ -96,8 +94,7 @@ class Tails:
             shape = mma.partition_shape_C((COLUMN_BLOCK, self.k.m))
             count = tail.blocks // self.k.warpgroups
             fragments = [
-                [cute.make_rmem_tensor(shape, Float32) for _ in range(count)]
-                for _ in tail.products
+                [cute.make_rmem_tensor(shape, Float32) for _ in range(count)] for _ in tail.products
             ]
             for row in fragments:
                 for fragment in row:
@@ -106,8 +103,14 @@ class Tails:
         return found
 
     def multiply_stage(
-        self, mmas: list[cute.TiledMma], inner: Any, smem: dict[str, Any], b: cute.Tensor,
-        stage: Any, kk: int, group: Any,
+        self,
+        mmas: list[cute.TiledMma],
+        inner: Any,
+        smem: dict[str, Any],
+        b: cute.Tensor,
+        stage: Any,
+        kk: int,
+        group: Any,
     ) -> None:
         """Issue one k-step of 16 of the loop, for the products along hidden labels."""
         k = self.k
@@ -172,12 +175,19 @@ class Tails:
                     self.write_column(t, places, sums, column, smem, tensors, lane % 4, where)
 
     @cute.jit
-    def write_column(self, t: cutlass.Constexpr, places: cutlass.Constexpr, sums, column, smem,
-                     tensors, quarter, where):
+    def write_column(
+        self,
+        t: cutlass.Constexpr,
+        places: cutlass.Constexpr,
+        sums,
+        column,
+        smem,
+        tensors,
+        quarter,
+        where,
+    ):
         """Write one column of a row operand; zeros past the end of the hidden label."""
-        register = cute.make_rmem_tensor(
-            cute.make_layout(self.k.epilogue.values), self.k.dtype
-        )
+        register = cute.make_rmem_tensor(cute.make_layout(self.k.epilogue.values), self.k.dtype)
         register.fill(0.0)
         if column < self.tails[t].extent:
             self.evaluate(t, register, places, sums, column, smem, tensors, quarter, where)
@@ -187,8 +197,18 @@ class Tails:
             target[row, column % CHUNK, column // CHUNK] = register[v]
 
     @cute.jit
-    def evaluate(self, t: cutlass.Constexpr, register, places: cutlass.Constexpr, sums, column,
-                 smem, tensors, quarter, where):
+    def evaluate(
+        self,
+        t: cutlass.Constexpr,
+        register,
+        places: cutlass.Constexpr,
+        sums,
+        column,
+        smem,
+        tensors,
+        quarter,
+        where,
+    ):
         """Evaluate the source of a product on one column, rounded to the operands' type."""
         k, tail = self.k, self.tails[t]
         leaves = [

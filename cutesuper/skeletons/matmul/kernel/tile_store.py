@@ -45,7 +45,9 @@ class TileStore:
         """Layout of the pieces of all warpgroups, swizzled."""
         k = self.k
         return sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (STORE_COLUMNS, STORE_ROWS, STORE_COLUMNS), k.dtype,
+            LayoutEnum.ROW_MAJOR,
+            (STORE_COLUMNS, STORE_ROWS, STORE_COLUMNS),
+            k.dtype,
             STORE_BUFFERS * k.warpgroups,
         )
 
@@ -131,8 +133,19 @@ class TileStore:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def write(self, sums, smem, tensors, warp, lane, where, block, p: cutlass.Constexpr,
-              o: cutlass.Constexpr, buffer):
+    def write(
+        self,
+        sums,
+        smem,
+        tensors,
+        warp,
+        lane,
+        where,
+        block,
+        p: cutlass.Constexpr,
+        o: cutlass.Constexpr,
+        buffer,
+    ):
         """Apply an output's expression to a piece and write it to its buffer."""
         k, output = self.k, self.k.plan.outputs[o]
         dtype = ELEMENT[k.plan.arguments[output.view.argument].dtype]

@@ -38,8 +38,9 @@ class VectorTile:
         weights = list(plan.columns)
         #: indices of the column operands to be multiplied, in the order of their accumulators
         self.weights = [weights.index(op) for op in plan.vector_columns]
-        self.products = [(plan.vector_columns.index(p.column), p.vector)
-                         for p in plan.vector_products]
+        self.products = [
+            (plan.vector_columns.index(p.column), p.vector) for p in plan.vector_products
+        ]
 
     def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
         """Allocate shared memory: one slot for each chunk of each stage."""
@@ -64,8 +65,9 @@ class VectorTile:
                         self.write_piece(smem, j, vector, piece, stage, depth)
 
     @cute.jit
-    def write_piece(self, smem, j: cutlass.Constexpr, vector: cutlass.Constexpr, piece, stage,
-                    depth):
+    def write_piece(
+        self, smem, j: cutlass.Constexpr, vector: cutlass.Constexpr, piece, stage, depth
+    ):
         """Write eight elements of a vector to their swizzled place."""
         k = self.k
         chunk, place = piece // (CHUNK // PIECE), (piece % (CHUNK // PIECE)) ^ j
@@ -98,8 +100,9 @@ class VectorTile:
             mma.make_fragment_A(part.partition_A(smem["columns"])),
             mma.make_fragment_B(part.partition_B(smem["vector_rows"])),
         )
-        made = [[cute.make_rmem_tensor(shape, Float32) for _ in range(blocks)]
-                for _ in self.weights]
+        made = [
+            [cute.make_rmem_tensor(shape, Float32) for _ in range(blocks)] for _ in self.weights
+        ]
         for fragments in made:
             for fragment in fragments:
                 fragment.fill(0.0)
@@ -130,8 +133,17 @@ class VectorTile:
         return before + ((source * len(self.weights) + w) * columns + column) * 2 * self.pairs
 
     @cute.jit
-    def send(self, accumulators, smem, w: cutlass.Constexpr, i: cutlass.Constexpr,
-             half: cutlass.Constexpr, n, lane, rank):
+    def send(
+        self,
+        accumulators,
+        smem,
+        w: cutlass.Constexpr,
+        i: cutlass.Constexpr,
+        half: cutlass.Constexpr,
+        n,
+        lane,
+        rank,
+    ):
         """Push a column's partial sums to the block that finishes it."""
         quarter, columns = lane % 4, self.k.epilogue.columns
         words = cute.recast_tensor(accumulators[w][i], Int32)

@@ -62,8 +62,14 @@ class Exchange:
                         barrier = smem["reduced"] + (2 * n + it % 2)
                         cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
 
-    def meet(self, n: int, it: Any, partial: dict[tuple[int, int], Any], smem: dict[str, Any],
-             place: dict[str, Any]) -> dict[tuple[int, int], Any]:
+    def meet(
+        self,
+        n: int,
+        it: Any,
+        partial: dict[tuple[int, int], Any],
+        smem: dict[str, Any],
+        place: dict[str, Any],
+    ) -> dict[tuple[int, int], Any]:
         """Hand over this warp's part of every reduction of level n and row; after it returns, all
         warps of the block have done so, and have read their tile."""
         plan, k = self.plan, self.k
@@ -87,25 +93,37 @@ class Exchange:
         return reduced
 
     @cute.jit
-    def send_block(self, n: cutlass.Constexpr, i: cutlass.Constexpr, r: cutlass.Constexpr, it,
-                   mine, smem, place):
+    def send_block(
+        self,
+        n: cutlass.Constexpr,
+        i: cutlass.Constexpr,
+        r: cutlass.Constexpr,
+        it,
+        mine,
+        smem,
+        place,
+    ):
         """Send the combined values of this block's warps to all blocks; called by one warp."""
         if mine:
             kind = self.k.kind(i)
             x = self.add(kind, self.block_slot(n, i, r, it, smem, place), self.warps)
             self.send(self.slot(n, i, r, it, smem, place) + place["rank"], x, n, it, smem, place)
 
-    def gather(self, n: int, it: Any, reduced: dict[tuple[int, int], Any], smem: dict[str, Any],
-               place: dict[str, Any]) -> dict[tuple[int, int], Any]:
+    def gather(
+        self,
+        n: int,
+        it: Any,
+        reduced: dict[tuple[int, int], Any],
+        smem: dict[str, Any],
+        place: dict[str, Any],
+    ) -> dict[tuple[int, int], Any]:
         """Complete values of all reductions of level n, for every row of this thread."""
         if self.senders == 1 or not reduced:
             return reduced
         if self.plan.cluster > 1:
             cute.arch.mbarrier_wait(smem["reduced"] + (2 * n + it % 2), (it // 2) % 2)
         return {
-            (i, r): self.add(
-                self.k.kind(i), self.slot(n, i, r, it, smem, place), self.senders
-            )
+            (i, r): self.add(self.k.kind(i), self.slot(n, i, r, it, smem, place), self.senders)
             for i, r in reduced
         }
 
@@ -117,14 +135,16 @@ class Exchange:
             distance //= 2
         return x
 
-    def slot(self, n: int, i: int, r: int, it: Any, smem: dict[str, Any],
-             place: dict[str, Any]) -> cute.Pointer:
+    def slot(
+        self, n: int, i: int, r: int, it: Any, smem: dict[str, Any], place: dict[str, Any]
+    ) -> cute.Pointer:
         """Slots for the values of a reduction and row."""
         at = self.value_of(n, i, r, place) * self.senders
         return smem["slots"] + ((it % 2) * self.each + at)
 
-    def block_slot(self, n: int, i: int, r: int, it: Any, smem: dict[str, Any],
-                   place: dict[str, Any]) -> cute.Pointer:
+    def block_slot(
+        self, n: int, i: int, r: int, it: Any, smem: dict[str, Any], place: dict[str, Any]
+    ) -> cute.Pointer:
         """Slots for the values of this block's warps, written only by them."""
         at = self.plan.sent_slots + self.value_of(n, i, r, place) * self.warps
         return smem["slots"] + ((it % 2) * self.each + at)
@@ -158,8 +178,9 @@ class Exchange:
         registers = cute.make_rmem_tensor(cute.make_layout(count), Float32)
         for s in range(0, count, wide):
             source = cute.make_tensor((slot + s).align(4 * wide), cute.make_layout(wide))
-            cute.autovec_copy(source, cute.make_tensor(registers.iterator + s,
-                                                       cute.make_layout(wide)))
+            cute.autovec_copy(
+                source, cute.make_tensor(registers.iterator + s, cute.make_layout(wide))
+            )
         return tree(kind, [registers[s] for s in range(count)])
 
 

@@ -71,8 +71,14 @@ class Finish:
         plan = self.plan
         slices = ceil_div(plan.length, plan.slice_columns)
         for index in cutlass.range(place["block"], slices * plan.units, plan.grid_blocks, unroll=1):
-            self.add_slice(index // slices, (index % slices) * plan.slice_columns, memory, partials,
-                           tensors, place)
+            self.add_slice(
+                index // slices,
+                (index % slices) * plan.slice_columns,
+                memory,
+                partials,
+                tensors,
+                place,
+            )
 
     # ---------------------------------------------------------------------------------- every block
 
@@ -107,8 +113,9 @@ class Finish:
             cute.arch.sync_threads()
             self.write(acc, memory + place["group"] * plan.covered, place["first"])
             cute.arch.sync_threads()
-            for item in cutlass.range(place["thread"], plan.covered // ITEM, plan.threads,
-                                      unroll=1):
+            for item in cutlass.range(
+                place["thread"], plan.covered // ITEM, plan.threads, unroll=1
+            ):
                 values = self.get(memory + item * ITEM)
                 for g in cutlass.range_constexpr(1, self.groups):
                     other = self.get(memory + (g * plan.covered + item * ITEM))
@@ -185,8 +192,9 @@ class Finish:
                 if y == 0 and x < self.items:
                     self.put(values, totals + x * ITEM)
         cute.arch.sync_threads()
-        for quad in cutlass.range(place["thread"], plan.slice_columns // ITEM, plan.threads,
-                                  unroll=1):
+        for quad in cutlass.range(
+            place["thread"], plan.slice_columns // ITEM, plan.threads, unroll=1
+        ):
             self.finish_quad(unit, column, quad, totals, tensors)
         cute.arch.sync_threads()
 
@@ -300,8 +308,14 @@ class Finish:
         """Stores executed in every tile."""
         return {i for level in self.plan.levels for i in level.stores}
 
-    def value(self, i: int, known: dict[int, Any], first: Any, outer: dict[str, Any],
-              tensors: list[cute.Tensor]) -> Any:
+    def value(
+        self,
+        i: int,
+        known: dict[int, Any],
+        first: Any,
+        outer: dict[str, Any],
+        tensors: list[cute.Tensor],
+    ) -> Any:
         """The value of an operation at 4 columns."""
         if i not in known:
             op = self.plan.program.ops[i]

@@ -194,9 +194,17 @@ class RowLoopKernel:
         else:
             self.finish.leave_all(sums, smem, scratch, place)
 
-    def tile(self, it: Any, count: Any, smem: dict[str, Any], tensors: list[cute.Tensor],
-             place: dict[str, Any], vectors: dict[int, Any], sums: list[Any],
-             scratch: list[cute.Tensor] | None = None) -> None:
+    def tile(
+        self,
+        it: Any,
+        count: Any,
+        smem: dict[str, Any],
+        tensors: list[cute.Tensor],
+        place: dict[str, Any],
+        vectors: dict[int, Any],
+        sums: list[Any],
+        scratch: list[cute.Tensor] | None = None,
+    ) -> None:
         """Process one tile, from one exchange to the next; ``scratch`` is given for the last one,
         where the sums are handed over as soon as they include it."""
         plan = self.plan
@@ -313,8 +321,9 @@ class RowLoopKernel:
 
     # ------------------------------------------------------------------------------------- memory
 
-    def offset(self, view: View, tensors: list[cute.Tensor], row: Any,
-               place: dict[str, Any]) -> Any:
+    def offset(
+        self, view: View, tensors: list[cute.Tensor], row: Any, place: dict[str, Any]
+    ) -> Any:
         """Offset in elements of a row's first element in this block's part."""
         labels = tuple(reversed(self.plan.rows))
         at = Int32(0)
@@ -357,8 +366,12 @@ class RowLoopKernel:
         plan = self.plan
         used: set[int] = set()
         work = [plan.sums[k].source for level in plan.levels for k in level.sums]
-        work += [j for level in plan.levels for s in (*level.stores, *level.reductions)
-                 for j in plan.program.ops[s].inputs]
+        work += [
+            j
+            for level in plan.levels
+            for s in (*level.stores, *level.reductions)
+            for j in plan.program.ops[s].inputs
+        ]
         while work:
             j = work.pop()
             if j not in used:
@@ -366,8 +379,9 @@ class RowLoopKernel:
                 work += plan.program.ops[j].inputs
         return i not in used
 
-    def read(self, view: View, tensors: list[cute.Tensor], row: Any, p: int,
-             place: dict[str, Any]) -> cute.Tensor:
+    def read(
+        self, view: View, tensors: list[cute.Tensor], row: Any, p: int, place: dict[str, Any]
+    ) -> cute.Tensor:
         """Read a piece of a row straight from device memory, in its own type.
 
         Past the end of the row it has elements of the row, which are not used: with a branch around
@@ -386,8 +400,16 @@ class RowLoopKernel:
             self.access(view, base, start, at, registers[None, c], False, place["left"])
         return registers
 
-    def access(self, view: View, base: cute.Pointer, start: Any, at: Any, registers: cute.Tensor,
-               writes: bool, left: Any) -> None:
+    def access(
+        self,
+        view: View,
+        base: cute.Pointer,
+        start: Any,
+        at: Any,
+        registers: cute.Tensor,
+        writes: bool,
+        left: Any,
+    ) -> None:
         """Read or write ``vector`` elements of a row, in accesses as wide as the tensor's alignment
         allows."""
         wide = self.alignment(view)
@@ -464,9 +486,17 @@ class Values:
         element: one element of the row, in place of a piece.
     """
 
-    def __init__(self, kernel: RowLoopKernel, row: dict[str, Any], piece: int,
-                 known: dict[int, Any], tensors: list[cute.Tensor], place: dict[str, Any],
-                 vectors: dict[int, Any], element: Asked | None = None) -> None:
+    def __init__(
+        self,
+        kernel: RowLoopKernel,
+        row: dict[str, Any],
+        piece: int,
+        known: dict[int, Any],
+        tensors: list[cute.Tensor],
+        place: dict[str, Any],
+        vectors: dict[int, Any],
+        element: Asked | None = None,
+    ) -> None:
         self.k, self.row, self.piece, self.known = kernel, row, piece, known
         self.tensors, self.place, self.vectors = tensors, place, vectors
         self.element = element
@@ -475,8 +505,16 @@ class Values:
 
     def at(self, element: Asked) -> Values:
         """The values of one element of the same row."""
-        return Values(self.k, self.row, self.piece, self.known, self.tensors, self.place,
-                      self.vectors, element)
+        return Values(
+            self.k,
+            self.row,
+            self.piece,
+            self.known,
+            self.tensors,
+            self.place,
+            self.vectors,
+            element,
+        )
 
     def of(self, i: int) -> Any:
         """The value of an operation: a fragment, or a number."""

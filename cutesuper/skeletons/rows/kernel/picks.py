@@ -63,8 +63,9 @@ class Picks:
                 stack += reversed(ops[j].inputs)
         return [j for j in found if ops[j].kind == LOAD]
 
-    def ask(self, end: int, row: dict[str, Any], tensors: list[cute.Tensor],
-            place: dict[str, Any]) -> Asked:
+    def ask(
+        self, end: int, row: dict[str, Any], tensors: list[cute.Tensor], place: dict[str, Any]
+    ) -> Asked:
         """Read the elements of a row whose sum is operation ``end``."""
         k, plan = self.k, self.plan
         label = plan.program.ops[self._source(end)].inputs[1]
@@ -77,8 +78,14 @@ class Picks:
         elements = {i: self.element(i, column, row, tensors, place) for i in self.leaves[end]}
         return Asked(column, inside, elements)
 
-    def element(self, i: int, column: Any, row: dict[str, Any], tensors: list[cute.Tensor],
-                place: dict[str, Any]) -> Any:
+    def element(
+        self,
+        i: int,
+        column: Any,
+        row: dict[str, Any],
+        tensors: list[cute.Tensor],
+        place: dict[str, Any],
+    ) -> Any:
         """Read one element of a row of a load."""
         k, plan = self.k, self.plan
         view = plan.loads[i]

@@ -98,8 +98,14 @@ class RowKernel:
             self.store(value, view, tensors, row, first, lane, valid)
 
     def evaluate(
-        self, load: Any, ahead: dict[int, cute.Tensor], slots: Any, tidx: Any, lane: Any,
-        group: Any, first: Any,
+        self,
+        load: Any,
+        ahead: dict[int, cute.Tensor],
+        slots: Any,
+        tidx: Any,
+        lane: Any,
+        group: Any,
+        first: Any,
     ) -> dict[int, Any]:
         """Evaluate every operation but the stores, as fp32 fragments and row scalars; elements that
         were loaded ahead become fp32 at their first use."""
@@ -158,8 +164,9 @@ class RowKernel:
             if plan.program.ops[i].kind != LOAD:
                 break
             found[i] = self.registers(plan.loads[i])
-        wide = {i: cute.make_rmem_tensor(r.layout, Float32) for i, r in found.items()
-                if self.widened(i)}
+        wide = {
+            i: cute.make_rmem_tensor(r.layout, Float32) for i, r in found.items() if self.widened(i)
+        }
         self.read_all(found, wide, tensors, row, first, first_row)
         return found | wide
 
@@ -193,8 +200,9 @@ class RowKernel:
         shape = (self.vector, self.chunks) if self.plan.column in view.labels else (1, 1)
         return cute.make_rmem_tensor(cute.make_layout(shape), dtype)
 
-    def read_row(self, view: View, tensors: list[cute.Tensor], row: Any, first: Any,
-                 registers: cute.Tensor) -> None:
+    def read_row(
+        self, view: View, tensors: list[cute.Tensor], row: Any, first: Any, registers: cute.Tensor
+    ) -> None:
         """Read a row; elements past its end are not used, and are read from its last access."""
         base = tensors[view.argument].iterator + self.offset(view, tensors, row)
         if self.plan.column not in view.labels:
@@ -206,8 +214,14 @@ class RowKernel:
                 at = cutlass.min(at, self.length - self.vector)
             self.read(view, base, at, registers[None, c])
 
-    def load(self, i: int, tensors: list[cute.Tensor], row: Any, first: Any,
-             ahead: dict[int, cute.Tensor]) -> Any:
+    def load(
+        self,
+        i: int,
+        tensors: list[cute.Tensor],
+        row: Any,
+        first: Any,
+        ahead: dict[int, cute.Tensor],
+    ) -> Any:
         """Load a row's elements of this thread as an fp32 fragment, or a scalar of the row."""
         view = self.plan.loads[i]
         if i in ahead:
@@ -248,14 +262,23 @@ class RowKernel:
         return cute.make_tensor(base + offset, cute.make_layout(1))
 
     @cute.jit
-    def reduce(self, kind: cutlass.Constexpr, value, n: cutlass.Constexpr, slots, tidx, lane,
-               group, first):
+    def reduce(
+        self, kind: cutlass.Constexpr, value, n: cutlass.Constexpr, slots, tidx, lane, group, first
+    ):
         """Sum, mean or maximum of a row, returned to every thread of the row."""
         op = "max" if kind == "max" else "sum"
         v = reduced(op, value, self.inside(first))
         if cutlass.const_expr(self.plan.schedule.interleaved):
-            v = self.across(op, v, slots, n * self.plan.threads + group, lane,
-                            self.row_blocks_of, self.lanes, True)
+            v = self.across(
+                op,
+                v,
+                slots,
+                n * self.plan.threads + group,
+                lane,
+                self.row_blocks_of,
+                self.lanes,
+                True,
+            )
         else:
             distance = min(self.lanes, 32) // 2
             while cutlass.const_expr(distance > 0):
@@ -270,8 +293,17 @@ class RowKernel:
         return v
 
     @cute.jit
-    def across(self, op: cutlass.Constexpr, v, slots, base, index, pitch: cutlass.Constexpr,
-               count: cutlass.Constexpr, writes):
+    def across(
+        self,
+        op: cutlass.Constexpr,
+        v,
+        slots,
+        base,
+        index,
+        pitch: cutlass.Constexpr,
+        count: cutlass.Constexpr,
+        writes,
+    ):
         """Combine ``count`` partial results of a row through shared memory; each reduction has
         slots of its own, so one barrier suffices."""
         if writes:

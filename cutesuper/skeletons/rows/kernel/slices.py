@@ -63,11 +63,13 @@ class Slices:
             entry = {"row": row, "valid": valid, "memory": None}
             entry["fragments"] = {
                 i: k.read(plan.loads[i], tensors, k.tiles.existing(row, tensors), 0, here)
-                for i in plan.streamed if i in plan.summed_loads
+                for i in plan.streamed
+                if i in plan.summed_loads
             }
             entry["scalars"] = {
                 i: k.tiles.scalar(i, entry, tensors, here)
-                for i in plan.scalars if i in plan.summed_loads
+                for i in plan.scalars
+                if i in plan.summed_loads
             }
             found.append(entry)
         return found
@@ -118,12 +120,19 @@ class Slices:
                 self.down_block(item, memory, totals)
         cute.arch.sync_threads()
         if here["exists"]:
-            for quad in cutlass.range(here["thread"], plan.slice_columns // ITEM, plan.threads,
-                                      unroll=1):
+            for quad in cutlass.range(
+                here["thread"], plan.slice_columns // ITEM, plan.threads, unroll=1
+            ):
                 self.k.finish.finish_quad(here["unit"], here["column"], quad, totals, tensors)
 
-    def take(self, entries: list[Any], sums: list[Any], tensors: list[cute.Tensor],
-             here: dict[str, Any], vectors: dict[int, Any]) -> None:
+    def take(
+        self,
+        entries: list[Any],
+        sums: list[Any],
+        tensors: list[cute.Tensor],
+        here: dict[str, Any],
+        vectors: dict[int, Any],
+    ) -> None:
         """Add some rows."""
         from cutesuper.skeletons.rows.kernel.loop import Values
 

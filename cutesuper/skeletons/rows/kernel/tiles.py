@@ -102,8 +102,14 @@ class Tiles:
         if self.stages > 0:
             cute.arch.sync_threads()
 
-    def refill(self, it: Any, count: Any, smem: dict[str, Any], tensors: list[cute.Tensor],
-               place: dict[str, Any]) -> None:
+    def refill(
+        self,
+        it: Any,
+        count: Any,
+        smem: dict[str, Any],
+        tensors: list[cute.Tensor],
+        place: dict[str, Any],
+    ) -> None:
         """Request the tile that takes the place of this one."""
         if self.stages > 0:
             self.fill(it + self.stages, count, smem, tensors, place, True)
@@ -157,8 +163,16 @@ class Tiles:
                 self.copy_linear(i, memory, barrier, tensors, first, self.base[i], self.span)
         self.copy_rows(memory, barrier, tensors, row, 0, self.rows, place)
 
-    def copy_linear(self, i: int, memory: Any, barrier: Any, tensors: list[cute.Tensor],
-                    first: Any, base: int, length: int) -> None:
+    def copy_linear(
+        self,
+        i: int,
+        memory: Any,
+        barrier: Any,
+        tensors: list[cute.Tensor],
+        first: Any,
+        base: int,
+        length: int,
+    ) -> None:
         """Issue a bulk load of ``length`` neighbouring values of rows."""
         view = self.plan.loads[i]
         dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
@@ -195,8 +209,9 @@ class Tiles:
         for n in cutlass.range(ceil_div(self.rows, 32), unroll=1):
             r = lane + 32 * n
             if r < left:
-                source = cute.make_tensor(tensors[view.argument].iterator + (row + r),
-                                          cute.make_layout(1))
+                source = cute.make_tensor(
+                    tensors[view.argument].iterator + (row + r), cute.make_layout(1)
+                )
                 cute.make_tensor(base + r, cute.make_layout(1))[0] = source[0]
 
     @cute.jit
@@ -234,8 +249,17 @@ class Tiles:
                 else:
                     self.copy(i, memory, barrier, tensors, row, r, self.plan.width, place)
 
-    def copy(self, i: int, memory: Any, barrier: Any, tensors: list[cute.Tensor], row: Any, r: Any,
-             length: int, place: dict[str, Any]) -> None:
+    def copy(
+        self,
+        i: int,
+        memory: Any,
+        barrier: Any,
+        tensors: list[cute.Tensor],
+        row: Any,
+        r: Any,
+        length: int,
+        place: dict[str, Any],
+    ) -> None:
         """Issue one bulk load of ``length`` elements."""
         view = self.plan.loads[i]
         dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
@@ -255,9 +279,7 @@ class Tiles:
         """Copy values of the tile's rows to the stage, each lane some."""
         view = self.plan.loads[i]
         dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
-        atom = cute.make_copy_atom(
-            cpasync.CopyG2SOp(), dtype, num_bits_per_copy=dtype.width
-        )
+        atom = cute.make_copy_atom(cpasync.CopyG2SOp(), dtype, num_bits_per_copy=dtype.width)
         base = cute.recast_ptr(memory + self.base[i] // 4, dtype=dtype)
         for n in cutlass.range(ceil_div(self.rows, 32), unroll=1):
             r = lane + 32 * n
@@ -273,8 +295,9 @@ class Tiles:
 
     # -------------------------------------------------------------------------------------- reading
 
-    def read(self, it: Any, smem: dict[str, Any], tensors: list[cute.Tensor],
-             place: dict[str, Any]) -> list[dict[str, Any]]:
+    def read(
+        self, it: Any, smem: dict[str, Any], tensors: list[cute.Tensor], place: dict[str, Any]
+    ) -> list[dict[str, Any]]:
         """Read the rows of this thread.
 
         Returns for each: its index ``row``, ``local`` in the tile; the predicate ``valid``;
@@ -293,8 +316,13 @@ class Tiles:
         for r in range(plan.schedule.depth):
             local = place["group"] * plan.schedule.depth + r
             row = first + local
-            entry = {"row": row, "local": local, "valid": True if exact else row < rows,
-                     "memory": memory, "fragments": {}}
+            entry = {
+                "row": row,
+                "local": local,
+                "valid": True if exact else row < rows,
+                "memory": memory,
+                "fragments": {},
+            }
             found.append(entry)
         for entry in found:
             entry["scalars"] = {i: self.scalar(i, entry, tensors, place) for i in plan.scalars}
