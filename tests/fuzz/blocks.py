@@ -16,6 +16,7 @@ from torch import Tensor
 from cutesuper.ir.block import MuGraph
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.serial import dumps, loads
+from cutesuper.ir.unseen import guarded_mugraph
 from cutesuper.verify.extents import real_sizes
 from cutesuper.verify.integers import Integers
 from cutesuper.verify.numeric import TorchDomain, TorchValue
@@ -41,7 +42,8 @@ class KernelDomain(TorchDomain):
 
 
 def execute_rounded(mu: MuGraph, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of a muGraph, in their element types."""
+    """The outputs of a muGraph, in their element types, with the guards that its kernels have."""
+    mu = guarded_mugraph(mu)
     domain = KernelDomain(_short(mu))
     tensors: dict[str, Any] = {name: _given(x) for name, x in zip(mu.inputs, inputs, strict=True)}
     for program in real_sizes(mu).programs:
