@@ -45,7 +45,7 @@ from cutesuper.verify.bound import (
 from cutesuper.verify.domain import NOWHERE, FieldDomain, Undefined, draw
 from cutesuper.verify.exponents import RecordingDomain, arguments_match, jointly_uniform
 from cutesuper.verify.extents import SizeChooser, Sizes, real_sizes, resized_graph
-from cutesuper.verify.integers import Integers, draw_integers, has_labels
+from cutesuper.verify.integers import Integers, draw_integers, reads_integers
 from cutesuper.verify.source import evaluate_graph, names_of
 from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun
 
@@ -56,9 +56,10 @@ DRAWS = 6
 MORE_TRIALS = 24
 #: a maximum reveals a left-out element only if that element is the largest
 MAX_TRIALS = 16
-#: labels are tried with this many integers that are no label: two rows have one of them in each
-#: trial; conditions hide other elements in each
-LABEL_TRIALS = 6
+#: trials of programs that read integers: labels are tried with this many integers that are no
+#: label, two rows have one of them in each trial; a single sequence is whole in one trial, empty in
+#: another; conditions hide other elements in each
+INTEGER_TRIALS = 6
 #: pairs of primes used by the trials in turn
 FIELDS = 3
 #: number of results of the kernel graph to keep, by extents and trial
@@ -193,8 +194,8 @@ class Verifier:
         self.seed, self.trials = seed, trials
         self._choose = SizeChooser(self.graph)
         self._kinds = {n.operator for n in self.graph.nodes}
-        if has_labels(self.graph) or any(TABLE[k].hides for k in self._kinds):
-            self.trials = max(self.trials, LABEL_TRIALS)
+        if reads_integers(self.graph) or any(TABLE[k].hides for k in self._kinds):
+            self.trials = max(self.trials, INTEGER_TRIALS)
         self._primes: list[Primes] = []
         self._apart: dict[Any, bool] = {}
         self._known: OrderedDict[Any, _Trial | DivisionByZero] = OrderedDict()
@@ -494,10 +495,10 @@ def numbers(graph: KernelGraph) -> set[float]:
 def _failing(trial: int, attempt: int) -> float:
     """The share of conditions that do not hold in a draw.
 
-    In turn some, nearly all and few: rows are hidden in part, as a whole, and not at all. If a row
+    In turn some, nearly all and none: rows are hidden in part, as a whole, and not at all. If a row
     that is hidden as a whole has no value, the next draws hide less and less.
     """
-    return 0.25 ** (attempt + 1) if attempt else (1 / 4, 31 / 32, 1 / 16)[trial % 3]
+    return 0.25 ** (attempt + 1) if attempt else (1 / 4, 31 / 32, 0.0)[trial % 3]
 
 
 def _padded(sizes: Sizes) -> bool:
