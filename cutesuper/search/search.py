@@ -47,6 +47,7 @@ from cutesuper.search.region import (
     search_region,
 )
 from cutesuper.search.region_cache import KnownRegions
+from cutesuper.search.shifted import shifted
 from cutesuper.search.summed import summed_first
 from cutesuper.skeletons.cost import Cost, describe
 from cutesuper.skeletons.form import needs_positions
@@ -248,8 +249,8 @@ class _Search:
         found: list[tuple[Flat, Cut]] = []
         error: SearchError | None = None
         for flat in self._variants(plain):
-            if found and flat.copy_all:
-                break  # copies of views only where nothing else is possible
+            if found and flat.last_resort:
+                break  # only where nothing else is possible
             segments = Segments(flat)
             self._gather(segments)
             try:
@@ -276,6 +277,9 @@ class _Search:
         copied = Flat(self.graph, copy_all=True)
         if copied.copies != plain.copies:
             yield copied
+        safe = shifted(self.graph)
+        if safe is not None:
+            yield Flat(safe, last_resort=True)
 
     def _check_target(self, flat: Flat) -> None:
         why = self.target.refuses_products()
