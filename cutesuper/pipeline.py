@@ -269,7 +269,7 @@ def mugraphs(
             budget_s=budget_s,
             executor=executor,
             on_progress=on_progress or show,
-            verify=lambda mu: bool(verifier.check(mu, bound=False)),
+            verify=lambda mu: verifier.check(mu, bound=False),
         )
 
 
@@ -381,8 +381,8 @@ def choose(
     target = options.target
     verifier = Verifier(graph)
 
-    def verify(mu: MuGraph) -> bool:
-        return bool(verifier.check(mu, bound=False))
+    def verify(mu: MuGraph) -> Verification:
+        return verifier.check(mu, bound=False)
 
     result = search(
         graph,

@@ -57,3 +57,16 @@ def test_products_of_float32_are_refused_by_name() -> None:
     g.mark_output(linear(g, "fp32"))
     with pytest.raises(SearchError, match="matmul in float32: the tensor cores take float16 and"):
         searched(g)
+
+
+def test_an_operator_stored_in_float32_is_not_rounded_on_the_way() -> None:
+    """A kernel may end inside of it; operands of products keep the type that tensor cores take."""
+    g = new_kernel_graph()
+    q, k, v = (g.new_input((64, 64), "float16", name) for name in "qkv")
+    g.mark_output(g.layer_norm(q), "float32")
+    g.mark_output(g.scaled_dot_product_attention(q, k, v), "float32")
+    nodes = g.expanded().nodes
+    factors = {j for n in nodes if n.operator == "matmul" for j in n.inputs}
+    for i, n in enumerate(nodes):
+        short = n.operator == "input" or i in factors
+        assert n.dtype.name == ("float16" if short else "float32"), n

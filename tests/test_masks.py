@@ -559,3 +559,14 @@ def test_labels_of_a_mask() -> None:
 def test_one_row_at_the_bottom_sees_everything() -> None:
     assert not label(region((1, 16), "bottom_right")).of_kind("causal_mask")
     assert not label(region((16, 1), "top_left")).of_kind("causal_mask")
+
+
+def test_a_masked_softmax_without_a_maximum_has_a_kernel() -> None:
+    """float16 cannot hold its exponentials, so a maximum is subtracted; the verifier agrees."""
+    g = new_kernel_graph()
+    q, k, v = (g.new_input((64, 64), "float16", name) for name in "qkv")
+    e = g.exp(g.causal_mask(g.matmul(q, g.transpose(k)) * 0.1))
+    g.mark_output(g.matmul(e / g.sum(e, -1), v))
+    mu = search(g, H200, options=SearchOptions(lowered=True)).candidates[0].mugraph
+    assert "max" in {op.kind for s in mu.steps for op in s.program.ops}
+    assert verify(g, mu)

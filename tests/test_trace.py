@@ -321,6 +321,12 @@ def test_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
         traced(monkeypatch, lambda x: x * 2 if x.sum() > 0 else x, (X,))
 
 
+def test_a_dynamic_extent_that_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {"x": {1: torch.export.Dim("columns")}}
+    with pytest.raises(TraceError, match=r"tensor \[8, M\].*extent 1 is dynamic.*dynamic_shapes"):
+        traced(monkeypatch, lambda x: x.exp(), (randn(8, 16),), dynamic_shapes=shapes)
+
+
 def test_other_shapes_than_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     program = traced(monkeypatch, GatedMLP(), (X,))
     with torch.no_grad(), pytest.raises((TraceError, ShapeError), match=r"dynamic_|must be"):

@@ -13,6 +13,7 @@ import torch
 
 import cutesuper as cs
 from cutesuper import pipeline
+from cutesuper.errors import SearchError
 from cutesuper.ir.dims import extent
 from cutesuper.ir.evaluate import evaluate, run_reference
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
@@ -228,6 +229,23 @@ def test_a_guard_costs_a_few_instructions_for_a_row() -> None:
     assert own.get("FSET", 0) == other.get("FSET", 0) + 1  # the sum is not 0
     # (x - top) log2(e) stays what it is: with -3.4e38 for top, x log2(e) - top log2(e) is NaN
     assert own["MUFU"] == other["MUFU"] and own.get("FFMA", 0) == other.get("FFMA", 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_whose_only_element_is_hidden_are_verified(seed: int) -> None:
+    """Every row that hides anything is hidden as a whole: such rows have values, too."""
+    g = of_rows(FUNCTIONS["softmax"][0], 8, 1)
+    choice = pipeline.find(g, pipeline.Options(H200))[1]
+    assert cs.verify(g, choice.candidate.mugraph, seed=seed)
+    x, seen = inputs_of(g)
+    [found] = execute(choice.candidate.mugraph, [x, seen])
+    torch.testing.assert_close(found, seen)
+
+
+def test_a_refusal_of_the_verifier_says_why() -> None:
+    """The square of a hidden element would be +inf."""
+    with pytest.raises(SearchError, match=r"rejected all .* is multiplied by another"):
+        pipeline.find(of_rows(lambda g, x: g.square(x)), pipeline.Options(H200))
 
 
 # --------------------------------------------------------------------------- what stays PyTorch's

@@ -31,7 +31,7 @@ from cutesuper.frontend.factors import (
     leaves,
     unify,
 )
-from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.dims import Dim, Symbol, show_shape
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import lookup
 
@@ -481,18 +481,30 @@ class Builder:
         """An input with slots in the order of memory."""
         key = (node, "in memory", memory)
         if key not in self._inputs:
-            dtype, shape = self._type_of(fake(node)), tuple(self.extent(s) for s in memory)
+            dtype, shape = self._type_of(fake(node)), self._shape_of(memory)
             x = self.g.new_input(shape, dtype, constant=node in self.constants)
             self.operands.append(Given(node, memory, dtype))
             self._inputs[key] = x
         return self._inputs[key]
+
+    def _shape_of(self, slots: Slots) -> tuple[Dim, ...]:
+        """The shape of an input. Raises Mismatch if another extent than the first is dynamic."""
+        shape = tuple(self.extent(s) for s in slots)
+        for n, d in enumerate(shape):
+            if n and isinstance(d, Symbol):
+                raise Mismatch(
+                    f"reads a tensor {show_shape(shape)} whose extent {n} is dynamic; of what a "
+                    "kernel reads only the outermost extent may be: leave the others out of "
+                    "dynamic_shapes"
+                )
+        return shape
 
     def lengths(self, node: fx.Node, slots: Slots, offset: int, most: int) -> Tensor:
         """An int32 input with these slots, ``node + offset`` at the call; more than ``most`` is
         equivalent to ``most``."""
         key = (node, slots, offset, most)
         if key not in self._inputs:
-            self._inputs[key] = self.g.new_input([self.extent(s) for s in slots], torch.int32)
+            self._inputs[key] = self.g.new_input(self._shape_of(slots), torch.int32)
             self.operands.append(Given(node, slots, torch.int32, None, (offset, most)))
         return self._inputs[key]
 

@@ -267,7 +267,7 @@ class KernelGraph(NamedOperators):
             if n.operator == "input":
                 new[i] = g._append(n)
             elif i in needed:
-                args = [new[j] for j in n.inputs]
+                args, first = [new[j] for j in n.inputs], len(g.nodes)
                 op = lookup(n.operator)
                 attributes = dict(n.attributes)
                 new[i] = (
@@ -275,6 +275,8 @@ class KernelGraph(NamedOperators):
                     if op.composite
                     else g.apply(n.operator, *args, **attributes)
                 )
+                if op.composite and n.dtype == float32:
+                    g._widen(first)
         g.outputs = [new[i].index for i in self.outputs]
         if any(lookup(n.operator).cuts for n in g.nodes):
             from cutesuper.ir.remove_concat import without_pieces
@@ -358,6 +360,17 @@ class KernelGraph(NamedOperators):
         for i, j in zip(self.outputs, other.outputs, strict=True):
             self.nodes[i] = replace(self.nodes[i], dtype=other.nodes[j].dtype)
         return self
+
+    def _widen(self, first: int) -> None:
+        """Let values of a composite operator of float32 be float32 as well, so that a kernel that
+        stores one does not round it; operands of products keep their type."""
+        kept = set[int]()
+        for i in reversed(range(first, len(self.nodes))):
+            node = self.nodes[i]
+            if lookup(node.operator).one_type or (node.operator == "transpose" and i in kept):
+                kept.update(node.inputs)
+            if i not in kept:
+                self.nodes[i] = replace(node, dtype=float32)
 
     def _check_symbol(self, symbol: Symbol) -> None:
         for other in (d for n in self.nodes for d in n.shape if isinstance(d, Symbol)):

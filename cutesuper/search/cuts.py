@@ -75,6 +75,8 @@ class Flat:
         copy_all: True if every transpose may be stored. Otherwise only those that are outputs and
             change nothing but the order of an input.
         groups: groups of outputs that share nothing but inputs (`KernelGraph.apart`).
+        last_resort: searched only where no other variant of the graph has kernels, as is one with
+            ``copy_all``.
 
     Attributes:
         views: the value that every node is a view of; a computed node is a view of itself.
@@ -82,9 +84,14 @@ class Flat:
     """
 
     def __init__(
-        self, graph: KernelGraph, copy_all: bool = False, groups: Groups | None = None
+        self,
+        graph: KernelGraph,
+        copy_all: bool = False,
+        groups: Groups | None = None,
+        last_resort: bool = False,
     ) -> None:
-        self.graph, self.copy_all, self.groups = graph, copy_all, groups
+        self.graph, self.groups = graph, groups
+        self.last_resort = copy_all or last_resort
         self.views: list[View] = []
         self.copies: set[int] = set()
         for i, n in enumerate(graph.nodes):

@@ -47,10 +47,12 @@ from cutesuper.search.region import (
     search_region,
 )
 from cutesuper.search.region_cache import KnownRegions
+from cutesuper.search.shifted import shifted
 from cutesuper.search.summed import summed_first
 from cutesuper.skeletons.cost import Cost, describe
 from cutesuper.skeletons.form import needs_positions
 from cutesuper.targets import Target
+from cutesuper.verify.equivalence import Verification
 
 
 @dataclass
@@ -120,7 +122,7 @@ class SearchResult:
     statistics: Statistics
 
 
-Verify = Callable[[MuGraph], bool]
+Verify = Callable[[MuGraph], bool | Verification]
 
 DEFAULTS = SearchOptions()
 
@@ -150,8 +152,9 @@ def search(
         executor: searches the parts of the graph that may become kernels; any
             `concurrent.futures.Executor` whose workers can import cutesuper. None: this process.
         on_progress: called after every part of the graph and every verdict.
-        verify: returns True if a muGraph computes the graph; called once for each structure, and
-            rejected structures are dropped. None: every structure is accepted.
+        verify: returns True, or a `Verification` that is, if a muGraph computes the graph; called
+            once for each structure, and rejected structures are dropped. None: every structure is
+            accepted.
         known: results of earlier searches, used if neither a budget nor an executor is given.
 
     Raises:
@@ -189,7 +192,7 @@ class _Search:
         self._start = time.perf_counter()
         self._found: dict[tuple[Region, bool], Found] = {}
         self._interrupt: KeyboardInterrupt | None = None
-        self._verdicts: dict[tuple[object, ...], bool] = {}
+        self._verdicts: dict[tuple[object, ...], bool | Verification] = {}
         self._parts = (0, 0)
         self._unchained = False
 
@@ -205,7 +208,7 @@ class _Search:
         if not candidates:
             raise SearchError(
                 f"search: the verifier rejected all {len(self._verdicts)} structures that were "
-                "found; please report the graph"
+                f"found{self._why()}; please report the graph"
             )
         self.statistics.seconds = time.perf_counter() - self._start
         self.statistics.peak_mb = peak_mb()
@@ -246,8 +249,8 @@ class _Search:
         found: list[tuple[Flat, Cut]] = []
         error: SearchError | None = None
         for flat in self._variants(plain):
-            if found and flat.copy_all:
-                break  # copies of views only where nothing else is possible
+            if found and flat.last_resort:
+                break  # only where nothing else is possible
             segments = Segments(flat)
             self._gather(segments)
             try:
@@ -274,6 +277,9 @@ class _Search:
         copied = Flat(self.graph, copy_all=True)
         if copied.copies != plain.copies:
             yield copied
+        safe = shifted(self.graph)
+        if safe is not None:
+            yield Flat(safe, last_resort=True)
 
     def _check_target(self, flat: Flat) -> None:
         why = self.target.refuses_products()
@@ -424,10 +430,16 @@ class _Search:
         key = tuple((s.writes, s.region, way.lowered, way.structure) for s, way in cut.steps)
         if key not in self._verdicts:
             self._verdicts[key] = self.verify(mugraph)
-            self.statistics.verified += self._verdicts[key]
+            self.statistics.verified += bool(self._verdicts[key])
             self.statistics.rejected += not self._verdicts[key]
             self._report("verify")
-        return self._verdicts[key]
+        return bool(self._verdicts[key])
+
+    def _why(self) -> str:
+        """The first reason of the verifier, if it gave any."""
+        verdicts = (v for v in self._verdicts.values() if isinstance(v, Verification))
+        reason = next((v.reason for v in verdicts if v.reason), None)
+        return f" ({reason})" if reason else ""
 
     def _report(self, stage: str) -> None:
         if self.on_progress is not None:

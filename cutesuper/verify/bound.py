@@ -200,6 +200,7 @@ class DegreeAlgebra:
     def elementwise(self, kind: str, args: list[Degree], attributes: Attributes) -> Degree:
         """An element-wise operator of the table."""
         self.kept_zero |= lookup(kind).keeps_zero
+        self.empty_rows |= lookup(kind).empties
         return lookup(kind).symbolic(self, args, attributes)
 
     def rename(self, x: Degree, names: Mapping[str, str]) -> Degree:

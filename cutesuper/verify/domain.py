@@ -82,6 +82,8 @@ class FieldDomain(FieldAlgebra):
     Args:
         seed, shifts, primes: as for `FieldAlgebra`.
         failing: share of conditions that do not hold.
+        whole: rows that a condition hides as a whole have values (``docs/verification.md``,
+            "Masks"); False: they are `NoNumber` where ``strict``.
 
     Attributes:
         hid: for each operation that hides by a condition, true if it hid anything.
@@ -94,8 +96,10 @@ class FieldDomain(FieldAlgebra):
         shifts: np.random.Generator | None = None,
         primes: Primes = LARGEST,
         failing: float = 0.25,
+        whole: bool = True,
     ) -> None:
         super().__init__(seed, shifts, primes)
+        self._whole = whole
         self.strict = False
         self.hid: list[bool] = []
         self._failing = np.uint64(failing * primes.p)
@@ -121,6 +125,7 @@ class FieldDomain(FieldAlgebra):
             if gone is not None:
                 value = value.hide(align(gone.p != 0, gone.dims, value.dims))
             if operator.hides:
+                self.empty_rows |= self._whole and operator.empties
                 self.hid.append(bool(value.gone().any()))
         return value
 

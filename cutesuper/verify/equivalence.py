@@ -143,23 +143,24 @@ class Verification:
 @dataclass(frozen=True)
 class _Trial:
     """One draw: inputs, the kernel graph's results, and the arguments at which it may have no
-    value."""
+    value. ``whole``: rows that a condition hides as a whole have values."""
 
     seed: int
     primes: Primes
     failing: float
     inputs: tuple[FieldValue | Integers, ...]
+    whole: bool = True
     outputs: tuple[FieldValue, ...] = ()
     undefined: Undefined = NOWHERE
 
     def domain(self, mode: Mode, other: int) -> FieldDomain:
         """The field of this trial; fresh values for maxima differ with ``other``."""
         shifts = np.random.default_rng([7, self.seed + other]) if mode == "shift" else None
-        return FieldDomain(self.seed, shifts, self.primes, self.failing)
+        return FieldDomain(self.seed, shifts, self.primes, self.failing, self.whole)
 
     def recording(self) -> RecordingDomain:
         """The field of this trial with maxima of zero, recording the arguments of exponentials."""
-        return RecordingDomain(self.seed, self.primes, self.failing)
+        return RecordingDomain(self.seed, self.primes, self.failing, self.whole)
 
 
 @dataclass(frozen=True)
@@ -384,19 +385,34 @@ class Verifier:
         )
         seed = hash((*seeds, 1)) & 0x7FFFFFFF
         trial = _Trial(seed, primes, _failing(*number), inputs)
-        a = trial.domain(mode, 0)
-        a.strict, a.records = True, keep
         try:
-            outputs = tuple(evaluate_graph(graph, a, list(inputs)))
+            trial, hid = self._evaluated(graph, trial, mode, keep)
         except DivisionByZero as error:
             self._keep(key, error.with_traceback(None))
             raise
-        trial = replace(trial, outputs=outputs, undefined=a.undefined())
-        before = self._hid.get(sizes.inputs, [False] * len(a.hid))
-        self._hid[sizes.inputs] = [x or y for x, y in zip(before, a.hid, strict=True)]
+        before = self._hid.get(sizes.inputs, [False] * len(hid))
+        self._hid[sizes.inputs] = [x or y for x, y in zip(before, hid, strict=True)]
         if keep:
             self._keep(key, trial)
         return trial
+
+    def _evaluated(
+        self, graph: KernelGraph, trial: _Trial, mode: Mode, keep: bool
+    ) -> tuple[_Trial, list[bool]]:
+        """A trial with the graph's results, and what each condition hid (`FieldDomain.hid`).
+
+        Where a row that is hidden as a whole would be +inf on the way (the square of its maximum,
+        which `logsumexp` compares), such rows have no value: see `FieldDomain`.
+        """
+        a = trial.domain(mode, 0)
+        a.strict, a.records = True, keep
+        try:
+            outputs = tuple(evaluate_graph(graph, a, list(trial.inputs)))
+        except Unbounded:
+            if not (trial.whole and a.hid):
+                raise
+            return self._evaluated(graph, replace(trial, whole=False), mode, keep)
+        return replace(trial, outputs=outputs, undefined=a.undefined()), a.hid
 
     def _keep(self, key: Any, known: _Trial | DivisionByZero) -> None:
         self._known[key] = known

@@ -37,8 +37,10 @@ _MAX_ARGUMENTS = 1024
 class RecordingDomain(FieldDomain):
     """A field in which maxima are zero and the arguments of exponentials are recorded."""
 
-    def __init__(self, seed: int, primes: Primes, failing: float = 0.25) -> None:
-        super().__init__(seed, None, primes, failing)
+    def __init__(
+        self, seed: int, primes: Primes, failing: float = 0.25, whole: bool = True
+    ) -> None:
+        super().__init__(seed, None, primes, failing, whole)
         self.arguments: list[FieldValue] = []
 
     def exp(self, x: FieldValue) -> FieldValue:

@@ -72,7 +72,8 @@ def resized_graph(graph: KernelGraph, inputs: tuple[_Shape, ...]) -> KernelGraph
         if n.operator == "input":
             g.new_input(next(shapes), n.dtype, n.name)
         elif lookup(n.operator).masks:
-            g.nodes.append(replace(n, shape=g.nodes[n.inputs[0]].shape))
+            masked = g.nodes[n.inputs[0]]
+            g.nodes.append(replace(n, shape=masked.shape, dtype=masked.dtype))
         else:
             g.apply(n.operator, *(g.tensor(j) for j in n.inputs), **dict(n.attributes))
     g.outputs = list(graph.outputs)

@@ -278,7 +278,7 @@ def _attention(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.d
         scores = m.where(seen(shape, args[3], a["is_causal"]), scores, -torch.inf)
     elif a["is_causal"]:
         scores = m.where(torch.ones(shape[-2:], dtype=torch.bool).tril(), scores, -torch.inf)
-    share = m.store(_softmax(m, [scores], {"dim": -1}, dtype), dtype, limited=False)
+    share = m.store(_softmax(m, [scores], {"dim": -1}, dtype), a["factors"], limited=False)
     return m.matmul(share, value)
 
 

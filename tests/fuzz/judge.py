@@ -4,7 +4,8 @@ The program is evaluated several times with `tests.fuzz.formulas`, in float64:
 
 * exactly;
 * rounded to the nearest at each operator, to the element type of its value, as eager PyTorch does,
-  and four times with random roundings: what errors usually are;
+  operands of products to their common type of 16 bits whatever the result is marked as, and four
+  times with random roundings: what errors usually are;
 * with a bound for every element (`Balls`): how large an error may be at worst, if each value is
   rounded to its element type and float32 sums are added up in any order.
 
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.graph import KernelGraph, Node
 from tests.fuzz.arithmetic import Arithmetic, Ball, Balls, Numbers, reach, smallest, unit
 from tests.fuzz.formulas import FORMULAS, JUMPS, WITH_HIDDEN_ROWS
 
@@ -62,10 +63,20 @@ def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any
             values.append(m.given(torch.tensor(node.attributes["value"], dtype=torch.float64)))
         else:
             args = [values[j] for j in node.inputs]
-            dtype = node.dtype.torch
-            y = formulas[node.operator](m, args, dict(node.attributes), dtype)
+            dtype, factors = node.dtype.torch, _factors(graph, node)
+            attributes = dict(node.attributes) | {"factors": factors}
+            if node.operator == "matmul":
+                args = [m.store(x, factors, limited=False) for x in args]
+            y = formulas[node.operator](m, args, attributes, dtype)
             values.append(m.store(y, dtype))
     return [values[i] for i in graph.outputs]
+
+
+def _factors(graph: KernelGraph, node: Node) -> torch.dtype:
+    """The type that a product's operands are rounded to, also where one of them is an output that
+    is marked as float32: tensor cores take two of one type."""
+    types = [graph.nodes[j].dtype.torch for j in node.inputs if not graph.nodes[j].dtype.integer]
+    return min(types, key=lambda t: t.itemsize, default=node.dtype.torch)
 
 
 @dataclass(frozen=True)
