@@ -410,7 +410,21 @@ def choose(
             first = first or frameless(error)
             continue
         return result, Choice(candidate, plans, verification, tuple(refused))
-    raise first or SearchError("superoptimize: the search returned no program")
+    raise _none(first, result, options)
+
+
+def _none(first: CutesuperError | None, result: SearchResult, options: Options) -> CutesuperError:
+    """The error for a graph none of whose candidates can be run; ``first`` is the best one's."""
+    if first is None:
+        return SearchError("superoptimize: the search returned no program")
+    if not result.statistics.complete and options.budget_s is not None:
+        return SearchError(
+            f"the budget of {options.budget_s:g} s is used up, and no program that was found by "
+            f"then can be run: {first}; raise budget_s"
+        )
+    if isinstance(first, VerificationError):
+        return SearchError(f"no program that was found can be run: {first}")
+    return first
 
 
 def _plans(candidate: Candidate, options: Options, target: Target) -> tuple[KernelPlan, ...]:

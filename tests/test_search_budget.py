@@ -111,6 +111,25 @@ def test_a_small_budget_is_the_reason(ticking: Clock) -> None:
     assert all("s is used up; raise budget_s" in reason for reason in reasons), reasons
 
 
+def test_a_small_budget_is_the_reason_where_what_was_found_is_refused(ticking: Clock) -> None:
+    """The first programs that are found store a value as float16 that float16 does not hold."""
+    g = new_kernel_graph()
+    x, labels = g.new_input((96, 48)), g.new_input((96, 1), "int32")
+    row, z = g.new_input((1, 512)), g.new_input((96, 512))
+    y = g.matmul(g.cross_entropy(g.max(x, -1), labels), row)
+    g.mark_output(g.silu(y))
+    g.mark_output(g.mul(g.maximum(z, 0.0), y))
+    reasons = set[str]()
+    for budget in range(100, 4000, 650):
+        ticking.now = 0.0
+        try:
+            choose(g, Options(target=H200, budget_s=float(budget)))
+        except SearchError as error:
+            reasons.add(str(error))
+    assert any("float16, which cannot hold it" in reason for reason in reasons), reasons
+    assert all("s is used up" in r and r.endswith("raise budget_s") for r in reasons), reasons
+
+
 def test_no_budget_at_all() -> None:
     with pytest.raises(SearchError, match=r"budget of 0 s is used up; raise budget_s"):
         search(several(), H200, budget_s=0.0)
