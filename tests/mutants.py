@@ -107,8 +107,8 @@ def mutations(mu: MuGraph, s: int, i: int, op: BlockOp) -> Iterator[tuple[str, M
 
 #: mutants of one random program
 OF_ONE = 20
-#: magnitudes of inputs at which numbers are compared; nothing overflows at the first
-SCALES = (0.1, 1.0, 3.0)
+#: magnitudes of inputs at which numbers are compared; the first time they are tame
+SCALES = (1.0, 0.1, 1.0, 3.0)
 #: of float64
 EPSILON = torch.finfo(torch.float64).eps
 
@@ -188,7 +188,7 @@ def _chosen(mu: MuGraph, rng: Random, count: int) -> list[tuple[str, MuGraph]]:
 def distinguished(graph: KernelGraph, mu: MuGraph, mutant: MuGraph) -> str | None:
     """Where float64 tells two muGraphs of a graph apart, at several draws and magnitudes.
 
-    What is infinite or NaN counts at the least magnitude only, where nothing overflows.
+    What is infinite or NaN counts with tame numbers only, where nothing overflows.
     """
     for number, scale in enumerate(SCALES):
         inputs = _inputs(graph, number, scale)
@@ -233,9 +233,19 @@ def _inputs(graph: KernelGraph, number: int, scale: float) -> list[torch.Tensor]
     return [
         torch.from_numpy(draw_integers(graph, i, shape, [number, number, i]).data)
         if graph.nodes[i].dtype.integer
-        else scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+        else scale * _numbers(shape, generator, tame=number == 0)
         for i, shape in shapes.items()
     ]
+
+
+def _numbers(shape: tuple[int, ...], generator: torch.Generator, tame: bool) -> torch.Tensor:
+    """Normal numbers; tame ones have magnitudes from 0.5 to 1.5, so that nothing overflows where
+    something is divided by them."""
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if not tame:
+        return numbers
+    size = 0.5 + torch.rand(shape, generator=generator, dtype=torch.float64)
+    return torch.copysign(size, numbers)
 
 
 def main() -> int:

@@ -60,6 +60,8 @@ MAX_TRIALS = 16
 #: label, two rows have one of them in each trial; a single sequence is whole in one trial, empty in
 #: another; conditions hide other elements in each
 INTEGER_TRIALS = 6
+#: shares of conditions that do not hold, in the trials in turn
+FAILING = (1 / 4, 31 / 32, 0.0, 1 / 2, 3 / 4, 7 / 8)
 #: pairs of primes used by the trials in turn
 FIELDS = 3
 #: number of results of the kernel graph to keep, by extents and trial
@@ -168,12 +170,13 @@ class _Kinds:
     """Kinds of operators in two programs.
 
     Attributes:
-        maxima, exponentials: true if there are any.
+        maxima, exponentials, hides: true if there are any.
         drawn: kinds of values that a trial draws besides elements of the field.
     """
 
     maxima: bool
     exponentials: bool
+    hides: bool
     drawn: tuple[str, ...]
 
 
@@ -195,7 +198,7 @@ class Verifier:
         self.seed, self.trials = seed, trials
         self._choose = SizeChooser(self.graph)
         self._kinds = {n.operator for n in self.graph.nodes}
-        if reads_integers(self.graph) or any(TABLE[k].hides for k in self._kinds):
+        if reads_integers(self.graph):
             self.trials = max(self.trials, INTEGER_TRIALS)
         self._primes: list[Primes] = []
         self._apart: dict[Any, bool] = {}
@@ -235,7 +238,8 @@ class Verifier:
         found = self._compare(mu, exact, 0, mode, with_q)
         if found is not None and maxima:
             mode, found = "order", self._compare(mu, exact, 0, "order", with_q)
-        trials = MAX_TRIALS if maxima and mode == "order" else self.trials
+        trials = max(self.trials, INTEGER_TRIALS) if has.hides else self.trials
+        trials = MAX_TRIALS if maxima and mode == "order" else trials
         plan: list[tuple[Sizes, int, Mode]] = [(exact, t, mode) for t in range(1, trials)]
         plan.append((ragged, 0, mode))
         if mode == "shift":  # true maxima may make a denominator 0 that fresh values do not
@@ -298,7 +302,9 @@ class Verifier:
             "lengths, tables and labels": any(n.dtype.integer for n in self.graph.nodes),
             "conditions": hidden and any(o.chooses for o in table),
         }
-        return _Kinds("max" in kinds, "exp" in kinds, tuple(k for k, v in drawn.items() if v))
+        hides = any(o.hides for o in table)
+        names = tuple(k for k, v in drawn.items() if v)
+        return _Kinds("max" in kinds, "exp" in kinds, hides, names)
 
     def _field(self, trial: int, attempt: int) -> Primes:
         """The primes of a trial; the next ones each time that it is drawn again."""
@@ -511,10 +517,12 @@ def numbers(graph: KernelGraph) -> set[float]:
 def _failing(trial: int, attempt: int) -> float:
     """The share of conditions that do not hold in a draw.
 
-    In turn some, nearly all and none: rows are hidden in part, as a whole, and not at all. If a row
-    that is hidden as a whole has no value, the next draws hide less and less.
+    In turn some, nearly all and none, then three shares between: rows are hidden in part, as a
+    whole, and not at all, and of rows of 2 to 16 elements about half are hidden as a whole in some
+    trial, so that two conditions differ there. If a row that is hidden as a whole has no value, the
+    next draws hide less and less.
     """
-    return 0.25 ** (attempt + 1) if attempt else (1 / 4, 31 / 32, 0.0)[trial % 3]
+    return 0.25 ** (attempt + 1) if attempt else FAILING[trial % len(FAILING)]
 
 
 def _padded(sizes: Sizes) -> bool:
