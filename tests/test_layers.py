@@ -133,6 +133,56 @@ def test_only_kernels_import_cute() -> None:
     assert not wrong
 
 
+#: what kernels may use of `cute.arch`: places of threads, barriers of whole blocks and warps, shuffles
+ORDINARY = {
+    "block_idx", "fmax", "fmin", "lane_idx", "make_warp_uniform", "prefetch", "shuffle_sync",
+    "shuffle_sync_bfly", "sync_threads", "sync_warp", "thread_idx", "vote_any_sync", "warp_idx",
+}  # fmt: skip
+#: modules of the DSL that name instructions of one architecture or another
+INSTRUCTIONS = re.compile(r"cutlass\.(cute\.(arch|nvgpu)|utils|pipeline|_mlir)\b")
+
+
+def instructions_of(text: str) -> Iterator[str]:
+    """Yield what a file uses of the hardware by name: barriers, bulk copies, tensor cores."""
+    for node in ast.walk(ast.parse(text)):
+        used: list[str] = []
+        if isinstance(node, ast.Attribute):
+            base = ast.unparse(node.value)
+            if base == "cute.arch" and node.attr not in ORDINARY:
+                yield node.attr
+            used = [f"cutlass.{base}.{node.attr}"] if base.startswith("cute.nvgpu") else []
+        elif isinstance(node, ast.Import):
+            used = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            used = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (name for name in used if INSTRUCTIONS.match(name))
+
+
+def test_instructions_are_found() -> None:
+    text = """
+import cutlass.utils.hopper_helpers as sm90
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import warpgroup
+cute.arch.mbarrier_wait(full, 0)
+cute.nvgpu.warpgroup.fence()
+cute.arch.sync_threads()
+"""
+    assert set(instructions_of(text)) == {
+        "cutlass.utils.hopper_helpers", "cutlass.cute.arch", "cutlass.cute.nvgpu.warpgroup",
+        "mbarrier_wait", "cutlass.cute.nvgpu.warpgroup.fence",
+    }  # fmt: skip
+
+
+def test_only_device_knows_instructions() -> None:
+    """Pipelines, bulk copies, clusters and tensor cores are building blocks of ``device/``."""
+    wrong = {
+        path.relative_to(PACKAGE).as_posix(): found
+        for name, path in MODULES.items()
+        if name.split(".")[0] != "device" and (found := list(instructions_of(path.read_text())))
+    }
+    assert wrong == {}
+
+
 def test_search_knows_skeletons_by_the_registry() -> None:
     allowed = {"registry", "base", "form", "cost"}
     wrong = [

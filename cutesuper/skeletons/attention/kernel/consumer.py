@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import Int32
 
-from cutesuper.device.memory import fence_reads
+from cutesuper.device.barriers import Meeting, fence_warp
+from cutesuper.device.cluster import wait_for_cluster
+from cutesuper.device.launch import wait_for_predecessor
+from cutesuper.device.pipeline import Slot
 from cutesuper.skeletons.attention.kernel.rows import TURN_BARRIER
-from cutesuper.skeletons.attention.plan import ROW_BLOCK
 
 if TYPE_CHECKING:
     from cutesuper.skeletons.attention.kernel.loop import AttentionKernel
@@ -42,17 +43,18 @@ class Consumer:
         group = warp // 4
         lead = group % self.k.key_groups  # this warpgroup's first stage
         thread = tidx % 128
-        mma, more, second = self.k.score_mma(), self.k.score_mma(), self.k.value_mma()
-        # two atoms, because the accumulate flag of a WGMMA cannot change inside a run-time loop
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        more.set(warpgroup.Field.ACCUMULATE, True)
-        second.set(warpgroup.Field.ACCUMULATE, True)
-        a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["rows"]))
+        # two products of scores, because the flag cannot change inside a run-time loop
+        begin, more = self.k.score_product(), self.k.score_product()
+        second = self.k.value_product()
+        begin.accumulate(False)
+        more.accumulate(True)
+        second.accumulate(True)
+        a = begin.first(smem["rows"])
         a = a[None, None, None, group // self.k.key_groups]
-        b = mma.make_fragment_B(mma.get_slice(0).partition_B(smem["keys"]))
-        v = second.make_fragment_B(second.get_slice(0).partition_B(smem["values"]))
-        scores = cute.make_rmem_tensor(mma.partition_shape_C((ROW_BLOCK, self.k.key_tile)), Float32)
-        result = cute.make_rmem_tensor(second.partition_shape_C((ROW_BLOCK, self.k.width)), Float32)
+        b = begin.second(smem["keys"])
+        v = second.second(smem["values"])
+        scores = begin.accumulator(self.k.key_tile)
+        result = second.accumulator(self.k.width)
         result.fill(0.0)
         words = cute.make_rmem_tensor(cute.make_layout(self.k.key_tile // 4), Int32)
         # the accumulators' order (2 columns, row and row + 8, blocks of 8 columns) is that of an A
@@ -61,14 +63,14 @@ class Consumer:
         weights = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.k.dtype), layout)
         state = self.k.scores.start(warp, lane)
         if cutlass.const_expr(self.k.dependent and len(self.k.plan.vectors) > 0):
-            cute.arch.griddepcontrol_wait()  # they are read with ordinary loads
+            wait_for_predecessor()  # they are read with ordinary loads
         rows = self.k.rows.prepare(smem, tensors, thread, group, lane, warp, place)
         keys = (first + lead) * self.k.key_tile
         steps = (count - lead + self.k.key_groups - 1) // self.k.key_groups
         fragments = (a, b, v, scores, weights, words, result)
         if cutlass.const_expr(self.k.plan.schedule.overlapped):
             self.overlapped(
-                (mma, more, second),
+                (begin, more, second),
                 fragments,
                 smem,
                 state,
@@ -82,7 +84,7 @@ class Consumer:
             )
         else:
             self.plain(
-                (mma, more, second),
+                (begin, more, second),
                 fragments,
                 smem,
                 state,
@@ -95,122 +97,126 @@ class Consumer:
                 steps,
             )
         if cutlass.const_expr(self.k.plan.cluster > 1):
-            cute.arch.cluster_wait()
+            wait_for_cluster()
         if cutlass.const_expr(self.k.dependent):
-            cute.arch.griddepcontrol_wait()
+            wait_for_predecessor()
         self.k.join.run(result, state, smem, scratch, tensors, tidx, warp, lane, place, rows)
 
     @cute.jit
-    def plain(self, mmas, fragments, smem, state, rows, group, thread, lane, lead, keys, steps):
+    def plain(self, products, fragments, smem, state, rows, group, thread, lane, lead, keys, steps):
         """Process one tile after the other.
 
         ``scores`` and ``result`` are fp32 accumulator fragments of ``(64, key tile)`` and
         ``(64, width)``; ``weights`` is the 16-bit A operand in the registers of ``words`` (Int32).
         """
         a, b, v, scores, weights, words, result = fragments
-        stage, phase = Int32(0) + lead, Int32(0)
+        cores, key_ring, value_ring = self.k.cores, smem["key_ring"], smem["value_ring"]
+        at = Slot(Int32(0) + lead, Int32(0))
         for _ in cutlass.range(steps, unroll=1):
-            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
-            warpgroup.fence()
-            self.multiply_keys(mmas, scores, a, b, stage)
-            warpgroup.wait_group(0)
-            self.release(smem["keys_empty"] + stage, lane)
-            self.k.scores.weigh(scores, state, smem, stage, phase, lane, rows, keys)
+            key_ring.wait(at)
+            cores.begin()
+            self.multiply_keys(products, scores, a, b, at.stage)
+            cores.wait(0)
+            self.release(key_ring, at.stage, lane)
+            self.k.scores.weigh(scores, state, smem, at, lane, rows, keys)
             self.k.scores.pack(scores, words)
             self.k.scores.rescale(result, state)
-            cute.arch.mbarrier_wait(smem["values_full"] + stage, phase)
-            self.k.key_values.clean(smem, thread, group, stage, keys, rows)
-            warpgroup.fence()
-            self.multiply_values(mmas[2], result, weights, v, stage)
-            warpgroup.wait_group(0)
-            self.release(smem["values_empty"] + stage, lane)
+            value_ring.wait(at)
+            self.k.key_values.clean(smem, thread, group, at.stage, keys, rows)
+            cores.begin()
+            self.multiply_values(products[2], result, weights, v, at.stage)
+            cores.wait(0)
+            self.release(value_ring, at.stage, lane)
             keys += self.k.key_tile * self.k.key_groups
-            stage += self.k.key_groups
-            if stage >= self.k.stages:
-                stage -= self.k.stages
-                phase = phase ^ 1
+            at = key_ring.skip(at, self.k.key_groups)
 
     @cute.jit
     def overlapped(
-        self, mmas, fragments, smem, state, rows, group, thread, lane, lead, keys, steps
+        self, products, fragments, smem, state, rows, group, thread, lane, lead, keys, steps
     ):
         """Multiply the next tile's scores before this tile's weights, so that exponentials are
         computed during a product: 14.5 -> 13.9 us at 16x256 rows and 4096 keys, with lazy
         rescaling. Parameters as in `plain`."""
         a, b, v, scores, weights, words, result = fragments
-        stage, phase = Int32(0) + lead, Int32(0)
-        before, before_phase = Int32(0) + lead, Int32(0)
+        cores, key_ring, value_ring = self.k.cores, smem["key_ring"], smem["value_ring"]
+        at = Slot(Int32(0) + lead, Int32(0))
+        before = Slot(Int32(0) + lead, Int32(0))
         if cutlass.const_expr(self.turns):
             if group == 1:
-                cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
+                self.turn(0).arrive()
         if steps > 0:
-            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
+            key_ring.wait(at)
             if cutlass.const_expr(self.turns):
-                cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=256)
-            warpgroup.fence()
-            self.multiply_keys(mmas, scores, a, b, stage)
+                self.turn(group).meet()
+            cores.begin()
+            self.multiply_keys(products, scores, a, b, at.stage)
             if cutlass.const_expr(self.turns):
-                cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=256)
-            warpgroup.wait_group(0)
-            self.release(smem["keys_empty"] + stage, lane)
-            self.k.scores.weigh(scores, state, smem, stage, phase, lane, rows, keys)
+                self.turn_of_other(group).arrive()
+            cores.wait(0)
+            self.release(key_ring, at.stage, lane)
+            self.k.scores.weigh(scores, state, smem, at, lane, rows, keys)
             self.k.scores.pack(scores, words)
         for _ in cutlass.range(1, steps, unroll=1):
-            stage += self.k.key_groups
-            if stage >= self.k.stages:
-                stage -= self.k.stages
-                phase = phase ^ 1
-            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
+            at = key_ring.skip(at, self.k.key_groups)
+            key_ring.wait(at)
             if cutlass.const_expr(self.turns):
-                cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=256)
-            warpgroup.fence()
-            self.multiply_keys(mmas, scores, a, b, stage)
-            cute.arch.mbarrier_wait(smem["values_full"] + before, before_phase)
-            self.k.key_values.clean(smem, thread, group, before, keys, rows)
-            self.multiply_values(mmas[2], result, weights, v, before)
+                self.turn(group).meet()
+            cores.begin()
+            self.multiply_keys(products, scores, a, b, at.stage)
+            value_ring.wait(before)
+            self.k.key_values.clean(smem, thread, group, before.stage, keys, rows)
+            self.multiply_values(products[2], result, weights, v, before.stage)
             if cutlass.const_expr(self.turns):
-                cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=256)
+                self.turn_of_other(group).arrive()
             keys += self.k.key_tile * self.k.key_groups
-            warpgroup.wait_group(1)
-            self.release(smem["keys_empty"] + stage, lane)
-            self.k.scores.weigh(scores, state, smem, stage, phase, lane, rows, keys)
-            warpgroup.wait_group(0)
-            self.release(smem["values_empty"] + before, lane)
+            cores.wait(1)
+            self.release(key_ring, at.stage, lane)
+            self.k.scores.weigh(scores, state, smem, at, lane, rows, keys)
+            cores.wait(0)
+            self.release(value_ring, before.stage, lane)
             self.k.scores.rescale(result, state)
             # only now: packed earlier, the weights get the registers of those being multiplied, and
             # the compiler serialises all products
             self.k.scores.pack(scores, words)
-            before, before_phase = stage, phase
+            before = at
         if cutlass.const_expr(self.turns):
             if group == 0:
-                cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=256)
+                self.turn(0).meet()
         if steps > 0:
-            cute.arch.mbarrier_wait(smem["values_full"] + before, before_phase)
-            self.k.key_values.clean(smem, thread, group, before, keys, rows)
-            warpgroup.fence()
-            self.multiply_values(mmas[2], result, weights, v, before)
-            warpgroup.wait_group(0)
+            value_ring.wait(before)
+            self.k.key_values.clean(smem, thread, group, before.stage, keys, rows)
+            cores.begin()
+            self.multiply_values(products[2], result, weights, v, before.stage)
+            cores.wait(0)
             # no release: nothing is loaded into this stage any more
 
     @cute.jit
-    def multiply_keys(self, mmas, scores, a, b, stage):
-        """Compute the fp32 scores ``(64, key tile)`` of one stage, as one group of WGMMAs."""
+    def multiply_keys(self, products, scores, a, b, stage):
+        """Compute the fp32 scores ``(64, key tile)`` of one stage, as one group of products."""
         for kk in cutlass.range_constexpr(self.k.depth // 16):
-            mma = mmas[0] if kk == 0 else mmas[1]
-            cute.gemm(mma, scores, a[None, None, kk], b[None, None, kk, stage], scores)
-        warpgroup.commit_group()
+            product = products[0] if kk == 0 else products[1]
+            product.multiply(scores, a[None, None, kk], b[None, None, kk, stage])
+        self.k.cores.end()
 
     @cute.jit
-    def multiply_values(self, mma, result, weights, v, stage):
+    def multiply_values(self, product, result, weights, v, stage):
         """Add one tile's weighted values to the fp32 result ``(64, width)``."""
         for kk in cutlass.range_constexpr(self.k.key_tile // 16):
-            cute.gemm(mma, result, weights[None, None, kk], v[None, None, kk, stage], result)
-        warpgroup.commit_group()
+            product.multiply(result, weights[None, None, kk], v[None, None, kk, stage])
+        self.k.cores.end()
 
     @cute.jit
-    def release(self, barrier, lane):
+    def release(self, ring, stage, lane):
         """Give a stage back to the producer."""
+        barrier = ring.empty[stage]
         if cutlass.const_expr(self.k.key_values.clears):
-            fence_reads()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
+            fence_warp()
+        barrier.arrive_warp(lane)
+
+    def turn(self, group: Any) -> Meeting:
+        """The barrier at which a warpgroup waits for its turn."""
+        return Meeting(TURN_BARRIER + group, 256)
+
+    def turn_of_other(self, group: Any) -> Meeting:
+        """The barrier of the other warpgroup."""
+        return Meeting(TURN_BARRIER + 1 - group, 256)

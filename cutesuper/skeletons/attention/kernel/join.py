@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
-from cutesuper.device.memory import float_bits, push
+from cutesuper.device.barriers import Barriers, Meeting
+from cutesuper.device.cluster import float_bits, push
+from cutesuper.device.grid import is_last, tell, told
 from cutesuper.skeletons.attention.kernel.rows import GROUP_BARRIER, ROWS_BARRIER
 from cutesuper.skeletons.attention.kernel.scores import exp2
 from cutesuper.skeletons.kernel.arguments import ELEMENT
@@ -53,7 +55,7 @@ class Join:
             ("exchange", self.plan.exchange_bytes),
         ):
             smem[name] = alloc.allocate_array(Float32, max(4, count // 4), byte_alignment=128)
-        smem["received"] = alloc.allocate_array(Int64, self.k.warpgroups, byte_alignment=8)
+        smem["received"] = Barriers.allocate(alloc, self.k.warpgroups)
         smem["last"] = alloc.allocate_array(Int32, 4, byte_alignment=16)
 
     @cute.jit
@@ -66,8 +68,7 @@ class Join:
             if share < self.owners:
                 # statistics come from one thread of the four that share a row
                 count += 4 * self.cluster * self.active
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(smem["received"] + g, count)
+            smem["received"][g].expect_once(count)
 
     @cute.jit
     def run(self, result, state, smem, scratch, tensors, tidx, warp, lane, place, rows):
@@ -95,7 +96,7 @@ class Join:
                 self.exchange(items, owned, state, smem, group, thread, lane, place)
         if cutlass.const_expr(self.parts > 1):
             self.join_grid(owned, state, smem, scratch, group, thread, place)
-            last = cute.arch.load(smem["last"] + group, Int32)
+            last = told(smem["last"] + group)
             if last != 0 and thread < self.active:
                 self.store(owned, state, tensors, warp, lane, group, place, rows)
         else:
@@ -142,7 +143,7 @@ class Join:
                 self.put(own, i, thread, [result[self.register(i, e)] for e in range(ITEM)])
             self.put(own, self.items, thread, [state[n] for n in range(4)])
         # there are at most two warpgroups along the keys
-        cute.arch.barrier(barrier_id=ROWS_BARRIER, number_of_threads=256)
+        Meeting(ROWS_BARRIER, 256).meet()
         if thread < self.active:
             other = self.meeting(smem, group ^ 1)
             theirs = self.get(other, self.items, thread)
@@ -205,7 +206,7 @@ class Join:
         base = smem["exchange"] + group * (self.cluster * each)
         mine = base + place["rank"] * each
         words = cute.recast_tensor(items, Int32)
-        barrier = smem["received"] + group
+        barrier = smem["received"][group]
         for i in cutlass.range_constexpr(self.half):
             data = tuple(words[ITEM * i + e] for e in range(ITEM))
             slot = ((i % self.owned) * self.active + thread) * ITEM
@@ -216,7 +217,7 @@ class Join:
             for d in cutlass.range_constexpr(self.owners):
                 push(mine + slot, data, barrier, self.owner(d, group))
         if self.share(group, place) < self.owners:
-            cute.arch.mbarrier_wait(barrier, 0)
+            barrier.wait(0)
             self.gather(owned, state, base, self.cluster, thread)
 
     @cute.jit
@@ -269,17 +270,13 @@ class Join:
             if thread % 4 == 0:
                 behind = own + self.owned * self.active * ITEM
                 self.put(behind, 0, thread // 4, [state[n] for n in range(4)])
-        cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=128)
+        Meeting(GROUP_BARRIER + group, 128).meet()
         if thread == 0:
             counter = counters.iterator + unit
-            arrived = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-            last = Int32(0)
-            if arrived == self.parts - 1:
-                last = Int32(1)
-                cute.arch.store(counter, Int32(0))
-            cute.arch.store(smem["last"] + group, last)
-        cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=128)
-        last = cute.arch.load(smem["last"] + group, Int32)
+            last = is_last(counter, self.parts)
+            tell(smem["last"] + group, last)
+        Meeting(GROUP_BARRIER + group, 128).meet()
+        last = told(smem["last"] + group)
         if last != 0 and thread < self.active:
             self.gather(owned, state, base, self.parts, thread)
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32
 
+from cutesuper.device.barriers import Barriers, Meeting, fence_reads, fence_warp
 from cutesuper.device.fragments import NEUTRAL
 from cutesuper.device.math import choose
-from cutesuper.device.memory import fence_reads
 from cutesuper.skeletons.attention.kernel.rows import GROUP_BARRIER, byte_piece, chunk_of
 from cutesuper.skeletons.matmul.kernel.statistics import PIECE, folded
 
@@ -41,7 +41,7 @@ class KeyValues:
         """Allocate an fp32 slot for every value of every key in the ring, and the barriers."""
         count = len(self.order) * self.k.key_tile * self.k.stages
         smem["key_values"] = alloc.allocate_array(Float32, max(4, count), byte_alignment=16)
-        smem["values_ready"] = alloc.allocate_array(Int64, self.k.stages, byte_alignment=8)
+        smem["values_ready"] = Barriers.allocate(alloc, self.k.stages, self.threads)
 
     def slot(self, n: int, stage: Any, key: Any) -> Any:
         """Index of the n-th value of a key in shared memory."""
@@ -51,37 +51,35 @@ class KeyValues:
     def run(self, smem, thread, lane, place, first, count):
         """Compute the values of all tiles of this block; by the helper warps."""
         end = self.k.rows.last_key(place)
-        stage, phase = Int32(0), Int32(0)
+        key_ring, value_ring = smem["key_ring"], smem["value_ring"]
+        at = key_ring.first()
         for i in cutlass.range(count, unroll=1):
-            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
+            key_ring.wait(at)
             # waiting for the values as well ensures that the last round's have been used
-            cute.arch.mbarrier_wait(smem["values_full"] + stage, phase)
+            value_ring.wait(at)
             keys = (first + i) * self.k.key_tile
             for turn in cutlass.range_constexpr(-(-self.k.key_tile // self.threads)):
                 key = thread + turn * self.threads
                 if key < self.k.key_tile:
-                    self.compute_key(smem, key, stage, keys + key < end)
+                    self.compute_key(smem, key, at.stage, keys + key < end)
             # every thread arrives for itself: racecheck does not see that one arrives for its warp
-            cute.arch.mbarrier_arrive(smem["values_ready"] + stage)
-            fence_reads()
+            smem["values_ready"][at.stage].arrive()
+            fence_warp()
             if lane == 0:
-                cute.arch.mbarrier_arrive(smem["keys_empty"] + stage)
-                cute.arch.mbarrier_arrive(smem["values_empty"] + stage)
-            stage += 1
-            if stage == self.k.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
+                key_ring.empty[at.stage].arrive()
+                value_ring.empty[at.stage].arrive()
+            at = key_ring.next(at)
 
     @cute.jit
-    def wait(self, smem, stage, phase):
+    def wait(self, smem, at):
         """Wait until the values of a stage are ready."""
         if cutlass.const_expr(self.threads > 0):
-            cute.arch.mbarrier_wait(smem["values_ready"] + stage, phase)
+            smem["values_ready"][at.stage].wait(at.phase)
 
     @cute.jit
     def meet(self, group):
         """Synchronise all threads of a warpgroup."""
-        cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=128)
+        Meeting(GROUP_BARRIER + group, 128).meet()
 
     def compute_key(self, smem: dict[str, Any], key: Any, stage: Any, exists: Any) -> None:
         """Compute the values of one key. Behind the last key they are 1: weights are 0 there, but
@@ -106,7 +104,7 @@ class KeyValues:
             ]
             # without this fence the compiler issues every read just before its use: 26.6 us at
             # 16x256 rows and 4096 keys, 18.2 with it
-            cute.arch.fence_acq_rel_cta()
+            fence_reads()
             for piece in pieces:
                 v = reduction.source.evaluate([piece.load().to(Float32)], self.k.math)
                 total = folded(total, v, reduction.op)
@@ -176,7 +174,7 @@ class KeyValues:
             if keys + self.k.key_tile > rows["end"]:
                 if thread < self.k.key_tile and keys + thread >= rows["end"]:
                     self.clear(smem, stage, thread)
-                fence_reads()
+                fence_warp()
                 self.meet(group)
 
     def clear(self, smem: dict[str, Any], stage: Any, key: Any) -> None:

@@ -12,28 +12,34 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
 
+from cutesuper.device.barriers import Barriers, initialise
+from cutesuper.device.cluster import announce, wait_for_cluster
+from cutesuper.device.launch import (
+    give_registers,
+    start_successor,
+    take_registers,
+    wait_for_predecessor,
+)
 from cutesuper.device.math import DeviceMath
 from cutesuper.device.memory import (
     EVICT_FIRST,
+    ask_for_descriptors,
     bulk_load,
-    expect_bytes,
-    init_barriers,
     operand,
+    operand_layout,
     partition,
     tile_atom,
 )
+from cutesuper.device.pipeline import Ring
+from cutesuper.device.products import Product, products
 from cutesuper.skeletons.attention.kernel.consumer import Consumer
 from cutesuper.skeletons.attention.kernel.join import Join
 from cutesuper.skeletons.attention.kernel.keys import KeyValues
 from cutesuper.skeletons.attention.kernel.pages import PagedLoads
 from cutesuper.skeletons.attention.kernel.rows import Rows
 from cutesuper.skeletons.attention.kernel.scores import Scores
-from cutesuper.skeletons.attention.plan import ROW_BLOCK, AttentionPlan
+from cutesuper.skeletons.attention.plan import AttentionPlan
 from cutesuper.skeletons.base import Pages
 from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents, batch_labels, described, labelled
 
@@ -53,6 +59,7 @@ class AttentionKernel:
         self.dependent = s.dependent_launch
         self.key_tile, self.depth, self.width = plan.key_tile, plan.depth, plan.width
         self.math = DeviceMath(fast=True)
+        self.cores = products()
         self.key_view, self.value_view = plan.view(plan.key_load), plan.view(plan.value_load)
         self.inner_major = self.key_view.stride(plan.inner) == 1
         self.column_major = self.value_view.stride(plan.columns) == 1
@@ -128,32 +135,22 @@ class AttentionKernel:
         return batch_labels(self.plan.batch, view)
 
     def key_layout(self, stages: int) -> cute.ComposedLayout:
-        """Layout of the key tiles ``[key, inner, stage]``, swizzled for WGMMA."""
-        order = LayoutEnum.ROW_MAJOR if self.inner_major else LayoutEnum.COL_MAJOR
-        shape = (ROW_BLOCK, self.key_tile, self.depth)
-        return sm90.make_smem_layout_b(order, shape, self.dtype, stages)
+        """Layout of the key tiles ``[key, inner, stage]``, swizzled."""
+        return operand_layout(self.dtype, (self.key_tile, self.depth), stages, self.inner_major)
 
     def value_layout(self, stages: int) -> cute.ComposedLayout:
-        """Layout of the value tiles ``[column, key, stage]``, swizzled for WGMMA."""
-        order = LayoutEnum.COL_MAJOR if self.column_major else LayoutEnum.ROW_MAJOR
-        shape = (ROW_BLOCK, self.width, self.key_tile)
-        return sm90.make_smem_layout_b(order, shape, self.dtype, stages)
+        """Layout of the value tiles ``[column, key, stage]``, swizzled."""
+        tile = (self.width, self.key_tile)
+        return operand_layout(self.dtype, tile, stages, not self.column_major)
 
-    def score_mma(self) -> cute.TiledMma:
-        """The WGMMA of rows times keys, both operands in shared memory."""
-        major = OperandMajorMode.K if self.inner_major else OperandMajorMode.MN
-        return sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (1, 1, 1),
-            (ROW_BLOCK, self.key_tile),
-        )  # fmt: skip
+    def score_product(self) -> Product:
+        """The product of rows and keys, both in shared memory."""
+        return self.cores.product(self.dtype, self.key_tile, (True, self.inner_major))
 
-    def value_mma(self) -> cute.TiledMma:
-        """The WGMMA of weights (in registers) times values."""
-        major = OperandMajorMode.MN if self.column_major else OperandMajorMode.K
-        return sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (1, 1, 1),
-            (ROW_BLOCK, self.width), warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+    def value_product(self) -> Product:
+        """The product of weights, in registers, and values."""
+        along = (True, not self.column_major)
+        return self.cores.product(self.dtype, self.width, along, registers=True)
 
     # ---------------------------------------------------------------------------------- device
 
@@ -169,31 +166,29 @@ class AttentionKernel:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = tidx % 32
         if warp == 0:
-            for atom in atoms:
-                cpasync.prefetch_descriptor(atom)
+            ask_for_descriptors(atoms)
         smem = self.allocate()
         loads = self.partition_all(atoms, coords, smem)
         if cutlass.const_expr(self.dependent and (self.rows.has_lengths or self.plan.paged)):
-            cute.arch.griddepcontrol_wait()
+            wait_for_predecessor()
         place = self.rows.place(tensors)
         first, count = self.span(tensors, place)
         place["tables"] = self.pages.open(tensors, place, first)
         if warp == self.producer:
             self.set_up(smem, place)
             if cutlass.const_expr(self.dependent):
-                cute.arch.griddepcontrol_launch_dependents()
-                cute.arch.griddepcontrol_wait()
+                start_successor()
+                wait_for_predecessor()
             self.fill(atoms, loads, smem, place, first, count)
         elif cutlass.const_expr(self.dependent):
-            cute.arch.griddepcontrol_launch_dependents()
+            start_successor()
         cute.arch.sync_threads()
         if cutlass.const_expr(self.plan.cluster > 1):
-            # relaxed: the releasing form waits for the TMA loads in flight (3.6 us)
-            cute.arch.cluster_arrive_relaxed()
+            announce()
         registers = self.plan.registers
         if warp >= self.producer:
             if cutlass.const_expr(registers is not None):
-                cute.arch.setmaxregister_decrease(registers[1])
+                give_registers(registers[1])
             if warp == self.producer:
                 self.produce(atoms, loads, smem, place, first, count)
             elif cutlass.const_expr(self.plan.helpers > 0):
@@ -201,10 +196,10 @@ class AttentionKernel:
                     smem, tidx - 32 * (self.producer + 1), lane, place, first, count
                 )
             if cutlass.const_expr(self.plan.cluster > 1):
-                cute.arch.cluster_wait()
+                wait_for_cluster()
         else:
             if cutlass.const_expr(registers is not None):
-                cute.arch.setmaxregister_increase(registers[0])
+                take_registers(registers[0])
             self.consumer.consume(smem, tensors, scratch, tidx, warp, lane, place, first, count)
 
     def allocate(self) -> dict[str, Any]:
@@ -218,9 +213,13 @@ class AttentionKernel:
         self.rows.allocate(alloc, smem)
         self.key_values.allocate(alloc, smem)
         self.join.allocate(alloc, smem)
-        for name in ("keys_full", "values_full", "keys_empty", "values_empty"):
-            smem[name] = alloc.allocate_array(Int64, self.stages, byte_alignment=8)
-        smem["rows_full"] = alloc.allocate_array(Int64, 1, byte_alignment=8)
+        full = [Barriers.allocate(alloc, self.stages) for _ in range(2)]
+        readers = 4 * self.row_groups + self.plan.helpers
+        empty = [Barriers.allocate(alloc, self.stages, readers) for _ in range(2)]
+        smem["key_ring"], smem["value_ring"] = (
+            Ring(self.stages, *pair) for pair in zip(full, empty, strict=True)
+        )
+        smem["rows_full"] = Barriers.allocate(alloc)
         return smem
 
     def partition_all(self, atoms: list[Any], coords: list[Any], smem: dict[str, Any]) -> Any:
@@ -241,19 +240,11 @@ class AttentionKernel:
     @cute.jit
     def set_up(self, smem, place):
         """Initialise the barriers; called by the producer warp before anything else."""
-        readers = 4 * self.row_groups + self.plan.helpers
-        groups = [
-            (smem["keys_full"], self.stages, 1),
-            (smem["values_full"], self.stages, 1),
-            (smem["keys_empty"], self.stages, readers),
-            (smem["values_empty"], self.stages, readers),
-            (smem["rows_full"], 1, 1),
-        ]
-        if cutlass.const_expr(self.plan.helpers > 0):
-            groups.append((smem["values_ready"], self.stages, 32 * self.plan.helpers))
-        if cutlass.const_expr(self.plan.cluster > 1):
-            groups.append((smem["received"], self.warpgroups, 1))
-        init_barriers(groups)
+        keys, values = smem["key_ring"], smem["value_ring"]
+        arrays = [keys.full, values.full, keys.empty, values.empty, smem["rows_full"]]
+        arrays += [smem["values_ready"]] * (self.plan.helpers > 0)
+        arrays += [smem["received"]] * (self.plan.cluster > 1)
+        initialise(arrays)
         if cutlass.const_expr(self.plan.cluster > 1):
             self.join.expect(smem, place)
 
@@ -275,7 +266,7 @@ class AttentionKernel:
     @cute.jit
     def fill(self, atoms, loads, smem, place, first, count):
         """Load the rows and the first round of the ring."""
-        expect_bytes(smem["rows_full"], self.rows.bytes)
+        smem["rows_full"].only.expect_once(self.rows.bytes)
         self.rows.load(atoms[0], loads[0], smem, place)
         for i in cutlass.range(min(self.stages, count), unroll=1):
             self.pages.turn(place, first, first + i)
@@ -285,24 +276,21 @@ class AttentionKernel:
     @cute.jit
     def produce(self, atoms, loads, smem, place, first, count):
         """Load the remaining tiles, each once its stage has been read."""
-        stage, phase = Int32(0), Int32(0)
+        rings = smem["key_ring"], smem["value_ring"]
+        at = rings[0].first()
         for i in cutlass.range(self.stages, count, unroll=1):
             self.pages.turn(place, first, first + i)
-            cute.arch.mbarrier_wait(smem["keys_empty"] + stage, phase)
-            self.load_operand(0, atoms, loads, smem, place, first + i, stage)
-            cute.arch.mbarrier_wait(smem["values_empty"] + stage, phase)
-            self.load_operand(1, atoms, loads, smem, place, first + i, stage)
-            stage += 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
+            for n in cutlass.range_constexpr(2):
+                rings[n].wait_empty(at)
+                self.load_operand(n, atoms, loads, smem, place, first + i, at.stage)
+            at = rings[0].next(at)
 
     @cute.jit
     def load_operand(self, n: cutlass.Constexpr, atoms, loads, smem, place, tile, stage):
         """Load one tile of keys (n = 0) or of values (n = 1)."""
         view = (self.key_view, self.value_view)[n]
-        barrier = smem[("keys_full", "values_full")[n]] + stage
-        expect_bytes(barrier, 2 * self.key_tile * (self.depth, self.width)[n])
+        ring = smem[("key_ring", "value_ring")[n]]
+        barrier = ring.expect(stage, 2 * self.key_tile * (self.depth, self.width)[n])
         if cutlass.const_expr(isinstance(view, Pages)):
             self.pages.load(view, atoms[1 + n], loads[1 + n], place, tile, stage, barrier)
         else:

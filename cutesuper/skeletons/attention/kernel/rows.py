@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32
-from cutlass.tensor_utils import LayoutEnum
 
+from cutesuper.device.barriers import Meeting, fence_warp
 from cutesuper.device.fragments import NEUTRAL
 from cutesuper.device.math import nan_max
-from cutesuper.device.memory import bulk_load, element, fence_reads, partition, tile_atom
+from cutesuper.device.memory import bulk_load, element, operand_layout, partition, tile_atom
 from cutesuper.skeletons.attention.plan import ROW_BLOCK, Reduction
 from cutesuper.skeletons.base import View
 from cutesuper.skeletons.kernel.arguments import unravel
@@ -70,9 +69,8 @@ class Rows:
         return 2 * self.count * self.k.depth * self.k.row_groups
 
     def layout(self, groups: int) -> cute.ComposedLayout:
-        """Layout of the operand ``[64 rows, inner, group]``, swizzled for WGMMA."""
-        shape = (ROW_BLOCK, self.k.key_tile, self.k.depth)
-        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.k.dtype, groups)
+        """Layout of the operand ``[64 rows, inner, group]``, swizzled."""
+        return operand_layout(self.k.dtype, (ROW_BLOCK, self.k.depth), groups, True)
 
     def box(self) -> cute.ComposedLayout:
         """Layout of one warpgroup's rows as a TMA load sees them: a mode for each label, the
@@ -117,7 +115,7 @@ class Rows:
             slowest, *others = (place["tiles"][d] for d in self.plan.rows)
             slowest = slowest * self.k.row_groups + g
             at = (None, *reversed((slowest, *others)), 0, *batch)
-            bulk_load(atom, tiles[at], slots[g], smem["rows_full"], None)
+            bulk_load(atom, tiles[at], slots[g], smem["rows_full"].only, None)
 
     # ------------------------------------------------------------------------------ coordinates
 
@@ -175,7 +173,7 @@ class Rows:
         return cutlass.max(self.limit(place, last), 0)
 
     def row(self, warp: Any, lane: Any, r: int) -> Any:
-        """Index of a thread's r-th row in its warpgroup's tile, as WGMMA assigns rows."""
+        """Index of a thread's r-th row in its warpgroup's tile, as products assign rows."""
         return (warp % 4) * 16 + lane // 4 + 8 * r
 
     def positions(self, place: dict[str, Any], group: Any, row: Any) -> tuple[dict[str, Any], Any]:
@@ -208,14 +206,12 @@ class Rows:
         Returns the fp32 ``values`` and key ``limits`` of each of a thread's rows, the ``least``
         limit of the tile and the ``end`` of the keys that have been written.
         """
-        cute.arch.mbarrier_wait(smem["rows_full"], 0)
+        smem["rows_full"].only.wait(0)
         if cutlass.const_expr(self.prepares):
             if group % self.k.key_groups == 0:
                 self.compute(smem, tensors, thread, group)
-            cute.arch.barrier(
-                barrier_id=ROWS_BARRIER + group // self.k.key_groups,
-                number_of_threads=128 * self.k.key_groups,
-            )
+            along_rows = group // self.k.key_groups
+            Meeting(ROWS_BARRIER + along_rows, 128 * self.k.key_groups).meet()
         values, limits = [], []
         for r in cutlass.range_constexpr(self.per_thread):
             row = self.row(warp, lane, r)
@@ -266,7 +262,7 @@ class Rows:
                 piece = 2 * p + half
                 if piece < self.pieces:
                     self.rewrite(smem, tensors, values, row_group, row, piece)
-            fence_reads()
+            fence_warp()
 
     @cute.jit
     def reduce(self, smem, row_group, row, half, reduction: cutlass.Constexpr):

@@ -74,16 +74,16 @@ class Scores:
         return [(4 * j + 2 * r + b, 8 * j + b) for j in range(self.blocks) for b in range(2)]
 
     @cute.jit
-    def weigh(self, scores, state, smem, stage, phase, lane, rows, keys):
+    def weigh(self, scores, state, smem, at, lane, rows, keys):
         """Replace scores by weights; update maximum and sums.
 
         ``scores`` is an fp32 accumulator fragment of ``(64, key tile)``, ``state`` that of `start`;
         ``keys`` (Int32) is the first key of the tile.
         """
         first = 2 * (lane % 4)
-        values = (smem, stage, phase, first)
+        values = (smem, at, first)
         if cutlass.const_expr(self.keyed_early):
-            self.k.key_values.wait(smem, stage, phase)
+            self.k.key_values.wait(smem, at)
         if cutlass.const_expr(self.shifted and not self.plan.scores.trivial):
             self.apply(self.plan.scores, scores, rows, values, self.plan.product)
         boundary = Int32(0)
@@ -142,8 +142,8 @@ class Scores:
                 state[2 * r + 1] *= state[4 + r]
         if cutlass.const_expr(len(self.plan.key_values) > 0 and not self.keyed_early):
             # the values of keys have been computed during the exponentials
-            smem, stage, phase, _ = values
-            self.k.key_values.wait(smem, stage, phase)
+            smem, at, _ = values
+            self.k.key_values.wait(smem, at)
         for s in self.plan.row_sums:
             parts = [[Float32(0.0) for _ in range(4)] for _ in range(self.rows)]
             for n, (j, keyed) in enumerate(self.columns(s.source, values)):
@@ -179,10 +179,12 @@ class Scores:
         They come in pairs, for both rows. Values are read at their use: 32 values of a tile of 128
         keys kept in registers took 184 to 504 bytes of stack.
         """
-        smem, stage, _, first = values
+        smem, at, first = values
         needed = [i for i in e.leaves if i in self.plan.key_values]
         for block in range(self.blocks):
-            pairs = {i: self.k.key_values.pair(smem, i, stage, first + 8 * block) for i in needed}
+            pairs = {
+                i: self.k.key_values.pair(smem, i, at.stage, first + 8 * block) for i in needed
+            }
             for b in range(2):
                 yield 2 * block + b, {i: pair[b] for i, pair in pairs.items()}
 

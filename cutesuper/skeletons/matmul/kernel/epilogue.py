@@ -14,7 +14,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cutesuper.device.memory import push
+from cutesuper.device.barriers import Meeting
+from cutesuper.device.cluster import push
+from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.skeletons.kernel.arguments import ELEMENT
 from cutesuper.skeletons.matmul.kernel.statistics import PIECE, ROW_VALUES_BARRIER
 from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK
@@ -64,7 +66,7 @@ class Epilogue:
         """Wait for everything that the steps after the loop may need."""
         if cutlass.const_expr(self.k.dependent):
             # loads and stores after the loop may touch tensors of the predecessor
-            cute.arch.griddepcontrol_wait()
+            wait_for_predecessor()
         if cutlass.const_expr(self.early_rows):
             self.wait_row_values()
 
@@ -80,7 +82,7 @@ class Epilogue:
             k.reductions.run(accumulators, vectors, smem, tensors, tidx, warp, lane, where)
             k.reductions.store_rows(smem, tensors, tidx, where)
         if cutlass.const_expr(k.cluster > 1):
-            cute.arch.mbarrier_wait(smem["received"], 0)
+            smem["received"].only.wait(0)
             self.finish_received(smem, tensors, tidx, where)
         elif cutlass.const_expr(k.plan.schedule.bulk_store):
             k.tile_store.run(accumulators, smem, tensors, warp, lane, where, outs)
@@ -93,10 +95,11 @@ class Epilogue:
     def wait_row_values(self):
         """Wait until the helper warps have written the row values."""
         if cutlass.const_expr(len(self.k.plan.statistics) > 0):
-            cute.arch.barrier(
-                barrier_id=ROW_VALUES_BARRIER,
-                number_of_threads=32 * (self.k.helpers + self.k.consumers),
-            )
+            self.row_values_meeting().meet()
+
+    def row_values_meeting(self) -> Meeting:
+        """Where helpers come when they have written the row values, and consumers wait for them."""
+        return Meeting(ROW_VALUES_BARRIER, 32 * (self.k.helpers + self.k.consumers))
 
     # -------------------------------------------------------------------------------- exchange
 
@@ -116,7 +119,7 @@ class Epilogue:
                     peer = n // self.columns
                     for v in cutlass.range_constexpr(0, count, width):
                         data = tuple(words[self.position(v + e, half)] for e in range(width))
-                        push(smem["partials"] + (slot + v), data, smem["received"], peer)
+                        push(smem["partials"] + (slot + v), data, smem["received"].only, peer)
         for w in cutlass.range_constexpr(len(vectors)):
             for i in cutlass.range_constexpr(len(vectors[w])):
                 for half in cutlass.range_constexpr(2):
@@ -129,10 +132,9 @@ class Epilogue:
         index = ((source * self.results + product) * self.columns + column) * 4 + quarter
         return index * self.values
 
-    @staticmethod
-    def column_in_tile(block: Any, half: int, warp: Any, lane: Any) -> Any:
+    def column_in_tile(self, block: Any, half: int, warp: Any, lane: Any) -> Any:
         """The column of one half of a thread's accumulator fragment."""
-        return block * COLUMN_BLOCK + (warp % 4) * 16 + half * 8 + lane // 4
+        return self.k.cores.row(block, half, warp, lane)
 
     @staticmethod
     def position(v: int, half: int) -> int:
@@ -205,7 +207,7 @@ class Epilogue:
     @cute.jit
     def consumers_meet(self):
         """Wait for all consumer warps at their barrier."""
-        cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=32 * self.k.consumers)
+        Meeting(CONSUMERS_BARRIER, 32 * self.k.consumers).meet()
 
     @cute.jit
     def stage(self, sums, o: cutlass.Constexpr, tile, smem, tensors, column, where, quarter):

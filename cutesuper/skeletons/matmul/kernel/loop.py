@@ -1,7 +1,7 @@
 """The matmul mainloop as a traced kernel: walks a `MatmulPlan`, calls the blocks of ``device/``.
 
-Roles of the warps of a block: consumers (WGMMA, then the epilogue), helpers (row statistics and the
-prologue of the row operand), one producer (TMA loads). Everything that depends on the plan is
+Roles of the warps of a block: consumers (products, then the epilogue), helpers (row statistics and
+the prologue of the row operand), one producer (TMA loads). Everything that depends on the plan is
 decided while tracing; only the ring and the tails are run-time control flow.
 """
 
@@ -12,22 +12,29 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
+from cutlass import Float32, Int32
 
+from cutesuper.device.barriers import Barriers, initialise
+from cutesuper.device.cluster import announce, rank_in_cluster, wait_for_cluster
+from cutesuper.device.launch import (
+    give_registers,
+    start_successor,
+    take_registers,
+    wait_for_predecessor,
+)
 from cutesuper.device.math import DeviceMath
 from cutesuper.device.memory import (
     EVICT_FIRST,
     EVICT_LAST,
+    ask_for_descriptors,
     bulk_load,
-    expect_bytes,
-    init_barriers,
     operand,
+    operand_layout,
     partition,
     tile_atom,
 )
+from cutesuper.device.pipeline import Ring
+from cutesuper.device.products import Product, products
 from cutesuper.skeletons.base import view_of
 from cutesuper.skeletons.kernel.arguments import (
     ELEMENT,
@@ -75,6 +82,7 @@ class MatmulKernel:
         self.producer = self.consumers + self.helpers
         self.dependent = s.dependent_launch
         self.math = DeviceMath(fast=True)
+        self.cores = products()
         self.sharing = Sharing(self)
         self.walk = Walk(self)
         self.row_side = RowSide(self)
@@ -126,7 +134,7 @@ class MatmulKernel:
     def column_atoms(self, group: ColumnGroup, tensors: list[cute.Tensor]) -> list[Any]:
         if not group.views:
             return []
-        layout = cute.slice_(group.layout(self.dtype, self.m, 1), (None, None, 0))
+        layout = cute.slice_(group.layout(self.dtype, 1), (None, None, 0))
         return [
             tile_atom(
                 labelled(
@@ -153,9 +161,7 @@ class MatmulKernel:
 
     def row_layout(self, height: int, slots: int) -> cute.ComposedLayout:
         """Layout of ``slots`` pieces of ``height`` rows and one chunk, one behind the other."""
-        return sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR, (COLUMN_BLOCK, height, CHUNK), self.dtype, slots
-        )
+        return operand_layout(self.dtype, (height, CHUNK), slots, True)
 
     def row_tensor(
         self, view: Any, inner: str, tensors: list[cute.Tensor], chunked: bool
@@ -204,15 +210,12 @@ class MatmulKernel:
         lane = tidx % 32
         rank = Int32(0)
         if cutlass.const_expr(self.cluster > 1):
-            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+            rank = rank_in_cluster()
         tile_n, tile_m = bx // self.cluster, by
         batch = self.batch_index(bz, tensors)
         smem = self.allocate(row_layout)
         if warp == 0:
-            # prefetching descriptors while the barriers are made saves 0.05 to 0.2 us in every
-            # kernel
-            for atom in atoms:
-                cpasync.prefetch_descriptor(atom)
+            ask_for_descriptors(atoms)
         loads = len(atoms) - self.tile_store.count
         slots, sources = self.partition_all(atoms[:loads], coords[:loads], smem)
         outs = self.tile_store.partition(atoms[loads:], coords[loads:], smem)
@@ -225,38 +228,37 @@ class MatmulKernel:
         if warp == self.producer:
             self.set_up(smem)
             if cutlass.const_expr(self.dependent):
-                cute.arch.griddepcontrol_launch_dependents()
+                start_successor()
             if cutlass.const_expr(self.head_starts):
                 self.fill(atoms, sources, slots, smem, where, 0, self.plan.schedule.head)
         elif cutlass.const_expr(self.dependent):
-            cute.arch.griddepcontrol_launch_dependents()
+            start_successor()
         cute.arch.sync_threads()
         if cutlass.const_expr(self.grouped):
-            # relaxed: the releasing form waits for the TMA loads in flight (3.6 us)
-            cute.arch.cluster_arrive_relaxed()
+            announce()
 
         registers = self.plan.registers
         # helpers and producer in one warpgroup hand over registers with one instruction
         together = registers is not None and registers[1] == registers[2]
         if warp < self.consumers:
             if cutlass.const_expr(registers is not None):
-                cute.arch.setmaxregister_increase(registers[0])
+                take_registers(registers[0])
             self.consume(smem, tensors, tidx, warp, lane, where, outs)
         else:
             if cutlass.const_expr(together):
-                cute.arch.setmaxregister_decrease(registers[1])
+                give_registers(registers[1])
             if warp >= self.producer:
                 if cutlass.const_expr(registers is not None and not together):
-                    cute.arch.setmaxregister_decrease(registers[2])
+                    give_registers(registers[2])
                 if cutlass.const_expr(self.sharing.active):
-                    cute.arch.cluster_wait()
+                    wait_for_cluster()
                 if warp == self.producer:
                     self.produce(atoms[:loads], sources, slots, smem, tensors, where)
                 if cutlass.const_expr(self.cluster_size > 1):
-                    cute.arch.cluster_wait()
+                    wait_for_cluster()
             elif cutlass.const_expr(self.helpers > 0):
                 if cutlass.const_expr(registers is not None and not together):
-                    cute.arch.setmaxregister_decrease(registers[1])
+                    give_registers(registers[1])
                 self.row_side.run(smem, tensors, tidx - 32 * self.consumers, lane, where, pieces)
         self.sharing.leave()
 
@@ -271,7 +273,7 @@ class MatmulKernel:
         # narrow boxes of hidden labels first: the instruction reads on behind them
         self.tails.allocate(alloc, smem)
         if self.weights:
-            layout = self.main.layout(self.dtype, self.m, self.stages * self.main.boxes)
+            layout = self.main.layout(self.dtype, self.stages * self.main.boxes)
             smem["columns"] = operand(alloc, self.dtype, layout)
         smem["rows"] = [operand(alloc, self.dtype, row_layout) for _ in plan.rows]
         smem["vectors"] = [
@@ -286,14 +288,15 @@ class MatmulKernel:
         values = len(plan.row_values) * self.m
         smem["row_values"] = alloc.allocate_array(Float32, max(4, values), byte_alignment=16)
         smem["pieces"] = self.tile_store.allocate(alloc)
-        for name in ("full", "empty", "ready"):
-            smem[name] = alloc.allocate_array(Int64, self.stages, byte_alignment=8)
+        readers = (self.consumers + self.helpers) * self.sharing.blocks
+        full = Barriers.allocate(alloc, self.stages)
+        smem["ring"] = Ring(self.stages, full, Barriers.allocate(alloc, self.stages, readers))
+        smem["ready"] = Barriers.allocate(alloc, self.stages, self.helpers)
         for name in ("received", "reduced", *["after_full"] * bool(plan.tails)):
-            smem[name] = alloc.allocate_array(Int64, 1, byte_alignment=8)
+            smem[name] = Barriers.allocate(alloc)
         if plan.reductions:
             self.reductions.allocate(alloc, smem)
-            count = len(plan.reductions)
-            smem["columns_reduced"] = alloc.allocate_array(Int64, count, byte_alignment=8)
+            smem["columns_reduced"] = Barriers.allocate(alloc, len(plan.reductions))
         return smem
 
     def partition_all(self, atoms: list[Any], coords: list[Any], smem: dict[str, Any]) -> Any:
@@ -327,22 +330,15 @@ class MatmulKernel:
     @cute.jit
     def set_up(self, smem):
         """Initialise the barriers; called by the producer warp before anything else."""
-        helpers = self.helpers
-        groups = [
-            (smem["full"], self.stages, 1),
-            (smem["empty"], self.stages, (self.consumers + helpers) * self.sharing.blocks),
-        ]
-        if cutlass.const_expr(self.plan.rewrites):
-            groups.append((smem["ready"], self.stages, helpers))
-        if cutlass.const_expr(self.cluster > 1):
-            groups.append((smem["received"], 1, 1))
-        if cutlass.const_expr(self.row_side.receivers > 1 and len(self.plan.statistics) > 0):
-            groups.append((smem["reduced"], 1, 1))
-        if cutlass.const_expr(len(self.plan.tails) > 0):
-            groups.append((smem["after_full"], 1, 1))
-        if cutlass.const_expr(self.plan.column_cluster > 1 and len(self.plan.reductions) > 0):
-            groups.append((smem["columns_reduced"], len(self.plan.reductions), 1))
-        init_barriers(groups)
+        used = {
+            "ready": self.plan.rewrites,
+            "received": self.cluster > 1,
+            "reduced": self.row_side.receivers > 1 and len(self.plan.statistics) > 0,
+            "after_full": len(self.plan.tails) > 0,
+            "columns_reduced": self.plan.column_cluster > 1 and len(self.plan.reductions) > 0,
+        }
+        ring = smem["ring"]
+        initialise([ring.full, ring.empty, *(smem[name] for name, yes in used.items() if yes)])
 
     # -------------------------------------------------------------------------------- producer
 
@@ -358,7 +354,7 @@ class MatmulKernel:
     ):
         """Load stages ``first`` to ``last`` of the first round, which need no wait."""
         for i in cutlass.range(first, min(last, self.stages, self.iterations), unroll=1):
-            self.arm(smem, i)
+            smem["ring"].expect(i, self.plan.stage_bytes)
             self.load_stage(atoms, sources, slots, smem, where, i, i, True)
 
     @property
@@ -372,69 +368,57 @@ class MatmulKernel:
         if cutlass.const_expr(self.head_starts):
             self.produce_own(atoms, sources, slots, smem, where)
         else:
-            stage, phase = Int32(0), Int32(1)  # a fresh barrier lets waits for phase 1 pass
+            at = smem["ring"].first(phase=1)
             if cutlass.const_expr(self.dependent):
-                cute.arch.griddepcontrol_wait()
+                wait_for_predecessor()
             if cutlass.const_expr(self.walk.persistent):
                 first, end = self.walk.run(tensors)
                 for step in cutlass.range(first, end, unroll=1):
                     tile = self.walk.tile(step, tensors)
-                    stage, phase = self.produce_tile(
-                        atoms, sources, slots, smem, tile, stage, phase, 0
-                    )
+                    at = self.produce_tile(atoms, sources, slots, smem, tile, at, 0)
             else:
-                self.produce_tile(atoms, sources, slots, smem, where, stage, phase, 0)
+                self.produce_tile(atoms, sources, slots, smem, where, at, 0)
 
     @cute.jit
-    def produce_tile(
-        self, atoms, sources, slots, smem, where, stage, phase, first: cutlass.Constexpr
-    ):
+    def produce_tile(self, atoms, sources, slots, smem, where, at, first: cutlass.Constexpr):
         """Load one tile's operands from iteration ``first`` on, each stage once all of its readers
         have finished."""
+        ring = smem["ring"]
         for i in cutlass.range(first, self.iterations, unroll=1):
-            cute.arch.mbarrier_wait(smem["empty"] + stage, phase)
-            self.arm(smem, stage)
-            self.load_stage(atoms, sources, slots, smem, where, i, stage, True)
+            ring.wait_empty(at)
+            ring.expect(at.stage, self.plan.stage_bytes)
+            self.load_stage(atoms, sources, slots, smem, where, i, at.stage, True)
             if cutlass.const_expr(self.dependent):
-                self.load_stage(atoms, sources, slots, smem, where, i, stage, False)
-            stage += 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
-        return stage, phase
+                self.load_stage(atoms, sources, slots, smem, where, i, at.stage, False)
+            at = ring.next(at)
+        return at
 
     @cute.jit
     def produce_own(self, atoms, sources, slots, smem, where):
         """Keep the ring full for a block with a single tile."""
         if cutlass.const_expr(self.cluster > 1):
-            # bytes may arrive before they are expected: the phase cannot end without this arrival
-            expect_bytes(smem["received"], self.plan.exchange_bytes)
+            smem["received"].only.expect_once(self.plan.exchange_bytes)
             if cutlass.const_expr(len(self.plan.statistics) > 0):
                 total = 4 * self.m * self.cluster * len(self.plan.statistics)
-                expect_bytes(smem["reduced"], total)
+                smem["reduced"].only.expect_once(total)
         if cutlass.const_expr(self.plan.column_cluster > 1):
             for r in cutlass.range_constexpr(len(self.plan.reductions)):
                 total = 4 * self.m * self.plan.column_cluster
-                expect_bytes(smem["columns_reduced"] + r, total)
+                smem["columns_reduced"][r].expect_once(total)
         first = min(self.stages, self.iterations)
         self.fill(atoms, sources, slots, smem, where, self.plan.schedule.head, first)
         last = len(atoms) - len(self.after) - len(self.tails.loaded)
         if cutlass.const_expr(len(self.after) > 0):
             self.tails.load_operands(atoms[last:], sources[last:], slots[last:], smem, where, True)
         if cutlass.const_expr(self.dependent):
-            cute.arch.griddepcontrol_wait()
+            wait_for_predecessor()
             if cutlass.const_expr(len(self.after) > 0):
                 self.tails.load_operands(
                     atoms[last:], sources[last:], slots[last:], smem, where, False
                 )
             for i in cutlass.range(first, unroll=1):
                 self.load_stage(atoms, sources, slots, smem, where, i, i, False)
-        self.produce_tile(atoms, sources, slots, smem, where, Int32(0), Int32(0), first)
-
-    @cute.jit
-    def arm(self, smem, stage):
-        """Arm a stage's barrier with the number of bytes to come."""
-        expect_bytes(smem["full"] + stage, self.plan.stage_bytes)
+        self.produce_tile(atoms, sources, slots, smem, where, smem["ring"].first(), first)
 
     @cute.jit
     def load_stage(
@@ -444,7 +428,7 @@ class MatmulKernel:
         the others."""
         plan = self.plan
         tile_m, tile_n, rank, batch = where
-        full = smem["full"] + stage
+        full = smem["ring"].full[stage]
         k = rank * self.iterations + iteration
         hint = EVICT_FIRST if plan.schedule.stream_columns else None
         for w, (op, view) in enumerate(plan.columns.items()):
@@ -503,78 +487,72 @@ class MatmulKernel:
         ``outs`` are the TMA stores of `TileStore.partition`.
         """
         if cutlass.const_expr(self.grouped):
-            cute.arch.cluster_wait()
-        stage, phase = Int32(0), Int32(0)
+            wait_for_cluster()
+        at = smem["ring"].first()
         if cutlass.const_expr(self.walk.persistent):
             first, end = self.walk.run(tensors)
             for step in cutlass.range(first, end, unroll=1):
                 tile = self.walk.tile(step, tensors)
-                stage, phase = self.consume_tile(
-                    smem, tensors, tidx, warp, lane, tile, outs, stage, phase
-                )
+                at = self.consume_tile(smem, tensors, tidx, warp, lane, tile, outs, at)
         else:
-            self.consume_tile(smem, tensors, tidx, warp, lane, where, outs, stage, phase)
+            self.consume_tile(smem, tensors, tidx, warp, lane, where, outs, at)
         self.tile_store.drain()
 
     @cute.jit
-    def consume_tile(self, smem, tensors, tidx, warp, lane, where, outs, stage, phase):
-        """Multiply all stages, then finish the tile; return the next stage and its phase
-        (Int32)."""
-        group = warp // 4
+    def consume_tile(self, smem, tensors, tidx, warp, lane, where, outs, at):
+        """Multiply all stages, then finish the tile; return the next slot of the ring."""
+        group, ring, cores = warp // 4, smem["ring"], self.cores
         self.prefetch.run(tensors, tidx, where)
         # the columns' instruction, or that of a hidden label if the loop multiplies nothing else
         inner = [g for g in self.inner if g.views]
         lead = self.main if self.weights else inner[0]
-        mma = lead.mma(self.dtype, self.instruction_rows)
-        mma_inner = [g.mma(self.dtype, self.instruction_rows) for g in inner]
-        mma_after = [g.mma(self.dtype, self.instruction_rows) for g in self.after]
-        b = mma.make_fragment_B(mma.get_slice(0).partition_B(smem["rows"][0]))
+        rows = self.instruction_rows
+        product = lead.product(cores, self.dtype, rows)
+        along_hidden = [g.product(cores, self.dtype, rows) for g in inner]
+        behind = [g.product(cores, self.dtype, rows) for g in self.after]
+        b = product.second(smem["rows"][0])
         per_group = self.blocks // self.warpgroups
-        shape = mma.partition_shape_C((COLUMN_BLOCK, self.m))
         accumulators = [
-            [cute.make_rmem_tensor(shape, Float32) for _ in range(per_group)]
+            [product.accumulator(self.m) for _ in range(per_group)]
             for _ in range(self.epilogue.results)
         ]
         for row in accumulators:
             for acc in row:
                 acc.fill(0.0)
-        hidden = self.tails.accumulators(mma_inner)
+        hidden = self.tails.accumulators(along_hidden)
         vectors = self.vectors.consumer(lead, smem, per_group)
-        for instruction in (mma, *mma_inner):
-            instruction.set(warpgroup.Field.ACCUMULATE, True)
+        for instruction in (product, *along_hidden):
+            instruction.accumulate(True)
         previous = Int32(-1)
         for _ in cutlass.range(self.iterations, unroll=1):
-            cute.arch.mbarrier_wait(smem["full"] + stage, phase)
+            ring.wait(at)
             if cutlass.const_expr(self.plan.rewrites):
-                cute.arch.mbarrier_wait(smem["ready"] + stage, phase)
-            warpgroup.fence()
+                smem["ready"][at.stage].wait(at.phase)
+            cores.begin()
             for kk in cutlass.range_constexpr(self.k // 16):
-                self.multiply(mma, accumulators, vectors, smem, b, stage, kk, group)
-                self.tails.multiply_stage(mma_inner, hidden, smem, b, stage, kk, group)
-            warpgroup.commit_group()
-            # one WGMMA group stays in flight: waiting for this stage's own costs 0.2 us
-            warpgroup.wait_group(1)
+                self.multiply(product, accumulators, vectors, smem, b, at.stage, kk, group)
+                self.tails.multiply_stage(along_hidden, hidden, smem, b, at.stage, kk, group)
+            cores.end()
+            # one group of products stays in flight: waiting for this stage's own costs 0.2 us
+            cores.wait(1)
             if previous >= 0:
-                self.sharing.release(smem["empty"] + previous, lane)
-            previous = stage
-            stage += 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
-        warpgroup.wait_group(0)
+                ring.release(previous, lane, self.sharing.blocks)
+            previous = at.stage
+            at = ring.next(at)
+        cores.wait(0)
         if cutlass.const_expr(self.walk.persistent):
-            self.sharing.release(smem["empty"] + previous, lane)
+            ring.release(previous, lane, self.sharing.blocks)
         self.epilogue.begin()
         if cutlass.const_expr(len(self.after) > 0):
-            self.tails.run(mma_after, accumulators, hidden, smem, tensors, warp, lane, where)
+            self.tails.run(behind, accumulators, hidden, smem, tensors, warp, lane, where)
         self.epilogue.run(
             accumulators, vectors.accumulators, smem, tensors, tidx, warp, lane, where, outs
         )
-        return stage, phase
+        return at
 
     def multiply(
         self,
-        mma: cute.TiledMma,
+        product: Product,
         accumulators: Any,
         vectors: VectorConsumer,
         smem: dict[str, Any],
@@ -588,10 +566,10 @@ class MatmulKernel:
         ``accumulators`` are fp32 fragments of ``(64, rows)``, by product and block of 64 columns.
         """
         for w, (_, final) in enumerate(self.plan.products):
-            a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["columns"]))
+            a = product.first(smem["columns"])
             for i in range(self.blocks // self.warpgroups):
                 slot = stage * self.main.boxes + w * self.blocks + group + self.warpgroups * i
                 acc = accumulators[self.plan.finals[final]][i]
                 row = b[None, None, kk % 4, stage * self.chunks + kk // 4]
-                cute.gemm(mma, acc, a[None, None, kk, slot], row, acc)
+                product.multiply(acc, a[None, None, kk, slot], row)
                 vectors.multiply(w, i, kk, slot, stage)

@@ -13,6 +13,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32
 
+from cutesuper.device.cluster import leave_together, rank_in_cluster
+
 if TYPE_CHECKING:
     from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel
 
@@ -30,7 +32,7 @@ class Sharing:
         """Rank of this block in its cluster, uniform in a warp: its position along the columns."""
         if not self.active:
             return Int32(0)
-        return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        return rank_in_cluster()
 
     def mask(self) -> Any:
         """Bit mask of the ranks that receive this block's part of the row tile; None without
@@ -38,18 +40,7 @@ class Sharing:
         return Int16((1 << self.blocks) - 1) if self.active else None
 
     @cute.jit
-    def release(self, barrier, lane):
-        """Release a stage, for one warp, to all blocks that load into it."""
-        if cutlass.const_expr(not self.active):
-            if lane == 0:
-                cute.arch.mbarrier_arrive(barrier)
-        elif lane < self.blocks:
-            cute.arch.mbarrier_arrive(barrier, lane)
-
-    @cute.jit
     def leave(self):
-        """Wait for the cluster: no block may end while others still load into its shared memory or
-        signal it."""
+        """Wait for the blocks that share rows, at the end."""
         if cutlass.const_expr(self.active):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+            leave_together()

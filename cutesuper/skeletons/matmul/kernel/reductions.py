@@ -13,9 +13,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from cutesuper.device.cluster import float_bits, push
 from cutesuper.device.fragments import NEUTRAL
 from cutesuper.device.math import nan_max
-from cutesuper.device.memory import element, float_bits, push
+from cutesuper.device.memory import element
 from cutesuper.skeletons.kernel.arguments import ELEMENT
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class ColumnReductions:
             self.k.epilogue.consumers_meet()
             if cutlass.const_expr(self.k.plan.column_cluster > 1):
                 self.exchange(r, smem, tidx, where)
-                cute.arch.mbarrier_wait(smem["columns_reduced"] + r, 0)
+                smem["columns_reduced"][r].wait(0)
 
     def combine(self, r: int, x: Any, y: Any) -> Any:
         """Combine two partial results of reduction ``r``."""
@@ -127,7 +128,7 @@ class ColumnReductions:
                 part = element(smem["warp_sums"], (r * k.consumers + w) * k.m + row)
                 total = self.combine(r, total, part)
             slot = smem["block_sums"] + ((r * blocks + where[1]) * k.m + row)
-            push(slot, (float_bits(total),), smem["columns_reduced"] + r, peer)
+            push(slot, (float_bits(total),), smem["columns_reduced"][r], peer)
 
     def row_value(self, r: int, smem: dict[str, Any], row: Any) -> Float32:
         """The complete reduction ``r`` of one row."""

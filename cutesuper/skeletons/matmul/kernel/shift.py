@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.ir.dims import extent
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class RowShift:
         found = cute.make_rmem_tensor(cute.make_layout(self.side.passes), Float32)
         if cutlass.const_expr(self.shift is not None and self.k.dependent):
             # the preceding kernel may be writing the rows
-            cute.arch.griddepcontrol_wait()
+            wait_for_predecessor()
             self.load(pieces, tensors, thread, where)
         for p, registers in enumerate(pieces):
             leaves = [register.load().to(Float32) for register in registers]

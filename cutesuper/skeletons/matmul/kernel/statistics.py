@@ -13,16 +13,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cutesuper.device.barriers import Meeting, fence_reads, fence_warp, release_warp
+from cutesuper.device.cluster import float_bits, push, wait_for_cluster
 from cutesuper.device.fragments import NEUTRAL
 from cutesuper.device.math import nan_max
-from cutesuper.device.memory import (
-    element,
-    expect_bytes,
-    fence_reads,
-    float_bits,
-    push,
-    release_warp,
-)
+from cutesuper.device.memory import element
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.kernel.hostmath import HostMath
 from cutesuper.skeletons.matmul.kernel.shift import RowShift
@@ -82,33 +77,31 @@ class RowSide:
     @cute.jit
     def run(self, smem, tensors, thread, lane, where, pieces):
         """Compute the statistics of all tiles of this block."""
-        stage, phase, turn = Int32(0), Int32(0), Int32(0)
+        at, turn = smem["ring"].first(), Int32(0)
         rank = where[2]
         shifts = self.shift.sample(pieces, tensors, thread, where)
         if cutlass.const_expr(self.k.sharing.active):
-            cute.arch.cluster_wait()
+            wait_for_cluster()
         if cutlass.const_expr(self.k.walk.persistent):
             first, end = self.k.walk.run(tensors)
             for step in cutlass.range(first, end, unroll=1):
                 fresh = self.k.walk.fresh(step, first, tensors)
-                stage, phase = self.tile(
-                    smem, thread, lane, rank, stage, phase, turn, fresh, shifts
-                )
+                at = self.tile(smem, thread, lane, rank, at, turn, fresh, shifts)
                 turn = turn ^ 1 if fresh else turn
         else:
-            self.tile(smem, thread, lane, rank, stage, phase, turn, True, shifts)
+            self.tile(smem, thread, lane, rank, at, turn, True, shifts)
 
     @cute.jit
-    def tile(self, smem, thread, lane, rank, stage, phase, turn, fresh, shifts):
+    def tile(self, smem, thread, lane, rank, at, turn, fresh, shifts):
         """Read every stage once; then reduce over the cluster and compute the row values. Without a
         prologue there is nothing to do if the previous tile had the same rows (``fresh`` false).
-        Return the next stage and its phase (Int32)."""
-        k, plan = self.k, self.k.plan
+        Return the next slot of the ring."""
+        k, plan, ring = self.k, self.k.plan, smem["ring"]
         if cutlass.const_expr(plan.prologue is not None):
             fresh = True
         if cutlass.const_expr(self.split and len(plan.statistics) > 0):
             if thread < 32 and fresh:
-                expect_bytes(smem["reduced"], 4 * k.m * len(plan.statistics))
+                smem["reduced"].only.expect_once(4 * k.m * len(plan.statistics))
         first = Int32(0)
         if cutlass.const_expr(self.split):
             first = k.sharing.rank() * self.rows
@@ -119,33 +112,27 @@ class RowSide:
             for p in cutlass.range_constexpr(self.passes):
                 totals[s * self.passes + p] = Float32(NEUTRAL[statistic.op])
         for i in cutlass.range(k.iterations, unroll=1):
-            cute.arch.mbarrier_wait(smem["full"] + stage, phase)
+            ring.wait(at)
             depth = (rank * k.iterations + i) * k.k
             row = thread // LANES
             # with fewer rows than one pass covers, the remaining threads have nothing to read
             if fresh and row < self.rows:
-                self.read_rows(smem, totals, shifts, first + row, thread % LANES, stage, depth)
-            self.k.vectors.write(smem, thread, stage, depth)
+                self.read_rows(smem, totals, shifts, first + row, thread % LANES, at.stage, depth)
+            self.k.vectors.write(smem, thread, at.stage, depth)
             if cutlass.const_expr(plan.rewrites):
                 # the tensor cores read the results of ordinary stores
-                release_warp(smem["ready"] + stage, lane)
-            fence_reads()
-            self.k.sharing.release(smem["empty"] + stage, lane)
-            stage += 1
-            if stage == k.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
+                release_warp(smem["ready"][at.stage], lane)
+            fence_warp()
+            ring.release(at.stage, lane, k.sharing.blocks)
+            at = ring.next(at)
         if cutlass.const_expr(k.cluster > 1):
-            cute.arch.cluster_wait()
+            wait_for_cluster()
         if cutlass.const_expr(len(plan.statistics) > 0):
             if fresh:
                 self.reduce(smem, totals, thread, rank, first)
                 self.row_values(smem, thread, turn)
-            cute.arch.barrier_arrive(
-                barrier_id=ROW_VALUES_BARRIER,
-                number_of_threads=32 * (k.helpers + k.consumers),
-            )
-        return stage, phase
+            k.epilogue.row_values_meeting().arrive()
+        return at
 
     @cute.jit
     def read_rows(self, smem, totals, shifts, row, lane8, stage, depth):
@@ -164,7 +151,7 @@ class RowSide:
                 if cutlass.const_expr(len(rows) > 1):
                     # without this fence the compiler issues every read just before its use: 16 rows
                     # of a thread took about 1500 cycles, more than the products of 256x128x64
-                    cute.arch.fence_acq_rel_cta()
+                    fence_reads()
                 for p, loaded, x in zip(batch, rows, places, strict=True):
                     pieces = {**loaded, **vectors}
                     values = {op: piece.load().to(Float32) for op, piece in pieces.items()}
@@ -236,7 +223,7 @@ class RowSide:
                 slot = smem["statistics"] + ((s * k.cluster + rank) * k.m + first + row)
                 if row < self.rows and lane8 < self.receivers:
                     if cutlass.const_expr(self.receivers > 1):
-                        push(slot, (float_bits(v),), smem["reduced"], lane8)
+                        push(slot, (float_bits(v),), smem["reduced"].only, lane8)
                     else:
                         cute.make_tensor(slot, cute.make_layout(1))[0] = v
 
@@ -245,9 +232,9 @@ class RowSide:
         """Compute the row scalars of the epilogue, each once: thread i computes row i."""
         k, plan = self.k, self.k.plan
         if cutlass.const_expr(self.receivers > 1):
-            cute.arch.mbarrier_wait(smem["reduced"], turn)
+            smem["reduced"].only.wait(turn)
         else:
-            cute.arch.barrier(barrier_id=HELPERS_BARRIER, number_of_threads=32 * k.helpers)
+            Meeting(HELPERS_BARRIER, 32 * k.helpers).meet()
         for p in cutlass.range_constexpr(-(-k.m // (32 * k.helpers))):
             row = thread + p * 32 * k.helpers
             if row < k.m:

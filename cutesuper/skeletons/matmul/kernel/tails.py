@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
-from cutlass.cute.nvgpu import warpgroup
 
-from cutesuper.device.memory import EVICT_LAST, bulk_load, expect_bytes, operand, tile_atom
+from cutesuper.device.barriers import fence_copies
+from cutesuper.device.memory import EVICT_LAST, bulk_load, operand, tile_atom
+from cutesuper.device.products import Product
 from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ class Tails:
         for g in k.inner:
             if g.views:
                 ring = self._boxes(alloc, g, g.slots * g.boxes)
-                layout = g.read_layout(k.dtype, k.m, g.slots * g.boxes)
+                layout = g.read_layout(k.dtype, g.slots * g.boxes)
                 smem["inner"].append(ring)
                 smem["inner_read"].append(cute.make_tensor(ring.iterator, layout.outer))
         smem["after"] = [self._boxes(alloc, g, g.boxes) for g in k.after]
         smem["hidden"] = [operand(alloc, k.dtype, k.row_layout(k.m, t.blocks)) for t in self.tails]
 
     def _boxes(self, alloc: Any, group: Any, boxes: int) -> cute.Tensor:
-        return operand(alloc, self.k.dtype, group.layout(self.k.dtype, self.k.m, boxes))
+        return operand(alloc, self.k.dtype, group.layout(self.k.dtype, boxes))
 
     # -------------------------------------------------------------------------------- producer
 
@@ -66,35 +66,34 @@ class Tails:
     @cute.jit
     def load_operands(self, atoms, sources, slots, smem, where, early: cutlass.Constexpr):
         """Load the operands of the products after the loop: columns, then rows."""
-        k = self.k
+        k, full = self.k, smem["after_full"].only
         if cutlass.const_expr(early):
             total = sum(g.boxes * COLUMN_BLOCK * g.depth * 2 for g in k.after)
             total += sum(k.m * self.tails[t].padded * 2 for t in self.loaded)
-            expect_bytes(smem["after_full"], total)
+            full.expect_once(total)
         for i, (t, view) in enumerate(self.loaded.items()):
             if cutlass.const_expr(k.is_early(self.tails[t].source.leaves[0]) == early):
                 at = tuple(where[3][d] for d in k.batch_of(view))
                 n = len(self.tails) + i
                 for c in cutlass.range_constexpr(self.tails[t].blocks):
                     source = sources[n][(None, where[0], c, *at)]
-                    bulk_load(atoms[n], source, slots[n][None, c], smem["after_full"], EVICT_LAST)
+                    bulk_load(atoms[n], source, slots[n][None, c], full, EVICT_LAST)
         for t, tail in enumerate(self.tails):
             if cutlass.const_expr(k.is_early(tail.load) == early):
                 at = tuple(where[3][d] for d in k.batch_of(tail.view))
                 for b in cutlass.range_constexpr(k.blocks):
                     source = sources[t][(None, where[1] * k.blocks + b, 0, *at)]
-                    bulk_load(atoms[t], source, slots[t][None, b], smem["after_full"], EVICT_LAST)
+                    bulk_load(atoms[t], source, slots[t][None, b], full, EVICT_LAST)
 
     # ------------------------------------------------------------------------------- consumers
 
-    def accumulators(self, mmas: list[cute.TiledMma]) -> list[list[list[cute.Tensor]]]:
+    def accumulators(self, products: list[Product]) -> list[list[list[cute.Tensor]]]:
         """Zeroed fragments by product after the loop, product of the loop, and block."""
         found = []
-        for tail, mma in zip(self.multiplied, mmas, strict=True):
-            shape = mma.partition_shape_C((COLUMN_BLOCK, self.k.m))
+        for tail, product in zip(self.multiplied, products, strict=True):
             count = tail.blocks // self.k.warpgroups
             fragments = [
-                [cute.make_rmem_tensor(shape, Float32) for _ in range(count)] for _ in tail.products
+                [product.accumulator(self.k.m) for _ in range(count)] for _ in tail.products
             ]
             for row in fragments:
                 for fragment in row:
@@ -104,7 +103,7 @@ class Tails:
 
     def multiply_stage(
         self,
-        mmas: list[cute.TiledMma],
+        products: list[Product],
         inner: Any,
         smem: dict[str, Any],
         b: cute.Tensor,
@@ -114,18 +113,18 @@ class Tails:
     ) -> None:
         """Issue one k-step of 16 of the loop, for the products along hidden labels."""
         k = self.k
-        for t, (tail, mma) in enumerate(zip(self.multiplied, mmas, strict=True)):
-            a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["inner_read"][t]))
+        for t, (tail, product) in enumerate(zip(self.multiplied, products, strict=True)):
+            a = product.first(smem["inner_read"][t])
             for p in range(len(tail.products)):
                 for i in range(tail.blocks // k.warpgroups):
                     slot = stage * len(tail.products) * tail.blocks + p * tail.blocks
                     slot = slot + group + k.warpgroups * i
                     acc = inner[t][p][i]
                     row = b[None, None, kk % 4, stage * k.chunks + kk // 4]
-                    cute.gemm(mma, acc, a[None, None, kk, slot], row, acc)
+                    product.multiply(acc, a[None, None, kk, slot], row)
 
     @cute.jit
-    def run(self, mmas, accumulators, inner, smem, tensors, warp, lane, where):
+    def run(self, products, accumulators, inner, smem, tensors, warp, lane, where):
         """Write every row operand, then multiply; parameters as in `Epilogue`."""
         k = self.k
         for t in cutlass.range_constexpr(len(self.tails)):
@@ -134,30 +133,29 @@ class Tails:
                 fragments = inner[self.multiplied.index(self.tails[t])] if looped else []
                 self.write(t, fragments, smem, tensors, warp, lane, where)
         # the tensor cores read the results of ordinary stores
-        cute.arch.fence_proxy("async.shared", space="cta")
+        fence_copies()
         k.epilogue.consumers_meet()
-        cute.arch.mbarrier_wait(smem["after_full"], 0)
-        warpgroup.fence()
+        smem["after_full"].only.wait(0)
+        k.cores.begin()
         for t in cutlass.range_constexpr(len(self.tails)):
             if cutlass.const_expr(not self.tails[t].once):  # noqa: SIM114
-                self.multiply(t, mmas, accumulators, smem, warp)
+                self.multiply(t, products, accumulators, smem, warp)
             elif where[2] == 0:
-                self.multiply(t, mmas, accumulators, smem, warp)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
+                self.multiply(t, products, accumulators, smem, warp)
+        k.cores.end()
+        k.cores.wait(0)
 
     @cute.jit
-    def multiply(self, t: cutlass.Constexpr, mmas, accumulators, smem, warp):
+    def multiply(self, t: cutlass.Constexpr, products, accumulators, smem, warp):
         """Multiply one product after the loop."""
-        k, mma = self.k, mmas[t]
-        mma.set(warpgroup.Field.ACCUMULATE, True)
-        a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["after"][t]))
-        b = mma.make_fragment_B(mma.get_slice(0).partition_B(smem["hidden"][t]))
+        k, product = self.k, products[t]
+        product.accumulate(True)
+        a, b = product.first(smem["after"][t]), product.second(smem["hidden"][t])
         for kk in cutlass.range_constexpr(self.tails[t].padded // 16):
             for i in cutlass.range_constexpr(k.blocks // k.warpgroups):
                 acc = accumulators[self.targets[t]][i]
                 slot = warp // 4 + k.warpgroups * i
-                cute.gemm(mma, acc, a[None, None, kk, slot], b[None, None, kk % 4, kk // 4], acc)
+                product.multiply(acc, a[None, None, kk, slot], b[None, None, kk % 4, kk // 4])
 
     @cute.jit
     def write(self, t: cutlass.Constexpr, fragments, smem, tensors, warp, lane, where):

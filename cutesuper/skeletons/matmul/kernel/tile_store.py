@@ -1,6 +1,6 @@
 """TMA stores of tiles: pieces of 32 rows and 64 columns, two per warpgroup in flight.
 
-An accumulator fragment holds the tile transposed (columns are the M side of the WGMMA), so it is
+An accumulator fragment holds the tile transposed (columns are the M side of the product), so it is
 transposed while it is written to shared memory, 8x8 elements at a time. The TMA store clips the
 elements that lie outside of the tensor.
 """
@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32
-from cutlass.cute.nvgpu import warp as warp_ops
-from cutlass.tensor_utils import LayoutEnum
 
-from cutesuper.device.memory import operand, partition, store_atom
+from cutesuper.device.barriers import Meeting, fence_copies
+from cutesuper.device.memory import (
+    bulk_store,
+    operand,
+    operand_layout,
+    partition,
+    store_atom,
+    transposing_atom,
+    wait_for_stores,
+)
 from cutesuper.skeletons.kernel.arguments import ELEMENT, labelled
 from cutesuper.skeletons.matmul.tiles import STORE_BUFFERS, STORE_COLUMNS, STORE_ROWS
 
@@ -44,12 +50,8 @@ class TileStore:
     def layout(self) -> cute.ComposedLayout:
         """Layout of the pieces of all warpgroups, swizzled."""
         k = self.k
-        return sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR,
-            (STORE_COLUMNS, STORE_ROWS, STORE_COLUMNS),
-            k.dtype,
-            STORE_BUFFERS * k.warpgroups,
-        )
+        tile = (STORE_ROWS, STORE_COLUMNS)
+        return operand_layout(k.dtype, tile, STORE_BUFFERS * k.warpgroups, True)
 
     def atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
         """A TMA store for every output."""
@@ -108,29 +110,28 @@ class TileStore:
     @cute.jit
     def send(self, atom, source, target, warp):
         """Start the TMA store of a piece that all warps of the warpgroup have written."""
-        cute.arch.fence_proxy("async.shared", space="cta")
+        fence_copies()
         self.meet(warp // 4)
         if warp % 4 == 0:
-            cute.copy(atom, source, target)
-            cute.arch.cp_async_bulk_commit_group()
+            bulk_store(atom, source, target)
 
     @cute.jit
     def wait_for_buffer(self, warp):
         """Wait until the piece before the last one has left its buffer."""
         if warp % 4 == 0:
-            cute.arch.cp_async_bulk_wait_group(STORE_BUFFERS - 1, read=True)
+            wait_for_stores(STORE_BUFFERS - 1)
         self.meet(warp // 4)
 
     @cute.jit
     def meet(self, group):
         """Wait for all warps of a consumer warpgroup at its barrier."""
-        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + group, number_of_threads=128)
+        Meeting(WARPGROUP_BARRIER + group, 128).meet()
 
     @cute.jit
     def drain(self):
         """Wait until all pieces have left shared memory, which ends with the block."""
         if cutlass.const_expr(self.active):
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            wait_for_stores(0)
 
     @cute.jit
     def write(
@@ -181,7 +182,7 @@ class TileStore:
     def transpose(self, words, smem, warp, lane, buffer, dtype: cutlass.Constexpr):
         """Write a piece row by row; lane ``8 i + r`` gives the address of row ``r`` of block
         ``i``."""
-        atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(True, 4), dtype)
+        atom = transposing_atom(dtype)
         base = cute.recast_ptr(smem["pieces"].iterator, dtype=dtype) + buffer * PIECE_ELEMENTS
         row = lane % 8
         chunk = (warp % 4) * 2 + (lane // 8) % 2

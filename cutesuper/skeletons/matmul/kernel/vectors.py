@@ -2,8 +2,8 @@
 readers.
 
 A stage has one more K-major tile of 8 rows with the 128-byte swizzle, whose first rows are the
-vectors; the remaining rows are never read back, as the rows of a product do not mix. A WGMMA of 8
-rows multiplies it, after that of the row operand and by the same tile of the column operand. In its
+vectors; the remaining rows are never read back, as the rows of a product do not mix. A product of 8
+rows takes it, after that of the row operand and by the same tile of the column operand. In its
 fragment row ``2 q + e`` of a column belongs to lane quarter q.
 """
 
@@ -16,8 +16,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cutesuper.device.memory import operand, push
-from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
+from cutesuper.device.cluster import push
+from cutesuper.device.memory import operand
+from cutesuper.device.products import Product
+from cutesuper.skeletons.matmul.plan import CHUNK
 from cutesuper.skeletons.matmul.vectors import MAX_VECTORS
 
 if TYPE_CHECKING:
@@ -94,20 +96,14 @@ class VectorTile:
         """The instruction, its operands, and zeros for ``blocks`` blocks of 64 columns."""
         if not self.rows:
             return VectorConsumer(self, None, None, [])
-        mma = group.mma(self.k.dtype, MAX_VECTORS)
-        part, shape = mma.get_slice(0), mma.partition_shape_C((COLUMN_BLOCK, MAX_VECTORS))
-        operands = (
-            mma.make_fragment_A(part.partition_A(smem["columns"])),
-            mma.make_fragment_B(part.partition_B(smem["vector_rows"])),
-        )
-        made = [
-            [cute.make_rmem_tensor(shape, Float32) for _ in range(blocks)] for _ in self.weights
-        ]
+        product = group.product(self.k.cores, self.k.dtype, MAX_VECTORS)
+        operands = product.first(smem["columns"]), product.second(smem["vector_rows"])
+        made = [[product.accumulator(MAX_VECTORS) for _ in range(blocks)] for _ in self.weights]
         for fragments in made:
             for fragment in fragments:
                 fragment.fill(0.0)
-        mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, True)
-        return VectorConsumer(self, mma, operands, made)
+        product.accumulate(True)
+        return VectorConsumer(self, product, operands, made)
 
     # --------------------------------------------------------------------------------- epilogue
 
@@ -150,7 +146,7 @@ class VectorTile:
         if quarter < self.pairs:
             slot = self.slot(rank, w, n % columns) + 2 * quarter
             data = (words[2 * half], words[2 * half + 1])
-            push(smem["partials"] + slot, data, smem["received"], n // columns)
+            push(smem["partials"] + slot, data, smem["received"].only, n // columns)
 
     def collect(self, smem: dict[str, Any], column: Any) -> list[Any]:
         """Every product's value for one column: the sum over the cluster, in rank order."""
@@ -170,21 +166,21 @@ class VectorConsumer:
 
     Attributes:
         tile: the tile of vectors.
-        mma: the instruction.
+        product: the instruction.
         operands: fragments of the column operands and of the vectors.
         accumulators: for each column operand one fragment for each block of 64 columns.
     """
 
     tile: VectorTile
-    mma: cute.TiledMma | None
+    product: Product | None
     operands: Any
     accumulators: list[list[cute.Tensor]]
 
     def multiply(self, w: int, i: int, kk: int, slot: Any, stage: Any) -> None:
-        """Issue one WGMMA for column operand ``w``: 64 columns, 16 deep."""
-        if w not in self.tile.weights:
+        """Issue one product for column operand ``w``: 64 columns, 16 deep."""
+        if self.product is None or w not in self.tile.weights:
             return
         a, b = self.operands
         acc = self.accumulators[self.tile.weights.index(w)][i]
         row = b[None, None, kk % 4, stage * self.tile.k.chunks + kk // 4]
-        cute.gemm(self.mma, acc, a[None, None, kk, slot], row, acc)
+        self.product.multiply(acc, a[None, None, kk, slot], row)

@@ -18,8 +18,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from cutesuper.device.barriers import Barrier, publish
+from cutesuper.device.cluster import float_bits, push
 from cutesuper.device.fragments import combine, tree
-from cutesuper.device.memory import float_bits, push
 
 if TYPE_CHECKING:
     from cutesuper.skeletons.rows.kernel.loop import RowLoopKernel
@@ -46,9 +47,12 @@ class Exchange:
         cluster."""
         if cutlass.const_expr(self.plan.cluster > 1):
             if tidx == 0:
-                for n in cutlass.range_constexpr(2 * len(self.plan.levels)):
-                    cute.arch.mbarrier_init(smem["reduced"] + n, 1)
-                cute.arch.mbarrier_init_fence()
+                smem["reduced"].initialise()
+                publish()
+
+    def barrier(self, n: int, it: Any, smem: dict[str, Any]) -> Barrier:
+        """The barrier of a level in a tile."""
+        return smem["reduced"][2 * n + it % 2]
 
     @cute.jit
     def arm(self, it, smem, place):
@@ -59,8 +63,7 @@ class Exchange:
                     count = len(self.plan.levels[n].reductions)
                     if cutlass.const_expr(count > 0):
                         size = 4 * count * self.plan.tile_rows * self.senders
-                        barrier = smem["reduced"] + (2 * n + it % 2)
-                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+                        self.barrier(n, it, smem).expect(size)
 
     def meet(
         self,
@@ -121,7 +124,7 @@ class Exchange:
         if self.senders == 1 or not reduced:
             return reduced
         if self.plan.cluster > 1:
-            cute.arch.mbarrier_wait(smem["reduced"] + (2 * n + it % 2), (it // 2) % 2)
+            self.barrier(n, it, smem).wait((it // 2) % 2)
         return {
             (i, r): self.add(self.k.kind(i), self.slot(n, i, r, it, smem, place), self.senders)
             for i, r in reduced
@@ -170,7 +173,7 @@ class Exchange:
             peer = place["lane"]
             sends = peer < self.plan.cluster
         if sends:
-            push(slot, (float_bits(value),), smem["reduced"] + (2 * n + it % 2), peer)
+            push(slot, (float_bits(value),), self.barrier(n, it, smem), peer)
 
     def add(self, kind: str, slot: cute.Pointer, count: int) -> Any:
         """Combine ``count`` values (fp32) in their order."""

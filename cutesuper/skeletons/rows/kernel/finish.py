@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutesuper.device.fragments import NEUTRAL, combine
+from cutesuper.device.grid import arrive_in_grid, wait_for_grid
 from cutesuper.device.math import choose
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div
@@ -57,10 +58,7 @@ class Finish:
             self.leave(s, acc, memory, partials, place)
         cute.arch.sync_threads()
         if place["thread"] == 0:
-            step = Int32(1)
-            if place["block"] == 0:
-                step = Int32(1 - self.plan.grid_blocks)
-            cute.arch.atomic_add(counter.iterator, step, sem="release", scope="gpu")
+            arrive_in_grid(counter.iterator, place["block"], self.plan.grid_blocks)
 
     @cute.jit
     def run(self, smem, tensors, scratch, place):
@@ -149,17 +147,9 @@ class Finish:
 
     @cute.jit
     def meet(self, counter, place):
-        """Wait until all blocks have arrived: one of them has subtracted from the counter the
-        number that the others add, so it is 0 again when all have arrived, and not before.
-
-        No second count of the blocks that have left is needed, which would cost each block a round
-        trip to L2. All blocks are resident: the launch is cooperative.
-        """
+        """Wait until all blocks have left their sums."""
         if place["thread"] == 0:
-            missing = Int32(1)
-            while missing != 0:
-                # a fence after relaxed loads would also wait for the stores of the last tile
-                missing = cute.arch.load(counter.iterator, Int32, sem="acquire", scope="gpu")
+            wait_for_grid(counter.iterator)
         cute.arch.sync_threads()
 
     # -------------------------------------------------------------------------------------- a slice

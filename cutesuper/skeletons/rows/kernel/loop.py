@@ -13,10 +13,14 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
+from cutesuper.device.barriers import Barriers
+from cutesuper.device.cluster import announce, wait_for_cluster
 from cutesuper.device.fragments import NEUTRAL, combine, packed, reduced, widen
+from cutesuper.device.launch import start_successor, wait_for_predecessor
 from cutesuper.device.math import DeviceMath
+from cutesuper.device.pipeline import Ring
 from cutesuper.ir.block import LOAD, BlockOp
 from cutesuper.ir.operators.base import lookup
 from cutesuper.skeletons.base import View
@@ -98,8 +102,8 @@ class RowLoopKernel:
         self.tiles.start_barriers(smem, tidx)
         self.exchange.start_barriers(smem, tidx)
         if cutlass.const_expr(plan.schedule.dependent_launch):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+            wait_for_predecessor()
+            start_successor()
         # requested before the ring: behind it they would arrive after all of it, and delay the
         # first tile
         vectors = self.load_vectors(tensors, place)
@@ -113,9 +117,9 @@ class RowLoopKernel:
             asked = self.slices.ask(here["y"], tensors, here)
         cute.arch.sync_threads()
         if cutlass.const_expr(plan.cluster > 1):
-            cute.arch.cluster_arrive_relaxed()
+            announce()
             if cutlass.const_expr(not plan.waits_late):
-                cute.arch.cluster_wait()
+                wait_for_cluster()
         sums = [self.new_sum(s) for s in plan.sums] if plan.meets else []
         last = count - int(plan.leaves_early)
         if cutlass.const_expr(plan.carries_sums):
@@ -143,11 +147,11 @@ class RowLoopKernel:
         smem = {
             "ring": alloc.allocate_array(Int32, plan.ring_bytes // 4, byte_alignment=128),
             "slots": alloc.allocate_array(Float32, slots, byte_alignment=16),
-            "full": alloc.allocate_array(Int64, max(1, plan.schedule.stages), byte_alignment=8),
         }
+        full = Barriers.allocate(alloc, max(1, self.tiles.stages), self.tiles.arrivals)
+        smem["stages"] = Ring(self.tiles.stages, full)
         if plan.cluster > 1:
-            levels = 2 * len(plan.levels)
-            smem["reduced"] = alloc.allocate_array(Int64, levels, byte_alignment=8)
+            smem["reduced"] = Barriers.allocate(alloc, 2 * len(plan.levels))
         return smem
 
     def place(self, block: Any, tensors: list[cute.Tensor], tidx: Any) -> dict[str, Any]:
@@ -211,7 +215,7 @@ class RowLoopKernel:
         self.exchange.arm(it, smem, place)
         rows = self.tiles.read(it, smem, tensors, place)
         if plan.waits_late:
-            cute.arch.cluster_wait()
+            wait_for_cluster()
         known: list[dict[int, Any]] = [dict(row["scalars"]) for row in rows]
         for n, level in enumerate(plan.levels):
             partial: dict[tuple[int, int], Any] = {}

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Float32, Int32
 
-from cutesuper.device.memory import EVICT_FIRST
+from cutesuper.device.barriers import fence_copies, publish
+from cutesuper.device.memory import EVICT_FIRST, bulk_copy, copy_element, element_atom
 from cutesuper.ir.dims import ceil_div
 from cutesuper.skeletons.base import View
 from cutesuper.skeletons.kernel.arguments import ELEMENT
@@ -54,6 +54,8 @@ class Tiles:
         )
         self.bulk_scalars = bool(plan.scalars) and linear and self.whole
         self.async_scalars = bool(plan.scalars) and not self.bulk_scalars
+        #: on the barrier of a stage: one for its bytes, and one of every lane for values of rows
+        self.arrivals = 33 if self.async_scalars else 1
 
     # ---------------------------------------------------------------------------------- which tiles
 
@@ -83,19 +85,16 @@ class Tiles:
 
     @cute.jit
     def start_barriers(self, smem, tidx):
-        """Initialise the barriers: one arrival for the bytes of a stage, and one of every lane for
-        its values of rows."""
+        """Initialise the barriers of the ring."""
         if cutlass.const_expr(self.stages > 0):
             if tidx < 32:
                 if tidx == 0:
-                    for s in cutlass.range_constexpr(self.stages):
-                        lanes = 32 if cutlass.const_expr(self.async_scalars) else 0
-                        cute.arch.mbarrier_init(smem["full"] + s, 1 + lanes)
-                    cute.arch.mbarrier_init_fence()
+                    smem["stages"].full.initialise()
+                    publish()
                 # the lanes that fill the ring arrive at these before the block's barrier; no copy
                 # is in flight yet that the fence would wait for
                 cute.arch.sync_warp()
-                cute.arch.fence_proxy("async.shared", space="cta")
+                fence_copies()
 
     def everybody_has_read(self) -> None:
         """Wait, before a stage is filled again, until all threads have read it."""
@@ -124,7 +123,7 @@ class Tiles:
         """Request a tile; ``again``: the stage held another tile before."""
         if place["thread"] < 32 and it < count:
             stage = it % self.stages
-            barrier = smem["full"] + stage
+            barrier = smem["stages"].full[stage]
             memory = self.stage(it, smem)
             row = self.first_row(it, place)
             left = cutlass.min(self.row_count(tensors) - row, self.rows)
@@ -132,7 +131,7 @@ class Tiles:
             if cutlass.const_expr(again):
                 # orders reads before the barrier before later bulk writes; it also waits for loads
                 # of the warp, at the beginning those of vectors
-                cute.arch.fence_proxy("async.shared", space="cta")
+                fence_copies()
             if cutlass.const_expr(self.whole and self.bulk_scalars):
                 if row - row % 4 + self.span <= self.row_count(tensors) and left == self.rows:
                     if lane == 0:
@@ -150,7 +149,7 @@ class Tiles:
             if cutlass.const_expr(self.async_scalars):
                 for i in cutlass.range_constexpr(len(self.plan.scalars)):
                     self.fill_scalars(self.plan.scalars[i], memory, tensors, row, left, lane, place)
-                cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+                barrier.arrive_after_copies()
 
     @cute.jit
     def fill_tile(self, memory, barrier, tensors, row, place):
@@ -176,14 +175,9 @@ class Tiles:
         """Issue a bulk load of ``length`` neighbouring values of rows."""
         view = self.plan.loads[i]
         dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), dtype)
-        layout = cute.make_layout(length)
         source = tensors[view.argument].iterator + cute.assume(first, divby=4)
         target = cute.recast_ptr(memory + base // 4, dtype=dtype)
-        cute.copy(
-            atom, cute.make_tensor(source, layout), cute.make_tensor(target, layout),
-            mbar_ptr=barrier,
-        )  # fmt: skip
+        bulk_copy(source, target, length, barrier)
 
     @cute.jit
     def fill_rows(self, memory, barrier, tensors, row, left, lane, place):
@@ -223,12 +217,12 @@ class Tiles:
             more = 0
             if cutlass.const_expr(isinstance(rows, int) and self.bulk_scalars):
                 more = 4 * self.span * len(self.plan.scalars)
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, rows * whole + more)
+            barrier.expect(rows * whole + more)
         else:
             each = Int32(whole)
             if place["left"] < self.plan.width:
                 each = Int32(last)
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, rows * each)
+            barrier.expect(rows * each)
 
     def last_width(self) -> int:
         """Number of elements in the last part of a row."""
@@ -263,23 +257,18 @@ class Tiles:
         """Issue one bulk load of ``length`` elements."""
         view = self.plan.loads[i]
         dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
-        atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), dtype)
         start = cute.assume(self.k.offset(view, tensors, row, place), divby=128 // dtype.width)
-        layout = cute.make_layout(length)
         words = cute.assume(self.base[i] // 4 + r * (self.plan.row_bytes[i] // 4), divby=4)
         target = cute.recast_ptr(memory + words, dtype=dtype)
         source = tensors[view.argument].iterator + start
-        cute.copy(
-            atom, cute.make_tensor(source, layout), cute.make_tensor(target, layout),
-            mbar_ptr=barrier, cache_policy=Int64(EVICT_FIRST),
-        )  # fmt: skip
+        bulk_copy(source, target, length, barrier, EVICT_FIRST)
 
     @cute.jit
     def fill_scalars(self, i: cutlass.Constexpr, memory, tensors, row, left, lane, place):
         """Copy values of the tile's rows to the stage, each lane some."""
         view = self.plan.loads[i]
         dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
-        atom = cute.make_copy_atom(cpasync.CopyG2SOp(), dtype, num_bits_per_copy=dtype.width)
+        atom = element_atom(dtype)
         base = cute.recast_ptr(memory + self.base[i] // 4, dtype=dtype)
         for n in cutlass.range(ceil_div(self.rows, 32), unroll=1):
             r = lane + 32 * n
@@ -287,11 +276,7 @@ class Tiles:
                 source = tensors[view.argument].iterator + self.k.offset(
                     view, tensors, row + r, place
                 )
-                cute.copy(
-                    atom,
-                    cute.make_tensor(source, cute.make_layout(1)),
-                    cute.make_tensor(base + r, cute.make_layout(1)),
-                )
+                copy_element(atom, source, base + r)
 
     # -------------------------------------------------------------------------------------- reading
 
@@ -310,7 +295,7 @@ class Tiles:
         memory = None
         if self.stages:
             stage = it % self.stages
-            cute.arch.mbarrier_wait(smem["full"] + stage, (it // self.stages) % 2)
+            smem["stages"].full[stage].wait((it // self.stages) % 2)
             memory = self.stage(it, smem)
         found = []
         for r in range(plan.schedule.depth):
