@@ -133,7 +133,7 @@ def test_only_kernels_import_cute() -> None:
     assert not wrong
 
 
-#: what kernels may use of `cute.arch`: places of threads, barriers of whole blocks and warps, shuffles
+#: what kernels may use of `cute.arch`: places of threads, whole blocks and warps, shuffles
 ORDINARY = {
     "block_idx", "fmax", "fmin", "lane_idx", "make_warp_uniform", "prefetch", "shuffle_sync",
     "shuffle_sync_bfly", "sync_threads", "sync_warp", "thread_idx", "vote_any_sync", "warp_idx",

@@ -7,32 +7,28 @@ may be written again once all blocks have read it, so every reader signals all b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32
 
 from cutesuper.device.cluster import leave_together, rank_in_cluster
-
-if TYPE_CHECKING:
-    from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel
+from cutesuper.skeletons.matmul.plan import MatmulPlan
 
 
 class Sharing:
     """Division of the row loads among the blocks of a cluster."""
 
-    def __init__(self, kernel: MatmulKernel) -> None:
-        self.blocks = kernel.plan.schedule.share_rows
+    def __init__(self, plan: MatmulPlan) -> None:
+        self.blocks = plan.schedule.share_rows
         self.active = self.blocks > 1
         #: rows of a row tile that one block loads, and whose statistics it reduces
-        self.rows = kernel.m // self.blocks
+        self.rows = plan.tile[0] // self.blocks
 
     def rank(self) -> Any:
         """Rank of this block in its cluster, uniform in a warp: its position along the columns."""
-        if not self.active:
-            return Int32(0)
-        return rank_in_cluster()
+        return rank_in_cluster() if self.active else Int32(0)
 
     def mask(self) -> Any:
         """Bit mask of the ranks that receive this block's part of the row tile; None without
