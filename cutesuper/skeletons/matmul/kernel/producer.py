@@ -53,9 +53,10 @@ class Producer:
 
     def column_atoms(self, group: ColumnGroup, tensors: list[cute.Tensor]) -> list[Any]:
         """Those of a group of column operands."""
-        k, found = self.k, []
-        if group.views:
-            layout = cute.slice_(group.layout(k.dtype, 1), (None, None, 0))
+        k, found = self.k, list[Any]()
+        if not group.views:
+            return found
+        layout = cute.slice_(group.layout(k.dtype, 1), (None, None, 0))
         for v in group.views.values():
             labels = (group.column, group.contracted, *k.batch_of(v))
             tensor = labelled(k.extents, v, labels, tensors)
