@@ -47,10 +47,8 @@ class Slices:
         self.down = plan.threads // self.across
         self.rows_left = plan.threads // max(32, self.across)
 
-    def place(self, place: Place, tensors: list[cute.Tensor]) -> dict[str, Any]:
-        """Coordinates of this thread in the block's slice: those of `RowLoopKernel.place`, with the
-        slice's first ``column``, its ``unit`` of the outer labels, and the thread's place ``x``,
-        ``y`` in it."""
+    def place(self, place: Place, tensors: list[cute.Tensor]) -> SlicePlace:
+        """Coordinates of this thread in the block's slice."""
         plan = self.plan
         slices = ceil_div(plan.length, plan.slice_columns)
         unit, index = place.block // slices, place.block % slices

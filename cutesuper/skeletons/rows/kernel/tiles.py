@@ -49,8 +49,6 @@ class Tiles:
         #: on the barrier of a stage: one for its bytes, and one of every lane for values of rows
         self.arrivals = 33 if self.async_scalars else 1
 
-    # ---------------------------------------------------------------------------------- which tiles
-
     # -------------------------------------------------------------------------------------- filling
 
     @cute.jit
