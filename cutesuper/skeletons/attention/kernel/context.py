@@ -34,6 +34,14 @@ class Known:
         dtype: of the operands.
         math: scalar functions.
         key_view, value_view: of keys and values.
+        inner_major, column_major: true if the elements of a key, of a value are contiguous.
+        stages: of the rings.
+        key_groups, row_groups: warpgroups along the keys, along the rows.
+        warpgroups: of consumers.
+        producer: index of the producer warp, behind them.
+        key_tile: keys of a tile.
+        depth, width: elements of a query, of a value, with padding.
+        dependent: true if the launch depends on the one before.
     """
 
     plan: AttentionPlan
@@ -43,70 +51,29 @@ class Known:
     math: DeviceMath
     key_view: Any
     value_view: Any
+    inner_major: bool
+    column_major: bool
+    stages: int
+    key_groups: int
+    row_groups: int
+    warpgroups: int
+    producer: int
+    key_tile: int
+    depth: int
+    width: int
+    dependent: bool
 
     @staticmethod
     def of(plan: AttentionPlan) -> Known:
         """What follows from a plan, for the architecture that is being compiled for."""
-        extents = Extents(plan.program, plan.arguments)
-        views = plan.view(plan.key_load), plan.view(plan.value_load)
+        extents, s = Extents(plan.program, plan.arguments), plan.schedule
+        keys, values = plan.view(plan.key_load), plan.view(plan.value_load)
         return Known(
-            plan, products(), extents, ELEMENT[plan.dtype], DeviceMath(fast=True), *views
+            plan, products(), extents, ELEMENT[plan.dtype], DeviceMath(fast=True), keys, values,
+            keys.stride(plan.inner) == 1, values.stride(plan.columns) == 1, s.stages,
+            s.key_groups, s.row_groups, plan.warpgroups, 4 * plan.warpgroups,
+            plan.key_tile, plan.depth, plan.width, s.dependent_launch,
         )  # fmt: skip
-
-    @property
-    def stages(self) -> int:
-        """Stages of the rings."""
-        return self.plan.schedule.stages
-
-    @property
-    def key_groups(self) -> int:
-        """Warpgroups along the keys."""
-        return self.plan.schedule.key_groups
-
-    @property
-    def row_groups(self) -> int:
-        """Warpgroups along the rows."""
-        return self.plan.schedule.row_groups
-
-    @property
-    def warpgroups(self) -> int:
-        """Warpgroups of consumers; the producer is the warp behind them."""
-        return self.plan.warpgroups
-
-    @property
-    def producer(self) -> int:
-        """Index of the producer warp."""
-        return 4 * self.plan.warpgroups
-
-    @property
-    def dependent(self) -> bool:
-        """True if the launch depends on the one before."""
-        return self.plan.schedule.dependent_launch
-
-    @property
-    def key_tile(self) -> int:
-        """Keys of a tile."""
-        return self.plan.key_tile
-
-    @property
-    def depth(self) -> int:
-        """Elements of a query, with padding."""
-        return self.plan.depth
-
-    @property
-    def width(self) -> int:
-        """Elements of a value, with padding."""
-        return self.plan.width
-
-    @property
-    def inner_major(self) -> bool:
-        """True if the elements of a key are contiguous."""
-        return self.key_view.stride(self.plan.inner) == 1
-
-    @property
-    def column_major(self) -> bool:
-        """True if the elements of a value are contiguous."""
-        return self.value_view.stride(self.plan.columns) == 1
 
     @property
     def steps(self) -> int | None:

@@ -47,7 +47,16 @@ class Known:
         math: scalar functions.
         m, n, k: extents of a tile.
         groups: column operands: of the columns, of the hidden labels, of products after the loop.
+        stages: of the ring.
+        warpgroups: of consumers.
         consumers, helpers: warps of these roles; the producer is the warp behind them.
+        cluster: blocks that share the contracted label.
+        blocks: of 64 columns in a tile.
+        chunks: pieces of 128 bytes along the contracted label in a tile.
+        values: accumulators of one thread and column.
+        columns: that this block finishes.
+        results: accumulators of each column and row.
+        dependent: true if the launch depends on the one before.
     """
 
     plan: MatmulPlan
@@ -59,67 +68,34 @@ class Known:
     n: int
     k: int
     groups: tuple[ColumnGroup, list[ColumnGroup], list[ColumnGroup]]
+    stages: int
+    warpgroups: int
     consumers: int
     helpers: int
+    cluster: int
+    blocks: int
+    chunks: int
+    values: int
+    columns: int
+    results: int
+    dependent: bool
 
     @staticmethod
     def of(plan: MatmulPlan) -> Known:
         """What follows from a plan, for the architecture that is being compiled for."""
-        extents = Extents(plan.program, plan.arguments)
+        extents, s = Extents(plan.program, plan.arguments), plan.schedule
+        m, n, k = plan.tile
         return Known(
-            plan, products(), extents, ELEMENT[plan.dtype], DeviceMath(fast=True), *plan.tile,
-            column_groups(plan), 4 * plan.schedule.warpgroups, plan.helpers,
+            plan, products(), extents, ELEMENT[plan.dtype], DeviceMath(fast=True), m, n, k,
+            column_groups(plan), s.stages, s.warpgroups, 4 * s.warpgroups, plan.helpers,
+            plan.cluster, plan.blocks_n, k // CHUNK, m // 4, n // plan.cluster, len(plan.finals),
+            s.dependent_launch,
         )  # fmt: skip
-
-    @property
-    def stages(self) -> int:
-        """Stages of the ring."""
-        return self.plan.schedule.stages
-
-    @property
-    def warpgroups(self) -> int:
-        """Warpgroups of consumers."""
-        return self.plan.schedule.warpgroups
-
-    @property
-    def dependent(self) -> bool:
-        """True if the launch depends on the one before."""
-        return self.plan.schedule.dependent_launch
-
-    @property
-    def cluster(self) -> int:
-        """Blocks that share the contracted label."""
-        return self.plan.cluster
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of 64 columns in a tile."""
-        return self.plan.blocks_n
-
-    @property
-    def chunks(self) -> int:
-        """Pieces of 128 bytes along the contracted label in a tile."""
-        return self.k // CHUNK
 
     @property
     def producer(self) -> int:
         """Index of the producer warp."""
         return self.consumers + self.helpers
-
-    @property
-    def values(self) -> int:
-        """Accumulators of one thread and column."""
-        return self.m // 4
-
-    @property
-    def columns(self) -> int:
-        """Columns that this block finishes."""
-        return self.n // self.cluster
-
-    @property
-    def results(self) -> int:
-        """Accumulators of each column and row."""
-        return len(self.plan.finals)
 
     def row_values_meeting(self) -> Meeting:
         """Where helpers come when they have written the row values, and consumers wait for them."""
