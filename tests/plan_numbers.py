@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from cutesuper.device.fragments import PIECE
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.base import View
-from cutesuper.skeletons.matmul.kernel.shift import PIECE, sample_places
+from cutesuper.skeletons.matmul.kernel.shift import sample_places
 from cutesuper.skeletons.matmul.plan import MatmulPlan
 
 

@@ -123,6 +123,14 @@ def test_few_files_import_each_other() -> None:
     assert [c for c in circles(edges) if len(c) > CIRCLE] == []
 
 
+def test_parts_of_a_kernel_do_not_know_each_other_in_circles() -> None:
+    """Not even by the types of their arguments: no part is given the kernel that it is part of."""
+    inside = {n: p for n, p in MODULES.items() if re.match(r"(skeletons\.\w+\.kernel|device)\b", n)}
+    edges = {n: {m for m in imports(p, types=True) if m in inside} for n, p in inside.items()}
+    edges["device.products"] -= {"device.hopper.products"}  # the entry, which picks one
+    assert circles(edges) == []
+
+
 def test_only_kernels_import_cute() -> None:
     wrong: list[str] = []
     for path in MODULES.values():
@@ -131,6 +139,56 @@ def test_only_kernels_import_cute() -> None:
         if used and not CUTE.match(place):
             wrong.append(place)
     assert not wrong
+
+
+#: what kernels may use of `cute.arch`: places of threads, whole blocks and warps, shuffles
+ORDINARY = {
+    "block_idx", "fmax", "fmin", "lane_idx", "make_warp_uniform", "prefetch", "shuffle_sync",
+    "shuffle_sync_bfly", "sync_threads", "sync_warp", "thread_idx", "vote_any_sync", "warp_idx",
+}  # fmt: skip
+#: modules of the DSL that name instructions of one architecture or another
+INSTRUCTIONS = re.compile(r"cutlass\.(cute\.(arch|nvgpu)|utils|pipeline|_mlir)\b")
+
+
+def instructions_of(text: str) -> Iterator[str]:
+    """Yield what a file uses of the hardware by name: barriers, bulk copies, tensor cores."""
+    for node in ast.walk(ast.parse(text)):
+        used: list[str] = []
+        if isinstance(node, ast.Attribute):
+            base = ast.unparse(node.value)
+            if base == "cute.arch" and node.attr not in ORDINARY:
+                yield node.attr
+            used = [f"cutlass.{base}.{node.attr}"] if base.startswith("cute.nvgpu") else []
+        elif isinstance(node, ast.Import):
+            used = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            used = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (name for name in used if INSTRUCTIONS.match(name))
+
+
+def test_instructions_are_found() -> None:
+    text = """
+import cutlass.utils.hopper_helpers as sm90
+from cutlass.cute import arch
+from cutlass.cute.nvgpu import warpgroup
+cute.arch.mbarrier_wait(full, 0)
+cute.nvgpu.warpgroup.fence()
+cute.arch.sync_threads()
+"""
+    assert set(instructions_of(text)) == {
+        "cutlass.utils.hopper_helpers", "cutlass.cute.arch", "cutlass.cute.nvgpu.warpgroup",
+        "mbarrier_wait", "cutlass.cute.nvgpu.warpgroup.fence",
+    }  # fmt: skip
+
+
+def test_only_device_knows_instructions() -> None:
+    """Pipelines, bulk copies, clusters and tensor cores are building blocks of ``device/``."""
+    wrong = {
+        path.relative_to(PACKAGE).as_posix(): found
+        for name, path in MODULES.items()
+        if name.split(".")[0] != "device" and (found := list(instructions_of(path.read_text())))
+    }
+    assert wrong == {}
 
 
 def test_search_knows_skeletons_by_the_registry() -> None:

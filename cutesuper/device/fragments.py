@@ -19,6 +19,8 @@ from cutesuper.device.math import nan_max
 
 #: neutral element of each reduction
 NEUTRAL = {"sum": 0.0, "max": float("-inf")}
+#: 16-bit elements of a 16-byte access
+PIECE = 8
 #: running sums of a thread: enough to hide the latency of an addition; every product but the first
 #: of each sum is added with one instruction
 CHAINS = 4
@@ -108,6 +110,13 @@ def _packed_max(a: Int32, b: Int32, name: str, *, loc: Any = None, ip: Any = Non
     )  # fmt: skip
 
 
+def folded(total: Any, v: cute.TensorSSA, kind: str) -> Any:
+    """Fold the elements of a vector into a running sum or maximum."""
+    if kind == "max":
+        return nan_max(total, v.reduce(cute.ReductionOp.MAX, Float32(NEUTRAL[kind]), 0))
+    return total + v.reduce(cute.ReductionOp.ADD, Float32(NEUTRAL[kind]), 0)
+
+
 def combine(kind: str, a: Any, b: Any) -> Any:
     """Return a + b or max(a, b)."""
     return nan_max(a, b) if kind == "max" else a + b
@@ -129,4 +138,4 @@ def total(kind: str, values: Sequence[Any]) -> Any:
     return tree(kind, running)
 
 
-__all__ = ["NEUTRAL", "combine", "packed", "reduced", "tree", "widen"]
+__all__ = ["NEUTRAL", "PIECE", "combine", "folded", "packed", "reduced", "tree", "widen"]

@@ -2,215 +2,232 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass import Int32
 
-from cutesuper.device.memory import fence_reads
-from cutesuper.skeletons.attention.kernel.rows import TURN_BARRIER
-from cutesuper.skeletons.attention.plan import ROW_BLOCK
+from cutesuper.device.barriers import Meeting, fence_warp
+from cutesuper.device.cluster import wait_for_cluster
+from cutesuper.device.launch import wait_for_predecessor
+from cutesuper.device.pipeline import Slot
+from cutesuper.device.products import Product
+from cutesuper.skeletons.attention.kernel.context import TURN_BARRIER, Known, RowFacts
+from cutesuper.skeletons.attention.kernel.join import Join
+from cutesuper.skeletons.attention.kernel.keys import KeyValues
+from cutesuper.skeletons.attention.kernel.rows import Rows
+from cutesuper.skeletons.attention.kernel.scores import Scores
 
-if TYPE_CHECKING:
-    from cutesuper.skeletons.attention.kernel.loop import AttentionKernel
+
+@dataclass(frozen=True)
+class Chain:
+    """The two products of a warpgroup, and what it has in registers.
+
+    Attributes:
+        fresh, more: products of rows and keys, which replace and add to the scores: two, because
+            the flag cannot change inside a run-time loop.
+        second: of weights and values.
+        a, b, v: operands in shared memory: rows, keys, values.
+        scores, result: fp32 accumulators of ``(64, key tile)`` and ``(64, width)``.
+        weights: the 16-bit first operand in the registers of ``words`` (Int32).
+        state: that of `Scores.start`.
+        rows: facts of the rows.
+    """
+
+    fresh: Product
+    more: Product
+    second: Product
+    a: cute.Tensor
+    b: cute.Tensor
+    v: cute.Tensor
+    scores: cute.Tensor
+    result: cute.Tensor
+    weights: cute.Tensor
+    words: cute.Tensor
+    state: cute.Tensor
+    rows: RowFacts
 
 
 class Consumer:
     """The loop over the key tiles of one consumer warpgroup (128 threads, 64 rows)."""
 
-    def __init__(self, kernel: AttentionKernel) -> None:
-        self.k = kernel
-        even = kernel.steps is not None and kernel.steps % kernel.key_groups == 0
+    def __init__(self, known: Known, rows: Rows, key_values: KeyValues) -> None:
+        self.k, self.rows, self.key_values = known, rows, key_values
+        self.scores = Scores(known, rows, key_values)
+        self.join = Join(known, rows)
+        even = known.steps is not None and known.steps % known.key_groups == 0
         #: True if two warpgroups take turns in issuing their products, so that they do not drift
         #: together
         self.turns = (
-            kernel.plan.schedule.overlapped
-            and kernel.warpgroups == 2
-            and (kernel.key_groups == 1 or even)
+            known.plan.schedule.overlapped
+            and known.warpgroups == 2
+            and (known.key_groups == 1 or even)
         )
 
     @cute.jit
-    def consume(self, smem, tensors, scratch, tidx, warp, lane, place, first, count):
-        """Walk the tiles of this warpgroup, then combine and store.
+    def run(self, here, lead, first, count):
+        """Walk the key tiles of this warpgroup, then combine and store; ``lead`` is its first
+        stage, ``first`` and ``count`` (Int32) are those of the block."""
+        k = self.k
+        chain = self.chain(here)
+        keys = (first + lead) * k.key_tile
+        steps = (count - lead + k.key_groups - 1) // k.key_groups
+        if cutlass.const_expr(k.plan.schedule.overlapped):
+            self.overlapped(chain, here, lead, keys, steps)
+        else:
+            self.plain(chain, here, lead, keys, steps)
+        if cutlass.const_expr(k.plan.cluster > 1):
+            wait_for_cluster()
+        if cutlass.const_expr(k.dependent):
+            wait_for_predecessor()
+        self.join.run(chain.result, chain.state, chain.rows, here.after_loop())
 
-        ``smem`` maps names to shared-memory tensors, ``tensors`` are the kernel's arguments and
-        ``scratch`` its device memory; ``first`` and ``count`` (Int32) select the key tiles of this
-        block.
-        """
-        group = warp // 4
-        lead = group % self.k.key_groups  # this warpgroup's first stage
-        thread = tidx % 128
-        mma, more, second = self.k.score_mma(), self.k.score_mma(), self.k.value_mma()
-        # two atoms, because the accumulate flag of a WGMMA cannot change inside a run-time loop
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        more.set(warpgroup.Field.ACCUMULATE, True)
-        second.set(warpgroup.Field.ACCUMULATE, True)
-        a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["rows"]))
-        a = a[None, None, None, group // self.k.key_groups]
-        b = mma.make_fragment_B(mma.get_slice(0).partition_B(smem["keys"]))
-        v = second.make_fragment_B(second.get_slice(0).partition_B(smem["values"]))
-        scores = cute.make_rmem_tensor(mma.partition_shape_C((ROW_BLOCK, self.k.key_tile)), Float32)
-        result = cute.make_rmem_tensor(second.partition_shape_C((ROW_BLOCK, self.k.width)), Float32)
+    def products(self) -> tuple[Product, Product, Product]:
+        """The products of `Chain`."""
+        k = self.k
+        keys, values = (True, k.inner_major), (True, not k.column_major)
+        fresh, more = (k.cores.product(k.dtype, k.key_tile, keys) for _ in range(2))
+        second = k.cores.product(k.dtype, k.width, values, registers=True)
+        fresh.accumulate(False)
+        more.accumulate(True)
+        second.accumulate(True)
+        return fresh, more, second
+
+    @cute.jit
+    def chain(self, here):
+        """Products, operands and registers; waits for the rows."""
+        k, memory = self.k, here.memory
+        fresh, more, second = self.products()
+        a = fresh.first(memory.rows)
+        a = a[None, None, None, here.group // k.key_groups]
+        b = fresh.second(memory.keys)
+        v = second.second(memory.values)
+        scores = fresh.accumulator(k.key_tile)
+        result = second.accumulator(k.width)
         result.fill(0.0)
-        words = cute.make_rmem_tensor(cute.make_layout(self.k.key_tile // 4), Int32)
+        words = cute.make_rmem_tensor(cute.make_layout(k.key_tile // 4), Int32)
         # the accumulators' order (2 columns, row and row + 8, blocks of 8 columns) is that of an A
         # operand in registers: 8 values for 16 keys
-        layout = cute.make_layout(((2, 2, 2), 1, self.k.key_tile // 16), stride=((1, 2, 4), 0, 8))
-        weights = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=self.k.dtype), layout)
-        state = self.k.scores.start(warp, lane)
-        if cutlass.const_expr(self.k.dependent and len(self.k.plan.vectors) > 0):
-            cute.arch.griddepcontrol_wait()  # they are read with ordinary loads
-        rows = self.k.rows.prepare(smem, tensors, thread, group, lane, warp, place)
-        keys = (first + lead) * self.k.key_tile
-        steps = (count - lead + self.k.key_groups - 1) // self.k.key_groups
-        fragments = (a, b, v, scores, weights, words, result)
-        if cutlass.const_expr(self.k.plan.schedule.overlapped):
-            self.overlapped(
-                (mma, more, second),
-                fragments,
-                smem,
-                state,
-                rows,
-                group,
-                thread,
-                lane,
-                lead,
-                keys,
-                steps,
-            )
-        else:
-            self.plain(
-                (mma, more, second),
-                fragments,
-                smem,
-                state,
-                rows,
-                group,
-                thread,
-                lane,
-                lead,
-                keys,
-                steps,
-            )
-        if cutlass.const_expr(self.k.plan.cluster > 1):
-            cute.arch.cluster_wait()
-        if cutlass.const_expr(self.k.dependent):
-            cute.arch.griddepcontrol_wait()
-        self.k.join.run(result, state, smem, scratch, tensors, tidx, warp, lane, place, rows)
+        layout = cute.make_layout(((2, 2, 2), 1, k.key_tile // 16), stride=((1, 2, 4), 0, 8))
+        weights = cute.make_tensor(cute.recast_ptr(words.iterator, dtype=k.dtype), layout)
+        state = self.scores.start(here.warp, here.lane)
+        if cutlass.const_expr(k.dependent and len(k.plan.vectors) > 0):
+            wait_for_predecessor()  # they are read with ordinary loads
+        rows = self.rows.prepare(here)
+        return Chain(fresh, more, second, a, b, v, scores, result, weights, words, state, rows)
 
     @cute.jit
-    def plain(self, mmas, fragments, smem, state, rows, group, thread, lane, lead, keys, steps):
-        """Process one tile after the other.
-
-        ``scores`` and ``result`` are fp32 accumulator fragments of ``(64, key tile)`` and
-        ``(64, width)``; ``weights`` is the 16-bit A operand in the registers of ``words`` (Int32).
-        """
-        a, b, v, scores, weights, words, result = fragments
-        stage, phase = Int32(0) + lead, Int32(0)
+    def plain(self, chain, here, lead, keys, steps):
+        """Process one tile after the other."""
+        cores, key_ring, value_ring = self.k.cores, here.memory.key_ring, here.memory.value_ring
+        at = Slot(Int32(0) + lead, Int32(0))
         for _ in cutlass.range(steps, unroll=1):
-            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
-            warpgroup.fence()
-            self.multiply_keys(mmas, scores, a, b, stage)
-            warpgroup.wait_group(0)
-            self.release(smem["keys_empty"] + stage, lane)
-            self.k.scores.weigh(scores, state, smem, stage, phase, lane, rows, keys)
-            self.k.scores.pack(scores, words)
-            self.k.scores.rescale(result, state)
-            cute.arch.mbarrier_wait(smem["values_full"] + stage, phase)
-            self.k.key_values.clean(smem, thread, group, stage, keys, rows)
-            warpgroup.fence()
-            self.multiply_values(mmas[2], result, weights, v, stage)
-            warpgroup.wait_group(0)
-            self.release(smem["values_empty"] + stage, lane)
+            key_ring.wait(at)
+            cores.begin()
+            self.multiply_keys(chain, at.stage)
+            cores.wait(0)
+            self.release(key_ring, at.stage, here.lane)
+            self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here)
+            self.scores.pack(chain.scores, chain.words)
+            self.scores.rescale(chain.result, chain.state)
+            value_ring.wait(at)
+            self.key_values.clean(here, at.stage, keys, chain.rows)
+            cores.begin()
+            self.multiply_values(chain, at.stage)
+            cores.wait(0)
+            self.release(value_ring, at.stage, here.lane)
             keys += self.k.key_tile * self.k.key_groups
-            stage += self.k.key_groups
-            if stage >= self.k.stages:
-                stage -= self.k.stages
-                phase = phase ^ 1
+            at = key_ring.skip(at, self.k.key_groups)
 
     @cute.jit
-    def overlapped(
-        self, mmas, fragments, smem, state, rows, group, thread, lane, lead, keys, steps
-    ):
+    def overlapped(self, chain, here, lead, keys, steps):
         """Multiply the next tile's scores before this tile's weights, so that exponentials are
         computed during a product: 14.5 -> 13.9 us at 16x256 rows and 4096 keys, with lazy
-        rescaling. Parameters as in `plain`."""
-        a, b, v, scores, weights, words, result = fragments
-        stage, phase = Int32(0) + lead, Int32(0)
-        before, before_phase = Int32(0) + lead, Int32(0)
+        rescaling."""
+        cores, key_ring, value_ring = self.k.cores, here.memory.key_ring, here.memory.value_ring
+        group = here.group
+        at = Slot(Int32(0) + lead, Int32(0))
+        before = Slot(Int32(0) + lead, Int32(0))
         if cutlass.const_expr(self.turns):
             if group == 1:
-                cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=256)
+                self.turn(0).arrive()
         if steps > 0:
-            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
+            key_ring.wait(at)
             if cutlass.const_expr(self.turns):
-                cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=256)
-            warpgroup.fence()
-            self.multiply_keys(mmas, scores, a, b, stage)
+                self.turn(group).meet()
+            cores.begin()
+            self.multiply_keys(chain, at.stage)
             if cutlass.const_expr(self.turns):
-                cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=256)
-            warpgroup.wait_group(0)
-            self.release(smem["keys_empty"] + stage, lane)
-            self.k.scores.weigh(scores, state, smem, stage, phase, lane, rows, keys)
-            self.k.scores.pack(scores, words)
+                self.turn_of_other(group).arrive()
+            cores.wait(0)
+            self.release(key_ring, at.stage, here.lane)
+            self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here)
+            self.scores.pack(chain.scores, chain.words)
         for _ in cutlass.range(1, steps, unroll=1):
-            stage += self.k.key_groups
-            if stage >= self.k.stages:
-                stage -= self.k.stages
-                phase = phase ^ 1
-            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
+            at = key_ring.skip(at, self.k.key_groups)
+            key_ring.wait(at)
             if cutlass.const_expr(self.turns):
-                cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=256)
-            warpgroup.fence()
-            self.multiply_keys(mmas, scores, a, b, stage)
-            cute.arch.mbarrier_wait(smem["values_full"] + before, before_phase)
-            self.k.key_values.clean(smem, thread, group, before, keys, rows)
-            self.multiply_values(mmas[2], result, weights, v, before)
+                self.turn(group).meet()
+            cores.begin()
+            self.multiply_keys(chain, at.stage)
+            value_ring.wait(before)
+            self.key_values.clean(here, before.stage, keys, chain.rows)
+            self.multiply_values(chain, before.stage)
             if cutlass.const_expr(self.turns):
-                cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=256)
+                self.turn_of_other(group).arrive()
             keys += self.k.key_tile * self.k.key_groups
-            warpgroup.wait_group(1)
-            self.release(smem["keys_empty"] + stage, lane)
-            self.k.scores.weigh(scores, state, smem, stage, phase, lane, rows, keys)
-            warpgroup.wait_group(0)
-            self.release(smem["values_empty"] + before, lane)
-            self.k.scores.rescale(result, state)
+            cores.wait(1)
+            self.release(key_ring, at.stage, here.lane)
+            self.scores.weigh(chain.scores, chain.state, at, chain.rows, keys, here)
+            cores.wait(0)
+            self.release(value_ring, before.stage, here.lane)
+            self.scores.rescale(chain.result, chain.state)
             # only now: packed earlier, the weights get the registers of those being multiplied, and
             # the compiler serialises all products
-            self.k.scores.pack(scores, words)
-            before, before_phase = stage, phase
+            self.scores.pack(chain.scores, chain.words)
+            before = at
         if cutlass.const_expr(self.turns):
             if group == 0:
-                cute.arch.barrier(barrier_id=TURN_BARRIER, number_of_threads=256)
+                self.turn(0).meet()
         if steps > 0:
-            cute.arch.mbarrier_wait(smem["values_full"] + before, before_phase)
-            self.k.key_values.clean(smem, thread, group, before, keys, rows)
-            warpgroup.fence()
-            self.multiply_values(mmas[2], result, weights, v, before)
-            warpgroup.wait_group(0)
+            value_ring.wait(before)
+            self.key_values.clean(here, before.stage, keys, chain.rows)
+            cores.begin()
+            self.multiply_values(chain, before.stage)
+            cores.wait(0)
             # no release: nothing is loaded into this stage any more
 
     @cute.jit
-    def multiply_keys(self, mmas, scores, a, b, stage):
-        """Compute the fp32 scores ``(64, key tile)`` of one stage, as one group of WGMMAs."""
+    def multiply_keys(self, chain, stage):
+        """Compute the fp32 scores ``(64, key tile)`` of one stage, as one group of products."""
         for kk in cutlass.range_constexpr(self.k.depth // 16):
-            mma = mmas[0] if kk == 0 else mmas[1]
-            cute.gemm(mma, scores, a[None, None, kk], b[None, None, kk, stage], scores)
-        warpgroup.commit_group()
+            product = chain.fresh if kk == 0 else chain.more
+            rows, keys = chain.a[None, None, kk], chain.b[None, None, kk, stage]
+            product.multiply(chain.scores, rows, keys)
+        self.k.cores.end()
 
     @cute.jit
-    def multiply_values(self, mma, result, weights, v, stage):
+    def multiply_values(self, chain, stage):
         """Add one tile's weighted values to the fp32 result ``(64, width)``."""
         for kk in cutlass.range_constexpr(self.k.key_tile // 16):
-            cute.gemm(mma, result, weights[None, None, kk], v[None, None, kk, stage], result)
-        warpgroup.commit_group()
+            weights, values = chain.weights[None, None, kk], chain.v[None, None, kk, stage]
+            chain.second.multiply(chain.result, weights, values)
+        self.k.cores.end()
 
     @cute.jit
-    def release(self, barrier, lane):
+    def release(self, ring, stage, lane):
         """Give a stage back to the producer."""
-        if cutlass.const_expr(self.k.key_values.clears):
-            fence_reads()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
+        barrier = ring.empty[stage]
+        if cutlass.const_expr(self.key_values.clears):
+            fence_warp()
+        barrier.arrive_warp(lane)
+
+    def turn(self, group: Any) -> Meeting:
+        """The barrier at which a warpgroup waits for its turn."""
+        return Meeting(TURN_BARRIER + group, 256)
+
+    def turn_of_other(self, group: Any) -> Meeting:
+        """The barrier of the other warpgroup."""
+        return Meeting(TURN_BARRIER + 1 - group, 256)

@@ -14,19 +14,19 @@ of which combines a part:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
-from cutesuper.device.memory import float_bits, push
-from cutesuper.skeletons.attention.kernel.rows import GROUP_BARRIER, ROWS_BARRIER
+from cutesuper.device.barriers import Barriers, Meeting
+from cutesuper.device.cluster import float_bits, push
+from cutesuper.device.grid import is_last, tell, told
+from cutesuper.skeletons.attention.kernel.context import ROWS_BARRIER, Known, Memory, Place
+from cutesuper.skeletons.attention.kernel.rows import Rows
 from cutesuper.skeletons.attention.kernel.scores import exp2
 from cutesuper.skeletons.kernel.arguments import ELEMENT
-
-if TYPE_CHECKING:
-    from cutesuper.skeletons.attention.kernel.loop import AttentionKernel
 
 #: fp32 values of an item
 ITEM = 4
@@ -35,9 +35,9 @@ ITEM = 4
 class Join:
     """The steps that combine partial results and store the outputs of one kernel."""
 
-    def __init__(self, kernel: AttentionKernel) -> None:
-        self.k = kernel
-        self.plan = plan = kernel.plan
+    def __init__(self, known: Known, rows: Rows) -> None:
+        self.k, self.rows = known, rows
+        self.plan = plan = known.plan
         self.active = plan.active_threads
         self.items, self.half, self.owned = plan.items, plan.group_items, plan.owned_items
         #: blocks of a cluster that own any of a warpgroup's items
@@ -46,18 +46,18 @@ class Join:
         self.cluster, self.parts = plan.cluster, plan.grid_parts
         self.shifted = plan.maximum is not None
 
-    def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
-        """Allocate the shared memory through which warpgroups and blocks exchange items."""
-        for name, count in (
-            ("meeting", self.plan.meeting_bytes),
-            ("exchange", self.plan.exchange_bytes),
-        ):
-            smem[name] = alloc.allocate_array(Float32, max(4, count // 4), byte_alignment=128)
-        smem["received"] = alloc.allocate_array(Int64, self.k.warpgroups, byte_alignment=8)
-        smem["last"] = alloc.allocate_array(Int32, 4, byte_alignment=16)
+    def allocate(self, alloc: Any) -> tuple[Any, Any, Barriers, Any]:
+        """Allocate the shared memory through which warpgroups and blocks exchange items: see
+        `context.Memory`."""
+        meeting, exchange = (
+            alloc.allocate_array(Float32, max(4, count // 4), byte_alignment=128)
+            for count in (self.plan.meeting_bytes, self.plan.exchange_bytes)
+        )
+        received = Barriers.allocate(alloc, self.k.warpgroups)
+        return meeting, exchange, received, alloc.allocate_array(Int32, 4, byte_alignment=16)
 
     @cute.jit
-    def expect(self, smem, place):
+    def expect(self, memory, place):
         """Arm the barriers with the number of bytes that the cluster will send to this block."""
         for g in cutlass.range_constexpr(self.k.warpgroups):
             share = self.share(g, place)
@@ -66,16 +66,15 @@ class Join:
             if share < self.owners:
                 # statistics come from one thread of the four that share a row
                 count += 4 * self.cluster * self.active
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(smem["received"] + g, count)
+            memory.received[g].expect_once(count)
 
     @cute.jit
-    def run(self, result, state, smem, scratch, tensors, tidx, warp, lane, place, rows):
+    def run(self, result, state, rows, here):
         """Combine the results of all warpgroups and store them.
 
         ``result`` is the fp32 fragment of ``(64, width)``, ``state`` that of `Scores.start`.
         """
-        group, thread = warp // 4, tidx % 128
+        thread = here.member
         for r in cutlass.range_constexpr(2):
             total = state[2 * r + 1]
             total = total + cute.arch.shuffle_sync_bfly(total, 1)
@@ -83,7 +82,7 @@ class Join:
             state[2 * r + 1] = total
         items = cute.make_rmem_tensor(cute.make_layout(ITEM * self.half), Float32)
         if cutlass.const_expr(self.k.key_groups > 1):
-            self.meet(result, items, state, smem, group, thread)
+            self.meet(result, items, state, here)
         else:
             for i in cutlass.range_constexpr(self.items):
                 for e in cutlass.range_constexpr(ITEM):
@@ -92,17 +91,17 @@ class Join:
         if cutlass.const_expr(self.cluster > 1):
             owned = cute.make_rmem_tensor(cute.make_layout(ITEM * self.owned), Float32)
             if thread < self.active:
-                self.exchange(items, owned, state, smem, group, thread, lane, place)
+                self.exchange(items, owned, state, here)
         if cutlass.const_expr(self.parts > 1):
-            self.join_grid(owned, state, smem, scratch, group, thread, place)
-            last = cute.arch.load(smem["last"] + group, Int32)
+            self.join_grid(owned, state, here)
+            last = told(here.memory.last + here.group)
             if last != 0 and thread < self.active:
-                self.store(owned, state, tensors, warp, lane, group, place, rows)
+                self.store(owned, state, rows, here)
         else:
             if thread < self.active:
-                self.store(owned, state, tensors, warp, lane, group, place, rows)
+                self.store(owned, state, rows, here)
 
-    def share(self, group: Any, place: dict[str, Any]) -> Any:
+    def share(self, group: Any, place: Place) -> Any:
         """Index of the share of a warpgroup's items that this block owns.
 
         With fewer items than blocks, the warpgroups along the keys give theirs to different blocks:
@@ -110,9 +109,9 @@ class Join:
         everything.
         """
         if self.k.key_groups == 1 or self.owners == self.cluster:
-            return place["rank"]
+            return place.rank
         begin = (group % 2) * (self.cluster // 2)
-        return (place["rank"] + self.cluster - begin) % self.cluster
+        return (place.rank + self.cluster - begin) % self.cluster
 
     def owner(self, share: int, group: Any) -> Any:
         """The rank that owns a share; the inverse of `share`."""
@@ -132,19 +131,20 @@ class Join:
     # ------------------------------------------------------------------------ warpgroups of a block
 
     @cute.jit
-    def meet(self, result, items, state, smem, group, thread):
+    def meet(self, result, items, state, here):
         """Exchange items between two warpgroups: both write all items, and each combines its half.
         The half is picked by address: when it was picked from registers by a run-time condition,
         the compiler lost copies."""
-        own = self.meeting(smem, group)
+        group, thread = here.group, here.member
+        own = self.meeting(here.memory, group)
         if thread < self.active:
             for i in cutlass.range_constexpr(self.items):
                 self.put(own, i, thread, [result[self.register(i, e)] for e in range(ITEM)])
             self.put(own, self.items, thread, [state[n] for n in range(4)])
         # there are at most two warpgroups along the keys
-        cute.arch.barrier(barrier_id=ROWS_BARRIER, number_of_threads=256)
+        Meeting(ROWS_BARRIER, 256).meet()
         if thread < self.active:
-            other = self.meeting(smem, group ^ 1)
+            other = self.meeting(here.memory, group ^ 1)
             theirs = self.get(other, self.items, thread)
             mine, added = self.merge(state, theirs)
             for i in cutlass.range_constexpr(self.half):
@@ -160,9 +160,9 @@ class Join:
             r = self.row_of(e)
             items[ITEM * i + e] = a[e] * mine[r] + b[e] * added[r]
 
-    def meeting(self, smem: dict[str, Any], group: Any) -> Any:
+    def meeting(self, memory: Memory, group: Any) -> Any:
         """Part of shared memory that belongs to a warpgroup."""
-        return smem["meeting"] + group * (ITEM * self.active * (self.items + 1))
+        return memory.meeting + group * (ITEM * self.active * (self.items + 1))
 
     def merge(self, state: Any, theirs: Any) -> tuple[list[Any], list[Any]]:
         """Merge another part into the maxima and sums; return the factors of both parts."""
@@ -199,24 +199,25 @@ class Join:
     # -------------------------------------------------------------------------- blocks of a cluster
 
     @cute.jit
-    def exchange(self, items, owned, state, smem, group, thread, lane, place):
+    def exchange(self, items, owned, state, here):
         """Push every item to the block that owns it; add those that arrive."""
+        group, thread, place = here.group, here.member, here.place
         each = self.plan.part_words
-        base = smem["exchange"] + group * (self.cluster * each)
-        mine = base + place["rank"] * each
+        base = here.memory.exchange + group * (self.cluster * each)
+        mine = base + place.rank * each
         words = cute.recast_tensor(items, Int32)
-        barrier = smem["received"] + group
+        barrier = here.memory.received[group]
         for i in cutlass.range_constexpr(self.half):
             data = tuple(words[ITEM * i + e] for e in range(ITEM))
             slot = ((i % self.owned) * self.active + thread) * ITEM
             push(mine + slot, data, barrier, self.owner(i // self.owned, group))
-        if lane % 4 == 0:
+        if here.lane % 4 == 0:
             data = tuple(float_bits(state[n]) for n in range(4))
             slot = self.owned * self.active * ITEM + thread // 4 * ITEM
             for d in cutlass.range_constexpr(self.owners):
                 push(mine + slot, data, barrier, self.owner(d, group))
         if self.share(group, place) < self.owners:
-            cute.arch.mbarrier_wait(barrier, 0)
+            barrier.wait(0)
             self.gather(owned, state, base, self.cluster, thread)
 
     @cute.jit
@@ -253,45 +254,42 @@ class Join:
     # --------------------------------------------------------------------------- parts of the grid
 
     @cute.jit
-    def join_grid(self, owned, state, smem, scratch, group, thread, place):
+    def join_grid(self, owned, state, here):
         """Leave the items in device memory; the last part to arrive adds those of all parts.
 
         No block waits for another, so blocks may run in any order.
         """
-        partials, counters = scratch
-        unit = (place["tile"] * self.cluster + place["rank"]) * self.k.warpgroups + group
+        partials, counters = here.scratch
+        group, thread, place = here.group, here.member, here.place
+        unit = (place.tile * self.cluster + place.rank) * self.k.warpgroups + group
         each = self.plan.part_words
         base = partials.iterator + unit * (self.parts * each)
-        own = base + (place["part"] // self.cluster) * each
+        own = base + (place.part // self.cluster) * each
         if thread < self.active:
             for j in cutlass.range_constexpr(self.owned):
                 self.put(own, j, thread, [owned[ITEM * j + e] for e in range(ITEM)])
             if thread % 4 == 0:
                 behind = own + self.owned * self.active * ITEM
                 self.put(behind, 0, thread // 4, [state[n] for n in range(4)])
-        cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=128)
+        here.group_meets()
         if thread == 0:
             counter = counters.iterator + unit
-            arrived = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-            last = Int32(0)
-            if arrived == self.parts - 1:
-                last = Int32(1)
-                cute.arch.store(counter, Int32(0))
-            cute.arch.store(smem["last"] + group, last)
-        cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=128)
-        last = cute.arch.load(smem["last"] + group, Int32)
+            last = is_last(counter, self.parts)
+            tell(here.memory.last + group, last)
+        here.group_meets()
+        last = told(here.memory.last + group)
         if last != 0 and thread < self.active:
             self.gather(owned, state, base, self.parts, thread)
 
     # --------------------------------------------------------------------------------------- store
 
     @cute.jit
-    def store(self, owned, state, tensors, warp, lane, group, place, rows):
+    def store(self, owned, state, rows, here):
         """Apply the epilogue to the items that this thread owns, and store them."""
-        plan, k = self.plan, self.k
+        plan, k, place, group = self.plan, self.k, here.place, here.group
         finals = []
-        for r in cutlass.range_constexpr(k.rows.per_thread):
-            known = dict(zip(plan.row_values, rows["values"][r], strict=True))
+        for r in cutlass.range_constexpr(self.rows.per_thread):
+            known = dict(zip(plan.row_values, rows.values[r], strict=True))
             for s in plan.row_sums:
                 total = state[2 * r + 1]
                 if cutlass.const_expr(s.final in plan.divisors):
@@ -304,14 +302,14 @@ class Join:
         count = self.owned
         own = self.share(group, place) * self.owned
         first = (group % k.key_groups) * self.half + own
-        for r in cutlass.range_constexpr(k.rows.per_thread):
-            row = k.rows.row(warp, lane, r)
-            positions, inside = k.rows.positions(place, group, row)
-            if k.rows.exists(tensors, positions, inside):
+        for r in cutlass.range_constexpr(self.rows.per_thread):
+            row = self.rows.row(here.warp, here.lane, r)
+            positions, inside = self.rows.positions(place, group, row)
+            if self.rows.exists(here.tensors, positions, inside):
                 for j in cutlass.range_constexpr(count):
                     # the last owners may have padding in place of items
                     if own + j < self.half and first + j < self.items:
-                        self.store_item(owned, j, first + j, r, finals[r], tensors, positions, lane)
+                        self.store_item(owned, j, first + j, r, finals[r], positions, here)
 
     @cute.jit
     def store_item(
@@ -321,15 +319,14 @@ class Join:
         item,
         r: cutlass.Constexpr,
         known,
-        tensors,
         positions,
-        lane,
+        here,
     ):
         """Store an item: two columns of one row, or two columns each of two blocks."""
         plan = self.plan
         pairs = [(0, 2 * item), (2, 2 * item + 1)] if self.few else [(2 * r, item)]
         for e, block in pairs:
-            column = 8 * block + 2 * (lane % 4)
+            column = 8 * block + 2 * (here.lane % 4)
             if column < plan.tile(plan.columns):
                 for output in plan.outputs:
                     dtype = ELEMENT[plan.arguments[output.view.argument].dtype]
@@ -339,6 +336,8 @@ class Join:
                         leaves = [values[i] for i in output.expression.leaves]
                         x = Float32(output.expression.evaluate(leaves, self.k.math))
                         register[b] = x.to(dtype)
-                    offset = self.k.rows.offset(output.view, positions) + column
-                    pointer = tensors[output.view.argument].iterator + cute.assume(offset, divby=2)
+                    offset = self.rows.offset(output.view, positions) + column
+                    pointer = here.tensors[output.view.argument].iterator + cute.assume(
+                        offset, divby=2
+                    )
                     cute.autovec_copy(register, cute.make_tensor(pointer, cute.make_layout(2)))

@@ -7,20 +7,17 @@ shared memory for the consumers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32
 
-from cutesuper.device.fragments import NEUTRAL
+from cutesuper.device.barriers import Barriers, fence_reads, fence_warp
+from cutesuper.device.fragments import NEUTRAL, PIECE, folded
 from cutesuper.device.math import choose
-from cutesuper.device.memory import fence_reads
-from cutesuper.skeletons.attention.kernel.rows import GROUP_BARRIER, byte_piece, chunk_of
-from cutesuper.skeletons.matmul.kernel.statistics import PIECE, folded
-
-if TYPE_CHECKING:
-    from cutesuper.skeletons.attention.kernel.loop import AttentionKernel
+from cutesuper.skeletons.attention.kernel.context import Known, Memory
+from cutesuper.skeletons.attention.kernel.rows import Rows, byte_piece, chunk_of
 
 #: pieces of a row that a thread reads before it computes
 BATCH = 8
@@ -29,71 +26,64 @@ BATCH = 8
 class KeyValues:
     """The helper warps' work on keys; also clears values that lie behind a sequence's length."""
 
-    def __init__(self, kernel: AttentionKernel) -> None:
-        self.k = kernel
-        self.plan = plan = kernel.plan
+    def __init__(self, known: Known, rows: Rows) -> None:
+        self.k, self.rows = known, rows
+        self.plan = plan = known.plan
         #: True if sequences have lengths: memory behind the last key may then hold anything
-        self.clears = kernel.rows.has_lengths
+        self.clears = rows.has_lengths
         self.order = list(plan.key_values)
         self.threads = 32 * plan.helpers
 
-    def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
+    def allocate(self, alloc: Any) -> tuple[cute.Pointer, Barriers]:
         """Allocate an fp32 slot for every value of every key in the ring, and the barriers."""
         count = len(self.order) * self.k.key_tile * self.k.stages
-        smem["key_values"] = alloc.allocate_array(Float32, max(4, count), byte_alignment=16)
-        smem["values_ready"] = alloc.allocate_array(Int64, self.k.stages, byte_alignment=8)
+        slots = alloc.allocate_array(Float32, max(4, count), byte_alignment=16)
+        return slots, Barriers.allocate(alloc, self.k.stages, self.threads)
 
     def slot(self, n: int, stage: Any, key: Any) -> Any:
         """Index of the n-th value of a key in shared memory."""
         return (stage * len(self.order) + n) * self.k.key_tile + key
 
     @cute.jit
-    def run(self, smem, thread, lane, place, first, count):
+    def run(self, memory, thread, lane, place, first, count):
         """Compute the values of all tiles of this block; by the helper warps."""
-        end = self.k.rows.last_key(place)
-        stage, phase = Int32(0), Int32(0)
+        end = self.rows.last_key(place)
+        key_ring, value_ring = memory.key_ring, memory.value_ring
+        at = key_ring.first()
         for i in cutlass.range(count, unroll=1):
-            cute.arch.mbarrier_wait(smem["keys_full"] + stage, phase)
+            key_ring.wait(at)
             # waiting for the values as well ensures that the last round's have been used
-            cute.arch.mbarrier_wait(smem["values_full"] + stage, phase)
+            value_ring.wait(at)
             keys = (first + i) * self.k.key_tile
             for turn in cutlass.range_constexpr(-(-self.k.key_tile // self.threads)):
                 key = thread + turn * self.threads
                 if key < self.k.key_tile:
-                    self.compute_key(smem, key, stage, keys + key < end)
+                    self.compute_key(memory, key, at.stage, keys + key < end)
             # every thread arrives for itself: racecheck does not see that one arrives for its warp
-            cute.arch.mbarrier_arrive(smem["values_ready"] + stage)
-            fence_reads()
+            memory.values_ready[at.stage].arrive()
+            fence_warp()
             if lane == 0:
-                cute.arch.mbarrier_arrive(smem["keys_empty"] + stage)
-                cute.arch.mbarrier_arrive(smem["values_empty"] + stage)
-            stage += 1
-            if stage == self.k.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
+                key_ring.empty[at.stage].arrive()
+                value_ring.empty[at.stage].arrive()
+            at = key_ring.next(at)
 
     @cute.jit
-    def wait(self, smem, stage, phase):
+    def wait(self, memory, at):
         """Wait until the values of a stage are ready."""
         if cutlass.const_expr(self.threads > 0):
-            cute.arch.mbarrier_wait(smem["values_ready"] + stage, phase)
+            memory.values_ready[at.stage].wait(at.phase)
 
-    @cute.jit
-    def meet(self, group):
-        """Synchronise all threads of a warpgroup."""
-        cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=128)
-
-    def compute_key(self, smem: dict[str, Any], key: Any, stage: Any, exists: Any) -> None:
+    def compute_key(self, memory: Memory, key: Any, stage: Any, exists: Any) -> None:
         """Compute the values of one key. Behind the last key they are 1: weights are 0 there, but
         the value of a missing key may be 0 as well, and 0 / 0 would be NaN."""
-        totals = {r.value: self.reduce(smem, stage, key, r) for r in self.plan.key_reductions}
+        totals = {r.value: self.reduce(memory, stage, key, r) for r in self.plan.key_reductions}
         for n, e in enumerate(self.plan.key_values.values()):
             value = e.evaluate([totals[i] for i in e.leaves], self.k.math)
-            slot = smem["key_values"] + self.slot(n, stage, key)
+            slot = memory.key_values + self.slot(n, stage, key)
             cute.make_tensor(slot, cute.make_layout(1))[0] = choose(exists, value, 1.0)
 
     @cute.jit
-    def reduce(self, smem, stage, key, reduction: cutlass.Constexpr):
+    def reduce(self, memory, stage, key, reduction: cutlass.Constexpr):
         """Reduce one key's row to an fp32 scalar."""
         whole = self.plan.tile(
             self.plan.inner if reduction.operand == self.plan.key_load else self.plan.columns
@@ -101,47 +91,43 @@ class KeyValues:
         total = Float32(NEUTRAL[reduction.op])
         for first in cutlass.range_constexpr(0, whole // PIECE, BATCH):
             pieces = [
-                self.read(smem, reduction.operand, stage, key, piece)
+                self.read(memory, reduction.operand, stage, key, piece)
                 for piece in range(first, min(first + BATCH, whole // PIECE))
             ]
             # without this fence the compiler issues every read just before its use: 26.6 us at
             # 16x256 rows and 4096 keys, 18.2 with it
-            cute.arch.fence_acq_rel_cta()
+            fence_reads()
             for piece in pieces:
                 v = reduction.source.evaluate([piece.load().to(Float32)], self.k.math)
                 total = folded(total, v, reduction.op)
         return total * reduction.scale
 
-    def read(
-        self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: Any
-    ) -> cute.Tensor:
+    def read(self, memory: Memory, operand: int, stage: Any, key: Any, piece: Any) -> cute.Tensor:
         """Read eight elements of a key's row."""
         register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
         if self.has_rows(operand):
-            cute.autovec_copy(self.linear(smem, operand, stage, key, piece), register)
+            cute.autovec_copy(self.linear(memory, operand, stage, key, piece), register)
         else:
             for i in range(PIECE):
-                register[i] = self.across(smem, operand, stage, key, piece * PIECE + i)[0]
+                register[i] = self.across(memory, operand, stage, key, piece * PIECE + i)[0]
         return register
 
     def has_rows(self, operand: int) -> bool:
         """True if the elements of a key are contiguous; otherwise the keys are."""
         return self.k.inner_major if operand == self.plan.key_load else self.k.column_major
 
-    def ring(self, smem: dict[str, Any], operand: int, stage: Any) -> tuple[cute.Pointer, int]:
+    def ring(self, memory: Memory, operand: int, stage: Any) -> tuple[cute.Pointer, int]:
         """Start of a stage's tile of an operand, and the (padded) length of a key's row."""
-        name, length = (
-            ("keys", self.k.depth) if operand == self.plan.key_load else ("values", self.k.width)
-        )
-        pointer = cute.recast_ptr(smem[name].iterator, dtype=self.k.dtype)
+        is_key = operand == self.plan.key_load
+        tensor = memory.keys if is_key else memory.values
+        length = self.k.depth if is_key else self.k.width
+        pointer = cute.recast_ptr(tensor.iterator, dtype=self.k.dtype)
         return pointer + cute.assume(stage * self.k.key_tile * length, divby=PIECE), length
 
-    def linear(
-        self, smem: dict[str, Any], operand: int, stage: Any, key: Any, piece: Any
-    ) -> cute.Tensor:
+    def linear(self, memory: Memory, operand: int, stage: Any, key: Any, piece: Any) -> cute.Tensor:
         """View of eight contiguous elements of a key: rows of one chunk each, all keys of a chunk
         one after the other."""
-        pointer, length = self.ring(smem, operand, stage)
+        pointer, length = self.ring(memory, operand, stage)
         chunk = chunk_of(length)
         per = chunk // PIECE
         row = (piece // per) * self.k.key_tile + key
@@ -149,44 +135,42 @@ class KeyValues:
         offset = cute.assume(row * chunk + inside * PIECE, divby=PIECE)
         return cute.make_tensor(pointer + offset, cute.make_layout(PIECE))
 
-    def across(
-        self, smem: dict[str, Any], operand: int, stage: Any, key: Any, index: Any
-    ) -> cute.Tensor:
+    def across(self, memory: Memory, operand: int, stage: Any, key: Any, index: Any) -> cute.Tensor:
         """View of one element of a key in a tile whose chunks hold one element of 64 keys."""
-        pointer, length = self.ring(smem, operand, stage)
+        pointer, length = self.ring(memory, operand, stage)
         chunk = chunk_of(self.k.key_tile)
         row = (key // chunk) * length + index
         inside = byte_piece(self.k.key_tile, key % chunk // PIECE, index)
         offset = row * chunk + inside * PIECE + key % PIECE
         return cute.make_tensor(pointer + offset, cute.make_layout(1))
 
-    def pair(self, smem: dict[str, Any], operation: int, stage: Any, key: Any) -> cute.Tensor:
+    def pair(self, memory: Memory, operation: int, stage: Any, key: Any) -> cute.Tensor:
         """Values of two neighbouring keys, the first of which is even."""
         register = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         offset = cute.assume(self.slot(self.order.index(operation), stage, key), divby=2)
-        source = cute.make_tensor(smem["key_values"] + offset, cute.make_layout(2))
+        source = cute.make_tensor(memory.key_values + offset, cute.make_layout(2))
         cute.autovec_copy(source, register)
         return register
 
     @cute.jit
-    def clean(self, smem, thread, group, stage, keys, rows):
+    def clean(self, here, stage, keys, rows):
         """Set values behind the last key to 0: uninitialised memory may hold NaN, and 0 times NaN
         is NaN."""
         if cutlass.const_expr(self.clears):
-            if keys + self.k.key_tile > rows["end"]:
-                if thread < self.k.key_tile and keys + thread >= rows["end"]:
-                    self.clear(smem, stage, thread)
-                fence_reads()
-                self.meet(group)
+            if keys + self.k.key_tile > rows.end:
+                if here.member < self.k.key_tile and keys + here.member >= rows.end:
+                    self.clear(here.memory, stage, here.member)
+                fence_warp()
+                here.group_meets()
 
-    def clear(self, smem: dict[str, Any], stage: Any, key: Any) -> None:
+    def clear(self, memory: Memory, stage: Any, key: Any) -> None:
         """Set the values of one key to 0."""
         zeros = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
         zeros.fill(0.0)
         load = self.plan.value_load
         for piece in range(self.k.width // PIECE):
             if self.has_rows(load):
-                cute.autovec_copy(zeros, self.linear(smem, load, stage, key, piece))
+                cute.autovec_copy(zeros, self.linear(memory, load, stage, key, piece))
             else:
                 for i in range(PIECE):
-                    self.across(smem, load, stage, key, piece * PIECE + i)[0] = zeros[i]
+                    self.across(memory, load, stage, key, piece * PIECE + i)[0] = zeros[i]

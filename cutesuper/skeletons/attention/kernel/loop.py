@@ -7,35 +7,26 @@ one computes exponentials, the tensor cores work for the other.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.tensor_utils import LayoutEnum
 
-from cutesuper.device.math import DeviceMath
-from cutesuper.device.memory import (
-    EVICT_FIRST,
-    bulk_load,
-    expect_bytes,
-    init_barriers,
-    operand,
-    partition,
-    tile_atom,
+from cutesuper.device.barriers import Barriers, initialise
+from cutesuper.device.cluster import announce, wait_for_cluster
+from cutesuper.device.launch import (
+    give_registers,
+    start_successor,
+    take_registers,
+    wait_for_predecessor,
 )
+from cutesuper.device.memory import ask_for_descriptors, operand
+from cutesuper.device.pipeline import Ring
 from cutesuper.skeletons.attention.kernel.consumer import Consumer
-from cutesuper.skeletons.attention.kernel.join import Join
+from cutesuper.skeletons.attention.kernel.context import Here, Known, Memory
 from cutesuper.skeletons.attention.kernel.keys import KeyValues
-from cutesuper.skeletons.attention.kernel.pages import PagedLoads
+from cutesuper.skeletons.attention.kernel.producer import Producer
 from cutesuper.skeletons.attention.kernel.rows import Rows
-from cutesuper.skeletons.attention.kernel.scores import Scores
-from cutesuper.skeletons.attention.plan import ROW_BLOCK, AttentionPlan
-from cutesuper.skeletons.base import Pages
-from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents, batch_labels, described, labelled
+from cutesuper.skeletons.attention.plan import AttentionPlan
 
 
 class AttentionKernel:
@@ -44,27 +35,11 @@ class AttentionKernel:
 
     def __init__(self, plan: AttentionPlan) -> None:
         self.plan = plan
-        self.extents = Extents(plan.program, plan.arguments)
-        self.dtype = ELEMENT[plan.dtype]
-        s = plan.schedule
-        self.stages, self.key_groups, self.row_groups = s.stages, s.key_groups, s.row_groups
-        self.warpgroups = plan.warpgroups
-        self.producer = 4 * plan.warpgroups
-        self.dependent = s.dependent_launch
-        self.key_tile, self.depth, self.width = plan.key_tile, plan.depth, plan.width
-        self.math = DeviceMath(fast=True)
-        self.key_view, self.value_view = plan.view(plan.key_load), plan.view(plan.value_load)
-        self.inner_major = self.key_view.stride(plan.inner) == 1
-        self.column_major = self.value_view.stride(plan.columns) == 1
-        self.rows = Rows(self)
-        self.pages = PagedLoads(self)
-        self.scores = Scores(self)
-        self.key_values = KeyValues(self)
-        self.join = Join(self)
-        tiles = -(-plan.key_extent // self.key_tile)
-        #: key tiles of every block, if all blocks have the same number
-        self.steps = tiles // plan.parts if not plan.varying and tiles % plan.parts == 0 else None
-        self.consumer = Consumer(self)
+        self.k = known = Known.of(plan)
+        self.rows = Rows(known)
+        self.key_values = KeyValues(known, self.rows)
+        self.producer = Producer(known, self.rows)
+        self.consumer = Consumer(known, self.rows, self.key_values)
 
     # ------------------------------------------------------------------------------------ host
 
@@ -74,86 +49,21 @@ class AttentionKernel:
         plan = self.plan
         count = len(plan.arguments)
         tensors, scratch, stream = list(args[:count]), list(args[count:-1]), args[-1]
-        keys, values = self.key_layout(1), self.value_layout(1)
-        atoms = [
-            self.rows.atom(tensors),
-            self.atom(
-                self.key_view,
-                {plan.keys: self.key_tile, plan.inner: self.depth},
-                cute.slice_(keys, (None, None, 0)),
-                tensors,
-            ),
-            self.atom(
-                self.value_view,
-                {plan.columns: self.width, plan.keys: self.key_tile},
-                cute.slice_(values, (None, None, 0)),
-                tensors,
-            ),
-        ]
+        atoms = self.producer.atoms(tensors)
         batch = 1
         for label in plan.batch:
-            batch = batch * self.extents.of(label, tensors)
+            batch = batch * self.k.extents.of(label, tensors)
         self.kernel([a[0] for a in atoms], [a[1] for a in atoms], tensors, scratch).launch(
             # one grid dimension: the others end at 65535
             grid=(plan.parts * self.rows.tiles(tensors) * batch, 1, 1),
             block=(plan.threads, 1, 1),
             cluster=(plan.cluster, 1, 1),
             stream=stream,
-            use_pdl=self.dependent,
+            use_pdl=self.k.dependent,
             min_blocks_per_mp=plan.schedule.resident,
             # set where blocks share an SM; otherwise the compiler asks a driver for it
             **({"preferred_smem_carveout": 100} if plan.schedule.resident > 1 else {}),
         )
-
-    def matrix(self, view: Any, labels: tuple[str, ...], tensors: list[cute.Tensor]) -> cute.Tensor:
-        """An operand as TMA loads see it, with modes (labels..., its batch labels...)."""
-        tensor = labelled(self.extents, view, (*labels, *self.batch_of(view)), tensors)
-        shape = tuple(described(n) for n in tensor.shape)
-        return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.stride))
-
-    def atom(
-        self,
-        view: Any,
-        tile: dict[str, int],
-        stage: cute.ComposedLayout,
-        tensors: list[cute.Tensor],
-    ) -> Any:
-        """The TMA load of a column-side operand with modes (labels..., its batch labels...)."""
-        if isinstance(view, Pages):
-            return self.pages.atom(view, stage, tensors)
-        return tile_atom(self.matrix(view, tuple(tile), tensors), stage, tuple(tile.values()))
-
-    def batch_of(self, view: Any) -> tuple[str, ...]:
-        """The batch labels of an operand."""
-        return batch_labels(self.plan.batch, view)
-
-    def key_layout(self, stages: int) -> cute.ComposedLayout:
-        """Layout of the key tiles ``[key, inner, stage]``, swizzled for WGMMA."""
-        order = LayoutEnum.ROW_MAJOR if self.inner_major else LayoutEnum.COL_MAJOR
-        shape = (ROW_BLOCK, self.key_tile, self.depth)
-        return sm90.make_smem_layout_b(order, shape, self.dtype, stages)
-
-    def value_layout(self, stages: int) -> cute.ComposedLayout:
-        """Layout of the value tiles ``[column, key, stage]``, swizzled for WGMMA."""
-        order = LayoutEnum.COL_MAJOR if self.column_major else LayoutEnum.ROW_MAJOR
-        shape = (ROW_BLOCK, self.width, self.key_tile)
-        return sm90.make_smem_layout_b(order, shape, self.dtype, stages)
-
-    def score_mma(self) -> cute.TiledMma:
-        """The WGMMA of rows times keys, both operands in shared memory."""
-        major = OperandMajorMode.K if self.inner_major else OperandMajorMode.MN
-        return sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (1, 1, 1),
-            (ROW_BLOCK, self.key_tile),
-        )  # fmt: skip
-
-    def value_mma(self) -> cute.TiledMma:
-        """The WGMMA of weights (in registers) times values."""
-        major = OperandMajorMode.MN if self.column_major else OperandMajorMode.K
-        return sm90.make_trivial_tiled_mma(
-            self.dtype, self.dtype, OperandMajorMode.K, major, Float32, (1, 1, 1),
-            (ROW_BLOCK, self.width), warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
 
     # ---------------------------------------------------------------------------------- device
 
@@ -165,157 +75,88 @@ class AttentionKernel:
         tensors: list[cute.Tensor],
         scratch: list[cute.Tensor],
     ):
+        k = self.k
         tidx, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = tidx % 32
         if warp == 0:
-            for atom in atoms:
-                cpasync.prefetch_descriptor(atom)
-        smem = self.allocate()
-        loads = self.partition_all(atoms, coords, smem)
-        if cutlass.const_expr(self.dependent and (self.rows.has_lengths or self.plan.paged)):
-            cute.arch.griddepcontrol_wait()
+            ask_for_descriptors(atoms)
+        memory = self.allocate()
+        loads = self.producer.partition(atoms, coords, memory)
+        if cutlass.const_expr(k.dependent and (self.rows.has_lengths or self.plan.paged)):
+            wait_for_predecessor()
         place = self.rows.place(tensors)
         first, count = self.span(tensors, place)
-        place["tables"] = self.pages.open(tensors, place, first)
-        if warp == self.producer:
-            self.set_up(smem, place)
-            if cutlass.const_expr(self.dependent):
-                cute.arch.griddepcontrol_launch_dependents()
-                cute.arch.griddepcontrol_wait()
-            self.fill(atoms, loads, smem, place, first, count)
-        elif cutlass.const_expr(self.dependent):
-            cute.arch.griddepcontrol_launch_dependents()
+        tables = self.producer.pages.open(tensors, place, first)
+        if warp == k.producer:
+            self.set_up(memory, place)
+            if cutlass.const_expr(k.dependent):
+                start_successor()
+                wait_for_predecessor()
+            self.producer.fill(loads, tables, memory, place, first, count)
+        elif cutlass.const_expr(k.dependent):
+            start_successor()
         cute.arch.sync_threads()
         if cutlass.const_expr(self.plan.cluster > 1):
-            # relaxed: the releasing form waits for the TMA loads in flight (3.6 us)
-            cute.arch.cluster_arrive_relaxed()
+            announce()
         registers = self.plan.registers
-        if warp >= self.producer:
+        if warp >= k.producer:
             if cutlass.const_expr(registers is not None):
-                cute.arch.setmaxregister_decrease(registers[1])
-            if warp == self.producer:
-                self.produce(atoms, loads, smem, place, first, count)
+                give_registers(registers[1])
+            if warp == k.producer:
+                self.producer.run(loads, tables, memory, place, first, count)
             elif cutlass.const_expr(self.plan.helpers > 0):
-                self.key_values.run(
-                    smem, tidx - 32 * (self.producer + 1), lane, place, first, count
-                )
+                thread = tidx - 32 * (k.producer + 1)
+                self.key_values.run(memory, thread, lane, place, first, count)
             if cutlass.const_expr(self.plan.cluster > 1):
-                cute.arch.cluster_wait()
+                wait_for_cluster()
         else:
             if cutlass.const_expr(registers is not None):
-                cute.arch.setmaxregister_increase(registers[0])
-            self.consumer.consume(smem, tensors, scratch, tidx, warp, lane, place, first, count)
+                take_registers(registers[0])
+            group = warp // 4
+            lead = group % k.key_groups  # this warpgroup's first stage
+            here = Here(memory, tensors, scratch, place, warp, lane, tidx, group, tidx % 128)
+            self.consumer.run(here, lead, first, count)
 
-    def allocate(self) -> dict[str, Any]:
+    def allocate(self) -> Memory:
         """Allocate shared memory: operands, exchange buffers, barriers."""
         alloc = cutlass.memory.SmemAllocator()
-        smem = {
-            "rows": operand(alloc, self.dtype, self.rows.layout(self.row_groups)),
-            "keys": operand(alloc, self.dtype, self.key_layout(self.stages)),
-            "values": operand(alloc, self.dtype, self.value_layout(self.stages)),
-        }
-        self.rows.allocate(alloc, smem)
-        self.key_values.allocate(alloc, smem)
-        self.join.allocate(alloc, smem)
-        for name in ("keys_full", "values_full", "keys_empty", "values_empty"):
-            smem[name] = alloc.allocate_array(Int64, self.stages, byte_alignment=8)
-        smem["rows_full"] = alloc.allocate_array(Int64, 1, byte_alignment=8)
-        return smem
-
-    def partition_all(self, atoms: list[Any], coords: list[Any], smem: dict[str, Any]) -> Any:
-        """Slots in shared memory and tiles in device memory, for rows, keys and values."""
-        found = [self.rows.partition(atoms[0], coords[0], smem)]
-        boxes = (
-            (self.key_view, smem["keys"], (self.key_tile, self.depth)),
-            (self.value_view, smem["values"], (self.width, self.key_tile)),
+        k, join = self.k, self.consumer.join
+        rows = operand(alloc, k.dtype, self.rows.layout(k.row_groups))
+        keys, values = (
+            operand(alloc, k.dtype, self.producer.layout(n, k.stages)) for n in range(2)
         )
-        for atom, coord, (view, ring, tile) in zip(atoms[1:], coords[1:], boxes, strict=True):
-            if isinstance(view, Pages):
-                found.append(self.pages.partition(view, atom, coord, ring))
-                continue
-            tiles = cute.local_tile(coord, tile, (None,) * cute.rank(coord))
-            found.append(partition(atom, ring, tiles, 2))
-        return found
+        values_of_rows = self.rows.allocate(alloc)
+        values_of_keys = self.key_values.allocate(alloc)
+        exchange = join.allocate(alloc)
+        full = [Barriers.allocate(alloc, k.stages) for _ in range(2)]
+        readers = 4 * k.row_groups + self.plan.helpers
+        empty = [Barriers.allocate(alloc, k.stages, readers) for _ in range(2)]
+        rings = (Ring(k.stages, *pair) for pair in zip(full, empty, strict=True))
+        return Memory(
+            rows, keys, values, values_of_rows, *values_of_keys, *exchange, *rings,
+            Barriers.allocate(alloc),
+        )  # fmt: skip
 
     @cute.jit
-    def set_up(self, smem, place):
+    def set_up(self, memory, place):
         """Initialise the barriers; called by the producer warp before anything else."""
-        readers = 4 * self.row_groups + self.plan.helpers
-        groups = [
-            (smem["keys_full"], self.stages, 1),
-            (smem["values_full"], self.stages, 1),
-            (smem["keys_empty"], self.stages, readers),
-            (smem["values_empty"], self.stages, readers),
-            (smem["rows_full"], 1, 1),
-        ]
-        if cutlass.const_expr(self.plan.helpers > 0):
-            groups.append((smem["values_ready"], self.stages, 32 * self.plan.helpers))
+        keys, values = memory.key_ring, memory.value_ring
+        arrays = [keys.full, values.full, keys.empty, values.empty, memory.rows_full]
+        arrays += [memory.values_ready] * (self.plan.helpers > 0)
+        arrays += [memory.received] * (self.plan.cluster > 1)
+        initialise(arrays)
         if cutlass.const_expr(self.plan.cluster > 1):
-            groups.append((smem["received"], self.warpgroups, 1))
-        init_barriers(groups)
-        if cutlass.const_expr(self.plan.cluster > 1):
-            self.join.expect(smem, place)
+            self.consumer.join.expect(memory, place)
 
     @cute.jit
     def span(self, tensors, place):
         """The key tiles of this block: the first one, and their number (Int32)."""
-        plan = self.plan
-        part = place["part"]
-        if cutlass.const_expr(self.steps is not None):
-            first, count = part * self.steps, self.steps
+        k, plan, part = self.k, self.plan, place.part
+        if cutlass.const_expr(k.steps is not None):
+            first, count = part * k.steps, k.steps
         else:
-            tiles = (self.rows.visible(tensors, place) + self.key_tile - 1) // self.key_tile
+            tiles = (self.rows.visible(tensors, place) + k.key_tile - 1) // k.key_tile
             first = part * tiles // plan.parts
             count = (part + 1) * tiles // plan.parts - first
         return first, count
-
-    # -------------------------------------------------------------------------------- producer
-
-    @cute.jit
-    def fill(self, atoms, loads, smem, place, first, count):
-        """Load the rows and the first round of the ring."""
-        expect_bytes(smem["rows_full"], self.rows.bytes)
-        self.rows.load(atoms[0], loads[0], smem, place)
-        for i in cutlass.range(min(self.stages, count), unroll=1):
-            self.pages.turn(place, first, first + i)
-            self.load_operand(0, atoms, loads, smem, place, first + i, i)
-            self.load_operand(1, atoms, loads, smem, place, first + i, i)
-
-    @cute.jit
-    def produce(self, atoms, loads, smem, place, first, count):
-        """Load the remaining tiles, each once its stage has been read."""
-        stage, phase = Int32(0), Int32(0)
-        for i in cutlass.range(self.stages, count, unroll=1):
-            self.pages.turn(place, first, first + i)
-            cute.arch.mbarrier_wait(smem["keys_empty"] + stage, phase)
-            self.load_operand(0, atoms, loads, smem, place, first + i, stage)
-            cute.arch.mbarrier_wait(smem["values_empty"] + stage, phase)
-            self.load_operand(1, atoms, loads, smem, place, first + i, stage)
-            stage += 1
-            if stage == self.stages:
-                stage = Int32(0)
-                phase = phase ^ 1
-
-    @cute.jit
-    def load_operand(self, n: cutlass.Constexpr, atoms, loads, smem, place, tile, stage):
-        """Load one tile of keys (n = 0) or of values (n = 1)."""
-        view = (self.key_view, self.value_view)[n]
-        barrier = smem[("keys_full", "values_full")[n]] + stage
-        expect_bytes(barrier, 2 * self.key_tile * (self.depth, self.width)[n])
-        if cutlass.const_expr(isinstance(view, Pages)):
-            self.pages.load(view, atoms[1 + n], loads[1 + n], place, tile, stage, barrier)
-        else:
-            slots, tiles = loads[1 + n]
-            where = (0, tile) if n else (tile, 0)
-            at = (None, *where, *self.coordinates(view, place))
-            bulk_load(atoms[1 + n], tiles[at], slots[None, stage], barrier, self.hint)
-
-    @property
-    def hint(self) -> int | None:
-        """L2 eviction hint for keys and values, or None."""
-        return EVICT_FIRST if self.plan.schedule.stream_keys else None
-
-    def coordinates(self, view: Any, place: dict[str, Any]) -> tuple[Any, ...]:
-        """Coordinates of this block's batch in an operand."""
-        return tuple(place["batch"][d] for d in self.batch_of(view))

@@ -18,19 +18,17 @@ writes zeros (and counts their bytes).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from cutesuper.device.memory import bulk_load, partition, tile_atom
-from cutesuper.skeletons.attention.kernel.rows import chunk_of
+from cutesuper.skeletons.attention.kernel.context import Known, Place
+from cutesuper.skeletons.attention.kernel.rows import Rows, chunk_of
 from cutesuper.skeletons.base import Pages
 from cutesuper.skeletons.kernel.arguments import described
-
-if TYPE_CHECKING:
-    from cutesuper.skeletons.attention.kernel.loop import AttentionKernel
 
 #: entries of a window, one for each lane
 WINDOW = 32
@@ -41,9 +39,9 @@ NOWHERE = -1
 class PagedLoads:
     """Tables, TMA atoms and loads of the paged operands."""
 
-    def __init__(self, kernel: AttentionKernel) -> None:
-        self.k = kernel
-        views = (kernel.key_view, kernel.value_view)
+    def __init__(self, known: Known, rows: Rows) -> None:
+        self.k, self.query = known, rows
+        views = (known.key_view, known.value_view)
         #: one table for each argument; keys and values usually share one
         self.tables = {v.table: v for v in views if isinstance(v, Pages)}
 
@@ -97,15 +95,15 @@ class PagedLoads:
         """Number of key tiles whose pages are in one window."""
         return max(1, WINDOW * view.size // self.k.key_tile)
 
-    def open(self, tensors: list[cute.Tensor], place: dict[str, Any], first: Any) -> Any:
+    def open(self, tensors: list[cute.Tensor], place: Place, first: Any) -> dict[int, Any]:
         """Open every table: this sequence's entries (int32), their number, and two windows of
         them."""
         found = {}
         for argument, view in self.tables.items():
             count = self.k.plan.key_extent // view.size
-            offset = 0 if view.sequences is None else place["batch"][view.sequences] * count
+            offset = 0 if view.sequences is None else place.batch[view.sequences] * count
             row = cute.make_tensor(tensors[argument].iterator + offset, cute.make_layout(count))
-            end = (self.k.rows.last_key(place) + view.size - 1) // view.size
+            end = (self.query.last_key(place) + view.size - 1) // view.size
             window = cute.make_rmem_tensor(cute.make_layout(2), Int32)
             for n in range(2):
                 window[n] = self.entry(row, end, first // self.tiles(view) + n)
@@ -121,9 +119,9 @@ class PagedLoads:
             found = row[at]
         return found
 
-    def turn(self, place: dict[str, Any], first: Any, tile: Any) -> None:
+    def turn(self, tables: dict[int, Any], first: Any, tile: Any) -> None:
         """Move to the window of a tile and prefetch the next one, before the tile's loads."""
-        for argument, table in place["tables"].items():
+        for argument, table in tables.items():
             self.turn_table(table, self.tiles(self.tables[argument]), first, tile)
 
     @cute.jit
@@ -135,16 +133,15 @@ class PagedLoads:
             window[1] = self.entry(row, end, tile // tiles + 1)
 
     @cute.jit
-    def load(self, view: cutlass.Constexpr, atom, loads, place, tile, stage, barrier):
+    def load(self, view: cutlass.Constexpr, load, table, place, tile, stage, barrier):
         """Load one tile of keys or values."""
-        slots, source = loads
         rows = self.rows(view)
-        _, _, window = place["tables"][view.table]
+        _, _, window = table
         heads = self.k.coordinates(view, place)
         parts = view.size // rows  # boxes of a page: more than one where pages are larger
         # unrolled: from a run-time loop the compiler made a loop over lanes of every TMA load
         for n in cutlass.range_constexpr(self.k.key_tile // rows):
             at = tile * (self.k.key_tile // rows) + n
             page = cute.arch.shuffle_sync(window[0], at // parts % WINDOW)
-            box = source[(None, at % parts, 0, *heads, page)]
-            bulk_load(atom, box, slots[None, n, stage], barrier, self.k.hint)
+            box = load.tiles[(None, at % parts, 0, *heads, page)]
+            bulk_load(load.atom, box, load.slots[None, n, stage], barrier, self.k.hint)

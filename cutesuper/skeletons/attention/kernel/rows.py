@@ -7,27 +7,28 @@ TMA load has them all, and a row's index is split again where positions or addre
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32
-from cutlass.tensor_utils import LayoutEnum
 
-from cutesuper.device.fragments import NEUTRAL
+from cutesuper.device.barriers import Meeting, fence_warp
+from cutesuper.device.fragments import NEUTRAL, PIECE, folded
 from cutesuper.device.math import nan_max
-from cutesuper.device.memory import bulk_load, element, fence_reads, partition, tile_atom
+from cutesuper.device.memory import bulk_load, element, operand_layout, partition, tile_atom
+from cutesuper.skeletons.attention.kernel.context import (
+    ROWS_BARRIER,
+    Here,
+    Known,
+    Memory,
+    Place,
+    RowFacts,
+)
 from cutesuper.skeletons.attention.plan import ROW_BLOCK, Reduction
 from cutesuper.skeletons.base import View
 from cutesuper.skeletons.kernel.arguments import unravel
-from cutesuper.skeletons.matmul.kernel.statistics import PIECE, folded
-
-if TYPE_CHECKING:
-    from cutesuper.skeletons.attention.kernel.loop import AttentionKernel
-
-#: named barriers: one per warpgroup, one for warpgroups that share rows, and one for taking turns
-GROUP_BARRIER, ROWS_BARRIER, TURN_BARRIER = 1, 3, 5
 
 
 def byte_piece(depth: int, piece: Any, row: Any) -> Any:
@@ -46,12 +47,21 @@ def chunk_of(depth: int) -> int:
     return next(c for c in (64, 32, 16) if depth % c == 0)
 
 
+@dataclass(frozen=True)
+class QueryRow:
+    """A row in shared memory: of the operand ``rows``, of a row group (of 64 rows)."""
+
+    rows: cute.Tensor
+    group: Any
+    row: Any
+
+
 class Rows:
     """Tiles of the query, limits of masks, and values of rows."""
 
-    def __init__(self, kernel: AttentionKernel) -> None:
-        self.k = kernel
-        self.plan = plan = kernel.plan
+    def __init__(self, known: Known) -> None:
+        self.k = known
+        self.plan = plan = known.plan
         self.view = plan.view(plan.row_load)
         self.tile = plan.row_tile
         self.count = plan.group_rows
@@ -70,9 +80,8 @@ class Rows:
         return 2 * self.count * self.k.depth * self.k.row_groups
 
     def layout(self, groups: int) -> cute.ComposedLayout:
-        """Layout of the operand ``[64 rows, inner, group]``, swizzled for WGMMA."""
-        shape = (ROW_BLOCK, self.k.key_tile, self.k.depth)
-        return sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.k.dtype, groups)
+        """Layout of the operand ``[64 rows, inner, group]``, swizzled."""
+        return operand_layout(self.k.dtype, (ROW_BLOCK, self.k.depth), groups, True)
 
     def box(self) -> cute.ComposedLayout:
         """Layout of one warpgroup's rows as a TMA load sees them: a mode for each label, the
@@ -97,27 +106,26 @@ class Rows:
         tensor = self.k.matrix(self.view, labels, tensors)
         return tile_atom(tensor, self.box(), self.box_tile())
 
-    def partition(self, atom: Any, coord: Any, smem: dict[str, Any]) -> Any:
+    def partition(self, atom: Any, coord: Any, memory: Memory) -> Any:
         """One slot for each warpgroup along the rows, and the tiles of the query."""
         rank = len(self.tile) + 1
         tiles = cute.local_tile(coord, self.box_tile(), (None,) * cute.rank(coord))
         found = []
         for g in range(self.k.row_groups):
-            start = smem["rows"].iterator + g * ROW_BLOCK * self.k.depth
+            start = memory.rows.iterator + g * ROW_BLOCK * self.k.depth
             own = cute.make_tensor(start, self.box().outer)
             found.append(partition(atom, own, tiles, rank))
         return [slot for slot, _ in found], found[0][1]
 
     @cute.jit
-    def load(self, atom, loads, smem, place):
+    def load(self, load, memory, place):
         """Load the rows of this block."""
-        slots, tiles = loads
         batch = self.k.coordinates(self.view, place)
         for g in cutlass.range_constexpr(self.k.row_groups):
-            slowest, *others = (place["tiles"][d] for d in self.plan.rows)
+            slowest, *others = (place.tiles[d] for d in self.plan.rows)
             slowest = slowest * self.k.row_groups + g
             at = (None, *reversed((slowest, *others)), 0, *batch)
-            bulk_load(atom, tiles[at], slots[g], smem["rows_full"], None)
+            bulk_load(load.atom, load.tiles[at], load.slots[g], memory.rows_full.only, None)
 
     # ------------------------------------------------------------------------------ coordinates
 
@@ -128,10 +136,8 @@ class Rows:
             total = total * cute.ceil_div(self.k.extents.of(d, tensors), self.plan.tile(d))
         return total
 
-    def place(self, tensors: list[cute.Tensor]) -> dict[str, Any]:
-        """Work of this block: its ``part`` of the keys, the ``tile`` of rows and its index along
-        each label (``tiles``), the ``batch`` coordinates, the ``rank`` in the cluster and the
-        ``lengths`` of masks."""
+    def place(self, tensors: list[cute.Tensor]) -> Place:
+        """Work of this block."""
         plan = self.plan
         index, _, _ = cute.arch.block_idx()
         part, tile = index % plan.parts, index // plan.parts
@@ -142,10 +148,9 @@ class Rows:
         extents = {d: self.k.extents.of(d, tensors) for d in (*plan.rows, *plan.batch)}
         tiles = unravel(row, {d: cute.ceil_div(extents[d], plan.tile(d)) for d in plan.rows})
         batch = unravel(z, {d: extents[d] for d in plan.batch})
-        place = {"part": part, "tiles": tiles, "batch": batch, "tile": tile}
-        place["rank"] = part % plan.cluster
-        place["lengths"] = [self._length(m.lengths, tensors, batch) for m in plan.masks]
-        return place
+        rank = part % plan.cluster
+        lengths = [self._length(m.lengths, tensors, batch) for m in plan.masks]
+        return Place(part, rank, tile, tiles, batch, lengths)
 
     def _length(self, view: View | None, tensors: list[cute.Tensor], batch: dict[str, Any]) -> Any:
         if view is None:
@@ -156,36 +161,36 @@ class Rows:
         flat = cute.make_tensor(tensors[view.argument].iterator + offset, cute.make_layout(1))
         return cutlass.min(flat[0], self.plan.key_extent)
 
-    def limit(self, place: dict[str, Any], positions: dict[str, Any]) -> Any:
+    def limit(self, place: Place, positions: dict[str, Any]) -> Any:
         """Number of keys visible to a row at these positions (none if not positive)."""
         limit: Any = self.plan.key_extent
-        for mask, length in zip(self.plan.masks, place["lengths"], strict=True):
+        for mask, length in zip(self.plan.masks, place.lengths, strict=True):
             own = length + mask.offset
             if mask.rows is not None:
                 own = own + positions[mask.rows]
             limit = cutlass.min(limit, own)
         return limit
 
-    def visible(self, tensors: list[cute.Tensor], place: dict[str, Any]) -> Any:
+    def visible(self, tensors: list[cute.Tensor], place: Place) -> Any:
         """Number of keys visible to any row of this block."""
-        last = {**place["batch"]}
+        last = {**place.batch}
         for d in self.plan.rows:
-            end = (place["tiles"][d] + 1) * self.plan.tile(d)
+            end = (place.tiles[d] + 1) * self.plan.tile(d)
             last[d] = cutlass.min(end, self.k.extents.of(d, tensors)) - 1
         return cutlass.max(self.limit(place, last), 0)
 
     def row(self, warp: Any, lane: Any, r: int) -> Any:
-        """Index of a thread's r-th row in its warpgroup's tile, as WGMMA assigns rows."""
+        """Index of a thread's r-th row in its warpgroup's tile, as products assign rows."""
         return (warp % 4) * 16 + lane // 4 + 8 * r
 
-    def positions(self, place: dict[str, Any], group: Any, row: Any) -> tuple[dict[str, Any], Any]:
+    def positions(self, place: Place, group: Any, row: Any) -> tuple[dict[str, Any], Any]:
         """Coordinates of a row of a warpgroup, and a predicate that is true if the row belongs to
         the tile."""
         inside = row < self.count
-        found = {**place["batch"]}
+        found = {**place.batch}
         for n, d in reversed(list(enumerate(self.plan.rows))):
             extent = self.tile[n]
-            start = place["tiles"][d] * self.plan.tile(d)
+            start = place.tiles[d] * self.plan.tile(d)
             if n == 0:
                 start = start + (group // self.k.key_groups) * extent
             found[d] = start + (row % extent if n else row)
@@ -194,50 +199,39 @@ class Rows:
 
     # ---------------------------------------------------------------------------- before the loop
 
-    def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
+    def allocate(self, alloc: Any) -> cute.Pointer:
         """Allocate shared memory for fp32 values of rows."""
         count = max(1, len(self.plan.row_values)) * ROW_BLOCK * self.k.row_groups
-        smem["row_values"] = alloc.allocate_array(
-            Float32, count if self.prepares else 4, byte_alignment=16
-        )
+        return alloc.allocate_array(Float32, count if self.prepares else 4, byte_alignment=16)
 
     @cute.jit
-    def prepare(self, smem, tensors, thread, group, lane, warp, place):
+    def prepare(self, here):
         """Wait for the rows; compute their values and replace them by the operand of the product.
-
-        Returns the fp32 ``values`` and key ``limits`` of each of a thread's rows, the ``least``
-        limit of the tile and the ``end`` of the keys that have been written.
-        """
-        cute.arch.mbarrier_wait(smem["rows_full"], 0)
+        Returns a `RowFacts`."""
+        memory, place, group = here.memory, here.place, here.group
+        memory.rows_full.only.wait(0)
         if cutlass.const_expr(self.prepares):
             if group % self.k.key_groups == 0:
-                self.compute(smem, tensors, thread, group)
-            cute.arch.barrier(
-                barrier_id=ROWS_BARRIER + group // self.k.key_groups,
-                number_of_threads=128 * self.k.key_groups,
-            )
+                self.compute(here)
+            along_rows = group // self.k.key_groups
+            Meeting(ROWS_BARRIER + along_rows, 128 * self.k.key_groups).meet()
         values, limits = [], []
         for r in cutlass.range_constexpr(self.per_thread):
-            row = self.row(warp, lane, r)
+            row = self.row(here.warp, here.lane, r)
             own = []
             for n in cutlass.range_constexpr(len(self.plan.row_values)):
                 slot = self.slot(n, group // self.k.key_groups, row)
-                own.append(element(smem["row_values"], slot))
+                own.append(element(memory.row_values, slot))
             values.append(own)
             positions, _ = self.positions(place, group, row)
             limits.append(self.limit(place, positions))
         begin, _ = self.positions(place, group, 0)
-        return {
-            "values": values,
-            "limits": limits,
-            "least": self.limit(place, begin),
-            "end": self.last_key(place),
-        }
+        return RowFacts(values, limits, self.limit(place, begin), self.last_key(place))
 
-    def last_key(self, place: dict[str, Any]) -> Any:
+    def last_key(self, place: Place) -> Any:
         """End of the keys that have ever been written; memory behind it may hold anything."""
         end: Any = self.plan.key_extent
-        for mask, length in zip(self.plan.masks, place["lengths"], strict=True):
+        for mask, length in zip(self.plan.masks, place.lengths, strict=True):
             if mask.lengths is not None:
                 end = cutlass.min(end, length)
         return end
@@ -247,87 +241,78 @@ class Rows:
         return (n * self.k.row_groups + row_group) * ROW_BLOCK + row
 
     @cute.jit
-    def compute(self, smem, tensors, thread, group):
+    def compute(self, here):
         """Compute reductions and values with two threads per row, then rewrite the row."""
-        row_group = group // self.k.key_groups
-        row, half = thread // 2, thread % 2
-        totals = {
-            r.value: self.reduce(smem, row_group, row, half, r) for r in self.plan.row_reductions
-        }
+        row_group = here.group // self.k.key_groups
+        own = QueryRow(here.memory.rows, row_group, here.member // 2)
+        half = here.member % 2
+        totals = {r.value: self.reduce(own, half, r) for r in self.plan.row_reductions}
         values = {}
         for n, (operation, e) in enumerate(self.plan.row_values.items()):
             value = Float32(e.evaluate([totals[i] for i in e.leaves], self.k.math))
             values[operation] = value
-            slot = smem["row_values"] + self.slot(n, row_group, row)
+            slot = here.memory.row_values + self.slot(n, row_group, own.row)
             if half == 0:
                 cute.make_tensor(slot, cute.make_layout(1))[0] = value
         if cutlass.const_expr(self.plan.prologue is not None):
             for p in cutlass.range_constexpr(self.turns):
                 piece = 2 * p + half
                 if piece < self.pieces:
-                    self.rewrite(smem, tensors, values, row_group, row, piece)
-            fence_reads()
+                    self.rewrite(own, values, piece, here)
+            fence_warp()
 
     @cute.jit
-    def reduce(self, smem, row_group, row, half, reduction: cutlass.Constexpr):
+    def reduce(self, own, half, reduction: cutlass.Constexpr):
         """Reduce a row to an fp32 scalar that both of its threads receive."""
         total = Float32(NEUTRAL[reduction.op])
         for p in cutlass.range_constexpr(self.turns):
             piece = 2 * p + half
             if piece < self.pieces:
-                total = self.add(total, reduction, smem, row_group, row, piece)
+                total = self.add(total, reduction, own, piece)
         other = cute.arch.shuffle_sync_bfly(total, 1)
         total = nan_max(total, other) if reduction.op == "max" else total + other
         return total * reduction.scale
 
-    def add(
-        self, total: Any, reduction: Reduction, smem: Any, row_group: Any, row: Any, piece: Any
-    ) -> Any:
+    def add(self, total: Any, reduction: Reduction, own: QueryRow, piece: Any) -> Any:
         """Add eight more elements to a reduction."""
-        x = self.read(smem, row_group, row, piece).load().to(Float32)
+        x = self.read(own, piece).load().to(Float32)
         return folded(total, reduction.source.evaluate([x], self.k.math), reduction.op)
 
-    def rewrite(
-        self, smem: Any, tensors: Any, values: Any, row_group: Any, row: Any, piece: Any
-    ) -> None:
+    def rewrite(self, own: QueryRow, values: dict[int, Any], piece: Any, here: Here) -> None:
         """Replace eight elements of a row by the operand of the product."""
         prologue = self.plan.prologue
         assert prologue is not None
-        leaves = [
-            self.leaf(i, smem, tensors, values, row_group, row, piece) for i in prologue.leaves
-        ]
+        leaves = [self.leaf(i, own, values, piece, here) for i in prologue.leaves]
         result = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
         result.store(prologue.evaluate(leaves, self.k.math).to(self.k.dtype))
-        cute.autovec_copy(result, self.linear(smem, row_group, row, piece))
+        cute.autovec_copy(result, self.linear(own, piece))
 
-    def leaf(
-        self, i: int, smem: Any, tensors: Any, values: Any, row_group: Any, row: Any, piece: Any
-    ) -> Any:
+    def leaf(self, i: int, own: QueryRow, values: dict[int, Any], piece: Any, here: Here) -> Any:
         """A leaf of the prologue: eight elements of a row or of a vector, or a value of the row."""
         if i == self.plan.row_load:
-            return self.read(smem, row_group, row, piece).load().to(Float32)
+            return self.read(own, piece).load().to(Float32)
         if i not in self.plan.vectors:
             return values[i]
         register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
-        pointer = tensors[self.plan.vectors[i].argument].iterator
+        pointer = here.tensors[self.plan.vectors[i].argument].iterator
         source = pointer + cute.assume(piece * PIECE, divby=PIECE)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(PIECE)), register)
         return register.load().to(Float32)
 
-    def read(self, smem: dict[str, Any], row_group: Any, row: Any, piece: Any) -> cute.Tensor:
+    def read(self, own: QueryRow, piece: Any) -> cute.Tensor:
         """Read eight elements of a row."""
         register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
-        cute.autovec_copy(self.linear(smem, row_group, row, piece), register)
+        cute.autovec_copy(self.linear(own, piece), register)
         return register
 
-    def linear(self, smem: dict[str, Any], row_group: Any, row: Any, piece: Any) -> cute.Tensor:
+    def linear(self, own: QueryRow, piece: Any) -> cute.Tensor:
         """View of eight contiguous elements of a row in shared memory."""
         chunk = chunk_of(self.k.depth)
         per = chunk // PIECE
-        inside = byte_piece(self.k.depth, piece % per, row)
-        base = row_group * (ROW_BLOCK * self.k.depth)
-        offset = base + ((piece // per) * ROW_BLOCK + row) * chunk + inside * PIECE
-        pointer = cute.recast_ptr(smem["rows"].iterator, dtype=self.k.dtype)
+        inside = byte_piece(self.k.depth, piece % per, own.row)
+        base = own.group * (ROW_BLOCK * self.k.depth)
+        offset = base + ((piece // per) * ROW_BLOCK + own.row) * chunk + inside * PIECE
+        pointer = cute.recast_ptr(own.rows.iterator, dtype=self.k.dtype)
         return cute.make_tensor(pointer + cute.assume(offset, divby=PIECE), cute.make_layout(PIECE))
 
     def offset(self, view: View, positions: dict[str, Any]) -> Any:

@@ -9,19 +9,21 @@ rows without any visible key need no special case: their weights and sums are 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import e as EULER
 from math import log2
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutesuper.device.math import choose
+from cutesuper.device.pipeline import Slot
 from cutesuper.ir.thread import ThreadExpression
-
-if TYPE_CHECKING:
-    from cutesuper.skeletons.attention.kernel.loop import AttentionKernel
+from cutesuper.skeletons.attention.kernel.context import Known, Memory, RowFacts
+from cutesuper.skeletons.attention.kernel.keys import KeyValues
+from cutesuper.skeletons.attention.kernel.rows import Rows
 
 LOG2E = log2(EULER)
 #: initial maximum; below all scores of 16-bit operands that are not -inf
@@ -36,14 +38,24 @@ def exp2(x: Any) -> Any:
     return cute.math.exp2(x, fastmath=True)
 
 
+@dataclass(frozen=True)
+class KeyColumns:
+    """The columns of a thread in a tile of scores: memory, the slot of the tile in the ring, and
+    the first column."""
+
+    memory: Memory
+    at: Slot
+    first: Any
+
+
 class Scores:
     """The element-wise part of the loop, on fp32 accumulator fragments."""
 
-    def __init__(self, kernel: AttentionKernel) -> None:
-        self.k = kernel
-        self.plan = plan = kernel.plan
-        self.blocks = kernel.key_tile // 8
-        self.rows = kernel.rows.per_thread
+    def __init__(self, known: Known, rows: Rows, key_values: KeyValues) -> None:
+        self.k, self.query, self.key_values = known, rows, key_values
+        self.plan = plan = known.plan
+        self.blocks = known.key_tile // 8
+        self.rows = rows.per_thread
         self.shifted = plan.maximum is not None
         # sums and results may be relative to a maximum that lags behind, but it may not be an
         # output
@@ -62,7 +74,7 @@ class Scores:
         """
         state = cute.make_rmem_tensor(cute.make_layout(6), Float32)
         for r in range(2):
-            row = self.k.rows.row(warp, lane, r)
+            row = self.query.row(warp, lane, r)
             state[2 * r] = choose(row < self.plan.group_rows, LOWEST, float("inf"))
             state[2 * r + 1] = 0.0
             state[4 + r] = 1.0
@@ -74,21 +86,21 @@ class Scores:
         return [(4 * j + 2 * r + b, 8 * j + b) for j in range(self.blocks) for b in range(2)]
 
     @cute.jit
-    def weigh(self, scores, state, smem, stage, phase, lane, rows, keys):
+    def weigh(self, scores, state, at, rows, keys, here):
         """Replace scores by weights; update maximum and sums.
 
         ``scores`` is an fp32 accumulator fragment of ``(64, key tile)``, ``state`` that of `start`;
         ``keys`` (Int32) is the first key of the tile.
         """
-        first = 2 * (lane % 4)
-        values = (smem, stage, phase, first)
+        first = 2 * (here.lane % 4)
+        values = KeyColumns(here.memory, at, first)
         if cutlass.const_expr(self.keyed_early):
-            self.k.key_values.wait(smem, stage, phase)
+            self.key_values.wait(here.memory, at)
         if cutlass.const_expr(self.shifted and not self.plan.scores.trivial):
             self.apply(self.plan.scores, scores, rows, values, self.plan.product)
         boundary = Int32(0)
         if cutlass.const_expr(self.plan.ragged):
-            if keys + self.k.key_tile > rows["least"]:
+            if keys + self.k.key_tile > rows.least:
                 boundary = Int32(1)
         if cutlass.const_expr(self.shifted):
             if cutlass.const_expr(self.plan.ragged):
@@ -103,7 +115,7 @@ class Scores:
     def hide(self, scores, rows, first, value: cutlass.Constexpr):
         """Set the elements that a row does not see to ``value``."""
         for r in cutlass.range_constexpr(self.rows):
-            limit = rows["limits"][r] - first
+            limit = rows.limits[r] - first
             for i, column in self.elements(r):
                 scores[i] = choose(column < limit, scores[i], value)
 
@@ -142,8 +154,7 @@ class Scores:
                 state[2 * r + 1] *= state[4 + r]
         if cutlass.const_expr(len(self.plan.key_values) > 0 and not self.keyed_early):
             # the values of keys have been computed during the exponentials
-            smem, stage, phase, _ = values
-            self.k.key_values.wait(smem, stage, phase)
+            self.key_values.wait(values.memory, values.at)
         for s in self.plan.row_sums:
             parts = [[Float32(0.0) for _ in range(4)] for _ in range(self.rows)]
             for n, (j, keyed) in enumerate(self.columns(s.source, values)):
@@ -151,7 +162,7 @@ class Scores:
                     x = self.evaluate(s.source, scores[self.place(j, r)], r, keyed, rows, leaf)
                     if cutlass.const_expr(boundary is not None and self.plan.ragged):
                         column = Int32(first) + j // 2 * 8 + j % 2
-                        x = choose(column < rows["limits"][r], x, 0.0)
+                        x = choose(column < rows.limits[r], x, 0.0)
                     parts[r][n % 4] += x
             for r in cutlass.range_constexpr(self.rows):
                 p = parts[r]
@@ -162,32 +173,34 @@ class Scores:
             if boundary != 0:
                 self.hide(scores, rows, first, 0.0)
 
-    def scale_of(self, r: int, rows: Any) -> Any:
+    def scale_of(self, r: int, rows: RowFacts) -> Any:
         """Factor of a row's scores, in units of log2."""
         if self.plan.row_factor is None:
             return self.scale
         place = list(self.plan.row_values).index(self.plan.row_factor)
-        return self.scale * rows["values"][r][place]
+        return self.scale * rows.values[r][place]
 
     def place(self, column: int, r: int) -> int:
         """Accumulator index of the n-th column of a thread's row."""
         return 4 * (column // 2) + 2 * r + column % 2
 
-    def columns(self, e: ThreadExpression, values: Any) -> Iterator[tuple[int, dict[int, Any]]]:
+    def columns(
+        self, e: ThreadExpression, values: KeyColumns
+    ) -> Iterator[tuple[int, dict[int, Any]]]:
         """Yield a thread's columns, each with the values of its key that an expression needs.
 
         They come in pairs, for both rows. Values are read at their use: 32 values of a tile of 128
         keys kept in registers took 184 to 504 bytes of stack.
         """
-        smem, stage, _, first = values
         needed = [i for i in e.leaves if i in self.plan.key_values]
         for block in range(self.blocks):
-            pairs = {i: self.k.key_values.pair(smem, i, stage, first + 8 * block) for i in needed}
+            key, stage = values.first + 8 * block, values.at.stage
+            pairs = {i: self.key_values.pair(values.memory, i, stage, key) for i in needed}
             for b in range(2):
                 yield 2 * block + b, {i: pair[b] for i, pair in pairs.items()}
 
     def apply(
-        self, e: ThreadExpression, scores: Any, rows: Any, values: Any, leaf: int | None
+        self, e: ThreadExpression, scores: Any, rows: RowFacts, values: KeyColumns, leaf: int | None
     ) -> None:
         """Replace every element of the accumulator by an expression."""
         for j, keyed in self.columns(e, values):
@@ -201,11 +214,11 @@ class Scores:
         x: Any,
         r: int,
         keyed: dict[int, Any],
-        rows: Any,
+        rows: RowFacts,
         leaf: int | None,
     ) -> Any:
         """Evaluate an expression for one element, with the values of its row and its key."""
-        known = dict(zip(self.plan.row_values, rows["values"][r], strict=True)) | keyed
+        known = dict(zip(self.plan.row_values, rows.values[r], strict=True)) | keyed
         leaves = [x if i == leaf else known[i] for i in e.leaves]
         return Float32(e.evaluate(leaves, self.k.math))
 

@@ -1,4 +1,4 @@
-"""Column operands: tensors in memory whose free label is the 64-row side (M) of the WGMMA.
+"""Column operands: tensors in memory whose free label is the 64-row side (M) of the product.
 
 The operands of a group share one instruction: they have the same labels, stored in the same order.
 The loop has one group for the columns and one for each hidden label; a product after the loop has a
@@ -11,12 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.cute.nvgpu.warpgroup import SmemLayoutAtomKind as Kind
-from cutlass.tensor_utils import LayoutEnum
 
+from cutesuper.device.memory import operand_layout, swizzle
+from cutesuper.device.products import Product, Products
 from cutesuper.skeletons.base import View
 from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK, MatmulPlan
 
@@ -53,24 +50,20 @@ class ColumnGroup:
         """True if the column label is the contiguous one (weights stored (K, N))."""
         return next(iter(self.views.values())).stride(self.column) == 1
 
-    def mma(self, dtype: Any, rows: int) -> cute.TiledMma:
-        """The WGMMA, with ``rows`` as its N extent."""
-        major = OperandMajorMode.MN if self.column_major else OperandMajorMode.K
-        return sm90.make_trivial_tiled_mma(
-            dtype, dtype, major, OperandMajorMode.K, Float32, (1, 1, 1), (COLUMN_BLOCK, rows)
-        )
+    def product(self, cores: Products, dtype: Any, rows: int) -> Product:
+        """The product with ``rows`` as its N extent."""
+        return cores.product(dtype, rows, (not self.column_major, True))
 
-    def layout(self, dtype: Any, rows: int, boxes: int) -> cute.ComposedLayout:
-        """Layout of some boxes ``[width, depth, box]`` in shared memory, swizzled for WGMMA."""
+    def layout(self, dtype: Any, boxes: int) -> cute.ComposedLayout:
+        """Layout of some boxes ``[width, depth, box]`` in shared memory, swizzled."""
         if self.width == COLUMN_BLOCK:
-            order = LayoutEnum.COL_MAJOR if self.column_major else LayoutEnum.ROW_MAJOR
-            return sm90.make_smem_layout_a(order, (COLUMN_BLOCK, rows, self.depth), dtype, boxes)
+            return operand_layout(dtype, (self.width, self.depth), boxes, not self.column_major)
         return self._narrow(dtype, self.width, boxes)
 
-    def read_layout(self, dtype: Any, rows: int, boxes: int) -> cute.ComposedLayout:
-        """Layout of the same memory as WGMMA reads it, ``[64, depth, box]``."""
+    def read_layout(self, dtype: Any, boxes: int) -> cute.ComposedLayout:
+        """Layout of the same memory as the tensor cores read it, ``[64, depth, box]``."""
         if self.width == COLUMN_BLOCK:
-            return self.layout(dtype, rows, boxes)
+            return self.layout(dtype, boxes)
         return self._narrow(dtype, COLUMN_BLOCK, boxes)
 
     def _narrow(self, dtype: Any, columns: int, boxes: int) -> cute.ComposedLayout:
@@ -78,15 +71,13 @@ class ColumnGroup:
         w, k = self.width, self.depth
         if self.column_major:
             # rows of `width` columns, swizzled over 8 of them: 32 bytes for 16 columns
-            kind = Kind.MN_SW32 if w == 16 else Kind.MN_SW64
             shape = ((w, columns // w), (8, k // 8), boxes)
             stride = ((1, w * k), (w, 8 * w), w * k)
         else:
-            kind = Kind.K_SW128
             shape = ((8, columns // 8), (64, k // 64), boxes)
             stride = ((64, 512), (1, 64 * w), w * k)
-        swizzle = warpgroup.make_smem_layout_atom(kind, dtype).inner
-        return cute.make_composed_layout(swizzle, 0, cute.make_layout(shape, stride=stride))
+        inner = swizzle(dtype, 2 * w if self.column_major else 128, not self.column_major)
+        return cute.make_composed_layout(inner, 0, cute.make_layout(shape, stride=stride))
 
 
 def column_groups(plan: MatmulPlan) -> tuple[ColumnGroup, list[ColumnGroup], list[ColumnGroup]]:

@@ -7,30 +7,28 @@ may be written again once all blocks have read it, so every reader signals all b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32
 
-if TYPE_CHECKING:
-    from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel
+from cutesuper.device.cluster import leave_together, rank_in_cluster
+from cutesuper.skeletons.matmul.plan import MatmulPlan
 
 
 class Sharing:
     """Division of the row loads among the blocks of a cluster."""
 
-    def __init__(self, kernel: MatmulKernel) -> None:
-        self.blocks = kernel.plan.schedule.share_rows
+    def __init__(self, plan: MatmulPlan) -> None:
+        self.blocks = plan.schedule.share_rows
         self.active = self.blocks > 1
         #: rows of a row tile that one block loads, and whose statistics it reduces
-        self.rows = kernel.m // self.blocks
+        self.rows = plan.tile[0] // self.blocks
 
     def rank(self) -> Any:
         """Rank of this block in its cluster, uniform in a warp: its position along the columns."""
-        if not self.active:
-            return Int32(0)
-        return cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        return rank_in_cluster() if self.active else Int32(0)
 
     def mask(self) -> Any:
         """Bit mask of the ranks that receive this block's part of the row tile; None without
@@ -38,18 +36,7 @@ class Sharing:
         return Int16((1 << self.blocks) - 1) if self.active else None
 
     @cute.jit
-    def release(self, barrier, lane):
-        """Release a stage, for one warp, to all blocks that load into it."""
-        if cutlass.const_expr(not self.active):
-            if lane == 0:
-                cute.arch.mbarrier_arrive(barrier)
-        elif lane < self.blocks:
-            cute.arch.mbarrier_arrive(barrier, lane)
-
-    @cute.jit
     def leave(self):
-        """Wait for the cluster: no block may end while others still load into its shared memory or
-        signal it."""
+        """Wait for the blocks that share rows, at the end."""
         if cutlass.const_expr(self.active):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+            leave_together()

@@ -7,16 +7,14 @@ the preceding kernel has not finished yet.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 
 from cutesuper.skeletons.base import View
 from cutesuper.skeletons.kernel.arguments import ELEMENT
-
-if TYPE_CHECKING:
-    from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel
+from cutesuper.skeletons.matmul.kernel.context import Here, Known, Tile
 
 LINE_BITS = 1024
 
@@ -24,20 +22,20 @@ LINE_BITS = 1024
 class Prefetch:
     """The epilogue's loads of a tile, except those done by TMA."""
 
-    def __init__(self, kernel: MatmulKernel) -> None:
-        self.k = kernel
-        plan = kernel.plan
+    def __init__(self, known: Known) -> None:
+        self.k = known
+        plan = known.plan
         bulk = [t.source.leaves[0] for t in plan.tails if plan.loaded(t) is not None]
         self.views = [v for op, v in plan.loads.items() if op not in bulk]
 
     @cute.jit
-    def run(self, tensors, tidx, where):
+    def run(self, here):
         """Prefetch all lines of this block's tile; thread i takes every n-th line."""
         for view in self.views:
-            self.lines_of(view, tensors, tidx, where)
+            self.lines_of(view, here)
 
     @cute.jit
-    def lines_of(self, view: cutlass.Constexpr, tensors, tidx, where):
+    def lines_of(self, view: cutlass.Constexpr, here):
         """Prefetch the lines of one tensor: along its contiguous label, for each index of the other
         one."""
         k = self.k
@@ -45,13 +43,15 @@ class Prefetch:
         across = next((d for d in self.inner(view) if d != along), None)
         width = LINE_BITS // ELEMENT[k.plan.arguments[view.argument].dtype].width
         pieces = -(-self.count(along) // width)
-        base = k.epilogue.batch_offset(view, where[3])
-        for item in cutlass.range(tidx, pieces * self.count(across), 32 * k.consumers, unroll=1):
-            inner = self.start(along, where) + (item % pieces) * width
-            outer = self.start(across, where) + item // pieces
-            if inner < self.extent(along, tensors) and outer < self.extent(across, tensors):
+        base = k.batch_offset(view, here.tile.batch)
+        for item in cutlass.range(
+            here.thread, pieces * self.count(across), 32 * k.consumers, unroll=1
+        ):
+            inner = self.start(along, here.tile) + (item % pieces) * width
+            outer = self.start(across, here.tile) + item // pieces
+            if inner < self.extent(along, here) and outer < self.extent(across, here):
                 offset = base + inner + outer * self.stride(view, across)
-                pointer = tensors[view.argument].iterator + offset
+                pointer = here.tensors[view.argument].iterator + offset
                 cute.arch.prefetch(pointer.llvm_ptr, cache_level="L2")
 
     def inner(self, view: View) -> list[str]:
@@ -62,16 +62,16 @@ class Prefetch:
         """Elements of a label in a tile."""
         return 1 if label is None else self.k.plan.program.tile[label]
 
-    def start(self, label: str | None, where: Any) -> Any:
+    def start(self, label: str | None, tile: Tile) -> Any:
         """Start of the tile along a label; labels between two products are whole."""
         plan = self.k.plan
         if label == plan.row:
-            return where[0] * self.k.m
-        return where[1] * self.k.n if label == plan.column else 0
+            return tile.row * self.k.m
+        return tile.column * self.k.n if label == plan.column else 0
 
-    def extent(self, label: str | None, tensors: Any) -> Any:
+    def extent(self, label: str | None, here: Here) -> Any:
         """The end of a label."""
-        return 1 if label is None else self.k.extents.of(label, tensors)
+        return 1 if label is None else self.k.extents.of(label, here.tensors)
 
     def stride(self, view: View, label: str | None) -> int:
         """Distance between neighbours in elements; 0 without a label."""

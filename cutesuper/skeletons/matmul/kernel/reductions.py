@@ -7,88 +7,85 @@ send theirs to every other block. The order is fixed: results are the same bits 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from cutesuper.device.cluster import float_bits, push
 from cutesuper.device.fragments import NEUTRAL
-from cutesuper.device.math import nan_max
-from cutesuper.device.memory import element, float_bits, push
+from cutesuper.device.memory import element
 from cutesuper.skeletons.kernel.arguments import ELEMENT
-
-if TYPE_CHECKING:
-    from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel
+from cutesuper.skeletons.matmul.kernel.context import Here, Known, fragment, one, put
+from cutesuper.skeletons.matmul.kernel.leaves import Leaves
+from cutesuper.skeletons.matmul.kernel.vectors import VectorTile
 
 
 class ColumnReductions:
     """The column reductions of one kernel, and its outputs without columns."""
 
-    def __init__(self, kernel: MatmulKernel) -> None:
-        self.k = kernel
-        plan = kernel.plan
+    def __init__(self, known: Known, leaves: Leaves, vectors: VectorTile) -> None:
+        self.k, self.leaves, self.vectors = known, leaves, vectors
+        self.reduced = leaves.reduced
+        plan = known.plan
         self.reductions = plan.reductions
-        self.place = {r.value: n for n, r in enumerate(self.reductions)}
-        self.parts = plan.column_cluster if plan.column_cluster > 1 else kernel.consumers
         self.ragged = plan.program.covered(plan.column) != plan.program.dims[plan.column]
         self.outputs = [o for o in plan.outputs if plan.column not in o.view.labels]
 
-    def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
+    def allocate(self, alloc: Any) -> tuple[Any, Any]:
         """Allocate an fp32 slot of every row for each warp, and for each block of the cluster."""
         k, count = self.k, len(self.reductions)
-        warps = max(4, count * k.consumers * k.m)
-        smem["warp_sums"] = alloc.allocate_array(Float32, warps, byte_alignment=16)
-        blocks = max(4, count * k.plan.column_cluster * k.m)
-        smem["block_sums"] = alloc.allocate_array(Float32, blocks, byte_alignment=16)
+        if not count:
+            return None, None
+        sizes = count * k.consumers * k.m, count * k.plan.column_cluster * k.m
+        warps, blocks = (
+            alloc.allocate_array(Float32, max(4, size), byte_alignment=16) for size in sizes
+        )
+        return warps, blocks
 
     @cute.jit
-    def run(self, accumulators, vectors, smem, tensors, tidx, warp, lane, where):
+    def run(self, accumulators, vectors, here):
         """Compute all reductions, in order: one may need those before it."""
         for r in cutlass.range_constexpr(len(self.reductions)):
-            self.reduce_tile(r, accumulators, vectors, smem, tensors, warp, lane, where)
-            self.k.epilogue.consumers_meet()
+            self.reduce_tile(r, accumulators, vectors, here)
+            self.k.consumers_meet()
             if cutlass.const_expr(self.k.plan.column_cluster > 1):
-                self.exchange(r, smem, tidx, where)
-                cute.arch.mbarrier_wait(smem["columns_reduced"] + r, 0)
-
-    def combine(self, r: int, x: Any, y: Any) -> Any:
-        """Combine two partial results of reduction ``r``."""
-        return nan_max(x, y) if self.reductions[r].op == "max" else x + y
+                self.exchange(r, here)
+                here.memory.columns_reduced[r].wait(0)
 
     @cute.jit
-    def reduce_tile(
-        self, r: cutlass.Constexpr, accumulators, vectors, smem, tensors, warp, lane, where
-    ):
+    def reduce_tile(self, r: cutlass.Constexpr, accumulators, vectors, here):
         """Reduce this warp's columns into its slots."""
         k, neutral = self.k, NEUTRAL[self.reductions[r].op]
-        totals = cute.make_rmem_tensor(cute.make_layout(k.epilogue.values), Float32)
+        totals = fragment(k.values)
         totals.fill(neutral)
         for i in cutlass.range_constexpr(k.blocks // k.warpgroups):
-            block = warp // 4 + k.warpgroups * i
+            block = here.warp // 4 + k.warpgroups * i
             for half in cutlass.range_constexpr(2):
-                column = where[1] * k.n + k.epilogue.column_in_tile(block, half, warp, lane)
-                sums = k.epilogue.own(accumulators, vectors, i, half, lane)
-                self.add_column(r, totals, sums, column, smem, tensors, lane % 4, where)
-        for v in cutlass.range_constexpr(k.epilogue.values):
+                column = here.tile.column * k.n + self.leaves.column_in_tile(block, half, here)
+                sums = [self.leaves.column_of(row[i], half) for row in accumulators]
+                sums += self.vectors.own(vectors, i, half, here)
+                self.add_column(r, totals, sums, column, here)
+        for v in cutlass.range_constexpr(k.values):
             total = totals[v]
             for distance in (4, 8, 16):
-                total = self.combine(r, total, cute.arch.shuffle_sync_bfly(total, distance))
-            row = k.epilogue.row_of(v, lane % 4)
-            if lane < 4:
-                slot = smem["warp_sums"] + ((r * k.consumers + warp) * k.m + row)
-                cute.make_tensor(slot, cute.make_layout(1))[0] = total
+                total = self.reduced.combine(r, total, cute.arch.shuffle_sync_bfly(total, distance))
+            row = self.leaves.row_of(v, here.quarter)
+            if here.lane < 4:
+                slot = here.memory.warp_sums + ((r * k.consumers + here.warp) * k.m + row)
+                put(slot, total)
 
     @cute.jit
-    def add_column(self, r: cutlass.Constexpr, totals, sums, column, smem, tensors, quarter, where):
+    def add_column(self, r: cutlass.Constexpr, totals, sums, column, here):
         """Add one column; those past the end of the tensor are left out."""
         plan = self.k.plan
         source = self.reductions[r].source
         if cutlass.const_expr(self.ragged):
             if column < plan.program.dims[plan.column]:
-                self.add_inside(r, source, totals, sums, column, smem, tensors, quarter, where)
+                self.add_inside(r, source, totals, sums, column, here)
         else:
-            self.add_inside(r, source, totals, sums, column, smem, tensors, quarter, where)
+            self.add_inside(r, source, totals, sums, column, here)
 
     @cute.jit
     def add_inside(
@@ -98,78 +95,59 @@ class ColumnReductions:
         totals,
         sums,
         column,
-        smem,
-        tensors,
-        quarter,
-        where,
+        here,
     ):
         """Apply the source to one column and add it."""
         k = self.k
-        leaves = [
-            k.epilogue.leaf(
-                i, k.epilogue.places, sums, smem, tensors, column, k.plan.column, where, quarter
-            )
-            for i in source.leaves
-        ]
-        value = source.evaluate(leaves, k.math)
-        for v in cutlass.range_constexpr(k.epilogue.values):
-            totals[v] = self.combine(r, totals[v], value[v])
+        own = self.leaves.column(sums, column, here.quarter)
+        value = source.evaluate([self.leaves.of(i, own, here) for i in source.leaves], k.math)
+        for v in cutlass.range_constexpr(k.values):
+            totals[v] = self.reduced.combine(r, totals[v], value[v])
 
     @cute.jit
-    def exchange(self, r: cutlass.Constexpr, smem, tidx, where):
+    def exchange(self, r: cutlass.Constexpr, here):
         """Send this block's totals to every block of the cluster."""
-        k = self.k
+        k, memory = self.k, here.memory
         blocks = k.plan.column_cluster
-        for item in cutlass.range(tidx, k.m * blocks, 32 * k.consumers, unroll=1):
+        for item in cutlass.range(here.thread, k.m * blocks, 32 * k.consumers, unroll=1):
             row, peer = item % k.m, item // k.m
             total = Float32(NEUTRAL[self.reductions[r].op])
             for w in cutlass.range_constexpr(k.consumers):
-                part = element(smem["warp_sums"], (r * k.consumers + w) * k.m + row)
-                total = self.combine(r, total, part)
-            slot = smem["block_sums"] + ((r * blocks + where[1]) * k.m + row)
-            push(slot, (float_bits(total),), smem["columns_reduced"] + r, peer)
-
-    def row_value(self, r: int, smem: dict[str, Any], row: Any) -> Float32:
-        """The complete reduction ``r`` of one row."""
-        name = "block_sums" if self.k.plan.column_cluster > 1 else "warp_sums"
-        total = None
-        for part in range(self.parts):
-            x = element(smem[name], (r * self.parts + part) * self.k.m + row)
-            total = x if total is None else self.combine(r, total, x)
-        assert total is not None
-        return total * self.reductions[r].scale
+                part = element(memory.warp_sums, (r * k.consumers + w) * k.m + row)
+                total = self.reduced.combine(r, total, part)
+            slot = memory.block_sums + ((r * blocks + here.tile.column) * k.m + row)
+            push(slot, (float_bits(total),), memory.columns_reduced[r], peer)
 
     @cute.jit
-    def store_rows(self, smem, tensors, tidx, where):
+    def store_rows(self, here):
         """Store outputs without columns: thread i has row i; the first block of a cluster
         stores."""
         k = self.k
-        rows = k.extents.of(k.plan.row, tensors)
-        for row in cutlass.range(tidx, k.m, 32 * k.consumers, unroll=1):
-            m = where[0] * k.m + row
-            if m < rows and where[1] == 0:
+        rows = k.extents.of(k.plan.row, here.tensors)
+        for row in cutlass.range(here.thread, k.m, 32 * k.consumers, unroll=1):
+            m = here.tile.row * k.m + row
+            if m < rows and here.tile.column == 0:
                 for output in self.outputs:
-                    self.store_row(output, smem, tensors, m, row, where)
+                    self.store_row(output, m, row, here)
 
     @cute.jit
-    def store_row(self, output: cutlass.Constexpr, smem, tensors, m, row, where):
+    def store_row(self, output: cutlass.Constexpr, m, row, here):
         """Store one element of an output without columns."""
         k, view = self.k, output.view
-        leaves = [self.row_leaf(i, smem, tensors, m, row, where) for i in output.expression.leaves]
+        leaves = [self.row_leaf(i, m, row, here) for i in output.expression.leaves]
         value = output.expression.evaluate(leaves, k.math)
-        offset = k.epilogue.batch_offset(view, where[3]) + m * view.stride(k.plan.row)
-        target = cute.make_tensor(tensors[view.argument].iterator + offset, cute.make_layout(1))
-        target[0] = value.to(ELEMENT[k.plan.arguments[view.argument].dtype])
+        offset = k.batch_offset(view, here.tile.batch) + m * view.stride(k.plan.row)
+        dtype = ELEMENT[k.plan.arguments[view.argument].dtype]
+        put(here.tensors[view.argument].iterator + offset, value.to(dtype))
 
-    def row_leaf(self, i: int, smem: Any, tensors: Any, m: Any, row: Any, where: Any) -> Any:
+    def row_leaf(self, i: int, m: Any, row: Any, here: Here) -> Any:
         """A leaf of an output without columns, as a scalar."""
         k, plan = self.k, self.k.plan
-        if i in self.place:
-            return self.row_value(self.place[i], smem, row)
+        if i in self.reduced.place:
+            return self.reduced.row_value(self.reduced.place[i], here.memory, row)
         if i in plan.row_values:
             base = list(plan.row_values).index(i) * k.m
-            return element(smem["row_values"], base + row)
+            return element(here.memory.row_values, base + row)
         view = plan.loads[i]
-        offset = k.epilogue.batch_offset(view, where[3]) + m * view.stride(plan.row)
-        source = cute.make_tensor(tensors[view.argument].iterator + offset, cute.make_layout(1))
-        return source[0].to(Float32)
+        offset = k.batch_offset(view, here.tile.batch) + m * view.stride(plan.row)
+        return one(here.tensors[view.argument].iterator + offset)[0].to(Float32)

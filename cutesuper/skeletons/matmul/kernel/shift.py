@@ -7,19 +7,17 @@ stages are on their way. All blocks of a cluster read the same, so they agree on
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from cutesuper.device.fragments import PIECE
+from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.ir.dims import extent
-
-if TYPE_CHECKING:
-    from cutesuper.skeletons.matmul.kernel.statistics import RowSide
-
-PIECE = 8  # elements of a 16-byte access
-LANES = 8  # threads that share a row
+from cutesuper.skeletons.matmul.kernel.context import Known, fragment
+from cutesuper.skeletons.matmul.kernel.row_tile import LANES, RowTile
 
 
 def sample_places(length: int) -> list[int]:
@@ -34,9 +32,9 @@ def sample_places(length: int) -> list[int]:
 class RowShift:
     """The mean of a sample of each row, and the rows without it."""
 
-    def __init__(self, side: RowSide) -> None:
-        self.side, self.k = side, side.k
-        self.shift = self.k.plan.shift
+    def __init__(self, known: Known, tile: RowTile) -> None:
+        self.tile, self.k = tile, known
+        self.shift = known.plan.shift
         #: True if products take the shifted rows
         self.of_products = self.shift is not None and self.shift.products
 
@@ -45,40 +43,37 @@ class RowShift:
         tensor; empty without a shift."""
         if self.shift is None:
             return []
-        layout, leaves = cute.make_layout(PIECE), self.shift.source.leaves
-        return [
-            [cute.make_rmem_tensor(layout, self.k.dtype) for _ in leaves]
-            for _ in range(self.side.passes)
-        ]
+        leaves = self.shift.source.leaves
+        return [[fragment(PIECE, self.k.dtype) for _ in leaves] for _ in range(self.tile.passes)]
 
     @cute.jit
-    def load(self, pieces, tensors, thread, where):
+    def load(self, pieces, here):
         """Load the sample. If the kernel does not depend on a predecessor, this is the first
         thing that the helpers do: behind the weights it would wait for 2 us in the queue of the
         memory."""
         k, plan = self.k, self.k.plan
-        tile_m, _, _, batch = where
-        last = k.extents.of(plan.row, tensors) - 1
+        thread, tile = here.thread, here.tile
+        last = k.extents.of(plan.row, here.tensors) - 1
         whole = extent(plan.program.dims[plan.contracted]) // PIECE
         place = thread % LANES * whole // LANES * PIECE
         for p, registers in enumerate(pieces):
-            row = tile_m * k.m + thread // LANES + p * self.side.height
+            row = tile.row * k.m + thread // LANES + p * self.tile.height
             row = row if row < last else last  # rows past the end are not stored
             for op, register in zip(self.shift.source.leaves, registers, strict=True):
                 view = plan.staged(op)
-                offset = k.epilogue.batch_offset(view, batch) + row * view.stride(plan.row)
-                source = (tensors[view.argument].iterator + (offset + place)).align(16)
+                offset = k.batch_offset(view, tile.batch) + row * view.stride(plan.row)
+                source = (here.tensors[view.argument].iterator + (offset + place)).align(16)
                 layout = cute.make_layout(PIECE)
                 cute.autovec_copy(cute.make_tensor(source, layout), register)
 
     @cute.jit
-    def sample(self, pieces, tensors, thread, where):
+    def sample(self, pieces, here):
         """A fragment with one number (fp32) for each pass of a thread over the rows."""
-        found = cute.make_rmem_tensor(cute.make_layout(self.side.passes), Float32)
+        found = fragment(self.tile.passes)
         if cutlass.const_expr(self.shift is not None and self.k.dependent):
             # the preceding kernel may be writing the rows
-            cute.arch.griddepcontrol_wait()
-            self.load(pieces, tensors, thread, where)
+            wait_for_predecessor()
+            self.load(pieces, here)
         for p, registers in enumerate(pieces):
             leaves = [register.load().to(Float32) for register in registers]
             v = self.shift.source.evaluate(leaves, self.k.math)
@@ -94,6 +89,6 @@ class RowShift:
             return values
         leaves = [values[op] for op in self.shift.source.leaves]
         v = self.shift.source.evaluate(leaves, self.k.math) - number
-        if self.side.ragged:
-            v = cute.where(self.side.inside(at), v, cute.full_like(v, 0.0))
+        if self.tile.ragged:
+            v = cute.where(self.tile.inside(at), v, cute.full_like(v, 0.0))
         return {**values, self.shift.value: v}

@@ -8,49 +8,61 @@ in it).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
-from cutlass.cute.nvgpu import warpgroup
 
-from cutesuper.device.memory import EVICT_LAST, bulk_load, expect_bytes, operand, tile_atom
+from cutesuper.device.barriers import fence_copies
+from cutesuper.device.memory import EVICT_LAST, bulk_load, operand, tile_atom
+from cutesuper.device.products import Product
+from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
+from cutesuper.skeletons.matmul.kernel.context import Known, Memory, fragment
+from cutesuper.skeletons.matmul.kernel.leaves import Leaves
 from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
 
-if TYPE_CHECKING:
-    from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel
+
+@dataclass(frozen=True)
+class HiddenMemory:
+    """Shared memory of `Tails`: operands along hidden labels in the ring, the same as products read
+    them, and both operands of the products after the loop."""
+
+    inner: list[cute.Tensor]
+    inner_read: list[cute.Tensor]
+    after: list[cute.Tensor]
+    hidden: list[cute.Tensor]
 
 
 class Tails:
     """The products after the mainloop of one kernel."""
 
-    def __init__(self, kernel: MatmulKernel) -> None:
-        self.k = kernel
-        self.tails = kernel.plan.tails
-        finals = kernel.plan.finals
+    def __init__(self, known: Known, leaves: Leaves) -> None:
+        self.k, self.leaves = known, leaves
+        _, self.inner, self.after = known.groups
+        self.tails = known.plan.tails
+        finals = known.plan.finals
         self.targets = [finals[t.final] for t in self.tails]
         #: tails whose row operand the loop accumulates
         self.multiplied = [t for t in self.tails if t.products]
         #: row operands loaded by TMA, by product
-        self.loaded = {t: v for t, x in enumerate(self.tails) if (v := kernel.plan.loaded(x))}
+        self.loaded = {t: v for t, x in enumerate(self.tails) if (v := known.plan.loaded(x))}
 
-    def allocate(self, alloc: Any, smem: dict[str, Any]) -> None:
-        """Allocate shared memory: rings of the hidden column operands, and both operands of each
-        product."""
-        k = self.k
-        smem["inner"], smem["inner_read"] = [], []
-        for g in k.inner:
+    def allocate(self, alloc: Any) -> HiddenMemory:
+        """Allocate shared memory."""
+        k, inner, read = self.k, list[cute.Tensor](), list[cute.Tensor]()
+        for g in self.inner:
             if g.views:
                 ring = self._boxes(alloc, g, g.slots * g.boxes)
-                layout = g.read_layout(k.dtype, k.m, g.slots * g.boxes)
-                smem["inner"].append(ring)
-                smem["inner_read"].append(cute.make_tensor(ring.iterator, layout.outer))
-        smem["after"] = [self._boxes(alloc, g, g.boxes) for g in k.after]
-        smem["hidden"] = [operand(alloc, k.dtype, k.row_layout(k.m, t.blocks)) for t in self.tails]
+                layout = g.read_layout(k.dtype, g.slots * g.boxes)
+                inner.append(ring)
+                read.append(cute.make_tensor(ring.iterator, layout.outer))
+        after = [self._boxes(alloc, g, g.boxes) for g in self.after]
+        hidden = [operand(alloc, k.dtype, k.row_layout(k.m, t.blocks)) for t in self.tails]
+        return HiddenMemory(inner, read, after, hidden)
 
-    def _boxes(self, alloc: Any, group: Any, boxes: int) -> cute.Tensor:
-        return operand(alloc, self.k.dtype, group.layout(self.k.dtype, self.k.m, boxes))
+    def _boxes(self, alloc: Any, group: ColumnGroup, boxes: int) -> cute.Tensor:
+        return operand(alloc, self.k.dtype, group.layout(self.k.dtype, boxes))
 
     # -------------------------------------------------------------------------------- producer
 
@@ -64,49 +76,49 @@ class Tails:
         ]
 
     @cute.jit
-    def load_operands(self, atoms, sources, slots, smem, where, early: cutlass.Constexpr):
+    def load_operands(self, loads, memory, tile, early: cutlass.Constexpr):
         """Load the operands of the products after the loop: columns, then rows."""
-        k = self.k
+        k, full = self.k, memory.after_full.only
+        atoms, slots, sources = loads.atoms, loads.slots, loads.sources
         if cutlass.const_expr(early):
-            total = sum(g.boxes * COLUMN_BLOCK * g.depth * 2 for g in k.after)
+            total = sum(g.boxes * COLUMN_BLOCK * g.depth * 2 for g in self.after)
             total += sum(k.m * self.tails[t].padded * 2 for t in self.loaded)
-            expect_bytes(smem["after_full"], total)
+            full.expect_once(total)
         for i, (t, view) in enumerate(self.loaded.items()):
             if cutlass.const_expr(k.is_early(self.tails[t].source.leaves[0]) == early):
-                at = tuple(where[3][d] for d in k.batch_of(view))
+                at = tuple(tile.batch[d] for d in k.batch_of(view))
                 n = len(self.tails) + i
                 for c in cutlass.range_constexpr(self.tails[t].blocks):
-                    source = sources[n][(None, where[0], c, *at)]
-                    bulk_load(atoms[n], source, slots[n][None, c], smem["after_full"], EVICT_LAST)
+                    source = sources[n][(None, tile.row, c, *at)]
+                    bulk_load(atoms[n], source, slots[n][None, c], full, EVICT_LAST)
         for t, tail in enumerate(self.tails):
             if cutlass.const_expr(k.is_early(tail.load) == early):
-                at = tuple(where[3][d] for d in k.batch_of(tail.view))
+                at = tuple(tile.batch[d] for d in k.batch_of(tail.view))
                 for b in cutlass.range_constexpr(k.blocks):
-                    source = sources[t][(None, where[1] * k.blocks + b, 0, *at)]
-                    bulk_load(atoms[t], source, slots[t][None, b], smem["after_full"], EVICT_LAST)
+                    source = sources[t][(None, tile.column * k.blocks + b, 0, *at)]
+                    bulk_load(atoms[t], source, slots[t][None, b], full, EVICT_LAST)
 
     # ------------------------------------------------------------------------------- consumers
 
-    def accumulators(self, mmas: list[cute.TiledMma]) -> list[list[list[cute.Tensor]]]:
+    def accumulators(self, products: list[Product]) -> list[list[list[cute.Tensor]]]:
         """Zeroed fragments by product after the loop, product of the loop, and block."""
         found = []
-        for tail, mma in zip(self.multiplied, mmas, strict=True):
-            shape = mma.partition_shape_C((COLUMN_BLOCK, self.k.m))
+        for tail, product in zip(self.multiplied, products, strict=True):
             count = tail.blocks // self.k.warpgroups
             fragments = [
-                [cute.make_rmem_tensor(shape, Float32) for _ in range(count)] for _ in tail.products
+                [product.accumulator(self.k.m) for _ in range(count)] for _ in tail.products
             ]
             for row in fragments:
-                for fragment in row:
-                    fragment.fill(0.0)
+                for zeros in row:
+                    zeros.fill(0.0)
             found.append(fragments)
         return found
 
     def multiply_stage(
         self,
-        mmas: list[cute.TiledMma],
+        products: list[Product],
         inner: Any,
-        smem: dict[str, Any],
+        memory: Memory,
         b: cute.Tensor,
         stage: Any,
         kk: int,
@@ -114,86 +126,77 @@ class Tails:
     ) -> None:
         """Issue one k-step of 16 of the loop, for the products along hidden labels."""
         k = self.k
-        for t, (tail, mma) in enumerate(zip(self.multiplied, mmas, strict=True)):
-            a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["inner_read"][t]))
+        for t, (tail, product) in enumerate(zip(self.multiplied, products, strict=True)):
+            a = product.first(memory.hidden.inner_read[t])
             for p in range(len(tail.products)):
                 for i in range(tail.blocks // k.warpgroups):
                     slot = stage * len(tail.products) * tail.blocks + p * tail.blocks
                     slot = slot + group + k.warpgroups * i
                     acc = inner[t][p][i]
                     row = b[None, None, kk % 4, stage * k.chunks + kk // 4]
-                    cute.gemm(mma, acc, a[None, None, kk, slot], row, acc)
+                    product.multiply(acc, a[None, None, kk, slot], row)
 
     @cute.jit
-    def run(self, mmas, accumulators, inner, smem, tensors, warp, lane, where):
+    def run(self, products, accumulators, inner, here):
         """Write every row operand, then multiply; parameters as in `Epilogue`."""
         k = self.k
         for t in cutlass.range_constexpr(len(self.tails)):
             if cutlass.const_expr(t not in self.loaded):
                 looped = bool(self.tails[t].products)
                 fragments = inner[self.multiplied.index(self.tails[t])] if looped else []
-                self.write(t, fragments, smem, tensors, warp, lane, where)
+                self.write(t, fragments, here)
         # the tensor cores read the results of ordinary stores
-        cute.arch.fence_proxy("async.shared", space="cta")
-        k.epilogue.consumers_meet()
-        cute.arch.mbarrier_wait(smem["after_full"], 0)
-        warpgroup.fence()
+        fence_copies()
+        k.consumers_meet()
+        here.memory.after_full.only.wait(0)
+        k.cores.begin()
         for t in cutlass.range_constexpr(len(self.tails)):
             if cutlass.const_expr(not self.tails[t].once):  # noqa: SIM114
-                self.multiply(t, mmas, accumulators, smem, warp)
-            elif where[2] == 0:
-                self.multiply(t, mmas, accumulators, smem, warp)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
+                self.multiply(t, products, accumulators, here)
+            elif here.tile.rank == 0:
+                self.multiply(t, products, accumulators, here)
+        k.cores.end()
+        k.cores.wait(0)
 
     @cute.jit
-    def multiply(self, t: cutlass.Constexpr, mmas, accumulators, smem, warp):
+    def multiply(self, t: cutlass.Constexpr, products, accumulators, here):
         """Multiply one product after the loop."""
-        k, mma = self.k, mmas[t]
-        mma.set(warpgroup.Field.ACCUMULATE, True)
-        a = mma.make_fragment_A(mma.get_slice(0).partition_A(smem["after"][t]))
-        b = mma.make_fragment_B(mma.get_slice(0).partition_B(smem["hidden"][t]))
+        k, product = self.k, products[t]
+        product.accumulate(True)
+        memory = here.memory.hidden
+        a, b = product.first(memory.after[t]), product.second(memory.hidden[t])
         for kk in cutlass.range_constexpr(self.tails[t].padded // 16):
             for i in cutlass.range_constexpr(k.blocks // k.warpgroups):
                 acc = accumulators[self.targets[t]][i]
-                slot = warp // 4 + k.warpgroups * i
-                cute.gemm(mma, acc, a[None, None, kk, slot], b[None, None, kk % 4, kk // 4], acc)
+                slot = here.warp // 4 + k.warpgroups * i
+                product.multiply(acc, a[None, None, kk, slot], b[None, None, kk % 4, kk // 4])
 
     @cute.jit
-    def write(self, t: cutlass.Constexpr, fragments, smem, tensors, warp, lane, where):
+    def write(self, t: cutlass.Constexpr, fragments, here):
         """Apply a product's source to the accumulators and write its row operand."""
         k, tail = self.k, self.tails[t]
         places = {final: p for p, (_, final) in enumerate(tail.products)}
         for i in cutlass.range_constexpr(-(-tail.blocks // k.warpgroups)):
-            block = warp // 4 + k.warpgroups * i
+            block = here.warp // 4 + k.warpgroups * i
             for half in cutlass.range_constexpr(2):
-                column = k.epilogue.column_in_tile(block, half, warp, lane)
-                sums = [k.epilogue.column_of(f[i], half) for f in fragments]
+                column = self.leaves.column_in_tile(block, half, here)
+                sums = [self.leaves.column_of(f[i], half) for f in fragments]
                 if cutlass.const_expr(tail.blocks % k.warpgroups == 0):  # noqa: SIM114
-                    self.write_column(t, places, sums, column, smem, tensors, lane % 4, where)
+                    self.write_column(t, places, sums, column, here)
                 elif block < tail.blocks:
-                    self.write_column(t, places, sums, column, smem, tensors, lane % 4, where)
+                    self.write_column(t, places, sums, column, here)
 
     @cute.jit
-    def write_column(
-        self,
-        t: cutlass.Constexpr,
-        places: cutlass.Constexpr,
-        sums,
-        column,
-        smem,
-        tensors,
-        quarter,
-        where,
-    ):
+    def write_column(self, t: cutlass.Constexpr, places: cutlass.Constexpr, sums, column, here):
         """Write one column of a row operand; zeros past the end of the hidden label."""
-        register = cute.make_rmem_tensor(cute.make_layout(self.k.epilogue.values), self.k.dtype)
+        register = fragment(self.k.values, self.k.dtype)
+        quarter = here.quarter
         register.fill(0.0)
         if column < self.tails[t].extent:
-            self.evaluate(t, register, places, sums, column, smem, tensors, quarter, where)
-        target = smem["hidden"][t]
-        for v in cutlass.range_constexpr(self.k.epilogue.values):
-            row = self.k.epilogue.row_of(v, quarter)
+            self.evaluate(t, register, places, sums, column, quarter, here)
+        target = here.memory.hidden.hidden[t]
+        for v in cutlass.range_constexpr(self.k.values):
+            row = self.leaves.row_of(v, quarter)
             target[row, column % CHUNK, column // CHUNK] = register[v]
 
     @cute.jit
@@ -204,15 +207,11 @@ class Tails:
         places: cutlass.Constexpr,
         sums,
         column,
-        smem,
-        tensors,
         quarter,
-        where,
+        here,
     ):
         """Evaluate the source of a product on one column, rounded to the operands' type."""
         k, tail = self.k, self.tails[t]
-        leaves = [
-            k.epilogue.leaf(i, places, sums, smem, tensors, column, tail.hidden, where, quarter)
-            for i in tail.source.leaves
-        ]
+        own = self.leaves.hidden_column(places, sums, column, tail.hidden, quarter)
+        leaves = [self.leaves.of(i, own, here) for i in tail.source.leaves]
         register.store(tail.source.evaluate(leaves, k.math).to(k.dtype))

@@ -7,28 +7,28 @@ column need fewer tiles at a time, but took as long: 218.8 us at 4096x4096x4096,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
 
-if TYPE_CHECKING:
-    from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel
+from cutesuper.skeletons.matmul.kernel.context import Known, Tile
+from cutesuper.skeletons.matmul.kernel.multicast import Sharing
 
 
 class Walk:
-    """The tiles of a block, as ``(row tile, column tile, rank of the split, batch index)``."""
+    """The tiles of a block."""
 
-    def __init__(self, kernel: MatmulKernel) -> None:
-        self.k = kernel
-        s = kernel.plan.schedule
+    def __init__(self, known: Known, sharing: Sharing) -> None:
+        self.k, self.sharing = known, sharing
+        s = known.plan.schedule
         self.persistent = s.persistent > 0
         self.clusters = s.persistent // s.share_rows
 
     def columns(self, tensors: list[cute.Tensor]) -> Any:
         """Number of steps along the columns; each covers a cluster's tiles."""
         k = self.k
-        return cute.ceil_div(k.extents.of(k.plan.column, tensors), k.n * k.sharing.blocks)
+        return cute.ceil_div(k.extents.of(k.plan.column, tensors), k.n * self.sharing.blocks)
 
     def rows(self, tensors: list[cute.Tensor]) -> Any:
         """Number of row tiles."""
@@ -43,16 +43,16 @@ class Walk:
             total = total * k.extents.of(label, tensors)
         length = cute.ceil_div(total, self.clusters)
         bx, _, _ = cute.arch.block_idx()
-        first = (bx // k.sharing.blocks) * length
+        first = (bx // self.sharing.blocks) * length
         end = first + length
         return first, end if end < total else total
 
-    def tile(self, step: Any, tensors: list[cute.Tensor]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    def tile(self, step: Any, tensors: list[cute.Tensor]) -> Tile:
         """The tile of one step."""
         columns, rows = self.columns(tensors), self.rows(tensors)
-        column = (step % columns) * self.k.sharing.blocks + self.k.sharing.rank()
+        column = (step % columns) * self.sharing.blocks + self.sharing.rank()
         batch = self.k.batch_index(step // (columns * rows), tensors)
-        return step // columns % rows, column, Int32(0), batch
+        return Tile(step // columns % rows, column, Int32(0), batch)
 
     @cute.jit
     def fresh(self, step, first, tensors):

@@ -1,30 +1,32 @@
 """TMA stores of tiles: pieces of 32 rows and 64 columns, two per warpgroup in flight.
 
-An accumulator fragment holds the tile transposed (columns are the M side of the WGMMA), so it is
+An accumulator fragment holds the tile transposed (columns are the M side of the product), so it is
 transposed while it is written to shared memory, 8x8 elements at a time. The TMA store clips the
 elements that lie outside of the tensor.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32
-from cutlass.cute.nvgpu import warp as warp_ops
-from cutlass.tensor_utils import LayoutEnum
 
-from cutesuper.device.memory import operand, partition, store_atom
+from cutesuper.device.barriers import Meeting, fence_copies
+from cutesuper.device.memory import (
+    bulk_store,
+    operand,
+    operand_layout,
+    partition,
+    store_atom,
+    transposing_atom,
+    wait_for_stores,
+)
 from cutesuper.skeletons.kernel.arguments import ELEMENT, labelled
+from cutesuper.skeletons.matmul.kernel.context import WARPGROUP_BARRIER, Known, Memory, fragment
+from cutesuper.skeletons.matmul.kernel.leaves import Column, Leaves
 from cutesuper.skeletons.matmul.tiles import STORE_BUFFERS, STORE_COLUMNS, STORE_ROWS
 
-if TYPE_CHECKING:
-    from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel
-
-#: first named barrier of the consumer warpgroups; each has its own
-WARPGROUP_BARRIER = 4
 #: accumulators of one thread and column in a piece
 VALUES = STORE_ROWS // 4
 PIECE_ELEMENTS = STORE_ROWS * STORE_COLUMNS
@@ -33,23 +35,19 @@ PIECE_ELEMENTS = STORE_ROWS * STORE_COLUMNS
 class TileStore:
     """The path from accumulators to memory, one piece at a time, each warpgroup on its own."""
 
-    def __init__(self, kernel: MatmulKernel) -> None:
-        self.k = kernel
-        self.active = kernel.plan.schedule.bulk_store
+    def __init__(self, known: Known, leaves: Leaves) -> None:
+        self.k, self.leaves = known, leaves
+        self.active = known.plan.schedule.bulk_store
         #: TMA stores, one for each output
-        self.count = len(kernel.plan.outputs) if self.active else 0
+        self.count = len(known.plan.outputs) if self.active else 0
 
     # ------------------------------------------------------------------------------------ host
 
     def layout(self) -> cute.ComposedLayout:
         """Layout of the pieces of all warpgroups, swizzled."""
         k = self.k
-        return sm90.make_smem_layout_b(
-            LayoutEnum.ROW_MAJOR,
-            (STORE_COLUMNS, STORE_ROWS, STORE_COLUMNS),
-            k.dtype,
-            STORE_BUFFERS * k.warpgroups,
-        )
+        tile = (STORE_ROWS, STORE_COLUMNS)
+        return operand_layout(k.dtype, tile, STORE_BUFFERS * k.warpgroups, True)
 
     def atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
         """A TMA store for every output."""
@@ -72,20 +70,19 @@ class TileStore:
             return None
         return operand(alloc, self.k.dtype, self.layout())
 
-    def partition(self, atoms: list[Any], coords: list[Any], smem: dict[str, Any]) -> list[Any]:
+    def partition(self, atoms: list[Any], coords: list[Any], memory: Memory) -> list[Any]:
         """For every output: the atom, the pieces' slots and the tensor's pieces."""
         tile, found = (STORE_ROWS, STORE_COLUMNS), []
         for atom, coord in zip(atoms, coords, strict=True):
             pieces = cute.local_tile(coord, tile, (None,) * cute.rank(coord))
-            slots, targets = partition(atom, smem["pieces"], pieces, len(tile))
+            slots, targets = partition(atom, memory.pieces, pieces, len(tile))
             found.append((atom, slots, targets))
         return found
 
     @cute.jit
-    def run(self, accumulators, smem, tensors, warp, lane, where, outs):
+    def run(self, accumulators, here, outs):
         """Store all pieces of a tile."""
-        k = self.k
-        tile_m, tile_n, _, batch = where
+        k, tile, warp = self.k, here.tile, here.warp
         group, count = warp // 4, 0
         for i in cutlass.range_constexpr(len(accumulators[0])):
             block = group + k.warpgroups * i
@@ -95,10 +92,10 @@ class TileStore:
                     count += 1
                     self.wait_for_buffer(warp)
                     sums = [row[i] for row in accumulators]
-                    self.write(sums, smem, tensors, warp, lane, where, block, p, o, buffer)
-                    at = tuple(batch[d] for d in k.batch_of(output.view))
-                    row = tile_m * (k.m // STORE_ROWS) + p
-                    place = (None, row, tile_n * k.blocks + block, *at)
+                    self.write(sums, here, block, p, o, buffer)
+                    at = tuple(tile.batch[d] for d in k.batch_of(output.view))
+                    row = tile.row * (k.m // STORE_ROWS) + p
+                    place = (None, row, tile.column * k.blocks + block, *at)
                     atom, slots, targets = outs[o]
                     self.send(atom, slots[None, buffer], targets[place], warp)
         if cutlass.const_expr(count % STORE_BUFFERS != 0):
@@ -108,83 +105,66 @@ class TileStore:
     @cute.jit
     def send(self, atom, source, target, warp):
         """Start the TMA store of a piece that all warps of the warpgroup have written."""
-        cute.arch.fence_proxy("async.shared", space="cta")
+        fence_copies()
         self.meet(warp // 4)
         if warp % 4 == 0:
-            cute.copy(atom, source, target)
-            cute.arch.cp_async_bulk_commit_group()
+            bulk_store(atom, source, target)
 
     @cute.jit
     def wait_for_buffer(self, warp):
         """Wait until the piece before the last one has left its buffer."""
         if warp % 4 == 0:
-            cute.arch.cp_async_bulk_wait_group(STORE_BUFFERS - 1, read=True)
+            wait_for_stores(STORE_BUFFERS - 1)
         self.meet(warp // 4)
 
     @cute.jit
     def meet(self, group):
         """Wait for all warps of a consumer warpgroup at its barrier."""
-        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + group, number_of_threads=128)
+        Meeting(WARPGROUP_BARRIER + group, 128).meet()
 
     @cute.jit
     def drain(self):
         """Wait until all pieces have left shared memory, which ends with the block."""
         if cutlass.const_expr(self.active):
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            wait_for_stores(0)
 
     @cute.jit
-    def write(
-        self,
-        sums,
-        smem,
-        tensors,
-        warp,
-        lane,
-        where,
-        block,
-        p: cutlass.Constexpr,
-        o: cutlass.Constexpr,
-        buffer,
-    ):
+    def write(self, sums, here, block, p: cutlass.Constexpr, o: cutlass.Constexpr, buffer):
         """Apply an output's expression to a piece and write it to its buffer."""
         k, output = self.k, self.k.plan.outputs[o]
         dtype = ELEMENT[k.plan.arguments[output.view.argument].dtype]
-        tile_n = where[1]
-        last = k.extents.of(k.plan.column, tensors) - 1
+        last = k.extents.of(k.plan.column, here.tensors) - 1
         # 8x8 elements by (row block, column half): four of them are one store
-        words = cute.make_rmem_tensor(cute.make_layout(2 * VALUES), dtype)
-        local = [p * STORE_ROWS + k.epilogue.row_of(v, lane % 4) for v in range(VALUES)]
+        words = fragment(2 * VALUES, dtype)
+        local = [p * STORE_ROWS + self.leaves.row_of(v, here.quarter) for v in range(VALUES)]
         for half in cutlass.range_constexpr(2):
-            n = tile_n * k.n + k.epilogue.column_in_tile(block, half, warp, lane)
+            n = here.tile.column * k.n + self.leaves.column_in_tile(block, half, here)
             inside = n if n < last else last  # loads of the epilogue stay inside their tensors
             columns = [self.column_of(acc, p, half) for acc in sums]
-            leaves = [
-                k.epilogue.leaf_of(
-                    i, k.plan.finals, columns, smem, tensors, inside, k.plan.column, where, local
-                )
-                for i in output.expression.leaves
-            ]
-            value = cute.make_rmem_tensor(cute.make_layout(VALUES), dtype)
+            own = Column(k.plan.finals, columns, inside, k.plan.column, local)
+            leaves = [self.leaves.of(i, own, here) for i in output.expression.leaves]
+            value = fragment(VALUES, dtype)
             value.store(output.expression.evaluate(leaves, k.math).to(dtype))
             for v in cutlass.range_constexpr(VALUES):
                 words[4 * (v // 2) + 2 * half + v % 2] = value[v]
-        self.transpose(words, smem, warp, lane, buffer, dtype)
+        self.transpose(words, here, buffer, dtype)
 
     def column_of(self, accumulator: cute.Tensor, p: int, half: int) -> Any:
         """One column of piece ``p`` of an accumulator fragment."""
-        column = cute.make_rmem_tensor(cute.make_layout(VALUES), Float32)
+        column = fragment(VALUES)
         for v in range(VALUES):
-            column[v] = accumulator[self.k.epilogue.position(p * VALUES + v, half)]
+            column[v] = accumulator[self.leaves.position(p * VALUES + v, half)]
         return column.load()
 
     @cute.jit
-    def transpose(self, words, smem, warp, lane, buffer, dtype: cutlass.Constexpr):
+    def transpose(self, words, here, buffer, dtype: cutlass.Constexpr):
         """Write a piece row by row; lane ``8 i + r`` gives the address of row ``r`` of block
         ``i``."""
-        atom = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(True, 4), dtype)
-        base = cute.recast_ptr(smem["pieces"].iterator, dtype=dtype) + buffer * PIECE_ELEMENTS
+        atom = transposing_atom(dtype)
+        base = cute.recast_ptr(here.memory.pieces.iterator, dtype=dtype) + buffer * PIECE_ELEMENTS
+        lane = here.lane
         row = lane % 8
-        chunk = (warp % 4) * 2 + (lane // 8) % 2
+        chunk = (here.warp % 4) * 2 + (lane // 8) % 2
         for s in cutlass.range_constexpr(2 * VALUES // 8):
             at = (16 * s + 8 * (lane // 16) + row) * STORE_COLUMNS + (chunk ^ row) * 8
             source = cute.make_tensor(words.iterator + 8 * s, cute.make_layout(8))

@@ -12,25 +12,24 @@ writes a set again has passed the barrier in between.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
+from cutesuper.device.barriers import Barrier, publish
+from cutesuper.device.cluster import float_bits, push
 from cutesuper.device.fragments import combine, tree
-from cutesuper.device.memory import float_bits, push
-
-if TYPE_CHECKING:
-    from cutesuper.skeletons.rows.kernel.loop import RowLoopKernel
+from cutesuper.skeletons.rows.kernel.context import Known, Memory, Place
 
 
 class Exchange:
     """The steps that complete the reductions of a level."""
 
-    def __init__(self, kernel: RowLoopKernel) -> None:
-        self.k = kernel
-        plan = self.plan = kernel.plan
+    def __init__(self, known: Known) -> None:
+        self.k = known
+        plan = self.plan = known.plan
         self.warps = plan.warps_per_row
         self.senders = plan.senders
         counts = [len(level.reductions) for level in plan.levels]
@@ -41,55 +40,58 @@ class Exchange:
         self.each = plan.slots // 2
 
     @cute.jit
-    def start_barriers(self, smem, tidx):
+    def start_barriers(self, memory, tidx):
         """Initialise one barrier for each level and set of slots; it counts the values sent by the
         cluster."""
         if cutlass.const_expr(self.plan.cluster > 1):
             if tidx == 0:
-                for n in cutlass.range_constexpr(2 * len(self.plan.levels)):
-                    cute.arch.mbarrier_init(smem["reduced"] + n, 1)
-                cute.arch.mbarrier_init_fence()
+                memory.reduced.initialise()
+                publish()
+
+    def barrier(self, n: int, it: Any, memory: Memory) -> Barrier:
+        """The barrier of a level in a tile."""
+        assert memory.reduced is not None  # there is a cluster
+        return memory.reduced[2 * n + it % 2]
 
     @cute.jit
-    def arm(self, it, smem, place):
+    def arm(self, it, memory, place):
         """Expect this tile's values from the cluster."""
         if cutlass.const_expr(self.plan.cluster > 1):
-            if place["thread"] == 0:
+            if place.thread == 0:
                 for n in cutlass.range_constexpr(len(self.plan.levels)):
                     count = len(self.plan.levels[n].reductions)
                     if cutlass.const_expr(count > 0):
                         size = 4 * count * self.plan.tile_rows * self.senders
-                        barrier = smem["reduced"] + (2 * n + it % 2)
-                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, size)
+                        self.barrier(n, it, memory).expect(size)
 
     def meet(
         self,
         n: int,
         it: Any,
         partial: dict[tuple[int, int], Any],
-        smem: dict[str, Any],
-        place: dict[str, Any],
+        memory: Memory,
+        place: Place,
     ) -> dict[tuple[int, int], Any]:
         """Hand over this warp's part of every reduction of level n and row; after it returns, all
         warps of the block have done so, and have read their tile."""
         plan, k = self.plan, self.k
         reduced = {key: self.warp(k.kind(key[0]), x) for key, x in partial.items()}
-        warp = (place["lane"] // 32) % self.warps
+        warp = (place.lane // 32) % self.warps
         if self.senders > 1:
             for (i, r), x in reduced.items():
-                base = self.slot(n, i, r, it, smem, place)
+                base = self.slot(n, i, r, it, memory, place)
                 if plan.meets_in_block:
-                    self.put(self.block_slot(n, i, r, it, smem, place) + warp, x, place)
+                    self.put(self.block_slot(n, i, r, it, memory, place) + warp, x, place)
                 elif plan.cluster > 1:
-                    self.send(base + place["rank"] * self.warps + warp, x, n, it, smem, place)
+                    self.send(base + place.rank * self.warps + warp, x, n, it, memory, place)
                 else:
                     self.put(base + warp, x, place)
         alone = plan.cluster == 1 or plan.meets_in_block
-        if (n == 0 and k.tiles.stages) or (self.senders > 1 and alone):
+        if (n == 0 and plan.schedule.stages) or (self.senders > 1 and alone):
             cute.arch.sync_threads()
         if plan.meets_in_block:
             for index, (i, r) in enumerate(reduced):
-                self.send_block(n, i, r, it, warp == index % self.warps, smem, place)
+                self.send_block(n, i, r, it, warp == index % self.warps, memory, place)
         return reduced
 
     @cute.jit
@@ -100,30 +102,30 @@ class Exchange:
         r: cutlass.Constexpr,
         it,
         mine,
-        smem,
+        memory,
         place,
     ):
         """Send the combined values of this block's warps to all blocks; called by one warp."""
         if mine:
             kind = self.k.kind(i)
-            x = self.add(kind, self.block_slot(n, i, r, it, smem, place), self.warps)
-            self.send(self.slot(n, i, r, it, smem, place) + place["rank"], x, n, it, smem, place)
+            x = self.add(kind, self.block_slot(n, i, r, it, memory, place), self.warps)
+            self.send(self.slot(n, i, r, it, memory, place) + place.rank, x, n, it, memory, place)
 
     def gather(
         self,
         n: int,
         it: Any,
         reduced: dict[tuple[int, int], Any],
-        smem: dict[str, Any],
-        place: dict[str, Any],
+        memory: Memory,
+        place: Place,
     ) -> dict[tuple[int, int], Any]:
         """Complete values of all reductions of level n, for every row of this thread."""
         if self.senders == 1 or not reduced:
             return reduced
         if self.plan.cluster > 1:
-            cute.arch.mbarrier_wait(smem["reduced"] + (2 * n + it % 2), (it // 2) % 2)
+            self.barrier(n, it, memory).wait((it // 2) % 2)
         return {
-            (i, r): self.add(self.k.kind(i), self.slot(n, i, r, it, smem, place), self.senders)
+            (i, r): self.add(self.k.kind(i), self.slot(n, i, r, it, memory, place), self.senders)
             for i, r in reduced
         }
 
@@ -135,42 +137,40 @@ class Exchange:
             distance //= 2
         return x
 
-    def slot(
-        self, n: int, i: int, r: int, it: Any, smem: dict[str, Any], place: dict[str, Any]
-    ) -> cute.Pointer:
+    def slot(self, n: int, i: int, r: int, it: Any, memory: Memory, place: Place) -> cute.Pointer:
         """Slots for the values of a reduction and row."""
         at = self.value_of(n, i, r, place) * self.senders
-        return smem["slots"] + ((it % 2) * self.each + at)
+        return memory.slots + ((it % 2) * self.each + at)
 
     def block_slot(
-        self, n: int, i: int, r: int, it: Any, smem: dict[str, Any], place: dict[str, Any]
+        self, n: int, i: int, r: int, it: Any, memory: Memory, place: Place
     ) -> cute.Pointer:
         """Slots for the values of this block's warps, written only by them."""
         at = self.plan.sent_slots + self.value_of(n, i, r, place) * self.warps
-        return smem["slots"] + ((it % 2) * self.each + at)
+        return memory.slots + ((it % 2) * self.each + at)
 
-    def value_of(self, n: int, i: int, r: int, place: dict[str, Any]) -> Any:
+    def value_of(self, n: int, i: int, r: int, place: Place) -> Any:
         """Index of a reduction and row."""
         index = self.before[n] + self.plan.levels[n].reductions.index(i)
-        return index * self.plan.tile_rows + place["group"] * self.plan.schedule.depth + r
+        return index * self.plan.tile_rows + place.group * self.plan.schedule.depth + r
 
     @cute.jit
     def put(self, slot, value, place):
         """Write a warp's value."""
-        if place["lane"] % 32 == 0:
+        if place.lane % 32 == 0:
             cute.make_tensor(slot, cute.make_layout(1))[0] = value
 
     @cute.jit
-    def send(self, slot, value, n: cutlass.Constexpr, it, smem, place):
+    def send(self, slot, value, n: cutlass.Constexpr, it, memory, place):
         """Send a warp's value to all blocks of the cluster: each lane has a receiver."""
-        peer = place["thread"] % 32
+        peer = place.thread % 32
         sends = peer < self.plan.cluster
         if cutlass.const_expr(self.k.lanes < 32):
             # a warp has several rows; the first lanes of each send its value
-            peer = place["lane"]
+            peer = place.lane
             sends = peer < self.plan.cluster
         if sends:
-            push(slot, (float_bits(value),), smem["reduced"] + (2 * n + it % 2), peer)
+            push(slot, (float_bits(value),), self.barrier(n, it, memory), peer)
 
     def add(self, kind: str, slot: cute.Pointer, count: int) -> Any:
         """Combine ``count`` values (fp32) in their order."""

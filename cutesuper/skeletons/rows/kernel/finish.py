@@ -7,22 +7,21 @@ us at 4096x4096; one block that adds everything up takes 13.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutesuper.device.fragments import NEUTRAL, combine
+from cutesuper.device.grid import arrive_in_grid, wait_for_grid
 from cutesuper.device.math import choose
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div
 from cutesuper.ir.operators.base import lookup
 from cutesuper.skeletons.kernel.arguments import ELEMENT, unravel
+from cutesuper.skeletons.rows.kernel.context import Known, Place
 from cutesuper.skeletons.rows.plan import power_of_two
-
-if TYPE_CHECKING:
-    from cutesuper.skeletons.rows.kernel.loop import RowLoopKernel
 
 #: fp32 values of an access
 ITEM = 4
@@ -33,9 +32,9 @@ IN_FLIGHT = 8
 class Finish:
     """The steps that complete sums over rows."""
 
-    def __init__(self, kernel: RowLoopKernel) -> None:
-        self.k = kernel
-        plan = self.plan = kernel.plan
+    def __init__(self, known: Known) -> None:
+        self.k = known
+        plan = self.plan = known.plan
         self.groups = plan.schedule.groups
         #: 16-byte items of a slice, of all sums
         self.items = len(plan.sums) * (plan.slice_columns // ITEM) if plan.sums else 0
@@ -46,35 +45,32 @@ class Finish:
         self.rows_left = plan.threads // max(32, self.across)
 
     @cute.jit
-    def leave_all(self, sums, smem, scratch, place):
+    def leave_all(self, sums, memory, scratch, place):
         """Write the sums of this block from registers to device memory, and signal the others."""
         partials, counter = scratch
-        memory = cute.recast_ptr(smem["ring"], dtype=Float32)
+        floats = memory.floats
         for s in cutlass.range_constexpr(len(self.plan.sums)):
             acc = sums[s]
             if cutlass.const_expr(not self.plan.has_columns(self.plan.sums[s])):
                 acc = self.as_columns(acc[0], self.plan.sums[s].op, place)
-            self.leave(s, acc, memory, partials, place)
+            self.leave(s, acc, floats, partials, place)
         cute.arch.sync_threads()
-        if place["thread"] == 0:
-            step = Int32(1)
-            if place["block"] == 0:
-                step = Int32(1 - self.plan.grid_blocks)
-            cute.arch.atomic_add(counter.iterator, step, sem="release", scope="gpu")
+        if place.thread == 0:
+            arrive_in_grid(counter.iterator, place.block, self.plan.grid_blocks)
 
     @cute.jit
-    def run(self, smem, tensors, scratch, place):
+    def run(self, memory, tensors, scratch, place):
         """Wait for all blocks, then add up some columns."""
         partials, counter = scratch
-        memory = cute.recast_ptr(smem["ring"], dtype=Float32)
+        floats = memory.floats
         self.meet(counter, place)
         plan = self.plan
         slices = ceil_div(plan.length, plan.slice_columns)
-        for index in cutlass.range(place["block"], slices * plan.units, plan.grid_blocks, unroll=1):
+        for index in cutlass.range(place.block, slices * plan.units, plan.grid_blocks, unroll=1):
             self.add_slice(
                 index // slices,
                 (index % slices) * plan.slice_columns,
-                memory,
+                floats,
                 partials,
                 tensors,
                 place,
@@ -88,7 +84,7 @@ class Finish:
         index = (unit * plan.partials + part) * len(plan.sums) + s
         return partials.iterator + index * plan.pitch
 
-    def as_columns(self, acc: cute.Tensor, op: str, place: dict[str, Any]) -> list[cute.Tensor]:
+    def as_columns(self, acc: cute.Tensor, op: str, place: Place) -> list[cute.Tensor]:
         """Place a value of rows in column 0 of a row of columns: the value of the group's first
         thread, in the first block of the cluster."""
         k, found = self.k, []
@@ -96,29 +92,27 @@ class Finish:
             fragment = cute.make_rmem_tensor(cute.make_layout((k.vector, k.piece)), Float32)
             fragment.fill(NEUTRAL[op])
             if p == 0:
-                inside = place["lane"] + place["part"] == 0
+                inside = place.lane + place.part == 0
                 fragment[0, 0] = choose(inside, acc[0], NEUTRAL[op])
             found.append(fragment)
         return found
 
     @cute.jit
-    def leave(self, s: cutlass.Constexpr, acc, memory, partials, place):
+    def leave(self, s: cutlass.Constexpr, acc, floats, partials, place):
         """Write this block's sum, combined over all its groups."""
         plan = self.plan
         target = self.part_of(*self.unit_and_part(place), s, partials)
-        target = target + place["part"] * plan.covered
+        target = target + place.part * plan.covered
         if cutlass.const_expr(self.groups == 1):
-            self.write(acc, target, place["first"])
+            self.write(acc, target, place.first)
         else:
             cute.arch.sync_threads()
-            self.write(acc, memory + place["group"] * plan.covered, place["first"])
+            self.write(acc, floats + place.group * plan.covered, place.first)
             cute.arch.sync_threads()
-            for item in cutlass.range(
-                place["thread"], plan.covered // ITEM, plan.threads, unroll=1
-            ):
-                values = self.get(memory + item * ITEM)
+            for item in cutlass.range(place.thread, plan.covered // ITEM, plan.threads, unroll=1):
+                values = self.get(floats + item * ITEM)
                 for g in cutlass.range_constexpr(1, self.groups):
-                    other = self.get(memory + (g * plan.covered + item * ITEM))
+                    other = self.get(floats + (g * plan.covered + item * ITEM))
                     for e in cutlass.range_constexpr(ITEM):
                         values[e] = combine(plan.sums[s].op, values[e], other[e])
                 self.put(values, target + item * ITEM)
@@ -134,7 +128,7 @@ class Finish:
                     at = (target + (first + (k.chunk_at(p, c) + e))).align(4 * wide)
                     cute.autovec_copy(own, cute.make_tensor(at, cute.make_layout(wide)))
 
-    def unit_and_part(self, place: dict[str, Any]) -> tuple[Any, Any]:
+    def unit_and_part(self, place: Place) -> tuple[Any, Any]:
         """Index of the result that a block contributes to, and of its part."""
         plan = self.plan
         unit: Any = Int32(0)
@@ -142,35 +136,27 @@ class Finish:
         for d in plan.outer:
             count = plan.program.dims[d]
             if d in plan.kept_outer:
-                unit = unit * count + place["outer"][d]
+                unit = unit * count + place.outer[d]
             else:
-                part = part * count + place["outer"][d]
-        return unit, part * place["walkers"] + place["walker"]
+                part = part * count + place.outer[d]
+        return unit, part * place.walkers + place.walker
 
     @cute.jit
     def meet(self, counter, place):
-        """Wait until all blocks have arrived: one of them has subtracted from the counter the
-        number that the others add, so it is 0 again when all have arrived, and not before.
-
-        No second count of the blocks that have left is needed, which would cost each block a round
-        trip to L2. All blocks are resident: the launch is cooperative.
-        """
-        if place["thread"] == 0:
-            missing = Int32(1)
-            while missing != 0:
-                # a fence after relaxed loads would also wait for the stores of the last tile
-                missing = cute.arch.load(counter.iterator, Int32, sem="acquire", scope="gpu")
+        """Wait until all blocks have left their sums."""
+        if place.thread == 0:
+            wait_for_grid(counter.iterator)
         cute.arch.sync_threads()
 
     # -------------------------------------------------------------------------------------- a slice
 
     @cute.jit
-    def add_slice(self, unit, column, memory, partials, tensors, place):
+    def add_slice(self, unit, column, floats, partials, tensors, place):
         """Add up the parts of some columns, then apply and store the operations that follow the
         sums."""
         plan = self.plan
-        x, y = place["thread"] % self.across, place["thread"] // self.across
-        totals, partial = memory, memory + len(plan.sums) * plan.slice_columns
+        x, y = place.thread % self.across, place.thread // self.across
+        totals, partial = floats, floats + len(plan.sums) * plan.slice_columns
         if cutlass.const_expr(self.down == 1):
             for item in cutlass.range(x, self.items, self.across, unroll=1):
                 self.put(self.add_item(unit, column, item, y, partials), totals + item * ITEM)
@@ -183,7 +169,7 @@ class Finish:
                 distance = distance // 2
             if cutlass.const_expr(self.rows_left > 1):
                 cute.arch.sync_threads()
-                if place["thread"] % 32 < self.across or self.across > 32:
+                if place.thread % 32 < self.across or self.across > 32:
                     self.put(values, partial + (self.row_of(place) * self.across + x) * ITEM)
                 cute.arch.sync_threads()
                 if y == 0 and x < self.items:
@@ -192,9 +178,7 @@ class Finish:
                 if y == 0 and x < self.items:
                     self.put(values, totals + x * ITEM)
         cute.arch.sync_threads()
-        for quad in cutlass.range(
-            place["thread"], plan.slice_columns // ITEM, plan.threads, unroll=1
-        ):
+        for quad in cutlass.range(place.thread, plan.slice_columns // ITEM, plan.threads, unroll=1):
             self.finish_quad(unit, column, quad, totals, tensors)
         cute.arch.sync_threads()
 
@@ -205,10 +189,10 @@ class Finish:
             self.merge(values, self.get(partial + n * self.across * ITEM), item)
         self.put(values, total)
 
-    def row_of(self, place: dict[str, Any]) -> Any:
+    def row_of(self, place: Place) -> Any:
         """Index of a thread's row of partial sums: the lanes of a warp have been combined
         before."""
-        return place["thread"] // max(32, self.across)
+        return place.thread // max(32, self.across)
 
     def neighbour(self, values: cute.Tensor, distance: int) -> cute.Tensor:
         """The value of the lane at some distance."""

@@ -9,19 +9,18 @@ device memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cutlass_dsl import select_
 
-from cutesuper.device.math import choose
 from cutesuper.ir.block import LOAD
 from cutesuper.skeletons.kernel.arguments import ELEMENT
-
-if TYPE_CHECKING:
-    from cutesuper.skeletons.rows.kernel.loop import RowLoopKernel, Values
+from cutesuper.skeletons.rows.kernel.access import Access
+from cutesuper.skeletons.rows.kernel.context import Known, Place, Row
+from cutesuper.skeletons.rows.kernel.stages import Stages
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,13 @@ class Asked:
 class Picks:
     """The elements that one kernel reads by themselves."""
 
-    def __init__(self, kernel: RowLoopKernel) -> None:
-        self.k = kernel
-        self.plan = kernel.plan
+    def __init__(self, known: Known, access: Access, stages: Stages) -> None:
+        self.k, self.access, self.stages = known, access, stages
+        self.plan = known.plan
         #: loads with the column that each element depends on
-        self.leaves = {end: self._leaves(self._source(end)) for end in self.plan.picked}
+        self.leaves = {end: self._leaves(self.source(end)) for end in self.plan.picked}
 
-    def _source(self, end: int) -> int:
+    def source(self, end: int) -> int:
         """The `pick` operation: one element of each row, and zeros."""
         ops = self.plan.program.ops
         return ops[self.plan.picked[end]].inputs[0]
@@ -63,15 +62,13 @@ class Picks:
                 stack += reversed(ops[j].inputs)
         return [j for j in found if ops[j].kind == LOAD]
 
-    def ask(
-        self, end: int, row: dict[str, Any], tensors: list[cute.Tensor], place: dict[str, Any]
-    ) -> Asked:
+    def ask(self, end: int, row: Row, tensors: list[cute.Tensor], place: Place) -> Asked:
         """Read the elements of a row whose sum is operation ``end``."""
         k, plan = self.k, self.plan
-        label = plan.program.ops[self._source(end)].inputs[1]
-        found = row["scalars"].get(label)
+        label = plan.program.ops[self.source(end)].inputs[1]
+        found = row.scalars.get(label)
         if found is None:
-            found = k.number(plan.loads[label], tensors, place)
+            found = self.access.number(plan.loads[label], tensors, place)
         column = k.math.position(found)
         inside = (column >= 0) & (column < plan.length)
         column = Int32(select_(inside, column, Int32(0)))
@@ -82,34 +79,19 @@ class Picks:
         self,
         i: int,
         column: Any,
-        row: dict[str, Any],
+        row: Row,
         tensors: list[cute.Tensor],
-        place: dict[str, Any],
+        place: Place,
     ) -> Any:
         """Read one element of a row of a load."""
-        k, plan = self.k, self.plan
+        plan, stages = self.plan, self.stages
         view = plan.loads[i]
-        if plan.varies(view) and row["memory"] is not None and plan.parts == 1:
+        if plan.varies(view) and row.memory is not None and plan.parts == 1:
             dtype = ELEMENT[plan.arguments[view.argument].dtype]
-            base = k.tiles.row_memory(i, row, dtype)
+            base = stages.row_memory(i, row, dtype)
         else:
-            existing = k.tiles.existing(row["row"], tensors) if plan.varies(view) else Int32(0)
-            start = k.offset(view, tensors, existing, place | {"part": 0})
+            existing = stages.existing(row.row, tensors) if plan.varies(view) else Int32(0)
+            start = self.access.offset(view, tensors, existing, replace(place, part=0))
             base = tensors[view.argument].iterator + start
             column = column * view.stride(plan.column)
         return cute.make_tensor(base + column, cute.make_layout(1))[0]
-
-    def value(self, end: int, values: Values) -> Any:
-        """The sum (or mean) of operation ``end``."""
-        plan, row = self.plan, values.row
-        if "picked" in row:
-            asked = row["picked"][end]
-        else:  # a block with a slice of all rows
-            asked = self.ask(end, row, values.tensors, values.place)
-        source = plan.program.ops[self._source(end)].inputs[0]
-        found = choose(asked.inside, values.at(asked).of(source), 0.0)
-        mean = plan.program.ops[plan.picked[end]].kind == "mean"
-        return found * (1.0 / plan.length) if mean else found
-
-
-__all__ = ["Asked", "Picks"]

@@ -11,6 +11,7 @@ import cutlass.memory
 from cutlass import Float32, Int32
 
 from cutesuper.device.fragments import NEUTRAL, combine, packed, reduced, widen
+from cutesuper.device.launch import start_successor, wait_for_predecessor
 from cutesuper.device.math import DeviceMath
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div, extent
@@ -75,8 +76,8 @@ class RowKernel:
         if cutlass.const_expr(not self.rows_first):
             bx, by = bx // self.strips, bx % self.strips
         if cutlass.const_expr(plan.schedule.dependent_launch):
-            cute.arch.griddepcontrol_wait()
-            cute.arch.griddepcontrol_launch_dependents()
+            wait_for_predecessor()
+            start_successor()
         slots = None
         if cutlass.const_expr(plan.shared_bytes > 0):
             alloc = cutlass.memory.SmemAllocator()

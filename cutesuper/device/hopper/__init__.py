@@ -1,0 +1,1 @@
+"""Building blocks that only Hopper (sm_90a) has."""

@@ -1,0 +1,75 @@
+"""Tensor-core products of Hopper: WGMMA, issued by the warpgroup that has the accumulators.
+
+The first operand has 64 rows (M) and lies in shared memory or registers, the second one has 8 to
+256 (N). Thread t of warp w has, of accumulators ``[M, N]``, value v at row
+``16 w + 8 (v / 2 % 2) + t / 4`` and column ``8 (v / 4) + 2 (t % 4) + v % 2``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from cutesuper.device.products import Product, Products
+
+
+@dataclass(frozen=True)
+class WarpgroupProduct(Product):
+    """One shape of WGMMA.
+
+    Attributes:
+        mma: the instruction; changed by `accumulate`.
+        rows: of the first operand.
+    """
+
+    mma: cute.TiledMma
+    rows: int
+
+    def first(self, memory: cute.Tensor) -> cute.Tensor:
+        return self.mma.make_fragment_A(self.mma.get_slice(0).partition_A(memory))
+
+    def second(self, memory: cute.Tensor) -> cute.Tensor:
+        return self.mma.make_fragment_B(self.mma.get_slice(0).partition_B(memory))
+
+    def accumulator(self, columns: int) -> cute.Tensor:
+        return cute.make_rmem_tensor(self.mma.partition_shape_C((self.rows, columns)), Float32)
+
+    def accumulate(self, on: bool) -> None:
+        self.mma.set(warpgroup.Field.ACCUMULATE, on)
+
+    def multiply(self, accumulator: cute.Tensor, first: cute.Tensor, second: cute.Tensor) -> None:
+        cute.gemm(self.mma, accumulator, first, second, accumulator)
+
+
+@dataclass(frozen=True)
+class WarpgroupProducts(Products):
+    """WGMMA: accumulators are registers, so what is behind the products reads them in place."""
+
+    block: ClassVar[int] = 64
+
+    def product(
+        self, dtype: Any, columns: int, along: tuple[bool, bool], registers: bool = False
+    ) -> WarpgroupProduct:
+        first, second = (OperandMajorMode.K if k else OperandMajorMode.MN for k in along)
+        source = (warpgroup.OperandSource.RMEM,) if registers else ()
+        mma = sm90.make_trivial_tiled_mma(
+            dtype, dtype, first, second, Float32, (1, 1, 1), (self.block, columns), *source
+        )
+        return WarpgroupProduct(mma, self.block)
+
+    def begin(self) -> None:
+        warpgroup.fence()
+
+    def end(self) -> None:
+        warpgroup.commit_group()
+
+    def wait(self, left: int) -> None:
+        warpgroup.wait_group(left)
+
+    def row(self, block: Any, half: int, warp: Any, lane: Any) -> Any:
+        return block * self.block + (warp % 4) * 16 + half * 8 + lane // 4

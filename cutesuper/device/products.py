@@ -1,0 +1,95 @@
+"""Tensor-core products: who issues them, where their accumulators live, and how others get at them.
+
+Kernels ask `products` for those of the architecture that they are compiled for, and know nothing
+else of it. What an architecture must answer is `Products` and `Product`; behind them a consumer
+thread always sees accumulators as fragments in the order that `device.hopper.products` describes,
+whatever the instruction leaves behind.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import cutlass.cute as cute
+from cutlass.cutlass_dsl import CuTeDSL
+
+
+class Product(ABC):
+    """A product of two 16-bit operands with fp32 accumulators, as one shape of the instruction."""
+
+    @abstractmethod
+    def first(self, memory: cute.Tensor) -> cute.Tensor:
+        """The first operand in shared memory as the instruction takes it: ``[M, 1, depth / 16,
+        ...]``."""
+
+    @abstractmethod
+    def second(self, memory: cute.Tensor) -> cute.Tensor:
+        """The second operand in shared memory: ``[N, 1, depth / 16, ...]``."""
+
+    @abstractmethod
+    def accumulator(self, columns: int) -> cute.Tensor:
+        """A thread's fragment of fp32 accumulators ``[M, columns]``, not initialised."""
+
+    @abstractmethod
+    def accumulate(self, on: bool) -> None:
+        """Add products to the accumulators from here on, or replace them. It cannot change inside a
+        run-time loop."""
+
+    @abstractmethod
+    def multiply(self, accumulator: cute.Tensor, first: cute.Tensor, second: cute.Tensor) -> None:
+        """Issue one step of 16 along the contracted label."""
+
+
+class Products(ABC):
+    """The tensor cores of an architecture; a frozen dataclass, which run-time loops may use.
+
+    Attributes:
+        block: rows (M) of an instruction.
+    """
+
+    block: ClassVar[int]
+
+    @abstractmethod
+    def product(
+        self, dtype: Any, columns: int, along: tuple[bool, bool], registers: bool = False
+    ) -> Product:
+        """A product with ``columns`` as its N extent.
+
+        Args:
+            dtype: of both operands.
+            columns: elements of the second operand's free label.
+            along: for each operand, true if the contracted label is its contiguous one.
+            registers: true if the first operand is in registers.
+        """
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Order accesses to accumulators and registers before the products to come."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End a group of products."""
+
+    @abstractmethod
+    def wait(self, left: int) -> None:
+        """Wait for all groups but the last ``left``: they have read their operands, and their
+        results are there."""
+
+    @abstractmethod
+    def row(self, block: Any, half: int, warp: Any, lane: Any) -> Any:
+        """The row (M) of one half of a thread's accumulators, of a block of rows."""
+
+
+def products() -> Products:
+    """The tensor cores of the architecture that is being compiled for.
+
+    Raises:
+        NotImplementedError: if there are no building blocks for them.
+    """
+    arch = CuTeDSL._get_dsl().get_arch_enum().to_string()
+    if arch.startswith("sm_90"):
+        from cutesuper.device.hopper.products import WarpgroupProducts
+
+        return WarpgroupProducts()
+    raise NotImplementedError(f"matrix products are lowered for sm_90a only, not for {arch}")

@@ -1,0 +1,215 @@
+"""What the parts of an attention kernel read: the plan and what follows from it and, while tracing,
+the memory of the block, its place in the problem and the thread.
+
+Parts are given these and the parts that they use, never the kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass.cute as cute
+
+from cutesuper.device.barriers import Barriers, Meeting
+from cutesuper.device.math import DeviceMath
+from cutesuper.device.memory import EVICT_FIRST
+from cutesuper.device.pipeline import Ring
+from cutesuper.device.products import Products, products
+from cutesuper.skeletons.attention.plan import AttentionPlan
+from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents, batch_labels, described, labelled
+
+#: named barriers: one per warpgroup, one for warpgroups that share rows, and one for taking turns
+GROUP_BARRIER, ROWS_BARRIER, TURN_BARRIER = 1, 3, 5
+
+
+@dataclass(frozen=True)
+class Known:
+    """The plan of a kernel, and what follows from it.
+
+    Attributes:
+        plan: of the kernel.
+        cores: the tensor cores.
+        extents: of labels.
+        dtype: of the operands.
+        math: scalar functions.
+        key_view, value_view: of keys and values.
+        inner_major, column_major: true if the elements of a key, of a value are contiguous.
+        stages: of the rings.
+        key_groups, row_groups: warpgroups along the keys, along the rows.
+        warpgroups: of consumers.
+        producer: index of the producer warp, behind them.
+        key_tile: keys of a tile.
+        depth, width: elements of a query, of a value, with padding.
+        dependent: true if the launch depends on the one before.
+    """
+
+    plan: AttentionPlan
+    cores: Products
+    extents: Extents
+    dtype: Any
+    math: DeviceMath
+    key_view: Any
+    value_view: Any
+    inner_major: bool
+    column_major: bool
+    stages: int
+    key_groups: int
+    row_groups: int
+    warpgroups: int
+    producer: int
+    key_tile: int
+    depth: int
+    width: int
+    dependent: bool
+
+    @staticmethod
+    def of(plan: AttentionPlan) -> Known:
+        """What follows from a plan, for the architecture that is being compiled for."""
+        extents, s = Extents(plan.program, plan.arguments), plan.schedule
+        keys, values = plan.view(plan.key_load), plan.view(plan.value_load)
+        return Known(
+            plan, products(), extents, ELEMENT[plan.dtype], DeviceMath(fast=True), keys, values,
+            keys.stride(plan.inner) == 1, values.stride(plan.columns) == 1, s.stages,
+            s.key_groups, s.row_groups, plan.warpgroups, 4 * plan.warpgroups,
+            plan.key_tile, plan.depth, plan.width, s.dependent_launch,
+        )  # fmt: skip
+
+    @property
+    def steps(self) -> int | None:
+        """Key tiles of every block, if all blocks have the same number."""
+        plan = self.plan
+        tiles = -(-plan.key_extent // self.key_tile)
+        return tiles // plan.parts if not plan.varying and tiles % plan.parts == 0 else None
+
+    @property
+    def hint(self) -> int | None:
+        """L2 eviction hint for keys and values, or None."""
+        return EVICT_FIRST if self.plan.schedule.stream_keys else None
+
+    def batch_of(self, view: Any) -> tuple[str, ...]:
+        """The batch labels of an operand."""
+        return batch_labels(self.plan.batch, view)
+
+    def coordinates(self, view: Any, place: Place) -> tuple[Any, ...]:
+        """Coordinates of a block's batch in an operand."""
+        return tuple(place.batch[d] for d in self.batch_of(view))
+
+    def matrix(self, view: Any, labels: tuple[str, ...], tensors: list[cute.Tensor]) -> cute.Tensor:
+        """An operand as TMA loads see it, with modes (labels..., its batch labels...)."""
+        tensor = labelled(self.extents, view, (*labels, *self.batch_of(view)), tensors)
+        shape = tuple(described(n) for n in tensor.shape)
+        return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=tensor.stride))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Shared memory of a block.
+
+    Attributes:
+        rows, keys, values: operands.
+        row_values, key_values: fp32.
+        meeting, exchange: through which warpgroups and blocks exchange items (fp32).
+        last: for each warpgroup, 1 if its part of the grid is the last one (int32).
+        values_ready: stages whose values of keys are there.
+        received: by warpgroup, bytes that the cluster sends.
+        key_ring, value_ring: full and empty stages.
+        rows_full: bytes of the rows.
+    """
+
+    rows: cute.Tensor
+    keys: cute.Tensor
+    values: cute.Tensor
+    row_values: cute.Pointer
+    key_values: cute.Pointer
+    values_ready: Barriers
+    meeting: cute.Pointer
+    exchange: cute.Pointer
+    received: Barriers
+    last: cute.Pointer
+    key_ring: Ring
+    value_ring: Ring
+    rows_full: Barriers
+
+
+@dataclass(frozen=True)
+class Place:
+    """The work of a block.
+
+    Attributes:
+        part: of the keys.
+        rank: of the block in its cluster.
+        tile: index among the tiles of rows of all batches.
+        tiles: index of the tile along each row label.
+        batch: coordinates along batch labels.
+        lengths: of masks.
+    """
+
+    part: Any
+    rank: Any
+    tile: Any
+    tiles: dict[str, Any]
+    batch: dict[str, Any]
+    lengths: list[Any]
+
+
+@dataclass(frozen=True)
+class Load:
+    """The bulk loads of an operand: the TMA atom, its slots in shared memory, and the tiles (or
+    boxes of a page) of the tensor."""
+
+    atom: cute.CopyAtom
+    slots: Any
+    tiles: Any
+
+
+@dataclass(frozen=True)
+class RowFacts:
+    """What a consumer thread knows of its rows.
+
+    Attributes:
+        values: fp32, of each row, in the order of the plan.
+        limits: number of keys that each row sees.
+        least: that of the first row of the tile.
+        end: of the keys that have been written.
+    """
+
+    values: list[list[Any]]
+    limits: list[Any]
+    least: Any
+    end: Any
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a consumer thread reads.
+
+    Attributes:
+        memory: of the block.
+        tensors: the arguments.
+        scratch: device memory for partial results and counters; none if the grid has no parts.
+        place: of the block.
+        warp: index in the block, uniform.
+        lane: in the warp.
+        thread: index in the block.
+        group: the warpgroup.
+        member: index of the thread in its warpgroup.
+    """
+
+    memory: Memory
+    tensors: list[cute.Tensor]
+    scratch: list[cute.Tensor]
+    place: Place
+    warp: Any
+    lane: Any
+    thread: Any
+    group: Any
+    member: Any
+
+    def after_loop(self) -> Here:
+        """The same thread; its indices are computed again, not kept in registers."""
+        return replace(self, group=self.warp // 4, member=self.thread % 128)
+
+    def group_meets(self) -> None:
+        """Wait for all threads of this warpgroup."""
+        Meeting(GROUP_BARRIER + self.group, 128).meet()

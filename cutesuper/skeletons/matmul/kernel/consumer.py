@@ -1,0 +1,121 @@
+"""The consumer warpgroups of the matmul loop: products of all stages, then the end of the tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from cutesuper.device.products import Product
+from cutesuper.skeletons.matmul.kernel.context import Known, Memory
+from cutesuper.skeletons.matmul.kernel.epilogue import Epilogue
+from cutesuper.skeletons.matmul.kernel.multicast import Sharing
+from cutesuper.skeletons.matmul.kernel.prefetch import Prefetch
+from cutesuper.skeletons.matmul.kernel.tails import Tails
+from cutesuper.skeletons.matmul.kernel.tile_scheduler import Walk
+from cutesuper.skeletons.matmul.kernel.vectors import VectorConsumer
+
+
+class Consumer:
+    """Multiplies all tiles of this block, each finished before the next."""
+
+    def __init__(
+        self, known: Known, sharing: Sharing, walk: Walk, tails: Tails, epilogue: Epilogue
+    ) -> None:
+        self.k, self.sharing, self.walk = known, sharing, walk
+        self.tails, self.epilogue = tails, epilogue
+        self.prefetch = Prefetch(known)
+        self.main, self.inner, self.after = known.groups
+        self.per_group = known.blocks // known.warpgroups
+        # 512 threads start with 128 registers each, and an instruction with 256 rows needs 154: the
+        # compiler refuses it even if registers are handed over later
+        self.instruction_rows = min(known.m, 128) if known.plan.threads > 384 else known.m
+
+    @cute.jit
+    def run(self, here, outs):
+        """Walk over the tiles; ``outs`` are the TMA stores of `TileStore.partition`."""
+        at = here.memory.ring.first()
+        if cutlass.const_expr(self.walk.persistent):
+            first, end = self.walk.run(here.tensors)
+            for step in cutlass.range(first, end, unroll=1):
+                tile = self.walk.tile(step, here.tensors)
+                at = self.consume(here.at(tile), outs, at)
+        else:
+            self.consume(here, outs, at)
+        self.epilogue.tile_store.drain()
+
+    @cute.jit
+    def consume(self, here, outs, at):
+        """Multiply all stages, then finish the tile; return the next slot of the ring."""
+        k, memory, ring = self.k, here.memory, here.memory.ring
+        cores, rows = k.cores, self.instruction_rows
+        group = here.warp // 4
+        self.prefetch.run(here)
+        # the columns' instruction, or that of a hidden label if the loop multiplies nothing else
+        inner = [g for g in self.inner if g.views]
+        lead = self.main if self.main.views else inner[0]
+        product = lead.product(cores, k.dtype, rows)
+        along_hidden = [g.product(cores, k.dtype, rows) for g in inner]
+        behind = [g.product(cores, k.dtype, rows) for g in self.after]
+        b = product.second(memory.rows[0])
+        accumulators = [
+            [product.accumulator(k.m) for _ in range(self.per_group)] for _ in range(k.results)
+        ]
+        for row in accumulators:
+            for acc in row:
+                acc.fill(0.0)
+        hidden = self.tails.accumulators(along_hidden)
+        vectors = self.epilogue.vectors.consumer(lead, memory, self.per_group)
+        for instruction in (product, *along_hidden):
+            instruction.accumulate(True)
+        previous = Int32(-1)
+        for _ in cutlass.range(k.plan.iterations, unroll=1):
+            ring.wait(at)
+            if cutlass.const_expr(k.plan.rewrites):
+                memory.ready[at.stage].wait(at.phase)
+            cores.begin()
+            for kk in cutlass.range_constexpr(k.k // 16):
+                self.multiply(product, accumulators, vectors, memory, b, at.stage, kk, group)
+                self.tails.multiply_stage(along_hidden, hidden, memory, b, at.stage, kk, group)
+            cores.end()
+            # one group of products stays in flight: waiting for this stage's own costs 0.2 us
+            cores.wait(1)
+            if previous >= 0:
+                ring.release(previous, here.lane, self.sharing.blocks)
+            previous = at.stage
+            at = ring.next(at)
+        cores.wait(0)
+        if cutlass.const_expr(self.walk.persistent):
+            ring.release(previous, here.lane, self.sharing.blocks)
+        self.epilogue.begin()
+        if cutlass.const_expr(len(self.after) > 0):
+            self.tails.run(behind, accumulators, hidden, here)
+        self.epilogue.run(accumulators, vectors.accumulators, here, outs)
+        return at
+
+    def multiply(
+        self,
+        product: Product,
+        accumulators: Any,
+        vectors: VectorConsumer,
+        memory: Memory,
+        b: cute.Tensor,
+        stage: Any,
+        kk: int,
+        group: Any,
+    ) -> None:
+        """Issue one k-step of 16 for the products of the columns.
+
+        ``accumulators`` are fp32 fragments of ``(64, rows)``, by product and block of 64 columns.
+        """
+        k = self.k
+        for w, (_, final) in enumerate(k.plan.products):
+            a = product.first(memory.columns)
+            for i in range(self.per_group):
+                slot = stage * self.main.boxes + w * k.blocks + group + k.warpgroups * i
+                acc = accumulators[k.plan.finals[final]][i]
+                row = b[None, None, kk % 4, stage * k.chunks + kk // 4]
+                product.multiply(acc, a[None, None, kk, slot], row)
+                vectors.multiply(w, i, kk, slot, stage)

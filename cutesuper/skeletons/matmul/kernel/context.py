@@ -1,0 +1,259 @@
+"""What the parts of a matmul kernel read: the plan and what follows from it and, while tracing, the
+memory of the block, its tile and the thread.
+
+Parts are given these and the parts that they use, never the kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cutesuper.device.barriers import Barriers, Meeting
+from cutesuper.device.math import DeviceMath
+from cutesuper.device.memory import operand_layout
+from cutesuper.device.pipeline import Ring
+from cutesuper.device.products import Products, products
+from cutesuper.skeletons.base import view_of
+from cutesuper.skeletons.kernel.arguments import (
+    ELEMENT,
+    Extents,
+    batch_labels,
+    described,
+    labelled,
+    unravel,
+)
+from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup, column_groups
+from cutesuper.skeletons.matmul.plan import CHUNK, MatmulPlan
+
+#: named barriers: that on which the epilogue waits for the row values (0 is that of the whole
+#: block), of the consumers, of the helpers, and the first of the consumer warpgroups, which have
+#: one each
+ROW_VALUES_BARRIER, CONSUMERS_BARRIER, HELPERS_BARRIER, WARPGROUP_BARRIER = 1, 2, 3, 4
+
+
+@dataclass(frozen=True)
+class Known:
+    """The plan of a kernel, and what follows from it.
+
+    Attributes:
+        plan: of the kernel.
+        cores: the tensor cores.
+        extents: of labels.
+        dtype: of the operands.
+        math: scalar functions.
+        m, n, k: extents of a tile.
+        groups: column operands: of the columns, of the hidden labels, of products after the loop.
+        stages: of the ring.
+        warpgroups: of consumers.
+        consumers, helpers: warps of these roles; the producer is the warp behind them.
+        cluster: blocks that share the contracted label.
+        blocks: of 64 columns in a tile.
+        chunks: pieces of 128 bytes along the contracted label in a tile.
+        values: accumulators of one thread and column.
+        columns: that this block finishes.
+        results: accumulators of each column and row.
+        dependent: true if the launch depends on the one before.
+    """
+
+    plan: MatmulPlan
+    cores: Products
+    extents: Extents
+    dtype: Any
+    math: DeviceMath
+    m: int
+    n: int
+    k: int
+    groups: tuple[ColumnGroup, list[ColumnGroup], list[ColumnGroup]]
+    stages: int
+    warpgroups: int
+    consumers: int
+    helpers: int
+    cluster: int
+    blocks: int
+    chunks: int
+    values: int
+    columns: int
+    results: int
+    dependent: bool
+
+    @staticmethod
+    def of(plan: MatmulPlan) -> Known:
+        """What follows from a plan, for the architecture that is being compiled for."""
+        extents, s = Extents(plan.program, plan.arguments), plan.schedule
+        m, n, k = plan.tile
+        return Known(
+            plan, products(), extents, ELEMENT[plan.dtype], DeviceMath(fast=True), m, n, k,
+            column_groups(plan), s.stages, s.warpgroups, 4 * s.warpgroups, plan.helpers,
+            plan.cluster, plan.blocks_n, k // CHUNK, m // 4, n // plan.cluster, len(plan.finals),
+            s.dependent_launch,
+        )  # fmt: skip
+
+    @property
+    def producer(self) -> int:
+        """Index of the producer warp."""
+        return self.consumers + self.helpers
+
+    def row_values_meeting(self) -> Meeting:
+        """Where helpers come when they have written the row values, and consumers wait for them."""
+        return Meeting(ROW_VALUES_BARRIER, 32 * (self.helpers + self.consumers))
+
+    def consumers_meet(self) -> None:
+        """Wait for all consumer warps at their barrier."""
+        Meeting(CONSUMERS_BARRIER, 32 * self.consumers).meet()
+
+    # ---------------------------------------------------------------------------------- labels
+
+    def batch_of(self, view: Any) -> tuple[str, ...]:
+        """The batch labels of an operand."""
+        return batch_labels(self.plan.batch, view)
+
+    def batch_index(self, bz: Any, tensors: list[cute.Tensor]) -> dict[str, Any]:
+        """The batch labels' coordinates of a block; the last label varies fastest."""
+        return unravel(bz, {d: self.extents.of(d, tensors) for d in self.plan.batch})
+
+    def batch_offset(self, view: Any, batch: dict[str, Any]) -> Any:
+        """Offset of a block's slice of a tensor, in elements."""
+        offset = 0
+        for label in self.plan.batch:
+            offset = offset + batch[label] * view.stride(label)
+        return offset
+
+    def is_early(self, operation: int) -> bool:
+        """True if a load may be issued before the dependency wait."""
+        arguments = self.plan.arguments
+        view = view_of(self.plan.program.ops[operation], arguments)
+        return not self.dependent or arguments[view.argument].constant
+
+    # ------------------------------------------------------------------------------ row operands
+
+    def row_layout(self, height: int, slots: int) -> cute.ComposedLayout:
+        """Layout of ``slots`` pieces of ``height`` rows and one chunk, one behind the other."""
+        return operand_layout(self.dtype, (height, CHUNK), slots, True)
+
+    def row_tensor(
+        self, view: Any, inner: str, tensors: list[cute.Tensor], chunked: bool
+    ) -> cute.Tensor:
+        """A row operand along ``inner``; if chunked, with modes (row, element of a chunk, chunk,
+        batch...), so that one box is many 128-byte columns: 2 KB boxes kept the loads 0.1 us behind
+        the weights."""
+        plan = self.plan
+        batch = self.batch_of(view)
+        plain = labelled(self.extents, view, (plan.row, inner, *batch), tensors)
+        shape = (described(plain.shape[0]), *plain.shape[1:])
+        plain = cute.make_tensor(plain.iterator, cute.make_layout(shape, stride=plain.stride))
+        if not chunked:
+            return plain
+        k = plan.program.dims[inner]
+        shape = (plain.shape[0], CHUNK, k // CHUNK, *plain.shape[2:])
+        stride = (plain.stride[0], 1, CHUNK, *plain.stride[2:])
+        return cute.make_tensor(plain.iterator, cute.make_layout(shape, stride=stride))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Shared memory of a block.
+
+    Attributes:
+        hidden: a `tails.HiddenMemory`.
+        columns, rows, vectors, vector_rows: operands in the ring.
+        partials: partial sums that the cluster sends (fp32).
+        statistics, row_values: of the rows, fp32.
+        warp_sums, block_sums: of the reductions along the columns; None without any.
+        pieces: of the tile on its way to memory.
+        ring: full and empty stages.
+        ready: stages that the helpers have rewritten.
+        received, reduced, columns_reduced: bytes of partial sums, statistics, reductions.
+        after_full: bytes of the operands after the loop.
+    """
+
+    hidden: Any
+    columns: Any
+    rows: list[cute.Tensor]
+    vectors: list[cute.Tensor]
+    vector_rows: Any
+    partials: cute.Pointer
+    statistics: cute.Pointer
+    row_values: cute.Pointer
+    pieces: Any
+    ring: Ring
+    ready: Barriers
+    received: Barriers
+    reduced: Barriers
+    after_full: Any
+    warp_sums: Any
+    block_sums: Any
+    columns_reduced: Any
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile of the output: indices along rows and columns, the ``rank`` in the split of the
+    contracted label, and the coordinates along batch labels."""
+
+    row: Any
+    column: Any
+    rank: Any
+    batch: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Here:
+    """What a thread reads while it works at a tile.
+
+    Attributes:
+        memory: of the block.
+        tensors: the arguments.
+        thread: index in its role (Int32).
+        warp: index in the block, uniform.
+        lane: in the warp.
+        tile: the one that it works at.
+    """
+
+    memory: Memory
+    tensors: list[cute.Tensor]
+    thread: Any
+    warp: Any
+    lane: Any
+    tile: Tile
+
+    def at(self, tile: Tile) -> Here:
+        """The same thread at another tile."""
+        return Here(self.memory, self.tensors, self.thread, self.warp, self.lane, tile)
+
+    @property
+    def quarter(self) -> Any:
+        """The quarter of the rows that this thread has accumulators of."""
+        return self.lane % 4
+
+
+@dataclass(frozen=True)
+class Loads:
+    """The bulk loads of a block: by operand the TMA atom, the slots in shared memory, and the tiles
+    of the tensor."""
+
+    atoms: list[cute.CopyAtom]
+    slots: list[Any]
+    sources: list[Any]
+
+    def behind(self, first: int) -> Loads:
+        """Those from the ``first`` one on."""
+        return Loads(self.atoms[first:], self.slots[first:], self.sources[first:])
+
+
+def one(pointer: cute.Pointer) -> cute.Tensor:
+    """View of one element."""
+    return cute.make_tensor(pointer, cute.make_layout(1))
+
+
+def put(pointer: cute.Pointer, value: Any) -> None:
+    """Write one element."""
+    one(pointer)[0] = value
+
+
+def fragment(count: int, dtype: Any = Float32) -> cute.Tensor:
+    """Registers for ``count`` elements."""
+    return cute.make_rmem_tensor(cute.make_layout(count), dtype)

@@ -1,0 +1,241 @@
+"""The producer warp of the matmul loop: descriptors of its bulk loads, and the order of their
+issue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+
+from cutesuper.device.launch import wait_for_predecessor
+from cutesuper.device.memory import EVICT_FIRST, EVICT_LAST, bulk_load, partition, tile_atom
+from cutesuper.skeletons.kernel.arguments import labelled
+from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
+from cutesuper.skeletons.matmul.kernel.context import Known, Loads, Memory
+from cutesuper.skeletons.matmul.kernel.multicast import Sharing
+from cutesuper.skeletons.matmul.kernel.tails import Tails
+from cutesuper.skeletons.matmul.kernel.tile_scheduler import Walk
+from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
+
+
+class Producer:
+    """The bulk loads of a block. Operands come in one order everywhere: columns, rows, vectors,
+    columns of hidden labels, then columns and rows of the products after the loop."""
+
+    def __init__(self, known: Known, sharing: Sharing, walk: Walk, tails: Tails) -> None:
+        self.k, self.sharing, self.walk, self.tails = known, sharing, walk, tails
+        self.main, self.inner, self.after = known.groups
+        plan = known.plan
+        self.weights = len(plan.columns)
+        # a box of 64-element chunks needs whole chunks, and all of their rows; otherwise there is
+        # one box for each chunk
+        whole = plan.program.dims[plan.contracted] % CHUNK == 0  # type: ignore[operator]
+        self.chunked = whole and not sharing.active
+        #: shape of the box of a row operand
+        box = (sharing.rows, CHUNK)
+        self.row_box = (*box, known.chunks) if self.chunked else box
+        #: True if loads may start before all barriers are known to be ready
+        self.head_starts = not sharing.active and not walk.persistent
+
+    # ------------------------------------------------------------------------------------ host
+
+    def atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
+        """The TMA loads, each with its coordinate tensor."""
+        atoms = [
+            *self.column_atoms(self.main, tensors),
+            *self.row_atoms(tensors),
+            *self.vector_atoms(tensors),
+        ]
+        for group in (*self.inner, *self.after):
+            atoms += self.column_atoms(group, tensors)
+        return atoms + self.tails.row_atoms(tensors)
+
+    def column_atoms(self, group: ColumnGroup, tensors: list[cute.Tensor]) -> list[Any]:
+        """Those of a group of column operands."""
+        k, found = self.k, list[Any]()
+        if not group.views:
+            return found
+        layout = cute.slice_(group.layout(k.dtype, 1), (None, None, 0))
+        for v in group.views.values():
+            labels = (group.column, group.contracted, *k.batch_of(v))
+            tensor = labelled(k.extents, v, labels, tensors)
+            found.append(tile_atom(tensor, layout, (group.width, group.depth)))
+        return found
+
+    def row_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
+        """Those of the row operands."""
+        k, height = self.k, self.sharing.rows
+        layout = k.row_layout(height, k.chunks if self.chunked else 1)
+        if not self.chunked:
+            layout = cute.slice_(layout, (None, None, 0))
+        atoms = []
+        for v in k.plan.rows.values():
+            tensor = k.row_tensor(v, k.plan.contracted, tensors, self.chunked)
+            atoms.append(tile_atom(tensor, layout, self.row_box, self.sharing.active))
+        return atoms
+
+    def vector_atoms(self, tensors: list[cute.Tensor]) -> list[Any]:
+        """Those of the vectors."""
+        k = self.k
+        layout = cute.make_layout((k.k,))
+        return [
+            tile_atom(labelled(k.extents, v, (k.plan.contracted,), tensors), layout, (k.k,))
+            for v in k.plan.vectors.values()
+        ]
+
+    # ---------------------------------------------------------------------------------- device
+
+    def partition(self, atoms: list[Any], coords: list[Any], memory: Memory) -> Loads:
+        """Slots in shared memory and tiles of the tensors."""
+        slots, sources = [], []
+        for atom, coord, (target, tile) in zip(atoms, coords, self.boxes(memory), strict=True):
+            tiles = cute.local_tile(coord, tile, (None,) * cute.rank(coord))
+            slot, source = partition(atom, target, tiles, len(tile))
+            slots.append(slot)
+            sources.append(source)
+        return Loads(atoms, slots, sources)
+
+    def boxes(self, memory: Memory) -> list[Any]:
+        """Shared memory and shape of a box of each operand."""
+        k, hidden = self.k, memory.hidden
+        boxes: list[Any] = [(memory.columns, (COLUMN_BLOCK, k.k))] * self.weights
+        for ring in memory.rows:
+            slot = cute.local_tile(ring, self.row_box, (0, 0, None)) if self.chunked else ring
+            if self.sharing.active:
+                parts = k.stages * k.chunks * self.sharing.blocks
+                layout = k.row_layout(self.sharing.rows, parts)
+                slot = cute.make_tensor(ring.iterator, layout.outer)
+            boxes.append((slot, self.row_box))
+        boxes += [(ring, (k.k,)) for ring in memory.vectors]
+        inner = [g for g in self.inner if g.views]
+        for group, ring in zip(inner, hidden.inner, strict=True):
+            boxes += [(ring, (group.width, group.depth))] * len(group.views)
+        for group, ring in zip(self.after, hidden.after, strict=True):
+            boxes.append((ring, (COLUMN_BLOCK, group.depth)))
+        return boxes + [(hidden.hidden[t], (k.m, CHUNK)) for t in self.tails.loaded]
+
+    @cute.jit
+    def fill(self, loads, memory, tile, first: cutlass.Constexpr, last: cutlass.Constexpr):
+        """Load stages ``first`` to ``last`` of the first round, which need no wait."""
+        end = min(last, self.k.stages, self.k.plan.iterations)
+        for i in cutlass.range(first, end, unroll=1):
+            memory.ring.expect(i, self.k.plan.stage_bytes)
+            self.load_stage(loads, memory, tile, i, i, True)
+
+    @cute.jit
+    def run(self, loads, memory, tensors, tile):
+        """Load all tiles of this block."""
+        if cutlass.const_expr(self.head_starts):
+            self.load_own(loads, memory, tile)
+        else:
+            at = memory.ring.first(phase=1)
+            if cutlass.const_expr(self.k.dependent):
+                wait_for_predecessor()
+            if cutlass.const_expr(self.walk.persistent):
+                first, end = self.walk.run(tensors)
+                for step in cutlass.range(first, end, unroll=1):
+                    at = self.load_tile(loads, memory, self.walk.tile(step, tensors), at, 0)
+            else:
+                self.load_tile(loads, memory, tile, at, 0)
+
+    @cute.jit
+    def load_tile(self, loads, memory, tile, at, first: cutlass.Constexpr):
+        """Load one tile's operands from iteration ``first`` on, each stage once all of its readers
+        have finished."""
+        ring = memory.ring
+        for i in cutlass.range(first, self.k.plan.iterations, unroll=1):
+            ring.wait_empty(at)
+            ring.expect(at.stage, self.k.plan.stage_bytes)
+            self.load_stage(loads, memory, tile, i, at.stage, True)
+            if cutlass.const_expr(self.k.dependent):
+                self.load_stage(loads, memory, tile, i, at.stage, False)
+            at = ring.next(at)
+        return at
+
+    @cute.jit
+    def load_own(self, loads, memory, tile):
+        """Keep the ring full for a block with a single tile."""
+        plan = self.k.plan
+        self.expect_exchange(memory)
+        first = min(self.k.stages, plan.iterations)
+        self.fill(loads, memory, tile, plan.schedule.head, first)
+        after = loads.behind(len(loads.atoms) - len(self.after) - len(self.tails.loaded))
+        if cutlass.const_expr(len(self.after) > 0):
+            self.tails.load_operands(after, memory, tile, True)
+        if cutlass.const_expr(self.k.dependent):
+            wait_for_predecessor()
+            if cutlass.const_expr(len(self.after) > 0):
+                self.tails.load_operands(after, memory, tile, False)
+            for i in cutlass.range(first, unroll=1):
+                self.load_stage(loads, memory, tile, i, i, False)
+        self.load_tile(loads, memory, tile, memory.ring.first(), first)
+
+    @cute.jit
+    def expect_exchange(self, memory):
+        """Expect the bytes that the cluster will send to this block."""
+        k, plan = self.k, self.k.plan
+        if cutlass.const_expr(k.cluster > 1):
+            memory.received.only.expect_once(plan.exchange_bytes)
+            if cutlass.const_expr(len(plan.statistics) > 0):
+                memory.reduced.only.expect_once(4 * k.m * k.cluster * len(plan.statistics))
+        if cutlass.const_expr(plan.column_cluster > 1):
+            for r in cutlass.range_constexpr(len(plan.reductions)):
+                memory.columns_reduced[r].expect_once(4 * k.m * plan.column_cluster)
+
+    @cute.jit
+    def load_stage(self, loads, memory, tile, iteration, stage, early: cutlass.Constexpr):
+        """Issue one stage's loads: those that may come before the dependency wait (``early``), or
+        the others."""
+        k, plan, blocks = self.k, self.k.plan, self.k.blocks
+        atoms, slots, sources = loads.atoms, loads.slots, loads.sources
+        full = memory.ring.full[stage]
+        depth = tile.rank * plan.iterations + iteration
+        hint = EVICT_FIRST if plan.schedule.stream_columns else None
+        for w, (op, view) in enumerate(plan.columns.items()):
+            if cutlass.const_expr(k.is_early(op) == early):
+                at = tuple(tile.batch[d] for d in k.batch_of(view))
+                for b in cutlass.range_constexpr(blocks):
+                    slot = stage * self.main.boxes + w * blocks + b
+                    source = sources[w][(None, tile.column * blocks + b, depth, *at)]
+                    bulk_load(atoms[w], source, slots[w][None, slot], full, hint)
+        for r, (op, view) in enumerate(plan.rows.items()):
+            if cutlass.const_expr(k.is_early(op) == early):
+                at = tuple(tile.batch[d] for d in k.batch_of(view))
+                self.load_row(loads, self.weights + r, full, tile, depth, stage, at)
+        for v, op in enumerate(plan.vectors):
+            if cutlass.const_expr(k.is_early(op) == early):
+                i = self.weights + len(plan.rows) + v
+                source = sources[i][None, depth]
+                bulk_load(atoms[i], source, slots[i][None, stage], full, EVICT_LAST)
+        self.load_inner(loads, full, tile, depth, stage, early)
+
+    @cute.jit
+    def load_inner(self, loads, full, tile, depth, stage, early: cutlass.Constexpr):
+        """Load one stage of the column operands along hidden labels: every block reads all of
+        them."""
+        k = self.k
+        first = self.weights + len(k.plan.rows) + len(k.plan.vectors)
+        flat = [(g, n, op) for g in self.inner for n, op in enumerate(g.views)]
+        for i, (group, n, op) in enumerate(flat):
+            if cutlass.const_expr(k.is_early(op) == early):
+                at = tuple(tile.batch[d] for d in k.batch_of(group.views[op]))
+                for b in cutlass.range_constexpr(group.blocks):
+                    box = stage * group.boxes + n * group.blocks + b
+                    slot = loads.slots[first + i][None, box]
+                    source = loads.sources[first + i][(None, b, depth, *at)]
+                    bulk_load(loads.atoms[first + i], source, slot, full, EVICT_LAST)
+
+    @cute.jit
+    def load_row(self, loads, i: cutlass.Constexpr, full, tile, depth, stage, at):
+        """Load one tile of a row operand, in one box if the depth has whole chunks."""
+        atom, slots, sources = loads.atoms[i], loads.slots[i], loads.sources[i]
+        if cutlass.const_expr(self.chunked):
+            source = sources[(None, tile.row, 0, depth, *at)]
+            bulk_load(atom, source, slots[None, stage], full, EVICT_LAST)
+        else:
+            parts, part, chunks = self.sharing.blocks, self.sharing.rank(), self.k.chunks
+            for c in cutlass.range_constexpr(chunks):
+                source = sources[(None, tile.row * parts + part, depth * chunks + c, *at)]
+                slot = slots[None, (stage * chunks + c) * parts + part]
+                bulk_load(atom, source, slot, full, EVICT_LAST, self.sharing.mask())

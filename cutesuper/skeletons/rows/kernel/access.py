@@ -1,0 +1,135 @@
+"""Accesses of a row loop to device memory: offsets, and pieces of rows in registers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cutesuper.skeletons.base import View
+from cutesuper.skeletons.kernel.arguments import ELEMENT
+from cutesuper.skeletons.rows.kernel.context import Known, Place, SlicePlace
+
+
+class Access:
+    """Reads and writes of a thread's part of a row."""
+
+    def __init__(self, known: Known) -> None:
+        self.k, self.plan = known, known.plan
+
+    def offset(self, view: View, tensors: list[cute.Tensor], row: Any, place: Place) -> Any:
+        """Offset in elements of a row's first element in this block's part."""
+        labels = tuple(reversed(self.plan.rows))
+        at = Int32(0)
+        if any(d in view.labels for d in labels):
+            shape = tuple(self.k.extents.of(d, tensors) for d in labels)
+            at = cute.make_layout(shape, stride=tuple(view.stride(d) for d in labels))(row)
+        for d, index in place.outer.items():
+            at = at + index * view.stride(d)
+        if self.plan.column in view.labels:
+            at = at + place.part * self.plan.width * view.stride(self.plan.column)
+        return at
+
+    def number(self, view: View, tensors: list[cute.Tensor], place: Place) -> Any:
+        """A load with neither rows nor columns; floats as fp32."""
+        at = tensors[view.argument].iterator + self.offset(view, tensors, Int32(0), place)
+        x = cute.make_tensor(at, cute.make_layout(1))[0]
+        return x.to(Float32) if x.dtype.is_float else x
+
+    def read(
+        self, view: View, tensors: list[cute.Tensor], row: Any, p: int, place: Place
+    ) -> cute.Tensor:
+        """Read a piece of a row straight from device memory, in its own type.
+
+        Past the end of the row it has elements of the row, which are not used: with a branch around
+        each load, the compiler would wait for one load before it issues the next.
+        """
+        plan, piece = self.plan, place.piece
+        dtype = ELEMENT[plan.arguments[view.argument].dtype]
+        registers = cute.make_rmem_tensor(cute.make_layout((self.k.vector, piece)), dtype)
+        base = tensors[view.argument].iterator
+        start = self.offset(view, tensors, row, place)
+        last = plan.length - self.k.vector - place.part * plan.width
+        for c in range(piece):
+            at = place.first + self.k.chunk_at(p, c)
+            if plan.ragged or isinstance(place, SlicePlace):
+                at = cutlass.min(at, last)
+            self.access(view, base, start, at, registers[None, c], False, place.left)
+        return registers
+
+    def access(
+        self,
+        view: View,
+        base: cute.Pointer,
+        start: Any,
+        at: Any,
+        registers: cute.Tensor,
+        writes: bool,
+        left: Any,
+    ) -> None:
+        """Read or write ``vector`` elements of a row, in accesses as wide as the tensor's alignment
+        allows."""
+        wide = self.alignment(view)
+        stride = view.stride(self.plan.column)
+        for e in range(0, self.k.vector, wide):
+            offset = cute.assume(start + (at + e) * stride, divby=wide)
+            memory = cute.make_tensor(base + offset, cute.make_layout(wide))
+            own = cute.make_tensor(registers.iterator + e, cute.make_layout(wide))
+            if self.k.vector > wide and self.plan.ragged:
+                self.guarded(memory, own, at + e, left, writes)
+            else:
+                self.move(memory, own, writes)
+
+    @cute.jit
+    def guarded(self, memory, own, at, left, writes: cutlass.Constexpr):
+        """Read or write in an access that may lie past the end of the row."""
+        if at < left:
+            self.move(memory, own, writes)
+
+    def move(self, memory: cute.Tensor, own: cute.Tensor, writes: bool) -> None:
+        """Copy between registers and memory."""
+        if writes:
+            cute.autovec_copy(own, memory)
+        else:
+            cute.autovec_copy(memory, own)
+
+    def alignment(self, view: View) -> int:
+        """Elements per access along the row: a power of two up to ``vector``."""
+        plan = self.plan
+        if view.stride(plan.column) != 1:
+            return 1
+        wide = self.k.vector
+        steps = [s for d, s in zip(view.labels, view.strides, strict=True) if d != plan.column]
+        for s in (*steps, plan.length, plan.width):
+            while s % wide:
+                wide //= 2
+        return wide
+
+    @cute.jit
+    def store(self, i: cutlass.Constexpr, value, p: cutlass.Constexpr, row, tensors, place):
+        """Write a piece of a row, or a value of the row by its first thread."""
+        view = self.plan.stores[i]
+        dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
+        base = tensors[view.argument].iterator
+        start = self.offset(view, tensors, row.row, place)
+        if cutlass.const_expr(self.plan.column not in view.labels):
+            if cutlass.const_expr(p == 0):
+                if row.valid and place.lane == 0 and place.part == 0:
+                    target = cute.make_tensor(base + start, cute.make_layout(1))
+                    target[0] = Float32(value).to(dtype)
+        else:
+            registers = cute.make_rmem_tensor(
+                cute.make_layout((self.k.vector, self.k.piece)), dtype
+            )
+            registers.store(value.to(dtype))
+            if row.valid:
+                left = place.left
+                for c in cutlass.range_constexpr(self.k.piece):
+                    at = place.first + self.k.chunk_at(p, c)
+                    if cutlass.const_expr(self.plan.ragged):
+                        if at < left:
+                            self.access(view, base, start, at, registers[None, c], True, left)
+                    else:
+                        self.access(view, base, start, at, registers[None, c], True, left)
