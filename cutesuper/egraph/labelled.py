@@ -24,7 +24,7 @@ from cutesuper.errors import SearchError
 from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Shape
 from cutesuper.ir.dtypes import DType
-from cutesuper.ir.operators.base import Attributes, Items, lookup
+from cutesuper.ir.operators.base import Attributes, Items, Operator, facets, lookup
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,11 @@ class LabelledOp:
     labels: frozenset[str]
     attributes: Attributes
     over: str | None = None
+
+    @property
+    def facets(self) -> Operator:
+        """What the table of operators says of it; nothing for a load."""
+        return facets(self.kind)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LabelledOp):

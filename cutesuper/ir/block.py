@@ -26,7 +26,7 @@ from math import prod
 from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.ir.dtypes import DType
-from cutesuper.ir.operators.base import Attributes
+from cutesuper.ir.operators.base import Attributes, Operator, facets
 
 
 class AxisKind(StrEnum):
@@ -98,6 +98,11 @@ class BlockOp:
     inputs: tuple[int, ...]
     dims: tuple[str, ...]
     attributes: Attributes = field(default_factory=dict)
+
+    @property
+    def facets(self) -> Operator:
+        """What the table of operators says of it; nothing for a load, a store and ends of axes."""
+        return facets(self.kind)
 
     @property
     def rescaled(self) -> bool:

@@ -30,8 +30,6 @@ from cutesuper.ir.operators.base import Items, lookup
 from cutesuper.ir.rounding import narrow
 from cutesuper.search.region import Way
 
-#: operators whose values lie in memory before anything runs
-_GIVEN = ("input", "gather_pages")
 #: most pieces of one kernel; it bounds the segments of a long graph. A piece is an operator, or in
 #: a long graph the operators between two positions where it may be cut: a chain counts once
 MAX_SEGMENT = 32
@@ -91,7 +89,7 @@ class Flat:
             view = View(i, tuple(range(len(n.shape))))
             if n.operator == "transpose":
                 inner = self._transposed(i)
-                of_input = graph.nodes[inner.value].operator in _GIVEN
+                of_input = graph.nodes[inner.value].given
                 if copy_all or (of_input and i in graph.outputs):
                     self.copies.add(i)
                 else:
@@ -115,7 +113,7 @@ class Flat:
         """Nodes that depend on numbers only; every kernel computes them for itself."""
         found: set[int] = set()
         for i, n in enumerate(self.graph.nodes):
-            if n.operator not in _GIVEN and found.issuperset(n.inputs):
+            if not n.given and found.issuperset(n.inputs):
                 found.add(i)
         return frozenset(found)
 
@@ -125,7 +123,7 @@ class Flat:
         return tuple(
             i
             for i, n in enumerate(self.graph.nodes)
-            if n.operator not in _GIVEN and self.views[i].value == i and i not in self.scalar
+            if not n.given and self.views[i].value == i and i not in self.scalar
         )
 
     def depth_first(self, last_operand_first: bool) -> tuple[int, ...]:
@@ -217,7 +215,7 @@ class Flat:
         node = self.graph.nodes[value]
         if value in self.copies and self._output(value) is None:
             return self.dtype(self.operands(value)[0].value)
-        if node.operator in _GIVEN or self._output(value) is not None:
+        if node.given or self._output(value) is not None:
             return node.dtype
         wide = node.dtype == float16 and value not in self.narrow
         return float32 if wide or value in self.statistics else node.dtype

@@ -52,6 +52,7 @@ class Exp(_Named):
     """e^x."""
 
     name = "exp"
+    exponential = True
     at_hidden = 0.0
     above_zero = True
 
@@ -82,6 +83,7 @@ class Sqrt(_Named):
     """Square root."""
 
     name = "sqrt"
+    reciprocal = "rsqrt"
     partial = True
     above_zero = True
 
@@ -113,6 +115,7 @@ class Square(_Unary):
     """x x."""
 
     name = "square"
+    powers = (2,)
     above_zero = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
@@ -479,6 +482,7 @@ class Convert(_Unary):
     """x, stored as another element type if it is stored: everything is computed in float32."""
 
     name = "convert"
+    converts = True
     keeps_zero = True
     at_hidden = -inf
     attributes: ClassVar[Attributes] = {"dtype": ...}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutesuper.errors import ShapeError
 from cutesuper.ir.dims import Shape, broadcast, size
 from cutesuper.ir.operators.base import Attributes, Operator, normal_dim, operator, show_call
+from cutesuper.ir.operators.monoid import MAX, SUM
 
 if TYPE_CHECKING:
     from cutesuper.ir.derivation import Derivation
@@ -34,7 +35,7 @@ class Sum(_Reduction):
     """Sum over a dimension."""
 
     name = "sum"
-    reduces = "sum"
+    reduces = SUM
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0].sum(attributes["dim"], keepdim=True)
@@ -50,7 +51,8 @@ class Mean(_Reduction):
     """Sum divided by the extent of the whole dimension."""
 
     name = "mean"
-    reduces = "mean"
+    reduces = SUM
+    averages = True
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0].mean(attributes["dim"], keepdim=True)
@@ -66,7 +68,7 @@ class Max(_Reduction):
     """Largest element along a dimension."""
 
     name = "max"
-    reduces = "max"
+    reduces = MAX
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0].amax(attributes["dim"], keepdim=True)
@@ -84,6 +86,7 @@ class Matmul(Operator):
     """A[..., M, K] @ B[..., K, N]; leading dimensions broadcast."""
 
     name = "matmul"
+    contracts = True
     arity = 2
     one_type = True
 
