@@ -26,7 +26,7 @@ from cutesuper.errors import SearchError, frameless
 from cutesuper.ir.dims import extent, show_shape, size
 from cutesuper.ir.dtypes import DType, float16, float32
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import Items, lookup
+from cutesuper.ir.operators.base import INPUT, Items, lookup
 from cutesuper.ir.rounding import narrow
 from cutesuper.search.region import Way
 
@@ -87,7 +87,7 @@ class Flat:
         self.copies: set[int] = set()
         for i, n in enumerate(graph.nodes):
             view = View(i, tuple(range(len(n.shape))))
-            if n.operator == "transpose":
+            if n.facets.permutes:
                 inner = self._transposed(i)
                 of_input = graph.nodes[inner.value].given
                 if copy_all or (of_input and i in graph.outputs):
@@ -96,7 +96,7 @@ class Flat:
                     view = inner
             self.views.append(view)
         for o in graph.outputs:
-            if graph.nodes[self.views[o].value].operator == "gather_pages":
+            if graph.nodes[self.views[o].value].facets.gathers:
                 raise SearchError(
                     f"output {self.describe(o)}: no kernel copies pages; mark what is computed "
                     "with them as an output"
@@ -178,9 +178,9 @@ class Flat:
     def stored_as(self, value: int) -> str:
         """Name of the tensor in which a value is stored for another kernel."""
         node = self.graph.nodes[value]
-        if node.operator == "input":
+        if node.operator == INPUT:
             return node.name
-        if node.operator == "gather_pages":
+        if node.facets.gathers:
             return self.graph.nodes[node.inputs[0]].name
         output = self._output(value)
         return self.fresh(f"t{value}") if output is None else self.fresh(f"out{output}")
@@ -188,12 +188,12 @@ class Flat:
     def table_of(self, value: int) -> str | None:
         """Name of the table through which a value is read; None if it does not lie in pages."""
         node = self.graph.nodes[value]
-        return self.graph.nodes[node.inputs[1]].name if node.operator == "gather_pages" else None
+        return self.graph.nodes[node.inputs[1]].name if node.facets.gathers else None
 
     def page_of(self, value: int) -> int | None:
         """Number of positions in a page of such a value."""
         node = self.graph.nodes[value]
-        if node.operator != "gather_pages":
+        if not node.facets.gathers:
             return None
         return extent(self.graph.nodes[node.inputs[0]].shape[1])
 
@@ -467,7 +467,7 @@ class Segments:
             ):
                 found.add(level[-1])
         for n in range(1, len(order)):
-            product = self.flat.graph.nodes[order[n]].operator == "matmul"
+            product = self.flat.graph.nodes[order[n]].facets.contracts
             if product and crossing[n] <= crossing[n - 1]:
                 found.add(n)
         return {n for n in found if crossing[n] == inf or crossing[n] <= self._most}

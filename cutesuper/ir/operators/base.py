@@ -124,6 +124,36 @@ class Operator:
     of_inputs: ClassVar[bool] = False
 
     @property
+    def sums(self) -> bool:
+        """True for the plain sum over a dimension."""
+        return self.reduces is not None and self.reduces.linear and not self.averages
+
+    @property
+    def selects(self) -> bool:
+        """True for reductions to one of the elements, as a maximum is."""
+        return self.reduces is not None and self.reduces.selects
+
+    @property
+    def commutes(self) -> bool:
+        """True for the sum and the product of two operands: their order does not matter."""
+        return (1, 1) in (self.signs, self.powers)
+
+    @property
+    def subtracts(self) -> bool:
+        """True for the difference of two operands."""
+        return self.signs == (1, -1)
+
+    @property
+    def multiplies(self) -> bool:
+        """True for the product of two operands, element by element."""
+        return self.powers == (1, 1)
+
+    @property
+    def divides(self) -> bool:
+        """True for the quotient of two operands."""
+        return self.powers == (1, -1)
+
+    @property
     def gathers(self) -> bool:
         """True if it puts sequences together from pages that a table names."""
         return self.counts == Counts.PAGES
