@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "cutesuper"
 #: packages and modules of the top level, lowest first; those of one line may not import each other,
 #: but for the road itself and what stands on its top
 LAYERS = (
-    ("errors", "version", "device"),
+    ("errors", "version"),
     ("ir",),
-    ("targets", "autodiff", "egraph", "verify", "show"),
+    ("device", "targets", "autodiff", "egraph", "verify", "show"),
     ("skeletons",),
     ("search",),
     ("runtime",),

@@ -15,15 +15,24 @@ from cutlass import BFloat16, Float16, Float32, Int16, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op, select_
 
-from cutesuper.device.math import nan_max
+from cutesuper.device.math import DeviceMath, nan_max
+from cutesuper.ir.operators.monoid import monoids
 
-#: neutral element of each reduction
-NEUTRAL = {"sum": 0.0, "max": float("-inf")}
+
+class _Neutral(dict[str, float]):
+    def __missing__(self, kind: str) -> float:
+        return monoids()[kind].identity
+
+
+#: neutral element of each monoid
+NEUTRAL = _Neutral()
 #: running sums of a thread: enough to hide the latency of an addition; every product but the first
 #: of each sum is added with one instruction
 CHAINS = 4
 #: -inf twice
 _LOWEST = {BFloat16: 0xFF80FF80, Float16: 0xFC00FC00}
+#: running results are scalars, and one instruction combines two
+_SCALARS = DeviceMath(fast=False)
 
 
 def packed(registers: cute.Tensor) -> bool:
@@ -51,10 +60,10 @@ def widen(registers: cute.Tensor) -> cute.TensorSSA:
 
 
 def reduced(kind: str, fragment: cute.Tensor | cute.TensorSSA, inside: Sequence[Any]) -> Float32:
-    """Combine a thread's elements of a row into their ``sum`` or ``max``.
+    """Combine a thread's elements of a row.
 
     Args:
-        kind: of the reduction.
+        kind: name of the monoid.
         fragment: ``(vector, accesses)`` in fp32, or packed elements whose maximum is taken.
         inside: for each access a predicate that is true inside the row, or None if it always is.
             Rows are whole accesses, so that there is no comparison for each element.
@@ -109,8 +118,8 @@ def _packed_max(a: Int32, b: Int32, name: str, *, loc: Any = None, ip: Any = Non
 
 
 def combine(kind: str, a: Any, b: Any) -> Any:
-    """Return a + b or max(a, b)."""
-    return nan_max(a, b) if kind == "max" else a + b
+    """Combine two numbers by the monoid called ``kind``."""
+    return monoids()[kind].combine(_SCALARS, a, b)
 
 
 def tree(kind: str, values: list[Any]) -> Any:

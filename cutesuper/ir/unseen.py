@@ -22,7 +22,15 @@ from typing import Any
 
 from cutesuper.ir.block import LOAD, STORE, BlockOp, BlockProgram, MuGraph, TensorSpec
 from cutesuper.ir.graph import KernelGraph, Node, Tensor
-from cutesuper.ir.operators.base import CONSTANT, INPUT, LARGEST, TABLE, Attributes, facets
+from cutesuper.ir.operators.base import (
+    CONSTANT,
+    INPUT,
+    LARGEST,
+    TABLE,
+    Attributes,
+    Operator,
+    facets,
+)
 
 #: samples for an unknown number; a result on which they agree does not depend on it
 _SAMPLES = (0.5, 3.0)
@@ -77,9 +85,20 @@ def fate(kind: str, args: Sequence[Fate | None], attributes: Attributes) -> Fate
         known = operator.of_hidden
         return Fate(known) if known is not None and args[0] == Fate(-inf) else None
     first = first if operator.joins else args[0]
+    if operator.reduces is not None and first is not None and not _repeats(operator, first.value):
+        return None
     changed = operator.masks and operator.fill == 0.0
     repeats = (0.0,) if changed else (0.0, inf, -inf)  # and so are sums and maxima of them
     return first if first is not None and first.value in repeats else None
+
+
+def _repeats(operator: Operator, value: float) -> bool:
+    """True if a reduction of equal elements is one of them: a product of -inf is not."""
+    import torch
+
+    assert operator.reduces is not None
+    both = [torch.tensor(value, dtype=torch.float64)] * 2
+    return float(TABLE[operator.reduces.operator].reference(both, {})) == value
 
 
 def _computed(kind: str, args: Sequence[Fate | None], attributes: Attributes) -> Fate | None:

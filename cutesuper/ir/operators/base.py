@@ -66,6 +66,8 @@ class Operator:
     #: attribute name -> default; `...` marks a required attribute
     attributes: ClassVar[Attributes] = {}
     elementwise: ClassVar[bool] = False
+    #: operators of PyTorch that compute the same, for the front end: ``aten.exp.default``
+    torch_names: ClassVar[tuple[str, ...]] = ()
     #: for reductions over one dimension, which stays with extent 1: how they combine elements
     reduces: ClassVar[Monoid | None] = None
     #: for reductions: the result is divided by the extent of the whole dimension

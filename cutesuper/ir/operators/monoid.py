@@ -22,8 +22,9 @@ class Monoid:
     """A way of combining elements.
 
     Attributes:
-        name: also the ``op`` of the operations of a block program that end an axis, and the name of
-            NumPy's reduction.
+        name: that of the reduction which only combines; also the ``op`` of the operations of a
+            block program that end an axis, and NumPy's name.
+        noun: for messages.
         operator: the element-wise operator of the table that combines two elements.
         algebra: the method of an algebra that combines two values (`cutesuper.verify.domain`).
         identity: the number that changes nothing. It stands in for elements that do not exist.
@@ -35,6 +36,7 @@ class Monoid:
     """
 
     name: str
+    noun: str
     operator: str
     algebra: str
     identity: float
@@ -99,8 +101,8 @@ def _max(a: Any, x: Any, over: Iterable[str], extents: Mapping[str, int], valid:
     return a.max(x, over, valid)
 
 
-SUM = Monoid("sum", "add", "add", 0.0, linear=True, meaning=_sum)
-MAX = Monoid("max", "maximum", "larger", float("-inf"), selects=True, meaning=_max)
+SUM = Monoid("sum", "sum", "add", "add", 0.0, linear=True, meaning=_sum)
+MAX = Monoid("max", "maximum", "maximum", "larger", float("-inf"), selects=True, meaning=_max)
 
 
 def monoids() -> dict[str, Monoid]:

@@ -15,30 +15,39 @@ if TYPE_CHECKING:
     from cutesuper.ir.operators.base import Cotangents
 
 
-class _Reduction(Operator):
-    """Reduces ``dim``, which stays with extent 1."""
+class Reduction(Operator):
+    """Combines the elements along ``dim``, which stays with extent 1.
+
+    A reduction is its name, its monoid, PyTorch's names for it, and its derivative. The shape, the
+    meaning in a finite field and what kernels do follow from the monoid.
+
+    Attributes:
+        method: that of a torch tensor, with ``dim`` and ``keepdim``.
+    """
 
     arity = 1
     attributes: ClassVar[Attributes] = {"dim": ...}
+    method: ClassVar[str]
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         dim = normal_dim(self.name, shapes[0], attributes["dim"])
         attributes["dim"] = dim
         return tuple(1 if i == dim else d for i, d in enumerate(shapes[0]))
 
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return getattr(args[0], self.method)(attributes["dim"], keepdim=True)
+
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return float(size(shapes[0]))
 
 
 @operator
-class Sum(_Reduction):
+class Sum(Reduction):
     """Sum over a dimension."""
 
-    name = "sum"
+    name = method = "sum"
     reduces = SUM
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].sum(attributes["dim"], keepdim=True)
+    torch_names = ("aten.sum.dim_IntList", "aten.sum.default")
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -47,15 +56,13 @@ class Sum(_Reduction):
 
 
 @operator
-class Mean(_Reduction):
+class Mean(Reduction):
     """Sum divided by the extent of the whole dimension."""
 
-    name = "mean"
+    name = method = "mean"
     reduces = SUM
     averages = True
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].mean(attributes["dim"], keepdim=True)
+    torch_names = ("aten.mean.dim", "aten.mean.default")
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -64,14 +71,13 @@ class Mean(_Reduction):
 
 
 @operator
-class Max(_Reduction):
+class Max(Reduction):
     """Largest element along a dimension."""
 
     name = "max"
+    method = "amax"
     reduces = MAX
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].amax(attributes["dim"], keepdim=True)
+    torch_names = ("aten.amax.default", "aten.max.default")
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor

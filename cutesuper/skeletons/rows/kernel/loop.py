@@ -243,20 +243,23 @@ class RowLoopKernel:
             if n == plan.last_sum and scratch is not None:
                 self.finish.leave_all(sums, smem, scratch, place)
             for (i, r), x in self.exchange.gather(n, it, reduced, smem, place).items():
-                mean = plan.program.ops[i].kind == "mean"
+                mean = plan.program.ops[i].facets.averages
                 known[r][plan.complete[i]] = x * (1.0 / plan.length) if mean else x
         if not plan.schedule.kept and scratch is None:
             self.tiles.everybody_has_read()
             self.tiles.refill(it, count, smem, tensors, place)
 
     def kind(self, i: int) -> str:
-        """The combining operation of a reduction: ``sum`` or ``max``."""
-        return "max" if self.plan.program.ops[i].kind == "max" else "sum"
+        """The monoid of a reduction, by name."""
+        how = self.plan.program.ops[i].facets.reduces
+        assert how is not None
+        return how.name
 
     def reduced(self, i: int, values: Values, p: int, place: dict[str, Any]) -> Any:
         """This thread's part of a reduction along the row."""
         source, kind = self.plan.program.ops[i].inputs[0], self.kind(i)
-        if kind == "max" and self.plan.program.ops[source].kind == LOAD:
+        exact = self.plan.program.ops[i].facets.selects
+        if exact and self.plan.program.ops[source].kind == LOAD:
             registers = values.registers(source)
             if packed(registers):
                 return reduced(kind, registers, self.inside(p, place))
