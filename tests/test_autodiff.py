@@ -112,6 +112,7 @@ CASES: dict[str, tuple[Build, tuple[tuple[Any, ...], ...]]] = {
     "mean": (lambda g, x: g.mean(x, 1), ((3, 4),)),
     "mean, centred": (lambda g, x: g.square(x - g.mean(x, 0)), ((3, 4),)),
     "max": (lambda g, x: g.max(x, 1), ((3, 4),)),
+    "prod": (lambda g, x: g.prod(x, 1), ((3, 4),)),
     "max, subtracted": (lambda g, x: g.square(x - g.max(x, 0)), ((3, 4),)),
     "matmul": (lambda g, x, y: x @ y, ((3, 4), (4, 5))),
     "matmul, batch": (lambda g, x, y: x @ y, ((2, 3, 4), (2, 4, 5))),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutesuper.errors import ShapeError
 from cutesuper.ir.dims import Shape, broadcast, size
 from cutesuper.ir.operators.base import Attributes, Operator, normal_dim, operator, show_call
-from cutesuper.ir.operators.monoid import MAX, SUM
+from cutesuper.ir.operators.monoid import MAX, SUM, Monoid
 
 if TYPE_CHECKING:
     from cutesuper.ir.derivation import Derivation
@@ -85,6 +85,27 @@ class Max(Reduction):
         """Elements that share the maximum share its cotangent evenly, as PyTorch's ``amax``."""
         largest = g.sub(1.0, g.step(g.sub(y, args[0])))
         return (g.mul(largest, g.div(dy, g.sum(largest, attributes["dim"]))),)
+
+
+@operator
+class Prod(Reduction):
+    """Product of the elements along a dimension."""
+
+    name = method = "prod"
+    reduces = Monoid("prod", "product", "mul", "mul", 1.0)
+    torch_names = ("aten.prod.dim_int", "aten.prod.default")
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        """The product of the others: of all divided by the element where no other element is 0,
+        with 1 in place of zeros; 0 elsewhere."""
+        [x], dim = args, attributes["dim"]
+        zero = g.mul(g.at_least(x, 0.0), g.at_least(0.0, x))
+        others = g.sub(g.sum(zero, dim), zero)
+        filled = g.add(x, zero)
+        product = g.div(g.prod(filled, dim), filled)
+        return (g.mul(dy, g.keep(g.at_least(0.5, others), product)),)
 
 
 @operator
