@@ -18,6 +18,7 @@ from cutesuper.ir.field import (
     Primes,
     Residues,
     align,
+    residue,
     uniform_residues,
 )
 from cutesuper.ir.operators.base import Attributes, Operator, lookup
@@ -165,9 +166,9 @@ class FieldDomain(FieldAlgebra):
         if missing:
             raise VerificationError(f"a label is reduced after its axis {missing[0]} was")
         keep = align(valid[1], valid[0], x.dims)
-        fill = self.constant(other)
-        q = None if x.q is None else np.where(keep, x.q, fill.q)
-        return x.like(x.dims, np.where(keep, x.p, fill.p), q)
+        p, q = (np.uint64(residue(other, m)) for m in (self.primes.p, self.primes.q))
+        second = None if x.q is None else np.where(keep, x.q, q)
+        return x.like(x.dims, np.where(keep, x.p, p), second)
 
     def mask(
         self, x: FieldValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator

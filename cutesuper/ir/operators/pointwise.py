@@ -50,14 +50,14 @@ class Function(_Unary):
 
     Attributes:
         domain: the arguments that have a result.
-        of_tensor, of_element, of_value: arguments of `function`.
+        slope, of_tensor, of_element, of_value: arguments of `function`.
     """
 
     domain: ClassVar[tuple[float, float]] = (-inf, inf)
-    slope: ClassVar[Slope]
-    of_tensor: ClassVar[Callable[[Any, Any], Any] | None] = None
-    of_element: ClassVar[Callable[[Any, Any], Any] | None] = None
-    of_value: ClassVar[Callable[[Any, Any], Any] | None] = None
+    slope: ClassVar[Any]
+    of_tensor: ClassVar[Any] = None
+    of_element: ClassVar[Any] = None
+    of_value: ClassVar[Any] = None
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         if self.of_tensor is None:
@@ -109,7 +109,7 @@ def function(
     unknown = sorted(k for k in facets if not hasattr(Function, k))
     if unknown:
         raise OperatorError(f"function {name}: no function has the facet {', '.join(unknown)}")
-    formulas = {
+    formulas: dict[str, Any] = {
         "slope": slope, "of_tensor": of_tensor, "of_element": of_element, "of_value": of_value
     }  # fmt: skip
     made: dict[str, Any] = {k: staticmethod(f) for k, f in formulas.items() if f is not None}
