@@ -28,6 +28,8 @@ class DeviceMath:
     def __getattr__(self, name: str) -> Any:
         """An accurate function of the DSL; the approximate sine, for one, errs more the larger its
         argument is."""
+        if name.startswith("_"):  # what the DSL asks of any object
+            raise AttributeError(name)
         return getattr(cute.math, name)
 
     def exp(self, x: Any) -> Any:

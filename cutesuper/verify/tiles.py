@@ -41,7 +41,7 @@ from cutesuper.ir.block import (
 from cutesuper.ir.check import check_block_program, pass_of
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import TABLE, Operator
-from cutesuper.ir.operators.monoid import monoids
+from cutesuper.ir.operators.monoid import monoid
 from cutesuper.verify.integers import Integers, without_q
 from cutesuper.verify.source import needs_exponents
 
@@ -220,7 +220,7 @@ class BlockRun:
         for window in self._windows(frozenset((axis,)), here):
             for j in group:
                 part = self._reduce(ops[j], [self._value(k, window) for k in ops[j].inputs])
-                together = monoids()[ops[j].attributes["op"]].together
+                together = monoid(ops[j].attributes["op"]).together
                 total[j] = together(self.a, total[j], part) if j in total else part
         for j in group:
             self._memo[j] = (here, total[j] if j in self.q_wanted else self.a.without_q(total[j]))
@@ -293,7 +293,7 @@ class BlockRun:
         if op.rescaled:
             move = self.a.elementwise("sub", args[1:], {})
             x = self.a.elementwise("mul", [x, self.a.elementwise("exp", [move], {})], {})
-        return monoids()[op.attributes["op"]].reduced(self.a, x, (axis,), self.layout.extents)
+        return monoid(op.attributes["op"]).reduced(self.a, x, (axis,), self.layout.extents)
 
     def _over(self, op: BlockOp, args: list[Any], window: Window) -> Any:
         """Reduce the tile of a label, without the elements that do not exist."""

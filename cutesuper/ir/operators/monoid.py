@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cutesuper.ir.operators.base import TABLE
+from cutesuper.errors import OperatorError
+from cutesuper.ir.arguments import shown
+from cutesuper.ir.operators.base import TABLE, facets
 
 #: a reduction over an algebra: arguments as for `Monoid.reduced`
 Meaning = Callable[[Any, Any, Iterable[str], Mapping[str, int], Any], Any]
@@ -32,6 +34,8 @@ class Monoid:
             a sum is the sum of reductions.
         selects: the result is one of the elements, so no rounding occurs in any element type, and
             sums of exponentials may be shifted by it (the online softmax).
+        packed: the PTX instruction that combines two registers of two 16-bit elements, without any
+            rounding; None if there is none.
         meaning: the reduction over an algebra that has a method for it; None combines two by two.
     """
 
@@ -42,6 +46,7 @@ class Monoid:
     identity: float
     linear: bool = False
     selects: bool = False
+    packed: str | None = None
     meaning: Meaning | None = None
 
     def combine(self, m: Any, x: Any, y: Any) -> Any:
@@ -102,9 +107,22 @@ def _max(a: Any, x: Any, over: Iterable[str], extents: Mapping[str, int], valid:
 
 
 SUM = Monoid("sum", "sum", "add", "add", 0.0, linear=True, meaning=_sum)
-MAX = Monoid("max", "maximum", "maximum", "larger", float("-inf"), selects=True, meaning=_max)
+MAX = Monoid(
+    "max",
+    "maximum",
+    "maximum",
+    "larger",
+    float("-inf"),
+    selects=True,
+    packed="max.NaN",
+    meaning=_max,
+)
 
 
-def monoids() -> dict[str, Monoid]:
-    """The monoids of all reductions of the table, by name."""
-    return {o.reduces.name: o.reduces for o in TABLE.values() if o.reduces is not None}
+def monoid(name: object) -> Monoid:
+    """The monoid called ``name`` of a reduction of the table. Raises OperatorError."""
+    found = facets(str(name)).reduces
+    if found is None or found.name != name:
+        known = sorted({repr(o.reduces.name) for o in TABLE.values() if o.reduces is not None})
+        raise OperatorError(f"op must be {' or '.join(known)}, not {shown(name)}")
+    return found
