@@ -84,14 +84,15 @@ class BlockOp:
             outermost first; a store may name a cluster or grid *axis* instead of a label: one slice
             of partial results for each part). ``matmul``, ``sum``, ``mean``, ``max``: ``over`` (a
             label; only the tile is reduced, ``mean`` divides by the extent of the whole dimension).
-            ``accumulate``, ``cluster_reduce``, ``grid_reduce``: ``axis`` (name) and ``op`` ("sum"
-            or "max"); see `rescaled`. ``causal_mask``: ``rows`` and ``columns`` (labels of the
-            value) and its own ``alignment``. ``length_mask``, whose second operand is a ``load`` of
-            the lengths: ``columns``, ``rows`` (None where it is not causal or there is one row) and
-            ``causal``. ``pick``, whose second operand is a ``load`` of the labels: ``columns``, and
-            None as its ``rows``. Positions are those of the whole label, regardless of the axes
-            that split it. A ``load`` through a table of pages has its name as ``table``; ``tensor``
-            is the cache and ``map`` that of the gathered tensor. Element-wise operators: their own.
+            ``accumulate``, ``cluster_reduce``, ``grid_reduce``: ``axis`` (name) and ``op`` (name of
+            a monoid: "sum", "max"); see `rescaled`. ``causal_mask``: ``rows`` and ``columns``
+            (labels of the value) and its own ``alignment``. ``length_mask``, whose second operand
+            is a ``load`` of the lengths: ``columns``, ``rows`` (None where it is not causal or
+            there is one row) and ``causal``. ``pick``, whose second operand is a ``load`` of the
+            labels: ``columns``, and None as its ``rows``. Positions are those of the whole label,
+            regardless of the axes that split it. A ``load`` through a table of pages has its name
+            as ``table``; ``tensor`` is the cache and ``map`` that of the gathered tensor.
+            Element-wise operators: their own.
     """
 
     kind: str
