@@ -28,7 +28,7 @@ from cutesuper.ir.check import check_graph, check_kernel_graph
 from cutesuper.ir.definitions import added, unknown
 from cutesuper.ir.dims import Symbol, extent
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.operators.base import INPUT, lookup
 from cutesuper.ir.unseen import followed
 from cutesuper.progress import progress_bar
 from cutesuper.report import kernel_notes, variant_report
@@ -474,7 +474,7 @@ def _verdict(verifier: Verifier, graph: KernelGraph, mu: MuGraph) -> Verificatio
     flops = sum(
         lookup(n.operator).flops([graph.nodes[i].shape for i in n.inputs], n.shape)
         for n in graph.nodes
-        if n.operator != "input"
+        if n.operator != INPUT
     )
     elements = sum(prod(extent(d) for d in node.shape) for node in graph.nodes)
     cheap = flops <= FULL_CHECK_FLOPS and elements <= FULL_CHECK_ELEMENTS

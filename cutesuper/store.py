@@ -24,6 +24,7 @@ from cutesuper.ir.block import BlockOp, BlockProgram, KernelStep, MuGraph
 from cutesuper.ir.definitions import definitions, names_of
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import INPUT
 from cutesuper.ir.serial import from_dict, to_dict
 from cutesuper.runtime.cache import default_root
 from cutesuper.runtime.private import exposure, make_private, replace_file
@@ -147,7 +148,7 @@ def canonical(graph: KernelGraph) -> dict[str, Any]:
     for i in order:
         node = graph.nodes[i]
         entry: dict[str, Any] = {"operator": node.operator}
-        if node.operator == "input":
+        if node.operator == INPUT:
             entry["dims"] = [
                 {"symbol": names[d.name], "hint": d.hint} if isinstance(d, Symbol) else d
                 for d in node.shape

@@ -98,7 +98,8 @@ class Forward:
                 parts = (f"{step.over}.tile",)
                 marked, largest = e.mark(forms[0], step.over), step.kind == "max"
                 y = self.a.max(x[0], parts) if largest else self.a.sum(x[0], parts)
-                form = e.maximum(marked, step.over, parts) if largest else e.reduce(marked, parts)
+                folded = e.fold("max", marked, step.over, parts)
+                form = folded if largest else e.reduce(marked, parts)
         except DivisionByZero:
             return
         self._enter(form, y, labels - {step.over}, cost, step)

@@ -161,7 +161,10 @@ MUTATIONS: dict[str, tuple[Callable[[BlockProgram], BlockProgram], str]] = {
         with_attributes(7, axis="K.loop"),
         "operation 7 (cluster_reduce): cannot reduce over the loop axis K.loop",
     ),
-    "accumulate the product": (with_attributes(3, op="prod"), "op must be 'sum' or 'max'"),
+    "accumulate the least": (
+        with_attributes(3, op="min"),
+        "op must be 'max' or 'prod' or 'sum', not 'min'",
+    ),
     "accumulate what is no partial": (
         with_op(3, op("accumulate", (0,), "MK", axis="K.loop", op="sum")),
         "operation 3 (accumulate): its operand is no partial result over K.loop",

@@ -28,7 +28,7 @@ from cutesuper.ir.derivation import Derivation
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.dtypes import DType, float32
 from cutesuper.ir.graph import KernelGraph, Tensor
-from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.operators.base import INPUT, lookup
 from cutesuper.ir.unseen import fates_of, guarded_graph
 
 #: names or tensors
@@ -184,7 +184,7 @@ class _Joint:
         g, needed = self.both, self.graph.needed(self.graph.outputs)
         with g.verbatim():
             for i, n in enumerate(self.graph.nodes):
-                if n.operator == "input":
+                if n.operator == INPUT:
                     g.nodes.append(n)
                     self.values[i] = len(g.nodes) - 1
                     self.inputs.append((self.values[i], n.name))
@@ -228,7 +228,7 @@ class _Joint:
         """Cotangents of all values, from the outputs backwards."""
         g = self.both
         for i in reversed(range(len(self.graph.nodes))):
-            if i in known and self.graph.nodes[i].operator != "input":
+            if i in known and self.graph.nodes[i].operator != INPUT:
                 for j, t in self._contributions(i, active, known[i]):
                     known[j] = g.add(known[j], t) if j in known else t
         return known
@@ -250,7 +250,7 @@ class _Joint:
         """A gradient in the type of its input. A value that is the gradient of inputs of different
         types (``x + w``) exists once for each type."""
         g = self.both
-        given = t.node.operator == "input"
+        given = t.node.operator == INPUT
         if (t.dtype if given else g.types.setdefault(t.index, dtype)) == dtype:
             return t
         one = g.apply("constant", value=1.0)

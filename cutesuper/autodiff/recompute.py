@@ -11,7 +11,7 @@ from cutesuper.ir.arguments import shown
 from cutesuper.ir.derivation import Derivation
 from cutesuper.ir.dims import Symbol, extent, show_shape
 from cutesuper.ir.graph import KernelGraph, Tensor
-from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.operators.base import CONSTANT, lookup
 
 #: tensor core operations in the time of one byte of device memory: 750 TFLOP/s over 4.35 TB/s
 #: (H200)
@@ -53,7 +53,7 @@ class Reuse:
         for i in sorted(nodes):
             n = self.both.nodes[i]
             symbolic = any(isinstance(d, Symbol) for d in n.shape[1:])  # cannot be an input
-            if n.operator == "constant" or symbolic:
+            if n.operator == CONSTANT or symbolic:
                 continue
             name = "out" if i in self.outputs else self.both.names.get(i, n.operator)
             names[self._free(name, count, {*names, *self.inputs.values()})] = i
@@ -122,7 +122,7 @@ def _worth_keeping(reuse: Reuse, used: set[int]) -> set[int]:
     both = reuse.both
     reduced, multiplied = set[int](), set[int]()
     for i, n in enumerate(both.nodes):
-        product = n.operator == "matmul"
+        product = n.facets.contracts
         if product or multiplied & set(n.inputs):
             multiplied.add(i)
         if product or lookup(n.operator).reduces or reduced & set(n.inputs):
@@ -139,7 +139,7 @@ def _worth_keeping(reuse: Reuse, used: set[int]) -> set[int]:
 def _is_long_product(both: Derivation, i: int) -> bool:
     """True if computing an element takes longer than writing and reading it."""
     n = both.nodes[i]
-    if n.operator != "matmul":
+    if not n.facets.contracts:
         return False
     inner = extent(both.nodes[n.inputs[0]].shape[-1])
     return 2 * inner > FLOPS_PER_BYTE * 2 * n.dtype.itemsize

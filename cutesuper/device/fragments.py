@@ -11,26 +11,36 @@ from collections.abc import Sequence
 from typing import Any
 
 import cutlass.cute as cute
+import numpy as np
 from cutlass import BFloat16, Float16, Float32, Int16, Int32
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T, dsl_user_op, select_
 
-from cutesuper.device.math import nan_max
+from cutesuper.device.math import DeviceMath
+from cutesuper.ir.operators.monoid import monoid
 
-#: neutral element of each reduction
-NEUTRAL = {"sum": 0.0, "max": float("-inf")}
 #: 16-bit elements of a 16-byte access
 PIECE = 8
+
+class _Neutral(dict[str, float]):
+    def __missing__(self, kind: str) -> float:
+        return monoid(kind).identity
+
+
+#: neutral element of each monoid
+NEUTRAL = _Neutral()
 #: running sums of a thread: enough to hide the latency of an addition; every product but the first
 #: of each sum is added with one instruction
 CHAINS = 4
-#: -inf twice
-_LOWEST = {BFloat16: 0xFF80FF80, Float16: 0xFC00FC00}
+#: types of which a register holds two elements, and how instructions name them
+_PACKED = {BFloat16: "bf16x2", Float16: "f16x2"}
+#: running results are scalars, and one instruction combines two
+_SCALARS = DeviceMath(fast=False)
 
 
 def packed(registers: cute.Tensor) -> bool:
     """True if a fragment ``(vector, accesses)`` holds two elements per register."""
-    return registers.element_type in _LOWEST and registers.shape[0] % 2 == 0
+    return registers.element_type in _PACKED and registers.shape[0] % 2 == 0
 
 
 def widen(registers: cute.Tensor) -> cute.TensorSSA:
@@ -53,26 +63,28 @@ def widen(registers: cute.Tensor) -> cute.TensorSSA:
 
 
 def reduced(kind: str, fragment: cute.Tensor | cute.TensorSSA, inside: Sequence[Any]) -> Float32:
-    """Combine a thread's elements of a row into their ``sum`` or ``max``.
+    """Combine a thread's elements of a row.
 
     Args:
-        kind: of the reduction.
-        fragment: ``(vector, accesses)`` in fp32, or packed elements whose maximum is taken.
+        kind: name of the monoid.
+        fragment: ``(vector, accesses)`` in fp32, or packed elements.
         inside: for each access a predicate that is true inside the row, or None if it always is.
             Rows are whole accesses, so that there is no comparison for each element.
     """
+    if not isinstance(fragment, cute.TensorSSA) and monoid(kind).packed is None:
+        fragment = widen(fragment)
     if isinstance(fragment, cute.TensorSSA):
         values = [fragment[n] for n in range(cute.size(fragment.shape))]
         neutral: Any = Float32(NEUTRAL[kind])
     else:
-        values, neutral = words_of(fragment), lowest(fragment.element_type)
+        values, neutral = words_of(fragment), twice(NEUTRAL[kind], fragment.element_type)
     each = len(values) // len(inside)
     for n, x in enumerate(values):
         if inside[n // each] is not None:
             values[n] = type(neutral)(select_(inside[n // each], x, neutral))
     if isinstance(fragment, cute.TensorSSA):
         return total(kind, values)
-    return largest(values, fragment.element_type)
+    return _packed_total(kind, values, fragment.element_type)
 
 
 def words_of(registers: cute.Tensor) -> list[Int32]:
@@ -81,30 +93,33 @@ def words_of(registers: cute.Tensor) -> list[Int32]:
     return [words[n] for n in range(cute.size(words.shape))]
 
 
-def lowest(dtype: Any) -> Int32:
-    """A register with two elements that never win a maximum (-inf twice)."""
-    return Int32(_LOWEST[dtype] - (1 << 32))
+def twice(value: float, dtype: Any) -> Int32:
+    """A register with an element twice."""
+    half = np.float16(value).view(np.uint16)
+    bits = int(np.float32(value).view(np.uint32) >> 16 if dtype is BFloat16 else half)
+    word = bits << 16 | bits
+    return Int32(word - (1 << 32) if word >> 31 else word)
 
 
-def largest(words: Sequence[Int32], dtype: Any) -> Float32:
-    """The maximum of packed elements; NaN if one is."""
-    name = "bf16x2" if dtype is BFloat16 else "f16x2"
+def _packed_total(kind: str, words: Sequence[Int32], dtype: Any) -> Float32:
+    """Packed elements combined, two at a time; NaN if one is."""
+    name = f"{monoid(kind).packed}.{_PACKED[dtype]}"
     left = list(words)
     while len(left) > 1:
         pairs = zip(left[::2], left[1::2], strict=False)
-        left = [_packed_max(a, b, name) for a, b in pairs] + left[len(left) // 2 * 2 :]
+        left = [_packed(a, b, name) for a, b in pairs] + left[len(left) // 2 * 2 :]
     both = cute.make_rmem_tensor(cute.make_layout((2, 1)), dtype)
     cute.recast_tensor(both, Int32)[0] = left[0]
     wide = widen(both)
-    return nan_max(wide[0], wide[1])
+    return combine(kind, wide[0], wide[1])
 
 
 @dsl_user_op
-def _packed_max(a: Int32, b: Int32, name: str, *, loc: Any = None, ip: Any = None) -> Int32:
+def _packed(a: Int32, b: Int32, name: str, *, loc: Any = None, ip: Any = None) -> Int32:
     operands = [Int32(x).ir_value(loc=loc, ip=ip) for x in (a, b)]
     return Int32(
         llvm.inline_asm(
-            T.i32(), operands, f"max.NaN.{name} $0, $1, $2;", "=r,r,r", has_side_effects=False,
+            T.i32(), operands, f"{name} $0, $1, $2;", "=r,r,r", has_side_effects=False,
             is_align_stack=False, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
         )
     )  # fmt: skip
@@ -112,14 +127,13 @@ def _packed_max(a: Int32, b: Int32, name: str, *, loc: Any = None, ip: Any = Non
 
 def folded(total: Any, v: cute.TensorSSA, kind: str) -> Any:
     """Fold the elements of a vector into a running sum or maximum."""
-    if kind == "max":
-        return nan_max(total, v.reduce(cute.ReductionOp.MAX, Float32(NEUTRAL[kind]), 0))
-    return total + v.reduce(cute.ReductionOp.ADD, Float32(NEUTRAL[kind]), 0)
+    how = cute.ReductionOp.MAX if monoid(kind).selects else cute.ReductionOp.ADD
+    return combine(kind, total, v.reduce(how, Float32(NEUTRAL[kind]), 0))
 
 
 def combine(kind: str, a: Any, b: Any) -> Any:
-    """Return a + b or max(a, b)."""
-    return nan_max(a, b) if kind == "max" else a + b
+    """Combine two numbers by the monoid called ``kind``."""
+    return monoid(kind).combine(_SCALARS, a, b)
 
 
 def tree(kind: str, values: list[Any]) -> Any:

@@ -25,6 +25,13 @@ class DeviceMath:
     def __init__(self, fast: bool) -> None:
         self.fast = fast
 
+    def __getattr__(self, name: str) -> Any:
+        """An accurate function of the DSL; the approximate sine, for one, errs more the larger its
+        argument is."""
+        if name.startswith("_"):  # what the DSL asks of any object
+            raise AttributeError(name)
+        return getattr(cute.math, name)
+
     def exp(self, x: Any) -> Any:
         """e^x."""
         return cute.math.exp(x, fastmath=self.fast)
@@ -44,66 +51,6 @@ class DeviceMath:
     def tanh(self, x: Any) -> Any:
         """Hyperbolic tangent."""
         return cute.math.tanh(x, fastmath=self.fast)
-
-    def erf(self, x: Any) -> Any:
-        """Error function."""
-        return cute.math.erf(x)
-
-    def log1p(self, x: Any) -> Any:
-        """log(1 + x)."""
-        return cute.math.log1p(x)
-
-    def expm1(self, x: Any) -> Any:
-        """e^x - 1."""
-        return cute.math.expm1(x)
-
-    def sin(self, x: Any) -> Any:
-        """Sine, accurate for any x: the approximate unit's error grows with x."""
-        return cute.math.sin(x)
-
-    def cos(self, x: Any) -> Any:
-        """Cosine, as `sin`."""
-        return cute.math.cos(x)
-
-    def asin(self, x: Any) -> Any:
-        """Inverse sine."""
-        return cute.math.asin(x)
-
-    def acos(self, x: Any) -> Any:
-        """Inverse cosine."""
-        return cute.math.acos(x)
-
-    def atan(self, x: Any) -> Any:
-        """Inverse tangent."""
-        return cute.math.atan(x)
-
-    def sinh(self, x: Any) -> Any:
-        """Hyperbolic sine."""
-        return cute.math.sinh(x)
-
-    def cosh(self, x: Any) -> Any:
-        """Hyperbolic cosine."""
-        return cute.math.cosh(x)
-
-    def asinh(self, x: Any) -> Any:
-        """Inverse hyperbolic sine."""
-        return cute.math.asinh(x)
-
-    def acosh(self, x: Any) -> Any:
-        """Inverse hyperbolic cosine."""
-        return cute.math.acosh(x)
-
-    def atanh(self, x: Any) -> Any:
-        """Inverse hyperbolic tangent."""
-        return cute.math.atanh(x)
-
-    def erfc(self, x: Any) -> Any:
-        """1 - erf(x)."""
-        return cute.math.erfc(x)
-
-    def floor(self, x: Any) -> Any:
-        """The largest integer that is at most x."""
-        return cute.math.floor(x)
 
     def round(self, x: Any) -> Any:
         """The nearest integer; ties go to the even one."""

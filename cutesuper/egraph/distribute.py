@@ -72,14 +72,14 @@ class _Distribution:
         over = op.over
         if over is None or over != self.label or not any(self._waits(i, over) for i in args):
             return self._add(replace(op, inputs=tuple(args)))
-        if op.kind == "matmul":
+        if op.facets.contracts:
             waiting = [i for i in args if self._waits(i, over)]
             others = [i for i in args if i not in waiting]
             if len(waiting) == 1 and len(others) == 1:
                 return self._product(waiting, [], others[0], over)
-        elif op.kind == "mean":
+        elif op.facets.averages:
             return self._some(self._mean(args, [], over))
-        elif op.kind == "sum":
+        elif op.facets.sums:
             return self._sum(args, [], over)
         raise _NotLinear
 
@@ -106,7 +106,7 @@ class _Distribution:
             return self._reduction("sum", (self._times(kept),), over)
         op = self.ops[factors[0]]
         if not kept and len(factors) == 1 and over not in op.labels:
-            if op.kind == "mean" and op.over == over:
+            if op.facets.averages and op.over == over:
                 return self._reduction("sum", op.inputs, over)
             raise _NotLinear
         return self._split(factors, kept, over, lambda f, k: self._sum(f, k, over))
@@ -119,18 +119,17 @@ class _Distribution:
             return self._scaled(rest(others, kept), first)
         if not self._waits(first, over):
             return self._some(rest(others, [*kept, first]))
-        if op.kind in ("add", "sub") and self.sums < MAX_SUMS:
+        powers = op.facets.powers
+        if op.facets.signs and self.sums < MAX_SUMS:
             self.sums += 1
             left, right = (self._some(rest([i, *others], kept)) for i in op.inputs)
             return self._binary(op.kind, left, right)
-        if op.kind == "mul":
-            return self._some(rest([*op.inputs, *others], kept))
-        if op.kind == "square":
-            return self._some(rest([op.inputs[0], op.inputs[0], *others], kept))
-        if op.kind == "div" and over not in self.ops[op.inputs[1]].labels:
-            return self._binary(
-                "div", self._some(rest([op.inputs[0], *others], kept)), op.inputs[1]
-            )
+        if powers and min(powers) > 0:
+            factors = [i for i, n in zip(op.inputs, powers, strict=True) for _ in range(n)]
+            return self._some(rest([*factors, *others], kept))
+        if op.facets.divides and over not in self.ops[op.inputs[1]].labels:
+            quotient = self._some(rest([op.inputs[0], *others], kept))
+            return self._binary(op.kind, quotient, op.inputs[1])
         raise _NotLinear
 
     @staticmethod

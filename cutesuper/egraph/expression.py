@@ -8,10 +8,11 @@ the 2412 programs extracted for the backward pass of RMSNorm were wrong.)
 * polynomial: monomials with integer coefficients, known by an int;
 * monomial: numerator (atoms with exponents), denominator (ONE expanded polynomial, nothing is
   cancelled: otherwise ``softmax(S) @ V`` would become ``V``), extents (``K.loop``, ``K.tile``);
-* atom: a variable with its free labels, a constant, a function of a polynomial, a maximum, or a
-  *sealed* sum, i.e. one that is multiplied later and that products therefore see as one atom (else
-  the goal would accept every sub-sum of every partial product: a program with a squared sum of
-  three terms was not finished after 150 s; sealed it takes 0.04 s).
+* atom: a variable with its free labels, a constant, a function of a polynomial, a *fold* (a
+  maximum, or any reduction that is no sum), or a *sealed* sum, i.e. one that is multiplied later
+  and that products therefore see as one atom (else the goal would accept every sub-sum of every
+  partial product: a program with a squared sum of three terms was not finished after 150 s; sealed
+  it takes 0.04 s).
 
 `Expressions` is the algebra that `Operator.symbolic` takes:
 
@@ -33,6 +34,7 @@ from cutesuper.egraph.clock import look
 
 ZERO, ONE = 0, 1  # the polynomials 0 and 1
 _UNIT = 0  # the monomial 1
+EXP = "exp"  # name of the atoms that `Expressions.exp` makes
 
 
 class AtomKind(IntEnum):
@@ -42,7 +44,7 @@ class AtomKind(IntEnum):
     CONSTANT = 1
     FUNCTION = 2
     SEALED = 3
-    MAXIMUM = 4
+    FOLD = 4
 
 
 # Tuples, not dataclasses: hundreds of thousands are made and looked up in a search, and a frozen
@@ -50,12 +52,14 @@ class AtomKind(IntEnum):
 
 
 class Atom(NamedTuple):
-    """A factor. ``labels``: the free labels of a variable, or the reduced parts of a maximum."""
+    """A factor. ``labels``: the free labels of a variable, or the reduced parts of a fold, which
+    combines their elements by the monoid ``how``."""
 
     kind: AtomKind
     name: str
     labels: tuple[str, ...] = ()
     argument: int = ONE
+    how: str = ""
 
 
 Powers = tuple[tuple[Any, int], ...]  # (atom id or extent symbol, exponent), sorted
@@ -157,7 +161,7 @@ class Expressions:
 
     def exp(self, x: int) -> int:
         """exp(x); products of exps merge: exp(x) * exp(y) = exp(x + y)."""
-        return self.opaque("exp", x)
+        return self.opaque(EXP, x)
 
     def opaque(self, name: str, x: int) -> int:
         """A function of which nothing is known but that equal arguments give equal values."""
@@ -173,35 +177,37 @@ class Expressions:
             )
         )
 
-    def maximum(self, x: int, label: str, parts: tuple[str, ...]) -> int:
-        """The maximum over parts of a label; a maximum of a maximum over other parts is one."""
-        inner = self.is_maximum(x, label)
+    def fold(self, how: str, x: int, label: str, parts: tuple[str, ...]) -> int:
+        """A maximum, or another reduction that is no sum, over parts of a label; one over other
+        parts of it is combined with these."""
+        inner = self.is_fold(x, how, label)
         if inner is not None:
             x, parts = inner.argument, (*inner.labels, *parts)
-        return self._single(Atom(AtomKind.MAXIMUM, label, tuple(sorted(parts)), x))
+        return self._single(Atom(AtomKind.FOLD, label, tuple(sorted(parts)), x, how))
 
-    def is_maximum(self, x: int, label: str) -> Atom | None:
-        """The atom of a maximum over ``label``, if x is one."""
+    def is_fold(self, x: int, how: str, label: str) -> Atom | None:
+        """The atom of such a reduction over ``label``, if x is one."""
         powers = self.monomials[self.polynomials[x][0][0]].numerator if self._is_atom(x) else ()
         atom = self.atoms[powers[0][0]] if powers else None
-        return atom if atom and (atom.kind, atom.name) == (AtomKind.MAXIMUM, label) else None
+        known = atom and (atom.kind, atom.name, atom.how) == (AtomKind.FOLD, label, how)
+        return atom if known else None
 
     @_memoised
-    def maxima(self, x: int) -> frozenset[int]:
-        """All atoms inside x that are maxima."""
+    def folds(self, x: int) -> frozenset[int]:
+        """All atoms inside x that `fold` made."""
         found: set[int] = set()
         for m, _ in self.terms(x):
-            found |= self.maxima(m.denominator) if m.denominator != ONE else frozenset()
+            found |= self.folds(m.denominator) if m.denominator != ONE else frozenset()
             for a, _ in m.numerator:
                 atom = self.atoms[a]
-                found |= {a} if atom.kind == AtomKind.MAXIMUM else set()
+                found |= {a} if atom.kind == AtomKind.FOLD else set()
                 if atom.argument != ONE:
-                    found |= self.maxima(atom.argument)
+                    found |= self.folds(atom.argument)
         return frozenset(found)
 
     @_memoised
     def completed(self, x: int, labels: tuple[tuple[str, tuple[str, ...]], ...]) -> int:
-        """x with every maximum over some parts of a label taken over all of them.
+        """x with every fold of some parts of a label taken over all of them.
 
         before: ``exp(S - max[K.tile](S))``; after: ``exp(S - max[K.loop, K.tile](S))``.
 
@@ -209,7 +215,7 @@ class Expressions:
             x: a polynomial.
             labels: all parts of every label.
         """
-        if not self.maxima(x):
+        if not self.folds(x):
             return x
         return self.sealed(
             self._mapped(
@@ -226,8 +232,8 @@ class Expressions:
         argument = self.completed(atom.argument, labels)
         if atom.kind == AtomKind.SEALED and self._is_atom(argument):
             return self.monomials[self.polynomials[argument][0][0]].numerator[0][0]
-        parts = dict(labels)[atom.name] if atom.kind == AtomKind.MAXIMUM else atom.labels
-        return self.atom(Atom(atom.kind, atom.name, tuple(sorted(parts)), argument))
+        parts = dict(labels)[atom.name] if atom.kind == AtomKind.FOLD else atom.labels
+        return self.atom(atom._replace(labels=tuple(sorted(parts)), argument=argument))
 
     def _is_atom(self, x: int) -> bool:
         """True if x is one atom, or 1."""
@@ -283,8 +289,8 @@ class Expressions:
     def _mark_atom(self, atom: int, label: str) -> int:
         a = self.atoms[atom]
         if a.kind == AtomKind.VARIABLE:
-            return self.atom(Atom(a.kind, a.name, tuple(x for x in a.labels if x != label)))
-        return self.atom(Atom(a.kind, a.name, a.labels, self.mark(a.argument, label)))
+            return self.atom(a._replace(labels=tuple(x for x in a.labels if x != label)))
+        return self.atom(a._replace(argument=self.mark(a.argument, label)))
 
     # ------------------------------------------------------------------------------------ sealing
 
@@ -296,7 +302,7 @@ class Expressions:
         terms = len(self.polynomials[x])
         if x in self._sealed or terms == 0 or (terms == 1 and not products) or self._is_atom(x):
             return self.sealed(x)
-        self._sealed[x] = self._single(Atom(AtomKind.SEALED, "sum", (), x))
+        self._sealed[x] = self._single(Atom(AtomKind.SEALED, "", (), x))
         self.memo.clear()  # some results equal the sum, or contain it
         return self._sealed[x]
 
@@ -328,13 +334,13 @@ class Expressions:
         a = self.atoms[atom]
         if a.kind in (AtomKind.VARIABLE, AtomKind.CONSTANT):
             return 1
-        own = 0 if self.is_exp(atom) else 1 + len(a.labels) * (a.kind == AtomKind.MAXIMUM)
+        own = 0 if self.is_exp(atom) else 1 + len(a.labels) * (a.kind == AtomKind.FOLD)
         return own + self.size(a.argument)
 
     def is_exp(self, atom: int) -> bool:
         """True if an atom is an exponential."""
         a = self.atoms[atom]
-        return a.kind == AtomKind.FUNCTION and a.name == "exp"
+        return a.kind == AtomKind.FUNCTION and a.name == EXP
 
     # ------------------------------------------------------------------------------------- tables
 
@@ -398,7 +404,7 @@ class Expressions:
             del powers[a]
             for _ in range(e):
                 total = self.add(total, self.atoms[a].argument)
-        powers[self.atom(Atom(AtomKind.FUNCTION, "exp", (), total))] = 1
+        powers[self.atom(Atom(AtomKind.FUNCTION, EXP, (), total))] = 1
 
     def show(self, x: int) -> str:
         """Readable text: ``K.tile*X[M]*W[N] + 2*b[N]``."""
@@ -439,7 +445,7 @@ def _show_atom(table: Expressions, a: Atom) -> str:
         return f"{a.name}[{','.join(a.labels)}]" if a.labels else a.name
     inner = table.show(a.argument)
     return (
-        f"max[{','.join(a.labels)}]({inner})"
-        if a.kind == AtomKind.MAXIMUM
+        f"{a.how}[{','.join(a.labels)}]({inner})"
+        if a.kind == AtomKind.FOLD
         else (f"({inner})" if a.kind == AtomKind.SEALED else f"{a.name}({inner})")
     )

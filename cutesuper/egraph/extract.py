@@ -29,6 +29,7 @@ from cutesuper.ir.block import (
     BlockProgram,
 )
 from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.operators.base import CONSTANT
 
 #: cost of computing class ``i`` by a derivation, in microseconds of the whole kernel
 Price = Callable[[int, Derivation], float]
@@ -319,7 +320,7 @@ def _block_op(
     program: LabelledProgram, d: Derivation, args: tuple[int, ...], dims: tuple[str, ...]
 ) -> BlockOp:
     attributes = dict(d.attributes)
-    if d.kind in (LOAD, "constant"):
+    if d.kind in (LOAD, CONSTANT):
         source = program.ops[attributes["op"]]
         attributes = dict(source.attributes)
         if d.kind == LOAD:

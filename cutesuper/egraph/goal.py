@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cutesuper.egraph.clock import look
-from cutesuper.egraph.expression import ONE, ZERO, Atom, AtomKind, Expressions
+from cutesuper.egraph.expression import EXP, ONE, ZERO, Atom, AtomKind, Expressions
 
 #: width of one bit field, which counts the occurrences of one variable; its top bit is a guard. A
 #: square of a square doubles the count with every operator, of which there are up to 32
@@ -99,11 +99,11 @@ class Goal:
     # ---------------------------------------------------------------------------------- variants
 
     def whole(self, x: int) -> int:
-        """x with maxima over some parts of a label taken over all of them."""
-        return self.table.completed(x, self._all_parts) if self.table.maxima(x) else x
+        """x with folds of some parts of a label taken over all of them."""
+        return self.table.completed(x, self._all_parts) if self.table.folds(x) else x
 
     def later(self, x: int) -> list[int]:
-        """Forms in which x may be part of a target: with whole maxima, and more labels bound."""
+        """Forms in which x may be part of a target: with whole folds, and more labels bound."""
         return self._later(self.whole(x))
 
     def _later(self, x: int) -> list[int]:
@@ -246,7 +246,7 @@ class Goal:
             if rest is not None:
                 del powers[other]
                 if rest != ZERO:
-                    powers[self.table.atom(Atom(AtomKind.FUNCTION, "exp", (), rest))] = 1
+                    powers[self.table.atom(Atom(AtomKind.FUNCTION, EXP, (), rest))] = 1
                 return True
         return False
 

@@ -21,10 +21,11 @@ from typing import Any
 
 from cutesuper.egraph.clock import look
 from cutesuper.errors import SearchError
+from cutesuper.ir.block import LOAD
 from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Shape
 from cutesuper.ir.dtypes import DType
-from cutesuper.ir.operators.base import Attributes, Items, lookup
+from cutesuper.ir.operators.base import Attributes, Items, Operator, facets, lookup
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class RegionOp:
     operands: tuple[View, ...]
     attributes: Items
     shape: Shape
+
+    @property
+    def facets(self) -> Operator:
+        """What the table of operators says of it."""
+        return facets(self.kind)
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,11 @@ class LabelledOp:
     labels: frozenset[str]
     attributes: Attributes
     over: str | None = None
+
+    @property
+    def facets(self) -> Operator:
+        """What the table of operators says of it; nothing for a load."""
+        return facets(self.kind)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LabelledOp):
@@ -234,7 +245,7 @@ def _side_by_side(found: _Unification) -> _Unification:
     alike: dict[Any, list[Slot]] = {}
     reduced = {found.find(s) for s in found.reduced()}
     for i, op in enumerate(found.region.ops):
-        if op.kind != "matmul":
+        if not op.facets.contracts:
             continue
         a, b = found.slots((i, 0)), found.slots((i, 1))
         for shared, own in ((a, b[-1]), (b, a[-2])):
@@ -319,14 +330,14 @@ class _Unification:
     def _unify_op(self, i: int, op: RegionOp) -> None:
         result: list[Slot] = [(len(self.region.inputs) + i, d) for d in range(len(op.shape))]
         operands = [self.slots((i, j)) for j in range(len(op.operands))]
-        if op.kind == "matmul":
+        if op.facets.contracts:
             a, b = operands
             self._join(a[-1], b[-2])
             self._join(a[-2], result[-2])
             self._join(b[-1], result[-1])
             self._align(a[:-2], result[:-2])
             self._align(b[:-2], result[:-2])
-        elif op.kind == "transpose":
+        elif op.facets.permutes:
             for a, b in zip(operands[0], result, strict=True):
                 self._join(a, b)
         elif lookup(op.kind).reduces:
@@ -349,7 +360,7 @@ class _Unification:
     def reduced(self) -> Iterator[Slot]:
         """Dimensions over which an operator contracts or reduces."""
         for i, op in enumerate(self.region.ops):
-            if op.kind == "matmul":
+            if op.facets.contracts:
                 yield self.slots((i, 0))[-1]
             elif lookup(op.kind).reduces and op.operands:
                 yield self.slots((i, 0))[dict(op.attributes)["dim"]]
@@ -366,7 +377,7 @@ class _Unification:
             index[len(self.region.inputs) + i] = self._operation(i, op, args, ops, index)
         outputs = tuple((index[v.value], self._map(v.value, v.order)) for v in self.region.outputs)
         order = [n for _, m in outputs for n in m if n is not None]
-        order += [n for op in ops if op.kind == "load" for n in op.attributes["map"] if n]
+        order += [n for op in ops if op.kind == LOAD for n in op.attributes["map"] if n]
         extents = {self.names[r]: self.extent(r) for r in self.names}
         dims = {n: extents[n] for n in dict.fromkeys(order)}
         return LabelledProgram(dims, tuple(ops), outputs)
@@ -391,9 +402,9 @@ class _Unification:
     ) -> int:
         labels = frozenset[str]().union(*(ops[a].labels for a in args))
         kind, over, attributes = op.kind, None, dict(op.attributes)
-        if kind in ("transpose", "convert"):  # the type is that of the stored tensor
+        if op.facets.permutes or op.facets.converts:  # the type is that of the stored tensor
             return args[0]
-        if kind == "matmul":
+        if op.facets.contracts:
             over = self.names.get(self.find(self.slots((i, 0))[-1]))
             kind = kind if over else "mul"  # an inner dimension of extent 1
         elif lookup(kind).reduces:
@@ -461,7 +472,7 @@ class _Unification:
         dead = {self.find(s) for s in self.dead}
         rows: set[Slot] = set()
         for i, op in enumerate(self.region.ops):
-            if op.kind != "matmul":
+            if not op.facets.contracts:
                 continue
             a, b = ({self.find(s) for s in self.slots((i, j))} & wanted for j in (0, 1))
             row = self.find(self.slots((i, 0))[-2])
@@ -472,7 +483,7 @@ class _Unification:
     def _roles(self) -> Iterator[tuple[Slot, str]]:
         """Dimensions with the name that their role suggests, strongest role first."""
         for i, op in enumerate(self.region.ops):
-            if op.kind == "matmul":
+            if op.facets.contracts:
                 a, b = self.slots((i, 0)), self.slots((i, 1))
                 yield from ((a[-1], "K"), (a[-2], "M"), (b[-1], "N"))
                 yield from ((s, "B") for s in a[:-2] + b[:-2])

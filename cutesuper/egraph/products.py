@@ -10,7 +10,7 @@ from cutesuper.errors import SearchError
 
 def is_product(program: LabelledProgram, op: LabelledOp) -> bool:
     """True for a product of two matrices; one with a vector is a multiplication and a sum."""
-    if op.kind != "matmul":
+    if not op.facets.contracts:
         return False
     a, b = (program.ops[i].labels for i in op.inputs)
     return not a <= b and not b <= a

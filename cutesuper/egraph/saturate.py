@@ -24,7 +24,7 @@ import numpy as np
 
 from cutesuper.egraph.clock import look
 from cutesuper.egraph.labelled import LabelledOp
-from cutesuper.egraph.space import ARITHMETIC, Pairing, Space
+from cutesuper.egraph.space import Pairing, Space
 from cutesuper.egraph.splits import AnyRules, Operand, Rules, Split, State, all_parts
 from cutesuper.errors import SearchError
 from cutesuper.ir.block import (
@@ -36,7 +36,8 @@ from cutesuper.ir.block import (
     AxisKind,
 )
 from cutesuper.ir.field import DivisionByZero, FieldAlgebra, FieldValue, align, uniform
-from cutesuper.ir.operators.base import Operator, lookup
+from cutesuper.ir.operators.base import CONSTANT, Operator, lookup
+from cutesuper.ir.operators.monoid import MAX, SUM, Monoid
 
 #: extent of every part of a label in class keys (1 would make a sum over it invisible)
 _PART = 2
@@ -94,7 +95,8 @@ class Table:
         self._index: dict[Class, int] = {}
         self._sizes: list[int] = []
         self._usable: list[bool] = []  # True if element-wise operators may take the class
-        self._partial: list[bool] = []  # True if it is a maximum over some parts of a label only
+        #: the monoid of a class that combines some parts of a label only; None for sums
+        self._partial: list[Monoid | None] = []
         self._integers: dict[int, int] = {}  # classes of loads of integers; few results use them
         self._by_form: dict[int, list[int]] = {}
         #: for each form, how many other forms it has met, and those with which it can be combined
@@ -102,7 +104,9 @@ class Table:
         self._joins: dict[tuple[State, State], State | None] = {}
         self._field = FieldAlgebra(seed, primes=space.primes(seed))
         #: operators on normal forms, by name: the functions that `Operator.symbolic` calls
-        self._arithmetic = {kind: getattr(space.table, kind) for kind in ARITHMETIC}
+        self._arithmetic = {k: getattr(space.table, k) for k in (*space.products, *space.sums)}
+        self._divides = {k: lookup(k).divides for k in space.products}
+        self._symmetric = {k: len(set(lookup(k).signs or ())) == 1 for k in space.sums}
         self._rng = np.random.default_rng(seed)
         self.goals = self._leaves()
 
@@ -119,7 +123,7 @@ class Table:
                     f"{op.kind}: it divides by what is 0 whatever the inputs are, so no program "
                     "can be compared with it"
                 ) from error
-            if op.kind in ("load", "constant"):
+            if op.kind in (LOAD, CONSTANT):
                 inside = frozenset(
                     n for n, a in self.axes.items() if a.dim in op.labels and self._encloses(a)
                 )
@@ -142,7 +146,7 @@ class Table:
         return axis.kind in _ITERATED or axis.name in self.split.divided_axes
 
     def _source_value(self, i: int, op: LabelledOp, args: list[FieldValue]) -> FieldValue:
-        if op.kind == "load":
+        if op.kind == LOAD:
             parts = [p for label in sorted(op.labels) for p in self.split.parts(label)]
             if label := self.space.counted.get(i):  # some columns are visible, others are not
                 last = _PART ** len(self.split.parts(label))
@@ -152,17 +156,17 @@ class Table:
         if op.over is None:
             return self._elementwise_value(op.kind, args, op.attributes)
         kind = op.kind
-        if kind == "matmul":
-            kind, args = "sum", [self._field.mul(*args)]
+        if op.facets.contracts:
+            kind, args = SUM.name, [self._field.mul(*args)]
         return self._reduced_value(kind, args[0], op.over, self.split.parts(op.over))
 
     def _reduced_value(
         self, kind: str, x: FieldValue, label: str, parts: tuple[str, ...]
     ) -> FieldValue:
-        if kind == "max":
-            return self._field.max(x, parts)
-        x = self._field.sum(x, parts, dict.fromkeys(parts, _PART))
-        if kind == "sum":
+        operator = lookup(kind)
+        assert operator.reduces is not None
+        x = operator.reduces.reduced(self._field, x, parts, dict.fromkeys(parts, _PART))
+        if not operator.averages:
             return x
         extent = prod(_PART for _ in self.split.parts(label))
         return self._field.div(x, self._field.constant(float(extent)))
@@ -209,7 +213,7 @@ class Table:
             self.derivations.append([])
             self._sizes.append(self.space.table.size(key.form))
             self._usable.append(self.rules.computes((key.labels,), key.state))
-            self._partial.append(self.space.partial_maximum(key.form) is not None)
+            self._partial.append(self.space.partial(key.form))
             self._by_form.setdefault(key.form, []).append(i)
         self.derivations[i].append(derivation)
         self._entered.append((i, derivation))
@@ -309,10 +313,11 @@ class Table:
         if axis.dim in c.labels or not self._ends(c, axis):
             return
         shifts = self._shifts(c.form, axis.dim)
-        if self._partial[i]:
-            self._close(i, axis, "max", (i,))
+        how = self._partial[i]
+        if how is not None:
+            self._close(i, axis, how.name, (i,))
         elif not shifts:
-            self._close(i, axis, "sum", (i,))
+            self._close(i, axis, SUM.name, (i,))
         elif len(shifts) == 1:
             for t in self._by_form.get(shifts[0], ()):
                 top = self.classes[t]
@@ -335,7 +340,7 @@ class Table:
         """Maxima over some parts of a label that occur inside a form."""
         table = self.space.table
         complete = len(all_parts(label))
-        atoms = ((a, table.atoms[a]) for a in table.maxima(form))
+        atoms = ((a, table.atoms[a]) for a in table.folds(form))
         partial = (a for a, m in atoms if m.name == label and len(m.labels) < complete)
         return [table.single(a) for a in partial]
 
@@ -352,17 +357,17 @@ class Table:
     def _rescaled(self, i: int, t: int, axis: Axis) -> None:
         """The sum of x * exp(t - T), where T is the maximum of t over the axis."""
         table, x = self.space.table, self.classes[i]
-        top = self.space.reduced("max", self.classes[t].form, axis.dim, (axis.name,))
+        top = self.space.reduced(MAX.name, self.classes[t].form, axis.dim, (axis.name,))
         for j in self._by_form.get(top, ()):
             if axis.name in self.classes[j].state.pending:
                 continue
             weight = table.exp(table.sub(self.classes[t].form, top))
-            form = self.space.reduced("sum", table.mul(x.form, weight), axis.dim, (axis.name,))
+            form = self.space.reduced(SUM.name, table.mul(x.form, weight), axis.dim, (axis.name,))
             self._offer(
                 form,
                 x.labels,
                 self._closed(x.state, axis),
-                Derivation(_CLOSED_BY[axis.kind], (i, t, j), axis.name, (("op", "sum"),)),
+                Derivation(_CLOSED_BY[axis.kind], (i, t, j), axis.name, (("op", SUM.name),)),
                 lambda: self._rescaled_value(i, t, j, axis),  # noqa: B023
             )
 
@@ -413,7 +418,7 @@ class Table:
     def _rescaled_value(self, x: int, t: int, top: int, axis: Axis) -> FieldValue:
         a = self._field
         weight = a.exp(a.sub(self.values[t], self.values[top]))
-        return self._reduced_value("sum", a.mul(self.values[x], weight), axis.dim, (axis.name,))
+        return self._reduced_value(SUM.name, a.mul(self.values[x], weight), axis.dim, (axis.name,))
 
     # ------------------------------------------------------------------------------ two operands
 
@@ -477,28 +482,36 @@ class Table:
 
         A maximum over some parts of a label is only used as a shift: x - max.
         """
-        kinds = self.space.binary
         if self._partial[i] or self._partial[j]:
-            if "sub" in kinds and self._partial[i] != self._partial[j] and pairing.together:
-                yield ("sub", j, i) if self._partial[i] else ("sub", i, j)
+            if pairing.together:
+                yield from self._shifted(i, j)
             return
         if pairing.fits:
-            yield "mul", i, j
-            if "div" in kinds and pairing.right_divides:
-                yield "div", i, j
-            if "div" in kinds and i != j and pairing.left_divides:
-                yield "div", j, i
+            for kind in self.space.products:
+                divides = self._divides[kind]
+                if not divides or pairing.right_divides:
+                    yield kind, i, j
+                if divides and i != j and pairing.left_divides:
+                    yield kind, j, i
         if pairing.together:
-            if "add" in kinds:
-                yield "add", i, j
-            if "sub" in kinds and i != j:
-                yield "sub", i, j
-                yield "sub", j, i
+            for kind in self.space.sums:
+                if self._symmetric[kind]:
+                    yield kind, i, j
+                elif i != j:
+                    yield kind, i, j
+                    yield kind, j, i
         for kind, swapped in pairing.chosen:
             if not swapped:
                 yield kind, i, j
             elif i != j:
                 yield kind, j, i
+
+    def _shifted(self, i: int, j: int) -> Iterator[tuple[str, int, int]]:
+        """Differences with a maximum over some parts of a label."""
+        how = [self._partial[k] for k in (i, j)]
+        if None in how and all(h is None or h.selects for h in how):
+            for kind in (k for k in self.space.sums if not self._symmetric[k]):
+                yield (kind, j, i) if how[0] else (kind, i, j)
 
     def _elementwise(self, kind: str, i: int, j: int, labels: frozenset[str], state: State) -> None:
         x, y = self.classes[i].form, self.classes[j].form
@@ -521,7 +534,7 @@ class Table:
             return
         left, right = self._operand(i), self._operand(j)
         for kind, label in self.space.reductions:
-            if kind != "sum" or label not in a.labels & b.labels:
+            if not lookup(kind).sums or label not in a.labels & b.labels:
                 continue
             if self.rules.contracts(right, left, label):
                 self._contraction(j, i, label, labels, state)
@@ -533,14 +546,16 @@ class Table:
     ) -> None:
         parts, values = self.split.tile_parts(label), (self.values[i], self.values[j])
         product = self.space.table.mul(self.classes[i].form, self.classes[j].form)
-        form = self.space.reduced("sum", product, label, parts)
+        form = self.space.reduced(SUM.name, product, label, parts)
         pending = state.pending | {n for n, x in self.axes.items() if x.dim == label}
         self._offer(
             form,
             labels - {label},
             state._replace(pending=pending),
             Derivation("matmul", (i, j), label),
-            lambda: self._reduced_value("sum", self._field.mul(*values), label, (f"{label}.tile",)),
+            lambda: self._reduced_value(
+                SUM.name, self._field.mul(*values), label, (f"{label}.tile",)
+            ),
         )
 
     def _operand(self, i: int) -> Operand:

@@ -10,8 +10,10 @@ from cutesuper.egraph.expression import Expressions
 from cutesuper.egraph.goal import Goal
 from cutesuper.egraph.labelled import LabelledOp, LabelledProgram
 from cutesuper.egraph.splits import all_parts
+from cutesuper.ir.block import LOAD
 from cutesuper.ir.field import Primes, draw_primes
-from cutesuper.ir.operators.base import TABLE, Items, lookup
+from cutesuper.ir.operators.base import CONSTANT, TABLE, Items, lookup
+from cutesuper.ir.operators.monoid import SUM, Monoid
 
 #: values that are sealed besides sums that are multiplied. 0: no others. 1: values with several
 #: users; a norm of a norm needs more than 4000 classes without, and 23 with. 2: all values; the
@@ -19,8 +21,8 @@ from cutesuper.ir.operators.base import TABLE, Items, lookup
 Sealing = Literal[0, 1, 2]
 
 
-#: binary operators that normal forms interpret
-ARITHMETIC = ("mul", "div", "add", "sub")
+#: the reduction that a matrix product ends with
+_SUM = SUM.name
 
 
 class Pairing(NamedTuple):
@@ -78,15 +80,18 @@ class Space:
         operators = dict.fromkeys(  # not a set: numbers that differ in sign only have no order
             (op.kind, Items(op.attributes), len(op.inputs))
             for op in program.ops
-            if op.kind not in ("load", "constant") and op.over is None and not _integers(op)
+            if op.kind not in (LOAD, CONSTANT) and op.over is None and not _integers(op)
         )
         self.unary = sorted((k, a) for k, a, n in operators if n == 1)
         self.binary = sorted({k for k, _, n in operators if n == 2} | {"mul"})
         self.reductions = sorted(
-            {("sum" if op.kind == "matmul" else op.kind, op.over) for op in program.ops if op.over}
+            {(_SUM if op.facets.contracts else op.kind, op.over) for op in program.ops if op.over}
         )
-        #: those of `binary` without algebra
-        self.uninterpreted = [kind for kind in self.binary if kind not in ARITHMETIC]
+        #: those that multiply and divide, and those that add and subtract
+        self.products = [k for k in reversed(self.binary) if lookup(k).powers]
+        self.sums = [k for k in self.binary if lookup(k).signs]
+        #: those without algebra
+        self.uninterpreted = [k for k in self.binary if k not in (*self.products, *self.sums)]
         #: for each operand of these, the normal forms that it may have
         self._taken: dict[tuple[str, int], set[int]] = {}
         for op in program.ops:
@@ -107,7 +112,7 @@ class Space:
     def primes(self, seed: int) -> Primes:
         """A field, the same for all splits, in which different numbers of the program differ."""
         if seed not in self._primes:
-            numbers = [op.attributes["value"] for op in self.program.ops if op.kind == "constant"]
+            numbers = [op.attributes["value"] for op in self.program.ops if op.kind == CONSTANT]
             self._primes[seed] = draw_primes([seed], numbers)
         return self._primes[seed]
 
@@ -164,7 +169,7 @@ class Space:
         multiplied = {
             i
             for op in self.program.ops
-            if op.kind in ("mul", "div", "matmul", "square")
+            if op.facets.contracts or op.facets.powers
             for i in op.inputs
         }
         values: list[int] = []
@@ -179,29 +184,31 @@ class Space:
 
     def form(self, op: LabelledOp, index: int, args: list[int]) -> int:
         """Normal form of an operation of the program."""
-        if op.kind == "load":
+        if op.kind == LOAD:
             return self.table.variable(f"{op.attributes['tensor']}.{index}", op.labels)
         if op.over is None:
             return lookup(op.kind).symbolic(self.table, args, op.attributes)
         kind = op.kind
-        if kind == "matmul":
-            kind, args = "sum", [self.table.mul(*args)]
+        if op.facets.contracts:
+            kind, args = _SUM, [self.table.mul(*args)]
         return self.reduced(kind, args[0], op.over, all_parts(op.over))
 
     def reduced(self, kind: str, x: int, label: str, parts: tuple[str, ...]) -> int:
-        """Normal form of a sum, mean or maximum over parts of a label."""
-        x = self.table.mark(x, label)
-        if kind == "max":
-            return self.table.maximum(x, label, parts)
+        """Normal form of a reduction over parts of a label."""
+        x, operator = self.table.mark(x, label), lookup(kind)
+        assert operator.reduces is not None
+        if not operator.reduces.linear:
+            return self.table.fold(operator.reduces.name, x, label, parts)
         x = self.table.reduce(x, parts)
-        return self.table.mul(x, self.table.symbol(f"1/{label}")) if kind == "mean" else x
+        return self.table.mul(x, self.table.symbol(f"1/{label}")) if operator.averages else x
 
-    def partial_maximum(self, x: int) -> str | None:
-        """The label over which x is a maximum of some parts only."""
+    def partial(self, x: int) -> Monoid | None:
+        """The monoid by which x combines some parts of a label only; None if it adds them."""
         for kind, label in self.reductions:
-            inner = self.table.is_maximum(x, label) if kind == "max" else None
+            how = lookup(kind).reduces
+            inner = None if how is None else self.table.is_fold(x, how.name, label)
             if inner is not None and len(inner.labels) < len(all_parts(label)):
-                return label
+                return how
         return None
 
 

@@ -172,7 +172,7 @@ def splits(program: LabelledProgram) -> Iterator[Split]:
     stored is a grid axis, which may have an extent of 1; a loop over it would only repeat work.
     """
     reduced, again = set(program.reduced), _needed_again(program)
-    contracted = {op.over for op in program.ops if op.kind == "matmul"}
+    contracted = {op.over for op in program.ops if op.facets.contracts}
     stored = {d for _, m in program.outputs for d in m if d is not None}
     chosen: list[tuple[tuple[AxisKind, ...], ...]] = [()]
     for label, dim in program.dims.items():

@@ -429,6 +429,11 @@ def _unary(formula: Formula, *options: str) -> Pointwise:
     return Pointwise(_X, formula, options)
 
 
+def of_function(name: str) -> Pointwise:
+    """The entry of a function of the table of operators."""
+    return _unary(lambda g, x: g.apply(name, x))
+
+
 def _binary(formula: Formula, *options: str) -> Pointwise:
     return Pointwise(_XY, formula, options)
 
@@ -500,38 +505,13 @@ enter_all({
     "aten.true_divide.Tensor": _binary(_div),
     "aten.reciprocal.default": _unary(lambda g, x: _div(g, 1.0, x)),
     "aten.neg.default": _unary(lambda g, x: g.mul(x, -1.0)),
-    "aten.exp.default": _unary(lambda g, x: g.exp(x)),
     "aten.exp2.default": _unary(lambda g, x: g.exp(g.mul(x, log(2.0)))),
-    "aten.log.default": _unary(lambda g, x: g.log(x)),
     "aten.log2.default": _unary(lambda g, x: g.mul(g.log(x), 1 / log(2.0))),
     "aten.log10.default": _unary(lambda g, x: g.mul(g.log(x), 1 / log(10.0))),
-    "aten.log1p.default": _unary(lambda g, x: g.log1p(x)),
-    "aten.expm1.default": _unary(lambda g, x: g.expm1(x)),
-    "aten.sin.default": _unary(lambda g, x: g.sin(x)),
-    "aten.cos.default": _unary(lambda g, x: g.cos(x)),
     "aten.tan.default": _unary(lambda g, x: g.div(g.sin(x), g.cos(x))),
-    "aten.asin.default": _unary(lambda g, x: g.asin(x)),
-    "aten.acos.default": _unary(lambda g, x: g.acos(x)),
-    "aten.atan.default": _unary(lambda g, x: g.atan(x)),
-    "aten.sinh.default": _unary(lambda g, x: g.sinh(x)),
-    "aten.cosh.default": _unary(lambda g, x: g.cosh(x)),
-    "aten.asinh.default": _unary(lambda g, x: g.asinh(x)),
-    "aten.acosh.default": _unary(lambda g, x: g.acosh(x)),
-    "aten.atanh.default": _unary(lambda g, x: g.atanh(x)),
-    "aten.erfc.default": _unary(lambda g, x: g.erfc(x)),
-    "aten.floor.default": _unary(lambda g, x: g.floor(x)),
     "aten.ceil.default": _unary(lambda g, x: g.mul(g.floor(g.mul(x, -1.0)), -1.0)),
     "aten.trunc.default": _unary(_trunc),
-    "aten.round.default": _unary(lambda g, x: g.round(x)),
-    "aten.sqrt.default": _unary(lambda g, x: g.sqrt(x)),
-    "aten.rsqrt.default": _unary(lambda g, x: g.rsqrt(x)),
-    "aten.square.default": _unary(lambda g, x: g.square(x)),
     "aten.abs.default": _unary(absolute),
-    "aten.erf.default": _unary(lambda g, x: g.erf(x)),
-    "aten.tanh.default": _unary(lambda g, x: g.tanh(x)),
-    "aten.sigmoid.default": _unary(lambda g, x: g.sigmoid(x)),
-    "aten.silu.default": _unary(lambda g, x: g.silu(x)),
-    "aten.relu.default": _unary(lambda g, x: g.relu(x)),
     "aten.relu6.default": _unary(lambda g, x: g.clamp(x, 0.0, 6.0)),
     "aten.gelu.default": _unary(_gelu, "approximate"),
     "aten.softplus.default": _unary(_softplus, "beta", "threshold"),

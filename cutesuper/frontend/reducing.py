@@ -388,10 +388,12 @@ def _everywhere(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
     return g.sub(1.0, g.max(g.sub(1.0, t), dim))
 
 
+def of_reduction(name: str) -> Reduction:
+    """The entry of a reduction of the table of operators."""
+    return Reduction(lambda g, t, dim: g.apply(name, t, dim=dim))
+
+
 enter_all({
-    **dict.fromkeys(("aten.sum.dim_IntList", "aten.sum.default"), Reduction(_sum)),
-    **dict.fromkeys(("aten.mean.dim", "aten.mean.default"), Reduction(_mean)),
-    **dict.fromkeys(("aten.amax.default", "aten.max.default"), Reduction(_maximum)),
     **dict.fromkeys(("aten.amin.default", "aten.min.default"), Reduction(_minimum)),
     **dict.fromkeys(("aten.any.dim", "aten.any.dims", "aten.any.default"), _Truth(_maximum)),
     **dict.fromkeys(("aten.all.dim", "aten.all.dims", "aten.all.default"), _Truth(_everywhere)),

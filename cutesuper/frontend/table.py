@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from cutesuper.frontend.values import CONDITIONS, FLOATS, Builder, Shapes, Unsupported
+from cutesuper.ir.operators.base import TABLE, Operator
 
 Arguments = dict[str, Any]
 
@@ -80,8 +81,21 @@ def _load() -> None:
 
 def is_known(operator: object) -> bool:
     """True for an operator of PyTorch that has an entry, or that `moves` knows."""
+    return _find(str(operator)) is not None or str(operator) in _MOVES
+
+
+def _find(name: str) -> Entry | None:
+    """The entry of an operator: its own, or that of the kernel graph's operator that names it."""
     _load()
-    return str(operator) in _TABLE or str(operator) in _MOVES
+    operators = (o for o in TABLE.values() if name in o.torch_names)
+    return _TABLE.get(name) or next(map(_made, operators), None)
+
+
+def _made(operator: Operator) -> Entry:
+    from cutesuper.frontend.pointwise import of_function
+    from cutesuper.frontend.reducing import of_reduction
+
+    return of_function(operator.name) if operator.elementwise else of_reduction(operator.name)
 
 
 #: operators that only move or select elements, and compute no number
@@ -164,7 +178,6 @@ def unknown(node: fx.Node) -> str:
 
 def entry_of(node: fx.Node) -> Entry | None:
     """The entry of a node's operator, or None."""
-    _load()
     if node.op != "call_function":
         return None
     name = (
@@ -172,7 +185,7 @@ def entry_of(node: fx.Node) -> Entry | None:
         if isinstance(node.target, torch._ops.OpOverload)
         else (getattr(node.target, "__name__", ""))
     )
-    return _TABLE.get(name)
+    return _find(name)
 
 
 def is_free(node: fx.Node) -> bool:

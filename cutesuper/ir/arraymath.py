@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,22 +11,18 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
-def _each(f: Callable[[float], float]) -> Callable[[Array], Array]:
-    return np.vectorize(f, otypes=[np.float64])
+class _Library(type):
+    def __getattr__(cls, name: str) -> Any:
+        """NumPy's function (``arcsin`` before NumPy 2), or Python's for each element."""
+        found = getattr(np, name, None) or getattr(np, f"arc{name[1:]}", None)
+        return found or np.vectorize(getattr(math, name), otypes=[np.float64])
 
 
-class ArrayMath:
+class ArrayMath(metaclass=_Library):
     """IEEE arithmetic: undefined results are NaN, results that are too large are infinite."""
 
-    exp, log, sqrt, tanh = np.exp, np.log, np.sqrt, np.tanh
-    log1p, expm1, sin, cos = np.log1p, np.expm1, np.sin, np.cos
-    asin, acos, atan = np.arcsin, np.arccos, np.arctan
-    sinh, cosh, asinh, acosh, atanh = np.sinh, np.cosh, np.arcsinh, np.arccosh, np.arctanh
-    floor, round = np.floor, np.round
     maximum, minimum, where = np.maximum, np.minimum, np.where
     div = np.true_divide
-    erf = staticmethod(_each(math.erf))
-    erfc = staticmethod(_each(math.erfc))
 
     @staticmethod
     def rsqrt(x: Array) -> Array:

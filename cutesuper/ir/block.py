@@ -26,7 +26,7 @@ from math import prod
 from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.ir.dtypes import DType
-from cutesuper.ir.operators.base import Attributes
+from cutesuper.ir.operators.base import Attributes, Operator, facets
 
 
 class AxisKind(StrEnum):
@@ -84,20 +84,26 @@ class BlockOp:
             outermost first; a store may name a cluster or grid *axis* instead of a label: one slice
             of partial results for each part). ``matmul``, ``sum``, ``mean``, ``max``: ``over`` (a
             label; only the tile is reduced, ``mean`` divides by the extent of the whole dimension).
-            ``accumulate``, ``cluster_reduce``, ``grid_reduce``: ``axis`` (name) and ``op`` ("sum"
-            or "max"); see `rescaled`. ``causal_mask``: ``rows`` and ``columns`` (labels of the
-            value) and its own ``alignment``. ``length_mask``, whose second operand is a ``load`` of
-            the lengths: ``columns``, ``rows`` (None where it is not causal or there is one row) and
-            ``causal``. ``pick``, whose second operand is a ``load`` of the labels: ``columns``, and
-            None as its ``rows``. Positions are those of the whole label, regardless of the axes
-            that split it. A ``load`` through a table of pages has its name as ``table``; ``tensor``
-            is the cache and ``map`` that of the gathered tensor. Element-wise operators: their own.
+            ``accumulate``, ``cluster_reduce``, ``grid_reduce``: ``axis`` (name) and ``op`` (name of
+            a monoid: "sum", "max"); see `rescaled`. ``causal_mask``: ``rows`` and ``columns``
+            (labels of the value) and its own ``alignment``. ``length_mask``, whose second operand
+            is a ``load`` of the lengths: ``columns``, ``rows`` (None where it is not causal or
+            there is one row) and ``causal``. ``pick``, whose second operand is a ``load`` of the
+            labels: ``columns``, and None as its ``rows``. Positions are those of the whole label,
+            regardless of the axes that split it. A ``load`` through a table of pages has its name
+            as ``table``; ``tensor`` is the cache and ``map`` that of the gathered tensor.
+            Element-wise operators: their own.
     """
 
     kind: str
     inputs: tuple[int, ...]
     dims: tuple[str, ...]
     attributes: Attributes = field(default_factory=dict)
+
+    @property
+    def facets(self) -> Operator:
+        """What the table of operators says of it; nothing for a load, a store and ends of axes."""
+        return facets(self.kind)
 
     @property
     def rescaled(self) -> bool:

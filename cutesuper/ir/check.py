@@ -26,6 +26,7 @@ from cutesuper.ir.dims import Shape, Symbol, extent
 from cutesuper.ir.dtypes import int32
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE, lookup
+from cutesuper.ir.operators.monoid import monoid
 
 ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
 #: the kinds of axes that a symbolic label may leave open
@@ -196,7 +197,7 @@ def _check_attributes(op: BlockOp, where: str) -> None:
                 operator.check_attributes(own)
         except OperatorError as e:
             raise GraphError(f"{where}: {e}") from None
-        if operator.name != "matmul" and not (operator.reduces or operator.masks):
+        if not (operator.contracts or operator.reduces or operator.masks):
             raise GraphError(f"{where}: not an operation of a block program")
         needed[op.kind] = _MASKED if operator.masks else ("over",)
         if operator.integers:
@@ -267,10 +268,10 @@ def _check_dims(program: BlockProgram, op: BlockOp, where: str) -> None:
 def _check_rescaled(program: BlockProgram, op: BlockOp, where: str) -> None:
     """Check that operands are a value, a maximum of each part, and the maximum of those."""
     (value, part), whole = op.inputs[:2], program.ops[op.inputs[2]]
-    if op.attributes["op"] != "sum":
+    if not monoid(op.attributes["op"]).linear:
         raise GraphError(f"{where}: only a sum is rescaled by maxima; a maximum takes 1 operand")
     same = whole.kind == op.kind and whole.attributes["axis"] == op.attributes["axis"]
-    if not same or whole.inputs != (part,) or whole.attributes["op"] != "max":
+    if not same or whole.inputs != (part,) or not monoid(whole.attributes["op"]).selects:
         raise GraphError(
             f"{where}: operand 2 (operation {op.inputs[2]}) is not the {op.kind} max of operand 1 "
             f"(operation {part}) over {op.attributes['axis']}"
@@ -417,8 +418,10 @@ def _reduced_axis(program: BlockProgram, op: BlockOp, where: str) -> Axis:
         raise GraphError(f"{where}: there is no axis {op.attributes.get('axis')!r}") from None
     if axis.kind not in _ENDED_BY[op.kind]:
         raise GraphError(f"{where}: cannot reduce over the {axis.kind} axis {axis.name}")
-    if op.attributes.get("op") not in ("sum", "max"):
-        raise GraphError(f"{where}: op must be 'sum' or 'max'")
+    try:
+        monoid(op.attributes.get("op"))
+    except OperatorError as error:
+        raise GraphError(f"{where}: {error}") from None
     return axis
 
 

@@ -17,7 +17,7 @@ from cutesuper.errors import GraphError
 from cutesuper.ir.dims import Shape, Symbol
 from cutesuper.ir.dtypes import DType
 from cutesuper.ir.graph import KernelGraph, Node, Operand, Tensor
-from cutesuper.ir.operators.base import Items, lookup
+from cutesuper.ir.operators.base import INPUT, Items, lookup
 from cutesuper.ir.simplify import RULES
 
 
@@ -162,11 +162,11 @@ class Derivation(KernelGraph):
         while todo:
             t, path = todo.pop()
             kind, args = t.node.operator, [self.tensor(i) for i in t.node.inputs]
-            if kind == "sum" and t.node.attributes["dim"] - len(t.shape) == dim:
+            if t.node.facets.sums and t.node.attributes["dim"] - len(t.shape) == dim:
                 if args[0].shape[dim] == n:
                     return self._with_mean(self.mean(args[0], dim), path)
-            elif kind in ("mul", "div") and t.index not in seen:
-                factors = args[: 2 if kind == "mul" else 1]
+            elif len(powers := t.node.facets.powers or ()) == 2 and t.index not in seen:
+                factors = [a for a, n in zip(args, powers, strict=True) if n > 0]
                 todo += reversed([(a, [*path, (kind, args, k)]) for k, a in enumerate(factors)])
             seen.add(t.index)
         return None
@@ -183,13 +183,13 @@ class Derivation(KernelGraph):
         """True if ``t`` is 0 wherever ``masked`` is -inf, as cotangents from a softmax are."""
         hidden, found = self._hidden(t, masked), dict[int, bool]()
         for i in self._needed(t):
-            kind, args = self.nodes[i].operator, self.nodes[i].inputs
+            facets, args = self.nodes[i].facets, self.nodes[i].inputs
             zero = [found[j] for j in args]
             found[i] = (
-                (kind == "exp" and hidden[args[0]])
-                or (kind == "mul" and any(zero))
-                or (kind == "div" and zero[0])
-                or (kind in ("add", "sub") and all(zero))
+                (facets.exponential and hidden[args[0]])
+                or (facets.multiplies and any(zero))
+                or (facets.divides and zero[0])
+                or (facets.signs is not None and all(zero))
             )
         return found[t.index]
 
@@ -198,8 +198,8 @@ class Derivation(KernelGraph):
         factors of a masked value are positive."""
         found: dict[int, bool] = {}
         for i in self._needed(t):
-            kind, args = self.nodes[i].operator, self.nodes[i].inputs
-            first = args[:1] if kind in ("sub", "div") else args if kind in ("add", "mul") else ()
+            facets, args = self.nodes[i].facets, self.nodes[i].inputs
+            first = args if facets.commutes else args[: facets.subtracts or facets.divides]
             found[i] = i == masked.index or any(found[j] for j in first)
         return found
 
@@ -220,7 +220,7 @@ class Derivation(KernelGraph):
         new: dict[int, Tensor] = {}
         for i, name in inputs:
             n = self.nodes[i]
-            if n.operator == "input":
+            if n.operator == INPUT:
                 g.nodes.append(replace(n, name=name))
                 new[i] = g.tensor(len(g.nodes) - 1)
             else:
@@ -254,7 +254,7 @@ class Derivation(KernelGraph):
 
 def _key(n: Node) -> tuple[Any, ...]:
     """A key that is equal for equal values."""
-    inputs = sorted(n.inputs) if n.operator in ("add", "mul") else n.inputs
+    inputs = sorted(n.inputs) if n.facets.commutes else n.inputs
     return n.operator, tuple(inputs), Items(n.attributes)
 
 

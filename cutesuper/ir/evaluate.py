@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import ShapeError
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import Attributes, lookup
+from cutesuper.ir.operators.base import INPUT, Attributes, lookup
 from cutesuper.ir.unseen import Fate, Fates, empties_quotient, fates_of, hides_difference
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def evaluate(graph: KernelGraph, inputs: list[torch.Tensor], dtype: Any = None) 
     values: dict[int, Any] = {}
     feed = iter(inputs)
     for i, node in enumerate(graph.nodes):
-        if node.operator == "input":
+        if node.operator == INPUT:
             value = next(feed)
             values[i] = value if dtype is None or node.dtype.integer else value.to(dtype)
         else:

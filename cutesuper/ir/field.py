@@ -163,6 +163,11 @@ class FieldValue:
     positive: bool = False
     flat: bool = False
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Extent of every dimension."""
+        return dict(zip(self.dims, self.p.shape, strict=True))
+
     def gone(self) -> NDArray[np.bool_]:
         """Mask of the elements that are -inf."""
         return self.p == _HIDDEN
@@ -507,6 +512,13 @@ class FieldAlgebra:
         best = rank.max(axes) if axes else rank
         found = self._ranked(kept, best, x.q is not None)
         return x.like(kept, found.p, found.q)
+
+    def cut(self, x: FieldValue, dim: str, at: int | slice) -> FieldValue:
+        """Elements of x along a dimension; it is gone where ``at`` is one position."""
+        kept = x.dims if isinstance(at, slice) else tuple(d for d in x.dims if d != dim)
+        place = tuple(at if d == dim else slice(None) for d in x.dims)
+        q = None if x.q is None else np.asarray(x.q[place])
+        return x.like(kept, np.asarray(x.p[place]), q)
 
     def matmul(self, x: FieldValue, y: FieldValue, over: Iterable[str]) -> FieldValue:
         """Sum over ``over`` of x * y: batched where both have a name, outer where one has it."""

@@ -11,7 +11,7 @@ from cutesuper.errors import DTypeError, GraphError, OperatorError, ShapeError
 from cutesuper.ir.arguments import check_options, shown
 from cutesuper.ir.dims import Dim, Shape, Symbol, show_shape
 from cutesuper.ir.dtypes import ALL, DType, as_dtype, float16, float32
-from cutesuper.ir.operators.base import Attributes, Operator, lookup
+from cutesuper.ir.operators.base import CONSTANT, INPUT, Attributes, Operator, facets, lookup
 from cutesuper.ir.operators.builders import NamedOperators
 
 
@@ -27,6 +27,16 @@ class Node:
     name: str
     #: inputs only: never written while a kernel that reads it may be in flight (a weight)
     constant: bool = False
+
+    @property
+    def facets(self) -> Operator:
+        """What the table of operators says of it."""
+        return facets(self.operator)
+
+    @property
+    def given(self) -> bool:
+        """True for inputs and what is put together from pages of inputs: no kernel computes it."""
+        return self.operator == INPUT or self.facets.gathers
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +165,7 @@ class KernelGraph(NamedOperators):
             raise GraphError(f"new_input(name={shown(name)}): a name is a text that can be printed")
         if VALUE_NAME.fullmatch(name):
             raise GraphError(f"new_input(name={name!r}): t0, t1, ... are taken by results")
-        if any(n.name == name for n in self.nodes if n.operator == "input"):
+        if any(n.name == name for n in self.nodes if n.operator == INPUT):
             raise GraphError(f"new_input(name={name!r}): another input has this name")
         node = Node("input", (), {}, shape, as_dtype(dtype), name, constant)
         return self._append(node)
@@ -163,7 +173,7 @@ class KernelGraph(NamedOperators):
     def apply(self, operator: str, *operands: Operand, **attributes: Any) -> Tensor:
         """Apply an operator of the table by name; the named methods all come through here."""
         op = lookup(operator)
-        if op.name == "input":
+        if op.name == INPUT:
             raise OperatorError("apply('input'): use new_input(dims=, dtype=)")
         args = [self._operand(operator, a) for a in operands]
         if op.arity >= 0 and len(args) != op.arity:
@@ -193,7 +203,7 @@ class KernelGraph(NamedOperators):
             DTypeError: another element type than these.
         """
         t = self._operand("mark_output", tensor)
-        if t.node.operator in ("input", "constant"):
+        if t.node.operator in (INPUT, CONSTANT):
             raise GraphError(f"mark_output({t!r}): an input cannot be an output; compute something")
         if t.index in self.outputs:
             raise GraphError(f"mark_output({t!r}): it is already an output")
@@ -207,7 +217,7 @@ class KernelGraph(NamedOperators):
     @property
     def inputs(self) -> list[int]:
         """Indices of the input nodes, in the order they were made."""
-        return [i for i, n in enumerate(self.nodes) if n.operator == "input"]
+        return [i for i, n in enumerate(self.nodes) if n.operator == INPUT]
 
     def tensor(self, index: int) -> Tensor:
         """Handle of node ``index``, as returned by the builder."""
@@ -227,7 +237,7 @@ class KernelGraph(NamedOperators):
         converted = lookup(operator).dtype(attributes)
         if converted is not None:
             return converted
-        given = [(t, self._own_dtype(t)) for t in args if t.node.operator != "constant"]
+        given = [(t, self._own_dtype(t)) for t in args if t.node.operator != CONSTANT]
         given = [(t, d) for t, d in given if not d.integer]
         dtypes = {d for _, d in given}
         if len(dtypes) > 1 and lookup(operator).one_type:
@@ -264,7 +274,7 @@ class KernelGraph(NamedOperators):
         g = KernelGraph()
         new: dict[int, Tensor] = {}
         for i, n in enumerate(self.nodes):
-            if n.operator == "input":
+            if n.operator == INPUT:
                 new[i] = g._append(n)
             elif i in needed:
                 args, first = [new[j] for j in n.inputs], len(g.nodes)
@@ -300,7 +310,7 @@ class KernelGraph(NamedOperators):
             needed = self.needed(self.outputs[n] for n in group)
             new = dict(inputs)
             for i, n in enumerate(self.nodes):
-                if i in needed and n.operator != "input":
+                if i in needed and n.operator != INPUT:
                     new[i] = g.apply(n.operator, *(new[j] for j in n.inputs), **dict(n.attributes))
             made |= {n: new[self.outputs[n]].index for n in group}
         g.outputs = [made[n] for n in range(len(self.outputs))]
@@ -408,7 +418,7 @@ def _check_kinds(op: Operator, args: list[Tensor]) -> None:
                 "scaled_dot_product_attention), tables (gather_pages) and labels (pick, "
                 "label_weight, cross_entropy) are; use float16, bfloat16 or float32"
             )
-        if op.of_inputs and t.node.operator != "input":
+        if op.of_inputs and t.node.operator != INPUT:
             raise GraphError(
                 f"{op.name}: operand {k}, {t!r}, is computed; it reads inputs of the graph only, "
                 "which lie in memory"

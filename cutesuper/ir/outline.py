@@ -22,6 +22,7 @@ from cutesuper.ir.block import (
     BlockProgram,
 )
 from cutesuper.ir.check import ValueState, check_block_program, pass_of
+from cutesuper.ir.operators.base import CONSTANT
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def _sections(program: BlockProgram) -> tuple[Section, ...]:
     states = check_block_program(program)
     outer = next(iter(program.of_kind(AxisKind.PERSISTENT)), None)
     inner = next(iter(program.of_kind(AxisKind.LOOP)), None)
-    shown = [i for i, op in enumerate(program.ops) if op.kind != "constant"]
+    shown = [i for i, op in enumerate(program.ops) if op.kind != CONSTANT]
     phases = [_phases(program, axis, states) for axis in (outer, inner)]
     where = {i: (phases[0][i], phases[1][i]) for i in shown}
     if any(p % 2 and k for p, k in where.values()):
@@ -144,7 +145,7 @@ def call(program: BlockProgram, index: int) -> str:
 def constant(program: BlockProgram, index: int) -> str:
     """The number that operation ``index`` stands for, or an empty string."""
     op = program.ops[index]
-    return f"{op.attributes['value']:g}" if op.kind == "constant" else ""
+    return f"{op.attributes['value']:g}" if op.kind == CONSTANT else ""
 
 
 def tile_of(program: BlockProgram, op: BlockOp) -> str:

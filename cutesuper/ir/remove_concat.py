@@ -23,13 +23,14 @@ together.
 from __future__ import annotations
 
 from bisect import bisect_right
-from functools import reduce
+from functools import partial, reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from cutesuper.errors import GraphError, OperatorError
 from cutesuper.ir.dims import Dim, extent, show_shape
-from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.operators.base import INPUT, lookup
+from cutesuper.ir.operators.monoid import SUM
 
 if TYPE_CHECKING:
     from cutesuper.ir.graph import KernelGraph, Node, Tensor
@@ -78,14 +79,14 @@ def _build(graph: KernelGraph, needed: list[dict[Box, list[list[Use]]]]) -> Kern
     g = KernelGraph()
     made: dict[Use, Tensor] = {}
     for i, node in enumerate(graph.nodes):
-        if node.operator == "input":
+        if node.operator == INPUT:
             g.nodes.append(node)
             made[i, _whole(node.shape)] = g.tensor(len(g.nodes) - 1)
             continue
         for box, terms in needed[i].items():
             values = [_apply(g, graph, node, [made[u] for u in t], t) for t in terms]
-            both = g.maximum if node.operator == "max" else g.add
-            made[i, box] = reduce(both, values)
+            how = node.facets.reduces or SUM
+            made[i, box] = reduce(partial(g.apply, how.operator), values)
     g.outputs = [made[i, _whole(graph.nodes[i].shape)].index for i in graph.outputs]
     _check_outputs(g, [graph.nodes[i] for i in graph.outputs])
     return g
@@ -98,7 +99,7 @@ def _apply(
     if lookup(node.operator).cuts:
         return args[0]
     value = g.apply(node.operator, *args, **dict(node.attributes))
-    if node.operator != "mean":
+    if not node.facets.averages:
         return value
     d, [(operand, box)] = node.attributes["dim"], uses
     whole = graph.nodes[operand].shape[d]
@@ -113,15 +114,15 @@ def _cuts(graph: KernelGraph, i: int, cuts: list[Cuts]) -> Cuts:
     node = graph.nodes[i]
     args = [cuts[j] for j in node.inputs]
     rank = len(node.shape)
-    if node.operator == "concat":
+    if node.facets.joins:
         return _concat_cuts(graph, node, args)
-    if node.operator == "slice":
+    if node.facets.cuts:
         d, start, stop = (node.attributes[k] for k in ("dim", "start", "stop"))
         inside = frozenset(c - start for c in args[0][d] if start < c < stop)
         return (*args[0][:d], inside, *args[0][d + 1 :])
-    if node.operator == "transpose":
+    if node.facets.permutes:
         return tuple(args[0][d] for d in node.attributes["dims"])
-    if node.operator == "matmul":
+    if node.facets.contracts:
         a, b = args
         return (*_aligned([a[:-2], b[:-2]], rank - 2), a[-2], b[-1])
     if lookup(node.operator).reduces:
@@ -163,15 +164,15 @@ def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[
     of the operands."""
     node = graph.nodes[i]
     operator = lookup(node.operator)
-    if node.operator == "input":
+    if node.operator == INPUT:
         return []
-    if node.operator == "concat":
+    if node.facets.joins:
         return _of_concat(graph, node, box)
-    if node.operator == "slice":
+    if node.facets.cuts:
         return _of_slice(graph, node, box)
-    if node.operator == "matmul":
+    if node.facets.contracts:
         return _of_matmul(graph, cuts, node, box)
-    if node.operator == "transpose":
+    if node.facets.permutes:
         dims = node.attributes["dims"]
         parts = dict(zip(dims, box, strict=True))
         return [[_use(graph, node, 0, tuple(parts[d] for d in range(len(dims))))]]
@@ -249,7 +250,7 @@ def _use(graph: KernelGraph, node: Node, k: int, box: Box) -> Use:
     rank = len(operand.shape)
     part = box[len(box) - rank :]
     part = tuple((0, n) if n == 1 else r for n, r in zip(operand.shape, part, strict=True))
-    if operand.operator == "input" and part != _whole(operand.shape):
+    if operand.operator == INPUT and part != _whole(operand.shape):
         raise OperatorError(
             f"{node.operator} {_show(node)}: it needs a piece of input {_show(operand)}, "
             f"{_show_box(operand, part)}, and a kernel reads inputs whole; pass the parts as "
@@ -292,7 +293,7 @@ def _check_output(node: Node, cuts: Cuts) -> None:
 
 def _check_outputs(g: KernelGraph, nodes: list[Node]) -> None:
     for k, (i, node) in enumerate(zip(g.outputs, nodes, strict=True)):
-        if g.nodes[i].operator == "input":
+        if g.nodes[i].operator == INPUT:
             raise GraphError(
                 f"output {_show(node)}: it is input {g.nodes[i].name} as it is; compute something"
             )

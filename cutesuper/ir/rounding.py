@@ -30,7 +30,8 @@ from cutesuper.ir.arraymath import Array, ArrayMath
 from cutesuper.ir.dims import Dim, extent
 from cutesuper.ir.dtypes import DType, float16
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import Attributes, lookup
+from cutesuper.ir.operators.base import Attributes, Operator, lookup
+from cutesuper.ir.operators.monoid import SUM
 
 #: tensors are tried with elements of magnitude 2^-12 and 2^12
 MAGNITUDE = 2.0**12
@@ -106,10 +107,12 @@ def product(multiply: Callable[[Array, Array], Array], x: Array, y: Array) -> Ar
         return multiply(x, y)
 
 
-def reduced(kind: str, x: Array, axis: int) -> Array:
-    """A sum, mean or maximum along an axis, which stays with extent 1."""
+def reduced(operator: Operator, x: Array, axis: int) -> Array:
+    """A reduction (the sum for a product) along an axis, which stays with extent 1."""
+    how = SUM if operator.reduces is None else operator.reduces
     with np.errstate(all="ignore"):
-        return np.asarray(getattr(np, kind)(x, axis=axis, keepdims=True))
+        total = np.asarray(getattr(np, how.name)(x, axis=axis, keepdims=True))
+        return total / x.shape[axis] if operator.averages else total
 
 
 # -------------------------------------------------------------------------------------- the rule
@@ -162,7 +165,7 @@ def narrow(graph: KernelGraph) -> frozenset[int]:
     """
     trials, found, drawn = Trials(), set[int](), dict[int, Array]()
     for i, node in enumerate(graph.nodes):
-        if node.operator in (*_GIVEN, "matmul"):
+        if node.given or node.facets.contracts:
             shape = [small(n) for n in node.shape]
             drawn[i] = trials.draw(i, shape, node.dtype, len(shape))
             found |= {i, *node.inputs}
@@ -170,13 +173,9 @@ def narrow(graph: KernelGraph) -> frozenset[int]:
         if i not in found and fits(x):
             found.add(i)
     for i in reversed(range(len(graph.nodes))):  # a transpose is a view: its operand is stored
-        if i in found and graph.nodes[i].operator == "transpose":
+        if i in found and graph.nodes[i].facets.permutes:
             found.update(graph.nodes[i].inputs)
     return frozenset(found)
-
-
-#: operators whose element type is given from outside
-_GIVEN = ("input", "gather_pages")
 
 
 def node_values(graph: KernelGraph, given: dict[int, Array]) -> list[Array]:
@@ -191,12 +190,12 @@ def node_values(graph: KernelGraph, given: dict[int, Array]) -> list[Array]:
         operator, args = lookup(node.operator), [values[j] for j in node.inputs]
         if i in given:
             values.append(given[i])
-        elif node.operator == "transpose":
+        elif operator.permutes:
             values.append(args[0].transpose(0, *(1 + d for d in node.attributes["dims"])))
-        elif node.operator == "matmul":
+        elif operator.contracts:
             values.append(product(np.matmul, *_aligned(args)))
         elif operator.reduces:
-            values.append(reduced(operator.reduces, args[0], 1 + node.attributes["dim"]))
+            values.append(reduced(operator, args[0], 1 + node.attributes["dim"]))
         else:
             values.append(computed(node.operator, _aligned(args), node.attributes))
     return values

@@ -20,6 +20,7 @@ from cutesuper.ir.check import check_kernel_graph, check_mugraph
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.graph import KernelGraph, symbol
+from cutesuper.ir.operators.base import INPUT
 
 VERSION = 1
 T = TypeVar("T")
@@ -85,7 +86,7 @@ def _kernel_graph_dict(g: KernelGraph) -> dict[str, Any]:
     nodes: list[dict[str, Any]] = []
     for n in g.nodes:
         entry: dict[str, Any] = {"operator": n.operator}
-        if n.operator == "input":
+        if n.operator == INPUT:
             entry |= {"name": n.name, "dims": [_dim(d) for d in n.shape], "dtype": n.dtype.name}
             entry |= {"constant": n.constant}
         else:
@@ -100,7 +101,7 @@ def _kernel_graph_dict(g: KernelGraph) -> dict[str, Any]:
 def _read_kernel_graph(data: dict[str, Any]) -> KernelGraph:
     g = KernelGraph()
     for entry in data["nodes"]:
-        if entry["operator"] == "input":
+        if entry["operator"] == INPUT:
             dims = [_read_dim(d) for d in entry["dims"]]
             constant = _read(bool, entry["constant"])
             g.new_input(dims, entry["dtype"], _read(str, entry["name"]), constant)

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.ir.dims import broadcast, extent
-from cutesuper.ir.operators.base import LARGEST
+from cutesuper.ir.operators.base import CONSTANT, LARGEST, lookup
 
 if TYPE_CHECKING:
     from cutesuper.ir.derivation import Derivation
@@ -23,12 +23,12 @@ Rule = Callable[["Derivation", list["Tensor"], dict[str, Any]], "Tensor | None"]
 
 def _number(t: Tensor) -> float | None:
     """The value of a constant."""
-    return t.node.attributes["value"] if t.node.operator == "constant" else None
+    return t.node.attributes["value"] if t.node.operator == CONSTANT else None
 
 
 def _scaled(g: Derivation, t: Tensor) -> tuple[float, Tensor]:
     """before: ``mul(x, -2)``; after: (-2, x)."""
-    if t.node.operator == "mul" and t.index not in g.given and not g.is_zeros(t):
+    if t.node.facets.multiplies and t.index not in g.given and not g.is_zeros(t):
         x, c = (g.tensor(i) for i in t.node.inputs)
         value = _number(c)
         if value is not None:
@@ -38,10 +38,9 @@ def _scaled(g: Derivation, t: Tensor) -> tuple[float, Tensor]:
 
 def _folded(operator: str, a: float, b: float) -> float | None:
     """The value of an operator on constants; None if it is not a float32."""
-    if operator == "div" and b == 0:
+    if lookup(operator).divides and b == 0:
         return None
-    value = {"add": a + b, "sub": a - b, "mul": a * b}.get(operator)
-    value = a / b if value is None else value
+    value = lookup(operator).reference([a, b], {})
     return value if abs(value) <= LARGEST else None
 
 
@@ -59,7 +58,7 @@ def _add(g: Derivation, args: list[Tensor], attributes: dict[str, Any]) -> Tenso
     x, y = args
     if x.index == y.index and _number(x) is None:
         return g.mul(x, 2.0)
-    if x.node.operator == y.node.operator == "concat":
+    if x.node.facets.joins and y.node.facets.joins:
         return _add_parts(g, x, y)
     return _constant(g, "add", args) or _sum(g, x, y, 1.0)
 
@@ -140,7 +139,7 @@ def _reduce(
     if c != 1:
         return g.mul(g.apply(name, u, dim=dim), c)
     last = dim % len(x.shape) == len(x.shape) - 1
-    return _sum_of_products(g, x) if name == "sum" and last else None
+    return _sum_of_products(g, x) if lookup(name).sums and last else None
 
 
 def _sum_of_products(g: Derivation, x: Tensor) -> Tensor | None:
@@ -150,11 +149,11 @@ def _sum_of_products(g: Derivation, x: Tensor) -> Tensor | None:
     Both are the diagonal of P V D^T. In attention P has a column for each key, D for each of a
     head's dimensions (arXiv:2205.14135, appendix B.4).
     """
-    if x.node.operator != "mul":
+    if not x.node.facets.multiplies:
         return None
     factors = [g.tensor(i) for i in x.node.inputs]
     for p, q in (factors, factors[::-1]):
-        if q.node.operator != "matmul" or q.index in g.given:
+        if not q.node.facets.contracts or q.index in g.given:
             continue
         d, v = (g.tensor(i) for i in q.node.inputs)
         known = g.known("matmul", [p, g.transpose(v)])
@@ -173,11 +172,11 @@ def _transpose(g: Derivation, args: list[Tensor], attributes: dict[str, Any]) ->
     c, u = _scaled(g, x)
     if c != 1:
         return g.mul(g.transpose(u, dims), c)
-    if x.node.operator == "transpose":
+    if x.node.facets.permutes:
         before = x.node.attributes["dims"]
         return g.transpose(g.tensor(x.node.inputs[0]), tuple(before[d] for d in dims))
     swapped = dims == (*range(rank - 2), rank - 1, rank - 2)
-    if swapped and x.node.operator == "matmul" and x.index not in g.given:
+    if swapped and x.node.facets.contracts and x.index not in g.given:
         a, b = (g.tensor(i) for i in x.node.inputs)
         return g.matmul(g.transpose(b), g.transpose(a))
     return None
@@ -192,7 +191,7 @@ def _slice(g: Derivation, args: list[Tensor], attributes: dict[str, Any]) -> Ten
     if g.is_zeros(x):
         step = g.tensor(x.node.inputs[0])
         return g.zeros(g.slice(g.tensor(step.node.inputs[0]), dim, start, stop))
-    if x.node.operator != "concat" or x.node.attributes["dim"] != dim:
+    if not x.node.facets.joins or x.node.attributes["dim"] != dim:
         return None
     for part, (first, end) in _parts(g, x):
         if first <= start and stop <= end:

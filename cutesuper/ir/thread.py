@@ -13,7 +13,7 @@ from typing import Any
 
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import BlockProgram
-from cutesuper.ir.operators.base import TABLE, Attributes, lookup
+from cutesuper.ir.operators.base import CONSTANT, TABLE, Attributes, Operator, facets, lookup
 
 #: greatest length of an expression that is written in one piece, in characters
 LONG = 1000
@@ -26,6 +26,11 @@ class ThreadOp:
     kind: str
     args: tuple[int, ...]
     attributes: Attributes
+
+    @property
+    def facets(self) -> Operator:
+        """What the table of operators says of it."""
+        return facets(self.kind)
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class ThreadExpression:
         shown, before = list(names), list[str]()
         for n, op in enumerate(self.ops):
             args = ", ".join(shown[i] for i in op.args)
-            text = f"{op.attributes['value']:g}" if op.kind == "constant" else f"{op.kind}({args})"
+            text = f"{op.attributes['value']:g}" if op.kind == CONSTANT else f"{op.kind}({args})"
             if len(text) > LONG and n < len(self.ops) - 1:
                 before.append(f"v{n} = {text}")
                 text = f"v{n}"
@@ -132,16 +137,17 @@ def only_divides(expressions: Sequence[ThreadExpression], leaf: int) -> bool:
         if leaf not in e.leaves:
             continue
         place = e.leaves.index(leaf)
-        uses = [(op.kind, n) for op in e.ops for n, i in enumerate(op.args) if i == place]
-        if e.trivial or any(use != ("div", 1) for use in uses):
+        uses = [(op.facets.divides, n) for op in e.ops for n, i in enumerate(op.args) if i == place]
+        if e.trivial or any(use != (True, 1) for use in uses):
             return False
     return True
 
 
 def reciprocal(e: ThreadExpression) -> ThreadExpression:
     """before: ``sqrt(a)``; after: ``rsqrt(a)``; anything else becomes ``1 / e``."""
-    if e.ops and e.ops[-1].kind == "sqrt":
-        return ThreadExpression(e.leaves, (*e.ops[:-1], ThreadOp("rsqrt", e.ops[-1].args, {})))
+    inverse = e.ops[-1].facets.reciprocal if e.ops else None
+    if inverse is not None:
+        return ThreadExpression(e.leaves, (*e.ops[:-1], ThreadOp(inverse, e.ops[-1].args, {})))
     end = len(e.leaves) + len(e.ops)
     one = ThreadOp("constant", (), {"value": 1.0})
     return ThreadExpression(e.leaves, (*e.ops, one, ThreadOp("div", (end, end - 1), {})))
@@ -153,7 +159,7 @@ def multiply_by(e: ThreadExpression, leaf: int) -> ThreadExpression:
         return e
     place = e.leaves.index(leaf)
     ops = [
-        ThreadOp("mul", op.args, {}) if op.kind == "div" and op.args[1] == place else op
+        ThreadOp("mul", op.args, {}) if op.facets.divides and op.args[1] == place else op
         for op in e.ops
     ]
     return ThreadExpression(e.leaves, tuple(ops))
@@ -165,10 +171,11 @@ def _reciprocal_roots(e: ThreadExpression) -> ThreadExpression:
     base = len(e.leaves)
     uses = Counter(i for op in ops for i in op.args)
     for n, op in enumerate(ops):
-        if op.kind != "div" or op.args[1] < base:
+        if not op.facets.divides or op.args[1] < base:
             continue
         root = op.args[1] - base
-        if ops[root].kind == "sqrt" and uses[op.args[1]] == 1:
-            ops[root] = ThreadOp("rsqrt", ops[root].args, {})
+        inverse = ops[root].facets.reciprocal
+        if inverse is not None and uses[op.args[1]] == 1:
+            ops[root] = ThreadOp(inverse, ops[root].args, {})
             ops[n] = ThreadOp("mul", op.args, {})
     return ThreadExpression(e.leaves, tuple(ops))

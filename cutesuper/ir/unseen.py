@@ -22,7 +22,15 @@ from typing import Any
 
 from cutesuper.ir.block import LOAD, STORE, BlockOp, BlockProgram, MuGraph, TensorSpec
 from cutesuper.ir.graph import KernelGraph, Node, Tensor
-from cutesuper.ir.operators.base import LARGEST, TABLE, Attributes
+from cutesuper.ir.operators.base import (
+    CONSTANT,
+    INPUT,
+    LARGEST,
+    TABLE,
+    Attributes,
+    Operator,
+    facets,
+)
 
 #: samples for an unknown number; a result on which they agree does not depend on it
 _SAMPLES = (0.5, 3.0)
@@ -61,25 +69,36 @@ def fates_of(graph: KernelGraph, given: Mapping[int, Fate] | None = None) -> Fat
 
 def fate(kind: str, args: Sequence[Fate | None], attributes: Attributes) -> Fate | None:
     """Value that an operation of a kernel graph or block program gives in hidden rows."""
-    operator = TABLE.get(kind)
-    if kind == "constant":
+    operator = facets(kind)
+    if kind == CONSTANT:
         return Fate(attributes["value"], hidden=False)
-    if operator is not None and operator.empties:
+    if operator.empties:
         return Fate(-inf)
     if not any(a is not None and a.hidden for a in args):
         return None
-    if operator is not None and operator.elementwise:
+    if operator.elementwise:
         return _computed(kind, args, attributes)
     first = next((a for a in args if a is not None and a.hidden), None)
-    if kind == "matmul":
+    if operator.contracts:
         return Fate(0.0) if Fate(0.0) in args else None
-    if operator is not None and operator.composite:
+    if operator.composite:
         known = operator.of_hidden
         return Fate(known) if known is not None and args[0] == Fate(-inf) else None
-    first = first if kind == "concat" else args[0]
-    changed = operator is not None and operator.masks and operator.fill == 0.0
+    first = first if operator.joins else args[0]
+    if operator.reduces is not None and first is not None and not _repeats(operator, first.value):
+        return None
+    changed = operator.masks and operator.fill == 0.0
     repeats = (0.0,) if changed else (0.0, inf, -inf)  # and so are sums and maxima of them
     return first if first is not None and first.value in repeats else None
+
+
+def _repeats(operator: Operator, value: float) -> bool:
+    """True if a reduction of equal elements is one of them: a product of -inf is not."""
+    import torch
+
+    assert operator.reduces is not None
+    both = [torch.tensor(value, dtype=torch.float64)] * 2
+    return float(TABLE[operator.reduces.operator].reference(both, {})) == value
 
 
 def _computed(kind: str, args: Sequence[Fate | None], attributes: Attributes) -> Fate | None:
@@ -102,12 +121,12 @@ def _computed(kind: str, args: Sequence[Fate | None], attributes: Attributes) ->
 
 def hides_difference(kind: str, args: Sequence[Fate | None]) -> bool:
     """True if an operation may subtract hidden elements from hidden ones."""
-    return kind == "sub" and all(a == Fate(-inf) for a in args)
+    return facets(kind).subtracts and all(a == Fate(-inf) for a in args)
 
 
 def empties_quotient(kind: str, args: Sequence[Fate | None]) -> bool:
     """True if an operation may divide by a sum of hidden elements only."""
-    return kind == "div" and args[1] is not None and args[1].hidden and args[1].value == 0.0
+    return facets(kind).divides and args[1] is not None and args[1].hidden and args[1].value == 0.0
 
 
 def guarded_graph(graph: KernelGraph, given: Mapping[int, Fate]) -> KernelGraph:
@@ -124,7 +143,7 @@ def guarded_graph(graph: KernelGraph, given: Mapping[int, Fate]) -> KernelGraph:
     result, new = KernelGraph(), list[Tensor]()
     for n in graph.nodes:
         args = [new[j] for j in n.inputs]
-        if n.operator == "input":
+        if n.operator == INPUT:
             result.nodes.append(n)
             new.append(result.tensor(len(result.nodes) - 1))
             continue
@@ -145,7 +164,7 @@ def _meets(node: Node, fates: Fates) -> bool:
 
 def _guard(g: KernelGraph, kind: str, y: Tensor) -> Tensor:
     """Return the guarded subtrahend or divisor, as in `guarded`."""
-    if kind == "sub":
+    if facets(kind).subtracts:
         return g.maximum(y, -LARGEST)
     return g.add(y, g.mul(g.at_least(y, 0.0), g.at_least(0.0, y)))
 
@@ -232,7 +251,7 @@ class _Guards:
 
     def _once(self, kind: str, i: int) -> int:
         if (kind, i) not in self.made:
-            self.made[kind, i] = self._least(i) if kind == "sub" else self._divisor(i)
+            self.made[kind, i] = self._least(i) if facets(kind).subtracts else self._divisor(i)
         return self.made[kind, i]
 
     def _least(self, i: int) -> int:

@@ -26,12 +26,10 @@ from cutesuper.errors import SearchError, frameless
 from cutesuper.ir.dims import extent, show_shape, size
 from cutesuper.ir.dtypes import DType, float16, float32
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import Items, lookup
+from cutesuper.ir.operators.base import INPUT, Items, lookup
 from cutesuper.ir.rounding import narrow
 from cutesuper.search.region import Way
 
-#: operators whose values lie in memory before anything runs
-_GIVEN = ("input", "gather_pages")
 #: most pieces of one kernel; it bounds the segments of a long graph. A piece is an operator, or in
 #: a long graph the operators between two positions where it may be cut: a chain counts once
 MAX_SEGMENT = 32
@@ -96,16 +94,16 @@ class Flat:
         self.copies: set[int] = set()
         for i, n in enumerate(graph.nodes):
             view = View(i, tuple(range(len(n.shape))))
-            if n.operator == "transpose":
+            if n.facets.permutes:
                 inner = self._transposed(i)
-                of_input = graph.nodes[inner.value].operator in _GIVEN
+                of_input = graph.nodes[inner.value].given
                 if copy_all or (of_input and i in graph.outputs):
                     self.copies.add(i)
                 else:
                     view = inner
             self.views.append(view)
         for o in graph.outputs:
-            if graph.nodes[self.views[o].value].operator == "gather_pages":
+            if graph.nodes[self.views[o].value].facets.gathers:
                 raise SearchError(
                     f"output {self.describe(o)}: no kernel copies pages; mark what is computed "
                     "with them as an output"
@@ -122,7 +120,7 @@ class Flat:
         """Nodes that depend on numbers only; every kernel computes them for itself."""
         found: set[int] = set()
         for i, n in enumerate(self.graph.nodes):
-            if n.operator not in _GIVEN and found.issuperset(n.inputs):
+            if not n.given and found.issuperset(n.inputs):
                 found.add(i)
         return frozenset(found)
 
@@ -132,7 +130,7 @@ class Flat:
         return tuple(
             i
             for i, n in enumerate(self.graph.nodes)
-            if n.operator not in _GIVEN and self.views[i].value == i and i not in self.scalar
+            if not n.given and self.views[i].value == i and i not in self.scalar
         )
 
     def depth_first(self, last_operand_first: bool) -> tuple[int, ...]:
@@ -187,9 +185,9 @@ class Flat:
     def stored_as(self, value: int) -> str:
         """Name of the tensor in which a value is stored for another kernel."""
         node = self.graph.nodes[value]
-        if node.operator == "input":
+        if node.operator == INPUT:
             return node.name
-        if node.operator == "gather_pages":
+        if node.facets.gathers:
             return self.graph.nodes[node.inputs[0]].name
         output = self._output(value)
         return self.fresh(f"t{value}") if output is None else self.fresh(f"out{output}")
@@ -197,12 +195,12 @@ class Flat:
     def table_of(self, value: int) -> str | None:
         """Name of the table through which a value is read; None if it does not lie in pages."""
         node = self.graph.nodes[value]
-        return self.graph.nodes[node.inputs[1]].name if node.operator == "gather_pages" else None
+        return self.graph.nodes[node.inputs[1]].name if node.facets.gathers else None
 
     def page_of(self, value: int) -> int | None:
         """Number of positions in a page of such a value."""
         node = self.graph.nodes[value]
-        if node.operator != "gather_pages":
+        if not node.facets.gathers:
             return None
         return extent(self.graph.nodes[node.inputs[0]].shape[1])
 
@@ -224,7 +222,7 @@ class Flat:
         node = self.graph.nodes[value]
         if value in self.copies and self._output(value) is None:
             return self.dtype(self.operands(value)[0].value)
-        if node.operator in _GIVEN or self._output(value) is not None:
+        if node.given or self._output(value) is not None:
             return node.dtype
         wide = node.dtype == float16 and value not in self.narrow
         return float32 if wide or value in self.statistics else node.dtype
@@ -476,7 +474,7 @@ class Segments:
             ):
                 found.add(level[-1])
         for n in range(1, len(order)):
-            product = self.flat.graph.nodes[order[n]].operator == "matmul"
+            product = self.flat.graph.nodes[order[n]].facets.contracts
             if product and crossing[n] <= crossing[n - 1]:
                 found.add(n)
         return {n for n in found if crossing[n] == inf or crossing[n] <= self._most}

@@ -25,6 +25,7 @@ from cutesuper.ir.block import (
     BlockOp,
 )
 from cutesuper.ir.dims import extent
+from cutesuper.ir.operators.base import CONSTANT
 from cutesuper.search.general_sizes import Numbers, Shape, Sizes
 from cutesuper.skeletons.cost import MIN_STAGES, RESERVED_BYTES, Cost, overlapped
 from cutesuper.targets import Target
@@ -118,7 +119,7 @@ class Model:
                 live += self.elements[i]
             elif i in self.shape.products and all(ops[u].kind == ACCUMULATE for u in users[i]):
                 continue  # the accumulator itself
-            elif op.kind not in (LOAD, STORE, "constant"):
+            elif op.kind not in (LOAD, STORE, CONSTANT):
                 other = np.maximum(other, self.elements[i])
         return live + other
 
@@ -240,13 +241,13 @@ class Model:
         staged, looped, end = (np.zeros(self.sizes.count) for _ in range(3))
         ops, after = self.structure.ops, self._after_products
         for i, op in enumerate(ops):
-            if op.kind in (LOAD, STORE, "matmul", "constant"):
+            if op.facets.contracts or op.kind in (LOAD, STORE, CONSTANT):
                 continue
             source = op.inputs[0] if "over" in op.attributes else i
             if op.kind in ENDING and not op.rescaled:
                 continue  # the tensor cores add up, or there are only a few values of a row
             each = self.target.rates.instructions.get(op.kind, 1)
-            if op.kind == "div" and len(ops[op.inputs[1]].dims) < len(op.dims):
+            if op.facets.divides and len(ops[op.inputs[1]].dims) < len(op.dims):
                 each = 1  # the reciprocal of a row's value multiplies
             count = self.elements[source] * self._times(source) * each
             iterated = bool(self.shape.iterated(source))
@@ -288,7 +289,7 @@ class Model:
             if ops[j].kind != LOAD and j not in after:
                 rewritten += self.elements[j] * self._times(j)
         for i, op in enumerate(ops):
-            if op.kind != "matmul" and "over" in op.attributes and i not in after:
+            if not op.facets.contracts and "over" in op.attributes and i not in after:
                 read += self.elements[op.inputs[0]] * self._times(op.inputs[0])
         r = self.target.rates
         read[rewritten > 0] = 0.0

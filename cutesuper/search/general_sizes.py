@@ -110,7 +110,7 @@ class Shape:
         ops = structure.ops
         self.products: dict[int, Product] = {}
         for i, op in enumerate(ops):
-            if op.kind == "matmul":
+            if op.facets.contracts:
                 a, b = (set(ops[j].dims) for j in op.inputs)
                 over = op.attributes["over"]
                 self.products[i] = Product(frozenset(a - b), frozenset(b - a), over)

@@ -22,9 +22,10 @@ from cutesuper.egraph.saturate import TooLarge, saturate
 from cutesuper.egraph.space import Sealing, Space
 from cutesuper.egraph.splits import Split
 from cutesuper.errors import SearchError, frameless
-from cutesuper.ir.block import ENDING, STORE, AxisKind, BlockOp, BlockProgram
+from cutesuper.ir.block import ENDING, LOAD, STORE, AxisKind, BlockOp, BlockProgram
 from cutesuper.ir.check import MAX_PASSES, check_block_program
 from cutesuper.ir.dims import extent
+from cutesuper.ir.operators.base import CONSTANT
 from cutesuper.search.forms import BlockForm, Recognized, find_form
 from cutesuper.search.general_cost import Model
 from cutesuper.search.general_sizes import CLUSTERS, STRIPS, Shape, candidates
@@ -174,7 +175,7 @@ def search_region(
 def in_a_chain(region: Region) -> bool:
     """True if a region is run as chained products. Such regions are searched only if both ends are
     waists: with norms of Q, K and V there are 20 more of them, 0.3 to 1 s each."""
-    if sum(op.kind == "matmul" for op in region.ops) < 2:
+    if sum(op.facets.contracts for op in region.ops) < 2:
         return False
     try:
         return find_form(region, label(region)).skeleton.between_waists
@@ -252,7 +253,7 @@ class _RegionSearch:
 
     def _levels(self, program: LabelledProgram, search: Callable[[Space], list[Way]]) -> list[Way]:
         """Seal more and more. Raises TooLarge if even sealed values give too many classes."""
-        if sum(op.kind not in ("load", "constant") for op in program.ops) > MAX_SATURATED:
+        if sum(op.kind not in (LOAD, CONSTANT) for op in program.ops) > MAX_SATURATED:
             raise TooLarge(f"more than {MAX_SATURATED} operators; compute the program in pieces")
         for level in SEALING:
             try:
@@ -474,7 +475,7 @@ def _too_long(program: LabelledProgram) -> str | None:
     depth: list[int] = []
     for op in program.ops:
         before = max((depth[i] for i in op.inputs), default=0)
-        depth.append(before + (op.kind == "matmul"))
+        depth.append(before + (op.facets.contracts))
     if max(depth) > MAX_DEPTH:
         return f"more than {MAX_DEPTH} products, each of what the one before gives"
     return None
@@ -489,7 +490,7 @@ def _computed_again(program: LabelledProgram) -> str | None:
     large: list[bool] = []
     for op in program.ops:
         after = any(large[i] for i in op.inputs)
-        if op.kind == "matmul":
+        if op.facets.contracts:
             a, b = (program.ops[i].labels for i in op.inputs)
             columns = _extent(program, b - a)
             if after and columns >= MANY_COLUMNS:

@@ -20,6 +20,7 @@ from cutesuper.egraph.labelled import LabelledProgram, Region
 from cutesuper.ir.arraymath import Array
 from cutesuper.ir.block import ENDING, LOAD, STORE, BlockProgram
 from cutesuper.ir.dtypes import float16, float32
+from cutesuper.ir.operators.base import facets, lookup
 from cutesuper.ir.rounding import (
     Trials,
     computed,
@@ -40,6 +41,11 @@ class _Step(NamedTuple):
     attributes: Mapping[str, Any]
     over: str | None
     tensor: int | None
+
+    @property
+    def contracts(self) -> bool:
+        """True for products."""
+        return facets(self.kind).contracts
 
 
 class Rounding:
@@ -82,7 +88,7 @@ class Rounding:
                   op.attributes["tensor"] if op.kind == LOAD else None)
             for op in self.program.ops
         ]  # fmt: skip
-        wanted = {i for s in steps if s.kind == "matmul" for i in s.inputs}
+        wanted = {i for s in steps if s.contracts for i in s.inputs}
         values = self._values(steps, wanted)
         return [values[i] for i in sorted(wanted)]
 
@@ -90,7 +96,7 @@ class Rounding:
         """Operands of products that are computed, if products take float16."""
         if float16 not in self.region.input_dtypes:
             return []
-        operands = (i for s in steps if s.kind == "matmul" for i in s.inputs)
+        operands = (i for s in steps if s.contracts for i in s.inputs)
         return [i for i in dict.fromkeys(operands) if steps[i].tensor is None]
 
     # ------------------------------------------------------------------------------------- values
@@ -113,9 +119,10 @@ class Rounding:
             return args[0]
         if step.over is None:
             return computed(step.kind, args, dict(step.attributes))
-        if step.kind == "matmul":
-            return reduced("sum", product(np.multiply, *args), self._axes[step.over])
-        return reduced(step.kind, args[0], self._axes[step.over])
+        operator = lookup(step.kind)
+        if operator.contracts:
+            args = [product(np.multiply, *args)]
+        return reduced(operator, args[0], self._axes[step.over])
 
     def _loaded(self, step: _Step) -> Array:
         assert step.tensor is not None

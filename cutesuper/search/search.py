@@ -37,6 +37,7 @@ from cutesuper.ir.definitions import added
 from cutesuper.ir.dims import Dim
 from cutesuper.ir.dtypes import float32
 from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import CONSTANT
 from cutesuper.search.cuts import Cut, Flat, Groups, Segment, Segments, cuts
 from cutesuper.search.region import (
     Counts,
@@ -286,7 +287,7 @@ class _Search:
         if why is None:
             return
         for i in flat.order:
-            is_matmul = self.graph.nodes[i].operator == "matmul"
+            is_matmul = self.graph.nodes[i].facets.contracts
             if is_matmul and matrix_products(label(flat.segment((i,)).region)):
                 raise LoweringError(f"{flat.describe(i)}: {why}")
 
@@ -570,7 +571,7 @@ def _shown(op: BlockOp, operands: list[str]) -> str:
         return op.attributes["tensor"]
     if op.kind == STORE:
         return args
-    if op.kind == "constant":
+    if op.kind == CONSTANT:
         return f"{op.attributes['value']:g}"
     if op.rescaled:
         return f"rescaled_{short[op.kind]}({operands[0]}, {operands[1]})"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 
 from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.operators.base import INPUT, lookup
 
 
 def summed_first(graph: KernelGraph) -> KernelGraph | None:
@@ -42,7 +43,7 @@ class _Moving:
         """The rewritten program, without nodes that are no longer needed."""
         g = self.new
         for i, n in enumerate(self.graph.nodes):
-            if n.operator == "input":
+            if n.operator == INPUT:
                 g.nodes.append(n)
                 self.values.append(g.tensor(len(g.nodes) - 1))
             else:
@@ -59,7 +60,7 @@ class _Moving:
     def _linear(self, i: int) -> Tensor | None:
         """A sum or a mean of a value that is linear in a product; None for any other node."""
         n = self.graph.nodes[i]
-        if n.operator not in ("sum", "mean"):
+        if n.facets.reduces is None or not n.facets.reduces.linear:
             return None
         [operand], kind = n.inputs, n.operator
         dim = n.attributes["dim"] - len(n.shape)
@@ -79,7 +80,7 @@ class _Moving:
     def _is_product(self, i: int, dim: int) -> bool:
         """True if a node is a product that is only used by the sum."""
         alone = self._users[i] == 1 and dim >= -2
-        return alone and self.graph.nodes[i].operator == "matmul" and self._has(i, dim)
+        return alone and self.graph.nodes[i].facets.contracts and self._has(i, dim)
 
     def _terms(self, kind: str, i: int, dim: int) -> list[int]:
         """The operands that may be summed over a dimension in place of the value.
@@ -91,9 +92,9 @@ class _Moving:
         along = [j for j in n.inputs if self._has(j, dim)]
         if self._users[i] > 1 or not along:
             return []
-        if n.operator in ("add", "sub"):
-            return along if kind == "mean" or len(along) == 2 else []
-        if n.operator == "mul" or (n.operator == "div" and along[0] == n.inputs[0]):
+        if n.facets.signs:
+            return along if lookup(kind).averages or len(along) == 2 else []
+        if n.facets.multiplies or (n.facets.divides and along[0] == n.inputs[0]):
             return along if len(along) == 1 else []
         return []
 

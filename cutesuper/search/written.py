@@ -35,7 +35,8 @@ from cutesuper.ir.block import (
     BlockProgram,
 )
 from cutesuper.ir.check import ValueState, check_block_program, passes
-from cutesuper.ir.operators.base import TABLE
+from cutesuper.ir.operators.base import CONSTANT, TABLE
+from cutesuper.ir.operators.monoid import SUM, Monoid
 
 _ENDED_BY = {
     AxisKind.LOOP: ACCUMULATE,
@@ -53,7 +54,7 @@ def tail(program: LabelledProgram) -> frozenset[int]:
     before, found = set[int](), set[int]()
     for i in reversed(range(len(program.ops))):
         op = program.ops[i]
-        plain = op.kind in ("load", "constant") or TABLE[op.kind].elementwise
+        plain = op.kind in (LOAD, CONSTANT) or TABLE[op.kind].elementwise
         if i in before or not plain:
             before |= {i, *op.inputs}
         else:
@@ -67,7 +68,7 @@ def core(
     """The program without ``rest``, and the operations that become its outputs: those that ``rest``
     takes, and the outputs that do not depend on it. None if nothing or everything is left."""
     taken = {j for i in rest for j in program.ops[i].inputs} | {i for i, _ in program.outputs}
-    wanted = sorted(i for i in taken - rest if program.ops[i].kind not in ("load", "constant"))
+    wanted = sorted(i for i in taken - rest if program.ops[i].kind not in (LOAD, CONSTANT))
     if not wanted or not rest:
         return None
     order = tuple(program.dims)
@@ -145,19 +146,19 @@ class Written:
 
     def _write(self, op: LabelledOp, rules: Rules) -> int:
         dims = tuple(d for d in self.order if d in op.labels)
-        if op.kind == "load":
+        if op.kind == LOAD:
             return self._load(op, dims)
         if op.over is None:
             inputs = tuple(self._complete(self.index[j]) for j in op.inputs)
             return self._add(op.kind, inputs, dims, op.attributes)
-        if is_product(self.source, op) or (op.kind == "matmul" and rules.vectors):
+        if is_product(self.source, op) or (op.facets.contracts and rules.vectors):
             return self._product(op, dims, rules)
         inputs = tuple(self._part(self.index[j]) for j in op.inputs)
         kind = op.kind
-        if kind == "matmul":
+        if op.facets.contracts:
             labels = {d for j in inputs for d in self.ops[j].dims}
             every = tuple(d for d in self.order if d in labels)
-            inputs, kind = (self._add("mul", inputs, every, {}),), "sum"
+            inputs, kind = (self._add("mul", inputs, every, {}),), SUM.name
         return self._add(kind, inputs, dims, {"over": op.over})
 
     def _load(self, op: LabelledOp, dims: tuple[str, ...]) -> int:
@@ -209,8 +210,7 @@ class Written:
     def _after(self, i: int, kinds: tuple[AxisKind, ...]) -> int:
         while (axis := self._next(i, kinds)) is not None:
             if i not in self.ended:
-                op = "max" if self._is_maximum(i) else "sum"
-                attributes = {"op": op, "axis": axis.name}
+                attributes = {"op": self._monoid(i).name, "axis": axis.name}
                 kind = _ENDED_BY[axis.kind]
                 self.ended[i] = self._add(kind, (i,), self.ops[i].dims, attributes)
             i = self.ended[i]
@@ -230,10 +230,11 @@ class Written:
             default=None,
         )
 
-    def _is_maximum(self, i: int) -> bool:
+    def _monoid(self, i: int) -> Monoid:
+        """How the parts of a value are combined."""
         while self.ops[i].kind in ENDING:
             i = self.ops[i].inputs[0]
-        return self.ops[i].kind == "max"
+        return self.ops[i].facets.reduces or SUM
 
     # ------------------------------------------------------------------------------------ rules
 
@@ -250,11 +251,11 @@ class Written:
 
 def _obeys(program: BlockProgram, op: BlockOp, states: list[ValueState], rules: Rules) -> bool:
     """True if a skeleton has a place for an operation."""
-    if op.kind in (LOAD, STORE, "constant", *ENDING):
+    if op.kind in (LOAD, STORE, CONSTANT, *ENDING):
         return True
     labels = tuple(frozenset(program.ops[j].dims) for j in op.inputs)
     own = [State(s.inside, s.closed, s.pending) for s in (states[j] for j in op.inputs)]
-    if op.kind == "matmul":
+    if op.facets.contracts:
         loaded = [program.ops[j].kind == LOAD for j in op.inputs]
         a, b = (Operand(*x) for x in zip(labels, own, loaded, strict=True))
         return rules.contracts(a, b, op.attributes["over"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 
 from cutesuper.ir.block import ENDING, LOAD, STORE, BlockProgram
+from cutesuper.ir.operators.base import CONSTANT
 
 #: operators between two operands: symbol, precedence, and the least that the right operand needs.
 #: Python gives @ and * one precedence; here a product of matrices is never left to that rule
@@ -72,12 +73,12 @@ class _Formulas:
         if op.kind == LOAD:
             table = op.attributes.get("table")
             return f"{op.attributes['tensor']}{f'[{table}]' if table else ''}", ATOM
-        if op.kind == "constant":
+        if op.kind == CONSTANT:
             return f"{op.attributes['value']:g}", ATOM
         args = [self._operand(j) for j in op.inputs]
         if op.kind in INFIX:
             return self._between(op.kind, args)
-        if op.kind == "square":
+        if op.facets.powers == (2,):
             return f"{_within(args[0], ATOM)}²", POWER
         numbers = [f"{k}={v:g}" for k, v in op.attributes.items() if isinstance(v, int | float)]
         inner = ", ".join([text for text, _ in args] + numbers)

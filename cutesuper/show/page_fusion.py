@@ -7,6 +7,7 @@ from collections import Counter
 
 from cutesuper.ir.block import ENDING, LOAD, STORE, BlockProgram, MuGraph
 from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import INPUT
 
 #: nodes of a definition that no kernel computes: given values, and views of them
 GIVEN = ("input", "constant", "transpose")
@@ -43,7 +44,7 @@ def kernels_of(graph: KernelGraph, mu: MuGraph) -> dict[int, tuple[int, ...]]:
 def _live(graph: KernelGraph) -> list[int]:
     """Operators that an output depends on, in order."""
     needed = graph.needed(graph.outputs)
-    return [i for i in sorted(needed) if graph.nodes[i].operator != "input"]
+    return [i for i in sorted(needed) if graph.nodes[i].operator != INPUT]
 
 
 def _values(
@@ -70,7 +71,7 @@ def _between(whole: KernelGraph, ends: list[int], starts: set[int]) -> set[int] 
     left = [i for i in ends if i not in starts]
     while left:
         i = left.pop()
-        if whole.nodes[i].operator == "input":
+        if whole.nodes[i].operator == INPUT:
             return None
         if i not in found:
             found.add(i)

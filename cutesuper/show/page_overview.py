@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from cutesuper.ir.block import MuGraph
 from cutesuper.ir.dims import show_shape, size
 from cutesuper.ir.graph import KernelGraph, Node
+from cutesuper.ir.operators.base import CONSTANT, INPUT
 from cutesuper.ir.outline import show_bytes
 from cutesuper.show.page_drawing import Box, dag
 from cutesuper.show.page_parts import Html, shorten
@@ -19,7 +20,7 @@ def definition(graph: KernelGraph, kernels: dict[int, tuple[int, ...]]) -> Html:
         graph: the definition.
         kernels: as returned by `cutesuper.show.page_fusion.kernels_of`.
     """
-    numbers = {i: n for i, n in enumerate(graph.nodes) if n.operator != "constant"}
+    numbers = {i: n for i, n in enumerate(graph.nodes) if n.operator != CONSTANT}
     boxes = [_node_box(graph, i, n, kernels.get(i, ())) for i, n in numbers.items()]
     edges = {
         (f"d-{j}", f"d-{i}"): None for i, n in numbers.items() for j in n.inputs if j in numbers
@@ -29,7 +30,7 @@ def definition(graph: KernelGraph, kernels: dict[int, tuple[int, ...]]) -> Html:
 
 def _node_box(graph: KernelGraph, index: int, node: Node, kernels: tuple[int, ...]) -> Box:
     shape = show_shape(node.shape)
-    given = node.operator == "input"
+    given = node.operator == INPUT
     operator = " ".join([node.operator, *_numbers(graph, node)])
     first = f"{shorten(node.name)} {shape}" if given else operator
     second = f"{node.dtype}{', constant' if node.constant else ''}" if given else shape
@@ -46,7 +47,7 @@ def _node_box(graph: KernelGraph, index: int, node: Node, kernels: tuple[int, ..
 def _numbers(graph: KernelGraph, node: Node) -> list[str]:
     """Operands that are numbers."""
     inner = [graph.nodes[j] for j in node.inputs]
-    return [f"{n.attributes['value']:g}" for n in inner if n.operator == "constant"]
+    return [f"{n.attributes['value']:g}" for n in inner if n.operator == CONSTANT]
 
 
 def program(mu: MuGraph, titles: Sequence[str], details: Sequence[str]) -> Html:

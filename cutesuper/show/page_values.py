@@ -88,7 +88,7 @@ def meaning(program: BlockProgram, index: int) -> str:
         return f"copies {way} device memory, {often(program, index)}"
     if op.kind in ENDING:
         return _combines(program, program.axis(op.attributes["axis"]), op.rescaled)
-    if op.kind == "matmul":
+    if op.facets.contracts:
         return f"multiplies tiles over {op.attributes['over']} on the tensor cores"
     if "over" in op.attributes:
         return f"reduces the tile along {op.attributes['over']}"

@@ -22,6 +22,7 @@ from cutesuper.ir.block import (
     MuGraph,
 )
 from cutesuper.ir.dims import show_shape, size
+from cutesuper.ir.operators.base import facets
 from cutesuper.ir.outline import (
     Section,
     loop_titles,
@@ -439,12 +440,10 @@ def family(kind: str) -> str:
         ACCUMULATE: "accumulator",
         CLUSTER_REDUCE: "cluster",
         GRID_REDUCE: "grid",
-        "matmul": "matrix product",
-        "sum": "reduction",
-        "mean": "reduction",
-        "max": "reduction",
     }
-    return named.get(kind, "element-wise")
+    operator = facets(kind)
+    computed = "matrix product" if operator.contracts else "element-wise"
+    return named.get(kind, "reduction" if operator.reduces else computed)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from cutesuper.egraph.labelled import LabelledProgram, Region
@@ -14,6 +14,7 @@ from cutesuper.errors import SearchError
 from cutesuper.ir.block import Axis, AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, extent
 from cutesuper.ir.operators.base import Counts, lookup
+from cutesuper.ir.operators.monoid import MAX, SUM, Monoid
 
 #: 16-bit elements in the 16 bytes that TMA (bulk tensor loads) moves: extents are multiples of it
 ALIGN = 8
@@ -81,6 +82,14 @@ def needs_positions(region: Region) -> str | None:
             "table; gather the pages before"
         )
     return None
+
+
+def check_reductions(program: LabelledProgram, known: Collection[Monoid] = (SUM, MAX)) -> None:
+    """Check that a kernel can combine all that is reduced. Raises SearchError."""
+    for op in program.ops:
+        how = op.facets.reduces
+        if how is not None and how not in known:
+            raise SearchError(f"a {how.noun} over {op.over}: a kernel of rows")
 
 
 def check_symbols(program: LabelledProgram) -> None:

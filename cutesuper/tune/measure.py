@@ -20,6 +20,7 @@ import torch
 from cutesuper.ir.dims import extent
 from cutesuper.ir.evaluate import evaluate
 from cutesuper.ir.graph import KernelGraph, Node
+from cutesuper.ir.operators.base import INPUT
 from cutesuper.runtime.calling import Launches
 from cutesuper.tune.candidates import Program
 from cutesuper.tune.device import Device, Recording
@@ -277,15 +278,15 @@ def _scales(graph: KernelGraph) -> dict[int, float]:
     """Scales of inputs that are the second operand of a product, by node."""
     found: dict[int, float] = {}
     for node in graph.nodes:
-        if node.operator != "matmul":
+        if not node.facets.contracts:
             continue
         length = extent(graph.nodes[node.inputs[1]].shape[-2])
         waiting = [node.inputs[1]]
         while waiting:
             source = graph.nodes[i := waiting.pop()]
-            if source.operator == "input":
+            if source.operator == INPUT:
                 found[i] = length**-0.5
-            elif source.operator in ("transpose", "concat", "slice"):
+            elif source.facets.permutes or source.facets.cuts:
                 waiting += source.inputs
     return found
 

@@ -176,7 +176,14 @@ class DegreeAlgebra:
         """Matrix product: a sum of products."""
         return self.sum(self.mul(x, y), over)
 
-    def masked(self, x: Degree, valid: Any) -> Degree:
+    def cut(self, x: Degree, dim: str, at: int | slice) -> Degree:
+        """Some elements of x along a dimension; it is gone where ``at`` is one position."""
+        if isinstance(at, slice):
+            return replace(x, sizes={**x.sizes, dim: len(range(*at.indices(x.sizes[dim])))})
+        sizes = {d: n for d, n in x.sizes.items() if d != dim}
+        return replace(x, sizes=sizes, varies=x.varies - {dim}, term_dims=x.term_dims - {dim})
+
+    def masked(self, x: Degree, valid: Any, other: float = 0.0) -> Degree:
         """x: leaving elements out raises no degree."""
         return x
 

@@ -18,6 +18,7 @@ from cutesuper.ir.field import (
     Primes,
     Residues,
     align,
+    residue,
     uniform_residues,
 )
 from cutesuper.ir.operators.base import Attributes, Operator, lookup
@@ -164,14 +165,15 @@ class FieldDomain(FieldAlgebra):
         """x without residues mod q, for uses that need only those mod p."""
         return x.without_q()
 
-    def masked(self, x: FieldValue, valid: Valid) -> FieldValue:
-        """x, zero where an element does not exist. Raises VerificationError."""
+    def masked(self, x: FieldValue, valid: Valid, other: float = 0.0) -> FieldValue:
+        """x, another number where an element does not exist. Raises VerificationError."""
         missing = [d for d in valid[0] if d not in x.dims]
         if missing:
             raise VerificationError(f"a label is reduced after its axis {missing[0]} was")
         keep = align(valid[1], valid[0], x.dims)
-        q = None if x.q is None else x.q * keep
-        return x.like(x.dims, x.p * keep, q)
+        p, q = (np.uint64(residue(other, m)) for m in (self.primes.p, self.primes.q))
+        second = None if x.q is None else np.where(keep, x.q, q)
+        return x.like(x.dims, np.where(keep, x.p, p), second)
 
     def mask(
         self, x: FieldValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator

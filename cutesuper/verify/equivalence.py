@@ -33,7 +33,7 @@ from cutesuper.ir.field import (
     draw_primes,
 )
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import TABLE
+from cutesuper.ir.operators.base import CONSTANT, TABLE
 from cutesuper.verify.bound import (
     Bound,
     Source,
@@ -302,9 +302,9 @@ class Verifier:
             "lengths, tables and labels": any(n.dtype.integer for n in self.graph.nodes),
             "conditions": hidden and any(o.chooses for o in table),
         }
-        hides = any(o.hides for o in table)
-        names = tuple(k for k, v in drawn.items() if v)
-        return _Kinds("max" in kinds, "exp" in kinds, hides, names)
+        maxima, exps = any(o.selects for o in table), any(o.exponential for o in table)
+        hides, names = any(o.hides for o in table), tuple(k for k, v in drawn.items() if v)
+        return _Kinds(maxima, exps, hides, names)
 
     def _field(self, trial: int, attempt: int) -> Primes:
         """The primes of a trial; the next ones each time that it is drawn again."""
@@ -317,10 +317,7 @@ class Verifier:
     def _tells_apart(self, primes: Primes, mu: MuGraph) -> bool:
         """True if different numbers in the two programs are different in a field."""
         found = {
-            op.attributes["value"]
-            for s in mu.steps
-            for op in s.program.ops
-            if op.kind == "constant"
+            op.attributes["value"] for s in mu.steps for op in s.program.ops if op.kind == CONSTANT
         }
         key = primes, frozenset(found)
         if key not in self._apart:
@@ -511,7 +508,7 @@ def check_interface(graph: KernelGraph, mu: MuGraph) -> None:
 
 def numbers(graph: KernelGraph) -> set[float]:
     """The constants of a kernel graph."""
-    return {n.attributes["value"] for n in graph.nodes if n.operator == "constant"}
+    return {n.attributes["value"] for n in graph.nodes if n.operator == CONSTANT}
 
 
 def _failing(trial: int, attempt: int) -> float:

@@ -17,7 +17,7 @@ from cutesuper.errors import GraphError
 from cutesuper.ir.block import AxisKind, BlockProgram, MuGraph, mapped_labels
 from cutesuper.ir.dims import Dim, extent
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import TABLE, lookup
+from cutesuper.ir.operators.base import INPUT, TABLE, lookup
 
 #: parts of an axis; 3 where an order or "all but one" could go unnoticed with 2
 PARTS = {AxisKind.GRID: 2, AxisKind.CLUSTER: 3, AxisKind.PERSISTENT: 2, AxisKind.LOOP: 3}
@@ -69,7 +69,7 @@ def resized_graph(graph: KernelGraph, inputs: tuple[_Shape, ...]) -> KernelGraph
     g = KernelGraph()
     shapes = iter(inputs)
     for n in graph.nodes:
-        if n.operator == "input":
+        if n.operator == INPUT:
             g.new_input(next(shapes), n.dtype, n.name)
         elif lookup(n.operator).masks:
             masked = g.nodes[n.inputs[0]]
@@ -198,7 +198,7 @@ def _join_node(classes: _Classes, graph: KernelGraph, i: int) -> None:
         if shapes[operand][e] != 1 and node.shape[d] != 1:
             classes.join(("s", i, d), ("s", node.inputs[operand], e))
 
-    if node.operator == "gather_pages":  # the positions: see `_shared`
+    if node.facets.gathers:  # the positions: see `_shared`
         for d in range(2, rank):
             join(d, 0, d)
         join(0, 1, 0)
@@ -208,15 +208,15 @@ def _join_node(classes: _Classes, graph: KernelGraph, i: int) -> None:
             for d in range(len(s)):
                 join(d, k, d)
         return
-    if node.operator == "transpose":
+    if node.facets.permutes:
         for d, e in enumerate(node.attributes["dims"]):
             join(d, 0, e)
         return
-    skip = 2 if node.operator == "matmul" else 0
+    skip = 2 if node.facets.contracts else 0
     for k, s in enumerate(shapes):
         for e in range(len(s) - skip):
             join(e + rank - len(s), k, e)
-    if node.operator == "matmul":
+    if node.facets.contracts:
         a, b = node.inputs
         join(rank - 2, 0, len(shapes[0]) - 2)
         join(rank - 1, 1, len(shapes[1]) - 1)
@@ -262,7 +262,7 @@ def _pages(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> list[tuple[_No
     """Positions of paged sequences: the positions of a page times the number of pages."""
     found: list[tuple[_Node, list[_Node]]] = []
     for i, n in enumerate(graph.nodes):
-        if n.operator == "gather_pages":
+        if n.facets.gathers:
             cache, table = n.inputs
             found.append((("s", i, 1), [("s", cache, 1), ("s", table, 1)]))
     for k, step in enumerate(mu.steps):
@@ -285,7 +285,7 @@ def _pages(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> list[tuple[_No
 def _add_pages(classes: _Classes, graph: KernelGraph, extents: dict[_Node, int]) -> None:
     """Set the number of pages to that of all sequences plus one: then each has pages of its own."""
     for n in graph.nodes:
-        if n.operator != "gather_pages":
+        if not n.facets.gathers:
             continue
         cache, table = n.inputs
         pages = classes.find(("s", cache, 0))

@@ -190,7 +190,7 @@ def compare(
     check_mugraph(mu)
     check_interface(graph, mu)
     report = _compare_at(graph, mu, seed, rtol, 1.0)
-    if report and stress and any(n.operator == "max" for n in graph.expanded().nodes):
+    if report and stress and any(n.facets.selects for n in graph.expanded().nodes):
         # scores of 1e6 carry errors of 1e-10, which an exponential makes relative ones
         report = _compare_at(graph, mu, seed, max(rtol, 1e-5), 1e3)
     return report

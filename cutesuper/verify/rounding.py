@@ -46,7 +46,7 @@ class RoundingRun(BlockRun):
         self._visit = visit
 
     def _over(self, op: BlockOp, args: list[Any], window: Window) -> Any:
-        if op.kind == "matmul":
+        if op.facets.contracts:
             args = [self._visit(i, x) for i, x in zip(op.inputs, args, strict=True)]
         return super()._over(op, args, window)
 
@@ -55,7 +55,7 @@ def product_type(step: KernelStep, mu: MuGraph) -> DType:
     """The operand type of a kernel's products: that of the operands it loads. If it computes all of
     them, the shortest type of its loads: statistics may be float32."""
     ops = step.program.ops
-    operands = [ops[i] for op in ops if op.kind == "matmul" for i in op.inputs]
+    operands = [ops[i] for op in ops if op.facets.contracts for i in op.inputs]
     loads = [op for op in operands if op.kind == LOAD] or step.program.loads()
     types = (mu.tensors[op.attributes["tensor"]].dtype for op in loads)
     return min(types, key=lambda t: t.itemsize, default=float32)
@@ -83,7 +83,7 @@ def _rounds(step: KernelStep, mu: MuGraph) -> bool:
 
 
 def _computed_operands(program: BlockProgram) -> list[int]:
-    operands = (i for op in program.ops if op.kind == "matmul" for i in op.inputs)
+    operands = (i for op in program.ops if op.facets.contracts for i in op.inputs)
     return [i for i in dict.fromkeys(operands) if program.ops[i].kind != LOAD]
 
 
@@ -111,9 +111,7 @@ class _Check:
             tensors[name] = x
             given |= {i: _transposed(x, _inverse(order)) for i, order in nodes.items()}
         values = node_values(self.graph, self._with_pages(given))
-        multiplied = [
-            values[i] for n in self.graph.nodes if n.operator == "matmul" for i in n.inputs
-        ]
+        multiplied = [values[i] for n in self.graph.nodes if n.facets.contracts for i in n.inputs]
         for step, program in zip(self.mu.steps, self.sizes.programs, strict=True):
             found = self._kernel(step, program, tensors, multiplied)
             for name, x in found.items():
@@ -177,7 +175,7 @@ class _Check:
             for i, x in given.items()
         }
         for i, node in enumerate(self.graph.nodes):
-            if node.operator == "gather_pages":
+            if node.facets.gathers:
                 cache, table = (given[j] for j in node.inputs)
                 full[i] = cache[:, table.data].reshape(-1, *node.shape)
         return full

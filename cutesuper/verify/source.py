@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cutesuper.errors import VerificationError
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import Attributes, Operator, lookup
+from cutesuper.ir.operators.base import INPUT, Attributes, Operator, facets, lookup
 from cutesuper.verify.integers import without_q
 
 #: name of the contracted dimension while a matrix product runs
@@ -36,7 +36,7 @@ def needs_exponents(kinds: list[str], inputs: list[tuple[int, ...]], also: set[i
     """
     needed = set(also)
     for i in reversed(range(len(kinds))):
-        if i in needed or kinds[i] == "exp":
+        if i in needed or facets(kinds[i]).exponential:
             needed.update(inputs[i])
     return needed
 
@@ -60,13 +60,13 @@ def evaluate_graph(graph: KernelGraph, a: Any, inputs: list[Any]) -> list[Any]:
     last = {j: i for i, n in enumerate(graph.nodes) if i in live for j in n.inputs}
     values: dict[int, Any] = {}
     for i, node in enumerate(graph.nodes):
-        if i not in live and node.operator != "input":
+        if i not in live and node.operator != INPUT:
             continue
-        if node.operator == "input":
+        if node.operator == INPUT:
             value = next(feed)
         else:
             args = [values[j] for j in node.inputs]
-            if i not in wanted and node.operator != "exp":
+            if i not in wanted and not node.facets.exponential:
                 args = [without_q(a, v) for v in args]
             value = _apply(graph, i, a, args)
             for j in node.inputs:  # a value of a real-size graph can be 128 MB
@@ -96,14 +96,13 @@ def _apply(graph: KernelGraph, i: int, a: Any, args: list[Any]) -> Any:
         return a.elementwise(node.operator, args, dict(node.attributes))
     if operator.masks:
         return _mask(a, operator, args, shapes[0], node.attributes)
-    if node.operator == "gather_pages":
+    if operator.gathers:
         return a.gather(args[0], args[1].data, node.shape)
     if operator.reduces:
-        dim = node.attributes["dim"]
-        return _reduce(a, operator.reduces, args[0], shapes[0], dim)
-    if node.operator == "matmul":
+        return _reduce(a, operator, args[0], shapes[0], node.attributes["dim"])
+    if operator.contracts:
         return _matmul(a, args)
-    if node.operator == "transpose":
+    if operator.permutes:
         rank = len(shapes[0])
         moved = {
             str(rank - 1 - e): str(rank - 1 - d) for d, e in enumerate(node.attributes["dims"])
@@ -115,14 +114,13 @@ def _apply(graph: KernelGraph, i: int, a: Any, args: list[Any]) -> Any:
     )
 
 
-def _reduce(a: Any, how: str, x: Any, shape: tuple[Any, ...], dim: int) -> Any:
+def _reduce(a: Any, operator: Operator, x: Any, shape: tuple[Any, ...], dim: int) -> Any:
     if shape[dim] == 1:
         return x
+    assert operator.reduces is not None
     over = (str(len(shape) - 1 - dim),)
-    if how == "max":
-        return a.max(x, over)
-    total = a.sum(x, over, {over[0]: shape[dim]})
-    return a.div(total, a.constant(float(shape[dim]))) if how == "mean" else total
+    total = operator.reduces.reduced(a, x, over, {over[0]: shape[dim]})
+    return a.div(total, a.constant(float(shape[dim]))) if operator.averages else total
 
 
 def _mask(

@@ -41,6 +41,7 @@ from cutesuper.ir.block import (
 from cutesuper.ir.check import check_block_program, pass_of
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import TABLE, Operator
+from cutesuper.ir.operators.monoid import monoid
 from cutesuper.verify.integers import Integers, without_q
 from cutesuper.verify.source import needs_exponents
 
@@ -207,7 +208,7 @@ class BlockRun:
             self._accumulate(i, op.attributes["axis"], here)
             return
         args = [self._memo[j][1] for j in op.inputs]
-        if i not in self.q_wanted and op.kind != "exp" and not op.rescaled:
+        if i not in self.q_wanted and not op.facets.exponential and not op.rescaled:
             args = [without_q(self.a, v) for v in args]
         value = self._apply(op, args, here)
         self._memo[i] = (here, value if i in self.q_wanted else without_q(self.a, value))
@@ -219,8 +220,8 @@ class BlockRun:
         for window in self._windows(frozenset((axis,)), here):
             for j in group:
                 part = self._reduce(ops[j], [self._value(k, window) for k in ops[j].inputs])
-                combine = self.a.larger if ops[j].attributes["op"] == "max" else self.a.add
-                total[j] = combine(total[j], part) if j in total else part
+                together = monoid(ops[j].attributes["op"]).together
+                total[j] = together(self.a, total[j], part) if j in total else part
         for j in group:
             self._memo[j] = (here, total[j] if j in self.q_wanted else self.a.without_q(total[j]))
 
@@ -237,7 +238,7 @@ class BlockRun:
         if operator.integers:
             [x] = args
             return self.a.literal(x.dims, operator.numbers(x.data, op.attributes))
-        if op.kind == "div" and self.a.empty_rows:
+        if operator.powers == (1, -1) and self.a.empty_rows:
             args = [self._without_padding(args[0], window), args[1]]
         return self.a.elementwise(op.kind, args, dict(op.attributes))
 
@@ -289,12 +290,10 @@ class BlockRun:
 
     def _reduce(self, op: BlockOp, args: list[Any]) -> Any:
         axis, x = op.attributes["axis"], args[0]
-        if op.attributes["op"] == "max":
-            return self.a.max(x, (axis,))
         if op.rescaled:
             move = self.a.elementwise("sub", args[1:], {})
             x = self.a.elementwise("mul", [x, self.a.elementwise("exp", [move], {})], {})
-        return self.a.sum(x, (axis,), self.layout.extents)
+        return monoid(op.attributes["op"]).reduced(self.a, x, (axis,), self.layout.extents)
 
     def _over(self, op: BlockOp, args: list[Any], window: Window) -> Any:
         """Reduce the tile of a label, without the elements that do not exist."""
@@ -302,14 +301,13 @@ class BlockRun:
         over = (f"{label}.tile",)
         valid = self.layout.valid.get(label)
         valid = None if valid is None else (valid[0], _cut_window(valid[0], valid[1], window))
-        if op.kind == "max":
-            return a.max(args[0], over, valid)
-        if valid is not None:  # both operands of a product: zero times an infinity or NaN is NaN
-            args = [a.masked(x, valid) for x in args]
-        if op.kind == "matmul":
+        if op.facets.contracts:
+            if valid is not None:  # both operands: zero times an infinity or NaN is NaN
+                args = [a.masked(x, valid) for x in args]
             return a.matmul(args[0], args[1], over)
-        total = a.sum(args[0], over, self.layout.extents)
-        if op.kind == "mean":
+        assert op.facets.reduces is not None
+        total = op.facets.reduces.reduced(a, args[0], over, self.layout.extents, valid)
+        if op.facets.averages:
             return a.div(total, a.constant(float(extent(self.program.dims[label]))))
         return total
 

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from cutesuper.ir.evaluate import hidden_difference
-from cutesuper.ir.operators.base import Attributes, Operator, lookup
+from cutesuper.ir.operators.base import CONSTANT, Attributes, Operator, lookup
 from cutesuper.verify.tiles import Mapped, Window
 
 
@@ -23,6 +23,11 @@ class TorchValue:
 
     dims: tuple[str, ...]
     data: torch.Tensor
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Extent of every dimension."""
+        return dict(zip(self.dims, self.data.shape, strict=True))
 
 
 class TorchDomain:
@@ -36,17 +41,28 @@ class TorchDomain:
 
     def elementwise(self, kind: str, args: list[TorchValue], attributes: Attributes) -> TorchValue:
         """The reference of the operator, operands aligned by name."""
-        if kind == "constant":
+        if kind == CONSTANT:
             return self.constant(attributes["value"])
         dims = tuple(dict.fromkeys(d for x in args for d in x.dims))
         data = [align(x, dims) for x in args]
-        result = lookup(kind).reference(data, attributes)
-        # -inf - -inf = -inf, see `cutesuper.ir.field`
-        return TorchValue(dims, hidden_difference(result, data) if kind == "sub" else result)
+        operator = lookup(kind)
+        result = operator.reference(data, attributes)
+        if operator.signs == (1, -1):  # -inf - -inf = -inf, see `cutesuper.ir.field`
+            result = hidden_difference(result, data)
+        return TorchValue(dims, result)
 
     def add(self, x: TorchValue, y: TorchValue) -> TorchValue:
         """Sum of two values of the same dimensions."""
         return TorchValue(x.dims, x.data + align(y, x.dims))
+
+    def mul(self, x: TorchValue, y: TorchValue) -> TorchValue:
+        """Product of two values of the same dimensions."""
+        return TorchValue(x.dims, x.data * align(y, x.dims))
+
+    def cut(self, x: TorchValue, dim: str, at: int | slice) -> TorchValue:
+        """Elements of x along a dimension; it is gone where ``at`` is one position."""
+        kept = x.dims if isinstance(at, slice) else tuple(d for d in x.dims if d != dim)
+        return TorchValue(kept, x.data[tuple(at if d == dim else slice(None) for d in x.dims)])
 
     def larger(self, x: TorchValue, y: TorchValue) -> TorchValue:
         """Maximum of two values of the same dimensions."""
@@ -86,9 +102,9 @@ class TorchDomain:
         left, right, out = ("".join(letter[d] for d in v) for v in (x.dims, y.dims, dims))
         return TorchValue(dims, torch.einsum(f"{left},{right}->{out}", x.data, y.data))
 
-    def masked(self, x: TorchValue, valid: Any) -> TorchValue:
-        """x, zero where an element does not exist."""
-        return self._where(x, valid, 0.0)
+    def masked(self, x: TorchValue, valid: Any, other: float = 0.0) -> TorchValue:
+        """x, another number where an element does not exist."""
+        return self._where(x, valid, other)
 
     def mask(
         self, x: TorchValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator

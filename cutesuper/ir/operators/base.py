@@ -40,6 +40,7 @@ from cutesuper.ir.dtypes import DType, int32
 if TYPE_CHECKING:
     from cutesuper.ir.derivation import Derivation
     from cutesuper.ir.graph import KernelGraph, Tensor
+    from cutesuper.ir.operators.monoid import Monoid
 
     Cotangents = Sequence[Tensor | None]
 
@@ -65,8 +66,26 @@ class Operator:
     #: attribute name -> default; `...` marks a required attribute
     attributes: ClassVar[Attributes] = {}
     elementwise: ClassVar[bool] = False
-    #: "sum", "mean" or "max" for reductions over one dimension that stays with extent 1
-    reduces: ClassVar[str | None] = None
+    #: operators of PyTorch that compute the same, for the front end: ``aten.exp.default``
+    torch_names: ClassVar[tuple[str, ...]] = ()
+    #: for reductions over one dimension, which stays with extent 1: how they combine elements
+    reduces: ClassVar[Monoid | None] = None
+    #: for reductions: the result is divided by the extent of the whole dimension
+    averages: ClassVar[bool] = False
+    #: the sum, over a dimension that two operands share, of their products
+    contracts: ClassVar[bool] = False
+    #: the result is the sum of the operands with these signs
+    signs: ClassVar[tuple[int, ...] | None] = None
+    #: the result is the product of the operands, raised to these powers
+    powers: ClassVar[tuple[int, ...] | None] = None
+    #: e^x: makes products of sums
+    exponential: ClassVar[bool] = False
+    #: the function of ``m`` that computes 1 / result from the same operand, in one step
+    reciprocal: ClassVar[str | None] = None
+    #: changes the order of dimensions and nothing else
+    permutes: ClassVar[bool] = False
+    #: changes the element type and nothing else
+    converts: ClassVar[bool] = False
     #: keeps each element or puts `fill` in its place, by its position along the last two
     #: dimensions; see `visible` and `at`
     masks: ClassVar[bool] = False
@@ -93,6 +112,8 @@ class Operator:
     of_hidden: ClassVar[float | None] = None
     #: puts tensors together or takes one apart; `cutesuper.ir.remove_concat` removes it
     cuts: ClassVar[bool] = False
+    #: for operators that cut: puts tensors together
+    joins: ClassVar[bool] = False
     #: all operands have one element type: products, and operators that put tensors together
     one_type: ClassVar[bool] = False
     #: positions of the integer operands; all others are numbers
@@ -103,6 +124,41 @@ class Operator:
     counts: ClassVar[Counts | None] = None
     #: takes only inputs of the graph, as the integer operands of any operator do
     of_inputs: ClassVar[bool] = False
+
+    @property
+    def sums(self) -> bool:
+        """True for the plain sum over a dimension."""
+        return self.reduces is not None and self.reduces.linear and not self.averages
+
+    @property
+    def selects(self) -> bool:
+        """True for reductions to one of the elements, as a maximum is."""
+        return self.reduces is not None and self.reduces.selects
+
+    @property
+    def commutes(self) -> bool:
+        """True for the sum and the product of two operands: their order does not matter."""
+        return (1, 1) in (self.signs, self.powers)
+
+    @property
+    def subtracts(self) -> bool:
+        """True for the difference of two operands."""
+        return self.signs == (1, -1)
+
+    @property
+    def multiplies(self) -> bool:
+        """True for the product of two operands, element by element."""
+        return self.powers == (1, 1)
+
+    @property
+    def divides(self) -> bool:
+        """True for the quotient of two operands."""
+        return self.powers == (1, -1)
+
+    @property
+    def gathers(self) -> bool:
+        """True if it puts sequences together from pages that a table names."""
+        return self.counts == Counts.PAGES
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         """Shape of the result. Raises ShapeError."""
@@ -337,6 +393,17 @@ def lookup(name: str) -> Operator:
     raise OperatorError(f"operator {shown(name)}: does not exist; {hint}")
 
 
+#: names of the leaves of a graph: its structure, as load and store are that of a block program
+INPUT, CONSTANT = "input", "constant"
+
+
+def facets(kind: str) -> Operator:
+    """The operator called ``kind``; one without any facet for what is no operator (load, store)."""
+    return TABLE.get(kind, _STRUCTURE)
+
+
+_STRUCTURE = Operator()
+
 # --------------------------------------------------------------------------------------- leaves
 
 
@@ -344,7 +411,7 @@ def lookup(name: str) -> Operator:
 class Input(Operator):
     """A tensor that the caller supplies."""
 
-    name = "input"
+    name = INPUT
     arity = 0
 
 
@@ -352,7 +419,7 @@ class Input(Operator):
 class Constant(Operator):
     """A scalar known when the graph is built (shape ``()``)."""
 
-    name = "constant"
+    name = CONSTANT
     arity = 0
     attributes: ClassVar[Attributes] = {"value": ...}
     elementwise = True
@@ -414,6 +481,7 @@ def opaque(name: str, a: Any, args: list[Any], attributes: Attributes) -> Any:
 @operator
 class Add(_Binary):
     name = "add"
+    signs = (1, 1)
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0] + args[1]
@@ -433,6 +501,7 @@ class Add(_Binary):
 @operator
 class Sub(_Binary):
     name = "sub"
+    signs = (1, -1)
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0] - args[1]
@@ -452,6 +521,7 @@ class Sub(_Binary):
 @operator
 class Mul(_Binary):
     name = "mul"
+    powers = (1, 1)
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0] * args[1]
@@ -471,6 +541,7 @@ class Mul(_Binary):
 @operator
 class Div(_Binary):
     name = "div"
+    powers = (1, -1)
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         return args[0] / args[1]
@@ -496,4 +567,15 @@ def normal_dim(name: str, shape: Shape, dim: Any) -> int:
     return dim % len(shape)
 
 
-__all__ = ["TABLE", "Attributes", "Dim", "Operator", "lookup", "normal_dim", "operator"]
+__all__ = [
+    "CONSTANT",
+    "INPUT",
+    "TABLE",
+    "Attributes",
+    "Dim",
+    "Operator",
+    "facets",
+    "lookup",
+    "normal_dim",
+    "operator",
+]

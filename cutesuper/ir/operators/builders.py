@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cutesuper.errors import OperatorError, ShapeError
+from cutesuper.ir.operators.base import TABLE, Operator
 
 if TYPE_CHECKING:
     from cutesuper.ir.graph import Operand, Tensor
 
 
 class NamedOperators:
-    """Operators of the table under their names; each method goes through `apply`."""
+    """Operators of the table under their names; each method goes through `apply`.
+
+    Functions of one number and reductions have their methods from the table: ``g.exp(x)``,
+    ``g.sum(x, 1)``. Methods are written here where they say more than the table.
+    """
 
     def apply(self, operator: str, *operands: Operand, **attributes: Any) -> Tensor:
         """The value of an operator; a kernel graph has this method."""
@@ -21,6 +28,28 @@ class NamedOperators:
     def _operand(self, operator: str, value: Any) -> Tensor:
         """A tensor of the graph, or a number as one; a kernel graph has this method."""
         raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Callable[..., Tensor]:
+        """The method of an operator without one of its own: its operands, then its attributes."""
+        operator = TABLE.get(name)
+        if operator is None or operator.arity < 1:
+            near = get_close_matches(name, dir(self), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}{hint}")
+        method = partial(self._apply_in_order, operator)
+        method.__doc__ = operator.__doc__
+        return method
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(n for n, o in TABLE.items() if o.arity > 0)})
+
+    def _apply_in_order(self, operator: Operator, *args: Any, **attributes: Any) -> Tensor:
+        """The value of an operator, some of whose attributes follow the operands."""
+        operands, further = args[: operator.arity], args[operator.arity :]
+        if len(further) > len(operator.attributes):
+            return self.apply(operator.name, *args, **attributes)  # says how many it takes
+        named = zip(operator.attributes, further, strict=False)
+        return self.apply(operator.name, *operands, **dict(named), **attributes)
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """``a[..., M, K] @ b[..., K, N]``."""
@@ -41,114 +70,6 @@ class NamedOperators:
     def div(self, a: Operand, b: Operand) -> Tensor:
         """``a / b`` with broadcasting."""
         return self.apply("div", a, b)
-
-    def exp(self, a: Tensor) -> Tensor:
-        """e to the power of ``a``."""
-        return self.apply("exp", a)
-
-    def log(self, a: Tensor) -> Tensor:
-        """Natural logarithm."""
-        return self.apply("log", a)
-
-    def sqrt(self, a: Tensor) -> Tensor:
-        """Square root."""
-        return self.apply("sqrt", a)
-
-    def rsqrt(self, a: Tensor) -> Tensor:
-        """1 / square root."""
-        return self.apply("rsqrt", a)
-
-    def square(self, a: Tensor) -> Tensor:
-        """``a * a``."""
-        return self.apply("square", a)
-
-    def silu(self, a: Tensor) -> Tensor:
-        """``a * sigmoid(a)``."""
-        return self.apply("silu", a)
-
-    def gelu(self, a: Tensor) -> Tensor:
-        """``a Phi(a)`` with the error function."""
-        return self.apply("gelu", a)
-
-    def relu(self, a: Tensor) -> Tensor:
-        """``max(a, 0)``."""
-        return self.apply("relu", a)
-
-    def sigmoid(self, a: Tensor) -> Tensor:
-        """``1 / (1 + exp(-a))``."""
-        return self.apply("sigmoid", a)
-
-    def tanh(self, a: Tensor) -> Tensor:
-        """Hyperbolic tangent."""
-        return self.apply("tanh", a)
-
-    def erf(self, a: Tensor) -> Tensor:
-        """The error function."""
-        return self.apply("erf", a)
-
-    def log1p(self, a: Tensor) -> Tensor:
-        """``log(1 + a)``, exact next to 0."""
-        return self.apply("log1p", a)
-
-    def expm1(self, a: Tensor) -> Tensor:
-        """``exp(a) - 1``, exact next to 0."""
-        return self.apply("expm1", a)
-
-    def sin(self, a: Tensor) -> Tensor:
-        """Sine of radians."""
-        return self.apply("sin", a)
-
-    def cos(self, a: Tensor) -> Tensor:
-        """Cosine of radians."""
-        return self.apply("cos", a)
-
-    def asin(self, a: Tensor) -> Tensor:
-        """Inverse sine, in radians."""
-        return self.apply("asin", a)
-
-    def acos(self, a: Tensor) -> Tensor:
-        """Inverse cosine, in radians."""
-        return self.apply("acos", a)
-
-    def atan(self, a: Tensor) -> Tensor:
-        """Inverse tangent, in radians."""
-        return self.apply("atan", a)
-
-    def sinh(self, a: Tensor) -> Tensor:
-        """Hyperbolic sine."""
-        return self.apply("sinh", a)
-
-    def cosh(self, a: Tensor) -> Tensor:
-        """Hyperbolic cosine."""
-        return self.apply("cosh", a)
-
-    def asinh(self, a: Tensor) -> Tensor:
-        """Inverse hyperbolic sine."""
-        return self.apply("asinh", a)
-
-    def acosh(self, a: Tensor) -> Tensor:
-        """Inverse hyperbolic cosine."""
-        return self.apply("acosh", a)
-
-    def atanh(self, a: Tensor) -> Tensor:
-        """Inverse hyperbolic tangent."""
-        return self.apply("atanh", a)
-
-    def erfc(self, a: Tensor) -> Tensor:
-        """``1 - erf(a)``, exact next to a result of 0."""
-        return self.apply("erfc", a)
-
-    def floor(self, a: Tensor) -> Tensor:
-        """The largest integer that is at most ``a``."""
-        return self.apply("floor", a)
-
-    def round(self, a: Tensor) -> Tensor:
-        """The nearest integer, the even one of two."""
-        return self.apply("round", a)
-
-    def step(self, a: Tensor) -> Tensor:
-        """1 where ``a > 0``, 0 elsewhere."""
-        return self.apply("step", a)
 
     def at_least(self, a: Operand, b: Operand) -> Tensor:
         """1 where ``a >= b``, 0 elsewhere (NaN too)."""
@@ -180,21 +101,9 @@ class NamedOperators:
         """
         return self.apply("convert", a, dtype=dtype)
 
-    def sum(self, a: Tensor, dim: int) -> Tensor:
-        """Sum over ``dim``, which stays with extent 1."""
-        return self.apply("sum", a, dim=dim)
-
     def reduction(self, a: Tensor, dim: int) -> Tensor:
         """Mirage's name for `sum`."""
         return self.sum(a, dim)
-
-    def mean(self, a: Tensor, dim: int) -> Tensor:
-        """Mean over ``dim``, which stays with extent 1."""
-        return self.apply("mean", a, dim=dim)
-
-    def max(self, a: Tensor, dim: int) -> Tensor:
-        """Maximum over ``dim``, which stays with extent 1."""
-        return self.apply("max", a, dim=dim)
 
     def softmax(self, a: Tensor, dim: int = -1) -> Tensor:
         """``exp(a - max a) / sum exp(a - max a)`` along ``dim``."""

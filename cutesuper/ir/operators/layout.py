@@ -29,6 +29,7 @@ class Transpose(Operator):
     """Permutes dimensions; ``dims`` is a permutation (default: the last two change places)."""
 
     name = "transpose"
+    permutes = True
     arity = 1
     attributes: ClassVar[Attributes] = {"dims": None}
 
@@ -70,6 +71,7 @@ class Concat(Operator):
     """Tensors one after the other along ``dim``."""
 
     name = "concat"
+    joins = True
     arity = -1
     attributes: ClassVar[Attributes] = {"dim": ...}
     cuts = True

@@ -1,7 +1,12 @@
-"""Functions of one number, element by element; see `cutesuper.ir.operators.base`."""
+"""Functions of one number, element by element; see `cutesuper.ir.operators.base`.
+
+A function is one line of `FUNCTIONS`. The method of a kernel graph, the operator of PyTorch in the
+front end, the formula in kernels, at plan time and in the tests follow from its name.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf, isnan, nan, pi, sqrt
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +18,9 @@ from cutesuper.ir.operators.base import Attributes, Elementwise, opaque, operato
 if TYPE_CHECKING:
     from cutesuper.ir.derivation import Derivation
     from cutesuper.ir.graph import Tensor
+
+    #: the cotangent of the operand, from the graph, the operand, the result and its cotangent
+    Slope = Callable[[Derivation, Tensor, Tensor, Tensor], Tensor | None]
 
 
 class _Unary(Elementwise):
@@ -37,441 +45,167 @@ class _Unary(Elementwise):
         return opaque(self.name, a, args, attributes)
 
 
-class _Named(_Unary):
-    """A function with the same name in PyTorch and in the scalar namespace of kernels."""
+class Function(_Unary):
+    """A function without attributes; `function` makes one.
+
+    Attributes:
+        domain: the arguments that have a result.
+        slope, of_tensor, of_element, of_value: arguments of `function`.
+    """
+
+    domain: ClassVar[tuple[float, float]] = (-inf, inf)
+    slope: ClassVar[Any]
+    of_tensor: ClassVar[Any] = None
+    of_element: ClassVar[Any] = None
+    of_value: ClassVar[Any] = None
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return getattr(args[0], self.name)()
+        if self.of_tensor is None:
+            return getattr(args[0], self.name)()
+        return self.of_tensor(torch_module(), args[0])
 
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return getattr(m, self.name)(args[0])
-
-
-@operator
-class Exp(_Named):
-    """e^x."""
-
-    name = "exp"
-    at_hidden = 0.0
-    above_zero = True
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(dy, y),)
+        if self.of_element is None:
+            return getattr(m, self.name)(args[0])
+        return self.of_element(m, args[0])
 
     def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        return a.exp(args[0])
-
-
-@operator
-class Log(_Named):
-    """Natural logarithm. Opaque: a verified program has the same arguments, not e^log(x) = x."""
-
-    name = "log"
-    partial = True
+        if self.of_value is None:
+            return super().symbolic(a, args, attributes)
+        return self.of_value(a, args[0])
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> tuple[Tensor | None]:
-        return (g.div(dy, args[0]),)
-
-
-@operator
-class Sqrt(_Named):
-    """Square root."""
-
-    name = "sqrt"
-    partial = True
-    above_zero = True
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(g.div(dy, y), 0.5),)
-
-
-@operator
-class Rsqrt(_Named):
-    """1 / sqrt(x), defined through `Sqrt` so that it equals a division by a root."""
-
-    name = "rsqrt"
-    partial = True
-    above_zero = True
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(g.mul(dy, g.mul(g.square(y), y)), -0.5),)
-
-    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        return a.div(a.constant(1.0), a.opaque("sqrt", args[0]))
-
-
-@operator
-class Square(_Unary):
-    """x x."""
-
-    name = "square"
-    above_zero = True
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0] * args[0]
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(g.mul(dy, args[0]), 2.0),)
-
-    def symbolic(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        return a.mul(args[0], args[0])
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return args[0] * args[0]
-
-
-@operator
-class Silu(_Unary):
-    """x sigmoid(x)."""
-
-    name = "silu"
-    keeps_zero = True
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return torch_module().nn.functional.silu(args[0])
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        """With s = sigmoid(x): s (1 + x (1 - s))."""
-        s = g.sigmoid(args[0])
-        slope = g.mul(s, g.add(g.mul(args[0], g.sub(1.0, s)), 1.0))
-        return (g.mul(dy, slope),)
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return args[0] * m.sigmoid(args[0])
-
-
-@operator
-class Gelu(_Unary):
-    """x Phi(x) with the error function, as PyTorch's default (approximate='none')."""
-
-    name = "gelu"
-    keeps_zero = True
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return torch_module().nn.functional.gelu(args[0])
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        """Phi(x) + x phi(x), the normal distribution and its density."""
-        x = args[0]
-        below = g.add(g.mul(g.erf(g.mul(x, sqrt(0.5))), 0.5), 0.5)
-        density = g.mul(g.exp(g.mul(g.square(x), -0.5)), 1 / sqrt(2 * pi))
-        return (g.mul(dy, g.add(below, g.mul(x, density))),)
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return 0.5 * args[0] * (1.0 + m.erf(args[0] * 0.7071067811865476))
-
-
-@operator
-class Relu(_Unary):
-    """max(x, 0)."""
-
-    name = "relu"
-    keeps_zero = True
-    flat = True
-    at_hidden = 0.0
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return torch_module().relu(args[0])
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        """dy where the result is positive: the result may be kept in place of the operand."""
-        return (g.mul(dy, g.step(y)),)
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.maximum(args[0], 0.0)
-
-
-@operator
-class Sigmoid(_Unary):
-    """1 / (1 + e^-x)."""
-
-    name = "sigmoid"
-    at_hidden = 0.0
-    above_zero = True
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return torch_module().sigmoid(args[0])
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(dy, g.mul(y, g.sub(1.0, y))),)
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.sigmoid(args[0])
-
-
-@operator
-class Tanh(_Unary):
-    """Hyperbolic tangent."""
-
-    name = "tanh"
-    keeps_zero = True
-    at_hidden = -1.0
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return torch_module().tanh(args[0])
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(dy, g.sub(1.0, g.square(y))),)
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.tanh(args[0])
-
-
-@operator
-class Erf(_Named):
-    """The error function."""
-
-    name = "erf"
-    keeps_zero = True
-    at_hidden = -1.0
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        slope = g.mul(g.exp(g.mul(g.square(args[0]), -1.0)), 2 / sqrt(pi))
-        return (g.mul(dy, slope),)
-
-
-@operator
-class Log1p(_Named):
-    """log(1 + x), accurate next to x = 0."""
-
-    name = "log1p"
-    keeps_zero = True
-    partial = True
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.div(dy, g.add(args[0], 1.0)),)
-
-
-@operator
-class Expm1(_Named):
-    """e^x - 1, accurate next to x = 0."""
-
-    name = "expm1"
-    keeps_zero = True
-    at_hidden = -1.0
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(dy, g.exp(args[0])),)
-
-
-@operator
-class Sin(_Named):
-    """Sine, of radians of any size."""
-
-    name = "sin"
-    keeps_zero = True
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(dy, g.cos(args[0])),)
-
-
-@operator
-class Cos(_Named):
-    """Cosine, of radians of any size."""
-
-    name = "cos"
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(g.mul(dy, g.sin(args[0])), -1.0),)
-
-
-@operator
-class Asin(_Named):
-    """Inverse sine."""
-
-    name = "asin"
-    keeps_zero = True
-    partial = True
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(dy, g.rsqrt(g.sub(1.0, g.square(args[0])))),)
-
-
-@operator
-class Acos(_Named):
-    """Inverse cosine."""
-
-    name = "acos"
-    partial = True
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(g.mul(dy, g.rsqrt(g.sub(1.0, g.square(args[0])))), -1.0),)
-
-
-@operator
-class Atan(_Named):
-    """Inverse tangent."""
-
-    name = "atan"
-    keeps_zero = True
-    at_hidden = -pi / 2
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.div(dy, g.add(g.square(args[0]), 1.0)),)
-
-
-@operator
-class Sinh(_Named):
-    """Hyperbolic sine."""
-
-    name = "sinh"
-    keeps_zero = True
-    at_hidden = -inf
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(dy, g.cosh(args[0])),)
-
-
-@operator
-class Cosh(_Named):
-    """Hyperbolic cosine."""
-
-    name = "cosh"
-    above_zero = True
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(dy, g.sinh(args[0])),)
-
-
-@operator
-class Asinh(_Named):
-    """Inverse hyperbolic sine."""
-
-    name = "asinh"
-    keeps_zero = True
-    at_hidden = -inf
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(dy, g.rsqrt(g.add(g.square(args[0]), 1.0))),)
-
-
-@operator
-class Acosh(_Named):
-    """Inverse hyperbolic cosine."""
-
-    name = "acosh"
-    partial = True
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.mul(dy, g.rsqrt(g.sub(g.square(args[0]), 1.0))),)
-
-
-@operator
-class Atanh(_Named):
-    """Inverse hyperbolic tangent."""
-
-    name = "atanh"
-    keeps_zero = True
-    partial = True
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (g.div(dy, g.sub(1.0, g.square(args[0]))),)
-
-
-@operator
-class Erfc(_Named):
-    """1 - erf(x), accurate next to a result of 0."""
-
-    name = "erfc"
-    at_hidden = 2.0
-    above_zero = True
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        slope = g.mul(g.exp(g.mul(g.square(args[0]), -1.0)), -2 / sqrt(pi))
-        return (g.mul(dy, slope),)
-
-
-class _Flat(_Unary):
-    """A function that is constant between its steps."""
-
-    def derivative(
-        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
-    ) -> tuple[Tensor | None]:
-        return (None,)
-
-
-@operator
-class Step(_Flat):
-    """1 where x > 0, 0 elsewhere (NaN too): the derivative of relu, and comparisons."""
-
-    name = "step"
-    keeps_zero = True
-    flat = True
-    at_hidden = 0.0
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return (args[0] > 0).to(args[0].dtype)
-
-    def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
-        return m.step(args[0])
-
-
-@operator
-class Floor(_Flat, _Named):
-    """The largest integer that is at most x."""
-
-    name = "floor"
-    keeps_zero = True
-    flat = True
-    at_hidden = -inf
-
-
-@operator
-class Round(_Flat, _Named):
-    """The nearest integer, the even one of two."""
-
-    name = "round"
-    keeps_zero = True
-    flat = True
-    at_hidden = -inf
+        return (self.slope(g, args[0], y, dy),)
+
+
+def function(
+    name: str,
+    doc: str,
+    slope: Slope,
+    of_tensor: Callable[[Any, Any], Any] | None = None,
+    of_element: Callable[[Any, Any], Any] | None = None,
+    of_value: Callable[[Any, Any], Any] | None = None,
+    **facets: Any,
+) -> type[Function]:
+    """Enter a function of one number into the table of operators.
+
+    Args:
+        name: of the operator, and where nothing else is said of the method of torch tensors, of the
+            functions of kernels (``cute.math``) and of Python (``math``, ``numpy``), and of
+            PyTorch's operator, ``aten.<name>.default``.
+        doc: what it computes.
+        slope: the cotangent of the operand, from the graph, the operand, the result and its
+            cotangent; None is zero.
+        of_tensor: the result from `torch` and a tensor.
+        of_element: the result from a namespace ``m`` of scalar functions and one element.
+        of_value: the result from an algebra and a value; else nothing is known of the function.
+        facets: further attributes of its class: ``at_hidden``, ``keeps_zero``, ``domain``, ...
+
+    Raises:
+        OperatorError: a facet that no function has.
+    """
+    unknown = sorted(k for k in facets if not hasattr(Function, k))
+    if unknown:
+        raise OperatorError(f"function {name}: no function has the facet {', '.join(unknown)}")
+    formulas: dict[str, Any] = {
+        "slope": slope, "of_tensor": of_tensor, "of_element": of_element, "of_value": of_value
+    }  # fmt: skip
+    made: dict[str, Any] = {k: staticmethod(f) for k, f in formulas.items() if f is not None}
+    made |= {"name": name, "__doc__": doc, "__module__": slope.__module__}
+    made |= {"torch_names": (f"aten.{name}.default",), "partial": "domain" in facets}
+    return operator(type(name.capitalize(), (Function,), made | facets))
+
+
+def _gelu_slope(g: Derivation, x: Tensor, y: Tensor, dy: Tensor) -> Tensor:
+    """Phi(x) + x phi(x), the normal distribution and its density."""
+    below = g.add(g.mul(g.erf(g.mul(x, sqrt(0.5))), 0.5), 0.5)
+    density = g.mul(g.exp(g.mul(g.square(x), -0.5)), 1 / sqrt(2 * pi))
+    return g.mul(dy, g.add(below, g.mul(x, density)))
+
+
+def _silu_slope(g: Derivation, x: Tensor, y: Tensor, dy: Tensor) -> Tensor:
+    """With s = sigmoid(x): s (1 + x (1 - s))."""
+    s = g.sigmoid(x)
+    return g.mul(dy, g.mul(s, g.add(g.mul(x, g.sub(1.0, s)), 1.0)))
+
+
+def _bell(g: Derivation, x: Tensor, factor: float) -> Tensor:
+    """The slope of the error function, times a number: e^(-x^2)."""
+    return g.mul(g.exp(g.mul(g.square(x), -1.0)), factor)
+
+
+FUNCTIONS = (
+    function("exp", "e^x.", lambda g, x, y, dy: g.mul(dy, y), of_value=lambda a, x: a.exp(x),
+        at_hidden=0.0, above_zero=True, exponential=True),
+    # opaque: a verified program has the same arguments, not e^log(x) = x
+    function("log", "Natural logarithm.", lambda g, x, y, dy: g.div(dy, x), domain=(0.0, inf)),
+    function("sqrt", "Square root.", lambda g, x, y, dy: g.mul(g.div(dy, y), 0.5),
+        domain=(0.0, inf), above_zero=True, reciprocal="rsqrt"),
+    # defined through `sqrt`, so that it equals a division by a root
+    function("rsqrt", "1 / sqrt(x).",
+        lambda g, x, y, dy: g.mul(g.mul(dy, g.mul(g.square(y), y)), -0.5),
+        of_value=lambda a, x: a.div(a.constant(1.0), a.opaque("sqrt", x)),
+        domain=(0.0, inf), above_zero=True),
+    function("square", "x x.", lambda g, x, y, dy: g.mul(g.mul(dy, x), 2.0),
+        of_tensor=lambda torch, x: x * x, of_element=lambda m, x: x * x,
+        of_value=lambda a, x: a.mul(x, x), above_zero=True, powers=(2,)),
+    function("silu", "x sigmoid(x).", _silu_slope,
+        of_tensor=lambda torch, x: torch.nn.functional.silu(x),
+        of_element=lambda m, x: x * m.sigmoid(x), keeps_zero=True),
+    function("gelu", "x Phi(x) with the error function, as PyTorch's default.", _gelu_slope,
+        of_tensor=lambda torch, x: torch.nn.functional.gelu(x),
+        of_element=lambda m, x: 0.5 * x * (1.0 + m.erf(x * 0.7071067811865476)), keeps_zero=True),
+    # dy where the result is positive: the result may be kept in place of the operand
+    function("relu", "max(x, 0).", lambda g, x, y, dy: g.mul(dy, g.step(y)),
+        of_element=lambda m, x: m.maximum(x, 0.0), keeps_zero=True, flat=True, at_hidden=0.0),
+    function("sigmoid", "1 / (1 + e^-x).", lambda g, x, y, dy: g.mul(dy, g.mul(y, g.sub(1.0, y))),
+        at_hidden=0.0, above_zero=True),
+    function("tanh", "Hyperbolic tangent.",
+        lambda g, x, y, dy: g.mul(dy, g.sub(1.0, g.square(y))), keeps_zero=True, at_hidden=-1.0),
+    function("erf", "The error function.",
+        lambda g, x, y, dy: g.mul(dy, _bell(g, x, 2 / sqrt(pi))), keeps_zero=True, at_hidden=-1.0),
+    function("log1p", "log(1 + x), accurate next to x = 0.",
+        lambda g, x, y, dy: g.div(dy, g.add(x, 1.0)), keeps_zero=True, domain=(-1.0, inf)),
+    function("expm1", "e^x - 1, accurate next to x = 0.",
+        lambda g, x, y, dy: g.mul(dy, g.exp(x)), keeps_zero=True, at_hidden=-1.0),
+    function("sin", "Sine, of radians of any size.", lambda g, x, y, dy: g.mul(dy, g.cos(x)),
+        keeps_zero=True),
+    function("cos", "Cosine, of radians of any size.",
+        lambda g, x, y, dy: g.mul(g.mul(dy, g.sin(x)), -1.0)),
+    function("asin", "Inverse sine, in radians.",
+        lambda g, x, y, dy: g.mul(dy, g.rsqrt(g.sub(1.0, g.square(x)))),
+        keeps_zero=True, domain=(-1.0, 1.0)),
+    function("acos", "Inverse cosine, in radians.",
+        lambda g, x, y, dy: g.mul(g.mul(dy, g.rsqrt(g.sub(1.0, g.square(x)))), -1.0),
+        domain=(-1.0, 1.0)),
+    function("atan", "Inverse tangent, in radians.",
+        lambda g, x, y, dy: g.div(dy, g.add(g.square(x), 1.0)), keeps_zero=True, at_hidden=-pi / 2),
+    function("sinh", "Hyperbolic sine.", lambda g, x, y, dy: g.mul(dy, g.cosh(x)),
+        keeps_zero=True, at_hidden=-inf),
+    function("cosh", "Hyperbolic cosine.", lambda g, x, y, dy: g.mul(dy, g.sinh(x)),
+        above_zero=True),
+    function("asinh", "Inverse hyperbolic sine.",
+        lambda g, x, y, dy: g.mul(dy, g.rsqrt(g.add(g.square(x), 1.0))),
+        keeps_zero=True, at_hidden=-inf),
+    function("acosh", "Inverse hyperbolic cosine.",
+        lambda g, x, y, dy: g.mul(dy, g.rsqrt(g.sub(g.square(x), 1.0))), domain=(1.0, inf)),
+    function("atanh", "Inverse hyperbolic tangent.",
+        lambda g, x, y, dy: g.div(dy, g.sub(1.0, g.square(x))),
+        keeps_zero=True, domain=(-1.0, 1.0)),
+    function("erfc", "1 - erf(x), accurate next to a result of 0.",
+        lambda g, x, y, dy: g.mul(dy, _bell(g, x, -2 / sqrt(pi))), at_hidden=2.0, above_zero=True),
+    function("step", "1 where x > 0, 0 elsewhere (NaN too): the slope of relu, and comparisons.",
+        lambda g, x, y, dy: None, of_tensor=lambda torch, x: (x > 0).to(x.dtype),
+        keeps_zero=True, flat=True, at_hidden=0.0),
+    function("floor", "The largest integer that is at most x.", lambda g, x, y, dy: None,
+        keeps_zero=True, flat=True, at_hidden=-inf),
+    function("round", "The nearest integer, the even one of two.", lambda g, x, y, dy: None,
+        keeps_zero=True, flat=True, at_hidden=-inf),
+)  # fmt: skip
+#: classes of the package are found under their names: see `cutesuper.ir.definitions`
+globals().update({cls.__name__: cls for cls in FUNCTIONS})
 
 
 @operator
@@ -479,6 +213,7 @@ class Convert(_Unary):
     """x, stored as another element type if it is stored: everything is computed in float32."""
 
     name = "convert"
+    converts = True
     keeps_zero = True
     at_hidden = -inf
     attributes: ClassVar[Attributes] = {"dtype": ...}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutesuper.errors import ShapeError
 from cutesuper.ir.dims import Shape, broadcast, size
 from cutesuper.ir.operators.base import Attributes, Operator, normal_dim, operator, show_call
+from cutesuper.ir.operators.monoid import MAX, SUM, Monoid
 
 if TYPE_CHECKING:
     from cutesuper.ir.derivation import Derivation
@@ -14,30 +15,39 @@ if TYPE_CHECKING:
     from cutesuper.ir.operators.base import Cotangents
 
 
-class _Reduction(Operator):
-    """Reduces ``dim``, which stays with extent 1."""
+class Reduction(Operator):
+    """Combines the elements along ``dim``, which stays with extent 1.
+
+    A reduction is its name, its monoid, PyTorch's names for it, and its derivative. The shape, the
+    meaning in a finite field and what kernels do follow from the monoid.
+
+    Attributes:
+        method: that of a torch tensor, with ``dim`` and ``keepdim``.
+    """
 
     arity = 1
     attributes: ClassVar[Attributes] = {"dim": ...}
+    method: ClassVar[str]
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         dim = normal_dim(self.name, shapes[0], attributes["dim"])
         attributes["dim"] = dim
         return tuple(1 if i == dim else d for i, d in enumerate(shapes[0]))
 
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return getattr(args[0], self.method)(attributes["dim"], keepdim=True)
+
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return float(size(shapes[0]))
 
 
 @operator
-class Sum(_Reduction):
+class Sum(Reduction):
     """Sum over a dimension."""
 
-    name = "sum"
-    reduces = "sum"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].sum(attributes["dim"], keepdim=True)
+    name = method = "sum"
+    reduces = SUM
+    torch_names = ("aten.sum.dim_IntList", "aten.sum.default")
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -46,14 +56,13 @@ class Sum(_Reduction):
 
 
 @operator
-class Mean(_Reduction):
+class Mean(Reduction):
     """Sum divided by the extent of the whole dimension."""
 
-    name = "mean"
-    reduces = "mean"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].mean(attributes["dim"], keepdim=True)
+    name = method = "mean"
+    reduces = SUM
+    averages = True
+    torch_names = ("aten.mean.dim", "aten.mean.default")
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -62,14 +71,13 @@ class Mean(_Reduction):
 
 
 @operator
-class Max(_Reduction):
+class Max(Reduction):
     """Largest element along a dimension."""
 
     name = "max"
-    reduces = "max"
-
-    def reference(self, args: list[Any], attributes: Attributes) -> Any:
-        return args[0].amax(attributes["dim"], keepdim=True)
+    method = "amax"
+    reduces = MAX
+    torch_names = ("aten.amax.default", "aten.max.default")
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
@@ -80,10 +88,32 @@ class Max(_Reduction):
 
 
 @operator
+class Prod(Reduction):
+    """Product of the elements along a dimension."""
+
+    name = method = "prod"
+    reduces = Monoid("prod", "product", "mul", "mul", 1.0)
+    torch_names = ("aten.prod.dim_int", "aten.prod.default")
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> Cotangents:
+        """The product of the others: of all divided by the element where no other element is 0,
+        with 1 in place of zeros; 0 elsewhere."""
+        [x], dim = args, attributes["dim"]
+        zero = g.mul(g.at_least(x, 0.0), g.at_least(0.0, x))
+        others = g.sub(g.sum(zero, dim), zero)
+        filled = g.add(x, zero)
+        product = g.div(g.prod(filled, dim), filled)
+        return (g.mul(dy, g.keep(g.at_least(0.5, others), product)),)
+
+
+@operator
 class Matmul(Operator):
     """A[..., M, K] @ B[..., K, N]; leading dimensions broadcast."""
 
     name = "matmul"
+    contracts = True
     arity = 2
     one_type = True
 

@@ -21,7 +21,7 @@ from cutesuper.errors import SearchError
 from cutesuper.ir.block import CLUSTER_REDUCE, GRID_REDUCE, AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.operators.base import lookup
-from cutesuper.skeletons.form import ALIGN
+from cutesuper.skeletons.form import ALIGN, check_reductions
 
 #: most elements of a row of Q, and of one of V: a warpgroup holds 64 x 256 accumulators
 MAX_HELD = 256
@@ -143,6 +143,7 @@ def chained_form(
     Raises:
         SearchError: with the reason why this form cannot run it.
     """
+    check_reductions(program)
     if len(products) != 2:
         raise SearchError(f"{len(products)} matrix products in one kernel")
     first, second = products

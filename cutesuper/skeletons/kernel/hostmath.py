@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 
-class HostMath:
-    """The functions in plain Python; raise ArithmeticError or ValueError where the device gives inf
-    or NaN."""
+class _Library(type):
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(math, name)
 
-    exp = staticmethod(math.exp)
-    log = staticmethod(math.log)
-    sqrt = staticmethod(math.sqrt)
-    tanh = staticmethod(math.tanh)
-    erf = staticmethod(math.erf)
-    log1p = staticmethod(math.log1p)
-    expm1 = staticmethod(math.expm1)
-    sin = staticmethod(math.sin)
-    cos = staticmethod(math.cos)
-    asin = staticmethod(math.asin)
-    acos = staticmethod(math.acos)
-    atan = staticmethod(math.atan)
-    sinh = staticmethod(math.sinh)
-    cosh = staticmethod(math.cosh)
-    asinh = staticmethod(math.asinh)
-    acosh = staticmethod(math.acosh)
-    atanh = staticmethod(math.atanh)
-    erfc = staticmethod(math.erfc)
-    floor = staticmethod(math.floor)
+
+class HostMath(metaclass=_Library):
+    """The functions in plain Python, those of `math` under their names; raise ArithmeticError or
+    ValueError where the device gives inf or NaN."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(math, name)
+
     round = staticmethod(round)
     maximum = staticmethod(max)
     minimum = staticmethod(min)

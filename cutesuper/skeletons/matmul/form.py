@@ -27,7 +27,7 @@ from cutesuper.ir.block import (
 )
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.dims import extent as dim_extent
-from cutesuper.skeletons.form import ALIGN
+from cutesuper.skeletons.form import ALIGN, check_reductions
 from cutesuper.skeletons.matmul.hidden import MAX_HIDDEN
 from cutesuper.skeletons.matmul.shift import find_shift
 from cutesuper.skeletons.matmul.vectors import MAX_VECTORS, vector_products
@@ -169,6 +169,7 @@ class MatmulForm:
 
 def matmul_form(region: Region, program: LabelledProgram, products: list[LabelledOp]) -> MatmulForm:
     """The form of a region with products. Raises SearchError with the reason if it has none."""
+    check_reductions(program)
     after = after_products(program)
     first = [op for op in products if after.isdisjoint(op.inputs)]
     # the loop takes the longest label that products contract: X W + T B with a T of 16 columns

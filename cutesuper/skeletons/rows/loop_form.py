@@ -21,6 +21,7 @@ from cutesuper.errors import SearchError
 from cutesuper.ir.block import CLUSTER_REDUCE, GRID_REDUCE, STORE, AxisKind, BlockProgram
 from cutesuper.ir.check import check_block_program
 from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.operators.monoid import SUM
 from cutesuper.skeletons.rows.limits import row_label
 
 #: bytes of a tile of rows, of all tensors that have rows: with two in flight RMSNorm's backward
@@ -208,8 +209,11 @@ def _check_reductions(
     for op in program.ops:
         if op.over is None:
             continue
-        if op.over in summed and op.kind == "max":
-            raise SearchError(f"a maximum over the rows {op.over}; there are only sums and means")
+        how = op.facets.reduces
+        if op.over in summed and how not in (None, SUM):
+            raise SearchError(
+                f"a {how.noun} over the rows {op.over}; there are only sums and means"
+            )
         before = frozenset[str]().union(*(reduced[i] for i in op.inputs))
         absent = rows - operand_labels(program, op) - (set() if op.over == row else before)
         if absent:

@@ -19,6 +19,7 @@ from cutesuper.ir.block import (
 )
 from cutesuper.ir.dims import Symbol, extent
 from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.operators.monoid import MAX, SUM
 from cutesuper.skeletons.base import Argument, View
 from cutesuper.skeletons.rows.limits import longest_tile, row_label
 from cutesuper.skeletons.rows.loop_plan import Level, RowSum
@@ -143,8 +144,11 @@ def _sums(
             if len(following) > 1 or len(program.ops[links[0]].inputs) > 1:
                 raise LoweringError(f"{where}: a part of a sum (operation {last}) is used twice")
             last = links[0]
-        kind = "max" if op.kind == "max" else "sum"
-        sums.append(RowSum(op.inputs[0], kind, tuple(means), last))
+        if op.facets.reduces not in (SUM, MAX):
+            raise LoweringError(
+                f"{where}: {op.kind} (operation {i}) over the rows; blocks meet in sums and maxima"
+            )
+        sums.append(RowSum(op.inputs[0], op.facets.reduces.name, tuple(means), last))
     return tuple(sums), chain
 
 

@@ -67,8 +67,10 @@ class Known:
         return self.chunks // self.piece
 
     def kind(self, i: int) -> str:
-        """The combining operation of a reduction: ``sum`` or ``max``."""
-        return "max" if self.plan.program.ops[i].kind == "max" else "sum"
+        """The monoid of a reduction, by name."""
+        how = self.plan.program.ops[i].facets.reduces
+        assert how is not None
+        return how.name
 
     def chunk_at(self, p: int, c: int) -> int:
         """Columns between a thread's first access and the c-th one of a piece."""

@@ -234,7 +234,7 @@ class RowLoopKernel:
             if n == plan.last_sum and scratch is not None:
                 self.finish.leave_all(sums, memory, scratch, place)
             for (i, r), x in self.exchange.gather(n, it, reduced, memory, place).items():
-                mean = plan.program.ops[i].kind == "mean"
+                mean = plan.program.ops[i].facets.averages
                 known[r][plan.complete[i]] = x * (1.0 / plan.length) if mean else x
         if not plan.schedule.kept and scratch is None:
             self.tiles.everybody_has_read()
@@ -243,7 +243,8 @@ class RowLoopKernel:
     def reduced(self, i: int, values: Values, p: int, place: Place) -> Any:
         """This thread's part of a reduction along the row."""
         source, kind = self.plan.program.ops[i].inputs[0], self.k.kind(i)
-        if kind == "max" and self.plan.program.ops[source].kind == LOAD:
+        exact = self.plan.program.ops[i].facets.selects
+        if exact and self.plan.program.ops[source].kind == LOAD:
             registers = values.registers(source)
             if packed(registers):
                 return reduced(kind, registers, self.k.inside(p, place))

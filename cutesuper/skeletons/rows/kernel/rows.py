@@ -125,7 +125,7 @@ class RowKernel:
                 values[i] = load(i)
             elif i in plan.reductions:
                 n, source = plan.reductions.index(i), args[0]
-                if op.kind == "max" and op.inputs[0] in ahead and packed(ahead[op.inputs[0]]):
+                if op.facets.selects and op.inputs[0] in ahead and packed(ahead[op.inputs[0]]):
                     source = ahead[op.inputs[0]]
                 values[i] = self.reduce(op.kind, source, n, slots, tidx, lane, group, first)
             elif op.kind == "div" and plan.column in op.dims and op.inputs[1] in plan.inverted:
@@ -177,10 +177,10 @@ class RowKernel:
         rows that are reduced, except for maxima, which are taken in the stored type. Weights stay
         packed, in fewer registers."""
         plan, ops = self.plan, self.plan.program.ops
-        kinds = {ops[n].kind for n in plan.reductions if i in ops[n].inputs}
+        exact = any(ops[n].facets.selects for n in plan.reductions if i in ops[n].inputs)
         varies = any(d in plan.loads[i].labels for d in plan.rows)
         is_float = ELEMENT[plan.arguments[plan.loads[i].argument].dtype].is_float
-        return bool(plan.reductions) and varies and is_float and "max" not in kinds
+        return bool(plan.reductions) and varies and is_float and not exact
 
     @cute.jit
     def read_all(self, found, wide, tensors, row, first, first_row):
@@ -266,8 +266,8 @@ class RowKernel:
     def reduce(
         self, kind: cutlass.Constexpr, value, n: cutlass.Constexpr, slots, tidx, lane, group, first
     ):
-        """Sum, mean or maximum of a row, returned to every thread of the row."""
-        op = "max" if kind == "max" else "sum"
+        """A reduction of a row, returned to every thread of the row."""
+        op = lookup(kind).reduces.name
         v = reduced(op, value, self.inside(first))
         if cutlass.const_expr(self.plan.schedule.interleaved):
             v = self.across(
@@ -289,7 +289,7 @@ class RowKernel:
                 warps = self.plan.warps_per_row
                 base = (n * self.plan.schedule.rows + group) * warps
                 v = self.across(op, v, slots, base, lane // 32, 1, warps, tidx % 32 == 0)
-        if cutlass.const_expr(kind == "mean"):
+        if cutlass.const_expr(lookup(kind).averages):
             v = v * (1.0 / self.length)
         return v
 

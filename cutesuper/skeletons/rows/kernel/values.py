@@ -92,7 +92,7 @@ class Values:
             asked = sources.picks.ask(end, self.row, sources.tensors, self.place)
         source = plan.program.ops[sources.picks.source(end)].inputs[0]
         found = choose(asked.inside, self.at(asked).of(source), 0.0)
-        mean = plan.program.ops[plan.picked[end]].kind == "mean"
+        mean = plan.program.ops[plan.picked[end]].facets.averages
         return found * (1.0 / plan.length) if mean else found
 
     def _store(self, i: int) -> dict[int, Any]:

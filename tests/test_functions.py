@@ -1,0 +1,134 @@
+"""A function of one number is one line; every stage knows those of the table, and a new one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf, isfinite
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import cutesuper as cs
+from cutesuper.errors import OperatorError
+from cutesuper.frontend.table import is_known
+from cutesuper.ir.arraymath import ArrayMath
+from cutesuper.ir.definitions import added, definition
+from cutesuper.ir.evaluate import evaluate
+from cutesuper.ir.field import FieldAlgebra, uniform
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
+from cutesuper.ir.operators.base import TABLE
+from cutesuper.ir.operators.pointwise import FUNCTIONS, Function, function
+from cutesuper.search.search import SearchOptions, search
+from cutesuper.skeletons.kernel.hostmath import HostMath
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.targets import H200
+from cutesuper.verify.equivalence import verify
+from cutesuper.verify.numeric import compare
+from tests.tracing import check, traced
+
+NAME = "special_entr"
+
+
+@pytest.fixture
+def entropy() -> Iterator[Function]:
+    """A function that only this line knows."""
+    function(NAME, "-x log(x).", lambda g, x, y, dy: g.mul(dy, g.sub(-1.0, g.log(x))), lambda torch, x: torch.special.entr(x), lambda m, x: -x * m.log(x), domain=(0.0, inf))  # fmt: skip # noqa: E501
+    yield TABLE[NAME]  # type: ignore[misc]
+    del TABLE[NAME]
+
+
+def inside(f: Function) -> float:
+    """A number in the domain of a function."""
+    low, high = f.domain
+    return 0.375 if high < inf or low == -inf else low + 0.375
+
+
+def check_numbers(f: Function) -> None:
+    """Python, NumPy and PyTorch agree."""
+    x = inside(f)
+    want = float(f.reference([torch.tensor(x, dtype=torch.float64)], {}))
+    assert isfinite(want)
+    assert f.scalar(HostMath, [x], {}) == pytest.approx(want, rel=1e-12)
+    assert f.scalar(ArrayMath, [np.array([x])], {}) == pytest.approx(want, rel=1e-12)
+
+
+def rows(f: Function) -> KernelGraph:
+    g = new_kernel_graph()
+    x = g.new_input((64, 256), dtype="float32", name="x")
+    y = getattr(g, f.name)(x)
+    g.mark_output(g.mul(y, g.sum(y, 1)))
+    return g
+
+
+def check_meaning(f: Function) -> None:
+    """Equal arguments give equal values in a finite field, others do not."""
+    rng = np.random.default_rng(0)
+    x = uniform(rng, ("K",), [8])
+    for algebra in (FieldAlgebra(1), FieldAlgebra(1)):
+        values = f.symbolic(algebra, [x], {})
+        assert np.array_equal(values.p, f.symbolic(FieldAlgebra(1), [x], {}).p)
+        assert len(np.unique(values.p)) > 1
+
+
+@pytest.mark.parametrize("f", [TABLE[c.name] for c in FUNCTIONS], ids=lambda f: f.name)
+def test_every_stage_knows_a_function(f: Any) -> None:
+    check_numbers(f)
+    check_meaning(f)
+    assert getattr(new_kernel_graph(), f.name).__doc__ == type(f).__doc__
+    assert not added([f.name])
+    for name in f.torch_names:
+        exists = hasattr(torch.ops.aten, f.name)
+        assert is_known(name) or not exists
+
+
+def test_devices_have_the_functions() -> None:
+    pytest.importorskip("cutlass")
+    from cutesuper.device.math import DeviceMath
+
+    for f in FUNCTIONS:
+        for fast in (False, True):
+            assert f.of_element or callable(getattr(DeviceMath(fast), f.name)), f.name
+
+
+def test_one_line_runs_everywhere(entropy: Function, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_numbers(entropy)
+    check_meaning(entropy)
+    assert added([NAME]) == (NAME,) and definition(entropy)
+    g = rows(entropy)
+    mu = search(g, H200, options=SearchOptions(lowered=True)).candidates[0].mugraph
+    assert verify(g, mu).equal
+    assert compare(g, mu)
+    inputs = (torch.rand(4, 8),)
+    check(traced(monkeypatch, lambda x: torch.special.entr(x) * 2, inputs), torch_entropy, inputs)
+
+
+def torch_entropy(x: torch.Tensor) -> torch.Tensor:
+    return torch.special.entr(x) * 2
+
+
+def test_one_line_is_differentiated(entropy: Function) -> None:
+    g = new_kernel_graph()
+    t = g.new_input((4, 5), dtype="float32", name="x")
+    g.mark_output(getattr(g, NAME)(t))
+    x = (torch.rand(4, 5, dtype=torch.float64) + 0.1).requires_grad_()
+    dy = torch.rand(4, 5, dtype=torch.float64)
+    (found,) = evaluate(cs.grad(g, wrt=[t]), [x.detach(), dy], torch.float64)
+    torch.special.entr(x).backward(dy)
+    torch.testing.assert_close(found, x.grad)
+
+
+def test_one_line_compiles(entropy: Function) -> None:
+    pytest.importorskip("cutlass")
+    from tests.plans import compiled
+
+    mu = search(rows(entropy), H200, options=SearchOptions(lowered=True)).candidates[0].mugraph
+    [step] = mu.steps
+    assert not compiled(make_plan(step, mu.tensors, H200)).resources.spills
+
+
+def test_unknown_facets_are_refused() -> None:
+    with pytest.raises(OperatorError, match="no function has the facet at_infinity"):
+        function("nothing", "0.", lambda g, x, y, dy: None, at_infinity=0.0)
+    assert "nothing" not in TABLE
