@@ -28,6 +28,7 @@ from torch.nn import functional  # noqa: E402
 from cutesuper import pipeline  # noqa: E402
 from cutesuper.frontend import backend, choose, internals, operator  # noqa: E402
 from cutesuper.frontend.options import read_options  # noqa: E402
+from cutesuper.runtime.programs import Kept  # noqa: E402
 from tests.backends import (  # noqa: E402
     MODELS,
     GatedMLP,
@@ -310,7 +311,7 @@ def test_equal_layers_are_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> 
     checked = choose._checked
     monkeypatch.setattr(choose, "_checked", lambda *a: judged.append(1) or checked(*a))
     monkeypatch.setattr(choose, "_verdicts", {})
-    monkeypatch.setattr(operator, "_programs", {})
+    monkeypatch.setattr(operator, "_programs", Kept())
     model = Layers(lambda: torch.nn.Sequential(GatedMLP(16, 24), Scan()), 3).bfloat16()
     x = torch.randn(4, 16, dtype=torch.bfloat16)
     call, reports = compiled(model, take="modelled")
@@ -441,7 +442,7 @@ def test_code_from_the_cache_in_another_process(
 
     def run(name: str) -> Any:
         torch.compiler.reset()
-        monkeypatch.setattr(operator, "_programs", {})
+        monkeypatch.setattr(operator, "_programs", Kept())
         calls.clear()
         options = {"take": "all"} if name == "cutesuper" else None
         with torch.no_grad():
@@ -456,7 +457,7 @@ def test_code_from_the_cache_in_another_process(
     call = torch.compile(mixed, backend="cutesuper", options={"take": "all"})
     with torch.no_grad():
         call(x)
-        monkeypatch.setattr(operator, "_programs", {})
+        monkeypatch.setattr(operator, "_programs", Kept())
         judge(mixed, call(x), x)
 
 

@@ -17,6 +17,7 @@ import cutesuper as cs
 torch = pytest.importorskip("torch")
 
 from cutesuper.ops import forms, plans  # noqa: E402 (they import torch)
+from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.attention_reference import exact, gathered, visible  # noqa: E402
 
@@ -292,8 +293,8 @@ def test_in_cuda_graphs() -> None:
 
 def test_a_first_call_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q = tensor(1, 1, 1, 64, dtype=torch.float16)
-    monkeypatch.setattr(forms, "_kernels", {})
-    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(forms, "_kernels", Kept())
+    monkeypatch.setattr(plans, "_plans", Kept())
     with (
         pytest.raises(cs.errors.DeviceError, match="call it once before"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),

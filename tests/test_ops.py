@@ -30,6 +30,7 @@ torch = pytest.importorskip("torch")
 
 from cutesuper.ops import forms, plans  # noqa: E402 (they import torch)
 from cutesuper.ops.forms import Form, Order, batch_of, graph_of, runner_of  # noqa: E402
+from cutesuper.runtime.programs import Kept  # noqa: E402
 from tests.attention_reference import exact  # noqa: E402
 from tests.host_time import host_time, least_attention  # noqa: E402
 
@@ -73,7 +74,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
         return spied
 
     monkeypatch.setattr(plans, "runner_of", spy)
-    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(plans, "_plans", Kept())
     return calls
 
 
@@ -428,7 +429,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(forms, "_kernels", {})
+    monkeypatch.setattr(forms, "_kernels", Kept(forms.KEPT_FORMS))
     return fake
 
 
@@ -476,8 +477,7 @@ def test_few_kernels_are_kept(gpu: Gpu) -> None:
 
 
 def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "KEPT_PLANS", 3)
-    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(plans, "_plans", Kept(3))
     for n in range(1, 9):
         k = tensor(1, 1, n, 4)
         close(attention(k, k, k), exact(k, k, k))
@@ -519,7 +519,7 @@ def test_host_time_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     only looks up what to do. 1.4 times as much is too much."""
     y = torch.empty(2, 2, 4, 1, 16)
     monkeypatch.setattr(plans, "runner_of", lambda form, batch, device: lambda inputs: [y])
-    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(plans, "_plans", Kept())
     q, k, lengths = tensor(2, 8, 1, 16), tensor(2, 2, 64, 16), integers(3, 5)
 
     def call() -> None:

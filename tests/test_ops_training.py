@@ -40,8 +40,9 @@ from torch.utils.checkpoint import (  # noqa: E402
     create_selective_checkpoint_contexts,
 )
 
-from cutesuper.ops import library, norms, programs, steps  # noqa: E402 (they import torch)
+from cutesuper.ops import norms, programs, steps  # noqa: E402 (they import torch)
 from cutesuper.ops.definition import Kind, kind_of  # noqa: E402
+from cutesuper.runtime.programs import Kept  # noqa: E402
 from tests.host_time import LeastGradient, host_time, least_rows  # noqa: E402
 from tests.training import (  # noqa: E402
     CASES,
@@ -459,7 +460,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(programs, "_kernels", {})
+    monkeypatch.setattr(programs, "_kernels", Kept())
     return fake
 
 
@@ -513,7 +514,7 @@ def test_no_kernels_are_made_in_a_capture(gpu: Gpu) -> None:
 
 
 def test_few_kernels_are_kept(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "KEPT_PROGRAMS", 3)
+    monkeypatch.setattr(programs, "_kernels", Kept(3))
     for n in (8, 16, 24, 32, 8):
         prepare(gpu, 5, n)
     assert len(programs._kernels) == 3 and len(gpu.made) == 5
@@ -521,8 +522,7 @@ def test_few_kernels_are_kept(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(6)
-    monkeypatch.setattr(library, "KEPT_PLANS", 3)
-    monkeypatch.setattr(norms._rms_norm_operator, "_plans", {})
+    monkeypatch.setattr(norms._rms_norm_operator, "_plans", Kept(3))
     for n in range(1, 9):
         judge("rms_norm", tensors_of("rms_norm", (64,), n, torch.float32))
     assert len(norms._rms_norm_operator._plans) == 3
@@ -567,7 +567,7 @@ def test_host_time_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     machine that takes 1 us to add two tensors: 1.4, 0.95 and 0.93 times what is to be done, written
     down plainly. 1.4 times as much is too much."""
     monkeypatch.setattr(steps, "runner_of", lambda key, graph, device: lambda i, o, rows: None)
-    monkeypatch.setattr(norms._rms_norm_operator, "_plans", {})
+    monkeypatch.setattr(norms._rms_norm_operator, "_plans", Kept())
     x, w = torch.randn(4, 16), torch.randn(16)
     leaf, differentiable = x.clone().requires_grad_(), LeastGradient.apply
     assert host_time(lambda: cs.ops.rms_norm(x, w), lambda: least_rows(x, w)) < 1.95

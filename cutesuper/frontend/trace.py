@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,7 @@ from cutesuper.ir.operators.base import TABLE
 from cutesuper.pipeline import superoptimize as optimize_graph
 from cutesuper.runtime.calling import picker
 from cutesuper.runtime.kernel import Kernel
+from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.tensors import usable
 
 #: nodes of a traced program that only check the conditions of the trace
@@ -440,19 +440,16 @@ class Lazy:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._options = options
-        self._lock = threading.Lock()
-        self._programs: dict[Any, TracedProgram] = {}
+        self._programs: Kept[Any, TracedProgram] = Kept()
 
     def program(self, *args: Any, **kwargs: Any) -> TracedProgram:
         """The traced program for these arguments; see `superoptimize_callable`."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         kind = (TABLE.changes, structure, *map(_facts, leaves))
-        with self._lock:
-            if kind not in self._programs:
-                self._programs[kind] = superoptimize_callable(
-                    self._fn, args, example_kwargs=kwargs, **self._options
-                )
-        return self._programs[kind]
+        return self._programs.get(kind) or self._programs.made(
+            kind,
+            lambda: superoptimize_callable(self._fn, args, example_kwargs=kwargs, **self._options),
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, traced before or now."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -10,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cutesuper.errors import DeviceError, LoweringError, ScheduleError, SearchError
+from cutesuper.errors import LoweringError, ScheduleError, SearchError
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.dtypes import DType
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
-from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.kernel import BUCKETS, bucket_of
+from cutesuper.runtime.programs import Kept
 
 if TYPE_CHECKING:
     from cutesuper.runtime.kernel import Kernel
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 #: takes the graph's inputs, returns its outputs
 Runner = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
-#: forms whose kernels are kept; the oldest is dropped first
+#: forms whose kernels are kept
 KEPT_FORMS = 256
 
 
@@ -133,10 +132,8 @@ def _by_heads(g: KernelGraph, t: Tensor, order: Order) -> Tensor:
 
 # ----------------------------------------------------------------------------------------- kernels
 
-#: by form, changes of the table of operators, and name of the GPU; None if no kernels take all
-#: batches
-_kernels: dict[tuple[Form, int, str], Kernel | None] = {}
-_lock = threading.Lock()
+#: by form; None if no kernels take all batches
+_kernels: Kept[Form, Kernel | None] = Kept(KEPT_FORMS)
 
 
 def runner_of(form: Form, batch: int, device: torch.device) -> Runner:
@@ -153,8 +150,7 @@ def runner_of(form: Form, batch: int, device: torch.device) -> Runner:
     """
     if device.type != "cuda":
         return _reference_of(form)
-    with _lock:
-        kernel = _kept(form, device) or _kept(replace(form, batch=batch, any_batch=False), device)
+    kernel = _kept(form, device) or _kept(replace(form, batch=batch, any_batch=False), device)
     if kernel is None:
         raise AssertionError(f"{form}: neither kernels nor an error")
     return kernel
@@ -196,25 +192,14 @@ def _cleared(t: torch.Tensor, seen: torch.Tensor, order: Order) -> torch.Tensor:
 
 def _kept(form: Form, device: torch.device) -> Kernel | None:
     """The kernels of a form, made at the first call."""
-    key = (form, TABLE.changes, torch.cuda.get_device_name(device))
-    if key not in _kernels:
-        _kernels[key] = _made(form, device)
-        if len(_kernels) > KEPT_FORMS:
-            del _kernels[next(iter(_kernels))]
-    return _kernels[key]
+    return _kernels.made_on(device, form, "attention", lambda: _made(form))
 
 
-def _made(form: Form, device: torch.device) -> Kernel | None:
+def _made(form: Form) -> Kernel | None:
     from cutesuper.pipeline import superoptimize
 
-    if torch.cuda.is_current_stream_capturing():
-        raise DeviceError(
-            "attention: its first call with arguments of this kind falls into the capture of a "
-            "CUDA graph, where kernels cannot be loaded; call it once before"
-        )
     try:
-        with torch.cuda.device(device):
-            return superoptimize(graph_of(form))
+        return superoptimize(graph_of(form))
     except (SearchError, LoweringError, ScheduleError):
         if form.any_batch:
             return None

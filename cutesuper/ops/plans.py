@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,8 +12,9 @@ from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.ops.forms import Form, Order, Runner, batch_of, runner_of
 from cutesuper.ops.layout import Stored, View, compact, order_of, refusal, stored, within
+from cutesuper.runtime.programs import Kept
 
-#: kinds of arguments that are remembered; the oldest is dropped first
+#: kinds of arguments whose plans are kept
 KEPT_PLANS = 4096
 
 Maybe = torch.Tensor | None
@@ -104,9 +104,7 @@ def _limited(lengths: Maybe, limit: int, query: torch.Tensor) -> torch.Tensor:
     return torch.full((query.shape[0],), limit, dtype=torch.int32, device=query.device)
 
 
-_plans: dict[tuple[object, ...], Plan] = {}
-#: held while `_plans` changes: it must not grow while a thread looks for the oldest entry
-_lock = threading.Lock()
+_plans: Kept[tuple[object, ...], Plan] = Kept(KEPT_PLANS)
 
 
 def attend(
@@ -134,11 +132,7 @@ def attend(
         check(request)
         if 0 in (query.numel(), value.numel(), request.positions):
             return torch.zeros_like(result_of(request))
-        plan = _plan(request)
-        with _lock:
-            _plans[kind] = plan
-            while len(_plans) > KEPT_PLANS:
-                del _plans[next(iter(_plans))]
+        plan = _plans.made(kind, lambda: _plan(request))
     return plan(query, key, value, key_lengths, others)
 
 
