@@ -23,9 +23,9 @@ from cutesuper import ops
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ops.definition import Definition, kind_of
-from cutesuper.ops.programs import Backward, Programs, programs_of, rows_class
-from cutesuper.ops.rowwise import RowOperator
+from cutesuper.ops.rowwise.definition import Definition, kind_of
+from cutesuper.ops.rowwise.graphs import Backward, Programs, programs_of, rows_class
+from cutesuper.ops.rowwise.operator import RowOperator
 from cutesuper.runtime.kernel import Kernel
 
 KernelOf = Callable[[Problem, bool], Kernel]

@@ -18,7 +18,7 @@ LAYERS = (
     ("targets", "autodiff", "egraph", "verify", "show"),
     ("skeletons",),
     ("search",),
-    ("runtime",),
+    ("runtime", "measure"),
     ("differentiate", "pipeline", "progress", "report", "store"),
     ("given", "mirage", "tune"),
     ("api", "frontend", "nn", "ops", "patching"),

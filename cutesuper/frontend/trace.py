@@ -17,17 +17,17 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
-from cutesuper.frontend.blame import NO_KERNEL, refusal, without_kernel
 from cutesuper.frontend.calls import children_of, constant_fact
+from cutesuper.frontend.complex_pairs import is_complex, pair_complex
+from cutesuper.frontend.graph_builder import CONDITIONS, INTEGERS
 from cutesuper.frontend.internals import autograd_functions, decompositions
-from cutesuper.frontend.pairs import is_complex, pair_complex
+from cutesuper.frontend.length_masks import unread
 from cutesuper.frontend.partition import partition
-from cutesuper.frontend.positions import unread
+from cutesuper.frontend.refusals import NO_KERNEL, refusal, without_kernel
 from cutesuper.frontend.region import Region, places, source_lines
 from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.table import is_free, is_known, moves
 from cutesuper.frontend.traced import ChangesItself, Trace, TracedProgram, TracedRegion
-from cutesuper.frontend.values import CONDITIONS, INTEGERS
 from cutesuper.frontend.watch import Observer, Watch
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.pipeline import superoptimize as optimize_graph

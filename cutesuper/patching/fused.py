@@ -7,8 +7,8 @@ and times both; a program that is wrong or not faster is not tried again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from cutesuper.api import superoptimize
 from cutesuper.errors import CacheError, CutesuperError
 from cutesuper.ir.operators.base import TABLE
+from cutesuper.measure import called_us
 from cutesuper.patching.conditions import MOST_POSITIONS, is_usual
 from cutesuper.patching.probing import Failed, within_rule
 from cutesuper.patching.report import refused
@@ -29,9 +30,6 @@ DEVICES = ("cuda",)
 
 #: rows up to which kernels are faster than those for large matrices; more share their weights
 MOST_ROWS = 64
-
-#: calls that are timed together, and the number of timings
-CALLS, ROUNDS = 10, 5
 
 #: takes a tensor ``[rows, ..]`` and parameters; hashable; always returns the same number of tensors
 Function = Callable[..., tuple[Tensor, ...]]
@@ -97,23 +95,12 @@ def _found(function: Function, inputs: list[Tensor]) -> Function:
     for a, b, c in zip(program(*inputs), exact, theirs, strict=True):
         within_rule(a, b, c)
     if inputs[0].device.type == "cuda":
-        ours_us, theirs_us = _microseconds(program, inputs), _microseconds(function, inputs)
+        ours_us, theirs_us = (
+            called_us(partial(f, *inputs), inputs[0].device) for f in (program, function)
+        )
         if ours_us >= theirs_us:
             raise Failed(f"{ours_us:.0f} us, the original {theirs_us:.0f} us")
     return program
-
-
-def _microseconds(call: Function, inputs: list[Tensor]) -> float:
-    """Time per call of back-to-back calls, as in models: host or GPU time, whichever is longer."""
-    best = float("inf")
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize(inputs[0].device)
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call(*inputs)
-        torch.cuda.synchronize(inputs[0].device)
-        best = min(best, time.perf_counter() - start)
-    return best / CALLS * 1e6
 
 
 __all__ = ["Function", "parameters_of", "run"]

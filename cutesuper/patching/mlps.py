@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cutesuper.ops.activations import geglu, swiglu
+from cutesuper.ops.rowwise.activations import geglu, swiglu
 from cutesuper.patching import fused
 from cutesuper.patching.classes import HOW, Replacement, copied, is_observed, replace
 from cutesuper.patching.conditions import are_alike, is_usual

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from cutesuper.ops.norms import layer_norm, rms_norm
+from cutesuper.ops.rowwise.norms import layer_norm, rms_norm
 from cutesuper.patching.classes import HOW, Replacement, copied, replace
 from cutesuper.patching.conditions import is_usual
 from cutesuper.patching.probing import Failed, close_to, drawn, run, within_rule

@@ -2,7 +2,7 @@
 
 A call in eager mode looks up its plan in a dictionary, and runs it; only autograd's bookkeeping
 comes between. Everything else (compilers, fake tensors, tensor subclasses, transforms) uses the
-operators of `cutesuper.ops.library`, which do the same through PyTorch's dispatcher.
+operators of `cutesuper.ops.rowwise.library`, which do the same through PyTorch's dispatcher.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch.autograd import forward_ad
 
 from cutesuper.ir.operators.base import TABLE
-from cutesuper.ops.definition import Definition, Maybe, Option, kind_of
-from cutesuper.ops.library import Library, refuse_transforms
-from cutesuper.ops.steps import KEPT_PLANS, Plan, all_usable, gradients_of, plan_of
+from cutesuper.ops.rowwise.calls import KEPT_PLANS, Plan, all_usable, gradients_of, plan_of
+from cutesuper.ops.rowwise.definition import Definition, Maybe, Option, kind_of
+from cutesuper.ops.rowwise.library import Library, refuse_transforms
 from cutesuper.runtime.checks import oddity
 from cutesuper.runtime.programs import Kept
 

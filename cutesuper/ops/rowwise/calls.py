@@ -11,8 +11,16 @@ import torch
 
 from cutesuper.ir.dims import Shape, Symbol
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ops.definition import Definition, Kind, Maybe, Option, Role, first_of, kind_of
-from cutesuper.ops.programs import (
+from cutesuper.ops.rowwise.definition import (
+    Definition,
+    Kind,
+    Maybe,
+    Option,
+    Role,
+    first_of,
+    kind_of,
+)
+from cutesuper.ops.rowwise.graphs import (
     Programs,
     Source,
     programs_of,

@@ -18,7 +18,7 @@ from cutesuper.ir.dims import Symbol
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.ir.subgraph import only
-from cutesuper.ops.definition import Definition, Kind, Role
+from cutesuper.ops.rowwise.definition import Definition, Kind, Role
 from cutesuper.runtime.calling import Launches, Runner, launcher, reference_of
 from cutesuper.runtime.programs import Kept
 

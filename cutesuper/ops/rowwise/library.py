@@ -18,9 +18,7 @@ import torch
 
 from cutesuper.errors import GraphError, OperatorError
 from cutesuper.ir.operators.base import TABLE
-from cutesuper.ops.definition import Definition, Kind, Maybe, Option, first_of, kind_of
-from cutesuper.ops.programs import Programs, programs_of, rows_class
-from cutesuper.ops.steps import (
+from cutesuper.ops.rowwise.calls import (
     KEPT_PLANS,
     Extents,
     Gradients,
@@ -32,6 +30,8 @@ from cutesuper.ops.steps import (
     plan_of,
     result_shape,
 )
+from cutesuper.ops.rowwise.definition import Definition, Kind, Maybe, Option, first_of, kind_of
+from cutesuper.ops.rowwise.graphs import Programs, programs_of, rows_class
 from cutesuper.runtime.checks import refuse_tangents
 from cutesuper.runtime.programs import Kept
 
