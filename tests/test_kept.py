@@ -77,6 +77,17 @@ def test_a_program_may_need_another() -> None:
     assert kept.made(5, lambda: make(5)) == 120 and len(kept) == 6
 
 
+def test_a_program_that_needs_itself() -> None:
+    kept = Kept[str, int]()
+
+    def make() -> int:
+        return 1 + kept.made("a", make)
+
+    with pytest.raises(RecursionError, match="it calls itself"):
+        kept.made("a", make)
+    assert kept.made("a", lambda: 3) == 3
+
+
 def test_devices_captures_and_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     from cutesuper.runtime import programs
 

@@ -38,11 +38,16 @@ class Kept(dict[K, V]):
     def __init__(self, most: int | None = None) -> None:
         super().__init__()
         self.most = most
-        self._making: set[K] = set()
+        #: the threads that make programs now
+        self._making: dict[K, int] = {}
         self._changed = threading.Condition()
 
     def made(self, kind: K, make: Callable[[], V]) -> V:
-        """The program of a kind; the result of ``make()`` if there is none yet."""
+        """The program of a kind; the result of ``make()`` if there is none yet.
+
+        Raises:
+            RecursionError: ``make`` needs the program itself: a traced function calls itself.
+        """
         found = self.get(kind, _ABSENT)
         return found if found is not _ABSENT else self._claimed(kind, make)
 
@@ -70,17 +75,20 @@ class Kept(dict[K, V]):
 
     def _claimed(self, kind: K, make: Callable[[], V]) -> V:
         """Make a program, unless another thread does so."""
+        own = threading.get_ident()
         with self._changed:
+            if self._making.get(kind) == own:
+                raise RecursionError("a program is needed to make itself; it calls itself")
             self._changed.wait_for(lambda: kind not in self._making)
             found = self.get(kind, _ABSENT)
             if found is not _ABSENT:
                 return found
-            self._making.add(kind)
+            self._making[kind] = own
         try:
             return self._keep(kind, make())
         finally:
             with self._changed:
-                self._making.discard(kind)
+                del self._making[kind]
                 self._changed.notify_all()
 
     def _keep(self, kind: K, made: V) -> V:
