@@ -48,7 +48,7 @@ class Kept(dict[K, V]):
         Raises:
             RecursionError: ``make`` needs the program itself: a traced function calls itself.
         """
-        found = self.get(kind, _ABSENT)
+        found: Any = self.get(kind, _ABSENT)
         return found if found is not _ABSENT else self._claimed(kind, make)
 
     def made_on(self, device: torch.device, kind: Hashable, call: str, make: Callable[[], V]) -> V:
@@ -80,7 +80,7 @@ class Kept(dict[K, V]):
             if self._making.get(kind) == own:
                 raise RecursionError("a program is needed to make itself; it calls itself")
             self._changed.wait_for(lambda: kind not in self._making)
-            found = self.get(kind, _ABSENT)
+            found: Any = self.get(kind, _ABSENT)
             if found is not _ABSENT:
                 return found
             self._making[kind] = own

@@ -25,7 +25,7 @@ from math import prod
 from typing import Any
 
 from cutesuper.ir.dims import Shape, Symbol
-from cutesuper.runtime.programs import is_capturing
+from cutesuper.runtime.programs import Kept, is_capturing
 
 #: minimum number of bytes that a pool allocates at a time
 CHUNK_BYTES = 1 << 20
@@ -192,16 +192,12 @@ class Pool:
             return taken
 
 
-_pools: dict[int, Pool] = {}
-_pools_lock = threading.Lock()
+_pools: Kept[int, Pool] = Kept()
 
 
 def pool_of(device: Any) -> Pool:
     """The pool of a CUDA device."""
-    if device.index not in _pools:
-        with _pools_lock:
-            _pools.setdefault(device.index, Pool(device))
-    return _pools[device.index]
+    return _pools.get(device.index) or _pools.made(device.index, lambda: Pool(device))
 
 
 def new_zeros(device: Any, size: int) -> Any:

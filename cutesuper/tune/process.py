@@ -30,7 +30,7 @@ from cutesuper.verify.numeric import acceptable
 SETS = Sets(cold_bytes=512 * 10**6, least=16, most=128, enough=1, memory_share=0.4)
 
 Tell = Callable[[str], None]
-Sets = list[list[torch.Tensor]]
+Tensors = list[list[torch.Tensor]]
 
 
 class DeviceLostError(RuntimeError):
@@ -216,7 +216,7 @@ class Bench:
 # ----------------------------------------------------------------------------------------- inputs
 
 
-def make_sets(graph: KernelGraph, device: Device, seed: int) -> tuple[Sets, Sets]:
+def make_sets(graph: KernelGraph, device: Device, seed: int) -> tuple[Tensors, Tensors]:
     """Inputs and outputs, in enough sets to exceed L2, if memory has room for them.
 
     Inputs are normal; second operands of products are divided by the root of the contracted extent,

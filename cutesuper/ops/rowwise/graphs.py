@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -27,7 +27,7 @@ from cutesuper.runtime.programs import Kept
 #: over all rows are finished in another way; beyond 4096 only the work per row matters.
 SIZE_CLASSES = ((512, 128), (4096, 2048), (2**31, 16384))
 
-#: programs whose kernels are kept
+#: programs whose graphs, and whose kernels, are kept
 KEPT_PROGRAMS = 1024
 
 
@@ -149,15 +149,13 @@ class Programs:
         return Backward(graph, tuple(sources[n] for n in kept), tuple(gradients))
 
 
+_graphs: Kept[tuple[Definition, Kind, int, int], Programs] = Kept(KEPT_PROGRAMS)
+
+
 def programs_of(definition: Definition, kind: Kind, hint: int) -> Programs:
     """The graphs of a kind, optimized for this number of rows, with the operators now defined."""
-    return _programs_of(definition, kind, hint, TABLE.changes)
-
-
-@lru_cache(maxsize=KEPT_PROGRAMS)
-def _programs_of(definition: Definition, kind: Kind, hint: int, changes: int) -> Programs:
-    del changes
-    return Programs(definition, kind, hint)
+    key = (definition, kind, hint, TABLE.changes)
+    return _graphs.made(key, lambda: Programs(definition, kind, hint))
 
 
 # ----------------------------------------------------------------------------------------- kernels
