@@ -479,7 +479,7 @@ def test_the_entry_point(tmp_path: Path) -> None:
         "call = torch.compile(lambda x, w: torch.relu(x @ w), backend='cutesuper',\n"
         "                     options={'take': 'all'})\n"
         "assert torch.equal(call(torch.ones(8, 16), torch.eye(16)), torch.ones(8, 16))\n"
-        "from cutesuper.frontend import operator\n"
+        "from cutesuper.frontend import region_operator\n"
         "assert len(region_operator._programs) == 1\n"
         "import cutesuper\n"
         "print(cutesuper.explain(lambda x: x.exp(), (torch.ones(3),)))\n"
