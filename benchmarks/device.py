@@ -12,7 +12,6 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,8 +19,9 @@ from typing import Any, Protocol
 
 import torch
 
+from cutesuper.measure import CudaDevice
+
 Outputs = tuple[torch.Tensor, ...]
-FLUSH_BYTES = 512 * 10**6
 
 
 class Recording(Protocol):
@@ -91,80 +91,32 @@ class GraphRecording:
         self.graph.replay()
 
 
-class CudaBackend:
+class CudaBackend(CudaDevice):
     """CUDA graphs and CUDA events on the current device."""
 
     def __init__(self) -> None:
-        index = torch.cuda.current_device()
-        self.device = torch.device("cuda", index)
-        self._properties = torch.cuda.get_device_properties(index)
-        self.l2_bytes = int(self._properties.L2_cache_size)
-        self.multiprocessors = int(self._properties.multi_processor_count)
-        major, minor = torch.cuda.get_device_capability(index)
+        super().__init__()
+        self.multiprocessors = int(self.properties.multi_processor_count)
+        major, minor = torch.cuda.get_device_capability(self.device)
         # CuTe DSL reads this once, at import, and silently assumes sm_100a when it cannot tell
         os.environ.setdefault("CUTE_DSL_ARCH", f"sm_{major}{minor}a")
-        self._flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device=self.device)
-        self._sum = torch.zeros((), dtype=torch.float32, device=self.device)
 
-    def free_bytes(self) -> int:
-        """Free device memory, the allocator's unused blocks included."""
-        free, _ = torch.cuda.mem_get_info(self.device)
-        reserved = torch.cuda.memory_reserved(self.device)
-        return free + reserved - torch.cuda.memory_allocated(self.device)
-
-    def synchronize(self) -> None:
-        """Wait for all streams."""
-        torch.cuda.synchronize(self.device)
-
-    def record(
+    def record(  # type: ignore[override]
         self, launch: Callable[[int], Outputs], count: int, keep: Sequence[int]
     ) -> GraphRecording:
-        """Capture on a side stream, after a few launches there that settle lazy set-up."""
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for i in range(min(3, count)):
-                launch(i)
-        self.synchronize()
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        """Capture, keeping outputs."""
         kept: dict[int, Outputs] = {}
-        try:
-            # thread_local: compiler threads of other peers may allocate while we capture
-            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-                for i in range(count):
-                    outputs = launch(i)
-                    if i in keep:
-                        kept[i] = outputs
-        except Exception:
-            # the allocator is not told that a capture has failed, and frees nothing while one is
-            # under way: after a peer's failure, 137 of 140 GB stayed allocated unused
-            with suppress(RuntimeError):  # "already ended"
-                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
-                torch._C._cuda_releasePool(stream.device_index, pool)
-            raise
-        self.synchronize()
-        return GraphRecording(graph, kept)
+
+        def launch_and_keep(i: int) -> None:
+            outputs = launch(i)
+            if i in keep:
+                kept[i] = outputs
+
+        return GraphRecording(super().record(launch_and_keep, count), kept)
 
     def time_round(self, recordings: Sequence[Recording], flush: bool) -> list[float]:
         """Time between events around each replay; the host runs ahead of the device throughout."""
-        pairs = []
-        # the first replay must find a busy stream, or its time includes the host's launch
-        self.evict_l2()
-        for recording in recordings:
-            if flush:
-                self.evict_l2()
-            begin = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
-            begin.record()
-            recording.replay()
-            end.record()
-            pairs.append((begin, end))
-        self.synchronize()
-        return [begin.elapsed_time(end) * 1e3 for begin, end in pairs]
-
-    def evict_l2(self) -> None:
-        """Fill L2 with other lines by reading, since dirty lines would be written back later."""
-        torch.sum(self._flush, dim=0, out=self._sum)
+        return self.times(recordings, flush)
 
     def release(self) -> None:
         """Return cached blocks to the driver."""
@@ -181,18 +133,18 @@ class CudaBackend:
         """Name, size and driver."""
         major, minor = torch.cuda.get_device_capability(self.device)
         return {
-            "gpu": self._properties.name,
+            "gpu": self.properties.name,
             "capability": f"{major}.{minor}",
             "multiprocessors": self.multiprocessors,
             "l2_bytes": self.l2_bytes,
-            "memory_bytes": int(self._properties.total_memory),
+            "memory_bytes": int(self.properties.total_memory),
             "driver": self._query(("driver_version",))[0],
             "cuda": torch.version.cuda,
         }
 
     def _query(self, names: Sequence[str]) -> list[str | None]:
         command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
-        uuid = getattr(self._properties, "uuid", None)
+        uuid = getattr(self.properties, "uuid", None)
         if uuid is not None:
             command += ["-i", f"GPU-{uuid}"]
         values = [part.strip() for part in _run(command).split("\n")[0].split(",")]

@@ -19,13 +19,13 @@ from benchmarks.training_operators import Operator
 from benchmarks.training_torch import autograd_launcher, training_of
 from benchmarks.workload import DTYPES, Outputs, Shape
 from benchmarks.workloads_training import Step
-from cutesuper import ops
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ops.definition import Definition, kind_of
-from cutesuper.ops.programs import Backward, Programs, programs_of, rows_class
-from cutesuper.ops.rowwise import RowOperator
+from cutesuper.ops import rowwise
+from cutesuper.ops.rowwise.definition import Definition, kind_of
+from cutesuper.ops.rowwise.graphs import Backward, Programs, programs_of, rows_class
+from cutesuper.ops.rowwise.operator import RowOperator
 from cutesuper.runtime.kernel import Kernel
 
 KernelOf = Callable[[Problem, bool], Kernel]
@@ -34,8 +34,8 @@ KernelOf = Callable[[Problem, bool], Kernel]
 @cache
 def definitions() -> dict[str, Definition]:
     """Definitions of all operators on rows in `cutesuper.ops`, by name."""
-    names = (module.name for module in pkgutil.iter_modules(ops.__path__))
-    modules = (import_module(f"{ops.__name__}.{name}") for name in names)
+    names = (module.name for module in pkgutil.iter_modules(rowwise.__path__))
+    modules = (import_module(f"{rowwise.__name__}.{name}") for name in names)
     values = (value for module in modules for value in vars(module).values())
     return {v.definition.name: v.definition for v in values if isinstance(v, RowOperator)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Any
 
@@ -96,42 +95,27 @@ def _check(console: Console, kernel: Kernel, inputs: list[Any]) -> bool:
 
 
 def _time(console: Console, kernel: Kernel, graph: KernelGraph, inputs: list[Any]) -> None:
-    """Time cold-L2 graph replays of the kernel, eager PyTorch and torch.compile; `cutesuper bench`
-    measures more carefully."""
+    """Time the kernel, eager PyTorch and torch.compile; `cutesuper bench` measures more
+    carefully."""
     import torch
 
-    count = max(2, -(-600_000_000 // sum(t.numel() * t.element_size() for t in inputs)))
-    sets = [inputs] + [[torch.randn_like(t) for t in inputs] for _ in range(min(count, 64) - 1)]
+    from cutesuper.measure import device_of, device_us
+
+    device = device_of(inputs[0].device)
+    if device is None:
+        raise AssertionError("nothing to time without a GPU")
+
+    def drawn(n: int) -> list[Any]:
+        return [torch.randn_like(t) for t in inputs] if n else inputs
+
     program = _eager(graph)
     table = Table("implementation", "us per call")
     rows = {"cutesuper": kernel, "PyTorch eager": program, "torch.compile": torch.compile(program)}
     for name, function in rows.items():
         try:
-            table.add_row(name, f"{_graph_us(function, sets):.2f}")
+            with torch.no_grad():
+                [us] = device_us([lambda given, f=function: f(*given)], drawn, device)
+            table.add_row(name, f"{us:.2f}")
         except Exception as error:  # a peer that fails must not end the demo
             table.add_row(name, f"failed: {type(error).__name__}")
     console.print(table)
-
-
-def _graph_us(function: Any, sets: list[list[Any]], replays: int = 20) -> float:
-    import torch
-
-    stream = torch.cuda.Stream()
-    with torch.no_grad(), torch.cuda.stream(stream):
-        for s in sets[:2]:
-            function(*s)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
-        for s in sets:
-            function(*s)
-    times: list[float] = []
-    for _ in range(replays + 3):
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / len(sets))
-    return statistics.median(times[3:])

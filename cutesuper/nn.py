@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from cutesuper.errors import DTypeError, OperatorError, ShapeError
-from cutesuper.ops.activations import swiglu
-from cutesuper.ops.cross_entropy import cross_entropy
-from cutesuper.ops.norms import layer_norm, rms_norm
-from cutesuper.ops.softmax import log_softmax, softmax
+from cutesuper.ops.rowwise.activations import swiglu
+from cutesuper.ops.rowwise.cross_entropy import cross_entropy
+from cutesuper.ops.rowwise.norms import layer_norm, rms_norm
+from cutesuper.ops.rowwise.softmax import log_softmax, softmax
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -128,7 +128,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     float32.
 
     Classes are the second dimension, as in PyTorch; with more than two dimensions, the logits are
-    copied to have the classes last. `cutesuper.ops.cross_entropy` takes them last.
+    copied to have the classes last. `cutesuper.ops.rowwise.cross_entropy` takes them last.
     """
 
     def __init__(

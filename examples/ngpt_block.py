@@ -33,8 +33,7 @@ from common.ways import DEFAULT_WAYS, WAYS, compiled
 from torch import Tensor, nn
 
 import cutesuper as cs
-from cutesuper.ops.definition import Built, Definition, Operand, Output, Role
-from cutesuper.ops.rowwise import RowOperator
+from cutesuper.ops.rowwise import Built, Definition, Operand, Output, Role, RowOperator
 
 SIZES = {
     "batch": Size("sequences", 2, 4),

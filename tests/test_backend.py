@@ -26,8 +26,14 @@ from torch._dynamo.utils import counters  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from cutesuper import pipeline  # noqa: E402
-from cutesuper.frontend import backend, choose, internals, operator  # noqa: E402
+from cutesuper.frontend import (  # noqa: E402
+    backend,
+    internals,
+    region_operator,
+    selection,
+)
 from cutesuper.frontend.options import read_options  # noqa: E402
+from cutesuper.runtime.programs import Kept  # noqa: E402
 from tests.backends import (  # noqa: E402
     MODELS,
     GatedMLP,
@@ -307,10 +313,10 @@ def test_equal_layers_are_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> 
     find = pipeline.find
     monkeypatch.setattr(pipeline, "find", lambda *a, **k: searched.append(1) or find(*a, **k))
     judged: list[Any] = []
-    checked = choose._checked
-    monkeypatch.setattr(choose, "_checked", lambda *a: judged.append(1) or checked(*a))
-    monkeypatch.setattr(choose, "_verdicts", {})
-    monkeypatch.setattr(operator, "_programs", {})
+    checked = selection._checked
+    monkeypatch.setattr(selection, "_checked", lambda *a: judged.append(1) or checked(*a))
+    monkeypatch.setattr(selection, "_verdicts", Kept())
+    monkeypatch.setattr(region_operator, "_programs", Kept())
     model = Layers(lambda: torch.nn.Sequential(GatedMLP(16, 24), Scan()), 3).bfloat16()
     x = torch.randn(4, 16, dtype=torch.bfloat16)
     call, reports = compiled(model, take="modelled")
@@ -318,7 +324,7 @@ def test_equal_layers_are_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> 
         judge(model, call(x), x)
     [report] = reports
     assert report.taken == len(report.regions) == 3
-    assert len(searched) == len(judged) == len(operator._programs) == 1
+    assert len(searched) == len(judged) == len(region_operator._programs) == 1
 
 
 def test_threads() -> None:
@@ -436,12 +442,12 @@ def test_code_from_the_cache_in_another_process(
     """Inductor's cache holds calls of regions; keys are understood by whoever meets them, and
     AOTAutograd's cache, which knows nothing of backends, is not used."""
     calls: list[str] = []
-    read = operator._read
-    monkeypatch.setattr(operator, "_read", lambda key: calls.append(key) or read(key))
+    read = region_operator._read
+    monkeypatch.setattr(region_operator, "_read", lambda key: calls.append(key) or read(key))
 
     def run(name: str) -> Any:
         torch.compiler.reset()
-        monkeypatch.setattr(operator, "_programs", {})
+        monkeypatch.setattr(region_operator, "_programs", Kept())
         calls.clear()
         options = {"take": "all"} if name == "cutesuper" else None
         with torch.no_grad():
@@ -456,7 +462,7 @@ def test_code_from_the_cache_in_another_process(
     call = torch.compile(mixed, backend="cutesuper", options={"take": "all"})
     with torch.no_grad():
         call(x)
-        monkeypatch.setattr(operator, "_programs", {})
+        monkeypatch.setattr(region_operator, "_programs", Kept())
         judge(mixed, call(x), x)
 
 
@@ -473,8 +479,8 @@ def test_the_entry_point(tmp_path: Path) -> None:
         "call = torch.compile(lambda x, w: torch.relu(x @ w), backend='cutesuper',\n"
         "                     options={'take': 'all'})\n"
         "assert torch.equal(call(torch.ones(8, 16), torch.eye(16)), torch.ones(8, 16))\n"
-        "from cutesuper.frontend import operator\n"
-        "assert len(operator._programs) == 1\n"
+        "from cutesuper.frontend import region_operator\n"
+        "assert len(region_operator._programs) == 1\n"
         "import cutesuper\n"
         "print(cutesuper.explain(lambda x: x.exp(), (torch.ones(3),)))\n"
     )

@@ -25,17 +25,23 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
-from cutesuper.frontend import backend, choose, operator, timing  # noqa: E402
-from cutesuper.frontend.baseline import baseline  # noqa: E402
-from cutesuper.frontend.choose import Verdict  # noqa: E402
-from cutesuper.frontend.operator import key_of, program_of  # noqa: E402
+from cutesuper import measure  # noqa: E402
+from cutesuper.frontend import (  # noqa: E402
+    backend,
+    region_operator,
+    selection,
+)
+from cutesuper.frontend.inductor_model import baseline  # noqa: E402
 from cutesuper.frontend.options import read_options  # noqa: E402
+from cutesuper.frontend.region_operator import key_of, program_of  # noqa: E402
 from cutesuper.frontend.report import (  # noqa: E402
     GraphReport,
     OutsideReport,
     RegionReport,
     Report,
 )
+from cutesuper.frontend.selection import Verdict  # noqa: E402
+from cutesuper.runtime.programs import Kept  # noqa: E402
 from tests.backends import GatedMLP, compiled, judge  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:.*please report")
@@ -45,8 +51,8 @@ pytestmark = pytest.mark.filterwarnings("error:.*please report")
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
-    monkeypatch.setattr(operator, "_programs", {})
-    monkeypatch.setattr(choose, "_verdicts", {})
+    monkeypatch.setattr(region_operator, "_programs", Kept())
+    monkeypatch.setattr(selection, "_verdicts", Kept())
 
 
 def norm_linear(name: str = "X", rows: Any = None, symbol: str = "M", hint: int = 16) -> Any:
@@ -75,8 +81,8 @@ def test_keys_are_those_of_the_program() -> None:
     program = program_of(key)
     assert program is program_of(str(key)) and program.target is None
     assert program_of(others[1]).target is cs.H100
-    assert program.symbols == (operator.ROWS,) and program_of(others[0]).symbols == ()
-    assert len(operator.digest_of(key)) == 16
+    assert program.symbols == (region_operator.ROWS,) and program_of(others[0]).symbols == ()
+    assert len(region_operator.digest_of(key)) == 16
 
 
 @pytest.mark.parametrize(
@@ -87,7 +93,7 @@ def test_keys_are_those_of_the_program() -> None:
 def test_a_key_that_is_none(edit: Any) -> None:
     edited = edit(key_of(norm_linear()))
     with pytest.raises(FormatError, match="not a key of this version"):
-        operator.region(edited, tensors(2))
+        region_operator.region(edited, tensors(2))
 
 
 def test_graphs_that_have_no_key() -> None:
@@ -104,24 +110,24 @@ def test_graphs_that_have_no_key() -> None:
 def test_the_operator_computes_the_graph() -> None:
     key = key_of(norm_linear())
     x, w = tensors(5)
-    y, z = operator.region(key, [x, w])
+    y, z = region_operator.region(key, [x, w])
     want = functional.rms_norm(x.float(), (32,), eps=1e-6) @ w.float()
     torch.testing.assert_close(y, want.bfloat16(), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(z, functional.silu(want), rtol=1e-5, atol=1e-5)
     turned = [t.t().contiguous().t() for t in (x, w)]
     shifted = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
     for given in (turned, [shifted, w]):
-        assert all(torch.equal(a, b) for a, b in zip(operator.region(key, given), (y, z),
+        assert all(torch.equal(a, b) for a, b in zip(region_operator.region(key, given), (y, z),
                                                      strict=True))  # fmt: skip
-    torch.library.opcheck(operator.region, (key, [x, w]))
+    torch.library.opcheck(region_operator.region, (key, [x, w]))
 
 
 def test_no_rows() -> None:
-    made = operator.region(key_of(norm_linear()), tensors(0))
+    made = region_operator.region(key_of(norm_linear()), tensors(0))
     assert [t.shape for t in made] == [(0, 48), (0, 48)]
     g = cs.new_kernel_graph()
     g.mark_output(g.sum(g.new_input((cs.symbol("M"), 4), cs.float32), dim=0))
-    assert torch.equal(operator.region(key_of(g), [torch.zeros(0, 4)])[0], torch.zeros(1, 4))
+    assert torch.equal(region_operator.region(key_of(g), [torch.zeros(0, 4)])[0], torch.zeros(1, 4))
 
 
 def test_wrong_tensors() -> None:
@@ -132,14 +138,14 @@ def test_wrong_tensors() -> None:
         ([x.float(), w], cs.errors.DTypeError), ([x, w.requires_grad_()], GraphError),
     ):  # fmt: skip
         with pytest.raises(error):
-            operator.region(key, given)
+            region_operator.region(key, given)
 
 
 def test_sizes_are_symbols_of_torch() -> None:
     key = key_of(norm_linear())
 
     def f(x: Any, w: Any) -> Any:
-        return operator.region(key, [x * 1, w])[1] + 1
+        return region_operator.region(key, [x * 1, w])[1] + 1
 
     call = torch.compile(f, backend="aot_eager", dynamic=True, fullgraph=True)
     for rows in (3, 8, 5):
@@ -217,7 +223,7 @@ def test_a_tensor_between_kernels_that_is_too_large(
     def compiled(*args: Any) -> Any:
         return SimpleNamespace(intermediates=((next(sizes), torch.float32),))
 
-    monkeypatch.setattr(operator.pipeline, "compiled", compiled)
+    monkeypatch.setattr(region_operator.pipeline, "compiled", compiled)
     program.variant(16, GPU)
     assert program.most_rows == (2**31 - 1) // 2**20
     with pytest.raises(ShapeError, match="a tensor between kernels of shape"):
@@ -228,16 +234,16 @@ def test_more_rows_than_kernels_address(monkeypatch: pytest.MonkeyPatch) -> None
     """A compiled model is compiled anew for them, and what was a region is PyTorch's, as the report
     says: nothing but Inductor's code would be as fast."""
     model = torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.Softmax(-1))
-    monkeypatch.setattr(operator, "MAX_ELEMENTS", 24 * 20)
+    monkeypatch.setattr(region_operator, "MAX_ELEMENTS", 24 * 20)
     call, reports = compiled(model, dynamic=True)
     called: list[int] = []
-    real = operator.Program.__call__
+    real = region_operator.Program.__call__
 
     def counted(self: Any, inputs: Any) -> Any:
         called.append(len(inputs[0]))
         return real(self, inputs)
 
-    monkeypatch.setattr(operator.Program, "__call__", counted)
+    monkeypatch.setattr(region_operator.Program, "__call__", counted)
     with torch.no_grad():
         for rows, taken in ((4, True), (20, True), (21, False), (100, False), (5, True)):
             x = torch.randn(rows, 16)
@@ -265,7 +271,7 @@ def test_a_capture_that_needs_new_kernels(
     kernels.run(5)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     kernels.run(7)
-    with pytest.raises(DeviceError, match="about 20 rows falls into the capture"):
+    with pytest.raises(DeviceError, match=r"about 20 rows: .* falls into the capture"):
         kernels.run(20)
 
 
@@ -309,8 +315,8 @@ class Clock:
 
 
 def take_faster(monkeypatch: pytest.MonkeyPatch, model: Any, x: Any, clock: Clock) -> Any:
-    monkeypatch.setattr(timing, "device_of", lambda device: clock)
-    monkeypatch.setattr(choose, "_compiled", lambda m, inputs, options: lambda given: m(*given))
+    monkeypatch.setattr(measure, "device_of", lambda device: clock)
+    monkeypatch.setattr(selection, "_compiled", lambda m, inputs, options: lambda given: m(*given))
     call, reports = compiled(model, take="faster")
     with torch.no_grad():
         judge(model, call(x), x)
@@ -324,7 +330,7 @@ def test_both_sides_are_compiled_while_the_model_is(
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     clock = Clock([1.0, 2.0])
-    monkeypatch.setattr(timing, "device_of", lambda device: clock)
+    monkeypatch.setattr(measure, "device_of", lambda device: clock)
     linear = torch.nn.Linear
     # products, which Inductor leaves to PyTorch, so that this takes no C++ compiler
     model = torch.nn.Sequential(linear(16, 16, bias=False), linear(16, 16, bias=False)).bfloat16()
@@ -345,7 +351,7 @@ def gated() -> tuple[Any, Any]:
 def test_faster_is_two_percent(
     monkeypatch: pytest.MonkeyPatch, gated: Any, ours: float, taken: bool
 ) -> None:
-    monkeypatch.setattr(choose, "halves", lambda region: None)
+    monkeypatch.setattr(selection, "halves", lambda region: None)
     report = take_faster(monkeypatch, *gated, Clock([ours, 100.0]))
     [verdict] = [r.verdict for r in report.regions]
     assert verdict.taken == taken
@@ -366,11 +372,11 @@ def test_what_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, gated: Any) -> No
         def record(self, launch: Any, count: int) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(choose, "halves", lambda region: None)
+    monkeypatch.setattr(selection, "halves", lambda region: None)
     report = take_faster(monkeypatch, *gated, Refuses([1.0]))
     assert "it cannot be timed: operation not permitted" in report.regions[0].verdict.reason
     torch.compiler.reset()
-    choose._verdicts.clear()
+    selection._verdicts.clear()
     report = take_faster(monkeypatch, *gated, Clock([1.0], free=1000))
     assert "for want of memory: 2 sets of inputs" in report.regions[0].verdict.reason
     assert report.taken == 0
@@ -379,21 +385,21 @@ def test_what_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, gated: Any) -> No
 def test_modelled(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
     model, x = gated
     for factor, taken in ((1.0, True), (100.0, False)):
-        kept = choose._found
+        kept = selection._found
 
         def found(*args: Any, factor: float = factor, kept: Any = kept) -> Verdict:
             v = kept(*args)
             return replace(v, predicted_us=v.predicted_us * factor)
 
         torch.compiler.reset()
-        choose._verdicts.clear()
-        monkeypatch.setattr(choose, "_found", found)
+        selection._verdicts.clear()
+        monkeypatch.setattr(selection, "_found", found)
         call, reports = compiled(model, take="modelled")
         with torch.no_grad():
             judge(model, call(x), x)
         assert bool(reports[0].taken) == taken
         assert "us expected" in reports[0].regions[0].verdict.reason
-        monkeypatch.setattr(choose, "_found", kept)
+        monkeypatch.setattr(selection, "_found", kept)
 
 
 @pytest.mark.parametrize("parts", [True, False])
@@ -409,7 +415,7 @@ def test_a_search_that_finds_nothing(
             raise SearchError("nothing fits")
         return Verdict(True, "", predicted_us=1.0, baseline_us=2.0)
 
-    monkeypatch.setattr(choose, "_found", found)
+    monkeypatch.setattr(selection, "_found", found)
     call, reports = compiled(model, take="modelled")
     with torch.no_grad():
         judge(model, call(x), x)
@@ -427,7 +433,7 @@ def test_wrong_kernels_are_not_used(
     monkeypatch: pytest.MonkeyPatch, gated: Any, damage: str
 ) -> None:
     model, x = gated
-    call_program = operator.Program.__call__
+    call_program = region_operator.Program.__call__
 
     def wrong(self: Any, inputs: Any) -> list[Any]:
         made = call_program(self, inputs)
@@ -436,11 +442,11 @@ def test_wrong_kernels_are_not_used(
         return [t * 1.05 for t in made]
 
     if damage == "strides":  # views of what the operator returns put them right: take these away
-        monkeypatch.setattr(choose.Sample, "kernels", property(
+        monkeypatch.setattr(selection.Sample, "kernels", property(
             lambda self: lambda *a: [t.t().contiguous().t() for t in self.module(*a)]
         ))  # fmt: skip
     else:
-        monkeypatch.setattr(operator.Program, "__call__", wrong)
+        monkeypatch.setattr(region_operator.Program, "__call__", wrong)
     call, reports = compiled(model)
     with torch.no_grad(), pytest.warns(RuntimeWarning, match="gets no kernels: not what PyTorch"):
         y = call(x)
@@ -458,7 +464,11 @@ def test_what_must_not_fail(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None
         raise ZeroDivisionError("in the search")
 
     for module, name, message in (
-        (choose, "_found", "gets no kernels: ZeroDivisionError while it was tried: in the search"),
+        (
+            selection,
+            "_found",
+            "gets no kernels: ZeroDivisionError while it was tried: in the search",
+        ),
         (backend, "partition", r"no regions were looked for \(ZeroDivisionError: in the search\)"),
     ):
         torch.compiler.reset()
@@ -515,15 +525,15 @@ def test_medians() -> None:
 
     clock = Clock([5.0, 7.0])
     calls = [lambda given, name=name: seen[name].append(int(given[0][0])) for name in seen]
-    assert timing.medians(calls, draw, clock) == pytest.approx([5.0, 7.0])
-    assert drawn == list(range(timing.MOST_SETS)) == seen["a"] == seen["b"]
-    rounds = timing.WARM_ROUNDS + timing.ROUNDS
+    assert measure.device_us(calls, draw, clock) == pytest.approx([5.0, 7.0])
+    assert drawn == list(range(measure.TRIAL_SETS.most)) == seen["a"] == seen["b"]
+    rounds = measure.TRIAL_ROUNDS.warm + measure.TRIAL_ROUNDS.count
     assert sorted(clock.replays) == [0] * rounds + [1] * rounds
     pairs = {tuple(clock.replays[i : i + 2]) for i in range(0, 2 * rounds, 2)}
     assert pairs == {(0, 1), (1, 0)}, "they take turns, in both orders"
     few = Clock([1.0], free=3 * 4000 * 4)
     drawn.clear()
-    timing.medians([lambda given: None], draw, few)
+    measure.device_us([lambda given: None], draw, few)
     assert len(drawn) == 3
 
 

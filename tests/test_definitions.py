@@ -371,7 +371,7 @@ def test_kernels_refuse_to_mix_definitions(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_regions_of_compiled_models() -> None:
-    from cutesuper.frontend.operator import key_of, program_of
+    from cutesuper.frontend.region_operator import key_of, program_of
 
     times(3.0)
     key, x = key_of(graph()), torch.ones(16, 512, dtype=torch.float16)
@@ -405,8 +405,7 @@ def test_a_decorated_function_is_traced_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_operators_for_pytorch() -> None:
-    from cutesuper.ops.definition import Built, Definition, Operand, Output, Role
-    from cutesuper.ops.rowwise import RowOperator
+    from cutesuper.ops.rowwise import Built, Definition, Operand, Output, Role, RowOperator
 
     def build(g: Any, x: Any) -> Built:
         return Built((g.apply(NAME, x),))

@@ -15,9 +15,15 @@ torch = pytest.importorskip("torch")
 
 from torch._dynamo.utils import counters  # noqa: E402
 
+from cutesuper import measure  # noqa: E402
 from cutesuper.errors import DeviceError  # noqa: E402
-from cutesuper.frontend import backend, choose, operator, timing  # noqa: E402
-from cutesuper.frontend.operator import key_of  # noqa: E402
+from cutesuper.frontend import (  # noqa: E402
+    backend,
+    region_operator,
+    selection,
+)
+from cutesuper.frontend.region_operator import key_of  # noqa: E402
+from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.backends import (  # noqa: E402
     MODELS,
@@ -52,7 +58,7 @@ def fresh() -> Iterator[None]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of rows for which kernels ran; a call that falls back to the reference fails."""
     rows: list[int] = []
-    runner = operator.Program._runner
+    runner = region_operator.Program._runner
 
     def noted(self: Any, count: int, device: Any) -> Any:
         run = runner(self, count, device)
@@ -60,7 +66,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         rows.append(count)
         return run
 
-    monkeypatch.setattr(operator.Program, "_runner", noted)
+    monkeypatch.setattr(region_operator.Program, "_runner", noted)
     return rows
 
 
@@ -144,7 +150,7 @@ def test_faster(name: str) -> None:
     assert timed or name == "conv net"
     for v in timed:
         assert v.measured_us is not None and v.inductor_us is not None
-        assert v.taken == (v.measured_us <= v.inductor_us * (1 - choose.GAIN))
+        assert v.taken == (v.measured_us <= v.inductor_us * (1 - selection.GAIN))
         assert 0.5 < v.inductor_us < 1000
 
 
@@ -172,9 +178,9 @@ def test_what_gets_no_kernels_is_as_fast_as_with_inductor() -> None:
         calls = [compile_with(model, "faster"), torch.compile(model)]
         for call in calls:
             call(x)
-        clock = timing.device_of(x.device)
+        clock = measure.device_of(x.device)
         assert clock is not None
-        ours, theirs = timing.medians(
+        ours, theirs = measure.device_us(
             [lambda given, call=call: call(*given) for call in calls],
             lambda n: [torch.randn_like(x)],
             clock,
@@ -184,9 +190,9 @@ def test_what_gets_no_kernels_is_as_fast_as_with_inductor() -> None:
 
 def test_equal_layers_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
-    medians = timing.medians
-    monkeypatch.setattr(timing, "medians", lambda *a: counted.append(1) or medians(*a))
-    monkeypatch.setattr(choose, "_verdicts", {})
+    real = measure.device_us
+    monkeypatch.setattr(measure, "device_us", lambda *a: counted.append(1) or real(*a))
+    monkeypatch.setattr(selection, "_verdicts", Kept())
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
@@ -201,7 +207,7 @@ def test_equal_layers_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         for layers in (2, 4):
             counted.clear()
-            choose._verdicts.clear()
+            selection._verdicts.clear()
             cs.explain(Layers(Layer, layers).cuda().bfloat16(), (x,))
             found[layers] = len(counted)
     assert found[2] == found[4] > 0
@@ -265,16 +271,16 @@ def test_a_capture_that_needs_new_kernels() -> None:
     g.mark_output(g.softmax(g.mul(x, 3.25)))
     key = key_of(g)
     given = torch.randn(5, 64, device="cuda").bfloat16()
-    operator.region(key, [given])
+    region_operator.region(key, [given])
     torch.cuda.synchronize()
     rows = given.repeat(20, 1)
     with (
         pytest.raises(DeviceError, match="falls into the capture"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
-        operator.region(key, [rows])
+        region_operator.region(key, [rows])
     torch.cuda.synchronize()
-    [y] = operator.region(key, [rows])
+    [y] = region_operator.region(key, [rows])
     torch.testing.assert_close(y, torch.softmax(rows * 3.25, -1), rtol=0.02, atol=0.01)
 
 

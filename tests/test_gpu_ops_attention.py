@@ -16,7 +16,8 @@ import cutesuper as cs
 
 torch = pytest.importorskip("torch")
 
-from cutesuper.ops import forms, plans  # noqa: E402 (they import torch)
+from cutesuper.ops.attention import calls, kind  # noqa: E402 (they import torch)
+from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.attention_reference import exact, gathered, visible  # noqa: E402
 
@@ -236,8 +237,8 @@ def test_the_beginning_of_a_cache(tokens: bool) -> None:
         for causal in (False, True):
             y = cs.ops.attention(q, k, v, is_causal=causal, enable_gqa=True)
             judge(y, q, k, v, causal=causal)
-        kept = kept or len(forms._kernels)
-    assert len(forms._kernels) == kept  # one for each kind of mask, whatever t is
+        kept = kept or len(kind._kernels)
+    assert len(kind._kernels) == kept  # one for each kind of mask, whatever t is
 
 
 def test_batches_of_any_size() -> None:
@@ -292,8 +293,8 @@ def test_in_cuda_graphs() -> None:
 
 def test_a_first_call_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     q = tensor(1, 1, 1, 64, dtype=torch.float16)
-    monkeypatch.setattr(forms, "_kernels", {})
-    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(kind, "_kernels", Kept())
+    monkeypatch.setattr(calls, "_plans", Kept())
     with (
         pytest.raises(cs.errors.DeviceError, match="call it once before"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),

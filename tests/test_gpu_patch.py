@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from cutesuper.patching import fused  # noqa: E402 (it imports torch)
+from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.patching import FAMILIES, TOKENS, counted, in_float64, new_model  # noqa: E402
 
@@ -31,7 +32,7 @@ def on_gpu(family: str, dtype: Any = torch.bfloat16) -> Any:
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """All programs, taken whether or not they are faster: models are small."""
-    made: dict[Any, Any] = {}
+    made: dict[Any, Any] = Kept()
     monkeypatch.setattr(fused, "_programs", made)
     monkeypatch.setattr(fused, "refused", {})
     slow = lambda call, _: 1.0 - isinstance(call, cs.TracedProgram)  # noqa: E731
@@ -69,7 +70,7 @@ def test_logits(
 
 def test_programs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever comes of it: the original runs where it is faster, and the report says so."""
-    monkeypatch.setattr(fused, "_programs", {})
+    monkeypatch.setattr(fused, "_programs", Kept())
     monkeypatch.setattr(fused, "refused", {})
     model, tokens = on_gpu("Llama"), TOKENS.cuda()[:, :4]
     with torch.no_grad():

@@ -17,7 +17,8 @@ import cutesuper as cs
 
 torch = pytest.importorskip("torch")
 
-from cutesuper.ops import norms, programs  # noqa: E402 (they import torch)
+from cutesuper.ops.rowwise import graphs, norms  # noqa: E402 (they import torch)
+from cutesuper.runtime.programs import Kept  # noqa: E402
 from tests import gradients as kernel_gradients  # noqa: E402
 from tests.training import (  # noqa: E402
     CASES,
@@ -252,8 +253,8 @@ def test_in_cuda_graphs(name: str) -> None:
 
 def test_a_first_call_in_a_capture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(8, 64, device="cuda")
-    monkeypatch.setattr(programs, "_kernels", {})
-    monkeypatch.setattr(norms._rms_norm_operator, "_plans", {})
+    monkeypatch.setattr(graphs, "_kernels", Kept())
+    monkeypatch.setattr(norms._rms_norm_operator, "_plans", Kept())
     with (
         pytest.raises(cs.errors.DeviceError, match="call it once before"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),

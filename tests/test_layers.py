@@ -20,7 +20,7 @@ LAYERS = (
     ("device", "targets", "autodiff", "egraph", "verify", "show"),
     ("skeletons",),
     ("search",),
-    ("runtime",),
+    ("runtime", "measure"),
     ("differentiate", "pipeline", "progress", "report", "store"),
     ("given", "mirage", "tune"),
     ("api", "frontend", "nn", "ops", "patching"),

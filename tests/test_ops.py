@@ -28,8 +28,9 @@ from cutesuper.runtime.checks import Signature
 
 torch = pytest.importorskip("torch")
 
-from cutesuper.ops import forms, plans  # noqa: E402 (they import torch)
-from cutesuper.ops.forms import Form, Order, batch_of, graph_of, runner_of  # noqa: E402
+from cutesuper.ops.attention import calls, kind  # noqa: E402 (they import torch)
+from cutesuper.ops.attention.kind import Kind, Order, batch_of, graph_of, runner_of  # noqa: E402
+from cutesuper.runtime.programs import Kept  # noqa: E402
 from tests.attention_reference import exact  # noqa: E402
 from tests.host_time import host_time, least_attention  # noqa: E402
 
@@ -60,21 +61,21 @@ def close(found: Any, expected: Any) -> None:
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     """What reaches the kernels, checked as kernels do it; computed by the reference."""
-    calls: list[list[Any]] = []
+    seen: list[list[Any]] = []
 
-    def spy(form: Form, batch: int, device: Any) -> Any:
-        signature, run = Signature(graph_of(form)), runner_of(form, batch, device)
+    def spy(kind: Kind, batch: int, device: Any) -> Any:
+        signature, run = Signature(graph_of(kind)), runner_of(kind, batch, device)
 
         def spied(inputs: list[Any]) -> list[Any]:
-            assert signature.bind(inputs) == ({"B": batch} if form.any_batch else {})
-            calls.append(inputs)
+            assert signature.bind(inputs) == ({"B": batch} if kind.any_batch else {})
+            seen.append(inputs)
             return run(inputs)
 
         return spied
 
-    monkeypatch.setattr(plans, "runner_of", spy)
-    monkeypatch.setattr(plans, "_plans", {})
-    return calls
+    monkeypatch.setattr(calls, "runner_of", spy)
+    monkeypatch.setattr(calls, "_plans", Kept())
+    return seen
 
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ def test_a_slice_whose_cache_ends_too_early(given: list[list[Any]]) -> None:
     k = cache[:, :, 5:10]  # to be read from position 5 on: 5 positions behind the end
     with pytest.raises(LayoutError, match=r"key of shape .* has the strides .*\.contiguous\(\)"):
         attention(tensor(2, 3, 1, 8), k, k)
-    assert not plans._plans  # and no kernels are made
+    assert not calls._plans  # and no kernels are made
     close(attention(tensor(2, 3, 1, 8) * 0, k.contiguous(), k.contiguous()),
           k.double().mean(2, keepdim=True))  # fmt: skip
 
@@ -428,17 +429,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(forms, "_kernels", {})
+    monkeypatch.setattr(kind, "_kernels", Kept(kind.KEPT_KINDS))
     return fake
 
 
-def form(batch: int, **fields: Any) -> Form:
+def kind_for(batch: int, **fields: Any) -> Kind:
     hint, any_batch = batch_of(batch)
-    return Form(hint, any_batch, 2, 4, 1, 64, 16, 16, float16, **fields)
+    return Kind(hint, any_batch, 2, 4, 1, 64, 16, 16, float16, **fields)
 
 
 def test_batches_share_kernels(gpu: Gpu) -> None:
-    runners = {n: runner_of(form(n), n, gpu.device) for n in (1, 2, 7, 8, 9, 12, 16, 5000, 9000)}
+    runners = {
+        n: runner_of(kind_for(n), n, gpu.device) for n in (1, 2, 7, 8, 9, 12, 16, 5000, 9000)
+    }
     assert len(gpu.made) == 6
     assert runners[9] is runners[12] is runners[16] and runners[5000] is runners[9000]
     batches = [g.nodes[g.inputs[0]].shape[0] for g in gpu.made]
@@ -447,41 +450,40 @@ def test_batches_share_kernels(gpu: Gpu) -> None:
 
 def test_kernels_for_one_batch_where_none_take_any(gpu: Gpu) -> None:
     gpu.refuses = lambda g: isinstance(g.nodes[g.inputs[0]].shape[0], Symbol)
-    found = [runner_of(form(n), n, gpu.device) for n in (9, 12, 9)]
+    found = [runner_of(kind_for(n), n, gpu.device) for n in (9, 12, 9)]
     assert found[0] is found[2] is not found[1]
     assert [g.nodes[g.inputs[0]].shape[0] for g in gpu.made] == [Symbol("B", 16), 9, 12]
     gpu.refuses = lambda g: True
     with pytest.raises(SearchError, match="nothing found"):
-        runner_of(form(100), 100, gpu.device)
+        runner_of(kind_for(100), 100, gpu.device)
 
 
 def test_no_kernels_are_made_in_a_capture(gpu: Gpu) -> None:
     gpu.capturing = True
     with pytest.raises(DeviceError, match=r"capture of a CUDA graph.*call it once before"):
-        runner_of(form(1), 1, gpu.device)
+        runner_of(kind_for(1), 1, gpu.device)
     gpu.capturing = False
-    kernel = runner_of(form(1), 1, gpu.device)
+    kernel = runner_of(kind_for(1), 1, gpu.device)
     gpu.capturing = True
-    assert runner_of(form(1), 1, gpu.device) is kernel
+    assert runner_of(kind_for(1), 1, gpu.device) is kernel
 
 
 def test_few_kernels_are_kept(gpu: Gpu) -> None:
-    for scale in range(1, forms.KEPT_FORMS + 11):
-        runner_of(form(1, scale=float(scale)), 1, gpu.device)
-    assert len(forms._kernels) == forms.KEPT_FORMS
-    runner_of(form(1, scale=20.0), 1, gpu.device)
-    assert len(gpu.made) == forms.KEPT_FORMS + 10
-    runner_of(form(1, scale=1.0), 1, gpu.device)
-    assert len(gpu.made) == forms.KEPT_FORMS + 11
+    for scale in range(1, kind.KEPT_KINDS + 11):
+        runner_of(kind_for(1, scale=float(scale)), 1, gpu.device)
+    assert len(kind._kernels) == kind.KEPT_KINDS
+    runner_of(kind_for(1, scale=20.0), 1, gpu.device)
+    assert len(gpu.made) == kind.KEPT_KINDS + 10
+    runner_of(kind_for(1, scale=1.0), 1, gpu.device)
+    assert len(gpu.made) == kind.KEPT_KINDS + 11
 
 
 def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "KEPT_PLANS", 3)
-    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(calls, "_plans", Kept(3))
     for n in range(1, 9):
         k = tensor(1, 1, n, 4)
         close(attention(k, k, k), exact(k, k, k))
-    assert len(plans._plans) == 3
+    assert len(calls._plans) == 3
 
 
 def test_threads_make_a_kernel_once(gpu: Gpu) -> None:
@@ -489,7 +491,7 @@ def test_threads_make_a_kernel_once(gpu: Gpu) -> None:
 
     def work() -> None:
         barrier.wait()
-        found.append(runner_of(form(3), 3, gpu.device))
+        found.append(runner_of(kind_for(3), 3, gpu.device))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for t in threads:
@@ -500,7 +502,7 @@ def test_threads_make_a_kernel_once(gpu: Gpu) -> None:
 
 
 def test_graphs() -> None:
-    g = graph_of(form(9, query_order=Order.TOKENS, lengths=True, pages=10, page_size=16,
+    g = graph_of(kind_for(9, query_order=Order.TOKENS, lengths=True, pages=10, page_size=16,
                       causal=True, query_norm=True, key_norm=True))  # fmt: skip
     b = Symbol("B", 16)
     inputs = {g.nodes[i].name: g.nodes[i].shape for i in g.inputs}
@@ -510,7 +512,7 @@ def test_graphs() -> None:
     }  # fmt: skip
     assert [g.nodes[i].shape for i in g.outputs] == [(b, 1, 2, 4, 16)]
     assert not any(g.nodes[i].constant for i in g.inputs)
-    plain = graph_of(Form(2, False, 3, 1, 5, 7, 8, 8, float16))
+    plain = graph_of(Kind(2, False, 3, 1, 5, 7, 8, 8, float16))
     assert [plain.nodes[i].shape for i in plain.inputs] == [(2, 3, 5, 8), *[(2, 3, 7, 8)] * 2]
 
 
@@ -518,8 +520,8 @@ def test_host_time_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 to 13 us when nothing else runs: 1.6 times what an operator written in Python takes that
     only looks up what to do. 1.4 times as much is too much."""
     y = torch.empty(2, 2, 4, 1, 16)
-    monkeypatch.setattr(plans, "runner_of", lambda form, batch, device: lambda inputs: [y])
-    monkeypatch.setattr(plans, "_plans", {})
+    monkeypatch.setattr(calls, "runner_of", lambda kind, batch, device: lambda inputs: [y])
+    monkeypatch.setattr(calls, "_plans", Kept())
     q, k, lengths = tensor(2, 8, 1, 16), tensor(2, 2, 64, 16), integers(3, 5)
 
     def call() -> None:

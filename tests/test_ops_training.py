@@ -26,7 +26,7 @@ from cutesuper.errors import (
     ShapeError,
 )
 from cutesuper.ir.dims import Symbol
-from cutesuper.runtime.calling import Launches
+from cutesuper.runtime.calling import Launches, launcher
 
 torch = pytest.importorskip("torch")
 
@@ -40,8 +40,9 @@ from torch.utils.checkpoint import (  # noqa: E402
     create_selective_checkpoint_contexts,
 )
 
-from cutesuper.ops import library, norms, programs, steps  # noqa: E402 (they import torch)
-from cutesuper.ops.definition import Kind, kind_of  # noqa: E402
+from cutesuper.ops.rowwise import calls, graphs, norms  # noqa: E402 (they import torch)
+from cutesuper.ops.rowwise.definition import Kind, kind_of  # noqa: E402
+from cutesuper.runtime.programs import Kept  # noqa: E402
 from tests.host_time import LeastGradient, host_time, least_rows  # noqa: E402
 from tests.training import (  # noqa: E402
     CASES,
@@ -291,10 +292,10 @@ def test_compiles_as_a_whole(name: str, dynamic: bool) -> None:
 
 
 def test_compiled_gradients_are_those_that_are_needed() -> None:
-    graphs: list[Any] = []
+    seen: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
+        seen.append(graph)
         return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
@@ -303,7 +304,7 @@ def test_compiled_gradients_are_those_that_are_needed() -> None:
         cs.ops.rms_norm, fullgraph=True, backend=aot_autograd(fw_compiler=backend)
     )
     compiled(x.detach(), w).sum().backward()
-    [call] = [n for g in graphs for n in g.graph.nodes if "rms_norm_backward" in str(n.target)]
+    [call] = [n for g in seen for n in g.graph.nodes if "rms_norm_backward" in str(n.target)]
     assert call.args[3] == [False, True]
 
 
@@ -459,7 +460,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(programs, "_kernels", {})
+    monkeypatch.setattr(graphs, "_kernels", Kept())
     return fake
 
 
@@ -469,11 +470,11 @@ def prepare(gpu: Gpu, rows: int, n: int = 16, saving: bool = True, needs: Any = 
     x, w = torch.empty(rows, n, device="meta"), torch.empty(n, device="meta")
     kind = kind_of(definition, (x, w), (1e-6, 0.0))
     if needs is not None:
-        return steps.gradients_of(definition, kind, (rows,), gpu.device, needs, (True,))
-    graphs = programs.programs_of(definition, kind, programs.rows_class(rows))
-    graph = graphs.saving if saving else graphs.plain
-    key = (definition.name, kind, programs.rows_class(rows), saving)
-    return programs.runner_of(key, graph, gpu.device)
+        return calls.gradients_of(definition, kind, (rows,), gpu.device, needs, (True,))
+    programs = graphs.programs_of(definition, kind, graphs.rows_class(rows))
+    graph = programs.saving if saving else programs.plain
+    key = (definition.name, kind, graphs.rows_class(rows), saving)
+    return graphs.runner_of(key, graph, gpu.device)
 
 
 def test_rows_share_kernels(gpu: Gpu) -> None:
@@ -513,16 +514,15 @@ def test_no_kernels_are_made_in_a_capture(gpu: Gpu) -> None:
 
 
 def test_few_kernels_are_kept(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "KEPT_PROGRAMS", 3)
+    monkeypatch.setattr(graphs, "_kernels", Kept(3))
     for n in (8, 16, 24, 32, 8):
         prepare(gpu, 5, n)
-    assert len(programs._kernels) == 3 and len(gpu.made) == 5
+    assert len(graphs._kernels) == 3 and len(gpu.made) == 5
 
 
 def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(6)
-    monkeypatch.setattr(library, "KEPT_PLANS", 3)
-    monkeypatch.setattr(norms._rms_norm_operator, "_plans", {})
+    monkeypatch.setattr(norms._rms_norm_operator, "_plans", Kept(3))
     for n in range(1, 9):
         judge("rms_norm", tensors_of("rms_norm", (64,), n, torch.float32))
     assert len(norms._rms_norm_operator._plans) == 3
@@ -557,7 +557,7 @@ def test_threads_run() -> None:
 
 def test_tensors_between_kernels_have_as_many_rows(gpu: Gpu) -> None:
     launches = Launches((((Symbol("M", 128), 4), torch.float16),), gpu.launched.append)
-    run = programs.launcher(launches, torch.device("cpu", 0))
+    run = launcher(launches, torch.device("cpu", 0))
     run([torch.zeros(7, 16)], [torch.zeros(7, 16)], 7)
     assert [tuple(t.shape) for t in gpu.launched[0]] == [(7, 16), (7, 16), (7, 4)]
 
@@ -566,8 +566,8 @@ def test_host_time_of_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the launch 3.5 us, 7.1 us where gradients are asked for, and 2.3 us for these, on a
     machine that takes 1 us to add two tensors: 1.4, 0.95 and 0.93 times what is to be done, written
     down plainly. 1.4 times as much is too much."""
-    monkeypatch.setattr(steps, "runner_of", lambda key, graph, device: lambda i, o, rows: None)
-    monkeypatch.setattr(norms._rms_norm_operator, "_plans", {})
+    monkeypatch.setattr(calls, "runner_of", lambda key, graph, device: lambda i, o, rows: None)
+    monkeypatch.setattr(norms._rms_norm_operator, "_plans", Kept())
     x, w = torch.randn(4, 16), torch.randn(16)
     leaf, differentiable = x.clone().requires_grad_(), LeastGradient.apply
     assert host_time(lambda: cs.ops.rms_norm(x, w), lambda: least_rows(x, w)) < 1.95

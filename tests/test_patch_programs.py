@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 
 from cutesuper.patching import fused  # noqa: E402 (it imports torch)
+from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.patching import TOKENS, in_float64, new_model  # noqa: E402
 
@@ -23,7 +24,7 @@ from tests.patching import TOKENS, in_float64, new_model  # noqa: E402
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """All programs, which are made on the CPU too."""
-    made: dict[Any, Any] = {}
+    made: dict[Any, Any] = Kept()
     monkeypatch.setattr(fused, "DEVICES", ("cpu",))
     monkeypatch.setattr(fused, "_programs", made)
     monkeypatch.setattr(fused, "refused", {})
@@ -190,7 +191,7 @@ def test_programs_that_are_refused(found: list[str], monkeypatch: pytest.MonkeyP
         cases = ((wrong, "cutesuper computes something else"), (none, "nothing was found"))
         for make, why in cases:
             monkeypatch.setattr(fused, "superoptimize", make)
-            monkeypatch.setattr(fused, "_programs", {})
+            monkeypatch.setattr(fused, "_programs", Kept())
             with cs.patch(model):
                 for _ in range(2):
                     assert torch.equal(model(x), expected)

@@ -40,8 +40,8 @@ def test_mutants_that_were_accepted_once(program: int) -> None:
                     assert distinguished(verifier.graph, mu, mutant) is None, f"{i} {what}"
 
 
-#: wrong programs that differ in few rows only, and were accepted with some seeds: program, operation,
-#: mutation, and where it shows. A causal mask beside lengths: in a whole sequence, where no other
+#: wrong programs that differ in few rows only, and were accepted with some seeds: program,
+#: operation, mutation, and where it shows. A causal mask beside lengths: in a whole sequence, where no other
 #: condition hides anything (6 seeds of 40). Another condition: where one of the two hides a row of
 #: 8 as a whole and the other does not (6 of 30). A maximum of what is hidden: where all is (1 in
 #: 1000).

@@ -31,6 +31,7 @@ from cutesuper.runtime.compile import CompileRequest, compile_kernel
 from cutesuper.runtime.kernel import CompiledStep, Variant
 from cutesuper.runtime.library import read_metadata
 from cutesuper.runtime.program import _Reader, export_program, load
+from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.scratch import CHUNK_BYTES, Need, Pool, ScratchMemory
 from cutesuper.skeletons.base import Argument, Scratch
 from tests.fake_runtime import build_fake_runtime, record_launches
@@ -62,7 +63,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         state.chunks += 1
         return torch.zeros(size, dtype=torch.uint8)
 
-    monkeypatch.setattr(scratch, "_pools", {})
+    monkeypatch.setattr(scratch, "_pools", Kept())
     monkeypatch.setattr(scratch, "new_zeros", new_zeros)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(
@@ -414,7 +415,7 @@ def test_on_many_streams(summing: Summing) -> None:
 def test_captured_graphs_may_overlap(
     summing: Summing, warm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scratch, "_pools", {})
+    monkeypatch.setattr(scratch, "_pools", Kept())
     x = torch.randn(300, K, device="cuda")
     assert summing.variant.functions  # loads the code
     if warm:

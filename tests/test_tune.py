@@ -30,9 +30,9 @@ from cutesuper.skeletons.registry import SKELETONS
 from cutesuper.skeletons.rows.schedule import RowSchedule
 from cutesuper.skeletons.schedule import Schedule
 from cutesuper.skeletons.variants import changed, planned, variants
-from cutesuper.tune import candidates, measure, tuner
+from cutesuper.tune import candidates, process, tuner
 from cutesuper.tune.candidates import Trial, make_trials
-from cutesuper.tune.measure import make_sets
+from cutesuper.tune.process import make_sets
 from cutesuper.tune.tuner import Tuned, decide, tune
 from tests import zoo
 from tests.fake_runtime import record_launches
@@ -286,7 +286,7 @@ def test_the_model_s_choice_may_fail() -> None:
 
 @pytest.mark.usefixtures("user", "uncompiled")
 def test_no_memory_is_said() -> None:
-    with pytest.raises(TuningError, match="nothing can be measured here: MemoryError: inputs and"):
+    with pytest.raises(TuningError, match="nothing can be measured here: MemoryError: a set of"):
         tune(small(), target="h200", make_device=partial(FakeDevice, {}, 1000))
 
 
@@ -374,7 +374,7 @@ def test_inputs_outgrow_the_cache_and_products_stay_of_order_1(
     assert not torch.equal(x, inputs[6][0])
     again, _ = make_sets(graph, device, 0)
     assert torch.equal(again[5][0], x)
-    monkeypatch.setattr(measure, "COLD_BYTES", 10**7)
+    monkeypatch.setattr(process, "SETS", replace(process.SETS, cold_bytes=10**7))
     many, _ = make_sets(zoo.rows("exp", (256, 256)), FakeDevice(), 0)
     assert len(many) == 39  # 262 KB each
     few, _ = make_sets(zoo.rows("exp", (256, 256)), FakeDevice(free=10**6), 0)

@@ -22,6 +22,7 @@ from cutesuper.ir.operators.monoid import monoid
 #: 16-bit elements of a 16-byte access
 PIECE = 8
 
+
 class _Neutral(dict[str, float]):
     def __missing__(self, kind: str) -> float:
         return monoid(kind).identity

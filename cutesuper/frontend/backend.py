@@ -16,12 +16,12 @@ import torch
 from torch import fx
 
 from cutesuper.frontend import internals
-from cutesuper.frontend.choose import decide
-from cutesuper.frontend.operator import region as region_operator
 from cutesuper.frontend.options import BackendOptions, read_options
 from cutesuper.frontend.partition import partition
+from cutesuper.frontend.region_operator import region as region_operator
 from cutesuper.frontend.report import GraphReport, Phase, graph_report, nothing_taken
 from cutesuper.frontend.rewrite import Call, rewrite
+from cutesuper.frontend.selection import decide
 
 NAME = "cutesuper"
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from cutesuper.frontend.positions import unread
+from cutesuper.frontend.graph_builder import INTEGERS, Unsupported
+from cutesuper.frontend.length_masks import unread
 from cutesuper.frontend.region import Region, convert
 from cutesuper.frontend.table import entry_of, is_free, unknown
-from cutesuper.frontend.values import INTEGERS, Unsupported
 
 #: most nodes and products of a region: a search over more takes longer than 10 s and finds no more
 MOST_NODES, MOST_PRODUCTS = 48, 8

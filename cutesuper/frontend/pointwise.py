@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from cutesuper.frontend.factors import Mismatch, Part
-from cutesuper.frontend.table import Arguments, Entry, enter, enter_all, number
-from cutesuper.frontend.values import (
+from cutesuper.frontend.factored_dims import Mismatch, Part
+from cutesuper.frontend.graph_builder import (
     FLOATS,
     INTEGERS,
     Builder,
@@ -26,6 +25,7 @@ from cutesuper.frontend.values import (
     fake,
     translated,
 )
+from cutesuper.frontend.table import Arguments, Entry, enter, enter_all, number
 from cutesuper.ir.graph import KernelGraph, Operand, Tensor
 
 Formula = Callable[..., Operand]

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from cutesuper.frontend.factors import Dims, Part, divides, extent_of, leaves, regroup, unify
-from cutesuper.frontend.positions import Lengths, mask_of, read_lengths
-from cutesuper.frontend.table import Arguments, Entry, enter, number
-from cutesuper.frontend.values import (
+from cutesuper.frontend.factored_dims import Dims, Part, divides, extent_of, leaves, regroup, unify
+from cutesuper.frontend.graph_builder import (
     Builder,
     Built,
     Shapes,
@@ -22,6 +20,8 @@ from cutesuper.frontend.values import (
     fake,
     translated,
 )
+from cutesuper.frontend.length_masks import Lengths, mask_of, read_lengths
+from cutesuper.frontend.table import Arguments, Entry, enter, number
 from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import Tensor
 

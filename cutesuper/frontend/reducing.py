@@ -10,7 +10,17 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from cutesuper.frontend.factors import Dims, equal, leaves, unify
+from cutesuper.frontend.factored_dims import Dims, equal, leaves, unify
+from cutesuper.frontend.graph_builder import (
+    FLOATS,
+    Builder,
+    Built,
+    Shapes,
+    Slots,
+    Unsupported,
+    Value,
+    fake,
+)
 from cutesuper.frontend.pointwise import absolute
 from cutesuper.frontend.table import (
     Arguments,
@@ -20,16 +30,6 @@ from cutesuper.frontend.table import (
     integers,
     number,
     reads_places,
-)
-from cutesuper.frontend.values import (
-    FLOATS,
-    Builder,
-    Built,
-    Shapes,
-    Slots,
-    Unsupported,
-    Value,
-    fake,
 )
 from cutesuper.ir.graph import KernelGraph, Tensor
 

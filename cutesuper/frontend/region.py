@@ -17,10 +17,8 @@ import torch
 from torch import fx
 
 from cutesuper.errors import CutesuperError
-from cutesuper.frontend.factors import Extent, Mismatch, equal, extent_of, leaves
-from cutesuper.frontend.positions import reads
-from cutesuper.frontend.table import arguments_of, entry_of, is_free, unknown
-from cutesuper.frontend.values import (
+from cutesuper.frontend.factored_dims import Extent, Mismatch, equal, extent_of, leaves
+from cutesuper.frontend.graph_builder import (
     FLOATS,
     Builder,
     Built,
@@ -34,6 +32,8 @@ from cutesuper.frontend.values import (
     fake,
     memory_order,
 )
+from cutesuper.frontend.length_masks import reads
+from cutesuper.frontend.table import arguments_of, entry_of, is_free, unknown
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.subgraph import only
@@ -68,7 +68,7 @@ class Operand:
         shape: of its view; -1 for an extent known at the call.
         dtype: of the input; the tensor is converted if it has another one.
         part: the range along the first extent of the view that the kernel takes; None for all.
-        lengths: see `cutesuper.frontend.values.Given`.
+        lengths: see `cutesuper.frontend.graph_builder.Given`.
     """
 
     node: fx.Node

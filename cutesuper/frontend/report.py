@@ -8,9 +8,9 @@ from typing import Literal
 
 from torch import fx
 
-from cutesuper.frontend.choose import Decision, Verdict
 from cutesuper.frontend.options import BackendOptions
 from cutesuper.frontend.region import places
+from cutesuper.frontend.selection import Decision, Verdict
 
 Phase = Literal["inference", "forward", "backward"]
 

@@ -1,7 +1,7 @@
 """The table of PyTorch's operators: one entry for each that a kernel graph can express.
 
-An entry gives the dimensions of its result (`Entry.shape`, see `cutesuper.frontend.values`) and its
-kernel graph (`Entry.build`). Both see the program after tracing, where an operator is one overload
+An entry gives the dimensions of its result (`Entry.shape`, see `graph_builder`) and its kernel
+graph (`Entry.build`). Both see the program after tracing, where an operator is one overload
 of ``torch.ops``: composite ones (``aten.linear``, ``aten.rms_norm``) as ``torch.export`` leaves
 them, and the primitive ones into which Inductor decomposes them.
 """
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import fx
 
-from cutesuper.frontend.values import CONDITIONS, FLOATS, Builder, Shapes, Unsupported
+from cutesuper.frontend.graph_builder import CONDITIONS, FLOATS, Builder, Shapes, Unsupported
 from cutesuper.ir.operators.base import TABLE, Operator
 
 Arguments = dict[str, Any]

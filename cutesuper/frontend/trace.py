@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,22 +17,23 @@ from torch.fx.graph import CodeGen
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import CutesuperError, GraphError, TraceError
-from cutesuper.frontend.blame import NO_KERNEL, refusal, without_kernel
 from cutesuper.frontend.calls import children_of, constant_fact
+from cutesuper.frontend.complex_pairs import is_complex, pair_complex
+from cutesuper.frontend.graph_builder import CONDITIONS, INTEGERS
 from cutesuper.frontend.internals import autograd_functions, decompositions
-from cutesuper.frontend.pairs import is_complex, pair_complex
+from cutesuper.frontend.length_masks import unread
 from cutesuper.frontend.partition import partition
-from cutesuper.frontend.positions import unread
+from cutesuper.frontend.refusals import NO_KERNEL, refusal, without_kernel
 from cutesuper.frontend.region import Region, places, source_lines
 from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.table import is_free, is_known, moves
 from cutesuper.frontend.traced import ChangesItself, Trace, TracedProgram, TracedRegion
-from cutesuper.frontend.values import CONDITIONS, INTEGERS
 from cutesuper.frontend.watch import Observer, Watch
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.pipeline import superoptimize as optimize_graph
 from cutesuper.runtime.calling import picker
 from cutesuper.runtime.kernel import Kernel
+from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.tensors import usable
 
 #: nodes of a traced program that only check the conditions of the trace
@@ -440,19 +440,16 @@ class Lazy:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._options = options
-        self._lock = threading.Lock()
-        self._programs: dict[Any, TracedProgram] = {}
+        self._programs: Kept[Any, TracedProgram] = Kept()
 
     def program(self, *args: Any, **kwargs: Any) -> TracedProgram:
         """The traced program for these arguments; see `superoptimize_callable`."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         kind = (TABLE.changes, structure, *map(_facts, leaves))
-        with self._lock:
-            if kind not in self._programs:
-                self._programs[kind] = superoptimize_callable(
-                    self._fn, args, example_kwargs=kwargs, **self._options
-                )
-        return self._programs[kind]
+        return self._programs.get(kind) or self._programs.made(
+            kind,
+            lambda: superoptimize_callable(self._fn, args, example_kwargs=kwargs, **self._options),
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function, traced before or now."""

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from cutesuper.frontend.factors import Dims, dims_of, equal, leaves, regroup, unify
-from cutesuper.frontend.table import Arguments, Entry, enter, integers, number
-from cutesuper.frontend.values import (
+from cutesuper.frontend.factored_dims import Dims, dims_of, equal, leaves, regroup, unify
+from cutesuper.frontend.graph_builder import (
     CONDITIONS,
     FLOATS,
     Builder,
@@ -21,6 +20,7 @@ from cutesuper.frontend.values import (
     fake,
     translated,
 )
+from cutesuper.frontend.table import Arguments, Entry, enter, integers, number
 from cutesuper.ir.graph import Tensor
 
 

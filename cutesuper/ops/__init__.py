@@ -6,11 +6,11 @@ the kernels. Importing this package imports torch, but neither CuTe DSL nor a GP
 
 from __future__ import annotations
 
-from cutesuper.ops.activations import add_activation, geglu, normalized_update, swiglu
-from cutesuper.ops.attention import attention
-from cutesuper.ops.cross_entropy import cross_entropy
-from cutesuper.ops.norms import layer_norm, rms_norm
-from cutesuper.ops.softmax import log_softmax, softmax
+from cutesuper.ops.attention.operator import attention
+from cutesuper.ops.rowwise.activations import add_activation, geglu, normalized_update, swiglu
+from cutesuper.ops.rowwise.cross_entropy import cross_entropy
+from cutesuper.ops.rowwise.norms import layer_norm, rms_norm
+from cutesuper.ops.rowwise.softmax import log_softmax, softmax
 
 __all__ = [
     "add_activation",

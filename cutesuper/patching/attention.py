@@ -26,8 +26,8 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from cutesuper.errors import CutesuperError, DeviceError, LayoutError
-from cutesuper.ops.attention import attention
-from cutesuper.ops.layout import order_of, stored
+from cutesuper.ops.attention.layout import order_of, stored
+from cutesuper.ops.attention.operator import attention
 from cutesuper.patching.conditions import (
     ATTENTION_NAME,
     FLOATS,

@@ -7,9 +7,8 @@ and times both; a program that is wrong or not faster is not tried again.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +17,13 @@ from torch import Tensor
 from cutesuper.api import superoptimize
 from cutesuper.errors import CacheError, CutesuperError
 from cutesuper.ir.operators.base import TABLE
+from cutesuper.measure import called_us
 from cutesuper.patching.conditions import MOST_POSITIONS, is_usual
 from cutesuper.patching.probing import Failed, within_rule
 from cutesuper.patching.report import refused
 from cutesuper.runtime.cache import warn_once
 from cutesuper.runtime.kernel import bucket_of
+from cutesuper.runtime.programs import Kept, is_capturing
 
 #: devices on which programs are made
 DEVICES = ("cuda",)
@@ -30,14 +31,11 @@ DEVICES = ("cuda",)
 #: rows up to which kernels are faster than those for large matrices; more share their weights
 MOST_ROWS = 64
 
-#: calls that are timed together, and the number of timings
-CALLS, ROUNDS = 10, 5
-
 #: takes a tensor ``[rows, ..]`` and parameters; hashable; always returns the same number of tensors
 Function = Callable[..., tuple[Tensor, ...]]
 
-_programs: dict[Any, Function | None] = {}
-_lock = threading.Lock()
+#: by kind of call; None if the original is as fast, or nothing else works
+_programs: Kept[Any, Function | None] = Kept()
 
 
 def run(function: Function, parameters: Sequence[Tensor], x: Any) -> tuple[Tensor, ...] | None:
@@ -60,9 +58,9 @@ def run(function: Function, parameters: Sequence[Tensor], x: Any) -> tuple[Tenso
     shapes = tuple(tuple(t.shape) for t in parameters)
     few_rows = rows if rows == 1 else bucket_of(rows)
     kind = (function, few_rows, shapes, x.dtype, x.device, TABLE.changes)
-    if kind not in _programs and not _make(kind, function, inputs):
-        return None
-    program = _programs[kind]
+    if kind not in _programs and x.device.type == "cuda" and is_capturing():
+        return None  # the next call outside of a capture makes it
+    program = _programs.made(kind, lambda: _made(kind, function, inputs))
     if program is None:
         return None
     return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in program(*inputs))
@@ -74,22 +72,16 @@ def parameters_of(layers: Sequence[Any]) -> tuple[list[Tensor], tuple[bool, ...]
     return parameters, tuple(m.bias is not None for m in layers)
 
 
-def _make(kind: Any, function: Function, inputs: list[Tensor]) -> bool:
-    """Decide how calls of a kind run; False if this is not possible now."""
-    device = inputs[0].device
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return False
-    with _lock:
-        if kind not in _programs:
-            try:
-                _programs[kind] = _found(function, inputs)
-            except (CutesuperError, Failed, torch.OutOfMemoryError) as error:
-                shapes = " ".join(str(list(t.shape)) for t in inputs)
-                if isinstance(error, CacheError):  # not this program's fault, and easily fixed
-                    warn_once(f"patched models run their own code: {error}")
-                refused[kind] = f"{function} of {shapes}: {str(error).splitlines()[0]}"
-                _programs[kind] = None
-    return True
+def _made(kind: Any, function: Function, inputs: list[Tensor]) -> Function | None:
+    """The program of a kind of calls; None, and an entry in `refused`, if the original runs."""
+    try:
+        return _found(function, inputs)
+    except (CutesuperError, Failed, torch.OutOfMemoryError) as error:
+        shapes = " ".join(str(list(t.shape)) for t in inputs)
+        if isinstance(error, CacheError):  # not this program's fault, and easily fixed
+            warn_once(f"patched models run their own code: {error}")
+        refused[kind] = f"{function} of {shapes}: {str(error).splitlines()[0]}"
+        return None
 
 
 def _found(function: Function, inputs: list[Tensor]) -> Function:
@@ -103,23 +95,12 @@ def _found(function: Function, inputs: list[Tensor]) -> Function:
     for a, b, c in zip(program(*inputs), exact, theirs, strict=True):
         within_rule(a, b, c)
     if inputs[0].device.type == "cuda":
-        ours_us, theirs_us = _microseconds(program, inputs), _microseconds(function, inputs)
+        ours_us, theirs_us = (
+            called_us(partial(f, *inputs), inputs[0].device) for f in (program, function)
+        )
         if ours_us >= theirs_us:
             raise Failed(f"{ours_us:.0f} us, the original {theirs_us:.0f} us")
     return program
-
-
-def _microseconds(call: Function, inputs: list[Tensor]) -> float:
-    """Time per call of back-to-back calls, as in models: host or GPU time, whichever is longer."""
-    best = float("inf")
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize(inputs[0].device)
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call(*inputs)
-        torch.cuda.synchronize(inputs[0].device)
-        best = min(best, time.perf_counter() - start)
-    return best / CALLS * 1e6
 
 
 __all__ = ["Function", "parameters_of", "run"]

@@ -6,21 +6,20 @@ layers and the activation are determined by calling a small copy.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cutesuper.ops.activations import geglu, swiglu
+from cutesuper.ops.rowwise.activations import geglu, swiglu
 from cutesuper.patching import fused
-from cutesuper.patching.classes import HOW, Replacement, copied, is_observed, replace
 from cutesuper.patching.conditions import are_alike, is_usual
-from cutesuper.patching.probing import Failed, close_to, drawn, run, within_rule
+from cutesuper.patching.probing import Failed, close_to, drawn, replace_checked, run
+from cutesuper.patching.replacement import HOW, Replacement, copied, is_observed
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -231,12 +230,11 @@ def install(module: nn.Module, how: GatedMLP) -> list[nn.Module]:
     like: Any = getattr(module, how.layers[-1]).weight
     twin = _small(module, how.layers, like)
     x = drawn(ROWS, WIDTH, seed=1, like=like)
-    theirs = run(twin, x)
-    exact = how.exact(twin, x)
-    replace(twin, ReplacedMLP, dataclasses.replace(how, others=how.rest(twin._modules)))
-    within_rule(run(twin, x), exact, theirs)
-    replace(module, ReplacedMLP, dataclasses.replace(how, others=how.rest(module._modules)))
-    return [module]
+
+    def described(m: nn.Module) -> GatedMLP:
+        return replace(how, others=how.rest(m._modules))
+
+    return replace_checked(module, twin, ReplacedMLP, described, x, how.exact(twin, x))
 
 
 __all__ = ["ACTIVATIONS", "GatedMLP", "ReplacedMLP", "WholeMLP", "find", "install", "is_candidate"]

@@ -10,9 +10,9 @@ from torch import nn
 
 from cutesuper.errors import PatchError
 from cutesuper.patching import mlps, norms, projections
-from cutesuper.patching.classes import is_own, restore
 from cutesuper.patching.conditions import ATTENTION_NAME, FLOATS
 from cutesuper.patching.probing import Failed
+from cutesuper.patching.replacement import is_own, restore
 from cutesuper.patching.report import Entry, Report, refused
 
 #: the attribute of a patched model that holds its patch: it is copied and saved with the model

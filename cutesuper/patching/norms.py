@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from cutesuper.ops.norms import layer_norm, rms_norm
-from cutesuper.patching.classes import HOW, Replacement, copied, replace
+from cutesuper.ops.rowwise.norms import layer_norm, rms_norm
 from cutesuper.patching.conditions import is_usual
-from cutesuper.patching.probing import Failed, close_to, drawn, run, within_rule
+from cutesuper.patching.probing import Failed, close_to, drawn, replace_checked, run
+from cutesuper.patching.replacement import HOW, Replacement, copied
 
 #: an epsilon is larger than 0 and smaller than this
 LARGEST_EPS = 0.01
@@ -139,12 +139,8 @@ def install(module: nn.Module, how: Norm) -> list[nn.Module]:
     weight = getattr(module, how.weight)
     bias = None if how.bias is None else getattr(module, how.bias)
     x = _rows(weight)
-    theirs = run(twin, x)
-    replace(twin, ReplacedNorm, how)
     exact = how.exact(x, weight, bias, _epsilon(module, how.eps, x))
-    within_rule(run(twin, x), exact, theirs)
-    replace(module, ReplacedNorm, how)
-    return [module]
+    return replace_checked(module, twin, ReplacedNorm, lambda _: how, x, exact)
 
 
 def _other(p: Any, seed: int) -> nn.Parameter:

@@ -1,4 +1,5 @@
-"""Probing of modules: calling copies on random numbers to determine their computation.
+"""Probing of modules: calling copies on random numbers to determine their computation, and to check
+what replaces them.
 
 Probing has no side effects: hooks do not run, random number generators keep their state, and the
 module itself is not called.
@@ -6,13 +7,15 @@ module itself is not called.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cutesuper.errors import CutesuperError
+from cutesuper.patching.replacement import Replacement, replace
 from cutesuper.verify.numeric import acceptable
 
 #: relative to the largest element of a row: float32 sums of 10,000 terms stay far below it, the
@@ -88,4 +91,35 @@ def within_rule(ours: Tensor, exact: Tensor, theirs: Tensor) -> None:
         raise Failed(f"cutesuper computes something else: {report.message}")
 
 
-__all__ = ["Failed", "close_to", "drawn", "run", "unnoticed", "within_rule"]
+def replace_checked(
+    module: nn.Module,
+    twin: nn.Module,
+    replacement: type[Replacement],
+    how: Callable[[nn.Module], Any],
+    x: Tensor,
+    exact: Tensor,
+) -> list[nn.Module]:
+    """Replace a module, if that was right for a copy.
+
+    Args:
+        module: to be replaced.
+        twin: a copy, which is called and replaced first.
+        replacement: the class in front of the original one.
+        how: describes the computation of the module, or of its copy.
+        x: the operand of the copy.
+        exact: its result in float64.
+
+    Returns:
+        The module alone.
+
+    Raises:
+        Failed: the result differs, or there are no kernels for it.
+    """
+    theirs = run(twin, x)
+    replace(twin, replacement, how(twin))
+    within_rule(run(twin, x), exact, theirs)
+    replace(module, replacement, how(module))
+    return [module]
+
+
+__all__ = ["Failed", "close_to", "drawn", "replace_checked", "run", "unnoticed", "within_rule"]

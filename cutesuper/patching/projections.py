@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cutesuper.patching import fused
-from cutesuper.patching.classes import HOW, Replacement, replace
 from cutesuper.patching.conditions import version
 from cutesuper.patching.probing import Failed
+from cutesuper.patching.replacement import HOW, Replacement, replace
 
 
 @dataclass(frozen=True)

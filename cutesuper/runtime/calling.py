@@ -46,6 +46,43 @@ class Launches:
     launch: Callable[[list[Any]], None]
 
 
+#: takes inputs and outputs of a graph and the number of rows, and computes the outputs
+Runner = Callable[["list[torch.Tensor]", "list[torch.Tensor]", int], None]
+
+
+def reference_of(graph: KernelGraph) -> Runner:
+    """The reference executor for a graph, in the operators that kernels compute."""
+    graph = graph.expanded()
+
+    def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rows: int) -> None:
+        del rows
+        for out, result in zip(outputs, run_reference(graph, inputs), strict=True):
+            out.copy_(result)
+
+    return run
+
+
+def launcher(launches: Launches, device: torch.device) -> Runner:
+    """Kernels with memory for the tensors between them, on a device."""
+    import torch
+
+    launch, between, index = launches.launch, launches.intermediates, device.index
+    # torch.cuda.current_device() without the check that CUDA is initialized: there are tensors
+    current = torch._C._cuda_getDevice
+
+    def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rows: int) -> None:
+        if index != current():
+            with torch.cuda.device(device):
+                return run(inputs, outputs, rows)
+        values = inputs + outputs
+        for shape, dtype in between:
+            known = [rows if isinstance(d, Symbol) else d for d in shape]
+            values.append(torch.empty(known, dtype=dtype, device=device))
+        return launch(values)
+
+    return run
+
+
 class Program(ABC):
     """A program to call with torch tensors.
 
@@ -212,4 +249,4 @@ def _listed(inputs: Any) -> list[Any]:
         ) from None
 
 
-__all__ = ["Launches", "Picker", "Program", "picker"]
+__all__ = ["Launches", "Picker", "Program", "Runner", "launcher", "picker", "reference_of"]

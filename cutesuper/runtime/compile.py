@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from cutesuper.runtime.cache import (
     warn_once,
 )
 from cutesuper.runtime.host_module import LaunchFacts
+from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.resources import (
     Resources,
     arch_number,
@@ -49,8 +49,8 @@ DEFAULT_ARCH = "sm_90a"
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _ARCH = re.compile(r"sm_\d{2,3}[af]?")
 
-_loaded: dict[str, Callable[..., Any]] = {}
-_loaded_lock = threading.Lock()
+#: loaded kernels, by digest
+_loaded: Kept[str, Callable[..., Any]] = Kept()
 
 
 @dataclass(frozen=True)
@@ -185,11 +185,8 @@ class Artifact:
         Raises:
             CompileError: when the object cannot be loaded.
         """
-        with _loaded_lock:
-            if self.digest not in _loaded:
-                function = str(self._entry.meta["function"])
-                _loaded[self.digest] = dsl.load_tvm_ffi(self.object, function)
-            return _loaded[self.digest]
+        function = str(self._entry.meta["function"])
+        return _loaded.made(self.digest, lambda: dsl.load_tvm_ffi(self.object, function))
 
     def plain(self) -> CacheEntry:
         """The kernel with a plain C entry point, for `cutesuper.runtime.export`.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,6 +18,7 @@ from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.calling import Launches, Picker, Program, picker
 from cutesuper.runtime.compile import Artifact
+from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.resources import Resources, combine
 from cutesuper.runtime.scratch import Need, ScratchMemory, rows_of
 from cutesuper.show.page import Facts, mugraph_page
@@ -179,10 +179,9 @@ class Kernel(Program):
         self._defined = Defined(graph, "superoptimize the graph again")
         self._make_variant = make_variant
         self._differentiate = differentiate
-        self._gradients: dict[tuple[str, ...], Gradient | GraphError] = {}
+        self._gradients: Kept[tuple[str, ...], Gradient | GraphError] = Kept()
         self._recorded: dict[tuple[str, ...], Gradient | None] = {}
-        self._lock = threading.RLock()
-        self._variants: dict[tuple[int, ...], Variant] = {}
+        self._variants: Kept[tuple[int, ...], Variant] = Kept()
         self._main = self._variant(tuple(bucketed(graph).values()))
 
     def _launches(self, extents: dict[str, int]) -> Launches:
@@ -191,11 +190,12 @@ class Kernel(Program):
         return self._variant(tuple(bucket_of(e) for e in extents.values())).launches
 
     def _variant(self, key: tuple[int, ...]) -> Variant:
-        if key not in self._variants:
-            self._check_operators()
-            names = [s.name for s in self._signature.symbols]
-            self._variants[key] = self._make_variant(dict(zip(names, key, strict=True)))
-        return self._variants[key]
+        return self._variants.get(key) or self._variants.made(key, lambda: self._made(key))
+
+    def _made(self, key: tuple[int, ...]) -> Variant:
+        self._check_operators()
+        names = [s.name for s in self._signature.symbols]
+        return self._make_variant(dict(zip(names, key, strict=True)))
 
     def _check_operators(self) -> None:
         self._defined.check()
@@ -222,16 +222,13 @@ class Kernel(Program):
         names = wrt or reached(self.graph)
         order = [self.graph.nodes[i].name for i in self.graph.inputs]
         names = tuple(sorted(set(names), key=lambda n: order.index(n) if n in order else -1))
-        with self._lock:
-            if names not in self._gradients:
-                self._check_operators()
-                self._gradients[names] = self._derived(names)
-            found = self._gradients[names]
+        found = self._gradients.made(names, lambda: self._derived(names))
         if isinstance(found, GraphError):
             raise GraphError(str(found)) from found.__cause__
         return found
 
     def _derived(self, names: tuple[str, ...]) -> Gradient | GraphError:
+        self._check_operators()
         if self._differentiate is None:
             return GraphError(
                 "kernel.gradient(...): a program that was given has no backward; differentiate "

@@ -25,6 +25,7 @@ from math import prod
 from typing import Any
 
 from cutesuper.ir.dims import Shape, Symbol
+from cutesuper.runtime.programs import Kept, is_capturing
 
 #: minimum number of bytes that a pool allocates at a time
 CHUNK_BYTES = 1 << 20
@@ -94,7 +95,7 @@ class ScratchMemory:
         import torch
 
         lengths = [n.rounded(values) for n in self._zeroed]
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             taken = pool_of(device).take(self._bytes(lengths))
             if taken is None:
                 taken = torch.zeros(sum(self._bytes(lengths)), dtype=torch.uint8, device=device)
@@ -191,16 +192,12 @@ class Pool:
             return taken
 
 
-_pools: dict[int, Pool] = {}
-_pools_lock = threading.Lock()
+_pools: Kept[int, Pool] = Kept()
 
 
 def pool_of(device: Any) -> Pool:
     """The pool of a CUDA device."""
-    if device.index not in _pools:
-        with _pools_lock:
-            _pools.setdefault(device.index, Pool(device))
-    return _pools[device.index]
+    return _pools.get(device.index) or _pools.made(device.index, lambda: Pool(device))
 
 
 def new_zeros(device: Any, size: int) -> Any:

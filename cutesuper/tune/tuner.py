@@ -38,7 +38,7 @@ from cutesuper.tune.isolate import Lost, Worker
 
 if TYPE_CHECKING:
     from cutesuper.tune.device import Device
-    from cutesuper.tune.measure import Outcome
+    from cutesuper.tune.process import Outcome
 
 BUDGET_S = 60.0
 CANDIDATES = 24
@@ -187,7 +187,7 @@ def _cuda() -> Callable[[], Device]:
 def _worker(
     make_device: Callable[[], Device], graph: KernelGraph, seed: int, hang_s: float
 ) -> Worker:
-    from cutesuper.tune.measure import serve
+    from cutesuper.tune.process import serve
 
     return Worker(serve, (make_device, graph, seed), hang_s)
 
@@ -255,7 +255,7 @@ def _measure(
     Raises:
         TuningError: it was lost and no trial is to blame, for example for lack of memory.
     """
-    from cutesuper.tune.measure import Job
+    from cutesuper.tune.process import Job
 
     seconds = max(0.0, deadline - time.monotonic())
     job = Job(tuple(t.program for t in trials), rounds, seconds, warm_s)

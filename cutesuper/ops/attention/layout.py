@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from cutesuper.errors import LayoutError
-from cutesuper.ops.forms import Order
+from cutesuper.ops.attention.kind import Order
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,16 @@
 """The measuring process: draws inputs, checks candidates, times them, checks them again.
 
-Inputs are drawn once, in enough sets to exceed L2. A candidate is launched over all sets in one
-recording (with dependent launch each kernel overlaps the end of the one before it, as in use); a
-time is a replay divided by its launches. Candidates of a job alternate, round by round.
+Candidates are timed as `cutesuper.measure` says, all on the same sets of inputs. In a recording of
+several launches each kernel overlaps the end of the one before it (dependent launch), as in use.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -21,23 +19,19 @@ from cutesuper.ir.dims import extent
 from cutesuper.ir.evaluate import evaluate
 from cutesuper.ir.graph import KernelGraph, Node
 from cutesuper.ir.operators.base import INPUT
+from cutesuper.measure import Recording, Rounds, Sets, alternate
 from cutesuper.runtime.calling import Launches
 from cutesuper.tune.candidates import Program
-from cutesuper.tune.device import Device, Recording
+from cutesuper.tune.device import Device
 from cutesuper.verify.integers import typical_integers
 from cutesuper.verify.numeric import acceptable
 
-#: total bytes of all input sets, unless 3 x L2 is more
-COLD_BYTES = 512 * 10**6
-#: launches in a recording: many dilute the cost of starting it, more than 128 add nothing
-LEAST_SETS, MOST_SETS = 16, 128
-#: part of the free memory that input sets may take; references in float64 need some too
-MEMORY_SHARE = 0.4
-#: rounds that are timed even when the time is up
-LEAST_ROUNDS = 3
+#: many launches dilute the cost of starting a recording, more than 128 add nothing; references in
+#: float64 need memory too
+SETS = Sets(cold_bytes=512 * 10**6, least=16, most=128, enough=1, memory_share=0.4)
 
 Tell = Callable[[str], None]
-Sets = list[list[torch.Tensor]]
+Tensors = list[list[torch.Tensor]]
 
 
 class DeviceLostError(RuntimeError):
@@ -51,7 +45,7 @@ class Job:
     Attributes:
         programs: compiled ones.
         rounds: how often each is timed.
-        seconds: no round begins later than this, once there are `LEAST_ROUNDS`.
+        seconds: no round begins later than this, once there are `Rounds.least`.
         warm_s: seconds of replays before the first round, to raise the clocks.
     """
 
@@ -200,18 +194,10 @@ class Bench:
 
     def _time(self, ready: dict[str, Prepared], outcomes: dict[str, Outcome], job: Job) -> None:
         """Time one replay of each in every round, in a changing order."""
-        begin = time.monotonic()
-        names, order = list(ready), random.Random(self.seed)
-        while names and time.monotonic() - begin < job.warm_s:
-            for name in names:
-                self._replay(name, ready[name].recording)
-        for n in range(job.rounds if names else 0):
-            if n >= LEAST_ROUNDS and time.monotonic() - begin > job.seconds:
-                break
-            order.shuffle(names)
-            for name in names:
-                elapsed = self._replay(name, ready[name].recording)
-                outcomes[name].samples.append(elapsed / len(self.inputs))
+        replays = {n: partial(self._replay, n, p.recording) for n, p in ready.items()}
+        rounds = Rounds(job.rounds, warm_s=job.warm_s, seconds=job.seconds, seed=self.seed)
+        for name, samples in alternate(replays, rounds).items():
+            outcomes[name].samples += [us / len(self.inputs) for us in samples]
 
     def _replay(self, name: str, recording: Recording) -> float:
         self.tell(f"{name}: timing")
@@ -231,7 +217,7 @@ class Bench:
 # ----------------------------------------------------------------------------------------- inputs
 
 
-def make_sets(graph: KernelGraph, device: Device, seed: int) -> tuple[Sets, Sets]:
+def make_sets(graph: KernelGraph, device: Device, seed: int) -> tuple[Tensors, Tensors]:
     """Inputs and outputs, in enough sets to exceed L2, if memory has room for them.
 
     Inputs are normal; second operands of products are divided by the root of the contracted extent,
@@ -242,13 +228,7 @@ def make_sets(graph: KernelGraph, device: Device, seed: int) -> tuple[Sets, Sets
     """
     ins, outs = ([graph.nodes[i] for i in indices] for indices in (graph.inputs, graph.outputs))
     size = sum(_bytes(n) for n in (*ins, *outs))
-    room = int(device.free_bytes() * MEMORY_SHARE)
-    if size > room:
-        raise MemoryError(
-            f"inputs and outputs need {size / 1e6:.0f} MB and {room / 1e6:.0f} MB may be used"
-        )
-    target = max(COLD_BYTES, 3 * device.l2_bytes)
-    count = min(max(-(-target // size), LEAST_SETS), MOST_SETS, room // size)
+    count = SETS.count(size, device)
     scales = _scales(graph)
     generator = torch.Generator(device.device).manual_seed(seed)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,10 +10,11 @@ import torch
 from cutesuper.errors import DeviceError, DTypeError, LayoutError, ShapeError
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.operators.base import TABLE
-from cutesuper.ops.forms import Form, Order, Runner, batch_of, runner_of
-from cutesuper.ops.layout import Stored, View, compact, order_of, refusal, stored, within
+from cutesuper.ops.attention.kind import Kind, Order, Runner, batch_of, runner_of
+from cutesuper.ops.attention.layout import Stored, View, compact, order_of, refusal, stored, within
+from cutesuper.runtime.programs import Kept
 
-#: kinds of arguments that are remembered; the oldest is dropped first
+#: kinds of arguments whose plans are kept
 KEPT_PLANS = 4096
 
 Maybe = torch.Tensor | None
@@ -24,7 +24,7 @@ Maybe = torch.Tensor | None
 class Request:
     """The tensors of a call, and its options.
 
-    ``key_lengths`` and the rest are as in `cutesuper.ops.attention`.
+    ``key_lengths`` and the rest are as in `cutesuper.ops.attention.operator`.
     """
 
     query: torch.Tensor
@@ -66,7 +66,7 @@ class Plan:
         views: of query, key and value in their order in memory; None for a tensor that needs none.
         capacity: positions of the cache whose beginning keys and values are; 0 if they are whole.
         limit: number of visible keys of every sequence; 0: no limit.
-        output: the output as ``[B, H, L, D]``; None if the kernels' output has this form.
+        output: the output as ``[B, H, L, D]``; None if that is what the kernels return.
     """
 
     run: Runner
@@ -104,9 +104,7 @@ def _limited(lengths: Maybe, limit: int, query: torch.Tensor) -> torch.Tensor:
     return torch.full((query.shape[0],), limit, dtype=torch.int32, device=query.device)
 
 
-_plans: dict[tuple[object, ...], Plan] = {}
-#: held while `_plans` changes: it must not grow while a thread looks for the oldest entry
-_lock = threading.Lock()
+_plans: Kept[tuple[object, ...], Plan] = Kept(KEPT_PLANS)
 
 
 def attend(
@@ -121,24 +119,20 @@ def attend(
     scale: float | None,
     eps: float,
 ) -> torch.Tensor:
-    """Attention on real tensors; see `cutesuper.ops.attention`."""
+    """Attention on real tensors; see `cutesuper.ops.attention.operator`."""
     others = (page_table, query_norm, key_norm)
-    kind = (
+    facts = (
         *_facts(query), *_facts(key), *_facts(value), *_facts(key_lengths),
         *(f for t in others if t is not None for f in _facts(t)),
         page_table is None, query_norm is None, causal, scale, eps, TABLE.changes,
     )  # fmt: skip
-    plan = _plans.get(kind)
+    plan = _plans.get(facts)
     if plan is None:
         request = Request(query, key, value, key_lengths, *others, causal, scale, eps)
         check(request)
         if 0 in (query.numel(), value.numel(), request.positions):
             return torch.zeros_like(result_of(request))
-        plan = _plan(request)
-        with _lock:
-            _plans[kind] = plan
-            while len(_plans) > KEPT_PLANS:
-                del _plans[next(iter(_plans))]
+        plan = _plans.made(facts, lambda: _plan(request))
     return plan(query, key, value, key_lengths, others)
 
 
@@ -163,14 +157,14 @@ def _plan(r: Request) -> Plan:
         raise refusal(r.query, "query")
     key, value = _keys(r)
     limit = _limit(r, key)
-    form = _form(r, query_order, key, value, r.key_lengths is not None or limit > 0)
-    b, h, g, n = r.query.shape[0], form.heads, form.group, form.rows
+    kind = _kind(r, query_order, key, value, r.key_lengths is not None or limit > 0)
+    b, h, g, n = r.query.shape[0], kind.heads, kind.group, kind.rows
     views = (
-        _view(r.query, _memory(b, (h, g), n, form.dim, query_order)),
-        _view(r.key, _key_memory(r, form, form.dim, key.order)),
-        _view(r.value, _key_memory(r, form, form.value_dim, value.order)),
+        _view(r.query, _memory(b, (h, g), n, kind.dim, query_order)),
+        _view(r.key, _key_memory(r, kind, kind.dim, key.order)),
+        _view(r.value, _key_memory(r, kind, kind.value_dim, value.order)),
     )
-    width, heads = form.value_dim, h * g
+    width, heads = kind.value_dim, h * g
     strides = (heads * n * width, n * width, width, 1)
     if query_order is Order.TOKENS:
         strides = (heads * n * width, width, heads * width, 1)
@@ -178,7 +172,7 @@ def _plan(r: Request) -> Plan:
     plain = g == 1 and query_order is Order.HEADS
     output = None if plain else ((b, heads, n, width), strides)
     capacity = key.positions if key.positions != r.positions else 0
-    return Plan(runner_of(form, b, r.query.device), views, capacity, limit, output)
+    return Plan(runner_of(kind, b, r.query.device), views, capacity, limit, output)
 
 
 def _keys(r: Request) -> tuple[Stored, Stored]:
@@ -210,10 +204,10 @@ def _limit(r: Request, key: Stored) -> int:
     )
 
 
-def _form(r: Request, order: Order, key: Stored, value: Stored, lengths: bool) -> Form:
+def _kind(r: Request, order: Order, key: Stored, value: Stored, lengths: bool) -> Kind:
     batch, any_batch = batch_of(r.query.shape[0])
     paged = r.page_table is not None
-    return Form(
+    return Kind(
         batch=batch,
         any_batch=any_batch,
         heads=r.key_heads,
@@ -243,13 +237,13 @@ def _memory(b: int, heads: tuple[int, int], rows: int, width: int, order: Order)
     return (b, *lead, rows, width) if order is Order.HEADS else (b, rows, *lead, width)
 
 
-def _key_memory(r: Request, form: Form, width: int, order: Order) -> tuple[int, ...]:
+def _key_memory(r: Request, kind: Kind, width: int, order: Order) -> tuple[int, ...]:
     """Extents of keys or values in the order of memory; an extent of 1 for each group of heads."""
-    lead = (form.heads, 1) if form.group > 1 else (form.heads,)
-    if form.pages:
-        return (form.pages, form.page_size, *lead, width)
+    lead = (kind.heads, 1) if kind.group > 1 else (kind.heads,)
+    if kind.pages:
+        return (kind.pages, kind.page_size, *lead, width)
     b = r.query.shape[0]
-    return (b, *lead, form.keys, width) if order is Order.HEADS else (b, form.keys, *lead, width)
+    return (b, *lead, kind.keys, width) if order is Order.HEADS else (b, kind.keys, *lead, width)
 
 
 def _view(t: torch.Tensor, shape: tuple[int, ...]) -> View | None:

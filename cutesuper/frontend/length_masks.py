@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from cutesuper.frontend.factors import equal
+from cutesuper.frontend.factored_dims import equal
+from cutesuper.frontend.graph_builder import FLOATS, Unsupported, fake
 from cutesuper.frontend.pointwise import Where
 from cutesuper.frontend.table import Arguments, arguments_of, entry_of
-from cutesuper.frontend.values import FLOATS, Unsupported, fake
 from cutesuper.frontend.views import Expand, Filled, Same, Slice, View
 
 #: types of positions and lengths; adding 1 to narrower ones would overflow

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from cutesuper.errors import CutesuperError
-from cutesuper.frontend.factors import (
+from cutesuper.frontend.factored_dims import (
     Dims,
     Extent,
     Factor,

@@ -1,8 +1,7 @@
-"""The kernels that calls of attention need: a `Form`, its kernel graph, kernels that are kept."""
+"""The kernels that calls of attention need: a `Kind`, its kernel graph, kernels that are kept."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -10,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cutesuper.errors import DeviceError, LoweringError, ScheduleError, SearchError
+from cutesuper.errors import LoweringError, ScheduleError, SearchError
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.dtypes import DType
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
-from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.kernel import BUCKETS, bucket_of
+from cutesuper.runtime.programs import Kept
 
 if TYPE_CHECKING:
     from cutesuper.runtime.kernel import Kernel
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
 #: takes the graph's inputs, returns its outputs
 Runner = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
-#: forms whose kernels are kept; the oldest is dropped first
-KEPT_FORMS = 256
+#: kinds whose kernels are kept
+KEPT_KINDS = 256
 
 
 class Order(Enum):
@@ -36,7 +35,7 @@ class Order(Enum):
 
 
 @dataclass(frozen=True)
-class Form:
+class Kind:
     """Everything that determines the kernels of a call, except the GPU.
 
     Attributes:
@@ -76,7 +75,7 @@ class Form:
     eps: float = 1e-6
 
 
-def graph_of(form: Form) -> KernelGraph:
+def graph_of(kind: Kind) -> KernelGraph:
     """The kernel graph of attention.
 
     Inputs, those that exist: query, key, value, lengths, table, query_norm, key_norm, compact, in
@@ -84,32 +83,32 @@ def graph_of(form: Form) -> KernelGraph:
     ``[B, H, 1, S, D]``. The output is stored in the query's order.
     """
     g = new_kernel_graph()
-    b: Dim = Symbol("B", form.batch) if form.any_batch else form.batch
-    many = (form.heads, form.group) if form.group > 1 else (form.heads,)
-    single = (form.heads, 1) if form.group > 1 else (form.heads,)
+    b: Dim = Symbol("B", kind.batch) if kind.any_batch else kind.batch
+    many = (kind.heads, kind.group) if kind.group > 1 else (kind.heads,)
+    single = (kind.heads, 1) if kind.group > 1 else (kind.heads,)
     sides = (
-        ("query", many, form.rows, form.dim, form.query_order),
-        ("key", single, form.keys, form.dim, form.key_order),
-        ("value", single, form.keys, form.value_dim, form.value_order),
+        ("query", many, kind.rows, kind.dim, kind.query_order),
+        ("key", single, kind.keys, kind.dim, kind.key_order),
+        ("value", single, kind.keys, kind.value_dim, kind.value_order),
     )
     query, key, value = (
-        g.new_input(_stored(form, b, *side), dtype=form.dtype, name=side[0]) for side in sides
+        g.new_input(_stored(kind, b, *side), dtype=kind.dtype, name=side[0]) for side in sides
     )
-    lengths = g.new_input((b,), dtype="int32", name="lengths") if form.lengths else None
-    if form.pages:
-        table = g.new_input((b, form.keys // form.page_size), dtype="int32", name="table")
+    lengths = g.new_input((b,), dtype="int32", name="lengths") if kind.lengths else None
+    if kind.pages:
+        table = g.new_input((b, kind.keys // kind.page_size), dtype="int32", name="table")
         key, value = g.gather_pages(key, table), g.gather_pages(value, table)
-    query = _by_heads(g, query, form.query_order)
-    key = _by_heads(g, key, Order.TOKENS if form.pages else form.key_order)
-    value = _by_heads(g, value, Order.TOKENS if form.pages else form.value_order)
-    if form.query_norm:
-        weight = g.new_input((form.dim,), dtype=form.dtype, name="query_norm")
-        query = g.rms_norm(query, weight, eps=form.eps)
-    if form.key_norm:
-        weight = g.new_input((form.dim,), dtype=form.dtype, name="key_norm")
-        key = g.rms_norm(key, weight, eps=form.eps)
-    y = g.scaled_dot_product_attention(query, key, value, form.causal, form.scale, lengths)
-    if form.query_order is Order.TOKENS:
+    query = _by_heads(g, query, kind.query_order)
+    key = _by_heads(g, key, Order.TOKENS if kind.pages else kind.key_order)
+    value = _by_heads(g, value, Order.TOKENS if kind.pages else kind.value_order)
+    if kind.query_norm:
+        weight = g.new_input((kind.dim,), dtype=kind.dtype, name="query_norm")
+        query = g.rms_norm(query, weight, eps=kind.eps)
+    if kind.key_norm:
+        weight = g.new_input((kind.dim,), dtype=kind.dtype, name="key_norm")
+        key = g.rms_norm(key, weight, eps=kind.eps)
+    y = g.scaled_dot_product_attention(query, key, value, kind.causal, kind.scale, lengths)
+    if kind.query_order is Order.TOKENS:
         n = len(y.shape)
         y = g.transpose(y, (0, n - 2, *range(1, n - 2), n - 1))
     g.mark_output(y)
@@ -117,11 +116,11 @@ def graph_of(form: Form) -> KernelGraph:
 
 
 def _stored(
-    form: Form, b: Dim, name: str, heads: tuple[int, ...], rows: int, width: int, order: Order
+    kind: Kind, b: Dim, name: str, heads: tuple[int, ...], rows: int, width: int, order: Order
 ) -> tuple[Dim, ...]:
     """Extents of an input in the order of its memory."""
-    if form.pages and name != "query":
-        return (form.pages, form.page_size, *heads, width)
+    if kind.pages and name != "query":
+        return (kind.pages, kind.page_size, *heads, width)
     return (b, *heads, rows, width) if order is Order.HEADS else (b, rows, *heads, width)
 
 
@@ -133,17 +132,15 @@ def _by_heads(g: KernelGraph, t: Tensor, order: Order) -> Tensor:
 
 # ----------------------------------------------------------------------------------------- kernels
 
-#: by form, changes of the table of operators, and name of the GPU; None if no kernels take all
-#: batches
-_kernels: dict[tuple[Form, int, str], Kernel | None] = {}
-_lock = threading.Lock()
+#: by kind; None if no kernels take all batches
+_kernels: Kept[Kind, Kernel | None] = Kept(KEPT_KINDS)
 
 
-def runner_of(form: Form, batch: int, device: torch.device) -> Runner:
-    """The runner of a form: kernels on a GPU, the reference executor elsewhere.
+def runner_of(kind: Kind, batch: int, device: torch.device) -> Runner:
+    """The runner of a kind: kernels on a GPU, the reference executor elsewhere.
 
     Args:
-        form: the kernels.
+        kind: the kernels.
         batch: of the call; used for kernels of this batch if those for any batch cannot be made.
         device: of the call.
 
@@ -152,33 +149,32 @@ def runner_of(form: Form, batch: int, device: torch.device) -> Runner:
         CutesuperError: from `cutesuper.superoptimize`.
     """
     if device.type != "cuda":
-        return _reference_of(form)
-    with _lock:
-        kernel = _kept(form, device) or _kept(replace(form, batch=batch, any_batch=False), device)
+        return _reference_of(kind)
+    kernel = _kept(kind, device) or _kept(replace(kind, batch=batch, any_batch=False), device)
     if kernel is None:
-        raise AssertionError(f"{form}: neither kernels nor an error")
+        raise AssertionError(f"{kind}: neither kernels nor an error")
     return kernel
 
 
-def _reference_of(form: Form) -> Runner:
+def _reference_of(kind: Kind) -> Runner:
     """The reference executor; as in the kernels, data behind a length has no effect.
 
     before: ``value[b, :, lengths[b]:]`` is NaN, ``table[b, 9]`` is -1; after: 0, page 0.
     """
-    whole = form
-    if form.pages:
+    whole = kind
+    if kind.pages:
         tokens = Order.TOKENS
-        whole = replace(form, pages=0, page_size=0, key_order=tokens, value_order=tokens)
+        whole = replace(kind, pages=0, page_size=0, key_order=tokens, value_order=tokens)
     graph = graph_of(whole)
 
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        if not form.lengths:
+        if not kind.lengths:
             return run_reference(graph, inputs)
         query, key, value, lengths, *others = inputs
-        seen = torch.arange(form.keys, device=lengths.device) < lengths[:, None]
-        if form.pages:
+        seen = torch.arange(kind.keys, device=lengths.device) < lengths[:, None]
+        if kind.pages:
             table, *others = others
-            pages = table.masked_fill(~seen[:, :: form.page_size], 0).long()
+            pages = table.masked_fill(~seen[:, :: kind.page_size], 0).long()
             key, value = key[pages].flatten(1, 2), value[pages].flatten(1, 2)
         key = _cleared(key, seen, whole.key_order)
         value = _cleared(value, seen, whole.value_order)
@@ -194,35 +190,24 @@ def _cleared(t: torch.Tensor, seen: torch.Tensor, order: Order) -> torch.Tensor:
     return t.masked_fill(~seen.view(len(seen), *shape), 0.0)
 
 
-def _kept(form: Form, device: torch.device) -> Kernel | None:
-    """The kernels of a form, made at the first call."""
-    key = (form, TABLE.changes, torch.cuda.get_device_name(device))
-    if key not in _kernels:
-        _kernels[key] = _made(form, device)
-        if len(_kernels) > KEPT_FORMS:
-            del _kernels[next(iter(_kernels))]
-    return _kernels[key]
+def _kept(kind: Kind, device: torch.device) -> Kernel | None:
+    """The kernels of a kind, made at the first call."""
+    return _kernels.made_on(device, kind, "attention", lambda: _made(kind))
 
 
-def _made(form: Form, device: torch.device) -> Kernel | None:
+def _made(kind: Kind) -> Kernel | None:
     from cutesuper.pipeline import superoptimize
 
-    if torch.cuda.is_current_stream_capturing():
-        raise DeviceError(
-            "attention: its first call with arguments of this kind falls into the capture of a "
-            "CUDA graph, where kernels cannot be loaded; call it once before"
-        )
     try:
-        with torch.cuda.device(device):
-            return superoptimize(graph_of(form))
+        return superoptimize(graph_of(kind))
     except (SearchError, LoweringError, ScheduleError):
-        if form.any_batch:
+        if kind.any_batch:
             return None
         raise
 
 
 def batch_of(batch: int) -> tuple[int, bool]:
-    """``Form.batch`` and ``Form.any_batch`` for this number of sequences.
+    """``Kind.batch`` and ``Kind.any_batch`` for this number of sequences.
 
     All numbers in one bucket share kernels. Below the first bucket each number has its own kernels:
     there the split of keys among blocks depends most on it.
@@ -230,4 +215,4 @@ def batch_of(batch: int) -> tuple[int, bool]:
     return (batch, False) if batch < BUCKETS[0] else (bucket_of(batch), True)
 
 
-__all__ = ["Form", "Order", "Runner", "batch_of", "graph_of", "runner_of"]
+__all__ = ["Kind", "Order", "Runner", "batch_of", "graph_of", "runner_of"]

@@ -2,7 +2,7 @@
 
 A call in eager mode looks up its plan in a dictionary, and runs it; only autograd's bookkeeping
 comes between. Everything else (compilers, fake tensors, tensor subclasses, transforms) uses the
-operators of `cutesuper.ops.library`, which do the same through PyTorch's dispatcher.
+operators of `cutesuper.ops.rowwise.library`, which do the same through PyTorch's dispatcher.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 from torch.autograd import forward_ad
 
 from cutesuper.ir.operators.base import TABLE
-from cutesuper.ops.definition import Definition, Maybe, Option, kind_of
-from cutesuper.ops.library import Library, kept, refuse_transforms
-from cutesuper.ops.steps import Plan, all_usable, gradients_of, plan_of
+from cutesuper.ops.rowwise.calls import KEPT_PLANS, Plan, all_usable, gradients_of, plan_of
+from cutesuper.ops.rowwise.definition import Definition, Maybe, Option, kind_of
+from cutesuper.ops.rowwise.library import Library, refuse_transforms
 from cutesuper.runtime.checks import oddity
+from cutesuper.runtime.programs import Kept
 
 #: tensors without a behaviour of their own
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -58,7 +59,7 @@ class RowOperator:
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
         self.library = Library(definition)
-        self._plans: dict[Any, Plan] = {}
+        self._plans: Kept[Any, Plan] = Kept(KEPT_PLANS)
         self._run = _differentiable(definition, self.library)
 
     def __call__(self, tensors: tuple[Maybe, ...], options: tuple[Option, ...]) -> Any:
@@ -99,8 +100,7 @@ class RowOperator:
         asked = tuple(t is not None and t.requires_grad for t in tensors)
         needs = asked if _is_grad_enabled() and any(asked) else None
         # keyed by the checked options: those that were given may change, like a tensor
-        return kept(
-            self._plans,
+        return self._plans.made(
             _key(tensors, options),
             lambda: plan_of(definition, tensors, options, needs is not None, needs),
         )
@@ -149,8 +149,11 @@ def _differentiable(definition: Definition, library: Library) -> Callable[..., A
             gradients = plan.backwards.get(types)
             if gradients is None:
                 given = [t is not None for t in cotangents]
-                gradients = plan.backwards[types] = gradients_of(
-                    definition, plan.kind, plan.lead, plan.device, needs, given
+                gradients = plan.backwards.made(
+                    types,
+                    lambda: gradients_of(
+                        definition, plan.kind, plan.lead, plan.device, needs, given
+                    ),
                 )
             return (None, *gradients(ctx.saved_tensors, cotangents))
 

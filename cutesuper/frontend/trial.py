@@ -16,9 +16,9 @@ from torch import fx
 from torch.nn import functional
 
 from cutesuper.frontend.internals import hint_of
-from cutesuper.frontend.operator import region as region_operator
-from cutesuper.frontend.positions import makers, mask_of
+from cutesuper.frontend.length_masks import makers, mask_of
 from cutesuper.frontend.region import Length, Region, Size
+from cutesuper.frontend.region_operator import region as region_operator
 from cutesuper.frontend.rewrite import Call, rewrite
 from cutesuper.frontend.table import is_free
 from cutesuper.ir.dims import Symbol

@@ -11,21 +11,28 @@ import torch
 
 from cutesuper.ir.dims import Shape, Symbol
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ops.definition import Definition, Kind, Maybe, Option, Role, first_of, kind_of
-from cutesuper.ops.programs import (
+from cutesuper.ops.rowwise.definition import (
+    Definition,
+    Kind,
+    Maybe,
+    Option,
+    Role,
+    first_of,
+    kind_of,
+)
+from cutesuper.ops.rowwise.graphs import (
     Programs,
-    Runner,
     Source,
     programs_of,
-    reference_of,
     rows_class,
     runner_of,
 )
-from cutesuper.runtime.calling import Picker, picker
+from cutesuper.runtime.calling import Picker, Runner, picker, reference_of
 from cutesuper.runtime.checks import ALIGNMENT, check_size
+from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.tensors import usable
 
-#: calls that are remembered for each operator; the oldest is dropped first
+#: plans that are kept for each operator
 KEPT_PLANS = 4096
 
 Extents = tuple[int, ...]
@@ -194,7 +201,7 @@ class Plan:
     results: int
     needs: tuple[bool, ...] | None
     saved: Picker
-    backwards: dict[Any, Gradients] = field(default_factory=dict)
+    backwards: Kept[Any, Gradients] = field(default_factory=Kept[Any, Gradients])
 
 
 def plan_of(

@@ -16,7 +16,7 @@ from cutesuper.errors import (
     ShapeError,
 )
 from cutesuper.ir.arguments import shown
-from cutesuper.ops.plans import Maybe, Request, attend, check, result_of
+from cutesuper.ops.attention.calls import Maybe, Request, attend, check, result_of
 from cutesuper.runtime.checks import ORDINARY, oddity
 
 #: its kernels depend on the order of memory, so a compiler must not change it

@@ -8,8 +8,8 @@ import torch
 from cutesuper.errors import OperatorError
 from cutesuper.ir.arguments import shown
 from cutesuper.ir.graph import KernelGraph, Tensor
-from cutesuper.ops.definition import Built, Definition, Operand, Output, Role
-from cutesuper.ops.rowwise import RowOperator
+from cutesuper.ops.rowwise.definition import Built, Definition, Operand, Output, Role
+from cutesuper.ops.rowwise.operator import RowOperator
 
 
 def _softmax(g: KernelGraph, x: Tensor) -> Built:

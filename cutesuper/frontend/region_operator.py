@@ -25,11 +25,12 @@ from cutesuper.ir import serial
 from cutesuper.ir.definitions import Defined, are_still, definitions, names_of
 from cutesuper.ir.dims import Shape, Symbol, extent
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ops.programs import Runner, launcher, reference_of
 from cutesuper.progress import progress_bar
 from cutesuper.runtime.cache import KernelCache
+from cutesuper.runtime.calling import Runner, launcher, reference_of
 from cutesuper.runtime.checks import MAX_ELEMENTS, Signature, check_size
 from cutesuper.runtime.kernel import Variant, bucket_of
+from cutesuper.runtime.programs import Kept, refuse_capture
 from cutesuper.runtime.tensors import usable
 from cutesuper.search.search import SearchResult
 from cutesuper.targets import Target, find_target
@@ -59,11 +60,11 @@ class Program:
         self.budget_s: float | None = None
         self._signature = Signature(graph)
         self._defined = Defined(graph, "compile the model again, after torch.compiler.reset()")
-        self._lock = threading.RLock()
-        self._found: dict[tuple[int, str], tuple[SearchResult, pipeline.Choice]] = {}
-        self._variants: dict[tuple[int, str], Variant] = {}
-        self._runners: dict[tuple[int, torch.device], Runner] = {}
+        self._found: Kept[tuple[int, str], tuple[SearchResult, pipeline.Choice]] = Kept()
+        self._variants: Kept[tuple[int, str], Variant] = Kept()
+        self._runners: Kept[tuple[int, torch.device], Runner] = Kept()
         self._reference = reference_of(graph)
+        self._lock = threading.Lock()
         self._most_rows = _most(graph.nodes[i].shape for i in (*graph.inputs, *graph.outputs))
 
     @property
@@ -86,31 +87,34 @@ class Program:
             CutesuperError: from `cutesuper.superoptimize`.
         """
         bucket = self._bucket(rows)
-        with self._lock:
-            if (bucket, target.name) not in self._found:
-                self._defined.check()
-                graph = self.graph.with_hints({ROWS: bucket})
-                with progress_bar() as show:
-                    found = pipeline.find(graph, self._options(target), show)
-                self._found[bucket, target.name] = found
-            return self._found[bucket, target.name]
+        return self._found.made((bucket, target.name), lambda: self._search(bucket, target))
+
+    def _search(self, bucket: int, target: Target) -> tuple[SearchResult, pipeline.Choice]:
+        self._defined.check()
+        graph = self.graph.with_hints({ROWS: bucket})
+        with progress_bar() as show:
+            return pipeline.find(graph, self._options(target), show)
 
     def variant(self, rows: int, device: torch.device) -> Variant:
         """The compiled kernels for this number of rows. Raises CutesuperError."""
         bucket = self._bucket(rows)
-        with self._lock, torch.cuda.device(device):
+        with torch.cuda.device(device):
             target = self.target_on(device)
-            if (bucket, target.name) not in self._variants:
-                self._defined.check()
-                graph = self.graph.with_hints({ROWS: bucket})
-                found = self.found(rows, target)
-                made = pipeline.compiled(graph, self._options(target), KernelCache(), *found)
-                between = [s for s, _ in made.intermediates]
-                for shape in between:
-                    check_size("a tensor between kernels", [extent(d) for d in shape])
-                self._most_rows = min(self._most_rows, _most(between))
-                self._variants[bucket, target.name] = made
-            return self._variants[bucket, target.name]
+            return self._variants.made(
+                (bucket, target.name), lambda: self._compiled(rows, bucket, target)
+            )
+
+    def _compiled(self, rows: int, bucket: int, target: Target) -> Variant:
+        self._defined.check()
+        graph = self.graph.with_hints({ROWS: bucket})
+        found = self.found(rows, target)
+        made = pipeline.compiled(graph, self._options(target), KernelCache(), *found)
+        between = [s for s, _ in made.intermediates]
+        for shape in between:
+            check_size("a tensor between kernels", [extent(d) for d in shape])
+        with self._lock:
+            self._most_rows = min(self._most_rows, _most(between))
+        return made
 
     def target_on(self, device: torch.device) -> Target:
         """The GPU that kernels for a device are optimized for.
@@ -190,19 +194,10 @@ class Program:
                 "batch, or call torch.compiler.reset() to have it compiled for this size"
             )
         key = (self._bucket(rows), device)
-        run = self._runners.get(key)
-        if run is None:
-            run = self._made(rows, device)
-            self._runners[key] = run
-        return run
+        return self._runners.get(key) or self._runners.made(key, lambda: self._made(rows, device))
 
     def _made(self, rows: int, device: torch.device) -> Runner:
-        if torch.cuda.is_current_stream_capturing():
-            raise DeviceError(
-                f"cutesuper::region: its first call with about {rows} rows falls into the capture "
-                "of a CUDA graph, where kernels cannot be loaded; call the model once before with "
-                "as many"
-            )
+        refuse_capture(f"cutesuper::region of a compiled model, with about {rows} rows")
         try:
             launches = self.variant(rows, device).launches
         except CutesuperError as error:
@@ -224,8 +219,7 @@ def _most(shapes: Iterable[Shape]) -> int:
 # -------------------------------------------------------------------------------------------- keys
 
 
-_programs: dict[str, Program] = {}
-_lock = threading.Lock()
+_programs: Kept[str, Program] = Kept()
 
 
 def key_of(graph: KernelGraph, target: Target | None = None) -> str:
@@ -247,11 +241,7 @@ def key_of(graph: KernelGraph, target: Target | None = None) -> str:
 
 def program_of(key: str) -> Program:
     """The program behind a key, the same object for equal keys. Raises FormatError."""
-    found = _programs.get(key)
-    if found is None:
-        with _lock:
-            found = _programs[key] = _programs.get(key) or _read(key)
-    return found
+    return _programs.get(key) or _programs.made(key, lambda: _read(key))
 
 
 def digest_of(key: str) -> str:

@@ -11,17 +11,14 @@ a gradient depends on operands that need not be saved, like a bias.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from cutesuper.errors import GraphError, OperatorError
 from cutesuper.ir.operators.base import TABLE
-from cutesuper.ops.definition import Definition, Kind, Maybe, Option, first_of, kind_of
-from cutesuper.ops.programs import Programs, programs_of, rows_class
-from cutesuper.ops.steps import (
+from cutesuper.ops.rowwise.calls import (
     KEPT_PLANS,
     Extents,
     Gradients,
@@ -33,25 +30,12 @@ from cutesuper.ops.steps import (
     plan_of,
     result_shape,
 )
+from cutesuper.ops.rowwise.definition import Definition, Kind, Maybe, Option, first_of, kind_of
+from cutesuper.ops.rowwise.graphs import Programs, programs_of, rows_class
 from cutesuper.runtime.checks import refuse_tangents
+from cutesuper.runtime.programs import Kept
 
 _fragment = torch.library.Library("cutesuper", "FRAGMENT")
-
-
-_lock = threading.Lock()
-
-
-def kept(made: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
-    """``made[key]``, made if it does not exist yet; the oldest entry is dropped if there are too
-    many."""
-    found = made.get(key)
-    if found is None:
-        found = make()
-        with _lock:
-            made[key] = found
-            if len(made) > KEPT_PLANS:
-                del made[next(iter(made))]
-    return found
 
 
 class Library:
@@ -63,8 +47,8 @@ class Library:
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
-        self._plans: dict[Any, Plan] = {}
-        self._backwards: dict[Any, Gradients] = {}
+        self._plans: Kept[Any, Plan] = Kept(KEPT_PLANS)
+        self._backwards: Kept[Any, Gradients] = Kept(KEPT_PLANS)
         name, tags = definition.name, (torch.Tag.pt2_compliant_tag,)
         _fragment.define(f"{name}({definition.schema}) -> Tensor[]", tags=tags)
         _fragment.define(
@@ -98,8 +82,8 @@ class Library:
     def _forward(self, *args: Any) -> list[torch.Tensor]:
         tensors, options = self._split(args)
         key = (TABLE.changes, options, *map(_facts, tensors))
-        plan = kept(
-            self._plans, key, lambda: plan_of(self._definition, tensors, options, saving=True)
+        plan = self._plans.made(
+            key, lambda: plan_of(self._definition, tensors, options, saving=True)
         )
         return plan.step(all_usable(tensors))
 
@@ -146,7 +130,7 @@ class Library:
         self, saved: list[torch.Tensor], cotangents: list[Maybe], text: str, needs: list[bool]
     ) -> list[torch.Tensor]:
         key = (TABLE.changes, text, *needs, *map(_facts, saved), *map(_facts, cotangents))
-        step = kept(self._backwards, key, lambda: self._step(saved, cotangents, text, needs))
+        step = self._backwards.made(key, lambda: self._step(saved, cotangents, text, needs))
         found = [t for t in step(saved, cotangents) if t is not None]
         own = {id(t) for t in (*saved, *cotangents)}
         # an operator must not return its operands, nor one tensor twice
@@ -233,4 +217,4 @@ def refuse_transforms(name: str, tensors: Sequence[Any]) -> None:
     refuse_tangents(name, (t for t in tensors if isinstance(t, torch.Tensor)))
 
 
-__all__ = ["Library", "double_backward", "kept", "refuse_transforms"]
+__all__ = ["Library", "double_backward", "refuse_transforms"]

@@ -7,8 +7,8 @@ from typing import TypeVar
 from torch import fx
 
 from cutesuper.errors import CutesuperError, LoweringError, ScheduleError, SearchError
+from cutesuper.frontend.graph_builder import Unsupported
 from cutesuper.frontend.region import Region, convert, source_lines
-from cutesuper.frontend.values import Unsupported
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.pipeline import Options, as_target, bucketed, find
 from cutesuper.targets import Target

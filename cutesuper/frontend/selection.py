@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import fx
 
+from cutesuper import measure
 from cutesuper.errors import CacheError, CutesuperError, DeviceError
-from cutesuper.frontend import timing
-from cutesuper.frontend.baseline import baseline
+from cutesuper.frontend.graph_builder import fake
+from cutesuper.frontend.inductor_model import baseline
 from cutesuper.frontend.internals import apart, compile_inner, compile_with
-from cutesuper.frontend.operator import Program, key_of, program_of
 from cutesuper.frontend.options import BackendOptions
 from cutesuper.frontend.partition import halves
 from cutesuper.frontend.region import Region
-from cutesuper.frontend.sample import Sample
-from cutesuper.frontend.values import fake
+from cutesuper.frontend.region_operator import Program, key_of, program_of
+from cutesuper.frontend.trial import Sample
 from cutesuper.ir.operators.base import lookup
 from cutesuper.pipeline import Choice
 from cutesuper.runtime.cache import warn_once
+from cutesuper.runtime.programs import Kept
 from cutesuper.search.search import show
-from cutesuper.tune.device import Device
 
 #: part of the time of Inductor's code that a measured region must save
 GAIN = 0.02
@@ -76,7 +76,8 @@ class Decision:
 
 
 #: earlier verdicts, by program, options, device and the surroundings of the program
-_verdicts: dict[tuple[object, ...], Verdict] = {}
+_verdicts: Kept[tuple[object, ...], Verdict] = Kept()
+#: one trial at a time: Inductor compiles in it, and the GPU is timed
 _lock = threading.RLock()
 
 
@@ -119,9 +120,8 @@ def _decision(region: Region, options: BackendOptions) -> Decision:
     patches = str(sorted(options.inductor.items()))
     place = (key, options.take, options.budget_s, patches, sample.text)
     with _lock:
-        if place not in _verdicts:
-            _verdicts[place] = apart(partial(_judge, sample, options))
-        return _bounded(Decision(region, key, _verdicts[place]))
+        verdict = _verdicts.made(place, lambda: apart(partial(_judge, sample, options)))
+        return _bounded(Decision(region, key, verdict))
 
 
 def _bounded(decision: Decision) -> Decision:
@@ -155,7 +155,7 @@ def _judged(sample: Sample, options: BackendOptions) -> Verdict:
     device = sample.device
     if device is None or device.type not in ("cpu", "cuda"):
         return Verdict(False, "its tensors are not on one GPU, or on the CPU", final=True)
-    clock = timing.device_of(device) if options.take == "faster" else None
+    clock = measure.device_of(device) if options.take == "faster" else None
     if options.take == "faster" and clock is None:
         reason = "nothing was timed: the tensors are on the CPU, and kernels run on a GPU"
         return Verdict(False, reason, final=True)
@@ -222,12 +222,14 @@ def _checked(verdict: Verdict, sample: Sample) -> Verdict:
     return replace(verdict, taken=False, broken=True, reason=f"not what PyTorch computes: {wrong}")
 
 
-def _timed(verdict: Verdict, sample: Sample, options: BackendOptions, clock: Device) -> Verdict:
+def _timed(
+    verdict: Verdict, sample: Sample, options: BackendOptions, clock: measure.Device
+) -> Verdict:
     """Refuse kernels that are not measured to be faster. Raises MemoryError."""
     inputs = sample.draw(0)
     calls = [_compiled(m, inputs, options) for m in (sample.kernels, sample.module)]
     try:
-        ours, theirs = timing.medians(calls, sample.draw, clock)
+        ours, theirs = measure.device_us(calls, sample.draw, clock)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # something in it cannot be recorded
@@ -239,7 +241,7 @@ def _timed(verdict: Verdict, sample: Sample, options: BackendOptions, clock: Dev
 
 def _compiled(
     module: fx.GraphModule, inputs: Sequence[Any], options: BackendOptions
-) -> timing.Call:
+) -> measure.Call:
     """Inductor's code for a module. Both sides of a comparison are compiled, so that moving tensors
     to and from kernels is compiled too."""
     patches = {**options.inductor, "triton.cudagraphs": False}

@@ -6,34 +6,29 @@ backward pass has one for each set of gradients that is requested.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal
 
 import torch
 
 from cutesuper.autodiff.gradient import Split, split
-from cutesuper.errors import DeviceError
 from cutesuper.ir.dims import Symbol
-from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.ir.subgraph import only
-from cutesuper.ops.definition import Definition, Kind, Role
-from cutesuper.runtime.calling import Launches
+from cutesuper.ops.rowwise.definition import Definition, Kind, Role
+from cutesuper.runtime.calling import Launches, Runner, launcher, reference_of
+from cutesuper.runtime.programs import Kept
 
 #: Kernels are shared by all numbers of rows up to the first number, for which they are optimized
 #: with the second one. Up to 512 rows there are few tiles for each of 132 multiprocessors, and sums
 #: over all rows are finished in another way; beyond 4096 only the work per row matters.
 SIZE_CLASSES = ((512, 128), (4096, 2048), (2**31, 16384))
 
-#: forms whose kernels are kept; the oldest is dropped first
+#: programs whose graphs, and whose kernels, are kept
 KEPT_PROGRAMS = 1024
-
-#: takes inputs and outputs of a graph and the number of rows, and computes the outputs
-Runner = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
 
 
 def rows_class(rows: int) -> int:
@@ -154,22 +149,19 @@ class Programs:
         return Backward(graph, tuple(sources[n] for n in kept), tuple(gradients))
 
 
+_graphs: Kept[tuple[Definition, Kind, int, int], Programs] = Kept(KEPT_PROGRAMS)
+
+
 def programs_of(definition: Definition, kind: Kind, hint: int) -> Programs:
     """The graphs of a kind, optimized for this number of rows, with the operators now defined."""
-    return _programs_of(definition, kind, hint, TABLE.changes)
-
-
-@lru_cache(maxsize=KEPT_PROGRAMS)
-def _programs_of(definition: Definition, kind: Kind, hint: int, changes: int) -> Programs:
-    del changes
-    return Programs(definition, kind, hint)
+    key = (definition, kind, hint, TABLE.changes)
+    return _graphs.made(key, lambda: Programs(definition, kind, hint))
 
 
 # ----------------------------------------------------------------------------------------- kernels
 
-#: by definition of the program, its hint and the name of the GPU
-_kernels: dict[tuple[object, ...], Launches] = {}
-_lock = threading.Lock()
+#: by the names of graphs
+_kernels: Kept[tuple[object, ...], Launches] = Kept(KEPT_PROGRAMS)
 
 
 def runner_of(key: tuple[object, ...], graph: KernelGraph, device: torch.device) -> Runner:
@@ -186,66 +178,21 @@ def runner_of(key: tuple[object, ...], graph: KernelGraph, device: torch.device)
     """
     if device.type != "cuda":
         return reference_of(graph)
-    full = (*key, TABLE.changes, torch.cuda.get_device_name(device))
-    with _lock:
-        if full not in _kernels:
-            _kernels[full] = _made(str(key[0]), graph, device)
-            if len(_kernels) > KEPT_PROGRAMS:
-                del _kernels[next(iter(_kernels))]
-        return launcher(_kernels[full], device)
+    made = _kernels.made_on(device, key, str(key[0]), lambda: _launches(graph))
+    return launcher(made, device)
 
 
-def reference_of(graph: KernelGraph) -> Runner:
-    """The reference executor for a graph, in the operators that kernels compute."""
-    graph = graph.expanded()
-
-    def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rows: int) -> None:
-        del rows
-        for out, result in zip(outputs, run_reference(graph, inputs), strict=True):
-            out.copy_(result)
-
-    return run
-
-
-def launcher(launches: Launches, device: torch.device) -> Runner:
-    """Kernels with memory for the tensors between them, on a device."""
-    launch, between, index = launches.launch, launches.intermediates, device.index
-    # torch.cuda.current_device() without the check that CUDA is initialized: there are tensors
-    current = torch._C._cuda_getDevice
-
-    def run(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rows: int) -> None:
-        if index != current():
-            with torch.cuda.device(device):
-                return run(inputs, outputs, rows)
-        values = inputs + outputs
-        for shape, dtype in between:
-            known = [rows if isinstance(d, Symbol) else d for d in shape]
-            values.append(torch.empty(known, dtype=dtype, device=device))
-        return launch(values)
-
-    return run
-
-
-def _made(name: str, graph: KernelGraph, device: torch.device) -> Launches:
+def _launches(graph: KernelGraph) -> Launches:
     from cutesuper.pipeline import best_variant
 
-    if torch.cuda.is_current_stream_capturing():
-        raise DeviceError(
-            f"{name}: its first call with arguments of this kind falls into the capture of a CUDA "
-            "graph, where kernels cannot be loaded; call it once before"
-        )
-    with torch.cuda.device(device):
-        return best_variant(graph).launches
+    return best_variant(graph).launches
 
 
 __all__ = [
     "Backward",
     "Programs",
-    "Runner",
     "Source",
-    "launcher",
     "programs_of",
-    "reference_of",
     "rows_class",
     "runner_of",
 ]

@@ -1,0 +1,1 @@
+"""Attention with searched kernels, in memory layouts that caches have."""

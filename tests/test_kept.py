@@ -1,0 +1,117 @@
+"""The holder of programs: each made once, whichever threads ask, and the oldest dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from cutesuper.errors import DeviceError
+from cutesuper.runtime.programs import Kept, refuse_capture
+
+torch = pytest.importorskip("torch")
+
+
+def test_the_oldest_is_dropped() -> None:
+    kept = Kept[int, int](2)
+    assert [kept.made(n, lambda n=n: 10 * n) for n in (1, 2, 1, 3)] == [10, 20, 10, 30]
+    assert dict(kept) == {2: 20, 3: 30}
+
+
+def test_none_is_kept() -> None:
+    kept, made = Kept[str, None](), list[str]()
+    for _ in range(2):
+        kept.made("a", lambda: made.append("a"))
+    assert made == ["a"] and kept == {"a": None}
+
+
+def test_a_failure_is_tried_again() -> None:
+    kept = Kept[str, int]()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            kept.made("a", lambda: 1 // 0)
+    assert kept.made("a", lambda: 7) == 7
+
+
+def test_threads_make_each_once_and_different_ones_at_once() -> None:
+    kept, made = Kept[int, int](), list[int]()
+    both = threading.Barrier(2, timeout=60)
+
+    def make(n: int) -> int:
+        both.wait()  # passes only if the two are made at the same time
+        made.append(n)
+        return n
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda n: kept.made(n % 2, lambda: make(n % 2)), range(8)))
+    assert sorted(made) == [0, 1] and found == [0, 1] * 4
+
+
+def test_threads_take_turns_after_a_failure() -> None:
+    kept, tries = Kept[str, int](), list[int]()
+
+    def make() -> int:
+        tries.append(len(tries))
+        if len(tries) < 3:
+            raise ValueError
+        return len(tries)
+
+    def work(_: int) -> int | None:
+        with contextlib.suppress(ValueError):
+            return kept.made("a", make)
+
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(work, range(6)))
+    assert tries == [0, 1, 2] and found.count(3) == 4 and found.count(None) == 2
+
+
+def test_a_program_may_need_another() -> None:
+    kept = Kept[int, int]()
+
+    def make(n: int) -> int:
+        return 1 if n == 0 else n * kept.made(n - 1, lambda: make(n - 1))
+
+    assert kept.made(5, lambda: make(5)) == 120 and len(kept) == 6
+
+
+def test_a_program_that_needs_itself() -> None:
+    kept = Kept[str, int]()
+
+    def make() -> int:
+        return 1 + kept.made("a", make)
+
+    with pytest.raises(RecursionError, match="it calls itself"):
+        kept.made("a", make)
+    assert kept.made("a", lambda: 3) == 3
+
+
+def test_devices_captures_and_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cutesuper.runtime import programs
+
+    state = {"capturing": True, "name": "GPU"}
+    current: list[Any] = []
+
+    @contextlib.contextmanager
+    def device(d: Any) -> Any:
+        current.append(d)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: state["name"])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    kept, gpus = Kept[Any, int](), [torch.device("cuda", n) for n in range(2)]
+    with pytest.raises(DeviceError, match=r"^f: its first call .* call it once before the capture"):
+        kept.made_on(gpus[1], "k", "f", lambda: 1)
+    assert not current and not kept
+    state["capturing"] = False
+    refuse_capture("f")
+    assert kept.made_on(gpus[1], "k", "f", lambda: 1) == 1 and current == [gpus[1]]
+    state["capturing"] = True
+    assert kept.made_on(gpus[0], "k", "f", lambda: 2) == 1, "GPUs of one name share it"
+    state.update(capturing=False, name="another GPU")
+    assert kept.made_on(gpus[0], "k", "f", lambda: 3) == 3
+    monkeypatch.setattr(programs.TABLE, "changes", programs.TABLE.changes + 1)
+    assert kept.made_on(gpus[0], "k", "f", lambda: 4) == 4 and len(kept) == 3
