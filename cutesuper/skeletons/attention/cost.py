@@ -24,7 +24,7 @@ from cutesuper.egraph.extract import Price
 from cutesuper.egraph.saturate import Derivation, Table
 from cutesuper.ir.block import ENDING, LOAD, STORE, BlockOp, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
-from cutesuper.skeletons.attention.form import ChainedForm, is_mask
+from cutesuper.skeletons.attention.form import AttentionForm, is_mask
 from cutesuper.skeletons.cost import Cost, bytes_moved, overlapped
 from cutesuper.targets import Target
 
@@ -55,11 +55,11 @@ MAX_REGISTERS = 180
 
 
 @dataclass(frozen=True)
-class ChainedSize:
+class AttentionSize:
     """Extents of one candidate.
 
     Attributes:
-        rows: tile of every row label, in the order of `ChainedForm.rows`.
+        rows: tile of every row label, in the order of `AttentionForm.rows`.
         held: rows that the warpgroups compute, including padding: 64 or 128.
         keys: tile of the keys.
         cluster, grid: parts of the keys.
@@ -72,7 +72,7 @@ class ChainedSize:
     grid: int
 
 
-def chained_price(table: Table, form: ChainedForm, target: Target) -> Price:
+def attention_price(table: Table, form: AttentionForm, target: Target) -> Price:
     """Cost of one derivation while sizes are unknown; see `egraph.extract`.
 
     A change to a row of Q has to be written back before the first product, so it costs more than
@@ -101,7 +101,7 @@ def chained_price(table: Table, form: ChainedForm, target: Target) -> Price:
     return cost
 
 
-class ChainedModel:
+class AttentionModel:
     """Prices the candidates of one structure.
 
     Args:
@@ -115,7 +115,7 @@ class ChainedModel:
     def __init__(
         self,
         structure: BlockProgram,
-        form: ChainedForm,
+        form: AttentionForm,
         target: Target,
         itemsizes: dict[str, int],
         dependent_launch: bool = False,
@@ -161,18 +161,18 @@ class ChainedModel:
 
     # ------------------------------------------------------------------------------------- blocks
 
-    def tiles(self, size: ChainedSize) -> int:
+    def tiles(self, size: AttentionSize) -> int:
         """Number of tiles of rows, over all batches."""
         rows = zip(self.form.rows, size.rows, strict=True)
         return prod(ceil_div(self.dims[d], n) for d, n in rows) * prod(
             self.dims[d] for d in self.form.batch
         )
 
-    def loop(self, size: ChainedSize) -> int:
+    def loop(self, size: AttentionSize) -> int:
         """Number of tiles of keys that a block walks over, if none is hidden."""
         return ceil_div(self.dims[self.form.keys], size.keys * size.cluster * size.grid)
 
-    def loops(self, size: ChainedSize) -> list[int]:
+    def loops(self, size: AttentionSize) -> list[int]:
         """`loop` for each tile of the label whose position hides keys, the longest first. Parts
         divide the keys that a tile of rows sees."""
         if self.causal is None:
@@ -183,7 +183,7 @@ class ChainedModel:
         seen = (min(keys, max(0, self.before + end)) for end in ends)
         return [ceil_div(n, size.keys * size.cluster * size.grid) for n in seen]
 
-    def resident(self, size: ChainedSize) -> int:
+    def resident(self, size: AttentionSize) -> int:
         """Blocks that share an SM: two if there are few rows and more blocks than SMs.
 
         Clusters do not share SMs: they would crowd on some while others idle.
@@ -194,7 +194,7 @@ class ChainedModel:
         shared = self._fixed_bytes(size, 1) + 2 * size.keys * self.key_bytes
         return 1 + (shared <= HALF_SM and self.dims[self.form.inner] <= TWO_BLOCKS_INNER)
 
-    def key_groups(self, size: ChainedSize) -> int:
+    def key_groups(self, size: AttentionSize) -> int:
         """Warpgroups that take turns along the keys: two for 64 rows, if each has a stage and work
         to do, and no other block is on the SM."""
         if size.held > WARPGROUP_ROWS or self.loop(size) == 1 or self.resident(size) > 1:
@@ -204,12 +204,12 @@ class ChainedModel:
 
     # ------------------------------------------------------------------------------------- memory
 
-    def shared_bytes(self, size: ChainedSize) -> int:
+    def shared_bytes(self, size: AttentionSize) -> int:
         """Shared memory with the fewest stages that leave no warpgroup without one, in bytes."""
         groups = self.key_groups(size)
         return self._fixed_bytes(size, groups) + MIN_STAGES * size.keys * self.key_bytes
 
-    def _fixed_bytes(self, size: ChainedSize, groups: int) -> int:
+    def _fixed_bytes(self, size: AttentionSize, groups: int) -> int:
         """Bytes for the rows, and for joining ``groups`` warpgroups along the keys and the blocks
         of a cluster.
 
@@ -220,7 +220,7 @@ class ChainedModel:
         sent = 4 * threads * (4 * own + 1) * size.cluster if size.cluster > 1 else 0
         return 2 * size.held * self.dims[self.form.inner] + met + sent + RESERVED_BYTES
 
-    def _pieces(self, size: ChainedSize, groups: int) -> tuple[int, int, int]:
+    def _pieces(self, size: AttentionSize, groups: int) -> tuple[int, int, int]:
         """Number of threads of a block that have rows; of 16-byte pieces of the result that each of
         them computes; and of pieces that each finishes."""
         held = min(prod(size.rows), WARPGROUP_ROWS)
@@ -228,13 +228,13 @@ class ChainedModel:
         pieces = ceil_div(self.dims[self.form.columns], 16 if held <= FEW_ROWS else 8)
         return threads, pieces, ceil_div(ceil_div(pieces, groups), size.cluster)
 
-    def registers(self, size: ChainedSize) -> float:
+    def registers(self, size: AttentionSize) -> float:
         """Registers of a thread for the accumulators."""
         return self.dims[self.form.columns] / 2 + 0.75 * size.keys
 
     # --------------------------------------------------------------------------------------- time
 
-    def cost(self, size: ChainedSize) -> Cost:
+    def cost(self, size: AttentionSize) -> Cost:
         """Cost of a size: waves of clusters, or clusters in turn if a mask makes some shorter."""
         loops, ends = self.loops(size), self._ends_us(size)
         if len(loops) == 1:
@@ -247,13 +247,13 @@ class ChainedModel:
         launch = self.target.launch_us
         return Cost(launch + busy, {"launch": launch} | ends | causes)
 
-    def _waves(self, size: ChainedSize, loop: int, ends: float) -> tuple[float, dict[str, float]]:
+    def _waves(self, size: AttentionSize, loop: int, ends: float) -> tuple[float, dict[str, float]]:
         """Cost of equal clusters. Beginnings and ends of blocks hide behind the memory of the
         device, but not those of the last wave."""
         units, slots, at_once = self._units(size)
         last = (units - 1) % at_once + 1
         full, active = (units - last) // at_once, min(units, at_once)
-        exponent = self.target.chained.overlap
+        exponent = self.target.attention.overlap
         own = self._block_us(size, loop, ceil_div(active, slots))
         shared = self._shared_us(size, active / units, loop * active * size.cluster)
         total = full * overlapped(
@@ -266,7 +266,7 @@ class ChainedModel:
         return total, {cause: causes[cause] + us for cause, us in (own | shared).items()}
 
     def _turns(
-        self, size: ChainedSize, loops: list[int], ends: float
+        self, size: AttentionSize, loops: list[int], ends: float
     ) -> tuple[float, dict[str, float]]:
         """Cost of clusters of different lengths: the next in order begins where one has ended.
 
@@ -274,7 +274,7 @@ class ChainedModel:
         they end together.
         """
         units, slots, _ = self._units(size)
-        exponent = self.target.chained.overlap
+        exponent = self.target.attention.overlap
         mean = sum(loops) / len(loops)
         if units > EVEN_ROUNDS * slots:
             own = self._block_us(size, mean, 1)
@@ -291,7 +291,7 @@ class ChainedModel:
         shared = self._shared_us(size, 1.0, mean * units * size.cluster)
         return overlapped(exponent, turns, *shared.values()), {"blocks": turns} | shared
 
-    def _mixed_us(self, size: ChainedSize, ends: float) -> float:
+    def _mixed_us(self, size: AttentionSize, ends: float) -> float:
         """Time for unsorted sequences of all lengths up to the longest, each divided into the same
         number of parts.
 
@@ -300,7 +300,7 @@ class ChainedModel:
         """
         units, _, at_once = self._units(size)
         loop, count = self.loop(size), self.sequences
-        exponent = self.target.chained.overlap
+        exponent = self.target.attention.overlap
         alone = overlapped(exponent, *self._block_us(size, loop, 1).values()) / loop
         all_of_it = self._shared_us(size, 1.0, loop * units * size.cluster)
         shared = overlapped(exponent, *all_of_it.values()) / (loop * units)
@@ -325,22 +325,22 @@ class ChainedModel:
             next_one()
         return us
 
-    def _units(self, size: ChainedSize) -> tuple[int, int, int]:
+    def _units(self, size: AttentionSize) -> tuple[int, int, int]:
         """Number of clusters; of those that run at once with one block on each SM; and of those
         that run at once with as many blocks as an SM can hold."""
         slots = self.target.clusters[size.cluster]
         return self.tiles(size) * size.grid, slots, slots * self.resident(size)
 
-    def _shared_us(self, size: ChainedSize, share: float, loops: float) -> dict[str, float]:
+    def _shared_us(self, size: AttentionSize, share: float, loops: float) -> dict[str, float]:
         """Work that all blocks share: ``share`` of the bytes of memory, ``loops`` tiles of keys."""
         t = self.target
         late = LATE if self.dependent_launch and self._crowds(size) else 1.0
         return {
-            "memory": late * share * self.moved / (t.bandwidth * t.chained.streamed) * 1e6,
-            "l2": loops * size.keys * self.key_bytes / (t.l2_bandwidth * t.chained.from_l2) * 1e6,
+            "memory": late * share * self.moved / (t.bandwidth * t.attention.streamed) * 1e6,
+            "l2": loops * size.keys * self.key_bytes / (t.l2_bandwidth * t.attention.from_l2) * 1e6,
         }
 
-    def _crowds(self, size: ChainedSize) -> bool:
+    def _crowds(self, size: AttentionSize) -> bool:
         """True if some of the next launch's clusters find room beside this launch's, and some do
         not: these begin behind all others. Where hardly any does, as with 64 pairs of 66, nothing
         is lost (1x16384 keys in 64 pairs 19.5 us, in 40 pairs 25.4)."""
@@ -349,7 +349,7 @@ class ChainedModel:
             return size.cluster > 2
         return units / 10 < fit - units < units
 
-    def _block_us(self, size: ChainedSize, loop: float, shared_by: int) -> dict[str, float]:
+    def _block_us(self, size: AttentionSize, loop: float, shared_by: int) -> dict[str, float]:
         """Time by cause of a block with ``loop`` tiles of keys; ``shared_by`` blocks share its
         SM."""
         r = self.target.rates
@@ -365,37 +365,37 @@ class ChainedModel:
             "values": shared_by * loop * self._values_us(size),
         }
 
-    def _tile_us(self, size: ChainedSize) -> tuple[float, float]:
+    def _tile_us(self, size: AttentionSize) -> tuple[float, float]:
         """Time of a warpgroup's products on a tile of keys, and of the work between them."""
         t, r = self.target, self.target.rates
         area = WARPGROUP_ROWS * size.keys
         widths = self.dims[self.form.inner] + self.dims[self.form.columns]
         tensor = 2.0 * area * widths * t.sms / (t.tensor_flops * r.tensor_efficiency) * 1e6
-        lanes = area * (self.exps / t.chained.exps_per_us + self.others / r.lanes_per_us)
+        lanes = area * (self.exps / t.attention.exps_per_us + self.others / r.lanes_per_us)
         return tensor, lanes / 2 if prod(size.rows) <= FEW_ROWS else lanes
 
-    def _values_us(self, size: ChainedSize) -> float:
+    def _values_us(self, size: AttentionSize) -> float:
         """Time for the values of a tile's keys, computed by warps of their own."""
-        return size.keys * self.read / self.target.chained.value_reads_per_us
+        return size.keys * self.read / self.target.attention.value_reads_per_us
 
-    def _step_us(self, size: ChainedSize) -> float:
+    def _step_us(self, size: AttentionSize) -> float:
         """Time of a tile of keys from its first product to its last. Warpgroups of different rows
         meet at the tensor cores; one computes exponentials while the other multiplies."""
         tensor, lanes = self._tile_us(size)
         groups = size.held // WARPGROUP_ROWS
         work = max(groups * tensor, tensor + lanes)
-        return self.target.chained.step_us + work + self._values_us(size)
+        return self.target.attention.step_us + work + self._values_us(size)
 
-    def _ends_us(self, size: ChainedSize) -> dict[str, float]:
+    def _ends_us(self, size: AttentionSize) -> dict[str, float]:
         """Time of the beginning of a block, which waits for its first stage, and of its end."""
-        c, r = self.target.chained, self.target.rates
+        c, r = self.target.attention, self.target.rates
         stage = size.keys * self.key_bytes / r.sm_bytes_per_us
         ramp = c.ramp_us + r.first_stage * stage
         return {"ramp": ramp, "exchange": self._join_us(size)}
 
-    def _join_us(self, size: ChainedSize) -> float:
+    def _join_us(self, size: AttentionSize) -> float:
         """Time to combine the parts of the keys, in a cluster and over the grid."""
-        c, groups = self.target.chained, self.key_groups(size)
+        c, groups = self.target.attention, self.key_groups(size)
         threads, _, own = self._pieces(size, groups)
         results, total = prod(size.rows) * self.dims[self.form.columns] / 1024, 0.0
         if groups > 1:

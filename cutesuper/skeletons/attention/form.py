@@ -28,7 +28,7 @@ MAX_HELD = 256
 
 
 @dataclass(frozen=True)
-class ChainedForm:
+class AttentionForm:
     """``f([batch..., rows..., inner] @ [batch..., inner, keys]) @ [batch..., keys, columns]``.
 
     Q, K and V of a block are plain loads. Other computations are:
@@ -135,9 +135,9 @@ def is_mask(kind: str) -> bool:
     return kind not in own and lookup(kind).masks
 
 
-def chained_form(
+def attention_form(
     region: Region, program: LabelledProgram, products: list[LabelledOp]
-) -> ChainedForm:
+) -> AttentionForm:
     """The form of a region with two products, where one multiplies a function of the other.
 
     Raises:
@@ -155,7 +155,7 @@ def chained_form(
     _check_masks(program, form)
     for _, mapping in program.outputs:
         if labels_of(mapping)[-1:] != [form.columns]:
-            raise SearchError(f"chained products store their columns {form.columns} last")
+            raise SearchError(f"the attention loop stores its columns {form.columns} last")
     loads = [op for op in program.of_kind("load") if _multiplied(region, program, op, form)]
     check_one_type(region, loads)
     return form
@@ -163,7 +163,7 @@ def chained_form(
 
 def _roles(
     program: LabelledProgram, first: LabelledOp, second: LabelledOp, after: set[int]
-) -> ChainedForm:
+) -> AttentionForm:
     inner, keys = str(first.over), str(second.over)
     sides = [program.ops[i].labels for i in first.inputs]
     key_sides = [s for s in sides if keys in s]
@@ -176,29 +176,29 @@ def _roles(
     rows = tuple(d for d in program.dims if d in q - k)
     columns = [d for d in program.dims if d in v - scores]
     if len(columns) != 1 or not v.isdisjoint(rows):
-        raise SearchError(f"{shown(columns) or 'no label'} for the columns of a chained product")
+        raise SearchError(f"{shown(columns) or 'no label'} for the columns of the attention loop")
     used = (*rows, inner, keys, columns[0])
     batch = tuple(d for d in program.dims if d not in used)
     if not q | k | v <= {*used, *batch}:
-        raise SearchError("a chained product with labels that no tensor has")
-    return ChainedForm(rows, inner, keys, columns[0], batch)
+        raise SearchError("the attention loop: labels that no tensor has")
+    return AttentionForm(rows, inner, keys, columns[0], batch)
 
 
-def _check_extents(program: LabelledProgram, form: ChainedForm) -> None:
+def _check_extents(program: LabelledProgram, form: AttentionForm) -> None:
     for name in (form.inner, form.keys, form.columns):
         extent = program.dims[name]
         if isinstance(extent, Symbol):
             raise SearchError(
-                f"chained products: the extent {extent} may only be one of rows or batches"
+                f"the attention loop: the extent {extent} may only be one of rows or batches"
             )
         if name != form.keys and (extent % ALIGN or extent > MAX_HELD):
             raise SearchError(
-                f"chained products: {extent} elements of {name} in a row; a block holds multiples "
-                f"of {ALIGN} up to {MAX_HELD}"
+                f"the attention loop: {extent} elements of {name} in a row; a block holds "
+                f"multiples of {ALIGN} up to {MAX_HELD}"
             )
 
 
-def _check_reductions(program: LabelledProgram, form: ChainedForm, last: int) -> None:
+def _check_reductions(program: LabelledProgram, form: AttentionForm, last: int) -> None:
     """Check the reductions besides the products. Raises SearchError."""
     after = {last}
     for i, op in enumerate(program.ops):
@@ -207,14 +207,14 @@ def _check_reductions(program: LabelledProgram, form: ChainedForm, last: int) ->
         if op.over is None or i == last:
             continue
         if i in after:
-            raise SearchError(f"{op.kind} of what chained products give: another kernel")
+            raise SearchError(f"{op.kind} of what the attention loop gives: another kernel")
         if op.over not in (form.inner, form.keys, form.columns):
-            raise SearchError(f"chained products: {op.kind} over {op.over}")
+            raise SearchError(f"the attention loop: {op.kind} over {op.over}")
     if any(i not in after for i, _ in program.outputs):
-        raise SearchError("chained products: an output that does not depend on the second one")
+        raise SearchError("the attention loop: an output that does not depend on the second one")
 
 
-def _check_masks(program: LabelledProgram, form: ChainedForm) -> None:
+def _check_masks(program: LabelledProgram, form: AttentionForm) -> None:
     """Check that masks are limits of the loop over the keys. Raises SearchError."""
     for op in program.ops:
         if not is_mask(op.kind):
@@ -222,7 +222,7 @@ def _check_masks(program: LabelledProgram, form: ChainedForm) -> None:
         rows, columns = op.attributes["rows"], op.attributes["columns"]
         if columns != form.keys or rows not in (None, *form.rows):
             raise SearchError(
-                f"chained products: {op.kind} hides {columns}"
+                f"the attention loop: {op.kind} hides {columns}"
                 f"{'' if rows is None else f' by the position of {rows}'}, and the loop over "
                 f"{form.keys} may hide {form.keys} by that of {shown(form.rows)}; mask scores "
                 "whose last dimension the second product contracts"
@@ -230,7 +230,7 @@ def _check_masks(program: LabelledProgram, form: ChainedForm) -> None:
 
 
 def _multiplied(
-    region: Region, program: LabelledProgram, op: LabelledOp, form: ChainedForm
+    region: Region, program: LabelledProgram, op: LabelledOp, form: AttentionForm
 ) -> bool:
     """True for loads of Q, K, V and inner vectors, not for lengths. Raises SearchError."""
     own = labels_of(op.attributes["map"])
@@ -247,17 +247,17 @@ def _multiplied(
         if dtype.integer:
             return False
         raise SearchError(
-            f"chained products: a tensor along {shown(own) or 'nothing'} is read; beside their "
+            f"the attention loop: a tensor along {shown(own) or 'nothing'} is read; beside their "
             f"three matrices there may be vectors along {form.inner} and lengths"
         )
     if dtype.itemsize != 2:
         raise SearchError(
-            f"chained products in {dtype}: the tensor cores take float16 and bfloat16"
+            f"the attention loop in {dtype}: the tensor cores take float16 and bfloat16"
         )
     extent = program.dims[own[-1]]
     if own[-1] not in last or isinstance(extent, Symbol) or extent % ALIGN:
         raise SearchError(
-            f"chained products: a tensor is stored along {own[-1]} ({extent} elements); its last "
+            f"the attention loop: a tensor is stored along {own[-1]} ({extent} elements); its last "
             f"dimension must be {shown(last)}, a multiple of {ALIGN}"
         )
     return True

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from cutesuper.egraph.labelled import LabelledOp, LabelledProgram
 from cutesuper.ir.dims import extent
-from cutesuper.skeletons.attention.form import ChainedForm
+from cutesuper.skeletons.attention.form import AttentionForm
 
 
 class Factor(NamedTuple):
@@ -32,12 +32,12 @@ class Factor(NamedTuple):
 Monomial = tuple[Factor, ...]
 
 
-def hoisted(program: LabelledProgram, form: ChainedForm) -> LabelledProgram:
+def hoisted(program: LabelledProgram, form: AttentionForm) -> LabelledProgram:
     """The program with factors of its products' operands moved behind the products."""
     return _Hoist(program, form).run()
 
 
-def settled(program: LabelledProgram, form: ChainedForm) -> frozenset[int]:
+def settled(program: LabelledProgram, form: AttentionForm) -> frozenset[int]:
     """Operations that depend on no reduction over the keys; one way to compute them is enough."""
     late: set[int] = set()
     for i, op in enumerate(program.ops):
@@ -47,7 +47,7 @@ def settled(program: LabelledProgram, form: ChainedForm) -> frozenset[int]:
 
 
 class _Hoist:
-    def __init__(self, program: LabelledProgram, form: ChainedForm) -> None:
+    def __init__(self, program: LabelledProgram, form: AttentionForm) -> None:
         self.program, self.form = program, form
         self.ops: list[LabelledOp] = []
 

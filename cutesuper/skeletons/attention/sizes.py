@@ -16,10 +16,10 @@ from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.skeletons.attention.cost import (
     MAX_REGISTERS,
     WARPGROUP_ROWS,
-    ChainedModel,
-    ChainedSize,
+    AttentionModel,
+    AttentionSize,
 )
-from cutesuper.skeletons.attention.form import ChainedForm
+from cutesuper.skeletons.attention.form import AttentionForm
 from cutesuper.skeletons.cost import Cost
 
 #: rows of a block: those of one warpgroup, and of two
@@ -30,10 +30,10 @@ CLUSTERS = (2, 4, 8)
 MOST_WAVES = 2
 
 
-def chained_sizes(
+def attention_sizes(
     structure: BlockProgram,
-    form: ChainedForm,
-    model: ChainedModel,
+    form: AttentionForm,
+    model: AttentionModel,
     pruned: Counter[str],
 ) -> Iterator[tuple[BlockProgram, Cost]]:
     """All sizes worth pricing, with their costs.
@@ -54,13 +54,13 @@ def chained_sizes(
 
 
 def _candidates(
-    structure: BlockProgram, form: ChainedForm, model: ChainedModel
-) -> Iterator[ChainedSize]:
+    structure: BlockProgram, form: AttentionForm, model: AttentionModel
+) -> Iterator[AttentionSize]:
     axes = {a.kind for a in structure.axes_of(form.keys)}
     for rows, held in row_tiles([structure.dims[d] for d in form.rows]):
         for keys in KEYS:
             for cluster in CLUSTERS if AxisKind.CLUSTER in axes else (1,):
-                one = ChainedSize(rows, held, keys, cluster, 1)
+                one = AttentionSize(rows, held, keys, cluster, 1)
                 if AxisKind.GRID not in axes:
                     yield from [one] if model.loop(one) > 1 or cluster == 1 else []
                 else:
@@ -84,7 +84,7 @@ def row_tiles(extents: list[Dim]) -> Iterator[tuple[tuple[int, ...], int]]:
         yield tuple(tiles[k] for k in range(len(extents))), held
 
 
-def _divided(model: ChainedModel, one: ChainedSize) -> Iterator[ChainedSize]:
+def _divided(model: AttentionModel, one: AttentionSize) -> Iterator[AttentionSize]:
     """The size with a grid over the keys: for every length of the loop the fewest parts."""
     whole, target = model.loop(one), model.target
     most = MOST_WAVES * target.sms // max(1, model.tiles(one) * one.cluster)
@@ -93,11 +93,11 @@ def _divided(model: ChainedModel, one: ChainedSize) -> Iterator[ChainedSize]:
         loop = ceil_div(whole, parts)
         if loop not in known:
             known.add(loop)
-            yield ChainedSize(one.rows, one.held, one.keys, one.cluster, parts)
+            yield AttentionSize(one.rows, one.held, one.keys, one.cluster, parts)
 
 
 def _resized(
-    structure: BlockProgram, form: ChainedForm, model: ChainedModel, size: ChainedSize
+    structure: BlockProgram, form: AttentionForm, model: AttentionModel, size: AttentionSize
 ) -> BlockProgram:
     rows = dict(zip(form.rows, size.rows, strict=True))
     tile: dict[str, int] = {}

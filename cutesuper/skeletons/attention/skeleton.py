@@ -12,14 +12,14 @@ from cutesuper.egraph.products import are_chained, matrix_products
 from cutesuper.egraph.saturate import Table
 from cutesuper.egraph.space import Space
 from cutesuper.ir.block import BlockProgram, KernelStep, TensorSpec
-from cutesuper.skeletons.attention.cost import ChainedModel, chained_price
+from cutesuper.skeletons.attention.cost import AttentionModel, attention_price
 from cutesuper.skeletons.attention.explain import attention_lines
-from cutesuper.skeletons.attention.form import chained_form
+from cutesuper.skeletons.attention.form import attention_form
 from cutesuper.skeletons.attention.hoist import hoisted, settled
 from cutesuper.skeletons.attention.plan import AttentionPlan
 from cutesuper.skeletons.attention.planner import plan_attention
 from cutesuper.skeletons.attention.schedule import AttentionSchedule
-from cutesuper.skeletons.attention.sizes import chained_sizes
+from cutesuper.skeletons.attention.sizes import attention_sizes
 from cutesuper.skeletons.base import Plan, Skeleton
 from cutesuper.skeletons.cost import Device, Sized
 from cutesuper.skeletons.form import Form, needs_positions
@@ -42,7 +42,7 @@ class Attention(Skeleton):
         positions = needs_positions(region) is not None
         if not products or (positions and not are_chained(program)):
             return None
-        return chained_form(region, program, products)
+        return attention_form(region, program, products)
 
     def prepared(self, program: LabelledProgram, form: Any) -> Space | None:
         """The space of the program with factors moved behind products; see `attention.hoist`."""
@@ -50,17 +50,17 @@ class Attention(Skeleton):
         return Space(moved, sealed=settled(moved, form))
 
     def price(self, table: Table, form: Any, target: Target, itemsize: int) -> Price:
-        """See `attention.cost.chained_price`."""
-        return chained_price(table, form, target)
+        """See `attention.cost.attention_price`."""
+        return attention_price(table, form, target)
 
     def sizes(
         self, structure: BlockProgram, form: Any, device: Device, pruned: Counter[str]
     ) -> Iterable[Sized]:
-        """See `attention.sizes.chained_sizes`."""
-        model = ChainedModel(
+        """See `attention.sizes.attention_sizes`."""
+        model = AttentionModel(
             structure, form, device.target, device.itemsizes, device.dependent_launch
         )
-        return (Sized(*s) for s in chained_sizes(structure, form, model, pruned))
+        return (Sized(*s) for s in attention_sizes(structure, form, model, pruned))
 
     def runs(self, step: KernelStep) -> bool:
         """True if a product multiplies a value that is computed from another product."""

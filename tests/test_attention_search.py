@@ -1,4 +1,4 @@
-"""Chained products: which programs the form runs, that they are right, and the sizes they get."""
+"""The search for attention loops: programs the form runs, that they are right, and their sizes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from cutesuper.search.cuts import Cut, Flat
 from cutesuper.search.forms import find_form
 from cutesuper.search.region import SearchOptions, search_region
 from cutesuper.search.search import assemble, search
-from cutesuper.skeletons.attention.cost import ChainedModel, ChainedSize
-from cutesuper.skeletons.attention.form import ChainedForm
+from cutesuper.skeletons.attention.cost import AttentionModel, AttentionSize
+from cutesuper.skeletons.attention.form import AttentionForm
 from cutesuper.skeletons.attention.hoist import hoisted
 from cutesuper.skeletons.attention.plan import AttentionPlan
 from cutesuper.skeletons.attention.sizes import row_tiles
@@ -162,10 +162,10 @@ def region_of(graph: KernelGraph) -> Region:
     return flat.segment(flat.order).region
 
 
-def form_of(graph: KernelGraph) -> ChainedForm:
+def form_of(graph: KernelGraph) -> AttentionForm:
     region = region_of(graph)
     form = find_form(region, label(region)).form
-    assert isinstance(form, ChainedForm)
+    assert isinstance(form, AttentionForm)
     return form
 
 
@@ -230,7 +230,7 @@ def test_rows_are_what_keys_have_not() -> None:
 @pytest.mark.parametrize("hidden", [128, 4096])
 def test_a_short_label_between_products_stays_with_the_matmul_loop(hidden: int) -> None:
     region = region_of(long_mlp(hidden))
-    kind = MatmulForm if hidden == 128 else ChainedForm
+    kind = MatmulForm if hidden == 128 else AttentionForm
     assert isinstance(find_form(region, label(region)).form, kind)
 
 
@@ -339,11 +339,11 @@ def test_the_fastest_of_what_was_measured_is_chosen(us: str) -> None:
     assert cost == pytest.approx(float(us), rel=0.07)
 
 
-def model(graph: KernelGraph) -> ChainedModel:
+def model(graph: KernelGraph) -> AttentionModel:
     """The prices of a program's structure."""
     program, form = best(lambda: graph)[0], form_of(graph)
     itemsizes = {op.attributes["tensor"]: 2 for op in (*program.loads(), *program.stores())}
-    return ChainedModel(program, form, H200, itemsizes)
+    return AttentionModel(program, form, H200, itemsizes)
 
 
 #: microseconds of decoding in clusters of C and G parts of the grid, tiles of 64 keys
@@ -369,7 +369,7 @@ def test_slower_variants_cost_more(case: tuple[int, int]) -> None:
 
     def cost(name: str) -> float:
         cluster, grid = (int(part[1:]) for part in name.split())
-        return priced.cost(ChainedSize((4,), 64, 64, cluster, grid)).total
+        return priced.cost(AttentionSize((4,), 64, 64, cluster, grid)).total
 
     for name, us in (first, *others):
         assert cost(name) == pytest.approx(us, rel=0.08)
@@ -379,16 +379,16 @@ def test_slower_variants_cost_more(case: tuple[int, int]) -> None:
 def test_slower_tiles_cost_more() -> None:
     """Tiles of 128 keys for 64 rows, of 64 keys for few; 128 rows where there are many."""
 
-    def costs(graph: KernelGraph, *sizes: ChainedSize) -> list[float]:
+    def costs(graph: KernelGraph, *sizes: AttentionSize) -> list[float]:
         priced = model(graph)
         return [priced.cost(size).total for size in sizes]
 
-    few = costs(attention(), *(ChainedSize((64,), 64, n, 8, 1) for n in (128, 64)))
-    token = costs(decode(), *(ChainedSize((4,), 64, n, 8, 1) for n in (64, 128)))
+    few = costs(attention(), *(AttentionSize((64,), 64, n, 8, 1) for n in (128, 64)))
+    token = costs(decode(), *(AttentionSize((4,), 64, n, 8, 1) for n in (64, 128)))
     many = costs(
         grouped(positions=2048, keys=2048, causal=True),
-        ChainedSize((4, 32), 128, 128, 1, 1), ChainedSize((4, 16), 64, 64, 1, 1),
-        ChainedSize((4, 32), 128, 64, 1, 1),
+        AttentionSize((4, 32), 128, 128, 1, 1), AttentionSize((4, 16), 64, 64, 1, 1),
+        AttentionSize((4, 32), 128, 64, 1, 1),
     )  # fmt: skip
     assert few == pytest.approx([6.4, 7.06], rel=0.06)
     assert token == pytest.approx([7.31, 7.75], rel=0.06)
@@ -441,7 +441,7 @@ def test_lengths_cost_little_where_they_are_equal(case: tuple[int, int]) -> None
     (cluster,) = [a.extent for a in program.axes_of("N") if a.kind == AxisKind.CLUSTER] or [1]
     (grid,) = [a.extent for a in program.axes_of("N") if a.kind == AxisKind.GRID] or [1]
     assert cluster is not None and grid is not None
-    size = ChainedSize((4,), 64, program.tile["N"], cluster, grid)
+    size = AttentionSize((4,), 64, program.tile["N"], cluster, grid)
     plain, least = model(decode(*case)), best(lambda: decode(*case))[1]
     assert plain.cost(size).total < 1.05 * least
 
