@@ -82,18 +82,9 @@ class AttentionRoles:
             raise self._refuse(f"values have {len(columns)} labels of their own; one is possible")
         (self.columns,) = columns
         shared = {*ops[self.key_load].dims, *ops[self.value_load].dims}
-        own = [d for d in ops[self.row_load].dims if d not in shared]
-        tiled = [d for d in own if self.program.tile[d] > 1] or own[-1:]
-        if not tiled:
+        self.own_labels = tuple(d for d in ops[self.row_load].dims if d not in shared)
+        if not self.own_labels:
             raise self._refuse("its rows have no label of their own")
-        # labels held whole vary fastest, so that tiles of the other label are whole runs
-        self.rows = tuple(sorted(tiled, key=self._is_whole))
-        taken = {*self.rows, self.keys, self.inner, self.columns}
-        self.batch = tuple(d for d in self.program.dims if d not in taken)
-
-    def _is_whole(self, label: str) -> bool:
-        dim = self.program.dims[label]
-        return not isinstance(dim, Symbol) and self.program.tile[label] >= dim
 
     def plan(self, schedule: AttentionSchedule) -> AttentionPlan:
         prologue = fuse(self.program, self.row_operand, self._is_row_leaf, self.where)
@@ -139,10 +130,11 @@ class AttentionRoles:
         )
         plain = prologue.trivial and prologue.leaves == (self.row_load,)
         return AttentionPlan(
-            program=self.program, arguments=self.arguments, rows=self.rows, keys=self.keys,
-            inner=self.inner, columns=self.columns, batch=self.batch, row_load=self.row_load,
-            key_load=self.key_load, value_load=self.value_load, product=self.product,
-            prologue=None if plain else prologue,
+            program=self.program, arguments=self.arguments,
+            dtype=self.arguments[self._view(self.key_load).argument].dtype,
+            own_labels=self.own_labels, keys=self.keys, inner=self.inner, columns=self.columns,
+            row_load=self.row_load, key_load=self.key_load, value_load=self.value_load,
+            product=self.product, prologue=None if plain else prologue,
             row_reductions=tuple(self.row_reductions.values()), row_values=row_values,
             key_reductions=tuple(self.key_reductions.values()), key_values=key_values,
             vectors={i: self._view(i) for i in self.vectors}, scores=scores, factor=factor,
@@ -248,11 +240,6 @@ class AttentionRoles:
         lengths = None
         if len(op.inputs) > 1:
             lengths = self._view(op.inputs[1])
-            if set(lengths.labels) & set(self.rows):
-                raise self._refuse(
-                    f"lengths (operation {op.inputs[1]}) differ between the rows of "
-                    f"a tile; let {self.rows[0]} have a tile of 1"
-                )
             if not a["causal"]:
                 return Mask(lengths, None, 0)
         elif a["alignment"] == "top_left":
@@ -336,9 +323,9 @@ class AttentionRoles:
             labels = set(self.ops[i].dims)
             if i == self.row_load or i in self.vectors:
                 continue
-            if self.keys in labels and not labels & set(self.rows):
+            if self.keys in labels and not labels & set(self.own_labels):
                 key_values[i] = fuse(self.program, i, self._reduces_keys, self.where)
-            elif labels <= {*self.rows, *self.batch}:
+            elif not labels & {self.keys, self.inner, self.columns}:
                 row_values[i] = fuse(self.program, i, self._reduces_rows, self.where)
             else:
                 raise self._refuse(

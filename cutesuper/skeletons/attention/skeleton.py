@@ -12,7 +12,7 @@ from cutesuper.egraph.products import are_chained, matrix_products
 from cutesuper.egraph.saturate import Table
 from cutesuper.egraph.space import Space
 from cutesuper.ir.block import BlockProgram, KernelStep
-from cutesuper.skeletons.attention.cost import AttentionModel, attention_price
+from cutesuper.skeletons.attention.cost import attention_price
 from cutesuper.skeletons.attention.explain import attention_lines
 from cutesuper.skeletons.attention.form import attention_form
 from cutesuper.skeletons.attention.hoist import hoisted, settled
@@ -57,9 +57,7 @@ class Attention(Skeleton):
         self, structure: BlockProgram, form: Any, setting: Setting, pruned: Counter[str]
     ) -> Iterable[Sized]:
         """See `attention.sizes.attention_sizes`."""
-        target, launch = setting.target, setting.dependent_launch
-        model = AttentionModel(structure, form, target, setting.itemsizes, launch)
-        return (Sized(*s) for s in attention_sizes(structure, form, model, pruned))
+        return attention_sizes(structure, setting, pruned)
 
     def runs(self, step: KernelStep) -> bool:
         """True if a product multiplies a value that is computed from another product."""
@@ -67,8 +65,7 @@ class Attention(Skeleton):
 
     def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
         """See `attention.planner.plan_attention`."""
-        launch = setting.dependent_launch
-        return plan_attention(step, setting.tensors, setting.target, schedule, launch)
+        return plan_attention(step, setting, schedule)
 
     def explain(self, plan: Any) -> list[str]:
         """See `attention.explain.attention_lines`."""
