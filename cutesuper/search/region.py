@@ -21,7 +21,7 @@ from cutesuper.egraph.labelled import LabelledProgram, Region, label
 from cutesuper.egraph.saturate import TooLarge, saturate
 from cutesuper.egraph.space import Sealing, Space
 from cutesuper.egraph.splits import Split
-from cutesuper.errors import SearchError, frameless
+from cutesuper.errors import LoweringError, SearchError, frameless
 from cutesuper.ir.block import ENDING, STORE, AxisKind, BlockOp, BlockProgram, TensorSpec
 from cutesuper.ir.check import MAX_PASSES, check_block_program
 from cutesuper.ir.dims import extent
@@ -124,10 +124,11 @@ class Way:
 
 @dataclass(frozen=True)
 class Found:
-    """The ways to run a region, cheapest first, or the reason why there are none."""
+    """The ways to run a region, cheapest first, or the reason why there are none: a LoweringError
+    where a skeleton would, but for the structure of the program."""
 
     ways: tuple[Way, ...]
-    error: SearchError | None
+    error: SearchError | LoweringError | None
     counts: Counts
 
 
@@ -166,7 +167,7 @@ def search_region(
     try:
         with limited(seconds):
             return Found(tuple(search.run()), None, search.counts)
-    except SearchError as error:
+    except (SearchError, LoweringError) as error:
         search.counts.pruned[str(error)] += 1
         return Found((), frameless(error), search.counts)
 
@@ -198,6 +199,7 @@ class _RegionSearch:
         self.setting = Setting(target, tensors_of(region), options.dependent_launch)
         self._known: dict[object, int] = {}
         self._skeletons = 0  # number of these structures that a skeleton runs
+        self._refused: list[LoweringError] = []  # by a skeleton, where it planned them
 
     def run(self) -> list[Way]:
         """Ways that a skeleton of the lowering runs, and programs of any form, cheapest first."""
@@ -208,7 +210,7 @@ class _RegionSearch:
         if not self.options.lowered:
             found += self._attempt(lambda: self._general(program), reasons)
         if not found:
-            raise reasons[0] if reasons else SearchError("no structure fits the device")
+            raise (*self._refused, *reasons, SearchError("no structure fits the device"))[0]
         found.sort(key=lambda w: w.total)
         if not self.options.lowered:
             found = _diverse(found)
@@ -300,9 +302,14 @@ class _RegionSearch:
         if reason is not None:
             self.counts.pruned[reason] += 1
             return
+        try:
+            sizes = by.skeleton.sizes(program, form, self.setting, self.counts.pruned)
+            found = cheapest(sizes, self.options.sizes_per_structure)
+        except LoweringError as error:
+            self._refused.append(frameless(error))
+            return
         number = self._number(program)
-        sizes = by.skeleton.sizes(program, form, self.setting, self.counts.pruned)
-        for s in cheapest(sizes, self.options.sizes_per_structure):
+        for s in found:
             yield Way((s.program,), (), (s.cost,), number, True)
 
     def _written(self, program: LabelledProgram, by: Recognized) -> list[Way]:

@@ -207,7 +207,11 @@ class Skeleton(ABC):
     def sizes(
         self, structure: BlockProgram, form: Any, setting: Setting, pruned: Counter[str]
     ) -> Iterable[Sized]:
-        """Extents worth pricing, in any order; ``pruned`` counts rejected ones, by reason."""
+        """Extents worth pricing, in any order; ``pruned`` counts rejected ones, by reason.
+
+        Raises:
+            LoweringError: the structure is one that the skeleton cannot run, at any extents.
+        """
 
     def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
         """A given program without extents, to be sized again; None if they are part of its

@@ -43,13 +43,13 @@ def plan_attention(
         LoweringError: it has a structure that this skeleton cannot run.
         ScheduleError: it does not fit into the target's shared memory or registers.
     """
-    where, target = f"kernel {step.name}", setting.target
+    target = setting.target
     if why := target.refuses_products():
-        raise LoweringError(f"{where}: {why}")
+        raise LoweringError(f"kernel {step.name}: {why}")
     plan = recognized(step, setting)
     plan = scheduled(plan, target) if schedule is None else replace(plan, schedule=schedule)
     if limit := refusal(plan, target):
-        raise limit.error(f"{where}: {limit.message}")
+        raise limit.raised(step.name)
     return plan
 
 
@@ -201,6 +201,10 @@ class Refusal:
     message: str
     error: type[LoweringError | ScheduleError] = ScheduleError
 
+    def raised(self, name: str) -> LoweringError | ScheduleError:
+        """The error for a kernel of this name."""
+        return self.error(f"kernel {name}: {self.message}")
+
 
 def refusal(plan: AttentionPlan, target: Target) -> Refusal | None:
     """The first limit that a plan breaks; None if there is a kernel for it."""
@@ -224,9 +228,8 @@ def _same_lengths(plan: AttentionPlan, _: Target) -> Refusal | None:
         if mask.lengths is not None and not set(mask.lengths.labels).isdisjoint(plan.rows):
             return Refusal(
                 "lengths that differ between the rows of a tile",
-                "the attention loop cannot run this program: lengths "
-                f"{plan.arguments[mask.lengths.argument].name} differ between the rows of a tile; "
-                f"let {plan.rows[0]} have a tile of 1",
+                "the attention loop cannot run this program: lengths differ between the rows of a "
+                f"tile; let {plan.rows[0]} have a tile of 1",
                 LoweringError,
             )
     return None

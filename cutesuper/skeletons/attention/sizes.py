@@ -17,7 +17,7 @@ from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.skeletons.attention.cost import price
 from cutesuper.skeletons.attention.plan import ROW_BLOCK, AttentionPlan
-from cutesuper.skeletons.attention.planner import KEY_TILES, recognized, refusal, scheduled
+from cutesuper.skeletons.attention.planner import KEY_TILES, Refusal, recognized, refusal, scheduled
 from cutesuper.skeletons.cost import Setting, Sized
 from cutesuper.targets import Target
 
@@ -30,31 +30,33 @@ MOST_WAVES = 2
 MIN_STAGES = 2
 
 
-def attention_sizes(
-    structure: BlockProgram, setting: Setting, pruned: Counter[str]
-) -> Iterator[Sized]:
+def attention_sizes(structure: BlockProgram, setting: Setting, pruned: Counter[str]) -> list[Sized]:
     """The sizes whose plans the target can run, with the price of each.
 
     Args:
         structure: a block program of the form, with any extents.
         setting: the target and the tensors.
         pruned: counts rejected sizes, by reason.
+
+    Raises:
+        LoweringError: the attention loop cannot run the structure, whatever its sizes.
     """
-    target = setting.target
-    try:
-        known = recognized(KernelStep("attention", structure), setting)
-    except LoweringError as why:
-        pruned[str(why)] += 1
-        return
-    for size in _candidates(known, target):
+    target, step = setting.target, KernelStep("k0", structure)
+    sized, refused = list[Sized](), list[Refusal]()
+    for size in _candidates(recognized(step, setting), target):
         plan = scheduled(size, target)
         limit = refusal(plan, target)
         if limit is not None:
             pruned[limit.reason] += 1
+            refused.append(limit)
         elif plan.stages < MIN_STAGES:
             pruned["room for one stage only"] += 1
         else:
-            yield Sized(plan.program, price(plan, target))
+            sized.append(Sized(plan.program, price(plan, target)))
+    illegal = [r for r in refused if r.error is LoweringError]
+    if illegal and not sized:
+        raise illegal[0].raised(step.name)
+    return sized
 
 
 def _candidates(known: AttentionPlan, target: Target) -> Iterator[AttentionPlan]:
