@@ -221,9 +221,8 @@ class _Search:
         self._accept(candidates)
         if not candidates and self.options.lowered:
             self._unchained = True
-            with suppress(
-                SearchError, LoweringError
-            ):  # the reason for the rejection is the better message
+            # the reason for the rejection is the better message
+            with suppress(SearchError, LoweringError):
                 self._accept(candidates)
 
     def _accept(self, candidates: list[Candidate]) -> None:

@@ -21,10 +21,9 @@ from cutesuper.errors import SearchError
 from cutesuper.ir.block import CLUSTER_REDUCE, GRID_REDUCE, AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.operators.base import lookup
+from cutesuper.skeletons.attention.plan import MAX_WIDTH
 from cutesuper.skeletons.form import ALIGN
-
-#: most elements of a row of Q, and of one of V: a warpgroup holds 64 x 256 accumulators
-MAX_HELD = 256
+from cutesuper.skeletons.operands import MULTIPLIED
 
 
 @dataclass(frozen=True)
@@ -191,10 +190,10 @@ def _check_extents(program: LabelledProgram, form: AttentionForm) -> None:
             raise SearchError(
                 f"the attention loop: the extent {extent} may only be one of rows or batches"
             )
-        if name != form.keys and (extent % ALIGN or extent > MAX_HELD):
+        if name != form.keys and (extent % ALIGN or extent > MAX_WIDTH):
             raise SearchError(
                 f"the attention loop: {extent} elements of {name} in a row; a block holds "
-                f"multiples of {ALIGN} up to {MAX_HELD}"
+                f"multiples of {ALIGN} up to {MAX_WIDTH}"
             )
 
 
@@ -250,7 +249,7 @@ def _multiplied(
             f"the attention loop: a tensor along {shown(own) or 'nothing'} is read; beside their "
             f"three matrices there may be vectors along {form.inner} and lengths"
         )
-    if dtype.itemsize != 2:
+    if dtype.name not in MULTIPLIED:
         raise SearchError(
             f"the attention loop in {dtype}: the tensor cores take float16 and bfloat16"
         )

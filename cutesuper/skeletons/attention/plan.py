@@ -31,6 +31,8 @@ from cutesuper.skeletons.base import (
     view_of,
 )
 
+#: most elements of a row of Q, and of one of V: a warpgroup holds 64 x 256 accumulators
+MAX_WIDTH = 256
 #: rows of a WGMMA instruction
 ROW_BLOCK = 64
 #: unit of the contracted dimension of a 16-bit WGMMA instruction
@@ -152,7 +154,7 @@ class AttentionPlan(Plan[AttentionSchedule]):
         """A load's view of its tensor."""
         return view_of(self.program.ops[load], self.arguments)
 
-    @property
+    @cached_property
     def element_bytes(self) -> int:
         """Bytes of an element of the operands."""
         return as_dtype(self.dtype).itemsize

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.ir.block import KernelStep
 from cutesuper.ir.dims import ceil_div
-from cutesuper.skeletons.attention.plan import ROW_BLOCK, AttentionPlan
+from cutesuper.skeletons.attention.plan import MAX_WIDTH, ROW_BLOCK, AttentionPlan
 from cutesuper.skeletons.attention.roles import AttentionRoles
 from cutesuper.skeletons.attention.schedule import AttentionSchedule
 from cutesuper.skeletons.base import Pages, View, arguments_of
@@ -18,8 +18,6 @@ from cutesuper.targets import Target
 
 #: rows of a WGMMA instruction that one warp has
 INSTRUCTION_WARP_ROWS = 16
-#: most columns of the result, and most elements of the inner label
-MAX_WIDTH = 256
 #: elements of the inner label up to which two blocks share an SM
 SHARED_DEPTH = 128
 #: keys of a stage
