@@ -20,8 +20,9 @@ from cutesuper.search.search import assemble, search
 from cutesuper.skeletons.attention.cost import price
 from cutesuper.skeletons.attention.form import AttentionForm
 from cutesuper.skeletons.attention.hoist import hoisted
-from cutesuper.skeletons.attention.plan import AttentionPlan
-from cutesuper.skeletons.attention.planner import recognized, refusal, scheduled
+from cutesuper.skeletons.attention.plan import AttentionPlan, exceeded
+from cutesuper.skeletons.attention.roles import recognized
+from cutesuper.skeletons.attention.schedule import scheduled
 from cutesuper.skeletons.attention.sizes import resized, row_tiles
 from cutesuper.skeletons.cost import Setting, describe
 from cutesuper.skeletons.matmul.form import MatmulForm
@@ -353,7 +354,7 @@ def cost(graph: Made, tile: tuple[int, ...], keys: int, cluster: int = 1, grid: 
     known = recognized(KernelStep("k0", found), Setting(H200, tensors_of(region)))
     rows = dict(zip(known.own_labels, tile, strict=True))
     plan = scheduled(resized(known, rows | {known.keys: keys}, cluster, grid), H200)
-    assert refusal(plan, H200) is None
+    assert exceeded(plan, H200) is None
     return price(plan, H200).total
 
 

@@ -13,15 +13,18 @@ and positions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import prod
 
+from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.thread import ThreadExpression
-from cutesuper.skeletons.attention.schedule import AttentionSchedule
+from cutesuper.skeletons.attention.schedule import AttentionSchedule, room
 from cutesuper.skeletons.base import (
     Argument,
     Output,
@@ -30,9 +33,14 @@ from cutesuper.skeletons.base import (
     View,
     view_of,
 )
+from cutesuper.targets import Target
 
 #: most elements of a row of Q, and of one of V: a warpgroup holds 64 x 256 accumulators
 MAX_WIDTH = 256
+#: keys of a stage
+KEY_TILES = (64, 128)
+#: registers of a thread, and those that addresses and counters take
+THREAD_REGISTERS, OTHER_REGISTERS = 255, 40
 #: rows of a WGMMA instruction
 ROW_BLOCK = 64
 #: unit of the contracted dimension of a 16-bit WGMMA instruction
@@ -202,6 +210,11 @@ class AttentionPlan(Plan[AttentionSchedule]):
         """Extents of the rows of one warpgroup, slowest first."""
         first, *others = (self.tile(d) for d in self.rows)
         return (ceil_div(first, self.schedule.row_groups), *others)
+
+    @property
+    def row_blocks(self) -> int:
+        """Instructions that these rows fill, the last one in part."""
+        return ceil_div(self.block_rows, ROW_BLOCK)
 
     @cached_property
     def group_rows(self) -> int:
@@ -415,3 +428,95 @@ class AttentionPlan(Plan[AttentionSchedule]):
             else:
                 each *= ceil_div(dim, self.tile(d))
         return (*shape, each)
+
+
+# --------------------------------------------------------------------------------------- limits
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit that a plan exceeds.
+
+    Attributes:
+        name: the same for all plans that exceed it; sizes that are left out are counted by it.
+        message: what this plan has, and what to do.
+        error: raised when the kernel is planned.
+    """
+
+    name: str
+    message: str
+    error: type[LoweringError | ScheduleError] = ScheduleError
+
+    def refused(self, kernel: str) -> LoweringError | ScheduleError:
+        """The error for a kernel of this name."""
+        return self.error(f"kernel {kernel}: {self.message}")
+
+
+def exceeded(plan: AttentionPlan, target: Target) -> Limit | None:
+    """The first limit that a plan exceeds; None if there is a kernel for it."""
+    return next(chain(_by_tile(plan), _by_schedule(plan), _by_resources(plan, target)), None)
+
+
+def _by_tile(plan: AttentionPlan) -> Iterator[Limit]:
+    for label in (plan.inner, plan.columns):
+        if plan.tile(label) < plan.extent(label) or plan.extent(label) > MAX_WIDTH:
+            yield Limit(
+                "an inner label or columns that a block cannot hold whole",
+                f"tile {label}={plan.tile(label)} of {plan.extent(label)}; a block holds it whole, "
+                f"at most {MAX_WIDTH}",
+            )
+    for mask in plan.masks:
+        if mask.lengths is not None and not set(mask.lengths.labels).isdisjoint(plan.rows):
+            yield Limit(
+                "lengths that differ between the rows of a tile",
+                "the attention loop cannot run this program: lengths differ between the rows of a "
+                f"tile; let {plan.rows[0]} have a tile of 1",
+                LoweringError,
+            )
+    if plan.key_tile not in KEY_TILES:
+        yield Limit(
+            "tiles of keys that no instruction has",
+            f"tile {plan.keys}={plan.key_tile}; must be {' or '.join(map(str, KEY_TILES))}",
+        )
+
+
+def _by_schedule(plan: AttentionPlan) -> Iterator[Limit]:
+    s = plan.schedule
+    groups = s.row_groups, s.key_groups
+    if groups not in ((1, 1), (1, 2), (2, 1)) or s.resident not in (1, 2):
+        yield Limit(
+            "more than two warpgroups",
+            f"{groups[0]} x {groups[1]} consumer warpgroups in {s.resident} block(s) of an SM; one "
+            "or two are possible",
+        )
+    if plan.tile(plan.rows[0]) % s.row_groups or plan.group_rows > ROW_BLOCK:
+        yield Limit(
+            "rows that warpgroups cannot share",
+            f"a tile of {' x '.join(str(plan.tile(d)) for d in plan.rows)} rows for "
+            f"{s.row_groups} warpgroup(s) of at most {ROW_BLOCK} rows",
+        )
+    if s.stages < plan.least_stages or s.stages % s.key_groups:
+        yield Limit(
+            "rings that stand still",
+            f"{s.stages} stages for {s.key_groups} warpgroups along the keys, which take them in "
+            f"turn; use a multiple, at least {plan.least_stages}",
+        )
+
+
+def _by_resources(plan: AttentionPlan, target: Target) -> Iterator[Limit]:
+    s, memory = plan.schedule, room(target, plan.schedule.resident)
+    if plan.shared_bytes > memory:
+        yield Limit(
+            "stages exceed the shared memory",
+            f"{s.stages} stages of {plan.stage_bytes} bytes, {plan.query_bytes} bytes of rows and "
+            f"{plan.meeting_bytes + plan.exchange_bytes} bytes of exchange do not fit into "
+            f"{memory} bytes of shared memory; use smaller tiles",
+        )
+    equal = min(THREAD_REGISTERS, target.registers // (plan.threads * s.resident))
+    most, _ = plan.registers or (equal, equal)
+    if plan.live_registers > most - OTHER_REGISTERS:
+        yield Limit(
+            "accumulators exceed the registers",
+            f"{plan.live_registers} of {most} registers for the products of a thread, and "
+            f"{plan.threads} threads in {s.resident} block(s) of an SM; use a tile of 64 keys",
+        )

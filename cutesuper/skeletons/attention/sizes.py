@@ -16,8 +16,15 @@ from cutesuper.errors import LoweringError
 from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.skeletons.attention.cost import price
-from cutesuper.skeletons.attention.plan import ROW_BLOCK, AttentionPlan
-from cutesuper.skeletons.attention.planner import KEY_TILES, Refusal, recognized, refusal, scheduled
+from cutesuper.skeletons.attention.plan import (
+    KEY_TILES,
+    ROW_BLOCK,
+    AttentionPlan,
+    Limit,
+    exceeded,
+)
+from cutesuper.skeletons.attention.roles import recognized
+from cutesuper.skeletons.attention.schedule import scheduled
 from cutesuper.skeletons.cost import Setting, Sized
 from cutesuper.targets import Target
 
@@ -42,12 +49,12 @@ def attention_sizes(structure: BlockProgram, setting: Setting, pruned: Counter[s
         LoweringError: the attention loop cannot run the structure, whatever its sizes.
     """
     target, step = setting.target, KernelStep("k0", structure)
-    sized, refused = list[Sized](), list[Refusal]()
+    sized, refused = list[Sized](), list[Limit]()
     for size in _candidates(recognized(step, setting), target):
         plan = scheduled(size, target)
-        limit = refusal(plan, target)
+        limit = exceeded(plan, target)
         if limit is not None:
-            pruned[limit.reason] += 1
+            pruned[limit.name] += 1
             refused.append(limit)
         elif plan.stages < MIN_STAGES:
             pruned["room for one stage only"] += 1
@@ -55,7 +62,7 @@ def attention_sizes(structure: BlockProgram, setting: Setting, pruned: Counter[s
             sized.append(Sized(plan.program, price(plan, target)))
     illegal = [r for r in refused if r.error is LoweringError]
     if illegal and not sized:
-        raise illegal[0].raised(step.name)
+        raise illegal[0].refused(step.name)
     return sized
 
 

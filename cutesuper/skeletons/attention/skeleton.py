@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from cutesuper.egraph.extract import Price
@@ -11,14 +12,15 @@ from cutesuper.egraph.labelled import LabelledProgram, Region
 from cutesuper.egraph.products import are_chained, matrix_products
 from cutesuper.egraph.saturate import Table
 from cutesuper.egraph.space import Space
+from cutesuper.errors import LoweringError
 from cutesuper.ir.block import BlockProgram, KernelStep
 from cutesuper.skeletons.attention.cost import attention_price
 from cutesuper.skeletons.attention.explain import attention_lines
 from cutesuper.skeletons.attention.form import attention_form
 from cutesuper.skeletons.attention.hoist import hoisted, settled
-from cutesuper.skeletons.attention.plan import AttentionPlan
-from cutesuper.skeletons.attention.planner import plan_attention
-from cutesuper.skeletons.attention.schedule import AttentionSchedule
+from cutesuper.skeletons.attention.plan import AttentionPlan, exceeded
+from cutesuper.skeletons.attention.roles import recognized
+from cutesuper.skeletons.attention.schedule import AttentionSchedule, scheduled
 from cutesuper.skeletons.attention.sizes import attention_sizes
 from cutesuper.skeletons.base import Plan, Skeleton
 from cutesuper.skeletons.cost import Setting, Sized
@@ -64,8 +66,15 @@ class Attention(Skeleton):
         return is_chained(step)
 
     def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
-        """See `attention.planner.plan_attention`."""
-        return plan_attention(step, setting, schedule)
+        """Recognise the roles and choose a schedule; sizes are held to the same limits."""
+        target = setting.target
+        if why := target.refuses_products():
+            raise LoweringError(f"kernel {step.name}: {why}")
+        plan = recognized(step, setting)
+        plan = scheduled(plan, target) if schedule is None else replace(plan, schedule=schedule)
+        if limit := exceeded(plan, target):
+            raise limit.refused(step.name)
+        return plan
 
     def explain(self, plan: Any) -> list[str]:
         """See `attention.explain.attention_lines`."""
