@@ -18,8 +18,7 @@ from cutesuper.search.forms import find_form
 from cutesuper.search.region import SearchOptions, search_region, tensors_of
 from cutesuper.search.search import assemble, search
 from cutesuper.skeletons.attention.cost import price
-from cutesuper.skeletons.attention.form import AttentionForm
-from cutesuper.skeletons.attention.hoist import hoisted
+from cutesuper.skeletons.attention.form import AttentionForm, hoisted
 from cutesuper.skeletons.attention.plan import AttentionPlan, exceeded
 from cutesuper.skeletons.attention.roles import recognized
 from cutesuper.skeletons.attention.schedule import scheduled

@@ -16,8 +16,7 @@ from cutesuper.errors import LoweringError
 from cutesuper.ir.block import BlockProgram, KernelStep
 from cutesuper.skeletons.attention.cost import attention_price
 from cutesuper.skeletons.attention.explain import attention_lines
-from cutesuper.skeletons.attention.form import attention_form
-from cutesuper.skeletons.attention.hoist import hoisted, settled
+from cutesuper.skeletons.attention.form import attention_form, hoisted, settled
 from cutesuper.skeletons.attention.plan import AttentionPlan, exceeded
 from cutesuper.skeletons.attention.roles import recognized
 from cutesuper.skeletons.attention.schedule import AttentionSchedule, scheduled
@@ -47,7 +46,7 @@ class Attention(Skeleton):
         return attention_form(region, program, products)
 
     def prepared(self, program: LabelledProgram, form: Any) -> Space | None:
-        """The space of the program with factors moved behind products; see `attention.hoist`."""
+        """The space of the program with factors moved behind products; see `attention.form`."""
         moved = hoisted(program, form)
         return Space(moved, sealed=settled(moved, form))
 
