@@ -65,7 +65,7 @@ def plan_of(attention: Attention) -> AttentionPlan:
     ("name", "value"),
     [
         ("owned_items", 16), ("active_threads", 128), ("few_rows", False), ("loop", 64),
-        ("row_tiles", 64), ("block_rows", 64), ("width", 256), ("grid_parts", 8),
+        ("row_tiles", 64), ("block_rows", 64), ("width", 256),
     ],
 )  # fmt: skip
 def test_the_price_follows_the_plan(monkeypatch: Any, name: str, value: int) -> None:
