@@ -22,7 +22,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from cutesuper.egraph.labelled import Region, RegionOp, View
-from cutesuper.errors import SearchError, frameless
+from cutesuper.errors import LoweringError, SearchError, frameless
 from cutesuper.ir.dims import extent, show_shape, size
 from cutesuper.ir.dtypes import DType, float16, float32
 from cutesuper.ir.graph import KernelGraph
@@ -518,6 +518,7 @@ def cuts(segments: Segments, find: Find, keep: int) -> list[Cut]:
 
     Raises:
         SearchError: names an operator that no kernel can run even by itself, and the reason.
+        LoweringError: the structure for which a skeleton refuses to run such an operator.
     """
     found: dict[Any, Cut] = {}
     for order in segments.orders:
@@ -530,6 +531,7 @@ def cuts(segments: Segments, find: Find, keep: int) -> list[Cut]:
 def _cheapest(segments: Segments, order: tuple[int, ...], find: Find, keep: int) -> list[_Path]:
     ways: list[list[_Path]] = [[_Path(0.0, None, None)]] + [[] for _ in order]
     marks = segments.marks(order)
+    refused: list[tuple[int, LoweringError]] = []  # with the ends of their segments
     for n, start in enumerate(marks[:-1]):
         if not ways[start]:
             continue
@@ -546,6 +548,9 @@ def _cheapest(segments: Segments, order: tuple[int, ...], find: Find, keep: int)
             except SearchError as e:
                 reasons.append(frameless(e))
                 continue
+            except LoweringError as e:
+                refused.append((end, frameless(e)))
+                continue
             # both are sorted, so among the continuations of the i-th way all but these are behind
             # ``keep`` others: making them took a tenth of the search of a GPT's layer
             longer = [
@@ -555,6 +560,8 @@ def _cheapest(segments: Segments, order: tuple[int, ...], find: Find, keep: int)
             ]
             ways[end] = sorted(ways[end] + longer, key=lambda w: w.cost)[:keep]
         if not any(ways[start + 1 :]):
+            if covering := [e for end, e in refused if end > start]:
+                raise covering[0]
             flat = segments.flat
             reason = reasons[0] if reasons else SearchError("not looked at")
             raise SearchError(

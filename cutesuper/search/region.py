@@ -21,8 +21,8 @@ from cutesuper.egraph.labelled import LabelledProgram, Region, label
 from cutesuper.egraph.saturate import TooLarge, saturate
 from cutesuper.egraph.space import Sealing, Space
 from cutesuper.egraph.splits import Split
-from cutesuper.errors import SearchError, frameless
-from cutesuper.ir.block import ENDING, LOAD, STORE, AxisKind, BlockOp, BlockProgram
+from cutesuper.errors import LoweringError, SearchError, frameless
+from cutesuper.ir.block import ENDING, LOAD, STORE, AxisKind, BlockOp, BlockProgram, TensorSpec
 from cutesuper.ir.check import MAX_PASSES, check_block_program
 from cutesuper.ir.dims import extent
 from cutesuper.ir.operators.base import CONSTANT
@@ -32,7 +32,7 @@ from cutesuper.search.general_sizes import CLUSTERS, STRIPS, Shape, candidates
 from cutesuper.search.rounding import Rounding
 from cutesuper.search.written import Written, core, tail
 from cutesuper.skeletons.base import Skeleton
-from cutesuper.skeletons.cost import Cost, Device, Sized, additive_price, cheapest
+from cutesuper.skeletons.cost import Cost, Setting, Sized, additive_price, cheapest
 from cutesuper.skeletons.form import Form
 from cutesuper.targets import Target
 
@@ -125,10 +125,11 @@ class Way:
 
 @dataclass(frozen=True)
 class Found:
-    """The ways to run a region, cheapest first, or the reason why there are none."""
+    """The ways to run a region, cheapest first, or the reason why there are none: a LoweringError
+    where a skeleton would, but for the structure of the program."""
 
     ways: tuple[Way, ...]
-    error: SearchError | None
+    error: SearchError | LoweringError | None
     counts: Counts
 
 
@@ -167,9 +168,18 @@ def search_region(
     try:
         with limited(seconds):
             return Found(tuple(search.run()), None, search.counts)
-    except SearchError as error:
+    except (SearchError, LoweringError) as error:
         search.counts.pruned[str(error)] += 1
         return Found((), frameless(error), search.counts)
+
+
+def tensors_of(region: Region) -> dict[str, TensorSpec]:
+    """The tensors of a region's programs: ``in0``, ``in1``, ..., then ``out0``, ``out1``, ..."""
+    shapes = region.inputs + region.output_shapes
+    names = [f"in{i}" for i in range(len(region.inputs))]
+    names += [f"out{i}" for i in range(len(region.outputs))]
+    dtypes = region.input_dtypes + region.output_dtypes
+    return {n: TensorSpec(n, s, t) for n, s, t in zip(names, shapes, dtypes, strict=True)}
 
 
 def in_a_chain(region: Region) -> bool:
@@ -187,11 +197,10 @@ class _RegionSearch:
     def __init__(self, region: Region, target: Target, options: SearchOptions) -> None:
         self.region, self.target, self.options = region, target, options
         self.counts = Counts(regions=1)
-        self.itemsizes = {f"in{i}": t.itemsize for i, t in enumerate(region.input_dtypes)}
-        self.itemsizes |= {f"out{i}": t.itemsize for i, t in enumerate(region.output_dtypes)}
-        self.device = Device(target, self.itemsizes, options.dependent_launch)
+        self.setting = Setting(target, tensors_of(region), options.dependent_launch)
         self._known: dict[object, int] = {}
         self._skeletons = 0  # number of these structures that a skeleton runs
+        self._refused: list[LoweringError] = []  # by a skeleton, where it planned them
 
     def run(self) -> list[Way]:
         """Ways that a skeleton of the lowering runs, and programs of any form, cheapest first."""
@@ -202,7 +211,7 @@ class _RegionSearch:
         if not self.options.lowered:
             found += self._attempt(lambda: self._general(program), reasons)
         if not found:
-            raise reasons[0] if reasons else SearchError("no structure fits the device")
+            raise (*self._refused, *reasons, SearchError("no structure fits the device"))[0]
         found.sort(key=lambda w: w.total)
         if not self.options.lowered:
             found = _diverse(found)
@@ -294,9 +303,14 @@ class _RegionSearch:
         if reason is not None:
             self.counts.pruned[reason] += 1
             return
+        try:
+            sizes = by.skeleton.sizes(program, form, self.setting, self.counts.pruned)
+            found = cheapest(sizes, self.options.sizes_per_structure)
+        except LoweringError as error:
+            self._refused.append(frameless(error))
+            return
         number = self._number(program)
-        sizes = by.skeleton.sizes(program, form, self.device, self.counts.pruned)
-        for s in cheapest(sizes, self.options.sizes_per_structure):
+        for s in found:
             yield Way((s.program,), (), (s.cost,), number, True)
 
     def _written(self, program: LabelledProgram, by: Recognized) -> list[Way]:
@@ -410,7 +424,7 @@ class _RegionSearch:
         number = self._number(*found.programs)
         if number < self._skeletons:
             return []  # a skeleton runs it, and has priced it
-        itemsizes = self.itemsizes | {p.name: 4 for p in found.partials}
+        itemsizes = self.setting.itemsizes | {p.name: 4 for p in found.partials}
         ways: list[Way] = []
         for first in self._best(found.programs[0], itemsizes):
             if len(found.programs) == 1:

@@ -162,7 +162,7 @@ def search(
         SearchError: an operator that no kernel can run, with the reason; a budget too small; an
             executor that failed; or no program that the verifier accepts.
         LoweringError: a matrix product, and no skeleton for it on this target (only if
-            ``options.lowered``).
+            ``options.lowered``); a structure that no skeleton runs, and no other way to cut it.
         GraphError: a graph without inputs or outputs.
         OptionError: an option has a value of another kind.
         KeyboardInterrupt: before anything complete was found.
@@ -225,7 +225,8 @@ class _Search:
         self._accept(candidates)
         if not candidates and self.options.lowered:
             self._unchained = True
-            with suppress(SearchError):  # the reason for the rejection is the better message
+            # the reason for the rejection is the better message
+            with suppress(SearchError, LoweringError):
                 self._accept(candidates)
 
     def _accept(self, candidates: list[Candidate]) -> None:
@@ -248,7 +249,7 @@ class _Search:
         if self.options.lowered:
             self._check_target(plain)
         found: list[tuple[Flat, Cut]] = []
-        error: SearchError | None = None
+        error: SearchError | LoweringError | None = None
         for flat in self._variants(plain):
             if found and flat.last_resort:
                 break  # only where nothing else is possible
@@ -256,7 +257,7 @@ class _Search:
             self._gather(segments)
             try:
                 found += [(flat, cut) for cut in cuts(segments, self._ways, keep)]
-            except SearchError as e:
+            except (SearchError, LoweringError) as e:
                 error = error or frameless(e)
         if not found:
             if self._interrupt is not None:
@@ -403,7 +404,7 @@ class _Search:
         return self.budget_s - (time.perf_counter() - self._start)
 
     def _ways(self, region: Region) -> tuple[Way, ...]:
-        """Ways found for a region. Raises SearchError."""
+        """Ways found for a region. Raises SearchError, LoweringError."""
         if self._unchained and in_a_chain(region):
             raise SearchError("the verifier rejected chained products")
         for lowered in (False, True):
@@ -503,11 +504,8 @@ def assemble(flat: Flat, cut: Cut) -> MuGraph:
 
 def _written(segment: Segment) -> dict[str, TensorSpec]:
     region = segment.region
-    written: dict[str, TensorSpec] = {}
-    for name, view, dtype in zip(segment.writes, region.outputs, region.output_dtypes, strict=True):
-        shape = region.ops[view.value - len(region.inputs)].shape
-        written[name] = TensorSpec(name, tuple(shape[d] for d in view.order), dtype)
-    return written
+    stored = zip(segment.writes, region.output_shapes, region.output_dtypes, strict=True)
+    return {name: TensorSpec(name, shape, dtype) for name, shape, dtype in stored}
 
 
 def _extents(program: BlockProgram, mapping: Iterable[str]) -> tuple[Dim, ...]:

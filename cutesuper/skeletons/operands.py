@@ -5,10 +5,13 @@ from __future__ import annotations
 from cutesuper.errors import LoweringError
 from cutesuper.skeletons.base import Argument
 
+#: element types that the tensor cores multiply
+MULTIPLIED = ("float16", "bfloat16")
+
 
 def check_element_type(where: str, dtype: str) -> None:
     """Refuse element types that the tensor cores do not multiply. Raises LoweringError."""
-    if dtype not in ("float16", "bfloat16"):
+    if dtype not in MULTIPLIED:
         raise LoweringError(
             f"{where}: matrix products of {dtype} have no tensor-core path that keeps their "
             "precision; use float16 or bfloat16 operands"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from cutesuper.errors import DeviceError
 from cutesuper.ir.arguments import shown
-from cutesuper.targets.base import ChainedRates, Rates, RowRates, Target
+from cutesuper.targets.base import AttentionRates, Rates, RowRates, Target
 from cutesuper.targets.blackwell import B200
 from cutesuper.targets.hopper import H100, H200
 
@@ -26,7 +26,7 @@ __all__ = [
     "H100",
     "H200",
     "TARGETS",
-    "ChainedRates",
+    "AttentionRates",
     "Rates",
     "RowRates",
     "Target",

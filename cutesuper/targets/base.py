@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class ChainedRates:
-    """Cost-model constants of two chained products (`skeletons.attention.cost`), in microseconds.
+class AttentionRates:
+    """Cost-model constants of the attention loop (`skeletons.attention.cost`), in microseconds.
 
     Attributes:
         streamed: bandwidth reached for keys and values, as a fraction of the target's.
@@ -136,7 +136,7 @@ class Target:
         launch_us: fixed cost of a kernel in a graph, latency of its first loads included,
             microseconds.
         rates: the fitted constants of the cost model.
-        chained: the constants of two chained products.
+        attention: the constants of the attention loop.
         rows: the constants of rows that are visited in turn, or split over a cluster.
     """
 
@@ -154,7 +154,7 @@ class Target:
     tensor_flops: float
     launch_us: float
     rates: Rates
-    chained: ChainedRates
+    attention: AttentionRates
     rows: RowRates
 
     @property

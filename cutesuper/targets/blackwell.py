@@ -9,7 +9,7 @@ from cutesuper.targets import hopper
 from cutesuper.targets.base import Target
 
 #: Hopper's, until they are measured
-RATES, CHAINED, ROWS = hopper.RATES, hopper.CHAINED, hopper.ROWS
+RATES, ATTENTION, ROWS = hopper.RATES, hopper.ATTENTION, hopper.ROWS
 
 #: B200: datasheet figures.
 B200 = Target(
@@ -27,6 +27,6 @@ B200 = Target(
     tensor_flops=1.8e15,
     launch_us=1.5,
     rates=RATES,
-    chained=CHAINED,
+    attention=ATTENTION,
     rows=ROWS,
 )

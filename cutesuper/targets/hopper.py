@@ -7,13 +7,13 @@ case only, the model orders the other 12 nearly as well: the best is among its f
 
 from __future__ import annotations
 
-from cutesuper.targets.base import ChainedRates, Rates, RowRates, Target
+from cutesuper.targets.base import AttentionRates, Rates, RowRates, Target
 
 #: softmax(Q K) V as it is lowered, cold L2, fitted together; each comment names the measurements
 #: behind a constant. Decoding: sequences x keys, 8 heads of K and V with 4 rows each and 128
 #: columns; "256 rows" are those of a head, with 4096 keys and 64 columns. C8 G2 is a cluster of 8
 #: and 2 parts of the grid.
-CHAINED = ChainedRates(
+ATTENTION = AttentionRates(
     # decoding 64 x 4096 takes 239.5, 1 x 131072 takes 123.3 in C8: 4.5 TB/s, read without staying
     # in L2
     streamed=1.045,
@@ -143,7 +143,7 @@ H200 = Target(
     tensor_flops=7.5e14,
     launch_us=1.5,
     rates=RATES,
-    chained=CHAINED,
+    attention=ATTENTION,
     rows=ROWS,
 )
 
@@ -163,6 +163,6 @@ H100 = Target(
     tensor_flops=7.5e14,
     launch_us=1.5,
     rates=RATES,
-    chained=CHAINED,
+    attention=ATTENTION,
     rows=ROWS,
 )

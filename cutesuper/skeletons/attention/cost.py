@@ -1,7 +1,8 @@
-"""Cost model of kernels of two chained products, in microseconds.
+"""Cost model of the attention loop, in microseconds.
 
 It is built like `skeletons.matmul.cost`, with the same causes where they apply; the constants and
-their measurements are in `targets`. The main effects are:
+their measurements are in `targets`. Warpgroups, stages, blocks of an SM and what they exchange are
+those of the plan. The main effects are:
 
 * *Waves.* About 64 blocks saturate the memory, so more parts do not read faster; but clusters that
   do not fit at once wait for a whole block. 32 clusters of 4, of which 30 fit, take 12.1 us; 8
@@ -22,24 +23,14 @@ from math import prod
 
 from cutesuper.egraph.extract import Price
 from cutesuper.egraph.saturate import Derivation, Table
-from cutesuper.ir.block import ENDING, LOAD, STORE, BlockOp, BlockProgram
+from cutesuper.ir.block import ENDING, LOAD, STORE, BlockOp
 from cutesuper.ir.dims import ceil_div, extent
-from cutesuper.skeletons.attention.form import ChainedForm, is_mask
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.skeletons.attention.form import AttentionForm, is_mask
+from cutesuper.skeletons.attention.plan import ROW_BLOCK, AttentionPlan
 from cutesuper.skeletons.cost import Cost, bytes_moved, overlapped
 from cutesuper.targets import Target
 
-#: rows of one warpgroup's products
-WARPGROUP_ROWS = 64
-#: rows up to which a thread has one row in place of two, and up to which blocks are small enough
-#: for two on an SM
-FEW_ROWS, TWO_BLOCKS_ROWS = 8, 16
-#: elements of the inner label up to which two blocks fit
-TWO_BLOCKS_INNER = 128
-#: shared memory of a block for which an SM holds two
-HALF_SM = 113 * 1024
-#: barriers, row scalars
-RESERVED_BYTES = 2048
-MIN_STAGES = 2
 #: factor on reading time where dependent launches crowd: 1x16384 keys in 8 clusters of 8, of which
 #: 15 fit, took 25.1 us and plainly launched 18.8; 2x4096 in 16 of 4 13.4 and 11.3
 LATE = 1.5
@@ -50,36 +41,18 @@ GOLDEN = 0.618034
 #: operations on a score beside the exponential that cost nothing: they fill the lanes while the
 #: exponentials are computed (scale, maximum, difference, sum)
 FREE_OPS = 4
-#: registers of a thread for accumulators: results, scores in fp32 and once more in 16 bits
-MAX_REGISTERS = 180
+#: fp32 numbers of a 16-byte piece, and results in the unit of the constants
+PIECE, RESULTS = 4, 1024
 
 
-@dataclass(frozen=True)
-class ChainedSize:
-    """Extents of one candidate.
-
-    Attributes:
-        rows: tile of every row label, in the order of `ChainedForm.rows`.
-        held: rows that the warpgroups compute, including padding: 64 or 128.
-        keys: tile of the keys.
-        cluster, grid: parts of the keys.
-    """
-
-    rows: tuple[int, ...]
-    held: int
-    keys: int
-    cluster: int
-    grid: int
-
-
-def chained_price(table: Table, form: ChainedForm, target: Target) -> Price:
+def attention_price(table: Table, form: AttentionForm, target: Target) -> Price:
     """Cost of one derivation while sizes are unknown; see `egraph.extract`.
 
     A change to a row of Q has to be written back before the first product, so it costs more than
     the same change to the scores; values of a key are computed again for every tile of rows.
     """
     dims = {d: extent(n) for d, n in table.space.program.dims.items()}
-    again = max(1.0, prod(dims[d] for d in form.rows) / WARPGROUP_ROWS)
+    again = max(1.0, prod(dims[d] for d in form.rows) / ROW_BLOCK)
     rate = target.rates.lanes_per_us * target.sms
 
     def cost(i: int, d: Derivation) -> float:
@@ -101,208 +74,148 @@ def chained_price(table: Table, form: ChainedForm, target: Target) -> Price:
     return cost
 
 
-class ChainedModel:
-    """Prices the candidates of one structure.
+def price(plan: AttentionPlan, target: Target) -> Cost:
+    """Cost of a planned kernel."""
+    return _Model(plan, target).cost()
 
-    Args:
-        structure: a block program of the form, with any extents.
-        form: labels of the structure.
-        target: the device.
-        itemsizes: bytes per element of every tensor.
-        dependent_launch: True if the next kernel's blocks start while this one runs.
+
+@dataclass(frozen=True)
+class _Work:
+    """What a program asks for, whatever its sizes.
+
+    Attributes:
+        moved: bytes that device memory reads and writes, each tensor once.
+        key_bytes: bytes of one key, in K and V.
+        exps, others: exponentials of a score, and operations that they do not hide.
+        read: elements of K and V that are read for values of a key, for each key.
+        sequences: sequences of different lengths.
     """
 
-    def __init__(
-        self,
-        structure: BlockProgram,
-        form: ChainedForm,
-        target: Target,
-        itemsizes: dict[str, int],
-        dependent_launch: bool = False,
-    ) -> None:
-        self.form, self.target, self.dependent_launch = form, target, dependent_launch
-        self.dims = {d: extent(n) for d, n in structure.dims.items()}
-        self.moved = bytes_moved(structure, itemsizes)
-        ops = structure.ops
-        #: bytes of one key, in K and V
-        self.key_bytes = sum(
-            prod(self.dims[d] for d in op.dims if d in (form.inner, form.columns))
-            * itemsizes[op.attributes["tensor"]]
-            for op in ops if op.kind == LOAD and form.keys in op.dims
-        )  # fmt: skip
-        scores = [op for op in ops if self._on_scores(op, ops)]
-        self.exps = sum(op.kind == "exp" for op in scores)
-        rest = sum(op.kind != "exp" for op in scores)
-        self.others = max(0, rest - FREE_OPS)
-        #: elements of K and V that are read for values of a key, for each key
-        self.read = sum(
-            self.dims[op.attributes["over"]]
-            for op in ops
-            if op.attributes.get("over") in (form.inner, form.columns)
-            and op.kind != "matmul" and form.keys in op.dims
-        )  # fmt: skip
-        #: the label whose position hides keys, and the number of keys before those of position 0
-        self.causal = form.causal(structure)
-        hidden = self.dims[self.causal] if self.causal else 0
-        aligned = any(op.attributes.get("alignment") == "top_left" for op in ops)
-        self.before = 0 if aligned else self.dims[form.keys] - hidden
-        #: sequences of different lengths
-        self.sequences = prod(
-            self.dims[d] for op in ops if is_mask(op.kind)
-            for i in op.inputs[1:] for d in ops[i].dims
-        )  # fmt: skip
+    moved: float
+    key_bytes: int
+    exps: int
+    others: int
+    read: int
+    sequences: int
 
-    def _on_scores(self, op: BlockOp, ops: tuple[BlockOp, ...]) -> bool:
-        """True if an operation is computed for every score."""
-        if op.kind in (LOAD, STORE, "matmul", "constant", *ENDING) or is_mask(op.kind):
-            return False
-        labels = ops[op.inputs[0]].dims if "over" in op.attributes else op.dims
-        return self.form.keys in labels and not set(labels).isdisjoint(self.form.rows)
 
-    # ------------------------------------------------------------------------------------- blocks
+def _work(plan: AttentionPlan) -> _Work:
+    itemsizes = {a.name: as_dtype(a.dtype).itemsize for a in plan.arguments}
+    widths = {plan.key_load: plan.extent(plan.inner), plan.value_load: plan.extent(plan.columns)}
+    scores = [op.kind for op in plan.program.ops if _on_scores(plan, op)]
+    exps = scores.count("exp")
+    lengths = [d for m in plan.masks if m.lengths is not None for d in m.lengths.labels]
+    return _Work(
+        bytes_moved(plan.program, itemsizes),
+        sum(widths.values()) * plan.element_bytes,
+        exps,
+        max(0, len(scores) - exps - FREE_OPS),
+        sum(widths[r.operand] for r in plan.key_reductions),
+        prod(map(plan.extent, lengths)),
+    )
 
-    def tiles(self, size: ChainedSize) -> int:
-        """Number of tiles of rows, over all batches."""
-        rows = zip(self.form.rows, size.rows, strict=True)
-        return prod(ceil_div(self.dims[d], n) for d, n in rows) * prod(
-            self.dims[d] for d in self.form.batch
-        )
 
-    def loop(self, size: ChainedSize) -> int:
-        """Number of tiles of keys that a block walks over, if none is hidden."""
-        return ceil_div(self.dims[self.form.keys], size.keys * size.cluster * size.grid)
+def _on_scores(plan: AttentionPlan, op: BlockOp) -> bool:
+    """True if an operation is computed for every score."""
+    if op.kind in (LOAD, STORE, "matmul", "constant", *ENDING) or is_mask(op.kind):
+        return False
+    labels = plan.program.ops[op.inputs[0]].dims if "over" in op.attributes else op.dims
+    return plan.keys in labels and not set(labels).isdisjoint(plan.own_labels)
 
-    def loops(self, size: ChainedSize) -> list[int]:
-        """`loop` for each tile of the label whose position hides keys, the longest first. Parts
-        divide the keys that a tile of rows sees."""
-        if self.causal is None:
-            return [self.loop(size)]
-        tile = size.rows[self.form.rows.index(self.causal)]
-        whole, keys = self.dims[self.causal], self.dims[self.form.keys]
+
+class _Model:
+    """Prices one plan."""
+
+    def __init__(self, plan: AttentionPlan, target: Target) -> None:
+        self.plan, self.target, self.rates = plan, target, target.attention
+        self.work = _work(plan)
+        #: clusters; those that run at once with one block on each SM, and with all that it can hold
+        self.units = plan.row_tiles * plan.grid_parts
+        self.slots = target.clusters[plan.cluster]
+        self.at_once = self.slots * plan.schedule.resident
+        #: bytes of a tile of keys and values, and results of a block in units
+        self.tile_bytes = plan.key_tile * self.work.key_bytes
+        self.results = plan.block_rows * plan.extent(plan.columns) / RESULTS
+
+    def loops(self) -> list[int]:
+        """Tiles of keys of a block for each tile of the label whose position hides keys, the
+        longest first. Parts divide the keys that a tile of rows sees."""
+        p = self.plan
+        mask = next((m for m in p.masks if m.rows is not None), None)
+        if mask is None or mask.rows is None:
+            return [p.loop]
+        tile, whole = p.tile(mask.rows), p.extent(mask.rows)
+        before = mask.offset - 1 + (p.key_extent if mask.lengths is not None else 0)
         ends = (min((i + 1) * tile, whole) for i in reversed(range(ceil_div(whole, tile))))
-        seen = (min(keys, max(0, self.before + end)) for end in ends)
-        return [ceil_div(n, size.keys * size.cluster * size.grid) for n in seen]
+        seen = (min(p.key_extent, max(0, before + end)) for end in ends)
+        return [ceil_div(n, p.key_tile * p.parts) for n in seen]
 
-    def resident(self, size: ChainedSize) -> int:
-        """Blocks that share an SM: two if there are few rows and more blocks than SMs.
-
-        Clusters do not share SMs: they would crowd on some while others idle.
-        """
-        blocks = self.tiles(size) * size.cluster * size.grid
-        if prod(size.rows) > TWO_BLOCKS_ROWS or size.cluster > 1 or blocks <= self.target.sms:
-            return 1
-        shared = self._fixed_bytes(size, 1) + 2 * size.keys * self.key_bytes
-        return 1 + (shared <= HALF_SM and self.dims[self.form.inner] <= TWO_BLOCKS_INNER)
-
-    def key_groups(self, size: ChainedSize) -> int:
-        """Warpgroups that take turns along the keys: two for 64 rows, if each has a stage and work
-        to do, and no other block is on the SM."""
-        if size.held > WARPGROUP_ROWS or self.loop(size) == 1 or self.resident(size) > 1:
-            return 1
-        two = self._fixed_bytes(size, 2) + 2 * size.keys * self.key_bytes
-        return 2 if two <= self.target.shared_bytes else 1
-
-    # ------------------------------------------------------------------------------------- memory
-
-    def shared_bytes(self, size: ChainedSize) -> int:
-        """Shared memory with the fewest stages that leave no warpgroup without one, in bytes."""
-        groups = self.key_groups(size)
-        return self._fixed_bytes(size, groups) + MIN_STAGES * size.keys * self.key_bytes
-
-    def _fixed_bytes(self, size: ChainedSize, groups: int) -> int:
-        """Bytes for the rows, and for joining ``groups`` warpgroups along the keys and the blocks
-        of a cluster.
-
-        A thread sends all but its share of the pieces to others.
-        """
-        threads, pieces, own = self._pieces(size, groups)
-        met = 16 * threads * (pieces + 1) if groups > 1 else 0
-        sent = 4 * threads * (4 * own + 1) * size.cluster if size.cluster > 1 else 0
-        return 2 * size.held * self.dims[self.form.inner] + met + sent + RESERVED_BYTES
-
-    def _pieces(self, size: ChainedSize, groups: int) -> tuple[int, int, int]:
-        """Number of threads of a block that have rows; of 16-byte pieces of the result that each of
-        them computes; and of pieces that each finishes."""
-        held = min(prod(size.rows), WARPGROUP_ROWS)
-        threads = 32 * ceil_div(held, 16) * groups * size.held // WARPGROUP_ROWS
-        pieces = ceil_div(self.dims[self.form.columns], 16 if held <= FEW_ROWS else 8)
-        return threads, pieces, ceil_div(ceil_div(pieces, groups), size.cluster)
-
-    def registers(self, size: ChainedSize) -> float:
-        """Registers of a thread for the accumulators."""
-        return self.dims[self.form.columns] / 2 + 0.75 * size.keys
-
-    # --------------------------------------------------------------------------------------- time
-
-    def cost(self, size: ChainedSize) -> Cost:
-        """Cost of a size: waves of clusters, or clusters in turn if a mask makes some shorter."""
-        loops, ends = self.loops(size), self._ends_us(size)
+    def cost(self) -> Cost:
+        """Waves of clusters, or clusters in turn if a mask makes some shorter."""
+        loops, ends = self.loops(), self._ends_us()
         if len(loops) == 1:
-            busy, causes = self._waves(size, loops[0], sum(ends.values()))
+            busy, causes = self._waves(loops[0], sum(ends.values()))
         else:
-            busy, causes = self._turns(size, loops, sum(ends.values()))
-        if self.sequences > 1 and len(loops) == 1:
-            causes["mixed"] = self._mixed_us(size, sum(ends.values()))
+            busy, causes = self._turns(loops, sum(ends.values()))
+        if self.work.sequences > 1 and len(loops) == 1:
+            causes["mixed"] = self._mixed_us(sum(ends.values()))
             busy = (busy + causes["mixed"]) / 2
         launch = self.target.launch_us
         return Cost(launch + busy, {"launch": launch} | ends | causes)
 
-    def _waves(self, size: ChainedSize, loop: int, ends: float) -> tuple[float, dict[str, float]]:
+    def _waves(self, loop: int, ends: float) -> tuple[float, dict[str, float]]:
         """Cost of equal clusters. Beginnings and ends of blocks hide behind the memory of the
         device, but not those of the last wave."""
-        units, slots, at_once = self._units(size)
+        units, at_once = self.units, self.at_once
         last = (units - 1) % at_once + 1
         full, active = (units - last) // at_once, min(units, at_once)
-        exponent = self.target.chained.overlap
-        own = self._block_us(size, loop, ceil_div(active, slots))
-        shared = self._shared_us(size, active / units, loop * active * size.cluster)
+        exponent = self.rates.overlap
+        own = self._block_us(loop, ceil_div(active, self.slots))
+        shared = self._shared_us(active / units, loop * active * self.plan.cluster)
         total = full * overlapped(
             exponent, ends + overlapped(exponent, *own.values()), *shared.values()
         )
         causes = {cause: full * us for cause, us in (own | shared).items()}
-        own = self._block_us(size, loop, ceil_div(last, slots))
-        shared = self._shared_us(size, last / units, loop * last * size.cluster)
+        own = self._block_us(loop, ceil_div(last, self.slots))
+        shared = self._shared_us(last / units, loop * last * self.plan.cluster)
         total += ends + overlapped(exponent, *own.values(), *shared.values())
         return total, {cause: causes[cause] + us for cause, us in (own | shared).items()}
 
-    def _turns(
-        self, size: ChainedSize, loops: list[int], ends: float
-    ) -> tuple[float, dict[str, float]]:
+    def _turns(self, loops: list[int], ends: float) -> tuple[float, dict[str, float]]:
         """Cost of clusters of different lengths: the next in order begins where one has ended.
 
         With 512 blocks for 2048 positions the last ends 19% later than the mean; with 1024 and more
         they end together.
         """
-        units, slots, _ = self._units(size)
-        exponent = self.target.chained.overlap
+        units, slots = self.units, self.slots
+        exponent = self.rates.overlap
         mean = sum(loops) / len(loops)
         if units > EVEN_ROUNDS * slots:
-            own = self._block_us(size, mean, 1)
+            own = self._block_us(mean, 1)
             turns = units / slots * (ends + overlapped(exponent, *own.values()))
         else:
             times = {
-                n: ends + overlapped(exponent, *self._block_us(size, n, 1).values())
-                for n in set(loops)
+                n: ends + overlapped(exponent, *self._block_us(n, 1).values()) for n in set(loops)
             }
             busy = [0.0] * slots
             for n in loops * (units // len(loops)):
                 heapreplace(busy, busy[0] + times[n])
             turns = max(busy)
-        shared = self._shared_us(size, 1.0, mean * units * size.cluster)
+        shared = self._shared_us(1.0, mean * units * self.plan.cluster)
         return overlapped(exponent, turns, *shared.values()), {"blocks": turns} | shared
 
-    def _mixed_us(self, size: ChainedSize, ends: float) -> float:
+    def _mixed_us(self, ends: float) -> float:
         """Time for unsorted sequences of all lengths up to the longest, each divided into the same
         number of parts.
 
         Blocks share the memory evenly, so a long one is not late while there are others; once there
         are fewer than the memory can serve, each is limited by the rate of an SM.
         """
-        units, _, at_once = self._units(size)
-        loop, count = self.loop(size), self.sequences
-        exponent = self.target.chained.overlap
-        alone = overlapped(exponent, *self._block_us(size, loop, 1).values()) / loop
-        all_of_it = self._shared_us(size, 1.0, loop * units * size.cluster)
+        units, at_once = self.units, self.at_once
+        loop, count = self.plan.loop, self.work.sequences
+        exponent = self.rates.overlap
+        alone = overlapped(exponent, *self._block_us(loop, 1).values()) / loop
+        all_of_it = self._shared_us(1.0, loop * units * self.plan.cluster)
         shared = overlapped(exponent, *all_of_it.values()) / (loop * units)
         fixed = ends / max(alone, at_once * shared)  # in tiles
         if units > EVEN_ROUNDS * at_once:
@@ -325,84 +238,71 @@ class ChainedModel:
             next_one()
         return us
 
-    def _units(self, size: ChainedSize) -> tuple[int, int, int]:
-        """Number of clusters; of those that run at once with one block on each SM; and of those
-        that run at once with as many blocks as an SM can hold."""
-        slots = self.target.clusters[size.cluster]
-        return self.tiles(size) * size.grid, slots, slots * self.resident(size)
-
-    def _shared_us(self, size: ChainedSize, share: float, loops: float) -> dict[str, float]:
+    def _shared_us(self, share: float, loops: float) -> dict[str, float]:
         """Work that all blocks share: ``share`` of the bytes of memory, ``loops`` tiles of keys."""
-        t = self.target
-        late = LATE if self.dependent_launch and self._crowds(size) else 1.0
+        t, c = self.target, self.rates
+        late = LATE if self.plan.schedule.dependent_launch and self._crowds() else 1.0
         return {
-            "memory": late * share * self.moved / (t.bandwidth * t.chained.streamed) * 1e6,
-            "l2": loops * size.keys * self.key_bytes / (t.l2_bandwidth * t.chained.from_l2) * 1e6,
+            "memory": late * share * self.work.moved / (t.bandwidth * c.streamed) * 1e6,
+            "l2": loops * self.tile_bytes / (t.l2_bandwidth * c.from_l2) * 1e6,
         }
 
-    def _crowds(self, size: ChainedSize) -> bool:
+    def _crowds(self) -> bool:
         """True if some of the next launch's clusters find room beside this launch's, and some do
         not: these begin behind all others. Where hardly any does, as with 64 pairs of 66, nothing
         is lost (1x16384 keys in 64 pairs 19.5 us, in 40 pairs 25.4)."""
-        units, fit = self.tiles(size) * size.grid, self.target.clusters[size.cluster]
-        if units > fit:
-            return size.cluster > 2
-        return units / 10 < fit - units < units
+        if self.units > self.slots:
+            return self.plan.cluster > 2
+        return self.units / 10 < self.slots - self.units < self.units
 
-    def _block_us(self, size: ChainedSize, loop: float, shared_by: int) -> dict[str, float]:
+    def _block_us(self, loop: float, shared_by: int) -> dict[str, float]:
         """Time by cause of a block with ``loop`` tiles of keys; ``shared_by`` blocks share its
         SM."""
-        r = self.target.rates
-        tensor, lanes = self._tile_us(size)
+        s = self.plan.schedule
+        tensor, lanes = self._tile_us()
         loop = max(1.0, loop)
-        tiles = shared_by * loop * size.held // WARPGROUP_ROWS
-        steps = max(1.0, loop / self.key_groups(size))
         return {
-            "ingest": shared_by * loop * size.keys * self.key_bytes / r.sm_bytes_per_us,
-            "chain": steps * self._step_us(size),
-            "tensor": tiles * tensor,
-            "lanes": tiles * lanes,
-            "values": shared_by * loop * self._values_us(size),
+            "ingest": shared_by * loop * self.tile_bytes / self.target.rates.sm_bytes_per_us,
+            "chain": max(1.0, loop / s.key_groups) * self._step_us(),
+            "tensor": shared_by * loop * s.row_groups * tensor,
+            "lanes": shared_by * loop * s.row_groups * lanes,
+            "values": shared_by * loop * self._values_us(),
         }
 
-    def _tile_us(self, size: ChainedSize) -> tuple[float, float]:
+    def _tile_us(self) -> tuple[float, float]:
         """Time of a warpgroup's products on a tile of keys, and of the work between them."""
-        t, r = self.target, self.target.rates
-        area = WARPGROUP_ROWS * size.keys
-        widths = self.dims[self.form.inner] + self.dims[self.form.columns]
-        tensor = 2.0 * area * widths * t.sms / (t.tensor_flops * r.tensor_efficiency) * 1e6
-        lanes = area * (self.exps / t.chained.exps_per_us + self.others / r.lanes_per_us)
-        return tensor, lanes / 2 if prod(size.rows) <= FEW_ROWS else lanes
+        t, r, p = self.target, self.target.rates, self.plan
+        area = ROW_BLOCK * p.key_tile
+        flops = 2.0 * area * (p.depth + p.width)
+        tensor = flops * t.sms / (t.tensor_flops * r.tensor_efficiency) * 1e6
+        lanes = area * (self.work.exps / self.rates.exps_per_us + self.work.others / r.lanes_per_us)
+        return tensor, lanes / 2 if p.few_rows else lanes
 
-    def _values_us(self, size: ChainedSize) -> float:
+    def _values_us(self) -> float:
         """Time for the values of a tile's keys, computed by warps of their own."""
-        return size.keys * self.read / self.target.chained.value_reads_per_us
+        return self.plan.key_tile * self.work.read / self.rates.value_reads_per_us
 
-    def _step_us(self, size: ChainedSize) -> float:
+    def _step_us(self) -> float:
         """Time of a tile of keys from its first product to its last. Warpgroups of different rows
         meet at the tensor cores; one computes exponentials while the other multiplies."""
-        tensor, lanes = self._tile_us(size)
-        groups = size.held // WARPGROUP_ROWS
-        work = max(groups * tensor, tensor + lanes)
-        return self.target.chained.step_us + work + self._values_us(size)
+        tensor, lanes = self._tile_us()
+        work = max(self.plan.schedule.row_groups * tensor, tensor + lanes)
+        return self.rates.step_us + work + self._values_us()
 
-    def _ends_us(self, size: ChainedSize) -> dict[str, float]:
+    def _ends_us(self) -> dict[str, float]:
         """Time of the beginning of a block, which waits for its first stage, and of its end."""
-        c, r = self.target.chained, self.target.rates
-        stage = size.keys * self.key_bytes / r.sm_bytes_per_us
-        ramp = c.ramp_us + r.first_stage * stage
-        return {"ramp": ramp, "exchange": self._join_us(size)}
+        r = self.target.rates
+        ramp = self.rates.ramp_us + r.first_stage * self.tile_bytes / r.sm_bytes_per_us
+        return {"ramp": ramp, "exchange": self._join_us()}
 
-    def _join_us(self, size: ChainedSize) -> float:
+    def _join_us(self) -> float:
         """Time to combine the parts of the keys, in a cluster and over the grid."""
-        c, groups = self.target.chained, self.key_groups(size)
-        threads, _, own = self._pieces(size, groups)
-        results, total = prod(size.rows) * self.dims[self.form.columns] / 1024, 0.0
-        if groups > 1:
-            total += c.meet_us * results
-        if size.cluster > 1:
-            total += c.cluster_us + c.cluster_sent_us * results
-        if size.grid > 1:
-            moved = 4 * threads * own * (1 + size.grid) / 1024  # one part written, all read
-            total += c.grid_us + c.grid_moved_us * moved
+        c, p, total = self.rates, self.plan, 0.0
+        if p.schedule.key_groups > 1:
+            total += c.meet_us * self.results
+        if p.cluster > 1:
+            total += c.cluster_us + c.cluster_sent_us * self.results
+        if p.grid_parts > 1:
+            left = PIECE * p.owned_items * p.active_threads * p.warpgroups / RESULTS
+            total += c.grid_us + c.grid_moved_us * left * (1 + p.grid_parts)  # all parts are read
         return total

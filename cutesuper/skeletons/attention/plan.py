@@ -13,23 +13,34 @@ and positions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from math import prod
 
+from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
+from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.thread import ThreadExpression
-from cutesuper.skeletons.attention.schedule import AttentionSchedule
+from cutesuper.skeletons.attention.schedule import AttentionSchedule, room
 from cutesuper.skeletons.base import (
     Argument,
     Output,
-    Pages,
     Plan,
     Scratch,
     View,
     view_of,
 )
+from cutesuper.targets import Target
 
+#: most elements of a row of Q, and of one of V: a warpgroup holds 64 x 256 accumulators
+MAX_WIDTH = 256
+#: keys of a stage
+KEY_TILES = (64, 128)
+#: registers of a thread, and those that addresses and counters take
+THREAD_REGISTERS, OTHER_REGISTERS = 255, 40
 #: rows of a WGMMA instruction
 ROW_BLOCK = 64
 #: unit of the contracted dimension of a 16-bit WGMMA instruction
@@ -95,9 +106,9 @@ class AttentionPlan(Plan[AttentionSchedule]):
     Attributes:
         program: the block program; leaves of the expressions are its operations.
         arguments: tensor arguments in order, inputs first.
-        rows: labels of rows that are tiled, the slowest first.
+        dtype: element type of the operands.
+        own_labels: those of the query that keys and values have not; `rows` are those of a tile.
         keys, inner, columns: labels of the loop, of the first product, and of the result.
-        batch: the other labels.
         row_load, key_load, value_load: the loads of the three operands.
         product: the first product.
         prologue: the operand in place of the query, None if that is used as loaded.
@@ -120,11 +131,11 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
     program: BlockProgram
     arguments: tuple[Argument, ...]
-    rows: tuple[str, ...]
+    dtype: str
+    own_labels: tuple[str, ...]
     keys: str
     inner: str
     columns: str
-    batch: tuple[str, ...]
     row_load: int
     key_load: int
     value_load: int
@@ -147,23 +158,52 @@ class AttentionPlan(Plan[AttentionSchedule]):
     divisors: tuple[int, ...]
     schedule: AttentionSchedule
 
-    @property
-    def dtype(self) -> str:
-        """Element type of the operands."""
-        return self.arguments[self.view(self.key_load).argument].dtype
-
     def view(self, load: int) -> View:
         """A load's view of its tensor."""
         return view_of(self.program.ops[load], self.arguments)
 
+    @cached_property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the operands."""
+        return as_dtype(self.dtype).itemsize
+
     @property
     def paged(self) -> bool:
         """True if keys or values lie in pages."""
-        return any(isinstance(self.view(i), Pages) for i in (self.key_load, self.value_load))
+        loads = (self.program.ops[i] for i in (self.key_load, self.value_load))
+        return any("table" in op.attributes for op in loads)
 
     def tile(self, label: str) -> int:
         """Extent of a label in the block's tile."""
         return self.program.tile[label]
+
+    def extent(self, label: str) -> int:
+        """Extent of a label; a symbolic one counts with its hint."""
+        return extent(self.program.dims[label])
+
+    # ---------------------------------------------------------------------------------- tiles
+
+    @cached_property
+    def rows(self) -> tuple[str, ...]:
+        """Labels of the rows of a tile, the slowest first: those held whole vary fastest, so that
+        tiles of the other label are whole runs."""
+        tiled = [d for d in self.own_labels if self.tile(d) > 1] or self.own_labels[-1:]
+        return tuple(sorted(tiled, key=self._is_whole))
+
+    def _is_whole(self, label: str) -> bool:
+        dim = self.program.dims[label]
+        return not isinstance(dim, Symbol) and self.tile(label) >= dim
+
+    @cached_property
+    def batch(self) -> tuple[str, ...]:
+        """Labels of which a block has one element each."""
+        taken = {*self.rows, self.keys, self.inner, self.columns}
+        return tuple(d for d in self.program.dims if d not in taken)
+
+    @cached_property
+    def block_rows(self) -> int:
+        """Rows of a block's tile."""
+        return prod(self.tile(d) for d in self.rows)
 
     @property
     def row_tile(self) -> tuple[int, ...]:
@@ -172,6 +212,11 @@ class AttentionPlan(Plan[AttentionSchedule]):
         return (ceil_div(first, self.schedule.row_groups), *others)
 
     @property
+    def row_blocks(self) -> int:
+        """Instructions that these rows fill, the last one in part."""
+        return ceil_div(self.block_rows, ROW_BLOCK)
+
+    @cached_property
     def group_rows(self) -> int:
         """Rows of one warpgroup that are computed, at most 64."""
         return prod(self.row_tile)
@@ -191,12 +236,12 @@ class AttentionPlan(Plan[AttentionSchedule]):
         """Columns of the result, padded for the copies."""
         return DEPTH * ceil_div(self.tile(self.columns), DEPTH)
 
-    @property
+    @cached_property
     def cluster(self) -> int:
         """Blocks of a cluster, each with a part of the keys."""
         return self.program.parts_along(self.keys, AxisKind.CLUSTER)
 
-    @property
+    @cached_property
     def grid_parts(self) -> int:
         """Clusters that share a tile of rows, each with a part of the keys."""
         return self.program.parts_along(self.keys, AxisKind.GRID)
@@ -209,7 +254,17 @@ class AttentionPlan(Plan[AttentionSchedule]):
     @property
     def key_extent(self) -> int:
         """Number of all keys."""
-        return extent(self.program.dims[self.keys])
+        return self.extent(self.keys)
+
+    @cached_property
+    def loop(self) -> int:
+        """Tiles of keys that a block walks over, if all keys are visible."""
+        return ceil_div(self.key_extent, self.key_tile * self.parts)
+
+    @cached_property
+    def row_tiles(self) -> int:
+        """Tiles of rows in all batches."""
+        return self.program.blocks() // self.parts
 
     @property
     def varying(self) -> bool:
@@ -238,8 +293,10 @@ class AttentionPlan(Plan[AttentionSchedule]):
     @property
     def live_registers(self) -> int:
         """Registers of a thread for results, scores, weights as an operand, and values of keys."""
+        # a warpgroup's 64 rows of fp32 numbers take half a register a thread for each column
+        weights = self.key_tile * self.element_bytes // 8
         values = len(self.key_values) * self.key_tile // 4
-        return self.width // 2 + 3 * self.key_tile // 4 + values
+        return self.width // 2 + self.key_tile // 2 + weights + values
 
     @property
     def registers(self) -> tuple[int, int] | None:
@@ -307,12 +364,12 @@ class AttentionPlan(Plan[AttentionSchedule]):
     @property
     def query_bytes(self) -> int:
         """Shared memory of the rows, in bytes."""
-        return 2 * ROW_BLOCK * self.schedule.row_groups * self.depth
+        return self.element_bytes * ROW_BLOCK * self.schedule.row_groups * self.depth
 
     @property
     def stage_bytes(self) -> int:
         """Shared memory of a stage, in bytes: a tile of keys and one of values."""
-        return 2 * self.key_tile * (self.depth + self.width)
+        return self.element_bytes * self.key_tile * (self.depth + self.width)
 
     @property
     def meeting_bytes(self) -> int:
@@ -329,13 +386,20 @@ class AttentionPlan(Plan[AttentionSchedule]):
         return 4 * self.part_words * self.cluster * self.warpgroups
 
     @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block, in bytes, with room for barriers and alignment."""
-        key_values = 4 * self.key_tile * len(self.key_values) * self.schedule.stages
+    def slot_bytes(self) -> int:
+        """Shared memory of a stage with its values of keys, in bytes."""
+        return self.stage_bytes + 4 * self.key_tile * len(self.key_values)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Shared memory beside the ring, in bytes, with room for barriers and alignment."""
         row_values = 4 * ROW_BLOCK * self.schedule.row_groups * max(1, len(self.row_values))
-        ring = self.stage_bytes * self.schedule.stages
-        ends = self.meeting_bytes + self.exchange_bytes
-        return self.query_bytes + ring + ends + key_values + row_values + 1024
+        return self.query_bytes + self.meeting_bytes + self.exchange_bytes + row_values + 1024
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, in bytes."""
+        return self.fixed_bytes + self.slot_bytes * self.schedule.stages
 
     @property
     def stages(self) -> int:
@@ -364,3 +428,95 @@ class AttentionPlan(Plan[AttentionSchedule]):
             else:
                 each *= ceil_div(dim, self.tile(d))
         return (*shape, each)
+
+
+# --------------------------------------------------------------------------------------- limits
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit that a plan exceeds.
+
+    Attributes:
+        name: the same for all plans that exceed it; sizes that are left out are counted by it.
+        message: what this plan has, and what to do.
+        error: raised when the kernel is planned.
+    """
+
+    name: str
+    message: str
+    error: type[LoweringError | ScheduleError] = ScheduleError
+
+    def refused(self, kernel: str) -> LoweringError | ScheduleError:
+        """The error for a kernel of this name."""
+        return self.error(f"kernel {kernel}: {self.message}")
+
+
+def exceeded(plan: AttentionPlan, target: Target) -> Limit | None:
+    """The first limit that a plan exceeds; None if there is a kernel for it."""
+    return next(chain(_by_tile(plan), _by_schedule(plan), _by_resources(plan, target)), None)
+
+
+def _by_tile(plan: AttentionPlan) -> Iterator[Limit]:
+    for label in (plan.inner, plan.columns):
+        if plan.tile(label) < plan.extent(label) or plan.extent(label) > MAX_WIDTH:
+            yield Limit(
+                "an inner label or columns that a block cannot hold whole",
+                f"tile {label}={plan.tile(label)} of {plan.extent(label)}; a block holds it whole, "
+                f"at most {MAX_WIDTH}",
+            )
+    for mask in plan.masks:
+        if mask.lengths is not None and not set(mask.lengths.labels).isdisjoint(plan.rows):
+            yield Limit(
+                "lengths that differ between the rows of a tile",
+                "the attention loop cannot run this program: lengths differ between the rows of a "
+                f"tile; let {plan.rows[0]} have a tile of 1",
+                LoweringError,
+            )
+    if plan.key_tile not in KEY_TILES:
+        yield Limit(
+            "tiles of keys that no instruction has",
+            f"tile {plan.keys}={plan.key_tile}; must be {' or '.join(map(str, KEY_TILES))}",
+        )
+
+
+def _by_schedule(plan: AttentionPlan) -> Iterator[Limit]:
+    s = plan.schedule
+    groups = s.row_groups, s.key_groups
+    if groups not in ((1, 1), (1, 2), (2, 1)) or s.resident not in (1, 2):
+        yield Limit(
+            "more than two warpgroups",
+            f"{groups[0]} x {groups[1]} consumer warpgroups in {s.resident} block(s) of an SM; one "
+            "or two are possible",
+        )
+    if plan.tile(plan.rows[0]) % s.row_groups or plan.group_rows > ROW_BLOCK:
+        yield Limit(
+            "rows that warpgroups cannot share",
+            f"a tile of {' x '.join(str(plan.tile(d)) for d in plan.rows)} rows for "
+            f"{s.row_groups} warpgroup(s) of at most {ROW_BLOCK} rows",
+        )
+    if s.stages < plan.least_stages or s.stages % s.key_groups:
+        yield Limit(
+            "rings that stand still",
+            f"{s.stages} stages for {s.key_groups} warpgroups along the keys, which take them in "
+            f"turn; use a multiple, at least {plan.least_stages}",
+        )
+
+
+def _by_resources(plan: AttentionPlan, target: Target) -> Iterator[Limit]:
+    s, memory = plan.schedule, room(target, plan.schedule.resident)
+    if plan.shared_bytes > memory:
+        yield Limit(
+            "stages exceed the shared memory",
+            f"{s.stages} stages of {plan.stage_bytes} bytes, {plan.query_bytes} bytes of rows and "
+            f"{plan.meeting_bytes + plan.exchange_bytes} bytes of exchange do not fit into "
+            f"{memory} bytes of shared memory; use smaller tiles",
+        )
+    equal = min(THREAD_REGISTERS, target.registers // (plan.threads * s.resident))
+    most, _ = plan.registers or (equal, equal)
+    if plan.live_registers > most - OTHER_REGISTERS:
+        yield Limit(
+            "accumulators exceed the registers",
+            f"{plan.live_registers} of {most} registers for the products of a thread, and "
+            f"{plan.threads} threads in {s.resident} block(s) of an SM; use a tile of 64 keys",
+        )

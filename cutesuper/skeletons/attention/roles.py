@@ -18,12 +18,31 @@ from cutesuper.ir.thread import (
 )
 from cutesuper.skeletons.attention.plan import AttentionPlan, Mask, Reduction, Sum
 from cutesuper.skeletons.attention.schedule import AttentionSchedule
-from cutesuper.skeletons.base import Argument, Output, View, view_of
+from cutesuper.skeletons.base import Argument, Output, Pages, View, arguments_of, view_of
+from cutesuper.skeletons.cost import Setting
+from cutesuper.skeletons.operands import check_element_type, check_same_type, unaligned
 
 CLOSES = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
 REDUCES = ("sum", "mean", "max")
 #: operators whose results are positive, and not 0 for any finite value: -inf times 0 would be NaN
 POSITIVE = ("rsqrt",)
+
+
+#: bytes of the pieces that TMA (bulk tensor loads) moves
+PIECE_BYTES = 16
+#: dimensions of a TMA copy
+MAX_RANK = 5
+#: positions of a page that TMA supports
+PAGE_SIZES = (16, 32, 64, 128, 256)
+
+
+def recognized(step: KernelStep, setting: Setting) -> AttentionPlan:
+    """The roles of a kernel's operations, which do not depend on its extents, as a plan without a
+    schedule. Raises LoweringError for a structure that this skeleton cannot run."""
+    roles = AttentionRoles(step, arguments_of(step, setting.tensors))
+    plan = roles.plan(AttentionSchedule(2, dependent_launch=setting.dependent_launch))
+    _check_operands(plan, roles.where)
+    return plan
 
 
 class AttentionRoles:
@@ -82,18 +101,9 @@ class AttentionRoles:
             raise self._refuse(f"values have {len(columns)} labels of their own; one is possible")
         (self.columns,) = columns
         shared = {*ops[self.key_load].dims, *ops[self.value_load].dims}
-        own = [d for d in ops[self.row_load].dims if d not in shared]
-        tiled = [d for d in own if self.program.tile[d] > 1] or own[-1:]
-        if not tiled:
+        self.own_labels = tuple(d for d in ops[self.row_load].dims if d not in shared)
+        if not self.own_labels:
             raise self._refuse("its rows have no label of their own")
-        # labels held whole vary fastest, so that tiles of the other label are whole runs
-        self.rows = tuple(sorted(tiled, key=self._is_whole))
-        taken = {*self.rows, self.keys, self.inner, self.columns}
-        self.batch = tuple(d for d in self.program.dims if d not in taken)
-
-    def _is_whole(self, label: str) -> bool:
-        dim = self.program.dims[label]
-        return not isinstance(dim, Symbol) and self.program.tile[label] >= dim
 
     def plan(self, schedule: AttentionSchedule) -> AttentionPlan:
         prologue = fuse(self.program, self.row_operand, self._is_row_leaf, self.where)
@@ -139,10 +149,11 @@ class AttentionRoles:
         )
         plain = prologue.trivial and prologue.leaves == (self.row_load,)
         return AttentionPlan(
-            program=self.program, arguments=self.arguments, rows=self.rows, keys=self.keys,
-            inner=self.inner, columns=self.columns, batch=self.batch, row_load=self.row_load,
-            key_load=self.key_load, value_load=self.value_load, product=self.product,
-            prologue=None if plain else prologue,
+            program=self.program, arguments=self.arguments,
+            dtype=self.arguments[self._view(self.key_load).argument].dtype,
+            own_labels=self.own_labels, keys=self.keys, inner=self.inner, columns=self.columns,
+            row_load=self.row_load, key_load=self.key_load, value_load=self.value_load,
+            product=self.product, prologue=None if plain else prologue,
             row_reductions=tuple(self.row_reductions.values()), row_values=row_values,
             key_reductions=tuple(self.key_reductions.values()), key_values=key_values,
             vectors={i: self._view(i) for i in self.vectors}, scores=scores, factor=factor,
@@ -248,11 +259,6 @@ class AttentionRoles:
         lengths = None
         if len(op.inputs) > 1:
             lengths = self._view(op.inputs[1])
-            if set(lengths.labels) & set(self.rows):
-                raise self._refuse(
-                    f"lengths (operation {op.inputs[1]}) differ between the rows of "
-                    f"a tile; let {self.rows[0]} have a tile of 1"
-                )
             if not a["causal"]:
                 return Mask(lengths, None, 0)
         elif a["alignment"] == "top_left":
@@ -336,9 +342,9 @@ class AttentionRoles:
             labels = set(self.ops[i].dims)
             if i == self.row_load or i in self.vectors:
                 continue
-            if self.keys in labels and not labels & set(self.rows):
+            if self.keys in labels and not labels & set(self.own_labels):
                 key_values[i] = fuse(self.program, i, self._reduces_keys, self.where)
-            elif labels <= {*self.rows, *self.batch}:
+            elif not labels & {self.keys, self.inner, self.columns}:
                 row_values[i] = fuse(self.program, i, self._reduces_rows, self.where)
             else:
                 raise self._refuse(
@@ -373,3 +379,77 @@ class AttentionRoles:
 
     def _refuse(self, why: str) -> LoweringError:
         return LoweringError(f"{self.where}: the attention loop cannot run this program: {why}")
+
+
+def _check_operands(plan: AttentionPlan, where: str) -> None:
+    check_element_type(where, plan.dtype)
+    for i, op in enumerate(plan.program.ops):
+        if "table" in op.attributes:
+            _check_pages(plan, where, i)
+    matrices = {
+        plan.row_load: (plan.inner,),
+        plan.key_load: (plan.inner, plan.keys),
+        plan.value_load: (plan.columns, plan.keys),
+    }
+    for load, contiguous in matrices.items():
+        _check_matrix(plan, where, plan.view(load), contiguous)
+    for i, view in plan.vectors.items():
+        if view.labels != (plan.inner,):
+            raise LoweringError(
+                f"{where}: operation {i} is multiplied with the rows and has the "
+                f"labels {', '.join(view.labels)}; only {plan.inner} is possible"
+            )
+        check_same_type(where, plan.dtype, plan.arguments[view.argument])
+    for output in plan.outputs:
+        _check_output(plan, where, output.view)
+
+
+def _check_output(plan: AttentionPlan, where: str, view: View) -> None:
+    arg = plan.arguments[view.argument]
+    if view.stride(plan.columns) != 1:
+        raise LoweringError(
+            f"{where}: {arg.name}{list(map(str, arg.shape))} is stored, and not contiguous along "
+            f"{plan.columns}; only results with this label, in this order, can be"
+        )
+
+
+def _check_pages(plan: AttentionPlan, where: str, load: int) -> None:
+    """Refuse pages of operands other than keys and values, and pages that no TMA load supports."""
+    view = plan.view(load)
+    assert isinstance(view, Pages)
+    cache, table = plan.arguments[view.argument], plan.arguments[view.table]
+    what = f"{where}: {cache.name}{list(map(str, cache.shape))} through the table {table.name}"
+    if load not in (plan.key_load, plan.value_load) or view.positions != plan.keys:
+        raise LoweringError(
+            f"{what}: only keys and values are read through a table, along "
+            f"{plan.keys}; gather the pages before"
+        )
+    if view.sequences not in (None, *plan.batch):
+        raise LoweringError(
+            f"{what}: {view.sequences} is no label of the batch; gather the pages before"
+        )
+    if view.size not in PAGE_SIZES:
+        raise LoweringError(
+            f"{what}: pages of {view.size} positions; use "
+            f"{', '.join(map(str, PAGE_SIZES[:-1]))} or {PAGE_SIZES[-1]}"
+        )
+    if len(view.labels) >= MAX_RANK:
+        raise LoweringError(
+            f"{what}: a cache of pages has at most {MAX_RANK} dimensions longer "
+            f"than 1, this one {len(view.labels) + 1}; merge those of the heads"
+        )
+
+
+def _check_matrix(plan: AttentionPlan, where: str, view: View, contiguous: tuple[str, ...]) -> None:
+    arg = plan.arguments[view.argument]
+    shape = f"{arg.name}{list(map(str, arg.shape))}"
+    check_same_type(where, plan.dtype, arg)
+    if len(view.labels) > MAX_RANK:
+        raise LoweringError(
+            f"{where}: {shape} has {len(view.labels)} labels, and bulk tensor "
+            f"copies {MAX_RANK} dimensions; merge some"
+        )
+    if not any(view.stride(d) == 1 for d in contiguous):
+        raise LoweringError(f"{where}: {shape} must be contiguous along {' or '.join(contiguous)}")
+    if any(s != 1 and s * plan.element_bytes % PIECE_BYTES for s in view.strides):
+        raise unaligned(where, arg)

@@ -1,4 +1,4 @@
-"""Extents for structures of two chained products.
+"""Extents for structures of the attention loop.
 
 before: ``softmax(Q K) V`` with the keys N divided by grid, cluster and loop; after, for one token,
 32 query heads on 8 heads of K and V, and 4096 keys on an H200: tile M=4 N=64, ``B.grid(8)
@@ -9,66 +9,80 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 
-from cutesuper.ir.block import AxisKind, BlockProgram
+from cutesuper.errors import LoweringError
+from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
-from cutesuper.skeletons.attention.cost import (
-    MAX_REGISTERS,
-    WARPGROUP_ROWS,
-    ChainedModel,
-    ChainedSize,
+from cutesuper.skeletons.attention.cost import price
+from cutesuper.skeletons.attention.plan import (
+    KEY_TILES,
+    ROW_BLOCK,
+    AttentionPlan,
+    Limit,
+    exceeded,
 )
-from cutesuper.skeletons.attention.form import ChainedForm
-from cutesuper.skeletons.cost import Cost
+from cutesuper.skeletons.attention.roles import recognized
+from cutesuper.skeletons.attention.schedule import scheduled
+from cutesuper.skeletons.cost import Setting, Sized
+from cutesuper.targets import Target
 
 #: rows of a block: those of one warpgroup, and of two
-ROWS = (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS)
-KEYS = (64, 128)
+ROWS = (ROW_BLOCK, 2 * ROW_BLOCK)
 CLUSTERS = (2, 4, 8)
 #: blocks beyond which the grid does not divide keys any further, in waves of the device
 MOST_WAVES = 2
+#: fewest stages of a loop that is worth a price: with one, nothing is loaded during a product
+MIN_STAGES = 2
 
 
-def chained_sizes(
-    structure: BlockProgram,
-    form: ChainedForm,
-    model: ChainedModel,
-    pruned: Counter[str],
-) -> Iterator[tuple[BlockProgram, Cost]]:
-    """All sizes worth pricing, with their costs.
+def attention_sizes(structure: BlockProgram, setting: Setting, pruned: Counter[str]) -> list[Sized]:
+    """The sizes whose plans the target can run, with the price of each.
 
     Args:
         structure: a block program of the form, with any extents.
-        form: labels of the structure.
-        model: the cost model of the structure.
+        setting: the target and the tensors.
         pruned: counts rejected sizes, by reason.
+
+    Raises:
+        LoweringError: the attention loop cannot run the structure, whatever its sizes.
     """
-    for size in _candidates(structure, form, model):
-        if model.registers(size) > MAX_REGISTERS:
-            pruned["accumulators exceed the registers"] += 1
-        elif model.shared_bytes(size) > model.target.shared_bytes:
-            pruned["stages exceed the shared memory"] += 1
+    target, step = setting.target, KernelStep("k0", structure)
+    sized, refused = list[Sized](), list[Limit]()
+    for size in _candidates(recognized(step, setting), target):
+        plan = scheduled(size, target)
+        limit = exceeded(plan, target)
+        if limit is not None:
+            pruned[limit.name] += 1
+            refused.append(limit)
+        elif plan.stages < MIN_STAGES:
+            pruned["room for one stage only"] += 1
         else:
-            yield _resized(structure, form, model, size), model.cost(size)
+            sized.append(Sized(plan.program, price(plan, target)))
+    illegal = [r for r in refused if r.error is LoweringError]
+    if illegal and not sized:
+        raise illegal[0].refused(step.name)
+    return sized
 
 
-def _candidates(
-    structure: BlockProgram, form: ChainedForm, model: ChainedModel
-) -> Iterator[ChainedSize]:
-    axes = {a.kind for a in structure.axes_of(form.keys)}
-    for rows, held in row_tiles([structure.dims[d] for d in form.rows]):
-        for keys in KEYS:
-            for cluster in CLUSTERS if AxisKind.CLUSTER in axes else (1,):
-                one = ChainedSize(rows, held, keys, cluster, 1)
-                if AxisKind.GRID not in axes:
-                    yield from [one] if model.loop(one) > 1 or cluster == 1 else []
-                else:
-                    yield from _divided(model, one)
+def _candidates(known: AttentionPlan, target: Target) -> Iterator[AttentionPlan]:
+    """The plan at all extents, with the schedule that it has."""
+    kinds = {a.kind for a in known.program.axes_of(known.keys)}
+    for rows in row_tiles([known.program.dims[d] for d in known.own_labels]):
+        tile = dict(zip(known.own_labels, rows, strict=True))
+        for keys in KEY_TILES:
+            for cluster in CLUSTERS if AxisKind.CLUSTER in kinds else (1,):
+                one = resized(known, tile | {known.keys: keys}, cluster, 1)
+                if AxisKind.GRID in kinds:
+                    parts = _parts(one, target)
+                    yield from (resized(known, one.program.tile, cluster, n) for n in parts)
+                elif one.loop > 1 or cluster == 1:
+                    yield one
 
 
-def row_tiles(extents: list[Dim]) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Tiles of the row labels, and the rows that warpgroups compute for them.
+def row_tiles(extents: list[Dim]) -> Iterator[tuple[int, ...]]:
+    """Tiles of the row labels.
 
     Short labels are held whole, and one is divided to fill the rows: for 7 heads and 512 positions,
     7 x 9 are 63 of 64 rows. A symbolic label counts with its hint.
@@ -81,36 +95,34 @@ def row_tiles(extents: list[Dim]) -> Iterator[tuple[tuple[int, ...], int]]:
         for k in sorted(range(len(extents)), key=lambda k: extent(extents[k])):
             tiles[k] = min(extent(extents[k]), left)
             left //= tiles[k]
-        yield tuple(tiles[k] for k in range(len(extents))), held
+        yield tuple(tiles[k] for k in range(len(extents)))
 
 
-def _divided(model: ChainedModel, one: ChainedSize) -> Iterator[ChainedSize]:
-    """The size with a grid over the keys: for every length of the loop the fewest parts."""
-    whole, target = model.loop(one), model.target
-    most = MOST_WAVES * target.sms // max(1, model.tiles(one) * one.cluster)
+def _parts(one: AttentionPlan, target: Target) -> Iterator[int]:
+    """Numbers of parts into which the grid divides the keys of an undivided plan: for every length
+    of the loop the fewest."""
+    most = MOST_WAVES * target.sms // max(1, one.row_tiles * one.cluster)
     known = set[int]()
-    for parts in range(2, min(most, whole) + 1):
-        loop = ceil_div(whole, parts)
+    for parts in range(2, min(most, one.loop) + 1):
+        loop = ceil_div(one.loop, parts)
         if loop not in known:
             known.add(loop)
-            yield ChainedSize(one.rows, one.held, one.keys, one.cluster, parts)
+            yield parts
 
 
-def _resized(
-    structure: BlockProgram, form: ChainedForm, model: ChainedModel, size: ChainedSize
-) -> BlockProgram:
-    rows = dict(zip(form.rows, size.rows, strict=True))
-    tile: dict[str, int] = {}
-    for d in structure.dims:
-        whole = d in (form.inner, form.columns)
-        tile[d] = model.dims[d] if whole else size.keys if d == form.keys else rows.get(d, 1)
-    extents: dict[str, int | None] = {}
-    for a in structure.axes:
-        if a.dim == form.keys:
-            own = {AxisKind.GRID: size.grid, AxisKind.CLUSTER: size.cluster}
-            extents[a.name] = own.get(a.kind, model.loop(size))
-        else:
-            dim = structure.dims[a.dim]
-            opened = isinstance(dim, Symbol)
-            extents[a.name] = None if opened else ceil_div(dim, tile[a.dim])
-    return structure.resized(structure.dims, extents, tile)
+def resized(plan: AttentionPlan, tile: dict[str, int], cluster: int, grid: int) -> AttentionPlan:
+    """The plan with tiles of rows and keys, and with the keys in parts."""
+    program = plan.program
+    held = {d: plan.extent(d) for d in (plan.inner, plan.columns)}
+    tile = dict.fromkeys(program.dims, 1) | tile | held
+    loop = ceil_div(plan.key_extent, tile[plan.keys] * cluster * grid)
+    own = {AxisKind.GRID: grid, AxisKind.CLUSTER: cluster, AxisKind.LOOP: loop}
+
+    def parts(d: str, kind: AxisKind) -> int | None:
+        dim = program.dims[d]
+        if d == plan.keys:
+            return own[kind]
+        return None if isinstance(dim, Symbol) else ceil_div(dim, tile[d])
+
+    extents = {a.name: parts(a.dim, a.kind) for a in program.axes}
+    return replace(plan, program=program.resized(program.dims, extents, tile))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from cutesuper.egraph.extract import Price
@@ -11,17 +12,17 @@ from cutesuper.egraph.labelled import LabelledProgram, Region
 from cutesuper.egraph.products import are_chained, matrix_products
 from cutesuper.egraph.saturate import Table
 from cutesuper.egraph.space import Space
-from cutesuper.ir.block import BlockProgram, KernelStep, TensorSpec
-from cutesuper.skeletons.attention.cost import ChainedModel, chained_price
+from cutesuper.errors import LoweringError
+from cutesuper.ir.block import BlockProgram, KernelStep
+from cutesuper.skeletons.attention.cost import attention_price
 from cutesuper.skeletons.attention.explain import attention_lines
-from cutesuper.skeletons.attention.form import chained_form
-from cutesuper.skeletons.attention.hoist import hoisted, settled
-from cutesuper.skeletons.attention.plan import AttentionPlan
-from cutesuper.skeletons.attention.planner import plan_attention
-from cutesuper.skeletons.attention.schedule import AttentionSchedule
-from cutesuper.skeletons.attention.sizes import chained_sizes
+from cutesuper.skeletons.attention.form import attention_form, hoisted, settled
+from cutesuper.skeletons.attention.plan import AttentionPlan, exceeded
+from cutesuper.skeletons.attention.roles import recognized
+from cutesuper.skeletons.attention.schedule import AttentionSchedule, scheduled
+from cutesuper.skeletons.attention.sizes import attention_sizes
 from cutesuper.skeletons.base import Plan, Skeleton
-from cutesuper.skeletons.cost import Device, Sized
+from cutesuper.skeletons.cost import Setting, Sized
 from cutesuper.skeletons.form import Form, needs_positions
 from cutesuper.skeletons.legality import is_chained
 from cutesuper.targets import Target
@@ -42,40 +43,37 @@ class Attention(Skeleton):
         positions = needs_positions(region) is not None
         if not products or (positions and not are_chained(program)):
             return None
-        return chained_form(region, program, products)
+        return attention_form(region, program, products)
 
     def prepared(self, program: LabelledProgram, form: Any) -> Space | None:
-        """The space of the program with factors moved behind products; see `attention.hoist`."""
+        """The space of the program with factors moved behind products; see `attention.form`."""
         moved = hoisted(program, form)
         return Space(moved, sealed=settled(moved, form))
 
     def price(self, table: Table, form: Any, target: Target, itemsize: int) -> Price:
-        """See `attention.cost.chained_price`."""
-        return chained_price(table, form, target)
+        """See `attention.cost.attention_price`."""
+        return attention_price(table, form, target)
 
     def sizes(
-        self, structure: BlockProgram, form: Any, device: Device, pruned: Counter[str]
+        self, structure: BlockProgram, form: Any, setting: Setting, pruned: Counter[str]
     ) -> Iterable[Sized]:
-        """See `attention.sizes.chained_sizes`."""
-        model = ChainedModel(
-            structure, form, device.target, device.itemsizes, device.dependent_launch
-        )
-        return (Sized(*s) for s in chained_sizes(structure, form, model, pruned))
+        """See `attention.sizes.attention_sizes`."""
+        return attention_sizes(structure, setting, pruned)
 
     def runs(self, step: KernelStep) -> bool:
         """True if a product multiplies a value that is computed from another product."""
         return is_chained(step)
 
-    def plan(
-        self,
-        step: KernelStep,
-        tensors: dict[str, TensorSpec],
-        target: Target,
-        schedule: Any,
-        dependent_launch: bool,
-    ) -> Plan[Any]:
-        """See `attention.planner.plan_attention`."""
-        return plan_attention(step, tensors, target, schedule, dependent_launch)
+    def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
+        """Recognise the roles and choose a schedule; sizes are held to the same limits."""
+        target = setting.target
+        if why := target.refuses_products():
+            raise LoweringError(f"kernel {step.name}: {why}")
+        plan = recognized(step, setting)
+        plan = scheduled(plan, target) if schedule is None else replace(plan, schedule=schedule)
+        if limit := exceeded(plan, target):
+            raise limit.refused(step.name)
+        return plan
 
     def explain(self, plan: Any) -> list[str]:
         """See `attention.explain.attention_lines`."""

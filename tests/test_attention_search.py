@@ -1,27 +1,29 @@
-"""Chained products: which programs the form runs, that they are right, and the sizes they get."""
+"""The search for attention loops: programs the form runs, that they are right, and their sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 
 from cutesuper.egraph.labelled import Region, label
 from cutesuper.errors import SearchError
-from cutesuper.ir.block import AxisKind, BlockProgram, MuGraph
+from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep, MuGraph
 from cutesuper.ir.check import check_block_program, passes
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph, symbol
 from cutesuper.search.cuts import Cut, Flat
 from cutesuper.search.forms import find_form
-from cutesuper.search.region import SearchOptions, search_region
+from cutesuper.search.region import SearchOptions, search_region, tensors_of
 from cutesuper.search.search import assemble, search
-from cutesuper.skeletons.attention.cost import ChainedModel, ChainedSize
-from cutesuper.skeletons.attention.form import ChainedForm
-from cutesuper.skeletons.attention.hoist import hoisted
-from cutesuper.skeletons.attention.plan import AttentionPlan
-from cutesuper.skeletons.attention.sizes import row_tiles
-from cutesuper.skeletons.cost import describe
+from cutesuper.skeletons.attention.cost import price
+from cutesuper.skeletons.attention.form import AttentionForm, hoisted
+from cutesuper.skeletons.attention.plan import AttentionPlan, exceeded
+from cutesuper.skeletons.attention.roles import recognized
+from cutesuper.skeletons.attention.schedule import scheduled
+from cutesuper.skeletons.attention.sizes import resized, row_tiles
+from cutesuper.skeletons.cost import Setting, describe
 from cutesuper.skeletons.matmul.form import MatmulForm
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.rows.plan import RowPlan
@@ -162,10 +164,10 @@ def region_of(graph: KernelGraph) -> Region:
     return flat.segment(flat.order).region
 
 
-def form_of(graph: KernelGraph) -> ChainedForm:
+def form_of(graph: KernelGraph) -> AttentionForm:
     region = region_of(graph)
     form = find_form(region, label(region)).form
-    assert isinstance(form, ChainedForm)
+    assert isinstance(form, AttentionForm)
     return form
 
 
@@ -230,7 +232,7 @@ def test_rows_are_what_keys_have_not() -> None:
 @pytest.mark.parametrize("hidden", [128, 4096])
 def test_a_short_label_between_products_stays_with_the_matmul_loop(hidden: int) -> None:
     region = region_of(long_mlp(hidden))
-    kind = MatmulForm if hidden == 128 else ChainedForm
+    kind = MatmulForm if hidden == 128 else AttentionForm
     assert isinstance(find_form(region, label(region)).form, kind)
 
 
@@ -339,11 +341,20 @@ def test_the_fastest_of_what_was_measured_is_chosen(us: str) -> None:
     assert cost == pytest.approx(float(us), rel=0.07)
 
 
-def model(graph: KernelGraph) -> ChainedModel:
-    """The prices of a program's structure."""
-    program, form = best(lambda: graph)[0], form_of(graph)
-    itemsizes = {op.attributes["tensor"]: 2 for op in (*program.loads(), *program.stores())}
-    return ChainedModel(program, form, H200, itemsizes)
+@cache
+def cost(graph: Made, tile: tuple[int, ...], keys: int, cluster: int = 1, grid: int = 1) -> float:
+    """Predicted time of a program with these tiles of its rows and keys, and parts of the keys."""
+    region = region_of(graph())
+    kinds = {AxisKind.CLUSTER: cluster, AxisKind.GRID: grid, AxisKind.LOOP: 2}
+    wanted = {kind for kind, n in kinds.items() if n > 1}
+    ways = search_region(region, H200, replace(LOWERED, keep=1000)).ways
+    programs = (w.programs[0] for w in ways)
+    found = next(p for p in programs if {a.kind for a in p.axes_of("N")} == wanted)
+    known = recognized(KernelStep("k0", found), Setting(H200, tensors_of(region)))
+    rows = dict(zip(known.own_labels, tile, strict=True))
+    plan = scheduled(resized(known, rows | {known.keys: keys}, cluster, grid), H200)
+    assert exceeded(plan, H200) is None
+    return price(plan, H200).total
 
 
 #: microseconds of decoding in clusters of C and G parts of the grid, tiles of 64 keys
@@ -365,31 +376,24 @@ SLOWER: dict[tuple[int, int], dict[str, float]] = {
 @pytest.mark.parametrize("case", SLOWER)
 def test_slower_variants_cost_more(case: tuple[int, int]) -> None:
     """The first is the best; none is far off."""
-    priced, (first, *others) = model(decode(*case)), SLOWER[case].items()
+    first, *others = SLOWER[case].items()
+    graph = partial(decode, *case)
 
-    def cost(name: str) -> float:
+    def predicted(name: str) -> float:
         cluster, grid = (int(part[1:]) for part in name.split())
-        return priced.cost(ChainedSize((4,), 64, 64, cluster, grid)).total
+        return cost(graph, (4,), 64, cluster, grid)
 
     for name, us in (first, *others):
-        assert cost(name) == pytest.approx(us, rel=0.08)
-        assert name == first[0] or cost(name) > cost(first[0])
+        assert predicted(name) == pytest.approx(us, rel=0.08)
+        assert name == first[0] or predicted(name) > predicted(first[0])
 
 
 def test_slower_tiles_cost_more() -> None:
     """Tiles of 128 keys for 64 rows, of 64 keys for few; 128 rows where there are many."""
-
-    def costs(graph: KernelGraph, *sizes: ChainedSize) -> list[float]:
-        priced = model(graph)
-        return [priced.cost(size).total for size in sizes]
-
-    few = costs(attention(), *(ChainedSize((64,), 64, n, 8, 1) for n in (128, 64)))
-    token = costs(decode(), *(ChainedSize((4,), 64, n, 8, 1) for n in (64, 128)))
-    many = costs(
-        grouped(positions=2048, keys=2048, causal=True),
-        ChainedSize((4, 32), 128, 128, 1, 1), ChainedSize((4, 16), 64, 64, 1, 1),
-        ChainedSize((4, 32), 128, 64, 1, 1),
-    )  # fmt: skip
+    causal = partial(grouped, positions=2048, keys=2048, causal=True)
+    few = [cost(attention, (64,), n, 8) for n in (128, 64)]
+    token = [cost(decode, (4,), n, 8) for n in (64, 128)]
+    many = [cost(causal, rows, n) for rows, n in (((4, 32), 128), ((4, 16), 64), ((4, 32), 64))]
     assert few == pytest.approx([6.4, 7.06], rel=0.06)
     assert token == pytest.approx([7.31, 7.75], rel=0.06)
     assert many == pytest.approx([81.2, 93, 90.7], rel=0.07)
@@ -399,14 +403,14 @@ def test_slower_tiles_cost_more() -> None:
 @pytest.mark.parametrize(
     ("extents", "expected"),
     [
-        ([4], [((4,), 64)]),
-        ([64], [((64,), 64)]),
-        ([65], [((64,), 64), ((65,), 128)]),
-        ([256], [((64,), 64), ((128,), 128)]),
-        ([7, 512], [((7, 9), 64), ((7, 18), 128)]),
-        ([2048, 4], [((16, 4), 64), ((32, 4), 128)]),
-        ([96, 128], [((64, 1), 64), ((96, 1), 128)]),
-        ([2, 3, 100], [((2, 3, 10), 64), ((2, 3, 21), 128)]),
+        ([4], [(4,)]),
+        ([64], [(64,)]),
+        ([65], [(64,), (65,)]),
+        ([256], [(64,), (128,)]),
+        ([7, 512], [(7, 9), (7, 18)]),
+        ([2048, 4], [(16, 4), (32, 4)]),
+        ([96, 128], [(64, 1), (96, 1)]),
+        ([2, 3, 100], [(2, 3, 10), (2, 3, 21)]),
     ],
 )
 def test_rows_are_packed(extents: list[int], expected: list[object]) -> None:
@@ -441,9 +445,8 @@ def test_lengths_cost_little_where_they_are_equal(case: tuple[int, int]) -> None
     (cluster,) = [a.extent for a in program.axes_of("N") if a.kind == AxisKind.CLUSTER] or [1]
     (grid,) = [a.extent for a in program.axes_of("N") if a.kind == AxisKind.GRID] or [1]
     assert cluster is not None and grid is not None
-    size = ChainedSize((4,), 64, program.tile["N"], cluster, grid)
-    plain, least = model(decode(*case)), best(lambda: decode(*case))[1]
-    assert plain.cost(size).total < 1.05 * least
+    plain = cost(partial(decode, *case), (4,), program.tile["N"], cluster, grid)
+    assert plain < 1.05 * best(lambda: decode(*case))[1]
 
 
 def test_keys_are_divided_further_where_lengths_differ() -> None:
