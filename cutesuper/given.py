@@ -24,7 +24,7 @@ from cutesuper.pipeline import (
 from cutesuper.runtime.cache import KernelCache, cache_or_default
 from cutesuper.runtime.kernel import Kernel, Variant
 from cutesuper.search.search import Candidate, SearchResult, Statistics, show
-from cutesuper.skeletons.cost import Cost, Device, cheapest
+from cutesuper.skeletons.cost import Cost, Setting, cheapest
 from cutesuper.skeletons.planner import KernelPlan, make_plan
 from cutesuper.skeletons.registry import SKELETONS
 from cutesuper.targets import Target
@@ -123,10 +123,10 @@ def _other_extents(
     step: KernelStep, mugraph: MuGraph, target: Target
 ) -> Iterator[tuple[BlockProgram, Cost]]:
     """The structure of a kernel at the extents that the cost model prefers, cheapest first."""
-    device = Device(target, {n: t.dtype.itemsize for n, t in mugraph.tensors.items()})
+    setting = Setting(target, mugraph.tensors)
     for skeleton in SKELETONS:
         if (found := skeleton.restructured(step.program)) is not None:
-            for s in cheapest(skeleton.sizes(*found, device, Counter()), EXTENTS):
+            for s in cheapest(skeleton.sizes(*found, setting, Counter()), EXTENTS):
                 yield s.program, s.cost
             return
 

@@ -67,6 +67,12 @@ class Region:
     output_dtypes: tuple[DType, ...]
     pages: tuple[tuple[int, int], ...] = ()
 
+    @property
+    def output_shapes(self) -> tuple[Shape, ...]:
+        """Shape of every output, as it is stored."""
+        shapes = (*self.inputs, *(op.shape for op in self.ops))
+        return tuple(tuple(shapes[v.value][d] for d in v.order) for v in self.outputs)
+
 
 LabelMap = tuple[str | None, ...]
 

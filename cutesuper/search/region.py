@@ -22,7 +22,7 @@ from cutesuper.egraph.saturate import TooLarge, saturate
 from cutesuper.egraph.space import Sealing, Space
 from cutesuper.egraph.splits import Split
 from cutesuper.errors import SearchError, frameless
-from cutesuper.ir.block import ENDING, STORE, AxisKind, BlockOp, BlockProgram
+from cutesuper.ir.block import ENDING, STORE, AxisKind, BlockOp, BlockProgram, TensorSpec
 from cutesuper.ir.check import MAX_PASSES, check_block_program
 from cutesuper.ir.dims import extent
 from cutesuper.search.forms import BlockForm, Recognized, find_form
@@ -31,7 +31,7 @@ from cutesuper.search.general_sizes import CLUSTERS, STRIPS, Shape, candidates
 from cutesuper.search.rounding import Rounding
 from cutesuper.search.written import Written, core, tail
 from cutesuper.skeletons.base import Skeleton
-from cutesuper.skeletons.cost import Cost, Device, Sized, additive_price, cheapest
+from cutesuper.skeletons.cost import Cost, Setting, Sized, additive_price, cheapest
 from cutesuper.skeletons.form import Form
 from cutesuper.targets import Target
 
@@ -171,6 +171,15 @@ def search_region(
         return Found((), frameless(error), search.counts)
 
 
+def tensors_of(region: Region) -> dict[str, TensorSpec]:
+    """The tensors of a region's programs: ``in0``, ``in1``, ..., then ``out0``, ``out1``, ..."""
+    shapes = region.inputs + region.output_shapes
+    names = [f"in{i}" for i in range(len(region.inputs))]
+    names += [f"out{i}" for i in range(len(region.outputs))]
+    dtypes = region.input_dtypes + region.output_dtypes
+    return {n: TensorSpec(n, s, t) for n, s, t in zip(names, shapes, dtypes, strict=True)}
+
+
 def in_a_chain(region: Region) -> bool:
     """True if a region is run as chained products. Such regions are searched only if both ends are
     waists: with norms of Q, K and V there are 20 more of them, 0.3 to 1 s each."""
@@ -186,9 +195,7 @@ class _RegionSearch:
     def __init__(self, region: Region, target: Target, options: SearchOptions) -> None:
         self.region, self.target, self.options = region, target, options
         self.counts = Counts(regions=1)
-        self.itemsizes = {f"in{i}": t.itemsize for i, t in enumerate(region.input_dtypes)}
-        self.itemsizes |= {f"out{i}": t.itemsize for i, t in enumerate(region.output_dtypes)}
-        self.device = Device(target, self.itemsizes, options.dependent_launch)
+        self.setting = Setting(target, tensors_of(region), options.dependent_launch)
         self._known: dict[object, int] = {}
         self._skeletons = 0  # number of these structures that a skeleton runs
 
@@ -294,7 +301,7 @@ class _RegionSearch:
             self.counts.pruned[reason] += 1
             return
         number = self._number(program)
-        sizes = by.skeleton.sizes(program, form, self.device, self.counts.pruned)
+        sizes = by.skeleton.sizes(program, form, self.setting, self.counts.pruned)
         for s in cheapest(sizes, self.options.sizes_per_structure):
             yield Way((s.program,), (), (s.cost,), number, True)
 
@@ -409,7 +416,7 @@ class _RegionSearch:
         number = self._number(*found.programs)
         if number < self._skeletons:
             return []  # a skeleton runs it, and has priced it
-        itemsizes = self.itemsizes | {p.name: 4 for p in found.partials}
+        itemsizes = self.setting.itemsizes | {p.name: 4 for p in found.partials}
         ways: list[Way] = []
         for first in self._best(found.programs[0], itemsizes):
             if len(found.programs) == 1:

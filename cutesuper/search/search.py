@@ -490,11 +490,8 @@ def assemble(flat: Flat, cut: Cut) -> MuGraph:
 
 def _written(segment: Segment) -> dict[str, TensorSpec]:
     region = segment.region
-    written: dict[str, TensorSpec] = {}
-    for name, view, dtype in zip(segment.writes, region.outputs, region.output_dtypes, strict=True):
-        shape = region.ops[view.value - len(region.inputs)].shape
-        written[name] = TensorSpec(name, tuple(shape[d] for d in view.order), dtype)
-    return written
+    stored = zip(segment.writes, region.output_shapes, region.output_dtypes, strict=True)
+    return {name: TensorSpec(name, shape, dtype) for name, shape, dtype in stored}
 
 
 def _extents(program: BlockProgram, mapping: Iterable[str]) -> tuple[Dim, ...]:

@@ -25,7 +25,7 @@ from cutesuper.ir.dims import Dim, Symbol, extent
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.serial import program_dict
 from cutesuper.ir.thread import ThreadExpression
-from cutesuper.skeletons.cost import Device, Sized, additive_price
+from cutesuper.skeletons.cost import Setting, Sized, additive_price
 from cutesuper.skeletons.form import Form
 from cutesuper.skeletons.schedule import Schedule, schedule_dict
 from cutesuper.targets import Target
@@ -205,7 +205,7 @@ class Skeleton(ABC):
 
     @abstractmethod
     def sizes(
-        self, structure: BlockProgram, form: Any, device: Device, pruned: Counter[str]
+        self, structure: BlockProgram, form: Any, setting: Setting, pruned: Counter[str]
     ) -> Iterable[Sized]:
         """Extents worth pricing, in any order; ``pruned`` counts rejected ones, by reason."""
 
@@ -221,15 +221,11 @@ class Skeleton(ABC):
         """True if this skeleton runs a kernel; it holds for exactly one skeleton."""
 
     @abstractmethod
-    def plan(
-        self,
-        step: KernelStep,
-        tensors: dict[str, TensorSpec],
-        target: Target,
-        schedule: Any,
-        dependent_launch: bool,
-    ) -> Plan[Any]:
+    def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
         """Plan a kernel, with a schedule of `schedules` or, for None, one of its own choice.
+
+        The setting's tensors are those of `cutesuper.ir.unseen.followed`, and its
+        ``dependent_launch`` is that of a chosen schedule.
 
         Raises:
             LoweringError: the kernel has a structure that this skeleton cannot run.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -22,6 +23,7 @@ from cutesuper.ir.block import (
     AxisKind,
     BlockOp,
     BlockProgram,
+    TensorSpec,
 )
 from cutesuper.ir.dims import Symbol, ceil_div, extent
 from cutesuper.targets import Target
@@ -51,18 +53,23 @@ class Sized:
 
 
 @dataclass(frozen=True)
-class Device:
-    """Inputs of sizing besides the program.
+class Setting:
+    """What a kernel is made for: inputs of sizing and planning besides its program.
 
     Attributes:
         target: the GPU.
-        itemsizes: bytes per element of every tensor, by name.
+        tensors: every tensor that the program reads or writes, by name.
         dependent_launch: kernels are launched before their predecessor has ended.
     """
 
     target: Target
-    itemsizes: dict[str, int]
+    tensors: dict[str, TensorSpec]
     dependent_launch: bool = False
+
+    @cached_property
+    def itemsizes(self) -> dict[str, int]:
+        """Bytes of an element of every tensor, by name."""
+        return {name: t.dtype.itemsize for name, t in self.tensors.items()}
 
 
 def additive_price(table: Table, staged: str | None, target: Target, itemsize: int) -> Price:

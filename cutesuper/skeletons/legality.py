@@ -35,28 +35,6 @@ def refuse_further_walks(step: KernelStep) -> None:
             )
 
 
-def refuse_running_maxima(step: KernelStep) -> None:
-    """Refuse sums rescaled by a running maximum. Raises LoweringError."""
-    for i, op in enumerate(step.program.ops):
-        if op.rescaled:
-            raise LoweringError(
-                f"kernel {step.name}: operation {i} is a sum rescaled by a running maximum over "
-                f"{op.attributes['axis']}, which only a loop between two products keeps; let a "
-                "block hold the whole label"
-            )
-
-
-def refuse_tables(step: KernelStep) -> None:
-    """Refuse loads of pages through a table. Raises LoweringError."""
-    for op in step.program.loads():
-        if "table" in op.attributes:
-            raise LoweringError(
-                f"kernel {step.name}, load of {op.attributes['tensor']} through the table "
-                f"{op.attributes['table']}: only the keys and values of attention are read through "
-                "a table; gather the pages before"
-            )
-
-
 def refuse_shared_dims(step: KernelStep) -> None:
     """Refuse dimensions of tensors that several labels share. Raises LoweringError."""
     for op in (*step.program.loads(), *step.program.stores()):
@@ -68,7 +46,36 @@ def refuse_shared_dims(step: KernelStep) -> None:
             )
 
 
-def guarded_step(step: KernelStep, tensors: dict[str, TensorSpec]) -> KernelStep:
-    """The kernel with guards that keep NaN out of rows that are hidden as a whole; see `ir.unseen`.
-    The attention loop has these rules built in."""
+def without_running_state(step: KernelStep, tensors: dict[str, TensorSpec]) -> KernelStep:
+    """The kernel with guards that keep NaN out of rows that are hidden as a whole, for skeletons
+    without running maxima and tables of pages; see `ir.unseen`. The attention loop has these rules
+    built in.
+
+    Raises:
+        LoweringError: the kernel needs either.
+    """
+    _refuse_running_maxima(step)
+    _refuse_tables(step)
     return replace(step, program=guarded(step.program, tensors))
+
+
+def _refuse_running_maxima(step: KernelStep) -> None:
+    """Refuse sums rescaled by a running maximum. Raises LoweringError."""
+    for i, op in enumerate(step.program.ops):
+        if op.rescaled:
+            raise LoweringError(
+                f"kernel {step.name}: operation {i} is a sum rescaled by a running maximum over "
+                f"{op.attributes['axis']}, which only a loop between two products keeps; let a "
+                "block hold the whole label"
+            )
+
+
+def _refuse_tables(step: KernelStep) -> None:
+    """Refuse loads of pages through a table. Raises LoweringError."""
+    for op in step.program.loads():
+        if "table" in op.attributes:
+            raise LoweringError(
+                f"kernel {step.name}, load of {op.attributes['tensor']} through the table "
+                f"{op.attributes['table']}: only the keys and values of attention are read through "
+                "a table; gather the pages before"
+            )

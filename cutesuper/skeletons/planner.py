@@ -7,6 +7,7 @@ from typing import Any
 from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.ir.block import KernelStep, TensorSpec
 from cutesuper.skeletons.base import Plan, Skeleton
+from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.legality import refuse_further_walks, refuse_shared_dims
 from cutesuper.skeletons.registry import SKELETONS
 from cutesuper.skeletons.schedule import Schedule
@@ -44,7 +45,7 @@ def make_plan(
         raise ScheduleError(
             f"kernel {step.name}: {skeleton.name} takes {names}, not {type(schedule).__name__}"
         )
-    return skeleton.plan(step, tensors, target, schedule, dependent_launch)
+    return skeleton.plan(step, Setting(target, tensors, dependent_launch), schedule)
 
 
 def _skeleton_for(step: KernelStep) -> Skeleton:

@@ -11,7 +11,7 @@ from cutesuper.egraph.labelled import LabelledProgram, Region
 from cutesuper.egraph.products import are_chained, matrix_products
 from cutesuper.egraph.saturate import Table
 from cutesuper.egraph.space import Space
-from cutesuper.ir.block import BlockProgram, KernelStep, TensorSpec
+from cutesuper.ir.block import BlockProgram, KernelStep
 from cutesuper.skeletons.attention.cost import ChainedModel, chained_price
 from cutesuper.skeletons.attention.explain import attention_lines
 from cutesuper.skeletons.attention.form import chained_form
@@ -21,7 +21,7 @@ from cutesuper.skeletons.attention.planner import plan_attention
 from cutesuper.skeletons.attention.schedule import AttentionSchedule
 from cutesuper.skeletons.attention.sizes import chained_sizes
 from cutesuper.skeletons.base import Plan, Skeleton
-from cutesuper.skeletons.cost import Device, Sized
+from cutesuper.skeletons.cost import Setting, Sized
 from cutesuper.skeletons.form import Form, needs_positions
 from cutesuper.skeletons.legality import is_chained
 from cutesuper.targets import Target
@@ -54,28 +54,21 @@ class Attention(Skeleton):
         return chained_price(table, form, target)
 
     def sizes(
-        self, structure: BlockProgram, form: Any, device: Device, pruned: Counter[str]
+        self, structure: BlockProgram, form: Any, setting: Setting, pruned: Counter[str]
     ) -> Iterable[Sized]:
         """See `attention.sizes.chained_sizes`."""
-        model = ChainedModel(
-            structure, form, device.target, device.itemsizes, device.dependent_launch
-        )
+        target, launch = setting.target, setting.dependent_launch
+        model = ChainedModel(structure, form, target, setting.itemsizes, launch)
         return (Sized(*s) for s in chained_sizes(structure, form, model, pruned))
 
     def runs(self, step: KernelStep) -> bool:
         """True if a product multiplies a value that is computed from another product."""
         return is_chained(step)
 
-    def plan(
-        self,
-        step: KernelStep,
-        tensors: dict[str, TensorSpec],
-        target: Target,
-        schedule: Any,
-        dependent_launch: bool,
-    ) -> Plan[Any]:
+    def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
         """See `attention.planner.plan_attention`."""
-        return plan_attention(step, tensors, target, schedule, dependent_launch)
+        launch = setting.dependent_launch
+        return plan_attention(step, setting.tensors, setting.target, schedule, launch)
 
     def explain(self, plan: Any) -> list[str]:
         """See `attention.explain.attention_lines`."""

@@ -12,17 +12,12 @@ from cutesuper.egraph.labelled import LabelledProgram, Region
 from cutesuper.egraph.products import are_chained, matrix_products
 from cutesuper.egraph.saturate import Table
 from cutesuper.errors import SearchError
-from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep, TensorSpec
+from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.skeletons.base import Plan, Skeleton
-from cutesuper.skeletons.cost import Device, Sized, additive_price
+from cutesuper.skeletons.cost import Setting, Sized, additive_price
 from cutesuper.skeletons.form import Form, needs_positions, single_reduction, unsized
-from cutesuper.skeletons.legality import (
-    guarded_step,
-    is_chained,
-    refuse_running_maxima,
-    refuse_tables,
-)
+from cutesuper.skeletons.legality import is_chained, without_running_state
 from cutesuper.skeletons.matmul.explain import matmul_lines
 from cutesuper.skeletons.matmul.form import MatmulForm, matmul_form
 from cutesuper.skeletons.matmul.plan import MatmulPlan
@@ -69,10 +64,10 @@ class Matmul(Skeleton):
         return additive_price(table, form.contracted, target, itemsize)
 
     def sizes(
-        self, structure: BlockProgram, form: Any, device: Device, pruned: Counter[str]
+        self, structure: BlockProgram, form: Any, setting: Setting, pruned: Counter[str]
     ) -> Iterable[Sized]:
         """See `matmul.sizes.matmul_sizes`."""
-        return matmul_sizes(structure, form, device.target, device.itemsizes, pruned)
+        return matmul_sizes(structure, form, setting.target, setting.itemsizes, pruned)
 
     def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
         """Rows and columns of the first product; the contracted label keeps its axes."""
@@ -94,19 +89,11 @@ class Matmul(Skeleton):
         """True if there are products, and none multiplies a product within a loop."""
         return any(op.kind == "matmul" for op in step.program.ops) and not is_chained(step)
 
-    def plan(
-        self,
-        step: KernelStep,
-        tensors: dict[str, TensorSpec],
-        target: Target,
-        schedule: Any,
-        dependent_launch: bool,
-    ) -> Plan[Any]:
+    def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
         """See `matmul.planner.plan_matmul`."""
-        refuse_running_maxima(step)
-        refuse_tables(step)
-        step = guarded_step(step, tensors)
-        return plan_matmul(step, tensors, target, schedule, dependent_launch)
+        step = without_running_state(step, setting.tensors)
+        launch = setting.dependent_launch
+        return plan_matmul(step, setting.tensors, setting.target, schedule, launch)
 
     def explain(self, plan: Any) -> list[str]:
         """See `matmul.explain.matmul_lines`."""

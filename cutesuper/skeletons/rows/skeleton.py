@@ -9,11 +9,11 @@ from typing import Any
 from cutesuper.egraph.labelled import LabelledProgram, Region
 from cutesuper.egraph.products import matrix_products
 from cutesuper.errors import SearchError
-from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep, TensorSpec
+from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.skeletons.base import Plan, Skeleton
-from cutesuper.skeletons.cost import Device, Sized
+from cutesuper.skeletons.cost import Setting, Sized
 from cutesuper.skeletons.form import Form, needs_positions, single_reduction, unsized
-from cutesuper.skeletons.legality import guarded_step, refuse_running_maxima, refuse_tables
+from cutesuper.skeletons.legality import without_running_state
 from cutesuper.skeletons.rows.explain import row_lines, row_loop_lines
 from cutesuper.skeletons.rows.form import RowForm, row_form
 from cutesuper.skeletons.rows.limits import row_label
@@ -25,7 +25,6 @@ from cutesuper.skeletons.rows.loop_sizes import cluster_sizes, persistent_sizes
 from cutesuper.skeletons.rows.plan import RowPlan, plan_rows
 from cutesuper.skeletons.rows.schedule import RowLoopSchedule, RowSchedule
 from cutesuper.skeletons.rows.sizes import row_sizes
-from cutesuper.targets import Target
 
 
 class Rows(Skeleton):
@@ -45,10 +44,10 @@ class Rows(Skeleton):
         return row_form(region, program)
 
     def sizes(
-        self, structure: BlockProgram, form: Any, device: Device, pruned: Counter[str]
+        self, structure: BlockProgram, form: Any, setting: Setting, pruned: Counter[str]
     ) -> Iterable[Sized]:
         """Sizes by the kind of rows; see `rows.sizes` and `rows.loop_sizes`."""
-        given = device.target, device.itemsizes, pruned
+        given = setting.target, setting.itemsizes, pruned
         if isinstance(form, PersistentForm):
             return (Sized(*s) for s in persistent_sizes(structure, form, *given))
         if form.clustered:
@@ -75,21 +74,13 @@ class Rows(Skeleton):
         """True if there is no product."""
         return all(op.kind != "matmul" for op in step.program.ops)
 
-    def plan(
-        self,
-        step: KernelStep,
-        tensors: dict[str, TensorSpec],
-        target: Target,
-        schedule: Any,
-        dependent_launch: bool,
-    ) -> Plan[Any]:
+    def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
         """Plan a row loop if the program or the schedule requires one, else a row kernel."""
-        refuse_running_maxima(step)
-        refuse_tables(step)
-        step = guarded_step(step, tensors)
+        tensors, target, launch = setting.tensors, setting.target, setting.dependent_launch
+        step = without_running_state(step, tensors)
         if isinstance(schedule, RowLoopSchedule) or (schedule is None and walks(step)):
-            return plan_row_loop(step, tensors, target, schedule, dependent_launch)
-        return plan_rows(step, tensors, target, schedule, dependent_launch)
+            return plan_row_loop(step, tensors, target, schedule, launch)
+        return plan_rows(step, tensors, target, schedule, launch)
 
     def explain(self, plan: Any) -> list[str]:
         """See `rows.explain`."""
