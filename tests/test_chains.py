@@ -22,8 +22,7 @@ from cutesuper.report import plan_text
 from cutesuper.search.cuts import Flat
 from cutesuper.search.region import Found, SearchOptions, search_region
 from cutesuper.search.search import SearchResult, search
-from cutesuper.skeletons.matmul.hidden import MAX_HIDDEN, hidden_width
-from cutesuper.skeletons.matmul.plan import MatmulPlan
+from cutesuper.skeletons.matmul.plan import MAX_HIDDEN, MatmulPlan, hidden_width
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import H200

@@ -28,9 +28,8 @@ from cutesuper.ir.block import (
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.dims import extent as dim_extent
 from cutesuper.skeletons.form import ALIGN
-from cutesuper.skeletons.matmul.hidden import MAX_HIDDEN
+from cutesuper.skeletons.matmul.plan import MAX_HIDDEN, MAX_VECTORS
 from cutesuper.skeletons.matmul.shift import find_shift
-from cutesuper.skeletons.matmul.vectors import MAX_VECTORS, vector_products
 
 #: most columns that are reduced: blocks of a cluster times columns of each
 MAX_REDUCED = 8 * 256
@@ -51,7 +50,8 @@ class MatmulForm:
         reduced: True if the columns are reduced after the products: one cluster has all of them.
         vectors: True if vectors along the contracted label are multiplied by a column operand, or a
             column operand is summed, beside the products of the rows: ``G[K] @ W[K, N]``. Never
-            together with hidden labels.
+            together with hidden labels. LayerNorm and Linear need them:
+            ``LN(X) W = (X G W - mean(X) (G W)) / s + B W``.
     """
 
     row: str
@@ -157,7 +157,15 @@ class MatmulForm:
         """`refuses` for products of vectors; ``columns``: operands that multiply the rows."""
         if not self.vectors:
             return None
-        vectors = vector_products(program, self.row, self.column, self.contracted)
+        # the last input of each is the column operand; a product has the vector before it
+        vectors = [
+            op
+            for op in program.ops
+            if op.attributes.get("over") == self.contracted
+            and self.column in op.dims
+            and self.row not in op.dims
+            and self.contracted in program.ops[op.inputs[-1]].dims
+        ]
         if any(op.kind not in ("matmul", "sum") for op in vectors):
             return "a column operand is reduced by something else than a sum"
         if not {op.inputs[-1] for op in vectors} <= columns:

@@ -18,7 +18,6 @@ from cutesuper.device.memory import push
 from cutesuper.skeletons.kernel.arguments import ELEMENT
 from cutesuper.skeletons.matmul.kernel.statistics import PIECE, ROW_VALUES_BARRIER
 from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK
-from cutesuper.skeletons.matmul.tiles import stored_in_pieces
 
 if TYPE_CHECKING:
     from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel
@@ -57,7 +56,7 @@ class Epilogue:
         ring = k.main.boxes * COLUMN_BLOCK * k.k * 2 * plan.schedule.stages
         fits = k.m * (k.n + PIECE) * 2 <= ring
         own = k.cluster == 1 and not k.walk.persistent  # the ring is empty when the tile ends
-        return own and k.m >= 32 and stored_in_pieces(plan) and fits
+        return own and k.m >= 32 and plan.stored_in_pieces and fits
 
     @cute.jit
     def begin(self):

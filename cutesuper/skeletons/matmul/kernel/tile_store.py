@@ -18,7 +18,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from cutesuper.device.memory import operand, partition, store_atom
 from cutesuper.skeletons.kernel.arguments import ELEMENT, labelled
-from cutesuper.skeletons.matmul.tiles import STORE_BUFFERS, STORE_COLUMNS, STORE_ROWS
+from cutesuper.skeletons.matmul.plan import STORE_BUFFERS, STORE_COLUMNS, STORE_ROWS
 
 if TYPE_CHECKING:
     from cutesuper.skeletons.matmul.kernel.loop import MatmulKernel

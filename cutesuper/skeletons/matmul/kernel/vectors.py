@@ -17,8 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutesuper.device.memory import operand, push
-from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
-from cutesuper.skeletons.matmul.vectors import MAX_VECTORS
+from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK, MAX_VECTORS
 
 if TYPE_CHECKING:
     from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
