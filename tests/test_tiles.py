@@ -111,7 +111,8 @@ def test_walks_need_more_iterations_than_stages() -> None:
 
 
 def test_pieces_take_shared_memory() -> None:
-    assert LARGE.plan().store_bytes == 2 * 2 * 32 * 64 * 2
+    plan = LARGE.plan()
+    assert plan.store_bytes(plan.schedule) == 2 * 2 * 32 * 64 * 2
 
 
 @pytest.mark.parametrize(

@@ -300,10 +300,11 @@ class _RegionSearch:
         if reason is not None:
             self.counts.pruned[reason] += 1
             return
-        number = self._number(program)
         sizes = by.skeleton.sizes(program, form, self.setting, self.counts.pruned)
-        for s in cheapest(sizes, self.options.sizes_per_structure):
-            yield Way((s.program,), (), (s.cost,), number, True)
+        best = cheapest(sizes, self.options.sizes_per_structure)
+        if best:  # else a program of any form may still run it
+            number = self._number(program)
+            yield from (Way((s.program,), (), (s.cost,), number, True) for s in best)
 
     def _written(self, program: LabelledProgram, by: Recognized) -> list[Way]:
         """The program as written; the part up to the last reduction is searched if it is short."""

@@ -30,11 +30,12 @@ def price(plan: MatmulPlan, target: Target) -> Cost:
     at_once = slots * _resident(plan, target)
     moved = plan.moved_bytes * (1 + r.piece_bytes / _piece(plan))
     parts = dict.fromkeys(("memory", "ingest", "l2", "iterations", "tensor"), 0.0)
+    own = _staged_us(plan, target), _tensor_us(plan, target)
     busy = 0.0
     for times, active in ((blocks // at_once, at_once), (1, blocks % at_once)):
         if not times * active:
             continue
-        wave = _wave(plan, target, active, moved * active / blocks)
+        wave = _wave(plan, target, active, moved * active / blocks, own)
         parts = {cause: us + times * wave[cause] for cause, us in parts.items()}
         tensor = wave.pop("tensor")
         busy += times * max(overlapped(r.overlap, *wave.values()), tensor)
@@ -47,21 +48,23 @@ def price(plan: MatmulPlan, target: Target) -> Cost:
     return Cost(target.launch_us + busy + ramp + exchange + store + after, parts)
 
 
-def _wave(plan: MatmulPlan, target: Target, active: int, moved: float) -> dict[str, float]:
-    """Time of ``active`` blocks, by cause, while they share ``moved`` bytes of memory."""
+def _wave(
+    plan: MatmulPlan, target: Target, active: int, moved: float, own: tuple[float, float]
+) -> dict[str, float]:
+    """Time of ``active`` blocks, by cause, while they share ``moved`` bytes of memory; ``own``: an
+    iteration's time in the helper warps, and in the tensor cores."""
     r, loop = target.rates, plan.iterations
-    shared_by = active / max(1, min(target.sms, active))  # blocks on an SM
-    computed = shared_by * loop * _staged_us(plan, target)
+    on_one = loop * active / max(1, min(target.sms, active))  # iterations of blocks on one SM
     # blocks that load the row tile together read a part of it each
     read = plan.stage_bytes - plan.row_bytes * (1 - 1 / plan.schedule.share_rows)
     return {
         "memory": moved / target.bandwidth * 1e6,
-        "ingest": shared_by * loop * plan.stage_bytes / r.sm_bytes_per_us,
+        "ingest": on_one * plan.stage_bytes / r.sm_bytes_per_us,
         "l2": active * loop * read / target.l2_bandwidth * 1e6,
         # hidden labels add one box and one instruction: LoRA 16x4096x4096, weights (N, K), takes
         # 10.9 in 32 iterations and 10.5 in 16
-        "iterations": loop * r.iteration_us * (1 + len(plan.tails)) * min(1, active) + computed,
-        "tensor": shared_by * loop * _tensor_us(plan, target),
+        "iterations": loop * r.iteration_us * (1 + len(plan.tails)) + on_one * own[0],
+        "tensor": on_one * own[1],
     }
 
 

@@ -303,8 +303,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
     @cached_property
     def iterations(self) -> int:
         """Loop iterations of one block."""
-        axes = self.program.of_kind(AxisKind.LOOP)
-        return self.program.parts(axes[0]) if axes else 1
+        return self.program.parts_along(self.contracted, AxisKind.LOOP)
 
     @property
     def blocks_n(self) -> int:
@@ -388,40 +387,38 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """Number of pairs of vectors: a thread has one pair of values for a column."""
         return ceil_div(len(self.vector_rows), 2)
 
-    @property
+    @cached_property
     def exchange_bytes(self) -> int:
         """Bytes that partial accumulators take in the block that finishes them."""
+        if self.cluster == 1:
+            return 0
         m, n, _ = self.tile
-        rows = m * len(self.finals) + 2 * self.vector_pairs * len(self.vector_columns)
-        return 4 * n * rows if self.cluster > 1 else 0
+        return 4 * n * (m * len(self.finals) + 2 * self.vector_pairs * len(self.vector_columns))
 
-    @property
-    def reduction_bytes(self) -> int:
+    def reduction_bytes(self, schedule: MatmulSchedule) -> int:
         """Bytes for joining the reductions along the columns: a slot for each consumer warp, and
         one for each block of the cluster."""
-        slots = 4 * self.schedule.warpgroups + self.column_cluster
+        slots = 4 * schedule.warpgroups + self.column_cluster
         return 4 * self.tile[0] * slots * len(self.reductions)
 
-    @property
-    def store_bytes(self) -> int:
+    def store_bytes(self, schedule: MatmulSchedule) -> int:
         """Bytes of the pieces on their way to memory."""
-        pieces = STORE_BUFFERS * self.schedule.warpgroups * self.schedule.bulk_store
+        pieces = STORE_BUFFERS * schedule.warpgroups * schedule.bulk_store
         return 2 * STORE_ROWS * STORE_COLUMNS * pieces
 
-    @cached_property
-    def fixed_bytes(self) -> int:
+    def fixed_bytes(self, schedule: MatmulSchedule) -> int:
         """Shared memory of a block beside the ring, in bytes, with room for barriers, statistics
-        and alignment."""
+        and alignment; with a schedule whose stages need not be known."""
         m = self.tile[0]
         statistics = 4 * m * (self.cluster * len(self.statistics) + len(self.row_values))
         alignment = 3072 + 1024 * bool(self.vector_rows)
-        after = self.tail_bytes + self.reduction_bytes + self.store_bytes
+        after = self.tail_bytes + self.reduction_bytes(schedule) + self.store_bytes(schedule)
         return self.exchange_bytes + after + statistics + alignment
 
     @cached_property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in bytes."""
-        return self.slot_bytes * self.schedule.stages + self.fixed_bytes
+        return self.slot_bytes * self.schedule.stages + self.fixed_bytes(self.schedule)
 
     @property
     def stands_alone(self) -> bool:

@@ -89,28 +89,28 @@ def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -
     """The schedule that measurements favour, for a plan with any other schedule."""
     even = all(b % 2 == 0 for b in plan.shared_blocks)
     warpgroups = 2 if plan.accumulators > 128 * ONE_WARPGROUP and even else 1
-    schedule = MatmulSchedule(0, warpgroups, dependent_launch=dependent_launch)
-    schedule = _with_tiles(plan, schedule, target)
-    room = target.shared_bytes - replace(plan, schedule=schedule).fixed_bytes
+    schedule = MatmulSchedule(
+        0, warpgroups, bulk_store=plan.can_bulk_store, dependent_launch=dependent_launch
+    )
+    room = target.shared_bytes - plan.fixed_bytes(schedule)
     stages = min(room // plan.slot_bytes, max(2, plan.iterations))
     if not dependent_launch and stages < plan.iterations:
         stages = min(stages, max(4, RING_BYTES // plan.stage_bytes))
-    persistent = schedule.persistent if plan.iterations > stages else 0
-    return replace(schedule, stages=stages, head=min(4, stages), persistent=persistent)
+    tiled = _with_tiles(plan, schedule, target)
+    persistent = tiled.persistent if plan.iterations > stages else 0
+    return replace(tiled, stages=stages, head=min(4, stages), persistent=persistent)
 
 
 def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> MatmulSchedule:
-    """A schedule with shared, walked and stored tiles chosen; ``stages`` are not known yet.
+    """A schedule with shared and walked tiles chosen.
 
     Pairs and walks load nothing before the dependency wait, so with ``dependent_launch`` only
     kernels with more tiles than multiprocessors use them: there only the first tiles wait.
     """
     m, n, _ = plan.tile
     dims = plan.program.dims
-    if not plan.can_bulk_store:
+    if not schedule.bulk_store or m < LARGE_TILE or schedule.warpgroups < 2:
         return schedule
-    if m < LARGE_TILE or schedule.warpgroups < 2:
-        return replace(schedule, bulk_store=True)
     columns = ceil_div(extent(dims[plan.column]), n)
     share = shared_by(columns)
     slots = share * target.clusters[share]
@@ -119,7 +119,7 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
         tiles *= extent(dims[label])
     walks = tiles > slots
     if schedule.dependent_launch and not walks:
-        return replace(schedule, bulk_store=True)
+        return schedule
     # 2 warps keep up with 64 rows: 209.0 us at 4096x4096x4096, 212.6 with 4; not with 128 rows
     # (215.3 and 212.3), nor with a prologue (339 and 273)
     few = plan.prologue is None and m // share <= 64
@@ -128,7 +128,6 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
         share_rows=share,
         persistent=slots if walks else 0,
         helpers=2 if few else 4,
-        bulk_store=True,
     )
 
 

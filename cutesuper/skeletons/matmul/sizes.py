@@ -67,9 +67,9 @@ class _Plans:
         if limit := exceeded_by_tile(plan):
             return limit.name
         schedule = default_schedule(plan, target, self.setting.dependent_launch)
-        plan = replace(plan, schedule=schedule)
-        if plan.fixed_bytes + MIN_STAGES * plan.slot_bytes > target.shared_bytes:
+        if plan.fixed_bytes(schedule) + MIN_STAGES * plan.slot_bytes > target.shared_bytes:
             return "stages exceed the shared memory"
+        plan = replace(plan, schedule=schedule)
         limit = exceeded(plan, target)
         return plan if limit is None else limit.name
 
