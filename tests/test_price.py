@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 
 import pytest
 
@@ -107,3 +108,13 @@ def test_sizing_and_planning_share_their_limits(monkeypatch: pytest.MonkeyPatch)
     assert {w.programs[0].tile["M"] * w.programs[0].tile["N"] for w in found.ways} == {64 * 64}
     with pytest.raises(ScheduleError, match="8192 accumulators"):
         Linear(m=64, tile_m=64, tile_n=128).plan()
+
+
+def test_what_a_plan_keeps_depends_on_no_schedule() -> None:
+    plan = SMALL.plan()
+    other = replace(plan.schedule, stages=2, warpgroups=2, bulk_store=False, share_rows=2)
+    fresh = replace(plan, schedule=other)
+    kept = [n for n, v in vars(MatmulPlan).items() if isinstance(v, cached_property)]
+    before = [getattr(plan, n) for n in kept]
+    assert plan.scheduled(other) == fresh
+    assert before == [getattr(fresh, n) for n in kept]

@@ -230,6 +230,12 @@ class MatmulPlan(Plan[MatmulSchedule]):
     vector_products: tuple[VectorProduct, ...] = ()
     shift: Shift | None = None
 
+    def scheduled(self, schedule: MatmulSchedule) -> MatmulPlan:
+        """This plan with another schedule; cached properties depend on none, and stay."""
+        plan = object.__new__(MatmulPlan)
+        vars(plan).update(vars(self), schedule=schedule)
+        return plan
+
     @property
     def dtype(self) -> str:
         """Element type of the operands."""
@@ -262,7 +268,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         ops = dict.fromkeys([f for _, f in self.products] + [t.final for t in self.tails])
         return {op: i for i, op in enumerate(ops)}
 
-    @property
+    @cached_property
     def hidden(self) -> dict[int, View]:
         """Column operands of the loop's products along hidden labels, by operation."""
         ops = self.program.ops
@@ -329,7 +335,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """The column operands by which vectors are multiplied."""
         return tuple(dict.fromkeys(p.column for p in self.vector_products))
 
-    @cached_property
+    @property
     def registers(self) -> tuple[int, int, int] | None:
         """Registers per thread of (consumers, helpers, producer) if an equal share for all threads
         would not hold the accumulators; None if it does."""
@@ -415,7 +421,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         after = self.tail_bytes + self.reduction_bytes(schedule) + self.store_bytes(schedule)
         return self.exchange_bytes + after + statistics + alignment
 
-    @cached_property
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a block, in bytes."""
         return self.slot_bytes * self.schedule.stages + self.fixed_bytes(self.schedule)

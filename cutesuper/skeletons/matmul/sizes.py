@@ -69,7 +69,7 @@ class _Plans:
         schedule = default_schedule(plan, target, self.setting.dependent_launch)
         if plan.fixed_bytes(schedule) + MIN_STAGES * plan.slot_bytes > target.shared_bytes:
             return "stages exceed the shared memory"
-        plan = replace(plan, schedule=schedule)
+        plan = plan.scheduled(schedule)
         limit = exceeded(plan, target)
         return plan if limit is None else limit.name
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from cutesuper.egraph.distribute import distributed
@@ -100,8 +99,7 @@ class Matmul(Skeleton):
         plan = roles.plan(schedule or MatmulSchedule(stages=1))
         limit = exceeded_by_tile(plan)
         if limit is None and schedule is None:
-            chosen = default_schedule(plan, target, setting.dependent_launch)
-            plan = replace(plan, schedule=chosen)
+            plan = plan.scheduled(default_schedule(plan, target, setting.dependent_launch))
         if limit := limit or exceeded(plan, target):
             raise ScheduleError(f"kernel {step.name}: {limit.message}")
         return plan
