@@ -23,10 +23,10 @@ from benchmarks.rank import summarize
 from benchmarks.rank_report import SUMMARY, overall, summary_rows
 from benchmarks.tables import print_table
 from benchmarks.workloads import RANKED, find_workload
-from cutesuper.ir.block import LOAD, STORE, BlockProgram, KernelStep, MuGraph, TensorSpec
+from cutesuper.ir.block import BlockProgram, KernelStep, MuGraph, TensorSpec
 from cutesuper.search.search import SearchOptions, search, show
-from cutesuper.skeletons.matmul.cost import matmul_cost
-from cutesuper.skeletons.matmul.form import MatmulForm
+from cutesuper.skeletons.cost import Setting
+from cutesuper.skeletons.matmul.cost import price
 from cutesuper.skeletons.matmul.plan import MatmulPlan
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.rows.cost import row_cost
@@ -139,14 +139,12 @@ def with_sizes(program: BlockProgram, text: str) -> BlockProgram:
 
 def _kernel(step: KernelStep, tensors: dict[str, TensorSpec], target: Target) -> Kernel:
     program = step.program
-    used = {op.attributes["tensor"] for op in program.ops if op.kind in (LOAD, STORE)}
-    itemsizes = {name: tensors[name].dtype.itemsize for name in used}
     if not any(op.kind == "matmul" for op in program.ops):
+        itemsizes = Setting(target, tensors).itemsizes
         return lambda t: row_cost(program, t, itemsizes).total
     plan = make_plan(step, tensors, target)
     assert isinstance(plan, MatmulPlan)
-    form = MatmulForm(plan.row, plan.column, plan.contracted, plan.batch)
-    return lambda t: matmul_cost(program, form, t, itemsizes).total
+    return lambda t: price(plan, t).total
 
 
 # ---------------------------------------------------------------------------------------- the fit

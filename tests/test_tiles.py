@@ -11,7 +11,7 @@ from cutesuper.errors import ScheduleError
 from cutesuper.ir.dims import Symbol
 from cutesuper.report import plan_text
 from cutesuper.skeletons.matmul.plan import MatmulPlan, grid_shape
-from cutesuper.skeletons.matmul.tiles import rows_shared_by, store_bytes
+from cutesuper.skeletons.matmul.schedule import shared_by
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import H200
 from tests.plans import Linear, compiled, specs
@@ -102,7 +102,7 @@ def test_small_tiles_and_split_sums_stay_alone() -> None:
     ("tiles", "blocks"), [(1, 1), (2, 2), (3, 1), (7, 1), (8, 2), (9, 2), (15, 2)]
 )
 def test_pairs_leave_at_most_an_eighth_empty(tiles: int, blocks: int) -> None:
-    assert rows_shared_by(128, 256, 1, tiles) == blocks
+    assert shared_by(tiles) == blocks
 
 
 def test_walks_need_more_iterations_than_stages() -> None:
@@ -111,7 +111,8 @@ def test_walks_need_more_iterations_than_stages() -> None:
 
 
 def test_pieces_take_shared_memory() -> None:
-    assert store_bytes(LARGE.plan()) == 2 * 2 * 32 * 64 * 2
+    plan = LARGE.plan()
+    assert plan.store_bytes(plan.schedule) == 2 * 2 * 32 * 64 * 2
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,11 @@ class BlockProgram:
 
     def parts_along(self, dim: str, kind: AxisKind) -> int:
         """Number of parts into which axes of one kind divide a label; 1 without such an axis."""
-        return prod(self.parts(a) for a in self.of_kind(kind) if a.dim == dim)
+        return self._parts.get((dim, kind), 1)
+
+    @cached_property
+    def _parts(self) -> dict[tuple[str, AxisKind], int]:
+        return {(a.dim, a.kind): self.parts(a) for a in self.axes}
 
     def loads(self) -> tuple[BlockOp, ...]:
         """All load operations."""

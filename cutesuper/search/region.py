@@ -305,13 +305,13 @@ class _RegionSearch:
             return
         try:
             sizes = by.skeleton.sizes(program, form, self.setting, self.counts.pruned)
-            found = cheapest(sizes, self.options.sizes_per_structure)
+            best = cheapest(sizes, self.options.sizes_per_structure)
         except LoweringError as error:
             self._refused.append(frameless(error))
             return
-        number = self._number(program)
-        for s in found:
-            yield Way((s.program,), (), (s.cost,), number, True)
+        if best:  # else a program of any form may still run it
+            number = self._number(program)
+            yield from (Way((s.program,), (), (s.cost,), number, True) for s in best)
 
     def _written(self, program: LabelledProgram, by: Recognized) -> list[Way]:
         """The program as written; the part up to the last reduction is searched if it is short."""

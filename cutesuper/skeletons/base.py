@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -157,6 +158,11 @@ class Plan(ABC, Generic[Knobs]):
     def itemsize(self, view: View) -> int:
         """Bytes of an element of the tensor behind a view."""
         return as_dtype(self.arguments[view.argument].dtype).itemsize
+
+    @cached_property
+    def moved_bytes(self) -> int:
+        """Bytes that device memory must read and write: each tensor once."""
+        return sum(prod(map(extent, a.shape)) * as_dtype(a.dtype).itemsize for a in self.arguments)
 
     def names(self, views: Iterable[View]) -> str:
         """The tensors behind some views, for a report."""

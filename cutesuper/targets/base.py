@@ -13,7 +13,7 @@ class AttentionRates:
     Attributes:
         streamed: bandwidth reached for keys and values, as a fraction of the target's.
         from_l2: the same fraction for L2.
-        overlap: exponent of `skeletons.matmul.cost.overlapped`.
+        overlap: exponent of `skeletons.cost.overlapped`.
         ramp_us: barriers, the first loads and the last store of a block.
         step_us: latencies of a warpgroup for a tile of keys: both products and the softmax between
             them wait for each other.
@@ -75,7 +75,7 @@ class Rates:
         prologue_per_us: elements that the helper warps of one SM read, compute and write back,
             where the row operand of a product is computed.
         statistic_per_us: elements that they only read, for statistics of the rows.
-        overlap: exponent of `skeletons.matmul.cost.overlapped`; infinite if overlapping work takes
+        overlap: exponent of `skeletons.cost.overlapped`; infinite if overlapping work takes
             no longer than its longest part.
         first_stage: part of the first stage that nothing hides.
         block_us: a further block of an SM: barriers, first loads.

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.thread import ThreadExpression
-from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK, MatmulPlan, grid_shape
-from cutesuper.skeletons.matmul.tails import Tail
-from cutesuper.skeletons.matmul.tiles import STORE_COLUMNS, STORE_ROWS
+from cutesuper.skeletons.matmul.plan import (
+    COLUMN_BLOCK,
+    STORE_COLUMNS,
+    STORE_ROWS,
+    MatmulPlan,
+    Tail,
+    grid_shape,
+)
 
 
 def _leaf_names(plan: MatmulPlan, leaves: tuple[int, ...]) -> list[str]:

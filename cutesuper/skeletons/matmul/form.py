@@ -28,9 +28,7 @@ from cutesuper.ir.block import (
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.dims import extent as dim_extent
 from cutesuper.skeletons.form import ALIGN, check_reductions
-from cutesuper.skeletons.matmul.hidden import MAX_HIDDEN
-from cutesuper.skeletons.matmul.shift import find_shift
-from cutesuper.skeletons.matmul.vectors import MAX_VECTORS, vector_products
+from cutesuper.skeletons.matmul.plan import MAX_HIDDEN
 
 #: most columns that are reduced: blocks of a cluster times columns of each
 MAX_REDUCED = 8 * 256
@@ -51,7 +49,8 @@ class MatmulForm:
         reduced: True if the columns are reduced after the products: one cluster has all of them.
         vectors: True if vectors along the contracted label are multiplied by a column operand, or a
             column operand is summed, beside the products of the rows: ``G[K] @ W[K, N]``. Never
-            together with hidden labels.
+            together with hidden labels. LayerNorm and Linear need them:
+            ``LN(X) W = (X G W - mean(X) (G W)) / s + B W``.
     """
 
     row: str
@@ -125,45 +124,13 @@ class MatmulForm:
         return over in self.hidden and free == {self.column, over} and self._shared(a.state)
 
     def refuses(self, program: BlockProgram) -> str | None:
-        """Reason why a program that obeys the rules still cannot run, or None."""
-        products = [op for op in program.ops if op.kind == "matmul" and self.row in op.dims]
-        looped = [op for op in products if op.attributes["over"] == self.contracted]
-        if len({op.inputs[0] for op in looped}) > 1:
-            return "products with different row operands"
+        """Reason why no size of a program is worth a price, though each obeys the rules; None if
+        there is none. What the loop cannot run, `matmul.roles` refuses."""
         if any(op.kind == CLUSTER_REDUCE and set(self.hidden) & set(op.dims) for op in program.ops):
             return "a cluster's exchange between two products"
-        after = [op.attributes["over"] for op in products if op not in looped]
-        if len(after) > len(set(after)):
-            return "two products after the loop that contract the same label"
-        if why := self._refuses_vectors(program, {op.inputs[1] for op in looped}):
-            return why
-        for label in (self.column, *self.hidden):
-            stored = {
-                op.attributes["map"][-1] == label
-                for op in program.loads()
-                if {self.contracted, label} <= set(op.dims)
-            }
-            if len(stored) > 1:
-                return "column operands stored in different orders"
-        shifted = find_shift(program, self.row, self.column, self.contracted)
-        if shifted is not None and shifted.refused:
-            return "a difference of large sums that cannot be kept from cancelling"
         cluster = program.of_kind(AxisKind.CLUSTER)
         if cluster and not any(op.kind == CLUSTER_REDUCE for op in program.ops):
             return "an unused cluster axis"
-        return None
-
-    def _refuses_vectors(self, program: BlockProgram, columns: set[int]) -> str | None:
-        """`refuses` for products of vectors; ``columns``: operands that multiply the rows."""
-        if not self.vectors:
-            return None
-        vectors = vector_products(program, self.row, self.column, self.contracted)
-        if any(op.kind not in ("matmul", "sum") for op in vectors):
-            return "a column operand is reduced by something else than a sum"
-        if not {op.inputs[-1] for op in vectors} <= columns:
-            return "vectors are multiplied by a column operand that the rows are not multiplied by"
-        if len({op.inputs[:-1] for op in vectors}) > MAX_VECTORS:
-            return f"more than {MAX_VECTORS} vectors are multiplied by column operands"
         return None
 
 

@@ -1,4 +1,4 @@
-"""Skeleton 2, the matmul loop: roles of the operations, memory plan, default schedule.
+"""The plan of a matmul loop: places of all data, what they take, and the limits of a block.
 
 A block owns ``tile[row] x tile[column]`` results and walks over the contracted label: a producer
 warp fills a ring of stages with tiles of both operands (TMA), consumer warpgroups multiply (WGMMA),
@@ -9,38 +9,145 @@ instruction, so that a batch of 1 to 8 rows wastes only its padding to 8.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from cutesuper.ir.block import (
-    AxisKind,
-    BlockProgram,
-)
+from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
-from cutesuper.ir.thread import (
-    ThreadExpression,
-)
-from cutesuper.skeletons.base import (
-    Argument,
-    Output,
-    Plan,
-    View,
-    view_of,
-)
+from cutesuper.ir.thread import ThreadExpression
+from cutesuper.skeletons.base import Argument, Output, Plan, View, view_of
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
-from cutesuper.skeletons.matmul.tails import ColumnReduction, Tail
-from cutesuper.skeletons.matmul.tiles import store_bytes, tile_grid
-from cutesuper.skeletons.matmul.vector_roles import (
-    VectorProduct,
-    VectorRows,
-)
-from cutesuper.skeletons.matmul.vectors import MAX_VECTORS
+from cutesuper.targets import Target
 
 #: rows of the WGMMA instruction's first operand: the unit of the column label
 COLUMN_BLOCK = 64
 #: elements of a 128-byte shared-memory row: the unit of the contracted label
 CHUNK = 64
 ROW_TILES = (8, 16, 32, 64, 128, 256)
-REDUCTIONS = ("sum", "mean", "max")
+#: most accumulators of a thread if all threads of a block have equally many registers
+EQUAL_SHARE = 96
+#: most accumulators of a block: 256 x 128 over two warpgroups are 128 registers of each thread
+MAX_ACCUMULATORS = 2 * 128 * 128
+#: rows of the smallest WGMMA instruction: all vectors of a kernel are one more tile of them
+MAX_VECTORS = 8
+#: most rows of a tile that is shifted: with 256 rows, of which a thread of the helper warps has 16,
+#: numbers to subtract and sums take 16 bytes of stack
+MAX_SHIFTED_ROWS = 128
+#: most elements of a hidden label that a block holds: 256 for 64 rows are 32 KB of shared memory,
+#: and 128 registers of each thread of a warpgroup while they are accumulated
+MAX_HIDDEN = 256
+#: columns of a box in shared memory, for the swizzles of 32, 64 and 128 bytes
+_WIDTHS = (16, 32, 64)
+#: rows and columns of one bulk store: 128-byte rows, as the swizzle requires
+STORE_ROWS, STORE_COLUMNS = 32, 64
+#: pieces of a warpgroup in flight
+STORE_BUFFERS = 2
+
+
+def hidden_width(extent: int, narrow: bool) -> int:
+    """Number of columns of a hidden label, ``(X A) B``, that are staged.
+
+    The WGMMA instruction takes 64. For a short label it may read the memory behind it, as those
+    products are never used: padding 16 columns to 64 took 13.5 us where 16 take 11 (16x4096x4096,
+    rank 16), and 16.9 where they are stored (16, 4096).
+
+    Args:
+        extent: extent of the label.
+        narrow: True if enough readable memory lies behind the label.
+    """
+    if narrow and extent <= _WIDTHS[-1]:
+        return next(w for w in _WIDTHS if w >= extent)
+    return 64 * ceil_div(extent, 64)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """A product after the loop, whose operand the loop has accumulated.
+
+    before: ``X W + (X A) B`` with A of 16 columns; after: one loop accumulates X W and H = X A,
+    then ``H B`` is added from shared memory: one kernel, which reads X once.
+
+    Attributes:
+        hidden: the label that it contracts; a block holds the whole of it.
+        extent: extent of that label.
+        products: products of the loop, ``[row, hidden]``: column operand, and operation of the
+            accumulator.
+        source: the row operand, an expression over accumulators of ``products``, row values and
+            loads.
+        load: its column operand ``[hidden, column]``.
+        view: the view of ``load``.
+        final: the operation that its result completes; a product of the loop with the same one
+            shares its accumulators.
+        once: True if it is complete although a cluster shares the loop: one block adds it.
+    """
+
+    hidden: str
+    extent: int
+    products: tuple[tuple[int, int], ...]
+    source: ThreadExpression
+    load: int
+    view: View
+    final: int
+    once: bool
+
+    @property
+    def blocks(self) -> int:
+        """Number of 64-element blocks that the hidden label takes in the WGMMA instruction."""
+        return ceil_div(self.extent, 64)
+
+    @property
+    def padded(self) -> int:
+        """Elements of the hidden label in the row operand."""
+        return 64 * self.blocks
+
+    def width(self, narrow: bool) -> int:
+        """Number of columns staged of every product of the loop; see `hidden_width`."""
+        return hidden_width(self.extent, narrow)
+
+
+@dataclass(frozen=True)
+class ColumnReduction:
+    """A reduction of accumulators along the columns, one value for each row.
+
+    before: ``sum_N relu(X W) v``; after: every block sums over its columns, and the blocks of a
+    cluster that have the other columns add their sums.
+
+    Attributes:
+        value: the operation that completes it.
+        source: the reduced expression over accumulators, row values, loads and earlier reductions.
+        op: "sum" or "max".
+        scale: factor applied to the complete reduction (1/N for a mean).
+    """
+
+    value: int
+    source: ThreadExpression
+    op: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class VectorProduct:
+    """A row vector ``[column]``, of a product ``G[K] @ W[K, N]`` beside ``X[M, K] @ W[K, N]``.
+
+    The vectors are the rows of one more tile, of 8 rows, in every stage of the ring; the helper
+    warps write it, and the tensor cores multiply it by the column operands that are staged already.
+    A thread's accumulators for it belong to the same columns as those for the rows.
+
+    Attributes:
+        column: the load of the column operand.
+        vector: index of the vector in `MatmulPlan.vector_rows`.
+        value: the operation that completes it.
+    """
+
+    column: int
+    vector: int
+    value: int
+
+
+#: contents of a tile of vectors: expressions over staged vectors, or None for ones
+VectorRows = tuple[ThreadExpression | None, ...]
 
 
 @dataclass(frozen=True)
@@ -123,46 +230,52 @@ class MatmulPlan(Plan[MatmulSchedule]):
     vector_products: tuple[VectorProduct, ...] = ()
     shift: Shift | None = None
 
+    def scheduled(self, schedule: MatmulSchedule) -> MatmulPlan:
+        """This plan with another schedule; cached properties depend on none, and stay."""
+        plan = object.__new__(MatmulPlan)
+        vars(plan).update(vars(self), schedule=schedule)
+        return plan
+
     @property
     def dtype(self) -> str:
         """Element type of the operands."""
         return self.arguments[next(iter(self.rows.values())).argument].dtype
 
-    @property
+    @cached_property
     def tile(self) -> tuple[int, int, int]:
         """Tile extents (row, column, contracted)."""
         t = self.program.tile
         return t[self.row], t[self.column], t[self.contracted]
 
-    @property
+    @cached_property
     def cluster(self) -> int:
         """Blocks that share one output tile, each with a part of the contracted label (split-K)."""
         return self.program.parts_along(self.contracted, AxisKind.CLUSTER)
 
-    @property
+    @cached_property
     def column_cluster(self) -> int:
         """Blocks that share one tile's rows, each with a part of the columns."""
         return self.program.parts_along(self.column, AxisKind.CLUSTER)
 
-    @property
+    @cached_property
     def cluster_size(self) -> int:
         """Blocks of a cluster, whichever label they share."""
         return self.cluster * self.column_cluster
 
-    @property
+    @cached_property
     def finals(self) -> dict[int, int]:
         """Operations that complete accumulators of ``[row, column]``, with these accumulators."""
         ops = dict.fromkeys([f for _, f in self.products] + [t.final for t in self.tails])
         return {op: i for i, op in enumerate(ops)}
 
-    @property
+    @cached_property
     def hidden(self) -> dict[int, View]:
         """Column operands of the loop's products along hidden labels, by operation."""
         ops = self.program.ops
         loads = (load for t in self.tails for load, _ in t.products)
         return {load: view_of(ops[load], self.arguments) for load in loads}
 
-    @property
+    @cached_property
     def shared_blocks(self) -> list[int]:
         """For every product, the number of 64-column blocks that consumer warpgroups share."""
         return [self.blocks_n, *(t.blocks for t in self.tails if t.products)]
@@ -182,22 +295,21 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """Number of 64-column blocks of all products along hidden labels."""
         return sum(t.blocks * len(t.products) for t in self.tails)
 
-    @property
+    @cached_property
     def accumulators(self) -> int:
         """fp32 values that the consumers of a block hold for the products of rows."""
         m, n, _ = self.tile
         return m * (n * len(self.finals) + COLUMN_BLOCK * self.hidden_blocks)
 
-    @property
+    @cached_property
     def vector_accumulators(self) -> int:
         """fp32 values that they hold for the products of vectors."""
         return MAX_VECTORS * self.tile[1] * len(self.vector_columns)
 
-    @property
+    @cached_property
     def iterations(self) -> int:
         """Loop iterations of one block."""
-        axes = self.program.of_kind(AxisKind.LOOP)
-        return self.program.parts(axes[0]) if axes else 1
+        return self.program.parts_along(self.contracted, AxisKind.LOOP)
 
     @property
     def blocks_n(self) -> int:
@@ -218,7 +330,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """A row-side load's view of its tensor."""
         return self.rows[operation] if operation in self.rows else self.vectors[operation]
 
-    @property
+    @cached_property
     def vector_columns(self) -> tuple[int, ...]:
         """The column operands by which vectors are multiplied."""
         return tuple(dict.fromkeys(p.column for p in self.vector_products))
@@ -228,7 +340,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """Registers per thread of (consumers, helpers, producer) if an equal share for all threads
         would not hold the accumulators; None if it does."""
         accumulators = self.accumulators + self.vector_accumulators
-        if accumulators // (128 * self.schedule.warpgroups) <= 96:
+        if accumulators // (128 * self.schedule.warpgroups) <= EQUAL_SHARE:
             return None
         # together at most 65536 registers: 2 x 128 x 192 + 128 x 96 + 128 x 32, or of the 384 x 168
         # with which 384 threads start 2 x 128 x 208 + 128 x 88 where helpers and producer are one
@@ -251,13 +363,19 @@ class MatmulPlan(Plan[MatmulSchedule]):
             others = 128 * ceil_div(others, 128)
         return 128 * self.schedule.warpgroups + others
 
-    @property
+    @cached_property
     def stage_bytes(self) -> int:
         """Bytes that the producer loads into one stage of the ring."""
-        m, n, k = self.tile
+        _, n, k = self.tile
         hidden = sum(t.width(bool(self.columns)) * len(t.products) for t in self.tails)
         columns = len(self.columns) * n + hidden
-        return 2 * k * (columns + len(self.rows) * m + len(self.vectors))
+        return 2 * k * (columns + len(self.vectors)) + self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the row tiles in a stage."""
+        m, _, k = self.tile
+        return 2 * k * len(self.rows) * m
 
     @property
     def tail_bytes(self) -> int:
@@ -265,14 +383,7 @@ class MatmulPlan(Plan[MatmulSchedule]):
         m, n, _ = self.tile
         return sum(2 * (m + n) * t.padded for t in self.tails)
 
-    @property
-    def reduction_bytes(self) -> int:
-        """Bytes for joining the reductions along the columns: a slot for each consumer warp, and
-        one for each block of the cluster."""
-        slots = 4 * self.schedule.warpgroups + self.column_cluster
-        return 4 * self.tile[0] * slots * len(self.reductions)
-
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         """Bytes that one stage of the ring takes, with the tile of vectors."""
         return self.stage_bytes + 2 * MAX_VECTORS * self.tile[2] * bool(self.vector_rows)
@@ -282,22 +393,69 @@ class MatmulPlan(Plan[MatmulSchedule]):
         """Number of pairs of vectors: a thread has one pair of values for a column."""
         return ceil_div(len(self.vector_rows), 2)
 
-    @property
+    @cached_property
     def exchange_bytes(self) -> int:
         """Bytes that partial accumulators take in the block that finishes them."""
+        if self.cluster == 1:
+            return 0
         m, n, _ = self.tile
-        rows = m * len(self.finals) + 2 * self.vector_pairs * len(self.vector_columns)
-        return 4 * n * rows if self.cluster > 1 else 0
+        return 4 * n * (m * len(self.finals) + 2 * self.vector_pairs * len(self.vector_columns))
 
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block, in bytes, with room for barriers, statistics and alignment."""
+    def reduction_bytes(self, schedule: MatmulSchedule) -> int:
+        """Bytes for joining the reductions along the columns: a slot for each consumer warp, and
+        one for each block of the cluster."""
+        slots = 4 * schedule.warpgroups + self.column_cluster
+        return 4 * self.tile[0] * slots * len(self.reductions)
+
+    def store_bytes(self, schedule: MatmulSchedule) -> int:
+        """Bytes of the pieces on their way to memory."""
+        pieces = STORE_BUFFERS * schedule.warpgroups * schedule.bulk_store
+        return 2 * STORE_ROWS * STORE_COLUMNS * pieces
+
+    def fixed_bytes(self, schedule: MatmulSchedule) -> int:
+        """Shared memory of a block beside the ring, in bytes, with room for barriers, statistics
+        and alignment; with a schedule whose stages need not be known."""
         m = self.tile[0]
         statistics = 4 * m * (self.cluster * len(self.statistics) + len(self.row_values))
         alignment = 3072 + 1024 * bool(self.vector_rows)
-        after = self.tail_bytes + self.reduction_bytes + store_bytes(self)
-        fixed = self.exchange_bytes + after + statistics + alignment
-        return self.slot_bytes * self.schedule.stages + fixed
+        after = self.tail_bytes + self.reduction_bytes(schedule) + self.store_bytes(schedule)
+        return self.exchange_bytes + after + statistics + alignment
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, in bytes."""
+        return self.slot_bytes * self.schedule.stages + self.fixed_bytes(self.schedule)
+
+    @property
+    def stands_alone(self) -> bool:
+        """True if a block finishes its tile by itself, from the loop's accumulators."""
+        beside = self.tails or self.reductions or self.vector_rows or self.shift is not None
+        return self.cluster_size == 1 and not beside
+
+    @property
+    def stored_in_pieces(self) -> bool:
+        """True if all outputs with columns are 16-bit rows of whole 16-byte pieces."""
+        views = [o.view for o in self.outputs if self.column in o.view.labels]
+        contiguous = all(v.stride(self.column) == 1 for v in views)
+        narrow = all(self.arguments[v.argument].dtype in ("float16", "bfloat16") for v in views)
+        return contiguous and narrow and extent(self.program.dims[self.column]) % 8 == 0
+
+    @cached_property
+    def can_bulk_store(self) -> bool:
+        """True if all outputs can be written with bulk stores."""
+        # a static extent of 1 would vanish from the tensor map
+        rows = self.tile[0] >= STORE_ROWS and self.program.dims[self.row] != 1
+        return self.stands_alone and rows and self.stored_in_pieces
+
+
+def tile_grid(plan: MatmulPlan, columns: int, rows: int, batch: int) -> tuple[int, int, int]:
+    """The launch grid for ``columns`` x ``rows`` tiles of each slice of the batch."""
+    s = plan.schedule
+    if s.persistent:
+        return s.persistent, 1, 1
+    # `columns` may be a number of the traced launch, for which this division is right too
+    pairs = (columns + s.share_rows - 1) // s.share_rows
+    return s.share_rows * pairs * plan.cluster, rows, batch
 
 
 def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, int, int]:
@@ -309,3 +467,107 @@ def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, in
         batch *= extent(dims[d])
     columns = ceil_div(extent(dims[plan.column]), n)
     return tile_grid(plan, columns, ceil_div(rows, m), batch)
+
+
+# ------------------------------------------------------------------------------------------ limits
+
+
+class Limit(NamedTuple):
+    """A limit of a block that a plan exceeds.
+
+    Attributes:
+        name: the same for all plans that exceed it.
+        message: what this plan has, and what to do.
+    """
+
+    name: str
+    message: str
+
+
+def exceeded_by_tile(plan: MatmulPlan) -> Limit | None:
+    """The limit that a plan's tile exceeds with every schedule; None if there is none."""
+    m, n, k = plan.tile
+    if m not in ROW_TILES or n % COLUMN_BLOCK or k % CHUNK:
+        return Limit(
+            "tiles that the tensor cores do not take",
+            f"tile {plan.row}={m} {plan.column}={n} {plan.contracted}={k}; rows must be one of "
+            f"{ROW_TILES}, columns and depth multiples of {COLUMN_BLOCK}",
+        )
+    if plan.shift is not None and m > MAX_SHIFTED_ROWS:
+        return Limit(
+            "too many rows to be shifted",
+            f"tile {plan.row}={m}: rows that are shifted next to zero come in tiles of at most "
+            f"{MAX_SHIFTED_ROWS}",
+        )
+    if plan.accumulators > MAX_ACCUMULATORS:
+        return Limit(
+            "accumulators exceed the registers",
+            f"{plan.accumulators} accumulators ({m}x{n} for each of {len(plan.finals)} result(s), "
+            "and what the products after the loop take) do not fit into the registers of two "
+            "warpgroups",
+        )
+    if (n // plan.cluster) % 8:
+        return Limit(
+            "columns that a cluster cannot share out",
+            f"{n} columns cannot be shared out over {plan.cluster} blocks",
+        )
+    return None
+
+
+def exceeded(plan: MatmulPlan, target: Target) -> Limit | None:
+    """The limit that a plan exceeds with its schedule; None if there is none."""
+    s = plan.schedule
+    if plan.registers is not None and s.warpgroups != 2:
+        return Limit(
+            "accumulators exceed the registers",
+            f"{plan.tile[0]}x{plan.tile[1]} accumulators need two consumer warpgroups, which share "
+            "out blocks of 64 columns; use a tile with an even number of them (it has "
+            f"{' and '.join(map(str, plan.shared_blocks))})",
+        )
+    if mistake := next(_bad_knobs(plan), None):
+        return Limit("tiles that blocks cannot share, walk over or store", mistake)
+    if odd := [b for b in plan.shared_blocks if b % s.warpgroups]:
+        return Limit(
+            "columns that warpgroups cannot share out",
+            f"{odd[0]} block(s) of 64 columns cannot be shared out over {s.warpgroups} consumer "
+            "warpgroups",
+        )
+    if plan.shared_bytes > target.shared_bytes or s.stages < 2:
+        return Limit(
+            "stages exceed the shared memory",
+            f"{s.stages} stages of {plan.slot_bytes} bytes and {plan.exchange_bytes} bytes of "
+            f"exchange do not fit into {target.shared_bytes} bytes of shared memory; use smaller "
+            "tiles",
+        )
+    return None
+
+
+def _bad_knobs(plan: MatmulPlan) -> Iterator[str]:
+    """Reasons why tiles cannot be shared, walked over or stored as the schedule demands."""
+    s, m = plan.schedule, plan.tile[0]
+    if (s.share_rows > 1 or s.persistent) and not plan.stands_alone:
+        yield (
+            f"share_rows={s.share_rows} and persistent={s.persistent} need tiles without clusters, "
+            "products after the loop and reductions along the columns; use 1 and 0"
+        )
+    if s.share_rows not in (1, 2, 4, 8) or m % (8 * s.share_rows):
+        yield (
+            f"share_rows={s.share_rows}; use 1, 2, 4 or 8 blocks that load at least 8 of the {m} "
+            "rows each"
+        )
+    if s.persistent % s.share_rows:
+        yield f"persistent={s.persistent} blocks are no whole clusters of {s.share_rows}"
+    if s.persistent and plan.iterations <= s.stages:
+        # only the ring keeps helpers and consumers one tile apart
+        yield (
+            f"persistent={s.persistent}: blocks that walk need more iterations than stages, not "
+            f"{plan.iterations} and {s.stages}"
+        )
+    if s.helpers not in (2, 4):
+        yield f"{s.helpers} helper warps; use 2 or 4"
+    if s.bulk_store and not plan.can_bulk_store:
+        yield (
+            "bulk stores need outputs of 16-bit elements that are contiguous along "
+            f"{plan.column} in multiples of 8, {STORE_ROWS} rows in a tile at least, no cluster, "
+            "and nothing between the loop and the epilogue"
+        )

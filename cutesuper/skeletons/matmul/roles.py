@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from cutesuper.errors import LoweringError
@@ -23,26 +24,34 @@ from cutesuper.ir.thread import (
     reciprocal,
 )
 from cutesuper.skeletons.base import Argument, Output, View, view_of
-from cutesuper.skeletons.matmul.hidden import MAX_HIDDEN
 from cutesuper.skeletons.matmul.plan import (
     COLUMN_BLOCK,
-    REDUCTIONS,
+    MAX_HIDDEN,
+    MAX_VECTORS,
     ROW_TILES,
+    ColumnReduction,
     MatmulPlan,
     Shift,
     Statistic,
+    Tail,
+    VectorProduct,
+    VectorRows,
 )
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.matmul.shift import find_shift
-from cutesuper.skeletons.matmul.tails import ColumnReduction, Tail
-from cutesuper.skeletons.matmul.vector_roles import (
-    products_of_vectors,
-    refusal,
-)
+from cutesuper.skeletons.operands import check_element_type, check_same_type, unaligned
+
+REDUCTIONS = ("sum", "mean", "max")
 
 
 class Roles:
-    """Assigns every operation of a block program its role in the matmul loop."""
+    """Assigns every operation of a block program its role in the matmul loop.
+
+    Of the extents, only those of the tile matter, and only for which side has the rows.
+
+    Attributes:
+        sure: True if that side has them with every tile that planning takes.
+    """
 
     def __init__(self, step: KernelStep, arguments: tuple[Argument, ...]) -> None:
         self.step = step
@@ -89,6 +98,12 @@ class Roles:
             )
 
     def plan(self, schedule: MatmulSchedule) -> MatmulPlan:
+        """The plan with this schedule, not yet held against any limit. Raises LoweringError."""
+        plan = self._plan(schedule)
+        check_operands(plan, self.where)
+        return plan
+
+    def _plan(self, schedule: MatmulSchedule) -> MatmulPlan:
         ops = self.program.ops
         row_operand = self._row_operand()
         finals = {i: self._complete(i) for i in self.products}
@@ -98,15 +113,7 @@ class Roles:
         tails = self._tails()
         finals, tails = self._shared_accumulators(finals, tails)
         statistics, reductions = self._statistics(), self._reductions()
-        vector_rows, vector_products = products_of_vectors(
-            self.program,
-            self.vectors,
-            self.column,
-            self._complete,
-            lambda i: fuse(self.program, i, self._is_load, f"{self.where}, vector {i}"),
-        )
-        if why := refusal(vector_rows, vector_products, set(columns)):
-            raise LoweringError(f"{self.where}: {why}")
+        vector_rows, vector_products = self._vector_products(set(columns))
         shift = self._shift()
         sources = [s.source for s in statistics] + [row_operand]
         sources += [v for v in vector_rows if v is not None] + ([shift.source] if shift else [])
@@ -169,16 +176,22 @@ class Roles:
             )
         self.batch = tuple(d for d in self.program.dims if d in batch)
         sides = [(free_a, free_b, 1), (free_b, free_a, 0)]
-        sides.sort(key=lambda s: not self._last_in_store(s[1]))
+        sides.sort(key=lambda s: (not self._reduced_after(s[1]), not self._last_in_store(s[1])))
         for rows, columns, side in sides:
             if self._fits(rows, columns, ops[reference].inputs[1 - side]):
                 self.row, self.column = rows[0], columns[0]
+                self.sure = columns == sides[0][1]
                 return
         raise LoweringError(
             f"{self.where}: no orientation fits: one operand of every product must be a tensor in "
             "memory whose free label is tiled by 64, the other must be contiguous along "
             f"{self.contracted} with a free label tiled by 8 to 256"
         )
+
+    def _reduced_after(self, labels: list[str]) -> bool:
+        """True if results are reduced along a label: the rows' statistics are of the operand."""
+        ops = self.program.ops
+        return any(op.kind in REDUCTIONS and op.attributes["over"] in labels for op in ops)
 
     def _last_in_store(self, labels: list[str]) -> bool:
         last = [op.attributes["map"][-1] for op in self.program.stores()]
@@ -274,13 +287,39 @@ class Roles:
             axes = axes - {ops[value].attributes["axis"]}
         return value
 
+    def _vector_products(self, columns: set[int]) -> tuple[VectorRows, tuple[VectorProduct, ...]]:
+        """The vectors, each once, and their products; ``columns`` multiply rows."""
+        rows: dict[int | None, int] = {}
+        products: list[VectorProduct] = []
+        for i in self.vectors:
+            inputs = self.program.ops[i].inputs
+            operand = next(j for j in inputs if self.column in self.program.ops[j].dims)
+            vector = next((j for j in inputs if j != operand), None)
+            index = rows.setdefault(vector, len(rows))
+            products.append(VectorProduct(operand, index, self._complete(i)))
+        if len(rows) > MAX_VECTORS:
+            raise LoweringError(
+                f"{self.where}: {len(rows)} vectors are multiplied by column operands; at most "
+                f"{MAX_VECTORS} are"
+            )
+        alone = next((p.column for p in products if p.column not in columns), None)
+        if alone is not None:
+            raise LoweringError(
+                f"{self.where}: operation {alone} is multiplied by a vector only; its tiles are "
+                "staged for a product of rows"
+            )
+        return tuple(None if v is None else self._vector(v) for v in rows), tuple(products)
+
+    def _vector(self, i: int) -> ThreadExpression:
+        return fuse(self.program, i, self._is_load, f"{self.where}, vector {i}")
+
     # ----------------------------------------------------------------------------------- tails
 
     def _tails(self) -> tuple[Tail, ...]:
         """Products after the loop; their sources are completed by `_ends`."""
         ops, loop = self.program.ops, self._axes(self.contracted, AxisKind.LOOP)
         ended = {i: self._complete(i, loop) for i in self.inner}
-        states = check_block_program(self.program)
+        states = check_block_program(self.program) if self.tails else []
         found: list[Tail] = []
         for i in self.tails:
             label = ops[i].attributes["over"]
@@ -477,4 +516,39 @@ class Ends:
             tuple(replace(r, source=multiply_by(r.source, i)) for r in self.reductions),
             {**self.row_values, i: reciprocal(self.row_values[i])},
             self.loads,
+        )
+
+
+def check_operands(plan: MatmulPlan, where: str) -> None:
+    """Check that bulk copies and the tensor cores take the operands. Raises LoweringError."""
+    check_element_type(where, plan.dtype)
+    tails = [t.view for t in plan.tails]
+    staged = (*plan.rows.values(), *plan.columns.values(), *plan.vectors.values())
+    for view in (*staged, *plan.hidden.values(), *tails):
+        arg = plan.arguments[view.argument]
+        check_same_type(where, plan.dtype, arg)
+        odd = [s for s in view.strides if s != 1 and s % 8]
+        if odd or (arg.shape and extent(arg.shape[-1]) % 8 and len(view.labels) > 1):
+            raise unaligned(where, arg)
+    _check_layout(where, plan.columns.values(), plan.column, plan.contracted)
+    for t in plan.tails:
+        inner = [plan.hidden[load] for load, _ in t.products]
+        _check_layout(where, inner, t.hidden, plan.contracted)
+        _check_layout(where, [t.view], plan.column, t.hidden)
+    for i, view in plan.rows.items():
+        if view.stride(plan.contracted) != 1:
+            arg = plan.arguments[view.argument]
+            raise LoweringError(
+                f"{where}: row operand {arg.name} (operation {i}) must be contiguous along "
+                f"{plan.contracted}"
+            )
+
+
+def _check_layout(where: str, views: Iterable[View], column: str, contracted: str) -> None:
+    """Check that column operands that share an instruction are stored in the same order."""
+    strides = {(v.stride(column) == 1, v.stride(contracted) == 1) for v in views}
+    if len(strides) > 1 or (False, False) in strides:
+        raise LoweringError(
+            f"{where}: the column operands must all be contiguous along {column}, or all along "
+            f"{contracted}"
         )

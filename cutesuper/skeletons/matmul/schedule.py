@@ -1,11 +1,31 @@
-"""The schedule (knobs) of a matmul-loop kernel."""
+"""The schedule (knobs) of a matmul-loop kernel, and its default values.
+
+A pair covers two neighbouring tiles along the columns. Both blocks take part in its loads, even one
+whose tile lies outside of the tensor: grids are rounded up to whole pairs.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.skeletons.schedule import Schedule, Values
+from cutesuper.targets import Target
+
+if TYPE_CHECKING:
+    from cutesuper.skeletons.matmul.plan import MatmulPlan
+
+#: most accumulators of a thread for which one consumer warpgroup is enough
+ONE_WARPGROUP = 64
+#: bytes that are kept in flight, if four stages are not more: more only lengthens the queue in
+#: which the activations wait: on 16x4096x4096 6 stages of 20 KB take 10.35 us, 8 take 10.6, 9 take
+#: 10.75
+RING_BYTES = 120 * 1024
+#: rows of a tile from which blocks share and walk; smaller tiles were not measured
+LARGE_TILE = 128
+#: larger groups do not pay: 30 clusters of 4 leave 12 of 132 multiprocessors without work
+PAIR = 2
 
 
 @dataclass(frozen=True)
@@ -63,3 +83,59 @@ class MatmulSchedule(Schedule):
         if self.head > self.stages:
             return f"{self.head} of {self.stages} stages cannot be filled ahead"
         return ""
+
+
+def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -> MatmulSchedule:
+    """The schedule that measurements favour, for a plan with any other schedule."""
+    even = all(b % 2 == 0 for b in plan.shared_blocks)
+    warpgroups = 2 if plan.accumulators > 128 * ONE_WARPGROUP and even else 1
+    schedule = MatmulSchedule(
+        0, warpgroups, bulk_store=plan.can_bulk_store, dependent_launch=dependent_launch
+    )
+    room = target.shared_bytes - plan.fixed_bytes(schedule)
+    stages = min(room // plan.slot_bytes, max(2, plan.iterations))
+    if not dependent_launch and stages < plan.iterations:
+        stages = min(stages, max(4, RING_BYTES // plan.stage_bytes))
+    tiled = _with_tiles(plan, schedule, target)
+    persistent = tiled.persistent if plan.iterations > stages else 0
+    return replace(tiled, stages=stages, head=min(4, stages), persistent=persistent)
+
+
+def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> MatmulSchedule:
+    """A schedule with shared and walked tiles chosen.
+
+    Pairs and walks load nothing before the dependency wait, so with ``dependent_launch`` only
+    kernels with more tiles than multiprocessors use them: there only the first tiles wait.
+    """
+    m, n, _ = plan.tile
+    dims = plan.program.dims
+    if not schedule.bulk_store or m < LARGE_TILE or schedule.warpgroups < 2:
+        return schedule
+    columns = ceil_div(extent(dims[plan.column]), n)
+    share = shared_by(columns)
+    slots = share * target.clusters[share]
+    tiles = share * ceil_div(columns, share) * ceil_div(extent(dims[plan.row]), m)
+    for label in plan.batch:
+        tiles *= extent(dims[label])
+    walks = tiles > slots
+    if schedule.dependent_launch and not walks:
+        return schedule
+    # 2 warps keep up with 64 rows: 209.0 us at 4096x4096x4096, 212.6 with 4; not with 128 rows
+    # (215.3 and 212.3), nor with a prologue (339 and 273)
+    few = plan.prologue is None and m // share <= 64
+    return replace(
+        schedule,
+        share_rows=share,
+        persistent=slots if walks else 0,
+        helpers=2 if few else 4,
+    )
+
+
+def shared_by(column_tiles: int) -> int:
+    """Number of neighbouring blocks that load a large row tile together.
+
+    At 300, 512, 1024 and 4096 rows (K = N = 4096): 31.1, 35.0, 56.9 and 215.3 us alone, 30.3, 33.7,
+    54.8 and 209.0 in pairs, with two helper warps except the first three.
+    """
+    empty = PAIR * ceil_div(column_tiles, PAIR) - column_tiles
+    return PAIR if empty <= column_tiles // 8 else 1

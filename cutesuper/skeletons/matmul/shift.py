@@ -30,9 +30,6 @@ from cutesuper.ir.block import ENDING, LOAD, STORE, BlockProgram
 from cutesuper.ir.field import DivisionByZero, FieldAlgebra, FieldValue, draw_primes, uniform
 from cutesuper.ir.operators.base import lookup
 
-#: most rows of a tile: with 256 rows, of which a thread of the helper warps has 16, numbers to
-#: subtract and sums take 16 bytes of stack
-MAX_SHIFTED_ROWS = 128
 #: extent of every label in the field
 _EXTENT = 3
 #: most draws of the inputs, if one divides by zero

@@ -8,29 +8,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
-from cutesuper.ir.block import (
-    AxisKind,
-    BlockProgram,
-)
+from cutesuper.errors import LoweringError
+from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.dims import ceil_div, extent
-from cutesuper.skeletons.cost import (
-    MIN_STAGES,
-    Sized,
-    resize,
-)
-from cutesuper.skeletons.matmul.cost import (
-    accumulators,
-    column_blocks,
-    fixed_bytes,
-    matmul_cost,
-    padded,
-    stage_bytes,
-    vector_accumulators,
-)
+from cutesuper.skeletons.base import arguments_of
+from cutesuper.skeletons.cost import MIN_STAGES, Setting, Sized, resize
+from cutesuper.skeletons.matmul.cost import price
 from cutesuper.skeletons.matmul.form import MatmulForm
-from cutesuper.skeletons.matmul.shift import MAX_SHIFTED_ROWS, find_shift
-from cutesuper.targets import Target
+from cutesuper.skeletons.matmul.plan import (
+    COLUMN_BLOCK,
+    EQUAL_SHARE,
+    MatmulPlan,
+    exceeded,
+    exceeded_by_tile,
+)
+from cutesuper.skeletons.matmul.roles import Roles
+from cutesuper.skeletons.matmul.schedule import MatmulSchedule, default_schedule
 
 SMALL_ROWS = (8, 16, 32, 64)
 #: if costs are equal, the first one wins: 4096x4096x4096 takes 209.0 us with 128x256 tiles and
@@ -40,27 +35,56 @@ LARGE_ROWS = (128, 256, 64)
 COLUMNS = (64, 128, 192, 256)
 INNER = (64, 128, 256)
 CLUSTERS = (1, 2, 4, 8)
-#: most fp32 accumulators of one block: 256 x 128 over two warpgroups are 128 registers of each
-#: thread
-MAX_ACCUMULATORS = 256 * 128
-#: most accumulators for one warpgroup (96 registers of each thread); with more, two warpgroups
-#: share the columns, in blocks of 64
-ONE_WARPGROUP = 96 * 128
 
 
 def matmul_sizes(
-    structure: BlockProgram,
-    form: MatmulForm,
-    target: Target,
-    itemsizes: dict[str, int],
-    pruned: Counter[str],
+    structure: BlockProgram, form: MatmulForm, setting: Setting, pruned: Counter[str]
 ) -> Iterator[Sized]:
     """All sizes worth pricing, with their costs; ``pruned`` counts rejected ones, by reason."""
-    shifted = form.vectors and find_shift(structure, form.row, form.column, form.contracted)
+    plans = _Plans(setting)
+    for program in _programs(structure, form):
+        plan = plans.of(program)
+        if isinstance(plan, MatmulPlan):
+            yield Sized(program, price(plan, setting.target))
+        else:
+            pruned[plan] += 1
+
+
+class _Plans:
+    """Plans of one structure at many extents; its roles are recognised once."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.known: MatmulPlan | None = None
+
+    def of(self, program: BlockProgram) -> MatmulPlan | str:
+        """The plan at these extents with the default schedule, or the reason to leave it out."""
+        try:
+            plan = self._recognised(program)
+        except LoweringError as error:
+            return str(error)
+        target = self.setting.target
+        if limit := exceeded_by_tile(plan):
+            return limit.name
+        schedule = default_schedule(plan, target, self.setting.dependent_launch)
+        if plan.fixed_bytes(schedule) + MIN_STAGES * plan.slot_bytes > target.shared_bytes:
+            return "stages exceed the shared memory"
+        plan = plan.scheduled(schedule)
+        limit = exceeded(plan, target)
+        return plan if limit is None else limit.name
+
+    def _recognised(self, program: BlockProgram) -> MatmulPlan:
+        if self.known is not None:
+            return replace(self.known, program=program)
+        step = KernelStep("of this structure", program)
+        roles = Roles(step, arguments_of(step, self.setting.tensors))
+        plan = roles.plan(MatmulSchedule(stages=1))
+        self.known = plan if roles.sure else None
+        return plan
+
+
+def _programs(structure: BlockProgram, form: MatmulForm) -> Iterator[BlockProgram]:
     for tile, cluster in _matmul_tiles(structure, form):
-        if shifted and tile[form.row] > MAX_SHIFTED_ROWS:
-            pruned["too many rows to be shifted"] += 1
-            continue
         parts = 1 if form.reduced else cluster  # of the contracted label
         loop = ceil_div(extent(structure.dims[form.contracted]), parts * tile[form.contracted])
         inner = {
@@ -68,17 +92,7 @@ def matmul_sizes(
             f"{form.contracted}.cluster": cluster,
             f"{form.column}.cluster": cluster,
         }
-        program = resize(structure, tile, inner)
-        odd = any(b % 2 for b in column_blocks(program, form))
-        held = accumulators(program, form)
-        vectors = vector_accumulators(program, form)
-        if held > MAX_ACCUMULATORS or (odd and held + vectors > ONE_WARPGROUP):
-            pruned["accumulators exceed the registers"] += 1
-            continue
-        if _matmul_bytes(program, form, itemsizes) > target.shared_bytes:
-            pruned["stages exceed the shared memory"] += 1
-            continue
-        yield Sized(program, matmul_cost(program, form, target, itemsizes))
+        yield resize(structure, tile, inner)
 
 
 def _matmul_tiles(
@@ -89,7 +103,8 @@ def _matmul_tiles(
     k, n = (extent(structure.dims[d]) for d in (form.contracted, form.column))
     hidden = {d: extent(structure.dims[d]) for d in form.hidden}
     rows = extent(structure.dims[form.row])
-    for row in _row_choices(form, rows, sum(map(padded, hidden.values()))):
+    between = sum(COLUMN_BLOCK * ceil_div(n, COLUMN_BLOCK) for n in hidden.values())
+    for row in _row_choices(form, rows, between):
         for columns in COLUMNS:
             for inner in INNER:
                 tile = {
@@ -119,7 +134,7 @@ def _row_choices(form: MatmulForm, rows: int, between: int) -> tuple[int, ...]:
         return row_tiles(rows)
     covering = row_tiles(rows)[0]
     held = covering * (between + COLUMNS[0])
-    few = not form.reduced and rows <= SMALL_ROWS[-1] and held <= ONE_WARPGROUP
+    few = not form.reduced and rows <= SMALL_ROWS[-1] and held <= 128 * EQUAL_SHARE
     return (covering,) if few else every_row_tile(rows)
 
 
@@ -134,8 +149,3 @@ def every_row_tile(rows: int) -> tuple[int, ...]:
     """All row tiles up to the smallest that covers the rows."""
     tiles = (*SMALL_ROWS, *reversed(LARGE_ROWS[:-1]))
     return tuple(t for n, t in enumerate(tiles) if n == 0 or tiles[n - 1] < rows)
-
-
-def _matmul_bytes(program: BlockProgram, form: MatmulForm, itemsizes: dict[str, int]) -> int:
-    """Shared memory with the fewest stages, in bytes."""
-    return MIN_STAGES * stage_bytes(program, form, itemsizes) + fixed_bytes(program, form)

@@ -11,18 +11,18 @@ from cutesuper.egraph.extract import Price
 from cutesuper.egraph.labelled import LabelledProgram, Region
 from cutesuper.egraph.products import are_chained, matrix_products
 from cutesuper.egraph.saturate import Table
-from cutesuper.errors import SearchError
+from cutesuper.errors import LoweringError, ScheduleError, SearchError
 from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.operators.base import Counts, lookup
-from cutesuper.skeletons.base import Plan, Skeleton
+from cutesuper.skeletons.base import Plan, Skeleton, arguments_of
 from cutesuper.skeletons.cost import Setting, Sized, additive_price
 from cutesuper.skeletons.form import Form, needs_positions, single_reduction, unsized
 from cutesuper.skeletons.legality import is_chained, without_running_state
 from cutesuper.skeletons.matmul.explain import matmul_lines
 from cutesuper.skeletons.matmul.form import MatmulForm, matmul_form
-from cutesuper.skeletons.matmul.plan import MatmulPlan
-from cutesuper.skeletons.matmul.planner import plan_matmul
-from cutesuper.skeletons.matmul.schedule import MatmulSchedule
+from cutesuper.skeletons.matmul.plan import MatmulPlan, exceeded, exceeded_by_tile
+from cutesuper.skeletons.matmul.roles import Roles
+from cutesuper.skeletons.matmul.schedule import MatmulSchedule, default_schedule
 from cutesuper.skeletons.matmul.sizes import matmul_sizes
 from cutesuper.targets import Target
 
@@ -67,7 +67,7 @@ class Matmul(Skeleton):
         self, structure: BlockProgram, form: Any, setting: Setting, pruned: Counter[str]
     ) -> Iterable[Sized]:
         """See `matmul.sizes.matmul_sizes`."""
-        return matmul_sizes(structure, form, setting.target, setting.itemsizes, pruned)
+        return matmul_sizes(structure, form, setting, pruned)
 
     def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
         """Rows and columns of the first product; the contracted label keeps its axes."""
@@ -90,10 +90,19 @@ class Matmul(Skeleton):
         return any(op.kind == "matmul" for op in step.program.ops) and not is_chained(step)
 
     def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
-        """See `matmul.planner.plan_matmul`."""
+        """Recognise the roles and choose a schedule; sizing holds plans against the same limits."""
+        target = setting.target
+        if why := target.refuses_products():
+            raise LoweringError(f"kernel {step.name}: {why}")
         step = without_running_state(step, setting.tensors)
-        launch = setting.dependent_launch
-        return plan_matmul(step, setting.tensors, setting.target, schedule, launch)
+        roles = Roles(step, arguments_of(step, setting.tensors))
+        plan = roles.plan(schedule or MatmulSchedule(stages=1))
+        limit = exceeded_by_tile(plan)
+        if limit is None and schedule is None:
+            plan = plan.scheduled(default_schedule(plan, target, setting.dependent_launch))
+        if limit := limit or exceeded(plan, target):
+            raise ScheduleError(f"kernel {step.name}: {limit.message}")
+        return plan
 
     def explain(self, plan: Any) -> list[str]:
         """See `matmul.explain.matmul_lines`."""

@@ -23,7 +23,6 @@ from cutesuper.skeletons.matmul.kernel.reductions import ColumnReductions
 from cutesuper.skeletons.matmul.kernel.tile_store import TileStore
 from cutesuper.skeletons.matmul.kernel.vectors import VectorTile
 from cutesuper.skeletons.matmul.plan import COLUMN_BLOCK
-from cutesuper.skeletons.matmul.tiles import stored_in_pieces
 
 
 class Epilogue:
@@ -57,7 +56,7 @@ class Epilogue:
         fits = k.m * (k.n + PIECE) * 2 <= ring
         # the ring is empty when the tile ends
         own = k.cluster == 1 and not plan.schedule.persistent
-        return own and k.m >= 32 and stored_in_pieces(plan) and fits
+        return own and k.m >= 32 and plan.stored_in_pieces and fits
 
     @cute.jit
     def begin(self):

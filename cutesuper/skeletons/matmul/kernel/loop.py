@@ -32,8 +32,7 @@ from cutesuper.skeletons.matmul.kernel.tails import Tails
 from cutesuper.skeletons.matmul.kernel.tile_scheduler import Walk
 from cutesuper.skeletons.matmul.kernel.tile_store import TileStore
 from cutesuper.skeletons.matmul.kernel.vectors import VectorTile
-from cutesuper.skeletons.matmul.plan import MatmulPlan
-from cutesuper.skeletons.matmul.tiles import tile_grid
+from cutesuper.skeletons.matmul.plan import MatmulPlan, tile_grid
 
 
 class MatmulKernel:

@@ -25,7 +25,7 @@ from cutesuper.device.memory import (
 from cutesuper.skeletons.kernel.arguments import ELEMENT, labelled
 from cutesuper.skeletons.matmul.kernel.context import WARPGROUP_BARRIER, Known, Memory, fragment
 from cutesuper.skeletons.matmul.kernel.leaves import Column, Leaves
-from cutesuper.skeletons.matmul.tiles import STORE_BUFFERS, STORE_COLUMNS, STORE_ROWS
+from cutesuper.skeletons.matmul.plan import STORE_BUFFERS, STORE_COLUMNS, STORE_ROWS
 
 #: accumulators of one thread and column in a piece
 VALUES = STORE_ROWS // 4

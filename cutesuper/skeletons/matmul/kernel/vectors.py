@@ -23,8 +23,7 @@ from cutesuper.device.products import Product
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
 from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory, fragment, one
 from cutesuper.skeletons.matmul.kernel.row_tile import RowTile
-from cutesuper.skeletons.matmul.plan import CHUNK
-from cutesuper.skeletons.matmul.vectors import MAX_VECTORS
+from cutesuper.skeletons.matmul.plan import CHUNK, MAX_VECTORS
 
 
 class VectorTile:
