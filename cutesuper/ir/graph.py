@@ -377,7 +377,7 @@ class KernelGraph(NamedOperators):
         kept = set[int]()
         for i in reversed(range(first, len(self.nodes))):
             node = self.nodes[i]
-            if lookup(node.operator).one_type or (node.operator == "transpose" and i in kept):
+            if node.facets.one_type or (node.facets.permutes and i in kept):
                 kept.update(node.inputs)
             if i not in kept:
                 self.nodes[i] = replace(node, dtype=float32)

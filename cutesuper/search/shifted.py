@@ -13,6 +13,7 @@ it.
 from __future__ import annotations
 
 from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.operators.base import INPUT
 
 
 def shifted(graph: KernelGraph) -> KernelGraph | None:
@@ -29,7 +30,7 @@ def shifted(graph: KernelGraph) -> KernelGraph | None:
         return None
     new, values = KernelGraph(), list[Tensor]()
     for i, n in enumerate(graph.nodes):
-        if n.operator == "input":
+        if n.operator == INPUT:
             new.nodes.append(n)
             values.append(new.tensor(len(new.nodes) - 1))
             continue
@@ -51,7 +52,7 @@ def _softmaxes(graph: KernelGraph) -> dict[int, int]:
             users.setdefault(j, []).append(i)
     found: dict[int, int] = {}
     for i, n in enumerate(graph.nodes):
-        if n.operator == "exp" and graph.nodes[n.inputs[0]].operator != "sub":
+        if n.facets.exponential and not graph.nodes[n.inputs[0]].facets.subtracts:
             total = _sum_of(graph, users, i)
             if total is not None and not {i, total} & set(graph.outputs):
                 found[i] = graph.nodes[total].attributes["dim"]
@@ -61,10 +62,10 @@ def _softmaxes(graph: KernelGraph) -> dict[int, int]:
 def _sum_of(graph: KernelGraph, users: dict[int, list[int]], e: int) -> int | None:
     """The sum of ``div(e, sum(e))``, if that is all that e is used for; None otherwise."""
     for total in users.get(e, ()):
-        if graph.nodes[total].operator != "sum" or len(users.get(total, ())) != 1:
+        if not graph.nodes[total].facets.sums or len(users.get(total, ())) != 1:
             continue
         [quotient] = users[total]
         node = graph.nodes[quotient]
-        if node.operator == "div" and node.inputs == (e, total):
+        if node.facets.divides and node.inputs == (e, total):
             return total if set(users[e]) == {total, quotient} else None
     return None
