@@ -34,7 +34,7 @@ from cutesuper.search.cuts import Flat
 from cutesuper.search.forms import find_form
 from cutesuper.search.search import SearchOptions, search
 from cutesuper.skeletons.planner import make_plan
-from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
+from cutesuper.skeletons.rows.plan import RowLoopPlan
 from cutesuper.targets import H200
 from cutesuper.verify.equivalence import verify
 from cutesuper.verify.extents import SizeChooser

@@ -14,10 +14,8 @@ from cutesuper.skeletons.matmul.plan import MatmulPlan, grid_shape
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.registry import read_schedule
-from cutesuper.skeletons.rows.limits import MAX_PER_THREAD, MAX_ROW
-from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
-from cutesuper.skeletons.rows.plan import RowPlan, plan_rows
-from cutesuper.skeletons.rows.schedule import RowSchedule
+from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan, plan_rows
+from cutesuper.skeletons.rows.schedule import MAX_PER_THREAD, MAX_ROW, RowSchedule
 from cutesuper.skeletons.schedule import schedule_dict
 from cutesuper.targets import B200, H200
 from tests.mugraphs import Block

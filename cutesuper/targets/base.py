@@ -138,6 +138,7 @@ class Target:
         rates: the fitted constants of the cost model.
         chained: the constants of two chained products.
         rows: the constants of rows that are visited in turn, or split over a cluster.
+        settings: folder of the measured settings, below ``schedules``; see `targets.settings`.
     """
 
     name: str
@@ -156,6 +157,7 @@ class Target:
     rates: Rates
     chained: ChainedRates
     rows: RowRates
+    settings: str
 
     @property
     def sm_shared_bytes(self) -> int:

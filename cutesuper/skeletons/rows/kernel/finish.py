@@ -19,7 +19,7 @@ from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div
 from cutesuper.ir.operators.base import lookup
 from cutesuper.skeletons.kernel.arguments import ELEMENT, unravel
-from cutesuper.skeletons.rows.plan import power_of_two
+from cutesuper.skeletons.rows.schedule import power_of_two
 
 if TYPE_CHECKING:
     from cutesuper.skeletons.rows.kernel.loop import RowLoopKernel

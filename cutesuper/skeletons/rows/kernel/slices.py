@@ -17,7 +17,7 @@ from cutesuper.device.fragments import NEUTRAL, combine
 from cutesuper.ir.dims import ceil_div
 from cutesuper.skeletons.kernel.arguments import unravel
 from cutesuper.skeletons.rows.kernel.finish import ITEM
-from cutesuper.skeletons.rows.plan import power_of_two
+from cutesuper.skeletons.rows.schedule import power_of_two
 
 if TYPE_CHECKING:
     from cutesuper.skeletons.rows.kernel.loop import RowLoopKernel

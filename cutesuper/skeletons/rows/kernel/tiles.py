@@ -21,7 +21,7 @@ from cutesuper.device.memory import EVICT_FIRST
 from cutesuper.ir.dims import ceil_div
 from cutesuper.skeletons.base import View
 from cutesuper.skeletons.kernel.arguments import ELEMENT
-from cutesuper.skeletons.rows.loop_plan import LINE
+from cutesuper.skeletons.rows.plan import LINE
 
 if TYPE_CHECKING:
     from cutesuper.skeletons.rows.kernel.loop import RowLoopKernel
