@@ -160,7 +160,7 @@ def test_diamonds_between_two_products() -> None:
     flat = Flat(g.expanded())
     region = flat.segment(flat.order).region
     start = time.process_time()
-    find_form(region, label(region))
+    find_form(region, label(region), H200)
     assert time.process_time() - start < 1.0
     found(g)
 

@@ -528,7 +528,7 @@ def test_masks_that_no_loop_over_keys_can_limit_are_refused(rows: tuple[int, ...
     whole = Flat(g.expanded())
     region = whole.segment(whole.order).region
     with pytest.raises(SearchError, match=r"causal_mask hides .*, and the loop over N may hide N"):
-        find_form(region, label(region))
+        find_form(region, label(region), H200)
 
 
 # ----------------------------------------------------------------------------------------- labels

@@ -56,7 +56,7 @@ def plan_of(
         return _scheduled(frame(step, setting), step, setting, schedule)
     if schedule is None and walks(step.program, setting.target):
         return _scheduled(frame(step, setting), step, setting, None)
-    return _row_plan(step, setting, schedule)
+    return plan_rows(step, setting, schedule)
 
 
 def _views(
@@ -217,8 +217,9 @@ def _retiled(plan: RowLoopPlan) -> BlockProgram:
 # ------------------------------------------------------------------------------------- row kernels
 
 
-def _row_plan(step: KernelStep, setting: Setting, schedule: RowSchedule | None) -> RowPlan:
-    """A row kernel, with these knobs or with those of its own choice."""
+def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None = None) -> RowPlan:
+    """Plan a row kernel, with these knobs or with those of its own choice. Raises LoweringError,
+    ScheduleError."""
     program, where = step.program, f"kernel {step.name}"
     _check_structure(program, where)
     arguments = arguments_of(step, setting.tensors)

@@ -74,9 +74,10 @@ def _priced(program: BlockProgram, setting: Setting, pruned: Counter[str]) -> It
 def persistent_sizes(
     structure: BlockProgram, form: PersistentForm, setting: Setting, pruned: Counter[str]
 ) -> Iterator[Sized]:
-    """The sizes of visited rows that lead to different plans; first those whose tile the plan takes
-    as it is, which at equal costs are the better ones: no block is without rows."""
-    found: list[tuple[int, Sized]] = []
+    """The sizes of visited rows that lead to different plans. Of equal costs those are better, and
+    come first, whose tile the plan takes as it is, so that no block is without rows; then those
+    with fewer blocks (which slices of all rows ignore)."""
+    found: list[tuple[tuple[bool, int], Sized]] = []
     base = None
     for program in _visiting_sizes(structure, form, setting, pruned):
         try:
@@ -87,8 +88,9 @@ def persistent_sizes(
         except (LoweringError, ScheduleError) as error:
             pruned[str(error)] += 1
             continue
-        apart = abs(program.tile[form.visited] - plan.tile_rows)
-        found.append((apart, Sized(program, price(plan, setting.target))))
+        kept = plan.schedule.sliced or program.tile[form.visited] == plan.tile_rows
+        order = (not kept, program.blocks())
+        found.append((order, Sized(program, price(plan, setting.target))))
     yield from (sized for _, sized in sorted(found, key=lambda f: f[0]))
 
 
