@@ -28,7 +28,7 @@ def _resident(plan: RowPlan | RowLoopPlan, target: Target) -> Cost:
     elements = prod(map(extent, plan.program.dims.values()))
     rows = elements // plan.length
     sms = min(target.sms, rows if reductions else ceil_div(elements, ROW_ELEMENTS))
-    moved = _bytes_moved(plan)
+    moved = plan.moved_bytes
     taken = sum(
         rows * (plan.length if plan.column in v.labels else 1) * plan.itemsize(v)
         for v in plan.views  # a tensor of columns is read again for every row
@@ -51,7 +51,7 @@ def _visited(plan: RowLoopPlan, target: Target) -> Cost:
     prototype): 1024x4096 10.3 (10.6), 4096x1024 10.3 (9.95), 4096x2048 16.3 (16.0), 4096x4096 28.3
     (28.6), 4096x8192 52.3 (53.7), 4096x16384 102.2 (101.6), 32768x4096 197.2 (192.5).
     """
-    r, moved, most = target.rows, _bytes_moved(plan), plan.visits * plan.tile_rows
+    r, moved, most = target.rows, plan.moved_bytes, plan.visits * plan.tile_rows
     busy_walkers = ceil_div(plan.row_count, most)  # the others find no rows
     blocks = busy_walkers * plan.outer_count * plan.parts
     # blocks whose share of the rows is smaller wait for the others
@@ -82,7 +82,7 @@ def _clustered(plan: RowLoopPlan, target: Target) -> Cost:
     stores overlap with the waiting. An SM has blocks with one tile each, else two tiles, of two
     blocks or of two stages. In bf16, predicted (measured): LayerNorm forward 16384x65536 1169
     (1104), RMSNorm 1017 (1091), softmax 1348 (1013), its gradient 1518 (1462)."""
-    rates, moved, blocks = target.rates, _bytes_moved(plan), plan.program.blocks()
+    rates, moved, blocks = target.rates, plan.moved_bytes, plan.program.blocks()
     clusters = target.clusters[plan.cluster]
     at_once = (plan.schedule.resident if plan.one_tile else 2) * plan.cluster * clusters
     exchange = rates.reduction_us + target.rows.cluster_us * (plan.cluster - 1)
@@ -102,15 +102,6 @@ def _clustered(plan: RowLoopPlan, target: Target) -> Cost:
 def _reductions(plan: RowPlan | RowLoopPlan) -> int:
     """Number of reductions along the row."""
     return sum(op.attributes.get("over") == plan.column for op in plan.program.ops)
-
-
-def _bytes_moved(plan: RowPlan | RowLoopPlan) -> int:
-    """Bytes that device memory must read and write: each tensor once."""
-    dims = plan.program.dims
-    sizes = {
-        v.argument: plan.itemsize(v) * prod(extent(dims[d]) for d in v.labels) for v in plan.views
-    }
-    return sum(sizes.values())
 
 
 def _arithmetic(plan: RowPlan | RowLoopPlan, target: Target, again: bool = False) -> float:
