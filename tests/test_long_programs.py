@@ -28,7 +28,8 @@ from cutesuper.search.search import SearchResult, search, show
 from cutesuper.show.page import Facts, mugraph_page
 from cutesuper.show.svg import mugraph_svg
 from cutesuper.skeletons.planner import KernelPlan, make_plan
-from cutesuper.skeletons.rows.plan import RowPlan, live_values
+from cutesuper.skeletons.rows.plan import RowPlan
+from cutesuper.skeletons.rows.schedule import live_values
 from cutesuper.store import canonical
 from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verifier

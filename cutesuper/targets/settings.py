@@ -145,10 +145,12 @@ def _range(value: Any, where: str) -> tuple[float, float]:
     """The least and the largest value that a feature may have. Raises FormatError."""
     if isinstance(value, int | float):
         return float(value), float(value)
-    ends = value if isinstance(value, list) and len(value) == 2 else ["?"]
-    if any(isinstance(e, bool) or not isinstance(e, int | float | None) for e in ends):
-        raise FormatError(f"{where}: {value!r} is neither a number nor [least, largest]")
-    low, high = -inf if ends[0] is None else ends[0], inf if ends[1] is None else ends[1]
+    match value:
+        case [int() | float() | None as least, int() | float() | None as largest]:
+            low = -inf if least is None else float(least)
+            high = inf if largest is None else float(largest)
+        case _:
+            raise FormatError(f"{where}: {value!r} is neither a number nor [least, largest]")
     if not low <= high:
         raise FormatError(f"{where}: {value!r} is an empty range")
     return low, high

@@ -14,7 +14,6 @@ from cutesuper.ir.dims import Symbol, ceil_div, extent
 from cutesuper.ir.operators.base import lookup
 from cutesuper.skeletons.base import Argument, View, arguments_of, view_of
 from cutesuper.skeletons.cost import Setting
-from cutesuper.skeletons.legality import without_running_state
 from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
 from cutesuper.skeletons.rows.roles import (
     check_symbols,
@@ -51,7 +50,6 @@ def plan_of(
         LoweringError: the program has a structure that this skeleton cannot run.
         ScheduleError: the schedule does not fit the rows, the registers or the device.
     """
-    step = without_running_state(step, setting.tensors)
     if isinstance(schedule, RowLoopSchedule):
         return _scheduled(frame(step, setting), step, setting, schedule)
     if schedule is None and walks(step.program, setting.target):

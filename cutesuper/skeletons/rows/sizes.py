@@ -18,7 +18,6 @@ from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.dims import Symbol, ceil_div, extent
 from cutesuper.skeletons.cost import Setting, Sized, resize
 from cutesuper.skeletons.form import ALIGN
-from cutesuper.skeletons.legality import without_running_state
 from cutesuper.skeletons.rows.cost import price
 from cutesuper.skeletons.rows.form import PersistentForm, RowForm
 from cutesuper.skeletons.rows.planner import frame, plan_of, resized
@@ -76,20 +75,17 @@ def persistent_sizes(
 ) -> Iterator[Sized]:
     """The sizes of visited rows that lead to different plans. Of equal costs those are better, and
     come first, whose tile the plan takes as it is, so that no block is without rows; then those
-    with fewer blocks (which slices of all rows ignore)."""
+    with fewer blocks."""
     found: list[tuple[tuple[bool, int], Sized]] = []
     base = None
     for program in _visiting_sizes(structure, form, setting, pruned):
         try:
-            if base is None:
-                step = KernelStep("rows", program)
-                base = frame(without_running_state(step, setting.tensors), setting)
+            base = base or frame(KernelStep("rows", program), setting)
             plan = resized(base, program, setting)
         except (LoweringError, ScheduleError) as error:
             pruned[str(error)] += 1
             continue
-        kept = plan.schedule.sliced or program.tile[form.visited] == plan.tile_rows
-        order = (not kept, program.blocks())
+        order = (program.tile[form.visited] != plan.tile_rows, program.blocks())
         found.append((order, Sized(program, price(plan, setting.target))))
     yield from (sized for _, sized in sorted(found, key=lambda f: f[0]))
 
