@@ -54,6 +54,8 @@ LOOP_THREADS, MAX_TILE = 512, 128
 #: most rows that a thread has at a time, each with its own values: LayerNorm backward of 1001
 #: elements spilled 168 bytes with 16
 MAX_ROWS = 8
+#: bytes of shared memory that the ring leaves to exchanges, barriers, and L1
+RESERVED = 16 * 1024
 #: most stages of the ring
 MAX_STAGES = 3
 
@@ -342,12 +344,9 @@ def _with_ring(plan: RowLoopPlan, target: Target) -> RowLoopSchedule:
     kept = kept and s.vector * s.chunks * s.depth <= MAX_HELD
     stage = plan.tile_rows * sum(plan.row_bytes.values())
     least = SETTINGS.choose(target, "stages", kept=kept, stage_bytes=stage)["stages"]
-    wanted = min(MAX_STAGES, max(least, 2 * stage_limit(target) // max(1, stage)))
-    for stages in range(wanted, 1, -1):
-        schedule = replace(s, stages=stages, kept=kept)
-        if replace(plan, schedule=schedule).fits(target):
-            return schedule
-    return replace(s, stages=1, kept=kept)
+    room = (target.shared_bytes - RESERVED) // (s.resident * max(1, stage))
+    wanted = max(least, 2 * stage_limit(target) // max(1, stage))
+    return replace(s, stages=max(1, min(room, wanted, MAX_STAGES)), kept=kept)
 
 
 def _summing_threads(plan: RowLoopPlan, target: Target, lanes: int, walkers: int) -> int:
