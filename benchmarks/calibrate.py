@@ -25,11 +25,11 @@ from benchmarks.tables import print_table
 from benchmarks.workloads import RANKED, find_workload
 from cutesuper.ir.block import BlockProgram, KernelStep, MuGraph, TensorSpec
 from cutesuper.search.search import SearchOptions, search, show
-from cutesuper.skeletons.cost import Setting
-from cutesuper.skeletons.matmul.cost import price
+from cutesuper.skeletons.matmul.cost import price as matmul_price
 from cutesuper.skeletons.matmul.plan import MatmulPlan
 from cutesuper.skeletons.planner import make_plan
-from cutesuper.skeletons.rows.cost import row_cost
+from cutesuper.skeletons.rows.cost import price as rows_price
+from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
 from cutesuper.targets import H200, Target
 
 #: fitted constants; the others have measurements of their own
@@ -138,13 +138,11 @@ def with_sizes(program: BlockProgram, text: str) -> BlockProgram:
 
 
 def _kernel(step: KernelStep, tensors: dict[str, TensorSpec], target: Target) -> Kernel:
-    program = step.program
-    if not any(op.kind == "matmul" for op in program.ops):
-        itemsizes = Setting(target, tensors).itemsizes
-        return lambda t: row_cost(program, t, itemsizes).total
     plan = make_plan(step, tensors, target)
-    assert isinstance(plan, MatmulPlan)
-    return lambda t: price(plan, t).total
+    if isinstance(plan, MatmulPlan):
+        return lambda t: matmul_price(plan, t).total
+    assert isinstance(plan, RowPlan | RowLoopPlan)
+    return lambda t: rows_price(plan, t).total
 
 
 # ---------------------------------------------------------------------------------------- the fit

@@ -30,6 +30,7 @@ from cutesuper.runtime.cache import default_root
 from cutesuper.runtime.private import exposure, make_private, replace_file
 from cutesuper.skeletons.registry import read_schedule
 from cutesuper.skeletons.schedule import Schedule, schedule_dict
+from cutesuper.targets.settings import shipped_folder
 
 FORMAT, VERSION = "tuned_schedule", 1
 MAX_BYTES = 16 << 20
@@ -88,13 +89,6 @@ def user_folder() -> Path:
     """Folder in which `cutesuper.tune` stores: ``schedules`` in the cache folder
     (``$CUTESUPER_CACHE``)."""
     return default_root() / "schedules"
-
-
-def shipped_folder() -> Path:
-    """Folder of the schedules shipped with the package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    checkout = package.parent
-    return (checkout if (checkout / "pyproject.toml").is_file() else package) / "schedules"
 
 
 def file_name(graph: KernelGraph, arch: str, dependent_launch: bool) -> Path:

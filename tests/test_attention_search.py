@@ -166,7 +166,7 @@ def region_of(graph: KernelGraph) -> Region:
 
 def form_of(graph: KernelGraph) -> AttentionForm:
     region = region_of(graph)
-    form = find_form(region, label(region)).form
+    form = find_form(region, label(region), H200).form
     assert isinstance(form, AttentionForm)
     return form
 
@@ -233,7 +233,7 @@ def test_rows_are_what_keys_have_not() -> None:
 def test_a_short_label_between_products_stays_with_the_matmul_loop(hidden: int) -> None:
     region = region_of(long_mlp(hidden))
     kind = MatmulForm if hidden == 128 else AttentionForm
-    assert isinstance(find_form(region, label(region)).form, kind)
+    assert isinstance(find_form(region, label(region), H200).form, kind)
 
 
 #: what results are multiplied by that the loop does not load
@@ -260,7 +260,7 @@ def refused_scores(what: str, keys: int = 512) -> KernelGraph:
 def test_what_the_loop_does_not_run_is_refused(what: str) -> None:
     region = region_of(refused_scores(what))
     with pytest.raises(SearchError):
-        find_form(region, label(region))
+        find_form(region, label(region), H200)
 
 
 @pytest.mark.parametrize("what", BESIDE)

@@ -23,7 +23,7 @@ from cutesuper.ir.dtypes import DType, bfloat16, float16, float32, int32, int64
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.scratch import ScratchMemory
-from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
+from cutesuper.skeletons.rows.plan import RowLoopPlan
 from cutesuper.skeletons.rows.schedule import RowLoopSchedule
 from tests import zoo
 from tests.row_programs import (

@@ -386,7 +386,7 @@ def test_products_after_the_loop_are_another_kernel(after: str) -> None:
     other = over_k(zoo.layer_norm_linear_then(after))
     flat = Flat(zoo.layer_norm_linear_then(after).expanded())
     with pytest.raises(SearchError, match=r"a vector of N.* beside a product over"):
-        find_form(flat.segment(flat.order).region, other)
+        find_form(flat.segment(flat.order).region, other, H200)
     assert len(choose(zoo.layer_norm_linear_then(after), Options(H200))[1].plans) == 2
 
 

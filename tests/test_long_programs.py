@@ -28,7 +28,8 @@ from cutesuper.search.search import SearchResult, search, show
 from cutesuper.show.page import Facts, mugraph_page
 from cutesuper.show.svg import mugraph_svg
 from cutesuper.skeletons.planner import KernelPlan, make_plan
-from cutesuper.skeletons.rows.plan import RowPlan, live_values
+from cutesuper.skeletons.rows.plan import RowPlan
+from cutesuper.skeletons.rows.schedule import live_values
 from cutesuper.store import canonical
 from cutesuper.targets import H200
 from cutesuper.verify.equivalence import Verifier
@@ -160,7 +161,7 @@ def test_diamonds_between_two_products() -> None:
     flat = Flat(g.expanded())
     region = flat.segment(flat.order).region
     start = time.process_time()
-    find_form(region, label(region))
+    find_form(region, label(region), H200)
     assert time.process_time() - start < 1.0
     found(g)
 

@@ -17,8 +17,7 @@ from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.kernel import CompiledStep
 from cutesuper.runtime.toolchain import find_nvdisasm
 from cutesuper.skeletons.planner import make_plan
-from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
-from cutesuper.skeletons.rows.plan import RowPlan
+from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
 from cutesuper.skeletons.rows.schedule import RowLoopSchedule
 from cutesuper.targets import H200
 from tests.fake_runtime import Launch, record_launches

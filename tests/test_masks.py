@@ -34,7 +34,7 @@ from cutesuper.search.cuts import Flat
 from cutesuper.search.forms import find_form
 from cutesuper.search.search import SearchOptions, search
 from cutesuper.skeletons.planner import make_plan
-from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
+from cutesuper.skeletons.rows.plan import RowLoopPlan
 from cutesuper.targets import H200
 from cutesuper.verify.equivalence import verify
 from cutesuper.verify.extents import SizeChooser
@@ -528,7 +528,7 @@ def test_masks_that_no_loop_over_keys_can_limit_are_refused(rows: tuple[int, ...
     whole = Flat(g.expanded())
     region = whole.segment(whole.order).region
     with pytest.raises(SearchError, match=r"causal_mask hides .*, and the loop over N may hide N"):
-        find_form(region, label(region))
+        find_form(region, label(region), H200)
 
 
 # ----------------------------------------------------------------------------------------- labels

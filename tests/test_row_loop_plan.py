@@ -23,8 +23,7 @@ from cutesuper.report import plan_text
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.registry import read_schedule
-from cutesuper.skeletons.rows.loop_plan import LINE, RowLoopPlan
-from cutesuper.skeletons.rows.plan import RowPlan
+from cutesuper.skeletons.rows.plan import LINE, RowLoopPlan, RowPlan
 from cutesuper.skeletons.rows.schedule import RowLoopSchedule, RowSchedule
 from cutesuper.skeletons.schedule import schedule_dict
 from cutesuper.skeletons.variants import changed, planned, variants

@@ -10,14 +10,14 @@ import pytest
 
 from cutesuper.errors import CutesuperError, FormatError, LoweringError, ScheduleError
 from cutesuper.ir.dims import Symbol
+from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.matmul.plan import MatmulPlan, grid_shape
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.registry import read_schedule
-from cutesuper.skeletons.rows.limits import MAX_PER_THREAD, MAX_ROW
-from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
-from cutesuper.skeletons.rows.plan import RowPlan, plan_rows
-from cutesuper.skeletons.rows.schedule import RowSchedule
+from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
+from cutesuper.skeletons.rows.planner import plan_rows
+from cutesuper.skeletons.rows.schedule import MAX_PER_THREAD, MAX_ROW, RowSchedule
 from cutesuper.skeletons.schedule import schedule_dict
 from cutesuper.targets import B200, H200
 from tests.mugraphs import Block
@@ -381,7 +381,7 @@ ROW_SIZES = [1, 2, 7, 8, 24, 31, 33, 100, 333, 1000, 1024, 1025, 4096, 5000, 163
 @pytest.mark.parametrize("norm", [False, True])
 def test_row_schedules_cover_rows_of_any_length(n: int, dtype: str, norm: bool) -> None:
     step = rows_block(100, n, "exp", norm=norm).step("rows")  # a row loop runs the longest as well
-    p = plan_rows(step, specs({"X": (100, n), "Z": (100, n)}, dtype), H200)
+    p = plan_rows(step, Setting(H200, specs({"X": (100, n), "Z": (100, n)}, dtype)))
     s, itemsize = p.schedule, 4 if dtype == "float32" else 2
     assert s.lanes & (s.lanes - 1) == 0 and 1 <= s.lanes * s.rows <= 1024
     assert s.lanes * s.rows % 32 == 0
@@ -402,7 +402,7 @@ def test_the_longest_rows() -> None:
     step, shape = rows_block(2, MAX_ROW + 1, norm=True).step("rows"), (2, MAX_ROW + 1)
     tensors = specs({"X": shape, "Z": shape})
     with pytest.raises(LoweringError, match=r"rows: rows of 32769 elements are longer than the"):
-        plan_rows(step, tensors, H200)
+        plan_rows(step, Setting(H200, tensors))
     with pytest.raises(LoweringError, match=r"32769 elements .* divide them over a cluster"):
         make_plan(step, tensors, H200)
     step, shape = rows_block(2, 2 * MAX_ROW, norm=True).step("rows"), (2, 2 * MAX_ROW)

@@ -124,7 +124,7 @@ SIZES: dict[tuple[Dim, int], str] = {
     (32768, 4096): "M.grid(132) M.persistent(125), tile M=2 K=4096",
     (4096, 32768): "M.grid(30) M.persistent(137) K.cluster(4), tile M=1 K=8192",
     (512, 262144): "M.grid(7) M.persistent(74) K.cluster(16), tile M=1 K=16384",
-    (100, 8): "one block, tile M=128 K=8",
+    (100, 8): "M.grid(2), tile M=64 K=8",
     (M, 4096): "M.grid(132) M.persistent(?), tile M=2 K=4096",
     (Symbol("M", 64), 4096): "M.grid(64) M.persistent(?), tile M=1 K=4096",
     (M, 16384): "M.grid(66) M.persistent(?) K.cluster(2), tile M=1 K=8192",

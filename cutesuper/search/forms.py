@@ -22,6 +22,7 @@ from cutesuper.ir.dims import Symbol
 from cutesuper.skeletons.base import Skeleton
 from cutesuper.skeletons.form import Form, check_symbols
 from cutesuper.skeletons.registry import SKELETONS
+from cutesuper.targets import Target
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Recognized:
     form: Form
 
 
-def find_form(region: Region, program: LabelledProgram) -> Recognized:
+def find_form(region: Region, program: LabelledProgram, target: Target) -> Recognized:
     """The first skeleton that can run a region, and its rules.
 
     Raises:
@@ -66,7 +67,7 @@ def find_form(region: Region, program: LabelledProgram) -> Recognized:
     reasons: list[SearchError] = []
     for skeleton in SKELETONS:
         try:
-            form = skeleton.recognize(region, program)
+            form = skeleton.recognize(region, program, target)
         except SearchError as error:
             reasons.append(frameless(error))
             continue

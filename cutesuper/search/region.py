@@ -182,13 +182,13 @@ def tensors_of(region: Region) -> dict[str, TensorSpec]:
     return {n: TensorSpec(n, s, t) for n, s, t in zip(names, shapes, dtypes, strict=True)}
 
 
-def in_a_chain(region: Region) -> bool:
+def in_a_chain(region: Region, target: Target) -> bool:
     """True if a region is run as chained products. Such regions are searched only if both ends are
     waists: with norms of Q, K and V there are 20 more of them, 0.3 to 1 s each."""
     if sum(op.facets.contracts for op in region.ops) < 2:
         return False
     try:
-        return find_form(region, label(region)).skeleton.between_waists
+        return find_form(region, label(region), target).skeleton.between_waists
     except SearchError:
         return False
 
@@ -226,7 +226,7 @@ class _RegionSearch:
             return []
 
     def _by_skeleton(self, program: LabelledProgram) -> list[Way]:
-        by = find_form(self.region, program)
+        by = find_form(self.region, program, self.target)
         self._rounding = Rounding(self.region, program)
         space = by.skeleton.prepared(program, by.form)
         if space is not None:
@@ -235,7 +235,7 @@ class _RegionSearch:
         found = self._attempt(lambda: self._sealed(program, by), reasons)
         other = None if found else by.skeleton.otherwise(program, by.form)
         if other is not None:
-            return self._sealed(other, find_form(self.region, other))
+            return self._sealed(other, find_form(self.region, other, self.target))
         if reasons:
             raise reasons[0]
         return found or self._written(program, by)  # normal forms refuse a - (a + b)

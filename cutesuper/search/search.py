@@ -311,7 +311,7 @@ class _Search:
             if self._left() <= 0:
                 self.statistics.complete = False
                 break
-            if at_waists or (self.options.lowered and not in_a_chain(segment.region)):
+            if at_waists or (self.options.lowered and not in_a_chain(segment.region, self.target)):
                 wanted[segment.region] = self.options
             elif length == 1:  # so that there is always a way
                 simple = needs_positions(segment.region) is None
@@ -405,7 +405,7 @@ class _Search:
 
     def _ways(self, region: Region) -> tuple[Way, ...]:
         """Ways found for a region. Raises SearchError, LoweringError."""
-        if self._unchained and in_a_chain(region):
+        if self._unchained and in_a_chain(region, self.target):
             raise SearchError("the verifier rejected chained products")
         for lowered in (False, True):
             found = self._found.get((region, lowered))

@@ -190,7 +190,7 @@ class Skeleton(ABC):
     # ------------------------------------------------------------------------------ the search
 
     @abstractmethod
-    def recognize(self, region: Region, program: LabelledProgram) -> Form | None:
+    def recognize(self, region: Region, program: LabelledProgram, target: Target) -> Form | None:
         """The rules for a region; None if the skeleton does not apply to it.
 
         Raises:

@@ -124,11 +124,6 @@ def bytes_moved(program: BlockProgram, itemsizes: dict[str, int]) -> float:
     return sum(n * itemsizes[t] for t, n in tensors.items())
 
 
-def tile_bytes(program: BlockProgram, op: BlockOp, itemsizes: dict[str, int]) -> int:
-    """Bytes of the tile that a load or a store moves at a time."""
-    return prod(program.tile[d] for d in op.dims) * itemsizes[op.attributes["tensor"]]
-
-
 def overlapped(exponent: float, *us: Any) -> Any:
     """Time of work that overlaps only in part: the longest time, and somewhat more.
 

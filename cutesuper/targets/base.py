@@ -138,6 +138,7 @@ class Target:
         rates: the fitted constants of the cost model.
         attention: the constants of the attention loop.
         rows: the constants of rows that are visited in turn, or split over a cluster.
+        settings: folder of the measured settings, below ``schedules``; see `targets.settings`.
     """
 
     name: str
@@ -156,6 +157,7 @@ class Target:
     rates: Rates
     attention: AttentionRates
     rows: RowRates
+    settings: str
 
     @property
     def sm_shared_bytes(self) -> int:

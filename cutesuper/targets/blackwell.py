@@ -10,6 +10,7 @@ from cutesuper.targets.base import Target
 
 #: Hopper's, until they are measured
 RATES, ATTENTION, ROWS = hopper.RATES, hopper.ATTENTION, hopper.ROWS
+SETTINGS = hopper.SETTINGS
 
 #: B200: datasheet figures.
 B200 = Target(
@@ -29,4 +30,5 @@ B200 = Target(
     rates=RATES,
     attention=ATTENTION,
     rows=ROWS,
+    settings=SETTINGS,
 )

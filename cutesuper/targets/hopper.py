@@ -124,6 +124,9 @@ RATES = Rates(
     },
 )  # fmt: skip
 
+#: folder of the settings measured on this architecture
+SETTINGS = "sm90"
+
 #: H200: streaming reads reach 4.35 TB/s (67.2 MB in 17.2 us, 1.8 of them fixed); L2 fitted (4096^3
 #: reads 1.6 GB in 207 us, while the tensor cores are as busy); 66 / 30 / 15 clusters of 2 / 4 / 8
 #: fit at one block per SM (occupancy query; of 16 as many as these counts leave room for); 788
@@ -145,6 +148,7 @@ H200 = Target(
     rates=RATES,
     attention=ATTENTION,
     rows=ROWS,
+    settings=SETTINGS,
 )
 
 #: H100 SXM: the same chip with 3.35 TB/s of memory (datasheet; about 90% of it is reachable).
@@ -165,4 +169,5 @@ H100 = Target(
     rates=RATES,
     attention=ATTENTION,
     rows=ROWS,
+    settings=SETTINGS,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -21,19 +21,23 @@ from cutesuper.ir.subgraph import only
 from cutesuper.ops.rowwise.definition import Definition, Kind, Role
 from cutesuper.runtime.calling import Launches, Runner, launcher, reference_of
 from cutesuper.runtime.programs import Kept
+from cutesuper.targets import H200
+from cutesuper.targets.settings import Decision, Settings
 
-#: Kernels are shared by all numbers of rows up to the first number, for which they are optimized
-#: with the second one. Up to 512 rows there are few tiles for each of 132 multiprocessors, and sums
-#: over all rows are finished in another way; beyond 4096 only the work per row matters.
-SIZE_CLASSES = ((512, 128), (4096, 2048), (2**31, 16384))
+#: the number of rows for which the kernels of a class of calls are optimized, which share them
+_SETTINGS = Settings("ops", {"rows": Decision(("rows",), {"hint": 16384})})
+#: numbers of rows whose class is remembered
+_KNOWN_ROWS = 4096
 
 #: programs whose graphs, and whose kernels, are kept
 KEPT_PROGRAMS = 1024
 
 
+@lru_cache(maxsize=_KNOWN_ROWS)
 def rows_class(rows: int) -> int:
-    """The number of rows for which the kernels of a call are optimized."""
-    return next(hint for most, hint in SIZE_CLASSES if rows <= most)
+    """The number of rows for which the kernels of a call are optimized; as measured on one
+    architecture, since graphs are made before a device is known."""
+    return _SETTINGS.choose(H200, "rows", rows=rows)["hint"]
 
 
 @dataclass(frozen=True)

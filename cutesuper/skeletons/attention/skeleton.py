@@ -37,7 +37,7 @@ class Attention(Skeleton):
     schedules = (AttentionSchedule,)
     between_waists = True
 
-    def recognize(self, region: Region, program: LabelledProgram) -> Form | None:
+    def recognize(self, region: Region, program: LabelledProgram, target: Target) -> Form | None:
         """Rules for products of which the last one depends on another."""
         products = matrix_products(program)
         positions = needs_positions(region) is not None

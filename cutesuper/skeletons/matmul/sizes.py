@@ -56,13 +56,22 @@ class _Plans:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.known: MatmulPlan | None = None
+        #: why no tile will do; None until the first one has been tried, and if it had its roles
+        self.refused: str | None = None
+        self.tried = False
 
     def of(self, program: BlockProgram) -> MatmulPlan | str:
         """The plan at these extents with the default schedule, or the reason to leave it out."""
+        if self.refused is not None:
+            return self.refused
         try:
             plan = self._recognised(program)
         except LoweringError as error:
+            # with other tiles only the sides can change, where the first had its roles
+            self.refused = None if self.tried else str(error)
             return str(error)
+        finally:
+            self.tried = True
         target = self.setting.target
         if limit := exceeded_by_tile(plan):
             return limit.name

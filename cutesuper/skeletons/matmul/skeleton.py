@@ -40,7 +40,7 @@ class Matmul(Skeleton):
     schedules = (MatmulSchedule,)
     class_share = 0.4
 
-    def recognize(self, region: Region, program: LabelledProgram) -> Form | None:
+    def recognize(self, region: Region, program: LabelledProgram, target: Target) -> Form | None:
         """Rules for products of operands that depend on no position."""
         products = matrix_products(program)
         if not products:

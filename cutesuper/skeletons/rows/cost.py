@@ -1,153 +1,116 @@
-"""Cost model of row kernels, in microseconds; `targets` has the constants and their origin.
-
-It covers rows that one block holds (`row_cost`), rows that blocks visit in turn
-(`persistent_cost`), and rows split over a cluster (`cluster_cost`).
-"""
+"""Cost model of row kernels, in microseconds, from their plans; `targets` has the constants and
+their origin."""
 
 from __future__ import annotations
 
 from math import prod
 
-from cutesuper.ir.block import LOAD, STORE, AxisKind, BlockOp, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
-from cutesuper.skeletons.cost import (
-    Cost,
-    bytes_moved,
-    computes,
-    instructions,
-    overlapped,
-    tile_bytes,
-)
-from cutesuper.skeletons.rows.limits import row_label
-from cutesuper.skeletons.rows.loop_form import STAGE_BYTES, PersistentForm
+from cutesuper.skeletons.cost import Cost, computes, instructions, overlapped
+from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
+from cutesuper.skeletons.rows.settings import stage_limit
 from cutesuper.targets import Target
 
 #: elements that a block of an element-wise kernel takes
 ROW_ELEMENTS = 2048
 
 
-def row_cost(program: BlockProgram, target: Target, itemsizes: dict[str, int]) -> Cost:
-    """Cost of a kernel of resident rows; the tile does not matter: the schedule has its own."""
-    r, label = target.rates, _along_rows(program)
-    length = extent(program.dims[label]) if label else 1
-    rows = prod(extent(n) for d, n in program.dims.items() if d != label)
+def price(plan: RowPlan | RowLoopPlan, target: Target) -> Cost:
+    """Cost of a planned kernel."""
+    if isinstance(plan, RowPlan) or not (plan.sums or plan.cluster > 1):
+        return _resident(plan, target)
+    return _visited(plan, target) if plan.sums else _clustered(plan, target)
 
-    def elements(op: BlockOp) -> int:
-        return rows * (length if label in op.dims else 1)
 
-    reductions = [op for op in program.ops if "over" in op.attributes]
-    sms = min(target.sms, rows if reductions else ceil_div(rows * length, ROW_ELEMENTS))
-    moved = bytes_moved(program, itemsizes)
+def _resident(plan: RowPlan | RowLoopPlan, target: Target) -> Cost:
+    """Cost of rows that one block holds."""
+    r, reductions = target.rates, _reductions(plan)
+    elements = prod(map(extent, plan.program.dims.values()))
+    rows = elements // plan.length
+    sms = min(target.sms, rows if reductions else ceil_div(elements, ROW_ELEMENTS))
+    moved = plan.moved_bytes
     taken = sum(
-        elements(op) * itemsizes[op.attributes["tensor"]]
-        for op in program.ops if op.kind in (LOAD, STORE)
-    )  # fmt: skip
-    count = sum(
-        elements(program.ops[op.inputs[0]] if op in reductions else op)
-        * instructions(program, op, target)
-        for op in program.ops if computes(op)
-    )  # fmt: skip
+        rows * (plan.length if plan.column in v.labels else 1) * plan.itemsize(v)
+        for v in plan.views  # a tensor of columns is read again for every row
+    )
     parts = {
         "memory": moved / target.bandwidth * 1e6,
         "ingest": moved / (sms * r.sm_bytes_per_us),
         "l2": taken / target.l2_bandwidth * 1e6,
-        "lanes": count / (sms * r.lanes_per_us),
+        "lanes": _arithmetic(plan, target, again=True) / (sms * r.lanes_per_us),
     }
     busy = overlapped(r.overlap, *parts.values())
-    ramp = r.reduction_us * len(reductions)
+    ramp = r.reduction_us * reductions
     return Cost(target.launch_us + busy + ramp, parts | {"launch": target.launch_us, "ramp": ramp})
 
 
-def _along_rows(program: BlockProgram) -> str | None:
-    """The label along the rows, as the schedule finds it."""
-
-    def maps(ops: tuple[BlockOp, ...]) -> list[list[str]]:
-        return [[d for d in op.attributes["map"] if d in program.dims] for op in ops]
-
-    reduced = sorted({op.attributes["over"] for op in program.ops if "over" in op.attributes})
-    return row_label(program.dims, reduced, maps(program.stores()), maps(program.loads()))
-
-
-def stage_bytes(program: BlockProgram, form: PersistentForm, itemsizes: dict[str, int]) -> int:
-    """Bytes of the rows that a block loads for a visit."""
-    loads = [op for op in program.loads() if {form.visited, form.row} <= set(op.dims)]
-    return sum(tile_bytes(program, op, itemsizes) for op in loads)
-
-
-def persistent_cost(
-    program: BlockProgram, form: PersistentForm, target: Target, itemsizes: dict[str, int]
-) -> Cost:
-    """Cost of rows that blocks visit in turn; all blocks run at once.
+def _visited(plan: RowLoopPlan, target: Target) -> Cost:
+    """Cost of rows that blocks visit in turn, and sums over them; all blocks run at once.
 
     RMSNorm's backward pass in bf16 on one H200, rows x elements, predicted (measured, as a
     prototype): 1024x4096 10.3 (10.6), 4096x1024 10.3 (9.95), 4096x2048 16.3 (16.0), 4096x4096 28.3
     (28.6), 4096x8192 52.3 (53.7), 4096x16384 102.2 (101.6), 32768x4096 197.2 (192.5).
     """
-    r, blocks = target.rows, program.blocks()
-    rows = prod(extent(program.dims[d]) for d in form.rows)
-    visits = program.parts_along(form.visited, AxisKind.PERSISTENT)
+    r, moved, most = target.rows, plan.moved_bytes, plan.visits * plan.tile_rows
+    busy_walkers = ceil_div(plan.row_count, most)  # the others find no rows
+    blocks = busy_walkers * plan.outer_count * plan.parts
     # blocks whose share of the rows is smaller wait for the others
-    share = prod(
-        program.parts_along(d, AxisKind.GRID) * program.tile[d] for d in form.rows
-    ) * visits / rows  # fmt: skip
-    moved = bytes_moved(program, itemsizes)
-    deep = r.deep if stage_bytes(program, form, itemsizes) > STAGE_BYTES else 1.0
-    reductions = sum(op.attributes.get("over") == form.row for op in program.ops)
-    others = program.parts_along(form.row, AxisKind.CLUSTER) - 1 if reductions else 0
+    share = most * busy_walkers / plan.row_count
+    stage = plan.tile_rows * sum(plan.row_bytes.values())
+    deep = r.deep if min(plan.stages, 2) * stage > 2 * stage_limit(target) else 1.0
+    others = plan.cluster - 1 if _reductions(plan) else 0
     parts = {
         "memory": deep * share * moved / target.bandwidth * 1e6,
         "ingest": share * moved / (blocks * target.rates.sm_bytes_per_us),
         # while a block waits for its cluster it computes nothing, but memory transfers go on
-        "lanes": share * _arithmetic(program, target) / (blocks * target.rates.lanes_per_us)
-        + visits * others * r.cluster_us,
+        "lanes": share * _arithmetic(plan, target) / (blocks * target.rates.lanes_per_us)
+        + plan.visits * others * r.cluster_us,
     }
     busy = overlapped(target.rates.overlap, *parts.values())
     parts |= {
         "launch": target.launch_us,
         "ramp": r.start_us,
-        "visits": visits * r.visit_us,
-        "finish": r.finish_us * any(program.parts_along(d, AxisKind.GRID) > 1 for d in form.summed),
+        "visits": plan.visits * r.visit_us,
+        "finish": r.finish_us * (plan.partials > 1),
     }
     own = ("launch", "ramp", "visits", "finish")
     return Cost(busy + sum(parts[cause] for cause in own), parts)
 
 
-def _arithmetic(program: BlockProgram, target: Target) -> float:
-    """Number of instructions for all elements."""
-    count = 0.0
-    for op in filter(computes, program.ops):
-        labels = program.ops[op.inputs[0]].dims if "over" in op.attributes else op.dims
-        elements = prod(extent(program.dims[d]) for d in labels)
-        count += elements * instructions(program, op, target)
-    return count
-
-
-def writes_rows(program: BlockProgram, row: str) -> bool:
-    """True if results run along the rows; otherwise rows are only read."""
-    return any(row in op.dims for op in program.stores())
-
-
-def cluster_cost(program: BlockProgram, target: Target, itemsizes: dict[str, int]) -> Cost:
-    """Cost of rows split over clusters, one row in each: waves of blocks that load, exchange and
-    store; loads and stores overlap with the waiting. Three blocks share an SM if each has one tile,
-    else two, or one with two stages. In bf16, predicted (measured): LayerNorm forward 16384x65536
-    1169 (1104), RMSNorm 1017 (1091), softmax 1348 (1013), its gradient 1518 (1462)."""
-    rates, (axis,) = target.rates, program.of_kind(AxisKind.CLUSTER)
-    cluster, row = program.parts(axis), axis.dim
-    vectors = any(op.dims == (row,) for op in program.loads())
-    resident = 3 if writes_rows(program, row) and not vectors else 2
-    at_once = resident * cluster * target.clusters[cluster]
-    reductions = sum("over" in op.attributes for op in program.ops)
-    waits = reductions * (rates.reduction_us + target.rows.cluster_us * (cluster - 1))
-    moved, sms = bytes_moved(program, itemsizes), cluster * target.clusters[cluster]
-    active = min(sms, program.blocks())
-    waves = ceil_div(program.blocks(), at_once)
+def _clustered(plan: RowLoopPlan, target: Target) -> Cost:
+    """Cost of rows split over clusters: waves of blocks that load, exchange and store; loads and
+    stores overlap with the waiting. An SM has blocks with one tile each, else two tiles, of two
+    blocks or of two stages. In bf16, predicted (measured): LayerNorm forward 16384x65536 1169
+    (1104), RMSNorm 1017 (1091), softmax 1348 (1013), its gradient 1518 (1462)."""
+    rates, moved, blocks = target.rates, plan.moved_bytes, plan.program.blocks()
+    clusters = target.clusters[plan.cluster]
+    at_once = (plan.schedule.resident if plan.one_tile else 2) * plan.cluster * clusters
+    exchange = rates.reduction_us + target.rows.cluster_us * (plan.cluster - 1)
+    active = min(plan.cluster * clusters, blocks)
+    waits = ceil_div(blocks, at_once) * (_reductions(plan) * exchange)
     parts = {
         "memory": moved / target.bandwidth * 1e6,
         "ingest": moved / (active * rates.sm_bytes_per_us),
         # while a block waits for its cluster it computes nothing, but memory transfers go on
-        "lanes": _arithmetic(program, target) / (active * rates.lanes_per_us) + waves * waits,
+        "lanes": _arithmetic(plan, target) / (active * rates.lanes_per_us) + waits,
     }
     busy = overlapped(rates.overlap, *parts.values())
     parts |= {"launch": target.launch_us, "ramp": target.rows.block_us}
     return Cost(target.launch_us + target.rows.block_us + busy, parts)
+
+
+def _reductions(plan: RowPlan | RowLoopPlan) -> int:
+    """Number of reductions along the row."""
+    return sum(op.attributes.get("over") == plan.column for op in plan.program.ops)
+
+
+def _arithmetic(plan: RowPlan | RowLoopPlan, target: Target, again: bool = False) -> float:
+    """Number of instructions for all elements; ``again``: values that do not depend on the row are
+    computed again for each."""
+    program, count = plan.program, 0.0
+    for op in filter(computes, program.ops):
+        labels = set(program.ops[op.inputs[0]].dims if "over" in op.attributes else op.dims)
+        if again:
+            labels |= program.dims.keys() - {plan.column}
+        count += prod(extent(program.dims[d]) for d in labels) * instructions(program, op, target)
+    return count

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
-from cutesuper.skeletons.rows.plan import RowPlan
+from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
 
 
 def row_loop_lines(plan: RowLoopPlan) -> list[str]:

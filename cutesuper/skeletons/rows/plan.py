@@ -1,43 +1,55 @@
-"""Skeleton 1, rows: element-wise programs and reductions along one label.
+"""The plans of rows: element-wise programs, reductions along one label, and sums over all others.
 
-A row (all other labels fixed) is held in the registers of a power of two of threads; reductions run
-over shuffles and, across warps, shared memory. Every tensor is read and written once. Rows should
-be contiguous in memory; strided ones work too, and tensors may be stored in different orders.
+A **row kernel** (`RowPlan`) holds a row (all other labels fixed) in the registers of a power of two
+of threads; reductions run over shuffles and, across warps, shared memory. Every tensor is read and
+written once. Rows should be contiguous in memory; strided ones work too, and tensors may be stored
+in different orders.
+
+A **row loop** (`RowLoopPlan`) walks over tiles: some whole rows, or the part of them that one block
+of a cluster has. Tiles are loaded through a ring of bulk loads, every thread has the same columns
+of all its rows, and reductions along a row go through shuffles, shared memory and the cluster. Sums
+*over* rows (the gradient of a weight) stay in registers, in fp32, until the last tile. Then every
+block leaves its sums in device memory, all blocks meet, and each one adds up some columns, in the
+order of the blocks.
+
+    before: x, dy [M, N], w [N], rstd [M, 1];  after one launch: dx [M, N], dw [N]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from math import gcd, prod
+from math import prod
 
-from cutesuper.errors import LoweringError, ScheduleError
-from cutesuper.ir.block import LOAD, STORE, Axis, AxisKind, BlockProgram, KernelStep, TensorSpec
+from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, ceil_div, extent
-from cutesuper.ir.dtypes import as_dtype
-from cutesuper.ir.operators.base import lookup
-from cutesuper.skeletons.base import Argument, Plan, View, arguments_of, view_of
-from cutesuper.skeletons.rows.limits import MAX_PER_THREAD, MAX_ROW, MAX_THREADS, row_label
-from cutesuper.skeletons.rows.schedule import RowSchedule
+from cutesuper.skeletons.base import Argument, Plan, Scratch, View
+from cutesuper.skeletons.rows.schedule import (
+    BULK,
+    LARGE,
+    LARGE_HELD,
+    MAX_LOADED,
+    RowLoopSchedule,
+    RowSchedule,
+    power_of_two,
+)
 from cutesuper.targets import Target
 
-#: threads of a large block; two such blocks share an SM, with 64 registers per thread
-LARGE = 512
-#: most elements of a row that a thread of such a block has
-LARGE_HELD = 32
-#: rows per SM from which on there are many
-MANY_ROWS = 32
-#: most threads of a block that has a strip of an element-wise program: SwiGLU of 16384x4096 takes
-#: 96.4 us with 128, 98.5 with 256
-MAX_STRIP = 128
-#: most bytes of loaded rows per thread for which 64 registers are enough: LayerNorm with 32
-#: elements, two vectors beside the row, needs all of them
-MAX_LOADED = 192
-#: most elements of all values that a thread has at the same time, of 255 registers; the rest are
-#: for addresses and for intermediate values
-MAX_LIVE = 192
-#: longest strided rows that are read coalesced: 32 threads along the row, 64 elements each
-MAX_STRIDED = 32 * MAX_PER_THREAD
+#: alignment of the ring's stages in bytes: a line of all banks of shared memory
+LINE = 128
+#: fewest columns that a block adds up at a time: a sector of L2 in fp32
+SLICE = 8
+#: most rows that a thread reads at a time if each block has a slice of all rows
+MAX_SLICE_ROWS = 4
+#: most warps of a cluster that send their part of a row to all blocks; with more, those of a block
+#: join first
+MAX_SENDERS = 32
+#: most columns of a vector that a thread keeps in registers
+MAX_VECTORS = 32
+#: rows whose sum a thread adds to that of all its rows: if it adds 248 rows one after the other, dw
+#: of 32768x4096 is off by 2.3e-7, this way by 1.4e-7
+SUM_ROWS = 16
+#: most fp32 sums of a thread that may be kept twice
+MAX_CARRIED = 16
 
 
 @dataclass(frozen=True)
@@ -81,8 +93,27 @@ class RowPlan(Plan[RowSchedule]):
         took 93.8 us with 512 threads, which had more than 64 registers.
         """
         held = self.schedule.vector * self.schedule.chunks
-        few = loaded_bytes(held, self.column, self.arguments, self.loads.values()) <= MAX_LOADED
-        return 2 if self.threads == LARGE and held <= LARGE_HELD and few else 0
+        few = held <= LARGE_HELD and self.loaded_bytes(held) <= MAX_LOADED
+        return 2 if self.threads == LARGE and few else 0
+
+    def loaded_bytes(self, held: int) -> int:
+        """Bytes of ``held`` elements of every tensor that is loaded and has the column."""
+        return held * sum(self.itemsize(v) for v in self.loads.values() if self.column in v.labels)
+
+    @property
+    def views(self) -> list[View]:
+        """Views of all tensors, those that are loaded first."""
+        return [*self.loads.values(), *self.stores.values()]
+
+    @property
+    def length(self) -> int:
+        """Elements of a row."""
+        return extent(self.program.dims[self.column])
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows."""
+        return prod(extent(self.program.dims[d]) for d in self.rows)
 
     @property
     def width(self) -> int:
@@ -103,320 +134,470 @@ class RowPlan(Plan[RowSchedule]):
         return 4 * slots if self.warps_per_row > 1 else 0
 
 
-def plan_rows(
-    step: KernelStep,
-    tensors: dict[str, TensorSpec],
-    target: Target,
-    schedule: RowSchedule | None = None,
-    dependent_launch: bool = False,
-) -> RowPlan:
-    """Fit a block program without matrix products into a row kernel.
+@dataclass(frozen=True)
+class Level:
+    """The operations that can run once the reductions of the levels before are known.
 
-    Raises:
-        LoweringError: it has a structure that this skeleton cannot run.
-        ScheduleError: the schedule does not fit the rows or the registers.
+    Attributes:
+        reductions: operations that reduce along the row.
+        sums: indices of `RowLoopPlan.sums` whose source is known here.
+        stores: store operations.
     """
-    program, where = step.program, f"kernel {step.name}"
-    _check_structure(program, where)
-    arguments = arguments_of(step, tensors)
-    _check_symbols(arguments, where)
-    loads = {i: view_of(o, arguments) for i, o in enumerate(program.ops) if o.kind == LOAD}
-    stores = {i: view_of(o, arguments) for i, o in enumerate(program.ops) if o.kind == STORE}
-    column = _column(program, loads, stores, where)
-    reductions = tuple(i for i, o in enumerate(program.ops) if lookup_reduces(o.kind))
-    if schedule is None:
-        views = [*loads.values(), *stores.values()]
-        schedule = _default_schedule(
-            program, arguments, views, column, bool(reductions), target, dependent_launch, where
-        )
-    else:
-        _check_schedule(schedule, program, column, bool(reductions), where)
-    rows = _row_order(program, [*loads.values(), *stores.values()], column)
-    program = _retile(program, rows, column, schedule, bool(reductions))
-    order = _order(program, reductions, schedule)
-    inverted = inverted_divisors(program, column, arguments)
-    return RowPlan(
-        program, arguments, column, rows, loads, stores, reductions, order, inverted, schedule
-    )
+
+    reductions: tuple[int, ...]
+    sums: tuple[int, ...]
+    stores: tuple[int, ...]
 
 
-def loaded_bytes(
-    held: int, column: str, arguments: tuple[Argument, ...], views: Iterable[View]
-) -> int:
-    """Bytes of ``held`` elements of every tensor that has the column."""
-    sizes = (as_dtype(arguments[v.argument].dtype).itemsize for v in views if column in v.labels)
-    return held * sum(sizes)
+@dataclass(frozen=True)
+class RowSum:
+    """A value summed (or maximised) over rows.
 
-
-def lookup_reduces(kind: str) -> bool:
-    """True if an operation of a block program reduces over a label."""
-    return kind not in (LOAD, STORE) and lookup(kind).reduces is not None
-
-
-def _check_structure(program: BlockProgram, where: str) -> None:
-    for i, op in enumerate(program.ops):
-        if op.kind in (LOAD, STORE):
-            continue
-        if op.kind in ("accumulate", "cluster_reduce", "matmul"):
-            raise LoweringError(
-                f"{where}: {op.kind} (operation {i}) has no place in a row kernel, which holds "
-                "whole rows"
-            )
-        if lookup(op.kind).masks:
-            raise LoweringError(
-                f"{where}: {op.kind} (operation {i}) depends on positions, which a row kernel does "
-                "not know; add an input of 0 and -inf in its place"
-            )
-    kinds = {a.kind for a in program.axes} - {AxisKind.GRID}
-    if kinds:
-        raise LoweringError(f"{where}: a row kernel has grid axes only, not {', '.join(kinds)}")
-
-
-def _check_symbols(arguments: tuple[Argument, ...], where: str) -> None:
-    """Check that strides are numbers: only the outermost dimension may have an open extent."""
-    for a in arguments:
-        if any(isinstance(d, Symbol) for d in [d for d in a.shape if d != 1][1:]):
-            raise LoweringError(
-                f"{where}: {a.name} has a symbolic extent that is not its first dimension"
-            )
-
-
-def _column(
-    program: BlockProgram, loads: dict[int, View], stores: dict[int, View], where: str
-) -> str:
-    over = {o.attributes["over"] for o in program.ops if lookup_reduces(o.kind)}
-
-    def labels(views: dict[int, View]) -> list[list[str]]:
-        return [[d for d in v.labels if d in program.dims] for v in views.values()]
-
-    column = row_label(program.dims, sorted(over), labels(stores), labels(loads))
-    if column is None or len(over) > 1:
-        raise LoweringError(
-            f"{where}: one label must be the one reduced, or the last one of a tensor; found "
-            f"{', '.join(sorted(over)) or 'none'}"
-        )
-    if isinstance(program.dims[column], Symbol):
-        raise LoweringError(f"{where}: the rows' own dimension {column} must have a fixed extent")
-    return column
-
-
-def _row_order(program: BlockProgram, views: list[View], column: str) -> tuple[str, ...]:
-    """All labels but the column; if tensors are strided along it, the label along which they are
-    contiguous comes last, so that neighbouring rows are neighbours in memory."""
-    rows = [d for d in program.dims if d != column]
-    strided = [v for v in _strided(views, column) if v.labels[-1] in rows]
-    if strided:
-        heaviest = max(strided, key=lambda v: prod(extent(program.dims[d]) for d in v.labels))
-        rows.remove(heaviest.labels[-1])
-        rows.append(heaviest.labels[-1])
-    return tuple(rows)
-
-
-def _strided(views: list[View], column: str) -> list[View]:
-    return [v for v in views if v.stride(column) > 1]
-
-
-def _order(
-    program: BlockProgram, reductions: tuple[int, ...], schedule: RowSchedule
-) -> tuple[int, ...]:
-    """Order of loads and computations. All loads come first, so that they overlap, if those of an
-    element-wise program fit. If they are more elements than a thread may hold of one, or registers
-    are for two large blocks, reductions and their operands come first, then the rest, so that more
-    blocks share an SM: LayerNorm of 4096 elements needs 78 registers, with its vectors loaded first
-    118, and 6 blocks are 48 KB in flight where 4 are 32. (RMSNorm of 32768 elements spilled.)"""
-    count = range(len(program.ops))
-    work = [i for i in count if program.ops[i].kind != STORE]
-    held = schedule.vector * schedule.chunks
-    loads = sum(op.kind == LOAD for op in program.ops)
-    small = schedule.lanes * schedule.rows < LARGE and held * loads <= MAX_PER_THREAD
-    if not reductions and held * loads > MAX_LIVE:
-        return tuple(work)
-    if not reductions or small:
-        return tuple(sorted(work, key=lambda i: program.ops[i].kind != LOAD))
-    needed = program.dependence.before
-    return tuple(dict.fromkeys(j for i in (*reductions, *work) for j in needed(i)))
-
-
-def inverted_divisors(
-    program: BlockProgram, column: str, arguments: tuple[Argument, ...]
-) -> tuple[int, ...]:
-    """Row scalars that divide whole rows: one reciprocal in place of a division for each element.
-
-    before: ``div(x[M, N], s[M])``; after: ``mul(x, 1 / s)``, s as a reciprocal root if it is a
-    root. The softmax of rows of 4096 has 37 special-function instructions instead of 66, the RMS
-    norm 1 instead of 35. This is not done for rows of fp32 results: the product is rounded twice.
+    Attributes:
+        source: the operation whose value, ``[rows, column]`` or ``[rows]``, is combined.
+        op: ``sum`` or ``max``.
+        means: labels by whose extents the result is divided in the end.
+        final: the operation that has the result.
     """
-    wide = {a.name for a in arguments if a.written and as_dtype(a.dtype).itemsize > 2}
-    if any(column in op.dims and op.attributes["tensor"] in wide for op in program.stores()):
-        return ()
-    found: dict[int, None] = {}
-    for op in program.ops:
-        if op.kind == "div" and column in op.dims:
-            divisor = program.ops[op.inputs[1]]
-            if divisor.dims and column not in divisor.dims:
-                found[op.inputs[1]] = None
-    return tuple(found)
+
+    source: int
+    op: str
+    means: tuple[str, ...]
+    final: int
 
 
-def _check_schedule(
-    schedule: RowSchedule, program: BlockProgram, column: str, reduces: bool, where: str
-) -> None:
-    """Refuse a given schedule that is too narrow for the rows or too large for the registers."""
-    threads, held = schedule.lanes * schedule.rows, schedule.vector * schedule.chunks
-    length = extent(program.dims[column])
-    if threads > MAX_THREADS or held * (1 + (threads > MAX_THREADS // 2)) > MAX_PER_THREAD:
-        raise ScheduleError(
-            f"{where}: {threads} threads with {held} elements each do not fit into the registers; "
-            f"at most {MAX_PER_THREAD} with {MAX_THREADS // 2} threads, half of that with more"
+@dataclass(frozen=True)
+class RowLoopPlan(Plan[RowLoopSchedule]):
+    """The plan of a row loop.
+
+    Attributes:
+        program: the block program, tiled as the kernel runs it.
+        arguments: tensor arguments in order, inputs first.
+        column: the label along the rows.
+        rows: the labels that a block walks over, as one index, the last varying fastest.
+        outer: labels of which a block has one element.
+        loads: views of the loads, by operation.
+        stores: views of the stores, by operation.
+        complete: for a reduction along the row, the operation that completes it (itself without a
+            cluster).
+        picked: sums along the row of one element and zeros, by the operation that completes each
+            (the same one without a cluster): the element is read by itself, and not reduced.
+        levels: the work on a tile, from one exchange to the next.
+        sums: values that are combined over rows.
+        inverted: values of rows whose reciprocal is computed once; see `skeletons.rows.plan`.
+        schedule: the kernel's knobs.
+        shared_percent: percentage of an SM's L1 and shared memory that the launch requests as
+            shared memory; 0 leaves it to the driver.
+    """
+
+    program: BlockProgram
+    arguments: tuple[Argument, ...]
+    column: str
+    rows: tuple[str, ...]
+    outer: tuple[str, ...]
+    loads: dict[int, View]
+    stores: dict[int, View]
+    complete: dict[int, int]
+    picked: dict[int, int]
+    levels: tuple[Level, ...]
+    sums: tuple[RowSum, ...]
+    inverted: tuple[int, ...]
+    schedule: RowLoopSchedule
+    shared_percent: int = 0
+
+    # ------------------------------------------------------------------------------ kinds of loads
+
+    @property
+    def views(self) -> list[View]:
+        """Views of all tensors, those that are loaded first."""
+        return [*self.loads.values(), *self.stores.values()]
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """Loads with the column and a label of the rows: they are loaded tile by tile."""
+        return tuple(i for i, v in self.loads.items() if self.column in v.labels and self.varies(v))
+
+    @property
+    def vectors(self) -> tuple[int, ...]:
+        """Loads with the column that are the same for all rows of a block."""
+        return tuple(
+            i for i, v in self.loads.items() if self.column in v.labels and not self.varies(v)
         )
-    if reduces and schedule.lanes * held < length:
-        raise ScheduleError(
-            f"{where}: {schedule.lanes} lanes of {held} elements do not cover rows of {length}"
+
+    @property
+    def scalars(self) -> tuple[int, ...]:
+        """Loads with one element for each row."""
+        return tuple(
+            i for i, v in self.loads.items() if self.column not in v.labels and self.varies(v)
         )
 
+    def varies(self, view: View) -> bool:
+        """True if a tensor differs from row to row."""
+        return any(d in view.labels for d in self.rows)
 
-def _default_schedule(
-    program: BlockProgram,
-    arguments: tuple[Argument, ...],
-    views: list[View],
-    column: str,
-    reduces: bool,
-    target: Target,
-    dependent_launch: bool,
-    where: str,
-) -> RowSchedule:
-    length = extent(program.dims[column])
-    if reduces and length > MAX_ROW:
-        raise LoweringError(
-            f"{where}: rows of {length} elements are longer than the {MAX_ROW} that one block "
-            "holds in registers"
-        )
-    contiguous = [v for v in views if v.stride(column) == 1]
-    loads = views[: -len(list(program.stores()))]
-    total = prod(extent(d) for label, d in program.dims.items() if label != column)
-    if reduces and not contiguous and length <= MAX_STRIDED:
-        lanes = min(32, power_of_two(ceil_div(length, 32)))
-        chunks = ceil_div(length, lanes)
-        # 1024 threads have 64 registers each: with more than 32 elements they spilled 88 bytes
-        rows = 32 if chunks <= 32 else 16
-        return RowSchedule(
-            lanes, 1, chunks, rows, interleaved=True, dependent_launch=dependent_launch
-        )
-    vector = _vector(arguments, views, contiguous, length)
-    if not reduces and _strided(views, column):
-        # a transposition: a warp reads a piece of 32 neighbouring rows, and each thread writes its
-        # own 16 bytes
-        lanes = min(8, power_of_two(ceil_div(length, vector)))
-        chunks = min(2, ceil_div(length, lanes * vector))
-        return RowSchedule(
-            lanes, vector, chunks, 32, interleaved=True, dependent_launch=dependent_launch
-        )
-    # four 16-byte accesses in flight per thread and tensor; fewer threads hold longer rows. If two
-    # vectors are held as well, two accesses for rows of 1024 elements (LayerNorm of 32768x1024
-    # takes 34.8 us, 37.2 with four), but four for longer ones (32768x4096: 140.5 with two, 136.1
-    # with four)
-    many = total >= MANY_ROWS * target.sms
-    vectors = sum(v.labels == (column,) for v in views)
-    least = MAX_ROW // 8 if many else MAX_ROW // 8 + 1
-    per_thread = 4 if reduces and (vectors < 2 or length >= least) else 2
-    if reduces and length > MAX_ROW // 4:
-        # twice as many for long rows, unless two blocks of 512 threads share an SM: 4096x16384 took
-        # 71.7 us with 256 threads and 8 accesses, 93.8 with one block of 512 and 4
-        few = loaded_bytes(LARGE_HELD, column, arguments, loads) <= MAX_LOADED
-        per_thread = LARGE_HELD // vector if few else 8
-    if reduces and total <= 4 * target.sms:
-        # so few blocks hide no latency of each other: if all loads fit into the registers of 256
-        # threads they are requested at once. An update of nGPT, 8x4096, requested two of three
-        # operands after its first sum: 3.3 us
-        inputs = sum(column in v.labels for v in loads)
-        while (
-            vector * per_thread * inputs > MAX_PER_THREAD
-            and 2 * ceil_div(length, vector * per_thread) < LARGE
-        ):
-            per_thread //= 2
-    # the gradient of 20 operators around a softmax spilled 2304 bytes with 32 elements of each; for
-    # element-wise programs the compiler computes one element after the other
-    live = live_values(program, column) if reduces else 1
-    while (
-        vector * per_thread * live > MAX_LIVE
-        and vector * per_thread > 1
-        and 2 * ceil_div(length, vector * per_thread) <= LARGE
-    ):
-        vector, per_thread = (vector, per_thread // 2) if per_thread > 1 else (vector // 2, 1)
-    # the longest rows take 512 threads of 128 registers, which leaves more of them for addresses:
-    # LayerNorm of 32768 elements spilled 62 registers with 1024 threads of 64; with 512 it spills 6
-    most = MAX_THREADS if length <= MAX_ROW // 2 else MAX_THREADS // 2
-    lanes = min(most, power_of_two(ceil_div(length, vector * per_thread)))
-    lanes = lanes if reduces else _strip(length, vector, min(lanes, MAX_STRIP))
-    chunks = ceil_div(length, lanes * vector)
-    chunks = chunks if reduces else min(per_thread, chunks)
-    # full warps, 128 threads or more, but not fewer blocks than SMs; 256 for many rows if threads
-    # have four accesses (RMSNorm of 32768x2048: 69.7 us, 71.3 with 128)
-    rows = max(1, (256 if many and per_thread == 4 else 128) // lanes)
-    while rows > max(1, 32 // lanes) and ceil_div(total, rows) < target.sms:
-        rows //= 2
-    return RowSchedule(lanes, vector, chunks, rows, dependent_launch=dependent_launch)
+    def row_stride(self, view: View) -> int | None:
+        """Elements between neighbouring rows; None if that differs from row to row."""
+        stride = view.stride(self.rows[-1])
+        expected = stride
+        for label in reversed(self.rows):
+            if view.stride(label) != expected:
+                return None
+            # the extent of the outermost label, which may be symbolic, is never needed
+            expected *= extent(self.program.dims[label])
+        return stride
 
+    @property
+    def writes_rows(self) -> bool:
+        """True if results run along the rows; otherwise rows are only read."""
+        return any(self.column in v.labels for v in self.stores.values())
 
-def live_values(program: BlockProgram, column: str) -> int:
-    """The most values along the rows that are live at the same time, in the program's order."""
-    last = {j: i for i, op in enumerate(program.ops) for j in op.inputs}
-    alive, most = set[int](), 1
-    for i, op in enumerate(program.ops):
-        if column in op.dims and op.kind != STORE:
-            alive.add(i)
-        most = max(most, len(alive))
-        alive -= {j for j in op.inputs if last[j] == i}
-    return most
+    @property
+    def bulk(self) -> bool:
+        """True if bulk loads can bring the tiles: all addresses and sizes are multiples of 16
+        bytes, and every block has some of a row."""
+        if (self.parts - 1) * self.width >= self.length:
+            return False
+        for view in (self.loads[i] for i in self.streamed):
+            size = self.itemsize(view)
+            strides = [
+                s for d, s in zip(view.labels, view.strides, strict=True) if d != self.column
+            ]
+            if view.stride(self.column) != 1 or any(
+                s * size % BULK for s in (self.length, *strides)
+            ):
+                return False
+        return all(self.itemsize(self.loads[i]) in (4, 8) for i in self.scalars)
 
+    # -------------------------------------------------------------------------------------- extents
 
-def _strip(length: int, vector: int, lanes: int) -> int:
-    """Lanes of blocks that divide rows of an element-wise program into strips, so that the last one
-    reaches past the end as little as possible: 4096x14336 in strips of 4096 elements, the last one
-    half empty, took 90.6 us while the memory takes 81.4."""
+    @property
+    def row_count(self) -> int:
+        """Rows that the blocks of one element of the outer labels share."""
+        return prod(extent(self.program.dims[d]) for d in self.rows)
 
-    def covered(n: int) -> int:
-        strip = n * vector * min(2, ceil_div(length, n * vector))
-        return ceil_div(length, strip) * strip
+    @property
+    def outer_count(self) -> int:
+        """Elements of the outer labels."""
+        return prod(extent(self.program.dims[d]) for d in self.outer)
 
-    return min((lanes, max(32, lanes // 2), max(32, lanes // 4)), key=lambda n: (covered(n), -n))
+    @property
+    def length(self) -> int:
+        """Elements of a row."""
+        return extent(self.program.dims[self.column])
 
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster; each has a part of the row."""
+        return self.program.parts_along(self.column, AxisKind.CLUSTER)
 
-def power_of_two(n: int) -> int:
-    """The least power of two that is at least n."""
-    return 1 << max(0, n - 1).bit_length()
+    @property
+    def column_parts(self) -> int:
+        """Parts of the row over the grid, which are never joined."""
+        return self.program.parts_along(self.column, AxisKind.GRID)
 
+    @property
+    def parts(self) -> int:
+        """Total number of parts of a row."""
+        return self.cluster * self.column_parts
 
-def _vector(
-    arguments: tuple[Argument, ...], views: list[View], contiguous: list[View], length: int
-) -> int:
-    """Elements per access: 16 bytes of the widest type, as far as row lengths allow. Tensors that
-    are strided along the row are read element by element in any case."""
-    widest = max(as_dtype(arguments[v.argument].dtype).itemsize for v in contiguous or views)
-    vector = gcd(16 // widest, length)
-    for v in contiguous:
-        for s in v.strides:
-            vector = gcd(vector, s) if s != 1 else vector
-    return vector if contiguous else 1
+    @property
+    def width(self) -> int:
+        """Elements of a row that a block has."""
+        return self.program.tile[self.column]
 
+    @property
+    def covered(self) -> int:
+        """Elements of a row that the threads of a block cover, including padding."""
+        return self.schedule.lanes * self.schedule.vector * self.schedule.chunks
 
-def _retile(
-    program: BlockProgram, rows: tuple[str, ...], column: str, schedule: RowSchedule, reduces: bool
-) -> BlockProgram:
-    """The program with the tiles that the kernel really uses."""
-    width = schedule.lanes * schedule.vector * schedule.chunks
-    tile = dict.fromkeys(rows, 1) | {column: width}
-    left = schedule.rows
-    for d in reversed(rows):  # blocks take neighbouring rows
-        dim = program.dims[d]
-        tile[d] = left if isinstance(dim, Symbol) else min(left, extent(dim))
-        left = max(1, left // tile[d])
-    tile = {d: tile[d] for d in program.dims}
-    axes: list[Axis] = []
-    for d, t in tile.items():
-        dim = program.dims[d]
-        if d == column and reduces:
-            continue
-        parts = None if isinstance(dim, Symbol) else ceil_div(extent(dim), t)
-        axes.append(Axis(d, AxisKind.GRID, parts))
-    return BlockProgram(program.dims, tuple(axes), tile, program.ops)
+    @property
+    def ragged(self) -> bool:
+        """True if threads reach past the end of a part."""
+        return self.covered * self.parts != self.length
+
+    @property
+    def piece(self) -> int:
+        """Accesses of a row that a thread computes at a time: all that it keeps, or about 16
+        elements, 8 beside sums over rows (LayerNorm backward with 32 columns of two sums spilled 32
+        bytes with 16)."""
+        s = self.schedule
+        if s.kept:
+            return s.chunks
+        most = max(1, (8 if self.sums else 16) // s.vector)
+        return next(n for n in range(most, 0, -1) if s.chunks % n == 0)
+
+    @property
+    def held(self) -> float:
+        """Registers of a thread for sums over rows, and for a tile of all operands if kept."""
+        s = self.schedule
+        vectors = self.vectors if s.vector * s.chunks <= MAX_VECTORS else ()
+        sizes = [s.depth * self.itemsize(self.loads[i]) for i in self.streamed]
+        sizes += [self.itemsize(self.loads[i]) for i in vectors]
+        return s.vector * s.chunks * (len(self.sums) + sum(sizes) / 4)
+
+    @property
+    def keeps_vectors(self) -> bool:
+        """True if a thread keeps its columns of vectors that are the same for all rows. Longer
+        pieces are read for every row, from L1: with 64 columns LayerNorm spilled 128 bytes. So are
+        the vectors of few rows: kept, they would be converted before the loop, and the rows
+        requested only after that."""
+        s = self.schedule
+        return s.kept and s.vector * s.chunks <= MAX_VECTORS and not s.sliced
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.schedule.lanes * self.schedule.groups
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
+        return self.schedule.groups * self.schedule.depth
+
+    @property
+    def walkers(self) -> int | None:
+        """Blocks (or clusters) that share the rows of one element of the outer labels; None if that
+        is not fixed. Partial sums have a place for each."""
+        if not self.sums:
+            return None
+        if self.schedule.sliced:
+            return self.schedule.blocks
+        return prod(self.program.parts_along(d, AxisKind.GRID) for d in self.rows)
+
+    @property
+    def visits(self) -> int:
+        """Tiles that each of these has, at most."""
+        return ceil_div(self.row_count, (self.walkers or 1) * self.tile_rows)
+
+    @property
+    def warps_per_row(self) -> int:
+        """Warps of a block that share a row."""
+        return ceil_div(self.schedule.lanes, 32)
+
+    @property
+    def meets_in_block(self) -> bool:
+        """True if the warps of a block combine their parts of a row before the cluster's blocks
+        do."""
+        return self.cluster > 1 and self.warps_per_row * self.cluster > MAX_SENDERS
+
+    @property
+    def senders(self) -> int:
+        """Number of values that every receiver adds up for each reduction and row."""
+        return self.cluster * (1 if self.meets_in_block else self.warps_per_row)
+
+    # ------------------------------------------------------------------------------------- sums
+
+    @property
+    def meets(self) -> bool:
+        """True if blocks of the grid meet."""
+        return bool(self.sums) and not self.schedule.sliced
+
+    @property
+    def carries_sums(self) -> bool:
+        """True if groups of `SUM_ROWS` rows are summed first, then these sums: results in fp32 show
+        the rounding of long sums."""
+        s = self.schedule
+        own = sum(s.vector * s.chunks if self.has_columns(x) else 1 for x in self.sums)
+        wide = any(self.itemsize(v) == 4 for v in self.stores.values() if not self.varies(v))
+        dims = [self.program.dims[d] for d in self.rows]
+        opened = any(isinstance(d, Symbol) for d in dims)  # code does not depend on a hint
+        tiles = self.row_count // (self.tile_rows * (self.walkers or 1))
+        long = opened or tiles * s.depth >= 2 * SUM_ROWS
+        return self.meets and wide and long and own <= MAX_CARRIED
+
+    @property
+    def sum_tiles(self) -> int:
+        """Tiles of such a group."""
+        return max(1, SUM_ROWS // self.schedule.depth)
+
+    @property
+    def one_tile(self) -> bool:
+        """True if a block has one tile."""
+        return self.walkers is None and self.schedule.blocks == 0
+
+    @property
+    def waits_late(self) -> bool:
+        """True if the blocks of a cluster wait for each other's start only after requesting the
+        loads of their only tile."""
+        return self.cluster > 1 and self.one_tile and not self.schedule.stages
+
+    @property
+    def last_sum(self) -> int:
+        """The level at which the last source of a sum is known."""
+        return max((n for n, level in enumerate(self.levels) if level.sums), default=0)
+
+    @property
+    def leaves_early(self) -> bool:
+        """True if sums leave a block before the results of its last tile are stored: work follows
+        them, and the ring, through which groups add up their sums, is no longer read."""
+        s = self.schedule
+        return self.meets and self.last_sum + 1 < len(self.levels) and (s.kept or s.groups == 1)
+
+    def has_columns(self, s: RowSum) -> bool:
+        """True if a sum is of whole rows, not of one value of each."""
+        return self.column in self.program.ops[s.source].dims
+
+    @property
+    def kept_outer(self) -> tuple[str, ...]:
+        """Outer labels that the sums still have."""
+        return tuple(d for d in self.outer if any(d in self._final_dims(s) for s in self.sums))
+
+    def _final_dims(self, s: RowSum) -> tuple[str, ...]:
+        return self.program.ops[s.final].dims
+
+    @property
+    def units(self) -> int:
+        """Results of each sum: one for every element of the outer labels that it keeps."""
+        return prod(extent(self.program.dims[d]) for d in self.kept_outer)
+
+    @property
+    def partials(self) -> int:
+        """Partial results of each of them: one for every block that has some of its rows."""
+        others = (d for d in self.outer if d not in self.kept_outer)
+        return (self.walkers or 1) * prod(extent(self.program.dims[d]) for d in others)
+
+    @property
+    def pitch(self) -> int:
+        """Elements of a partial result: whole rows, with padding."""
+        return self.parts * self.covered
+
+    @property
+    def grid_blocks(self) -> int:
+        """Number of blocks of the grid, if sums fix it."""
+        return (self.walkers or 1) * self.outer_count * self.parts
+
+    @property
+    def slice_columns(self) -> int:
+        """Columns that a block adds up at a time."""
+        each = ceil_div(self.length * self.units, self.grid_blocks)
+        return min(SLICE * ceil_div(each, SLICE), SLICE * ceil_div(self.length, SLICE))
+
+    @property
+    def slice_rows(self) -> int:
+        """Rows that a thread reads at a time if each block has a slice of all rows."""
+        across = power_of_two(ceil_div(self.slice_columns, self.schedule.vector))
+        dims = [self.program.dims[d] for d in self.rows]
+        if any(isinstance(d, Symbol) for d in dims):
+            return MAX_SLICE_ROWS  # code does not depend on a hint
+        down = max(1, self.threads // across)
+        return min(MAX_SLICE_ROWS, ceil_div(self.row_count, down))
+
+    @property
+    def unsliced(self) -> str | None:
+        """Reason why blocks must meet to complete sums over rows, or None."""
+        if not self.sums:
+            return "nothing is summed over rows"
+        if self.parts > 1:
+            return "rows are divided among blocks"
+        if set(self.kept_outer) != set(self.outer):
+            return "a sum is over labels of which a block has one element"
+        if not all(self.has_columns(s) for s in self.sums):
+            return "a value of each row is summed, for which a block needs whole rows"
+        if any(level.sums for level in self.levels[1:]):
+            return "what is summed needs a reduction along the row"
+        if self.units * ceil_div(self.length, self.slice_columns) > self.grid_blocks:
+            return "there are more slices than blocks"
+        if self.slice_columns > self.threads * self.schedule.vector:
+            return f"{self.threads} threads do not hold slices of {self.slice_columns} columns"
+        if self.schedule.stages:
+            return "slices are read straight to registers; use stages=0"
+        return None
+
+    @property
+    def summed_loads(self) -> frozenset[int]:
+        """Loads that sums over rows need."""
+        found: set[int] = set()
+        work = [s.source for s in self.sums]
+        while work:
+            i = work.pop()
+            if i not in found:
+                found.add(i)
+                work += self.program.ops[i].inputs
+        return frozenset(i for i in found if i in self.loads)
+
+    @property
+    def stages(self) -> int:
+        """Slots of the shared-memory ring; 1 if tiles are read straight into registers."""
+        return max(1, self.schedule.stages)
+
+    @property
+    def scratch(self) -> tuple[Scratch, ...]:
+        """Partial sums, and the counter at which blocks meet."""
+        if not self.meets:
+            return ()
+        count = self.units * self.partials * len(self.sums) * self.pitch
+        return Scratch((count,), "float32", False), Scratch((1,), "int32", True)
+
+    # ------------------------------------------------------------------------------ shared memory
+
+    @property
+    def row_bytes(self) -> dict[int, int]:
+        """Bytes of a row of each streamed load in a stage."""
+        return {i: self.width * self.itemsize(self.loads[i]) for i in self.streamed}
+
+    @property
+    def scalar_bytes(self) -> dict[int, int]:
+        """Bytes of a tile of each load of values of rows in a stage."""
+        sizes = {i: self.tile_rows * self.itemsize(self.loads[i]) for i in self.scalars}
+        return {i: BULK * ceil_div(n, BULK) for i, n in sizes.items()}
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage."""
+        rows = self.tile_rows * sum(self.row_bytes.values())
+        return LINE * ceil_div(rows + sum(self.scalar_bytes.values()), LINE)
+
+    @property
+    def overhang(self) -> int:
+        """Bytes that threads read past the ring's last row, where rows are shorter than their
+        reach."""
+        sizes = [self.itemsize(self.loads[i]) for i in self.streamed]
+        return BULK * ceil_div((self.covered - self.width) * max(sizes, default=0), BULK)
+
+    @property
+    def slots(self) -> int:
+        """Number of fp32 slots for a tile's reductions, twice: tiles take turns."""
+        return 2 * (self.sent_slots + self.block_slots)
+
+    @property
+    def sent_slots(self) -> int:
+        """Slots of a tile that all senders write; rounded to 16-byte accesses if others follow: 2
+        senders with 32 warps each left 8 bytes for one reduction."""
+        count = sum(len(level.reductions) for level in self.levels) * self.tile_rows * self.senders
+        return 4 * ceil_div(count, 4) if self.block_slots else count
+
+    @property
+    def block_slots(self) -> int:
+        """Slots of a tile that only the warps of the block write."""
+        if not self.meets_in_block:
+            return 0
+        count = sum(len(level.reductions) for level in self.levels)
+        return 4 * ceil_div(count * self.tile_rows * self.warps_per_row, 4)
+
+    @property
+    def finish_bytes(self) -> int:
+        """Shared memory of the end, in place of the ring: sums of all groups, then of a slice."""
+        if not self.sums:
+            return 0
+        groups = self.schedule.groups * self.covered if self.schedule.groups > 1 else 0
+        totals = len(self.sums) * self.slice_columns
+        if self.schedule.sliced:
+            return 4 * totals * (1 + ceil_div(self.threads, 32))
+        return 4 * max(groups, totals + 4 * self.threads)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of the ring, or of the data in its place at the end."""
+        ring = self.schedule.stages * self.stage_bytes
+        return max(BULK, ring + self.overhang if ring else 0, self.finish_bytes)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block, in bytes: the ring, slots, barriers, and alignment."""
+        barriers = max(1, self.schedule.stages) + 2 * len(self.levels)
+        return self.ring_bytes + 4 * max(4, self.slots) + 8 * barriers + BULK
+
+    def fits(self, target: Target) -> bool:
+        """True if the blocks that share an SM find room in its shared memory."""
+        each = self.shared_bytes + target.reserved_bytes
+        return self.schedule.resident * each <= target.sm_shared_bytes

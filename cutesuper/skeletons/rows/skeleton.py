@@ -15,16 +15,13 @@ from cutesuper.skeletons.cost import Setting, Sized
 from cutesuper.skeletons.form import Form, needs_positions, single_reduction, unsized
 from cutesuper.skeletons.legality import without_running_state
 from cutesuper.skeletons.rows.explain import row_lines, row_loop_lines
-from cutesuper.skeletons.rows.form import RowForm, row_form
-from cutesuper.skeletons.rows.limits import row_label
-from cutesuper.skeletons.rows.loop_form import PersistentForm
-from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
-from cutesuper.skeletons.rows.loop_planner import plan_row_loop
-from cutesuper.skeletons.rows.loop_roles import walks
-from cutesuper.skeletons.rows.loop_sizes import cluster_sizes, persistent_sizes
-from cutesuper.skeletons.rows.plan import RowPlan, plan_rows
+from cutesuper.skeletons.rows.form import PersistentForm, RowForm, row_form
+from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
+from cutesuper.skeletons.rows.planner import plan_of
+from cutesuper.skeletons.rows.roles import row_label
 from cutesuper.skeletons.rows.schedule import RowLoopSchedule, RowSchedule
-from cutesuper.skeletons.rows.sizes import row_sizes
+from cutesuper.skeletons.rows.sizes import cluster_sizes, persistent_sizes, row_sizes
+from cutesuper.targets import Target
 
 
 class Rows(Skeleton):
@@ -34,25 +31,23 @@ class Rows(Skeleton):
     plans = (RowPlan, RowLoopPlan)
     schedules = (RowSchedule, RowLoopSchedule)
 
-    def recognize(self, region: Region, program: LabelledProgram) -> Form | None:
+    def recognize(self, region: Region, program: LabelledProgram, target: Target) -> Form | None:
         """Rules for regions without products, and without positions except those of labels."""
         if matrix_products(program):
             return None
         reason = needs_positions(region)
         if reason is not None:
             raise SearchError(reason)
-        return row_form(region, program)
+        return row_form(region, program, target)
 
     def sizes(
         self, structure: BlockProgram, form: Any, setting: Setting, pruned: Counter[str]
     ) -> Iterable[Sized]:
-        """Sizes by the kind of rows; see `rows.sizes` and `rows.loop_sizes`."""
-        given = setting.target, setting.itemsizes, pruned
+        """Sizes by the kind of rows; see `rows.sizes`."""
         if isinstance(form, PersistentForm):
-            return (Sized(*s) for s in persistent_sizes(structure, form, *given))
-        if form.clustered:
-            return (Sized(*s) for s in cluster_sizes(structure, form.row, *given))
-        return row_sizes(structure, form, *given)
+            return persistent_sizes(structure, form, setting, pruned)
+        sizes = cluster_sizes if form.clustered else row_sizes
+        return sizes(structure, form, setting, pruned)
 
     def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
         """Rows along the reduced label or the last one, if all axes are grid axes."""
@@ -75,12 +70,9 @@ class Rows(Skeleton):
         return all(op.kind != "matmul" for op in step.program.ops)
 
     def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
-        """Plan a row loop if the program or the schedule requires one, else a row kernel."""
-        tensors, target, launch = setting.tensors, setting.target, setting.dependent_launch
-        step = without_running_state(step, tensors)
-        if isinstance(schedule, RowLoopSchedule) or (schedule is None and walks(step)):
-            return plan_row_loop(step, tensors, target, schedule, launch)
-        return plan_rows(step, tensors, target, schedule, launch)
+        """See `rows.planner.plan_of`. What the search prices has no guards: a program would be
+        cheaper for hiding its rows from them."""
+        return plan_of(without_running_state(step, setting.tensors), setting, schedule)
 
     def explain(self, plan: Any) -> list[str]:
         """See `rows.explain`."""

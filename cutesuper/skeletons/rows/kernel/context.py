@@ -16,7 +16,7 @@ from cutesuper.device.barriers import Barriers
 from cutesuper.device.math import DeviceMath
 from cutesuper.device.pipeline import Ring
 from cutesuper.skeletons.kernel.arguments import Extents
-from cutesuper.skeletons.rows.loop_plan import RowLoopPlan
+from cutesuper.skeletons.rows.plan import RowLoopPlan
 
 
 @dataclass(frozen=True)

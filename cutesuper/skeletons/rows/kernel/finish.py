@@ -21,7 +21,7 @@ from cutesuper.ir.dims import ceil_div
 from cutesuper.ir.operators.base import lookup
 from cutesuper.skeletons.kernel.arguments import ELEMENT, unravel
 from cutesuper.skeletons.rows.kernel.context import Known, Place
-from cutesuper.skeletons.rows.plan import power_of_two
+from cutesuper.skeletons.rows.schedule import power_of_two
 
 #: fp32 values of an access
 ITEM = 4

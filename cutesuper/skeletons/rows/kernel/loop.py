@@ -1,5 +1,5 @@
 """The row loop as a traced kernel: blocks walk over tiles of rows; see
-`cutesuper.skeletons.rows.loop_plan`.
+`cutesuper.skeletons.rows.plan`.
 
 A thread has the same columns of all its rows. Its computation is traced piece by piece, on
 fragments of these columns; the values of a piece live in a `Values`, which evaluates an operation
@@ -31,7 +31,7 @@ from cutesuper.skeletons.rows.kernel.slices import Slices
 from cutesuper.skeletons.rows.kernel.stages import Stages
 from cutesuper.skeletons.rows.kernel.tiles import Tiles
 from cutesuper.skeletons.rows.kernel.values import Sources, Values, add_rows
-from cutesuper.skeletons.rows.loop_plan import RowLoopPlan, RowSum
+from cutesuper.skeletons.rows.plan import RowLoopPlan, RowSum
 
 
 class RowLoopKernel:

@@ -23,7 +23,7 @@ from cutesuper.skeletons.rows.kernel.picks import Picks
 from cutesuper.skeletons.rows.kernel.stages import Stages
 from cutesuper.skeletons.rows.kernel.tiles import Tiles
 from cutesuper.skeletons.rows.kernel.values import Sources, Values, add_rows
-from cutesuper.skeletons.rows.plan import power_of_two
+from cutesuper.skeletons.rows.schedule import power_of_two
 
 
 class Slices:

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 
 from cutesuper.skeletons.kernel.arguments import ELEMENT
 from cutesuper.skeletons.rows.kernel.context import Known, Memory, Place, Row
-from cutesuper.skeletons.rows.loop_plan import LINE
+from cutesuper.skeletons.rows.plan import LINE
 
 
 class Stages:
