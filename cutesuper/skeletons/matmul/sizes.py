@@ -26,6 +26,7 @@ from cutesuper.skeletons.matmul.plan import (
 )
 from cutesuper.skeletons.matmul.roles import Roles
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule, default_schedule
+from cutesuper.targets import Target
 
 SMALL_ROWS = (8, 16, 32, 64)
 #: if costs are equal, the first one wins: 4096x4096x4096 takes 209.0 us with 128x256 tiles and
@@ -35,6 +36,8 @@ LARGE_ROWS = (128, 256, 64)
 COLUMNS = (64, 128, 192, 256)
 INNER = (64, 128, 256)
 CLUSTERS = (1, 2, 4, 8)
+#: why a size is left out whose block lacks room for the stages
+CROWDED = "stages exceed the shared memory"
 
 
 def matmul_sizes(
@@ -75,9 +78,11 @@ class _Plans:
         target = self.setting.target
         if limit := exceeded_by_tile(plan):
             return limit.name
+        if not _fits(plan, plan.schedule, target):  # this one takes least, and is known already
+            return CROWDED
         schedule = default_schedule(plan, target, self.setting.dependent_launch)
-        if plan.fixed_bytes(schedule) + MIN_STAGES * plan.slot_bytes > target.shared_bytes:
-            return "stages exceed the shared memory"
+        if not _fits(plan, schedule, target):
+            return CROWDED
         plan = plan.scheduled(schedule)
         limit = exceeded(plan, target)
         return plan if limit is None else limit.name
@@ -90,6 +95,11 @@ class _Plans:
         plan = roles.plan(MatmulSchedule(stages=1))
         self.known = plan if roles.sure else None
         return plan
+
+
+def _fits(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> bool:
+    """True if a block has room for the fewest stages worth a price."""
+    return plan.fixed_bytes(schedule) + MIN_STAGES * plan.slot_bytes <= target.shared_bytes
 
 
 def _programs(structure: BlockProgram, form: MatmulForm) -> Iterator[BlockProgram]:
