@@ -109,6 +109,8 @@ def mutations(mu: MuGraph, s: int, i: int, op: BlockOp) -> Iterator[tuple[str, M
 OF_ONE = 20
 #: magnitudes of inputs at which numbers are compared; the first time they are tame
 SCALES = (1.0, 0.1, 1.0, 3.0)
+#: operators whose results jump
+JUMPS = ("at_least", "floor", "step", "round", "hide", "keep")
 #: of float64
 EPSILON = torch.finfo(torch.float64).eps
 
@@ -188,19 +190,34 @@ def _chosen(mu: MuGraph, rng: Random, count: int) -> list[tuple[str, MuGraph]]:
 def distinguished(graph: KernelGraph, mu: MuGraph, mutant: MuGraph) -> str | None:
     """Where float64 tells two muGraphs of a graph apart, at several draws and magnitudes.
 
-    What is infinite or NaN counts with tame numbers only, where nothing overflows.
+    What is infinite or NaN counts with tame numbers only, where nothing overflows. A program that
+    jumps (``at_least(x, x y / y)``) turns a rounding into a difference: it must show with powers of
+    two as well, of which products and quotients are exact. One that divides by what jumps, and so
+    is 0 for many inputs, has no value there.
     """
+    if _divides_by_jumps(mu):
+        return None
+    jumps = any(op.kind in JUMPS for m in (mu, mutant) for s in m.steps for op in s.program.ops)
+    odd = None
     for number, scale in enumerate(SCALES):
-        inputs = _inputs(graph, number, scale)
-        try:
-            found = execute(mutant, inputs)
-        except (CutesuperError, RuntimeError) as error:
-            return str(error)
-        rounding = 64 * EPSILON * _largest_constant(mutant)
-        for k, (want, have) in enumerate(zip(execute(mu, inputs), found, strict=True)):
-            odd = _odd(want, have, number == 0, rounding)
-            if odd is not None:
-                return f"output {k}, inputs of magnitude {scale:g}: {odd}"
+        odd = odd or _differ(mu, mutant, _inputs(graph, number, scale), infinite=number == 0)
+    if odd is None or not jumps:
+        return odd
+    exact = (_inputs(graph, number, 1.0, powers=True) for number in range(8))
+    return next((found for x in exact if (found := _differ(mu, mutant, x, False))), None)
+
+
+def _differ(mu: MuGraph, mutant: MuGraph, inputs: list[torch.Tensor], infinite: bool) -> str | None:
+    """Where two muGraphs give different numbers; infinite ones and NaN count if asked for."""
+    try:
+        found = execute(mutant, inputs)
+    except (CutesuperError, RuntimeError) as error:
+        return str(error)
+    rounding = 64 * EPSILON * _largest_constant(mutant)
+    for k, (want, have) in enumerate(zip(execute(mu, inputs), found, strict=True)):
+        odd = _odd(want, have, infinite, rounding)
+        if odd is not None:
+            return f"output {k}: {odd}"
     return None
 
 
@@ -227,21 +244,27 @@ def _odd(want: torch.Tensor, have: torch.Tensor, infinite: bool, rounding: float
     )
 
 
-def _inputs(graph: KernelGraph, number: int, scale: float) -> list[torch.Tensor]:
+def _inputs(
+    graph: KernelGraph, number: int, scale: float, powers: bool = False
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
     shapes = {i: tuple(map(extent, graph.nodes[i].shape)) for i in graph.inputs}
     return [
         torch.from_numpy(draw_integers(graph, i, shape, [number, number, i]).data)
         if graph.nodes[i].dtype.integer
-        else scale * _numbers(shape, generator, tame=number == 0)
+        else scale * _numbers(shape, generator, tame=number == 0, powers=powers)
         for i, shape in shapes.items()
     ]
 
 
-def _numbers(shape: tuple[int, ...], generator: torch.Generator, tame: bool) -> torch.Tensor:
-    """Normal numbers; tame ones have magnitudes from 0.5 to 1.5, so that nothing overflows where
-    something is divided by them."""
+def _numbers(
+    shape: tuple[int, ...], generator: torch.Generator, tame: bool, powers: bool
+) -> torch.Tensor:
+    """Normal numbers, or powers of two of any sign; tame ones have magnitudes from 0.5 to 1.5, so
+    that nothing overflows where something is divided by them."""
     numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if powers:
+        return torch.copysign(torch.exp2(torch.round(2 * numbers)), torch.roll(numbers, 1))
     if not tame:
         return numbers
     size = 0.5 + torch.rand(shape, generator=generator, dtype=torch.float64)

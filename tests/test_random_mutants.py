@@ -44,10 +44,12 @@ def test_mutants_that_were_accepted_once(program: int) -> None:
 #: operation, mutation. A causal mask beside lengths shows in a whole sequence, where no other
 #: condition hides anything (6 seeds of 40); another condition where one of the two hides a row of 8
 #: as a whole and the other does not (6 of 30); a maximum of what is hidden where all is (1 in
-#: 1000).
+#: 1000); a maximum under a label in the last row of a whole sequence, the only one that a causal
+#: mask shows (all seeds).
 RARE = {
     "causal": (528886953513, 9, "causal False"),
     "condition": (216599205014, 7, "operand 0 is 0"),
+    "label": (778748076998, 6, "add for maximum"),
     "maximum": (242296210489, 14, "operand 0 is 13"),
 }
 

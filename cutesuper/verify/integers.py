@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import Counts, lookup
 
+#: the rows (odd or even ones) that have no label, in the trials in turn
+_TURNS = (0, 1, 1, 0, 1, 0)
 #: largest distance of a tried length past the last column
 _BEYOND = 2
 
@@ -60,7 +62,8 @@ def draw_integers(
     Tables: no page occurs twice if there are enough, so that nothing is right by chance.
 
     Labels: every other row has a column, different ones if there are enough; the others have an
-    integer that is no label, is ignored, or is the last class, in turn from trial to trial.
+    integer that is no label, is ignored, or is the last class. Rows take turns, out of step with
+    sequences: the last row of a whole sequence has a column in trial 2 or 4.
 
     Args:
         graph: the kernel graph at small (or real) extents.
@@ -127,7 +130,7 @@ def _labels(
 ) -> NDArray[np.int64]:
     inside, place = _shuffled(rng, np.arange(top + 1), count), np.arange(count)
     edges = outside[(trial * -(-count // 2) + place // 2) % len(outside)]
-    return np.where((place + trial) % 2 == 1, edges, inside)
+    return np.where((place + _TURNS[trial % len(_TURNS)]) % 2 == 1, edges, inside)
 
 
 def _shuffled(rng: np.random.Generator, values: NDArray[np.int64], count: int) -> NDArray[np.int64]:
