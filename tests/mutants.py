@@ -207,6 +207,13 @@ def distinguished(graph: KernelGraph, mu: MuGraph, mutant: MuGraph) -> str | Non
     return next((found for x in exact if (found := _differ(mu, mutant, x, False))), None)
 
 
+def _divides_by_jumps(mu: MuGraph) -> bool:
+    for ops in (step.program.ops for step in mu.steps):
+        if any(op.kind == "div" and ops[op.inputs[1]].kind in JUMPS for op in ops):
+            return True
+    return False
+
+
 def _differ(mu: MuGraph, mutant: MuGraph, inputs: list[torch.Tensor], infinite: bool) -> str | None:
     """Where two muGraphs give different numbers; infinite ones and NaN count if asked for."""
     try:
