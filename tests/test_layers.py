@@ -22,9 +22,9 @@ LAYERS = (
     ("search",),
     ("runtime", "measure"),
     ("differentiate", "pipeline", "progress", "report", "store"),
-    ("given", "mirage", "tune"),
-    ("api", "frontend", "nn", "ops", "patching"),
-    ("", "cli", "demo"),
+    ("contrib", "given", "tune"),
+    ("api", "torch"),
+    ("", "cli", "demo", "nn", "ops"),
 )
 #: lines whose members know each other
 TOGETHER = (6, 8, 9)
