@@ -22,11 +22,11 @@ from benchmarks.workloads_training import Step
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ops import rowwise
-from cutesuper.ops.rowwise.definition import Definition, kind_of
-from cutesuper.ops.rowwise.graphs import Backward, Programs, programs_of, rows_class
-from cutesuper.ops.rowwise.operator import RowOperator
 from cutesuper.runtime.kernel import Kernel
+from cutesuper.torch.ops import rowwise
+from cutesuper.torch.ops.rowwise.definition import Definition, kind_of
+from cutesuper.torch.ops.rowwise.graphs import Backward, Programs, programs_of, rows_class
+from cutesuper.torch.ops.rowwise.operator import RowOperator
 
 KernelOf = Callable[[Problem, bool], Kernel]
 

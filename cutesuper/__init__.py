@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from cutesuper import errors
 from cutesuper.api import superoptimize
 from cutesuper.autodiff.gradient import Split, grad, split
+from cutesuper.contrib.mirage.load import load_mirage
 from cutesuper.given import compile_mugraph
 from cutesuper.ir.block import MuGraph
 from cutesuper.ir.dtypes import DType, bfloat16, float16, float32, int32, int64
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph, symbol
 from cutesuper.ir.serial import dumps, loads
-from cutesuper.mirage.load import load_mirage
 from cutesuper.pipeline import mugraphs
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.program import load
@@ -24,9 +24,9 @@ from cutesuper.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from cutesuper import nn, ops
-    from cutesuper.frontend.explain import explain
-    from cutesuper.frontend.trace import TracedProgram
-    from cutesuper.patching import Patch, patch
+    from cutesuper.torch.compile.explain import explain
+    from cutesuper.torch.compile.trace import TracedProgram
+    from cutesuper.torch.patch import Patch, patch
 
 __all__ = [
     "B200",
@@ -70,10 +70,10 @@ __all__ = [
 
 #: public names of modules that import torch
 _LATE = {
-    "Patch": "cutesuper.patching",
-    "TracedProgram": "cutesuper.frontend.trace",
-    "explain": "cutesuper.frontend.explain",
-    "patch": "cutesuper.patching",
+    "Patch": "cutesuper.torch.patch",
+    "TracedProgram": "cutesuper.torch.compile.trace",
+    "explain": "cutesuper.torch.compile.explain",
+    "patch": "cutesuper.torch.patch",
 }
 
 

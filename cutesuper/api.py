@@ -11,7 +11,7 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.kernel import Kernel
 
 if TYPE_CHECKING:
-    from cutesuper.frontend.trace import Lazy, TracedProgram
+    from cutesuper.torch.compile.trace import Lazy, TracedProgram
 
 #: default in place of None, which a caller may pass by mistake
 _LEFT_OUT: Any = object()
@@ -59,7 +59,8 @@ def superoptimize(
 
     Returns:
         A `Kernel` for a kernel graph; for PyTorch a `TracedProgram`, which is called like the
-        original (see `cutesuper.frontend.trace`), or an object that makes one at the first call.
+        original (see `cutesuper.torch.compile.trace`), or an object that makes one at the first
+        call.
 
     Raises:
         GraphError: ``program`` is neither.
@@ -86,7 +87,7 @@ def superoptimize(
             f"superoptimize({program.__qualname__}): it is a class; give it a module made of it, "
             f"as superoptimize({program.__name__}(...), example_inputs)"
         )
-    from cutesuper.frontend.trace import Lazy, superoptimize_callable
+    from cutesuper.torch.compile.trace import Lazy, superoptimize_callable
 
     if not isinstance(example_inputs, list | tuple | None):
         raise OptionError(

@@ -33,7 +33,7 @@ from common.ways import DEFAULT_WAYS, WAYS, compiled
 from torch import Tensor, nn
 
 import cutesuper as cs
-from cutesuper.ops.rowwise import Built, Definition, Operand, Output, Role, RowOperator
+from cutesuper.torch.ops.rowwise import Built, Definition, Operand, Output, Role, RowOperator
 
 SIZES = {
     "batch": Size("sequences", 2, 4),

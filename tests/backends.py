@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from cutesuper.frontend.backend import compile_graph
-from cutesuper.frontend.internals import run_eagerly
-from cutesuper.frontend.options import read_options
-from cutesuper.frontend.report import GraphReport
+from cutesuper.torch.compile.backend import compile_graph
+from cutesuper.torch.compile.internals import run_eagerly
+from cutesuper.torch.compile.options import read_options
+from cutesuper.torch.compile.report import GraphReport
 from cutesuper.verify.numeric import acceptable
 
 

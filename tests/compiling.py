@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from cutesuper.frontend.backend import compile_graph
-from cutesuper.frontend.internals import run_eagerly
-from cutesuper.frontend.options import read_options
-from cutesuper.frontend.report import GraphReport
+from cutesuper.torch.compile.backend import compile_graph
+from cutesuper.torch.compile.internals import run_eagerly
+from cutesuper.torch.compile.options import read_options
+from cutesuper.torch.compile.report import GraphReport
 
 
 def leave_inductor_out(patch: pytest.MonkeyPatch, eager: str = "eager") -> list[GraphReport]:

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from cutesuper.patching import attention as decoding
+from cutesuper.torch.patch import attention as decoding
 
 F = torch.nn.functional
 

@@ -26,14 +26,9 @@ from torch._dynamo.utils import counters  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from cutesuper import pipeline  # noqa: E402
-from cutesuper.frontend import (  # noqa: E402
-    backend,
-    internals,
-    region_operator,
-    selection,
-)
-from cutesuper.frontend.options import read_options  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
+from cutesuper.torch.compile import backend, internals, region_operator, selection  # noqa: E402
+from cutesuper.torch.compile.options import read_options  # noqa: E402
 from tests.backends import (  # noqa: E402
     MODELS,
     GatedMLP,
@@ -479,7 +474,7 @@ def test_the_entry_point(tmp_path: Path) -> None:
         "call = torch.compile(lambda x, w: torch.relu(x @ w), backend='cutesuper',\n"
         "                     options={'take': 'all'})\n"
         "assert torch.equal(call(torch.ones(8, 16), torch.eye(16)), torch.ones(8, 16))\n"
-        "from cutesuper.frontend import region_operator\n"
+        "from cutesuper.torch.compile import region_operator\n"
         "assert len(region_operator._programs) == 1\n"
         "import cutesuper\n"
         "print(cutesuper.explain(lambda x: x.exp(), (torch.ones(3),)))\n"

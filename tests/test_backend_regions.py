@@ -26,22 +26,18 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
 
 from cutesuper import measure  # noqa: E402
-from cutesuper.frontend import (  # noqa: E402
-    backend,
-    region_operator,
-    selection,
-)
-from cutesuper.frontend.inductor_model import baseline  # noqa: E402
-from cutesuper.frontend.options import read_options  # noqa: E402
-from cutesuper.frontend.region_operator import key_of, program_of  # noqa: E402
-from cutesuper.frontend.report import (  # noqa: E402
+from cutesuper.runtime.programs import Kept  # noqa: E402
+from cutesuper.torch.compile import backend, region_operator, selection  # noqa: E402
+from cutesuper.torch.compile.inductor_model import baseline  # noqa: E402
+from cutesuper.torch.compile.options import read_options  # noqa: E402
+from cutesuper.torch.compile.region_operator import key_of, program_of  # noqa: E402
+from cutesuper.torch.compile.report import (  # noqa: E402
     GraphReport,
     OutsideReport,
     RegionReport,
     Report,
 )
-from cutesuper.frontend.selection import Verdict  # noqa: E402
-from cutesuper.runtime.programs import Kept  # noqa: E402
+from cutesuper.torch.compile.selection import Verdict  # noqa: E402
 from tests.backends import GatedMLP, compiled, judge  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:.*please report")

@@ -371,7 +371,7 @@ def test_kernels_refuse_to_mix_definitions(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_regions_of_compiled_models() -> None:
-    from cutesuper.frontend.region_operator import key_of, program_of
+    from cutesuper.torch.compile.region_operator import key_of, program_of
 
     times(3.0)
     key, x = key_of(graph()), torch.ones(16, 512, dtype=torch.float16)
@@ -389,7 +389,7 @@ def test_regions_of_compiled_models() -> None:
 
 
 def test_a_decorated_function_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cutesuper.frontend import trace
+    from cutesuper.torch.compile import trace
 
     made: list[int] = []
     monkeypatch.setattr(
@@ -405,7 +405,7 @@ def test_a_decorated_function_is_traced_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_operators_for_pytorch() -> None:
-    from cutesuper.ops.rowwise import Built, Definition, Operand, Output, Role, RowOperator
+    from cutesuper.torch.ops.rowwise import Built, Definition, Operand, Output, Role, RowOperator
 
     def build(g: Any, x: Any) -> Built:
         return Built((g.apply(NAME, x),))

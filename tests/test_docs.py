@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from cutesuper.frontend import table as frontend
 from cutesuper.ir.operators.base import TABLE
+from cutesuper.torch.compile import table as frontend
 from tests.pages import GPU, PAGES, ROOT, Block, blocks, headings
 
 RUN = [p for p in PAGES if any(not b.hidden for b in blocks(p))]

@@ -12,7 +12,6 @@ import torch
 
 import cutesuper as cs
 from cutesuper.errors import OperatorError
-from cutesuper.frontend.table import is_known
 from cutesuper.ir.arraymath import ArrayMath
 from cutesuper.ir.definitions import added, definition
 from cutesuper.ir.evaluate import evaluate
@@ -24,6 +23,7 @@ from cutesuper.search.search import SearchOptions, search
 from cutesuper.skeletons.kernel.hostmath import HostMath
 from cutesuper.skeletons.planner import make_plan
 from cutesuper.targets import H200
+from cutesuper.torch.compile.table import is_known
 from cutesuper.verify.equivalence import verify
 from cutesuper.verify.numeric import compare
 from tests.tracing import check, traced

@@ -17,13 +17,9 @@ from torch._dynamo.utils import counters  # noqa: E402
 
 from cutesuper import measure  # noqa: E402
 from cutesuper.errors import DeviceError  # noqa: E402
-from cutesuper.frontend import (  # noqa: E402
-    backend,
-    region_operator,
-    selection,
-)
-from cutesuper.frontend.region_operator import key_of  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
+from cutesuper.torch.compile import backend, region_operator, selection  # noqa: E402
+from cutesuper.torch.compile.region_operator import key_of  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.backends import (  # noqa: E402
     MODELS,

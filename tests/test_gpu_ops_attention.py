@@ -16,8 +16,8 @@ import cutesuper as cs
 
 torch = pytest.importorskip("torch")
 
-from cutesuper.ops.attention import calls, kind  # noqa: E402 (they import torch)
 from cutesuper.runtime.programs import Kept  # noqa: E402
+from cutesuper.torch.ops.attention import calls, kind  # noqa: E402 (they import torch)
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.attention_reference import exact, gathered, visible  # noqa: E402
 

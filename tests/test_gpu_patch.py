@@ -15,8 +15,8 @@ import cutesuper as cs
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from cutesuper.patching import fused  # noqa: E402 (it imports torch)
 from cutesuper.runtime.programs import Kept  # noqa: E402
+from cutesuper.torch.patch import fused  # noqa: E402 (it imports torch)
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.patching import FAMILIES, TOKENS, counted, in_float64, new_model  # noqa: E402
 
@@ -153,7 +153,7 @@ def test_decoding_in_a_cuda_graph(programs: dict[Any, Any]) -> None:
 
 def model_mask(cache: Any) -> Any:
     """Of the tenth token, made before as `generate` does it."""
-    from cutesuper.patching.attention import mask_of
+    from cutesuper.torch.patch.attention import mask_of
 
     return mask_of(2, 1, 128, cache.layers[0].cumulative_length.clone(),
                    allow_is_causal_skip=False, device="cuda")  # fmt: skip

@@ -17,8 +17,8 @@ import cutesuper as cs
 
 torch = pytest.importorskip("torch")
 
-from cutesuper.ops.rowwise import graphs, norms  # noqa: E402 (they import torch)
 from cutesuper.runtime.programs import Kept  # noqa: E402
+from cutesuper.torch.ops.rowwise import graphs, norms  # noqa: E402 (they import torch)
 from tests import gradients as kernel_gradients  # noqa: E402
 from tests.training import (  # noqa: E402
     CASES,

@@ -22,9 +22,9 @@ LAYERS = (
     ("search",),
     ("runtime", "measure"),
     ("differentiate", "pipeline", "progress", "report", "store"),
-    ("given", "mirage", "tune"),
-    ("api", "frontend", "nn", "ops", "patching"),
-    ("", "cli", "demo"),
+    ("contrib", "given", "tune"),
+    ("api", "torch"),
+    ("", "cli", "demo", "nn", "ops"),
 )
 #: lines whose members know each other
 TOGETHER = (6, 8, 9)
@@ -208,14 +208,14 @@ def test_search_knows_skeletons_by_the_registry() -> None:
 #: comparisons of an operation with the name of an operator that are left, at most, by folder: what
 #: a stage has to know is a facet of the operator (`cutesuper.ir.operators.base`)
 NAMED = {
-    "frontend": 19,
+    "torch": 19,
     "skeletons": 6,
     "skeletons.attention": 28,
     "skeletons.matmul": 23,
     "skeletons.rows": 25,
 }
 #: the table itself, and names of another project
-NAMING = ("ir.operators", "mirage")
+NAMING = ("ir.operators", "contrib")
 #: expressions that say which operator something is
 WHICH = re.compile(r"\b(kinds?|operator|op|name)\b(['\"]\])?(\(\))?$")
 

@@ -28,9 +28,9 @@ from cutesuper.runtime.checks import Signature
 
 torch = pytest.importorskip("torch")
 
-from cutesuper.ops.attention import calls, kind  # noqa: E402 (they import torch)
-from cutesuper.ops.attention.kind import Kind, Order, batch_of, graph_of, runner_of  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
+from cutesuper.torch.ops.attention import calls, kind  # noqa: E402 (they import torch)
+from cutesuper.torch.ops.attention.kind import Kind, Order, batch_of, graph_of, runner_of  # noqa: E402
 from tests.attention_reference import exact  # noqa: E402
 from tests.host_time import host_time, least_attention  # noqa: E402
 

@@ -18,16 +18,16 @@ from cutesuper.verify.equivalence import verify
 
 torch = pytest.importorskip("torch")
 
-from cutesuper.ops.rowwise.activations import (  # noqa: E402 (they import torch)
+from cutesuper.torch.ops.rowwise.activations import (  # noqa: E402 (they import torch)
     _add_activation_operator,
     _geglu_operator,
     _normalized_update_operator,
     _swiglu_operator,
 )
-from cutesuper.ops.rowwise.cross_entropy import _operator as _cross_entropy_operator  # noqa: E402
-from cutesuper.ops.rowwise.definition import kind_of  # noqa: E402
-from cutesuper.ops.rowwise.graphs import Programs  # noqa: E402
-from cutesuper.ops.rowwise.softmax import _log_softmax_operator, _softmax_operator  # noqa: E402
+from cutesuper.torch.ops.rowwise.cross_entropy import _operator as _cross_entropy_operator  # noqa: E402
+from cutesuper.torch.ops.rowwise.definition import kind_of  # noqa: E402
+from cutesuper.torch.ops.rowwise.graphs import Programs  # noqa: E402
+from cutesuper.torch.ops.rowwise.softmax import _log_softmax_operator, _softmax_operator  # noqa: E402
 
 F = torch.nn.functional
 NAN, INF = float("nan"), float("inf")

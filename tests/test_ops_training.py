@@ -40,9 +40,9 @@ from torch.utils.checkpoint import (  # noqa: E402
     create_selective_checkpoint_contexts,
 )
 
-from cutesuper.ops.rowwise import calls, graphs, norms  # noqa: E402 (they import torch)
-from cutesuper.ops.rowwise.definition import Kind, kind_of  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
+from cutesuper.torch.ops.rowwise import calls, graphs, norms  # noqa: E402 (they import torch)
+from cutesuper.torch.ops.rowwise.definition import Kind, kind_of  # noqa: E402
 from tests.host_time import LeastGradient, host_time, least_rows  # noqa: E402
 from tests.training import (  # noqa: E402
     CASES,

@@ -18,7 +18,7 @@ import transformers  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers.masking_utils import create_causal_mask  # noqa: E402
 
-from cutesuper.patching import attention as decoding  # noqa: E402 (it imports transformers)
+from cutesuper.torch.patch import attention as decoding  # noqa: E402 (it imports transformers)
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.patching import FAMILIES, TOKENS, counted, facts, in_float64, new_model, paths  # noqa: E402
 
@@ -281,7 +281,7 @@ def test_torch_compile() -> None:
 
 def test_report(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     llama.model.layers[1].mlp.act_fn = nn.ReLU()
-    monkeypatch.setattr("cutesuper.patching.model.refused", {1: "some call", 2: "some call"})
+    monkeypatch.setattr("cutesuper.torch.patch.model.refused", {1: "some call", 2: "some call"})
     expected = """\
 replaced
      2 x model.layers.*.self_attn                 LlamaAttention -> q_proj, k_proj, v_proj in one program
@@ -295,5 +295,5 @@ left as they are
 calls that run the original
   some call"""  # noqa: E501
     assert str(cs.patch(llama).report()) == expected
-    monkeypatch.setattr("cutesuper.patching.model.refused", {})
+    monkeypatch.setattr("cutesuper.torch.patch.model.refused", {})
     assert str(cs.patch(nn.Linear(2, 2)).report()) == "nothing looks like what can be replaced"

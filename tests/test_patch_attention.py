@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 import transformers  # noqa: E402
 
-from cutesuper.patching import attention as decoding  # noqa: E402 (it imports transformers)
-from cutesuper.patching import report  # noqa: E402
+from cutesuper.torch.patch import attention as decoding  # noqa: E402 (it imports transformers)
+from cutesuper.torch.patch import report  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.patching import TOKENS, counted, in_float64, new_model  # noqa: E402
 

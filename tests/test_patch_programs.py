@@ -15,8 +15,8 @@ pytest.importorskip("transformers")
 
 from torch import nn  # noqa: E402
 
-from cutesuper.patching import fused  # noqa: E402 (it imports torch)
 from cutesuper.runtime.programs import Kept  # noqa: E402
+from cutesuper.torch.patch import fused  # noqa: E402 (it imports torch)
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.patching import TOKENS, in_float64, new_model  # noqa: E402
 

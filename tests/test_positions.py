@@ -15,11 +15,11 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from cutesuper.errors import TraceError  # noqa: E402
-from cutesuper.frontend import backend, trace  # noqa: E402
-from cutesuper.frontend.partition import Partition  # noqa: E402
-from cutesuper.frontend.region import Region  # noqa: E402
-from cutesuper.frontend.region_operator import key_of  # noqa: E402
-from cutesuper.frontend.trial import Sample  # noqa: E402
+from cutesuper.torch.compile import backend, trace  # noqa: E402
+from cutesuper.torch.compile.partition import Partition  # noqa: E402
+from cutesuper.torch.compile.region import Region  # noqa: E402
+from cutesuper.torch.compile.region_operator import key_of  # noqa: E402
+from cutesuper.torch.compile.trial import Sample  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.backends import compiled  # noqa: E402
 from tests.tracing import check, exported, in_parts, randn, traced  # noqa: E402

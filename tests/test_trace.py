@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import cutesuper as cs
 from cutesuper.errors import GraphError, OptionError, SearchError, ShapeError, TraceError
-from cutesuper.frontend import trace
-from cutesuper.frontend.partition import partition
+from cutesuper.torch.compile import trace
+from cutesuper.torch.compile.partition import partition
 from tests.tracing import (
     CORPUS,
     Attention,

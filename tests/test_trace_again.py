@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import cutesuper as cs
 from cutesuper.errors import CutesuperError, GraphError, TraceError
-from cutesuper.frontend import trace
-from cutesuper.frontend import traced as traced_programs
+from cutesuper.torch.compile import trace
+from cutesuper.torch.compile import traced as traced_programs
 from tests.tracing import GatedMLP, Reference, randn, traced
 
 X, Y, Z = randn(3, 5, 32), randn(3, 5, 32) * 0.5, randn(3, 5, 32).flip(0) + 1

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cutesuper.frontend import trace
-from cutesuper.frontend.partition import Partition, partition
-from cutesuper.frontend.rewrite import Call, rewrite
-from cutesuper.frontend.trace import TracedProgram, superoptimize_callable
-from cutesuper.frontend.watch import Observer
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.checks import Signature
+from cutesuper.torch.compile import trace
+from cutesuper.torch.compile.partition import Partition, partition
+from cutesuper.torch.compile.rewrite import Call, rewrite
+from cutesuper.torch.compile.trace import TracedProgram, superoptimize_callable
+from cutesuper.torch.compile.watch import Observer
 from cutesuper.verify.numeric import acceptable
 
 

@@ -24,10 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cutesuper as cs
 from cutesuper import pipeline
-from cutesuper.frontend import trace
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.checks import Signature
 from cutesuper.runtime.kernel import bucketed
+from cutesuper.torch.compile import trace
 from tests.fuzz import judge
 from tests.fuzz.arithmetic import Ball, unit
 from tests.fuzz.blocks import at_rows, execute_rounded

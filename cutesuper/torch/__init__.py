@@ -1,0 +1,1 @@
+"""All that meets PyTorch: functions, models, operators and modules."""

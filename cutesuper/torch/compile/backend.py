@@ -1,0 +1,137 @@
+"""``torch.compile(model, backend="cutesuper")``.
+
+How a model is compiled: Dynamo captures graphs, and AOTAutograd turns each into a functional
+forward and backward graph. In these, regions are replaced by calls of their kernels, and Inductor
+compiles the rest. A model without a region that is taken is compiled by Inductor alone.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.torch.compile import internals
+from cutesuper.torch.compile.options import BackendOptions, read_options
+from cutesuper.torch.compile.partition import partition
+from cutesuper.torch.compile.region_operator import region as region_operator
+from cutesuper.torch.compile.report import GraphReport, Phase, graph_report, nothing_taken
+from cutesuper.torch.compile.rewrite import Call, rewrite
+from cutesuper.torch.compile.selection import decide
+
+NAME = "cutesuper"
+
+
+def cutesuper(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend, as Dynamo calls it.
+
+    Args:
+        gm: the graph that Dynamo captured.
+        inputs: its fake inputs.
+        mode: that of ``torch.compile``, for the rest, which Inductor compiles.
+        options: see `BackendOptions`.
+
+    Raises:
+        OptionError, DeviceError: options that do not exist.
+    """
+    return compile_graph(gm, inputs, read_options(options, mode))
+
+
+def compile_graph(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: BackendOptions,
+    observe: Callable[[GraphReport], None] | None = None,
+    finish: internals.InnerCompile = internals.compile_inner,
+) -> Callable[..., Any]:
+    """Compile a graph captured by Dynamo.
+
+    Args:
+        gm: the graph.
+        inputs: its fake inputs.
+        options: of the backend.
+        observe: receives the report of every graph; that of the backward graph when it is compiled,
+            which is later.
+        finish: compiles the rest.
+    """
+    inner = partial(_inner, options=options, observe=observe, finish=finish)
+    return internals.compile_with(gm, inputs, inner, options.inductor)
+
+
+def _inner(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    options: BackendOptions,
+    observe: Callable[[GraphReport], None] | None,
+    finish: internals.InnerCompile,
+    **rest: Any,
+) -> Any:
+    phase: Phase = "forward"
+    if rest.get("is_backward"):
+        phase = "backward"
+    elif rest.get("is_inference"):
+        phase = "inference"
+    if rest.get("cpp_wrapper"):
+        # called from C++, an operator of Python that returns a list of one tensor crashes (2.13)
+        report = nothing_taken(phase, gm.graph, "cpp_wrapper calls no operators of Python")
+    else:
+        report = take_regions(gm, options, phase)
+    if observe is not None:
+        observe(report)
+    return finish(gm, inputs, **rest)
+
+
+def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> GraphReport:
+    """Replace those regions of a functional graph that are worth it by calls of their kernels.
+
+    Args:
+        gm: with fake tensors in ``meta["val"]``; changed in place.
+        options: of the backend.
+        phase: inference, forward or backward, for the report.
+    """
+    try:
+        found = partition(gm.graph)
+    except Exception as error:  # whatever the error, Inductor can compile the graph
+        why = f"no regions were looked for ({type(error).__name__}: {error})"
+        _complain(why)
+        return nothing_taken(phase, gm.graph, why)
+    decisions = [d for region in found.regions for d in decide(region, options)]
+    report = graph_report(phase, decisions, found.refused)
+    for entry, decision in zip(report.regions, decisions, strict=True):
+        if decision.verdict.broken:
+            _complain(f"{entry.where} gets no kernels: {decision.verdict.reason}")
+    taken = [d for d in decisions if d.verdict.taken]
+    if taken:
+        rewrite(gm.graph, [Call(d.region, region_operator, (d.key,)) for d in taken])
+        gm.graph.lint()
+        gm.recompile()
+    return report
+
+
+def _complain(what: str) -> None:
+    message = f"cutesuper: {what}; Inductor compiles it, but please report this"
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+cutesuper.reset = internals.forget_cuda_graphs  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def register() -> None:
+    """Make the name known to ``torch.compile`` if the package is not installed; if it is, PyTorch
+    finds it by the entry point."""
+    if NAME not in torch.compiler.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(cutesuper, name=NAME)
+
+
+__all__ = ["compile_graph", "cutesuper", "register", "take_regions"]

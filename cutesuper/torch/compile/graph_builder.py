@@ -1,0 +1,632 @@
+"""Traced tensors on their way into a kernel graph: their dimensions first, then their values.
+
+A region is read twice. `Shapes` gives every tensor its dimensions, as factors that views divide and
+operators unify. Then `Builder` makes the kernel graph: factors that are always adjacent become one
+dimension, and views and casts disappear.
+
+The *slots* of a value are the dimensions of its tensor in the kernel graph: the parts of a group,
+or None for an extent of 1 (what a reduction leaves).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.errors import CutesuperError
+from cutesuper.ir.dims import Dim, Symbol, show_shape
+from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.operators.base import lookup
+from cutesuper.torch.compile.factored_dims import (
+    Dims,
+    Extent,
+    Factor,
+    Group,
+    Grouping,
+    Mismatch,
+    Part,
+    dims_of,
+    equal,
+    leaves,
+    unify,
+)
+
+#: types that kernels read and write
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+#: types converted to the numbers 1 and 0 in front of them
+CONDITIONS = (torch.bool,)
+#: types converted to float32, as PyTorch does where they meet floating-point numbers
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class Unsupported(Exception):
+    """A node that cannot be part of a kernel graph.
+
+    Attributes:
+        node: the node.
+        reason: why, in terms of the user's program.
+    """
+
+    def __init__(self, node: fx.Node, reason: str) -> None:
+        super().__init__(f"{node}: {reason}")
+        self.node = node
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Value:
+    """The dimensions of a traced tensor.
+
+    Attributes:
+        dims: the parts of each.
+        absent: parts along which all its elements are the same, so that its tensor in the kernel
+            graph has an extent of 1.
+    """
+
+    dims: tuple[Dims, ...]
+    absent: Dims = ()
+
+    def present(self) -> Dims:
+        """The parts that its tensor in the kernel graph has, in order."""
+        absent = set(leaves(self.absent))
+        return tuple(p for d in self.dims for p in leaves(d) if p not in absent)
+
+
+#: a dimension of a tensor in the kernel graph
+Slot = Dims | None
+Slots = tuple[Slot, ...]
+
+
+def correspondence(result: Value, operand: Value) -> dict[Part, Part]:
+    """For each part of a result, the part of an operand, dimensions counted from the last."""
+    found: dict[Part, Part] = {}
+    for mine, other in zip(reversed(result.dims), reversed(operand.dims), strict=False):
+        if leaves(other):
+            found.update(zip(leaves(mine), leaves(other), strict=True))
+    return found
+
+
+def translated(slots: Slots, parts: dict[Part, Part]) -> Slots:
+    """Slots of one tensor as those of another; None for slots that it does not have."""
+    return tuple(
+        tuple(parts[p] for p in s) if s and all(p in parts for p in s) else None for s in slots
+    )
+
+
+@dataclass(frozen=True)
+class Built:
+    """A value of the kernel graph.
+
+    Attributes:
+        tensor: its handle; a number if it is the same everywhere; None for an input, whose shape is
+            decided where it is used.
+        slots: of the tensor.
+        source: the input, if it is one.
+        condition: it is 1 where a condition holds and 0 elsewhere.
+    """
+
+    tensor: Tensor | float | None
+    slots: Slots = ()
+    source: fx.Node | None = None
+    condition: bool = False
+
+
+@dataclass(frozen=True)
+class Given:
+    """An input of the kernel graph.
+
+    Attributes:
+        node: the tensor that it is made from.
+        slots: in the order of memory.
+        dtype: of the input; differs from the tensor's for a condition.
+        part: the range of the first slot that it covers; None for all.
+        lengths: for a tensor of lengths: the offset that is added, and the largest length that
+            makes a difference.
+    """
+
+    node: fx.Node
+    slots: Slots
+    dtype: torch.dtype
+    part: tuple[int, int] | None = None
+    lengths: tuple[int, int] | None = None
+
+
+def fake(node: fx.Node) -> torch.Tensor:
+    """The shape, element type and strides of a node's tensor. Raises Unsupported."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.SymFloat | torch.SymInt | torch.SymBool):
+        raise Unsupported(
+            node,
+            "takes a number that is known only at the call (made of .item() or of an "
+            "extent); give it as a tensor of no dimensions",
+        )
+    if not isinstance(val, torch.Tensor):
+        raise Unsupported(node, "is no tensor")
+    return val
+
+
+def memory_order(t: torch.Tensor) -> list[int] | None:
+    """The dimensions of a tensor, slowest in memory first; None if it has gaps or repeats."""
+    order = _by_stride(t)
+    expected: Extent = 1
+    for d in reversed(order or []):
+        if equal(t.shape[d], 1):
+            continue
+        if not equal(t.stride()[d], expected):
+            return None
+        expected = expected * t.shape[d]
+    return order
+
+
+def copied_order(t: torch.Tensor) -> list[int]:
+    """The order of a tensor's dimensions in a kernel: that of memory, gaps or not. An element-wise
+    result has its operand's order too, but has no gaps."""
+    order = _by_stride(t)
+    repeats = any(equal(n, 0) for n in t.stride())
+    return list(range(t.dim())) if order is None or repeats else order
+
+
+def _by_stride(t: torch.Tensor) -> list[int] | None:
+    """The dimensions by decreasing stride, those of extent 1 first; None if strides are unknown
+    before the call."""
+    real = [d for d in range(t.dim()) if not equal(t.shape[d], 1)]
+    try:
+        order = sorted(real, key=lambda d: -_hint(t.stride()[d]))
+    except Mismatch:
+        return None
+    return [d for d in range(t.dim()) if d not in real] + order
+
+
+def _hint(extent: Extent) -> int:
+    """An extent in the example. Raises Mismatch if it depends on data."""
+    if isinstance(extent, int):
+        return extent
+    hint = extent.node.hint
+    if hint is None:
+        raise Mismatch("has an extent that depends on data, as torch.nonzero makes them")
+    return int(hint)
+
+
+# ------------------------------------------------------------------------------------------ shapes
+
+
+@dataclass
+class Shapes:
+    """The dimensions of the tensors of a region.
+
+    Attributes:
+        values: by node; a tuple for several results.
+        inputs: nodes from outside.
+        grouping: which factors stand side by side.
+    """
+
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    inputs: list[fx.Node] = field(default_factory=list)
+    grouping: Grouping = field(default_factory=Grouping)
+
+    def of(self, node: Any) -> Value:
+        """The value of an operand. Raises Unsupported."""
+        value = self.values.get(node)
+        if value is None:
+            raise Unsupported(
+                node,
+                "takes a number that is known only at the call; give it as a tensor of no "
+                "dimensions",
+            )
+        if not isinstance(value, Value):
+            raise Unsupported(node, "has several results")
+        return value
+
+    def input(self, node: fx.Node) -> None:
+        """Add a tensor from outside. Raises Unsupported for one that kernels do not read."""
+        t = fake(node)
+        if t.dtype not in (*FLOATS, *CONDITIONS, *INTEGERS):
+            raise Unsupported(node, f"is {t.dtype}; kernels read float16, bfloat16 and float32")
+        if t.layout is not torch.strided:
+            raise Unsupported(node, f"reads a tensor of {t.layout}; make it dense")
+        if any(equal(n, 0) for n in t.shape):
+            raise Unsupported(
+                node, f"reads an empty tensor, {list(t.shape)}; there is nothing to compute"
+            )
+        self.values[node] = value = Value(tuple(dims_of(n) for n in t.shape))
+        self.inputs.append(node)
+        self.grouping.add(f for d in copied_order(t) for f in value.dims[d])
+
+    def set(self, node: fx.Node, value: Any) -> None:
+        """Set the value of a node."""
+        self.values[node] = value
+
+    def whole(self, dims: Dims) -> None:
+        """Keep a dimension whole, as an operator works along it: its factors are not joined with
+        others."""
+        self.grouping.add(dims)
+
+    def broadcast(self, node: fx.Node, values: Sequence[Value]) -> Value:
+        """The dimensions of an element-wise result. Raises Mismatch."""
+        rank = max(len(v.dims) for v in values)
+        result: list[Dims] = []
+        for d in range(-rank, 0):
+            given = [v.dims[d] for v in values if len(v.dims) >= -d and leaves(v.dims[d])]
+            for other in given[1:]:
+                unify(given[0], other)
+            result.append(given[0] if given else ())
+        whole = Value(tuple(result))
+        there: set[Part] = set()
+        for v in values:
+            present = set(v.present())
+            there |= {mine for mine, p in correspondence(whole, v).items() if p in present}
+        return Value(whole.dims, tuple(p for p in whole.present() if p not in there))
+
+
+# ----------------------------------------------------------------------------------------- builder
+
+
+@dataclass
+class Builder:
+    """The kernel graph of a region under construction.
+
+    Attributes:
+        shapes: of all values.
+        constants: nodes that are not written while kernels run (parameters).
+        g: the kernel graph.
+        built: its values by node.
+        operands: the sources of the graph's inputs, in their order.
+    """
+
+    shapes: Shapes
+    constants: frozenset[fx.Node]
+    g: KernelGraph = field(default_factory=KernelGraph)
+    built: dict[fx.Node, Any] = field(default_factory=dict)
+    operands: list[Given] = field(default_factory=list)
+    _groups: dict[Factor, Group] = field(default_factory=dict)
+    _symbols: dict[Group, Symbol] = field(default_factory=dict)
+    _inputs: dict[Any, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        found: list[Value] = []
+        for node, value in self.shapes.values.items():
+            for v in value if isinstance(value, tuple) else (value,):
+                if isinstance(v, Value):
+                    self._check(node, v.present())
+                    found.append(v)
+        self._groups = self.shapes.grouping.groups()
+        own = [{self._groups[p.factor] for p in leaves(v.present())} for v in found]
+        beside = {g for groups in own if len(groups) > 1 for g in groups}
+        flat = [
+            v for v, g in zip(found, own, strict=True) if self._is_one_row(v) and not g & beside
+        ]
+        for v in flat:
+            self.shapes.whole(v.dims[-1])
+        if flat:
+            self._groups = self.shapes.grouping.groups()
+
+    def _is_one_row(self, value: Value) -> bool:
+        """True if rows and the elements in them have become one dimension, as in purely
+        element-wise work: kernels walk over rows, of which there may be any number. (A row that
+        others have rows of is one.)"""
+        present = value.present()
+        last = leaves(value.dims[-1]) if value.dims else ()
+        return 0 < len(last) < len(present) and len(self.groups(present)) == 1
+
+    def _check(self, node: fx.Node, present: Dims) -> None:
+        if len(set(present)) != len(present):
+            raise Unsupported(node, "has two dimensions that were one; nothing tells them apart")
+        self.shapes.grouping.add(present)
+
+    # ------------------------------------------------------------------------------------- groups
+
+    def groups(self, dims: Dims) -> tuple[Dims, ...]:
+        """Slots of some parts, in order. Raises Mismatch where a group is cut."""
+        found: list[Dims] = []
+        rest = list(leaves(dims))
+        while rest:
+            group = self._groups.get(rest[0].factor)
+            if group is None:
+                raise Mismatch("a dimension along which everything repeats")
+            slot = tuple(rest[: len(group.factors)])
+            if tuple(p.factor for p in slot) != group.factors:
+                raise Mismatch("a dimension that belongs to a larger one is taken alone")
+            found.append(slot)
+            del rest[: len(slot)]
+        return tuple(found)
+
+    def one(self, node: fx.Node, dims: Dims) -> Slot:
+        """The slot of a dimension that must be a single one; None for an extent of 1."""
+        found = self.groups(dims)
+        if len(found) > 1:
+            raise Unsupported(node, "works along a dimension that the rest of the region divides")
+        return found[0] if found else None
+
+    def extent(self, slot: Slot) -> Dim:
+        """The extent of a slot in the kernel graph."""
+        if slot is None:
+            return 1
+        group = self._groups[slot[0].factor]
+        if isinstance(group.extent, int):
+            return group.extent
+        if group not in self._symbols:
+            symbol = Symbol(f"M{len(self._symbols) or ''}", max(1, _hint(group.extent)))
+            self._symbols[group] = symbol
+        return self._symbols[group]
+
+    def natural(self, value: Value) -> Slots:
+        """The slots of a value in the order of its dimensions in PyTorch. Of several extents of 1
+        the last is kept, which tells a column from a row, and one in front of a row."""
+        present = value.present()
+        slots = self.groups(present)
+        last = value.dims[-1:] and leaves(value.dims[-1])
+        if slots and not set(last or ()) & set(present):
+            slots = (*slots, None)
+        return (None, *slots) if len(slots) < 2 <= len(value.dims) else slots
+
+    # ------------------------------------------------------------------------------------- values
+
+    def value(self, node: Any) -> Value:
+        """The dimensions of an operand."""
+        return self.shapes.of(node)
+
+    def of(self, node: Any) -> Built:
+        """The value of an operand in the kernel graph."""
+        if node not in self.built:
+            self.built[node] = Built(None, source=node, condition=fake(node).dtype in CONDITIONS)
+        built = self.built[node]
+        if not isinstance(built, Built):
+            raise Unsupported(node, "has several results")
+        return built
+
+    def tensor(self, node: fx.Node, operand: Any, slots: Slots, rank: int = 0) -> Tensor:
+        """An operand with these slots; extents of 1 in front are left out.
+
+        Args:
+            node: the reader, for messages.
+            operand: a node.
+            slots: those that it does not have are extents of 1.
+            rank: the least number of dimensions.
+
+        Raises:
+            Unsupported: its dimensions are arranged otherwise, and only a copy would help.
+        """
+        built = self.of(operand)
+        if isinstance(built.tensor, float):
+            raise Unsupported(node, "takes a number where a tensor has to be")
+        mine = set(self.groups(self.value(operand).present()))
+        full = tuple(s if s in mine else None for s in slots)
+        if mine - set(full):
+            raise Unsupported(node, "has operands whose dimensions do not correspond")
+        if built.source is not None:
+            # one row is still a matrix
+            least = max(rank, min(2, len(self.value(operand).dims)))
+            return self._input(built.source, _stripped(full, least))
+        t, wanted = built.tensor, _stripped(full, rank)
+        if not isinstance(t, Tensor):
+            raise AssertionError("a value that is neither computed nor an input")
+        if _stripped(built.slots, rank) == wanted:
+            return t
+        have = built.slots
+        while len(have) < len(wanted):
+            t, have = self._in_front(node, t), (None, *have)
+        order = _permutation(have, wanted)
+        if order is None:
+            raise Unsupported(node, "has operands whose dimensions do not correspond")
+        return self.g.transpose(t, order)
+
+    def _in_front(self, node: fx.Node, t: Tensor) -> Tensor:
+        """An element-wise value with an extent of 1 in front.
+
+        before: ``x * 2`` of x[8, 16]; after: of x[1, 8, 16], the same memory.
+        """
+        made: dict[int, Tensor] = {}
+        todo = [t]
+        while todo:
+            value = todo[-1]
+            waiting = [a for a in self._longest(node, value) if a.index not in made]
+            if waiting and value.index not in made:
+                todo += reversed(waiting)
+            else:
+                made[value.index] = made.get(value.index) or self._extended(value, made)
+                todo.pop()
+        return made[t.index]
+
+    def _longest(self, node: fx.Node, t: Tensor) -> list[Tensor]:
+        """The operands that get an extent of 1 in front if a value does. Raises Unsupported."""
+        args = [self.g.tensor(i) for i in t.node.inputs]
+        if t.node.operator == "input":
+            given = self.operands[self.g.inputs.index(t.index)]
+            if given.part is None and given.lengths is None:
+                return []
+        elif t.node.operator == "transpose":
+            return args
+        elif lookup(t.node.operator).elementwise:
+            return [a for a in args if len(a.shape) == len(t.shape)]
+        raise Unsupported(node, "has operands whose dimensions do not correspond")
+
+    def _extended(self, t: Tensor, made: dict[int, Tensor]) -> Tensor:
+        """A value with an extent of 1 in front, of operands that have one."""
+        if t.node.operator == "input":
+            given = self.operands[self.g.inputs.index(t.index)]
+            return self._input_of(given.node, (None, *given.slots))
+        args = [made.get(i, self.g.tensor(i)) for i in t.node.inputs]
+        if t.node.operator == "transpose":
+            return self.g.transpose(args[0], (0, *(d + 1 for d in t.node.attributes["dims"])))
+        return self.g.apply(t.node.operator, *args, **dict(t.node.attributes))
+
+    def fits(self, operand: Any, slots: Slots) -> bool:
+        """True if an operand can have these slots without being rearranged."""
+        built = self.of(operand)
+        if not isinstance(built.tensor, Tensor):
+            return True
+        mine = set(self.groups(self.value(operand).present()))
+        wanted = tuple(s if s in mine else None for s in slots)
+        return _stripped(wanted) == _stripped(built.slots)
+
+    def _input(self, node: fx.Node, slots: Slots) -> Tensor:
+        if (node, slots) not in self._inputs:
+            self._inputs[node, slots] = self._new_input(node, slots)
+        return self._inputs[node, slots]
+
+    def _new_input(self, node: fx.Node, slots: Slots) -> Tensor:
+        t, value = fake(node), self.value(node)
+        slots = slots or (None,)
+        stored = self.groups(tuple(p for d in copied_order(t) for p in leaves(value.dims[d])))
+        memory = _in_memory(slots, stored)
+        x = self._input_of(node, memory)
+        order = None if memory == slots else _permutation(memory, slots)
+        return x if order is None else self.g.transpose(x, order)
+
+    def _input_of(self, node: fx.Node, memory: Slots) -> Tensor:
+        """An input with slots in the order of memory."""
+        key = (node, "in memory", memory)
+        if key not in self._inputs:
+            dtype, shape = self._type_of(fake(node)), self._shape_of(memory)
+            x = self.g.new_input(shape, dtype, constant=node in self.constants)
+            self.operands.append(Given(node, memory, dtype))
+            self._inputs[key] = x
+        return self._inputs[key]
+
+    def _shape_of(self, slots: Slots) -> tuple[Dim, ...]:
+        """The shape of an input. Raises Mismatch if another extent than the first is dynamic."""
+        shape = tuple(self.extent(s) for s in slots)
+        for n, d in enumerate(shape):
+            if n and isinstance(d, Symbol):
+                raise Mismatch(
+                    f"reads a tensor {show_shape(shape)} whose extent {n} is dynamic; of what a "
+                    "kernel reads only the outermost extent may be: leave the others out of "
+                    "dynamic_shapes"
+                )
+        return shape
+
+    def lengths(self, node: fx.Node, slots: Slots, offset: int, most: int) -> Tensor:
+        """An int32 input with these slots, ``node + offset`` at the call; more than ``most`` is
+        equivalent to ``most``."""
+        key = (node, slots, offset, most)
+        if key not in self._inputs:
+            self._inputs[key] = self.g.new_input(self._shape_of(slots), torch.int32)
+            self.operands.append(Given(node, slots, torch.int32, None, (offset, most)))
+        return self._inputs[key]
+
+    def _type_of(self, t: torch.Tensor) -> torch.dtype:
+        """The element type in which a kernel reads a tensor; that of a condition does not change
+        the type of the numbers that it meets."""
+        if t.dtype in INTEGERS:
+            return torch.float32
+        if t.dtype not in CONDITIONS:
+            return t.dtype
+        others = {n.meta["val"].dtype for n in self.shapes.inputs}
+        return torch.bfloat16 if torch.bfloat16 in others else torch.float16
+
+    def part(self, t: Tensor, place: int, start: int, stop: int) -> Tensor:
+        """A range of a value along one dimension.
+
+        before: columns of ``x W^T``; after: the product with these rows of W, read as they are
+        stored.
+        """
+        made: dict[tuple[int, int], Tensor] = {}
+        todo = [(t, place)]
+        while todo:
+            value, at = todo[-1]
+            key = value.index, at
+            of = self._parts_of(value, at)
+            waiting = [(a, d) for a, d in of if (a.index, d) not in made]
+            if waiting and key not in made:
+                todo += reversed(waiting)
+                continue
+            if key not in made:
+                cut = {(a.index): made[a.index, d] for a, d in of}
+                made[key] = self._part(value, at, start, stop, cut)
+            todo.pop()
+        return made[t.index, place]
+
+    def _parts_of(self, t: Tensor, place: int) -> list[tuple[Tensor, int]]:
+        """The operands that must be cut to a range where a value is cut along one dimension, and
+        the dimension of each."""
+        node, args = t.node, [self.g.tensor(i) for i in t.node.inputs]
+        if node.operator == "transpose":
+            return [(args[0], node.attributes["dims"][place])]
+        if node.operator == "matmul" and place == len(t.shape) - 1:
+            return [(args[1], len(args[1].shape) - 1)]
+        if node.operator != "input" and lookup(node.operator).elementwise:
+            back = place - len(t.shape)
+            long = [a for a in args if len(a.shape) >= -back and a.shape[back] != 1]
+            return [(a, len(a.shape) + back) for a in long]
+        return []
+
+    def _part(self, t: Tensor, place: int, start: int, stop: int, cut: dict[int, Tensor]) -> Tensor:
+        """A range of a value, from ranges of its operands by their index."""
+        node = t.node
+        if node.operator == "input":
+            return self._part_of_input(t, place, start, stop)
+        args = [self.g.tensor(i) for i in node.inputs]
+        if node.operator == "matmul" and place == len(t.shape) - 1:
+            return self.g.matmul(args[0], cut[args[1].index])
+        if node.operator == "transpose" or lookup(node.operator).elementwise:
+            args = [cut.get(a.index, a) for a in args]
+            return self.g.apply(node.operator, *args, **dict(node.attributes))
+        return self.g.slice(t, place, start, stop)
+
+    def _part_of_input(self, t: Tensor, place: int, start: int, stop: int) -> Tensor:
+        given = self.operands[self.g.inputs.index(t.index)]
+        if place != 0 or given.part is not None or isinstance(t.shape[0], Symbol):
+            raise Mismatch("takes a part of a tensor that a kernel reads whole")
+        key = (t.index, start, stop)
+        if key not in self._inputs:
+            shape = (stop - start, *t.shape[1:])
+            x = self.g.new_input(shape, t.dtype, constant=t.node.constant)
+            self.operands.append(replace(given, part=(start, stop)))
+            self._inputs[key] = x
+        return self._inputs[key]
+
+    def set(self, node: fx.Node, built: Any) -> None:
+        """Set the built value of a node."""
+        self.built[node] = built
+
+
+def _in_memory(slots: Slots, stored: Sequence[Dims]) -> Slots:
+    """Slots in the order of memory; an extent of 1 stays behind the group that it follows."""
+    behind: dict[Slot, int] = {}
+    last: Slot = None
+    for s in slots:
+        if s is None:
+            behind[last] = behind.get(last, 0) + 1
+        else:
+            last = s
+    lead = next((i for i, s in enumerate(slots) if s is not None), len(slots))
+    found: list[Slot] = [None] * lead
+    for g in stored:
+        found += [g, *(None,) * behind.get(g, 0)]
+    return tuple(found)
+
+
+def _stripped(slots: Slots, rank: int = 0) -> Slots:
+    first = next((i for i, s in enumerate(slots) if s is not None), len(slots))
+    return slots[max(0, min(first, len(slots) - rank)) :]
+
+
+def _permutation(have: Slots, want: Slots) -> list[int] | None:
+    """For each slot of ``want`` its place in ``have``; None if they are not the same ones. Leading
+    extents of 1 may be missing in ``want``."""
+    missing = len(have) - len(want)
+    if missing < 0:
+        return None
+    want = ((None,) * missing) + want
+    rest = list(range(len(have)))
+    order: list[int] = []
+    for s in want:
+        found = next((i for i in rest if have[i] == s), None)
+        if found is None:
+            return None
+        rest.remove(found)
+        order.append(found)
+    return order
+
+
+def explain(node: fx.Node, error: Exception) -> Unsupported:
+    """The reason for an exception that was raised while a node was read."""
+    if isinstance(error, Unsupported):
+        return error
+    if isinstance(error, Mismatch | CutesuperError):
+        return Unsupported(node, str(error))
+    raise error

@@ -1,0 +1,229 @@
+"""Partition of the nodes of a traced program into regions.
+
+Regions grow along the program: a node joins the regions that it reads from if the result still has
+a kernel graph and no node outside lies between. Views that split dimensions (heads of a projection,
+say) end a region by themselves, because the result has no kernel graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from cutesuper.torch.compile.graph_builder import INTEGERS, Unsupported
+from cutesuper.torch.compile.length_masks import unread
+from cutesuper.torch.compile.region import Region, convert
+from cutesuper.torch.compile.table import entry_of, is_free, unknown
+
+#: most nodes and products of a region: a search over more takes longer than 10 s and finds no more
+MOST_NODES, MOST_PRODUCTS = 48, 8
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A traced program in parts.
+
+    Attributes:
+        regions: in order.
+        refused: why a node that computes is in no region.
+    """
+
+    regions: tuple[Region, ...]
+    refused: dict[fx.Node, str]
+
+
+def partition(graph: fx.Graph, *, constants: Collection[fx.Node] = ()) -> Partition:
+    """Cut a traced program into regions.
+
+    Args:
+        graph: of ``torch.ops``; fake tensors in ``node.meta["val"]``. Unused nodes are removed.
+        constants: nodes that are not written while kernels run (parameters).
+    """
+    graph.eliminate_dead_code()
+    return _Growing(graph, frozenset(constants)).run()
+
+
+def halves(region: Region, constants: Collection[fx.Node] = ()) -> tuple[Region, Region] | None:
+    """A region in two, cut where the least data crosses; None if there is no such place.
+
+    Args:
+        region: of `partition`.
+        constants: as for `partition`.
+    """
+    found: list[tuple[int, int, Region, Region]] = []
+    for i in range(1, len(region.nodes)):
+        try:
+            first = convert(region.nodes[:i], constants)
+            second = convert(region.nodes[i:], constants)
+        except Unsupported:
+            continue
+        balance = abs(_work(first) - _work(second))
+        carried = len(first.outputs) + len(second.inputs)
+        found.append((balance, carried, first, second))
+    if not found:
+        return None
+    _, _, first, second = min(found, key=lambda f: f[:2])
+    return first, second
+
+
+def _work(region: Region) -> int:
+    return 100 * region.products + len(region.nodes)
+
+
+@dataclass
+class _Growing:
+    """The regions while they grow."""
+
+    graph: fx.Graph
+    constants: frozenset[fx.Node]
+    regions: list[Region] = field(default_factory=list)
+    refused: dict[fx.Node, str] = field(default_factory=dict)
+    _region: dict[fx.Node, int] = field(default_factory=dict)
+    _place: dict[fx.Node, int] = field(default_factory=dict)
+    _epoch: dict[fx.Node, int] = field(default_factory=dict)
+    _last: int = 0  # place of the last node that is in a region
+
+    def run(self) -> Partition:
+        epoch = 0
+        for i, node in enumerate(self.graph.nodes):
+            epoch += _writes(node)
+            self._place[node], self._epoch[node] = i, epoch
+        masks = unread(self.graph.nodes)
+        for node in self.graph.nodes:
+            if node.op == "call_function" and _computes(node) and node not in masks:
+                self._add(node)
+        # refused together with a node that no reader made part of a kernel graph; element-wise
+        # operators stay where they are, among others that are PyTorch's
+        for node in sorted(self.refused, key=self._place.__getitem__):
+            if entry_of(node) is not None:
+                self._placed([node], products=1)
+        # a region that grew in pieces is listed under several numbers
+        alive = {id(r): r for n, r in enumerate(self.regions) if self._region[r.nodes[0]] == n}
+        return Partition(tuple(alive.values()), self.refused)
+
+    def _add(self, node: fx.Node) -> None:
+        if entry_of(node) is None:
+            self.refused[node] = unknown(node)
+            return
+        loose = self._loose(node)
+        if self._placed(loose):
+            return
+        # operands that form no kernel graph with it may be inputs instead
+        if len(loose) > 1 and self._placed([node]):
+            return
+        # alone it is no kernel graph; a reader may make it part of one
+        self.refused.setdefault(node, self._reason([node] if len(loose) > 1 else loose))
+
+    def _placed(self, loose: Sequence[fx.Node], products: int = 0) -> bool:
+        """Put nodes that are in no region into regions that they read, or into a new one with at
+        least this many products."""
+        sources = {p for n in loose for p in _producers(n)}
+        near = sorted({self._region[p] for p in sources if p in self._region})
+        choices = [near] + ([[n] for n in reversed(near)] if len(near) > 1 else [])
+        if near:
+            choices.append([])
+        for chosen in choices:
+            region = self._joined(loose, chosen)
+            if region is not None and region.products >= products:
+                self._keep(region)
+                return True
+        return False
+
+    def _loose(self, node: fx.Node) -> list[fx.Node]:
+        """A node and those of its operands that are in no region yet, and could be."""
+        found, todo = {node}, [node]
+        while todo:
+            for p in _producers(todo.pop()):
+                known = p in self.refused and entry_of(p) is not None
+                if p not in found and known and not _counts(p):
+                    found.add(p)
+                    todo.append(p)
+        return list(found)
+
+    def _reason(self, nodes: Sequence[fx.Node]) -> str:
+        try:
+            convert(sorted(nodes, key=self._place.__getitem__), self.constants)
+        except Unsupported as error:
+            return error.reason
+        return "stands between parts of a region"
+
+    def _joined(self, loose: Sequence[fx.Node], chosen: Sequence[int]) -> Region | None:
+        nodes = {*loose, *(n for c in chosen for n in self.regions[c].nodes)}
+        together = sorted(nodes, key=self._place.__getitem__)
+        if len(together) > MOST_NODES or len({self._epoch[n] for n in together}) > 1:
+            return None
+        if self._leaves(set(together)):
+            return None
+        try:
+            region = convert(together, self.constants)
+        except Unsupported:
+            return None
+        return region if region.products <= MOST_PRODUCTS else None
+
+    def _keep(self, region: Region) -> None:
+        self.regions.append(region)
+        for n in region.nodes:
+            self._region[n] = len(self.regions) - 1
+            self._last = max(self._last, self._place[n])
+            self.refused.pop(n, None)
+
+    def _leaves(self, inside: set[fx.Node]) -> bool:
+        """True if a path leaves the nodes, passes something that computes, and comes back.
+
+        A path that enters another region may leave it from any of its nodes: a region is one call.
+        """
+        last = max(self._last, *(self._place[n] for n in inside))
+        todo = [(u, False) for n in inside for u in n.users if u not in inside]
+        seen = set(todo)
+        while todo:
+            node, outside = todo.pop()
+            if self._place.get(node, last + 1) > last:
+                continue
+            outside = outside or not is_free(node)
+            together = self.regions[self._region[node]].nodes if node in self._region else (node,)
+            for u in {u: None for n in together for u in n.users}:
+                if u in inside and outside:
+                    return True
+                if u not in inside and (u, outside) not in seen:
+                    seen.add((u, outside))
+                    todo.append((u, outside))
+        return False
+
+
+def _computes(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    several = isinstance(val, tuple | list) and any(isinstance(v, torch.Tensor) for v in val)
+    return (isinstance(val, torch.Tensor) or several) and not is_free(node)
+
+
+def _counts(node: fx.Node) -> bool:
+    """True for a node whose result is integers, which no kernel computes."""
+    return getattr(node.meta.get("val"), "dtype", None) in INTEGERS
+
+
+def _producers(node: fx.Node) -> set[fx.Node]:
+    """The nodes that a node reads, through views."""
+    found: set[fx.Node] = set()
+    todo = list(node.all_input_nodes)
+    while todo:
+        n = todo.pop()
+        if is_free(n):
+            todo += n.all_input_nodes
+        else:
+            found.add(n)
+    return found
+
+
+def _writes(node: fx.Node) -> bool:
+    """True for a node that changes a tensor, or has another effect that must keep its place."""
+    if node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        # attention is marked as random, but draws random numbers only if it drops weights
+        return bool(schema and schema.is_mutable) or (node.is_impure() and entry_of(node) is None)
+    return node.op in ("call_module", "call_method")
+
+
+__all__ = ["Partition", "halves", "partition"]

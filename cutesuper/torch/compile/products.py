@@ -1,0 +1,306 @@
+"""Products of matrices, and attention."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.ir.dims import extent
+from cutesuper.ir.graph import Tensor
+from cutesuper.torch.compile.factored_dims import (
+    Dims,
+    Part,
+    divides,
+    extent_of,
+    leaves,
+    regroup,
+    unify,
+)
+from cutesuper.torch.compile.graph_builder import (
+    Builder,
+    Built,
+    Shapes,
+    Slots,
+    Unsupported,
+    Value,
+    correspondence,
+    fake,
+    translated,
+)
+from cutesuper.torch.compile.length_masks import Lengths, mask_of, read_lengths
+from cutesuper.torch.compile.table import Arguments, Entry, enter, number
+
+_PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Product(Entry):
+    """``a[..., M, K] @ b[..., K, N]``, times a number, plus a number times a tensor."""
+
+    #: names of the two operands and of the addend
+    left, right, added = "self", "mat2", ""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        if fake(node).dtype not in _PRODUCTS:
+            raise Unsupported(node, f"computes {fake(node).dtype}")
+        x, w = self._operands(s.of(a[self.left]), s.of(a[self.right]))
+        unify(x.dims[-1], w.dims[-2])
+        s.whole(x.dims[-1])
+        lead = s.broadcast(node, [_lead(x), _lead(w)])
+        # columns are a dimension of their own: in x x^T they come from the dimension of the rows
+        columns = tuple(Part(object(), p.factor) for p in leaves(w.dims[-1]))
+        gone = {*leaves(x.absent), *leaves(w.absent)}
+        pairs = [*zip(columns, leaves(w.dims[-1]), strict=True)]
+        pairs += [(p, p) for p in leaves(x.dims[-2])]
+        repeated = tuple(mine for mine, p in pairs if p in gone)
+        sides = (x.dims[-2],) * (len(s.of(a[self.left]).dims) > 1)
+        sides += (columns,) * (len(s.of(a[self.right]).dims) > 1)
+        result = Value((*lead.dims, *sides), (*lead.absent, *repeated))
+        s.whole(columns)
+        if self.added and isinstance(a.get(self.added), fx.Node):
+            return s.broadcast(node, [result, s.of(a[self.added])])
+        return result
+
+    def matrix(self, w: Value) -> Value:
+        """The second operand as ``[..., K, N]``."""
+        return w
+
+    def _operands(self, x: Value, w: Value) -> tuple[Value, Value]:
+        """Both operands as matrices: a vector is a row on the left and a column on the right."""
+        x = x if len(x.dims) > 1 else Value(((), *x.dims), x.absent)
+        return x, self.matrix(w) if len(w.dims) > 1 else Value((*w.dims, ()), w.absent)
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        x, w = self._operands(b.value(a[self.left]), b.value(a[self.right]))
+        y = b.value(node)
+        if len(b.value(a[self.right]).dims) == 1:
+            y = Value((*y.dims, ()), y.absent)
+        if len(b.value(a[self.left]).dims) == 1:
+            y = Value((*y.dims[:-1], (), y.dims[-1]), y.absent)
+        mine = correspondence(Value(y.dims[:-1]), Value(x.dims[:-1]))
+        other = correspondence(Value(y.dims[:-2]), Value(w.dims[:-2]))
+        front = _front(b, Value((*y.dims[:-2], x.dims[-2]), y.absent))
+        m = front[-1] if leaves(x.dims[-2]) else None
+        lead = front[:-1] if m else front
+        k, n = b.one(node, w.dims[-2]), b.one(node, w.dims[-1])
+        inner = b.one(node, x.dims[-1])
+        if not {*(inner or ())} <= {*x.present()} or not {*(k or ())} <= {*w.present()}:
+            raise Unsupported(node, "is a product over elements that repeat; sum before the expand")
+        left = self._operand(b, node, a[self.left], (*translated((*lead, m), mine), inner))
+        right = self._operand(b, node, a[self.right], (*translated(lead, other), k, n))
+        product = _product(b, left, right)
+        slots = (*lead, m, b.one(node, y.dims[-1]))[-len(product.shape) :]
+        alpha = number(node, a.get("alpha", 1))
+        product = product if alpha == 1.0 else b.g.mul(product, alpha)
+        return self._plus(b, node, a, Built(product, slots))
+
+    def _operand(self, b: Builder, node: fx.Node, operand: Any, slots: Slots) -> Tensor:
+        if isinstance(b.of(operand).tensor, float):
+            raise Unsupported(node, "multiplies a matrix of equal numbers")
+        return multiplied(b, node, operand, slots)
+
+    def _plus(self, b: Builder, node: fx.Node, a: Arguments, y: Built) -> Built:
+        added = a.get(self.added) if self.added else None
+        if added is None:
+            return y
+        beta = number(node, a.get("beta", 1))
+        if beta == 0.0:
+            return y
+        t = b.of(added).tensor
+        if not isinstance(t, float):
+            parts = correspondence(b.value(node), b.value(added))
+            t = b.tensor(node, added, translated(y.slots, parts))
+        return Built(b.g.add(y.tensor, t if beta == 1.0 else b.g.mul(t, beta)), y.slots)  # type: ignore[arg-type]
+
+
+@enter("aten.mm.default", "aten.bmm.default")
+class MM(Product):
+    """A product of two matrices, or of two batches of them."""
+
+
+@enter("aten.matmul.default")
+class Matmul(Product):
+    """A product of matrices with broadcasting; either operand may be a vector."""
+
+    right = "other"
+
+
+@enter("aten.mv.default")
+class MV(Product):
+    """A product of a matrix and a vector."""
+
+    right = "vec"
+
+
+@enter("aten.dot.default")
+class Dot(Product):
+    """A product of two vectors."""
+
+    right = "tensor"
+
+
+@enter("aten.vdot.default")
+class VDot(Product):
+    """A product of two vectors of numbers that are not complex."""
+
+    right = "other"
+
+
+@enter("aten.addmm.default")
+class AddMM(Product):
+    """A product of two matrices, plus a matrix or a row."""
+
+    left, right, added = "mat1", "mat2", "self"
+
+
+@enter("aten.baddbmm.default")
+class AddBMM(Product):
+    """Products of two batches of matrices, plus as many matrices."""
+
+    left, right, added = "batch1", "batch2", "self"
+
+
+@enter("aten.linear.default")
+class Linear(Product):
+    """``x W^T + b`` with W as ``[N, K]``."""
+
+    left, right, added = "input", "weight", "bias"
+
+    def matrix(self, w: Value) -> Value:
+        return Value((*w.dims[:-2], w.dims[-1], w.dims[-2]), w.absent)
+
+
+def _lead(x: Value) -> Value:
+    return Value(x.dims[:-2], x.absent)
+
+
+def multiplied(b: Builder, node: fx.Node, operand: Any, slots: Slots, rank: int = 2) -> Tensor:
+    """An operand of a product, in its element type in PyTorch: tensor cores round what they
+    multiply."""
+    t = b.tensor(node, operand, slots, rank=rank)
+    if t.dtype.torch != fake(operand).dtype:
+        raise Unsupported(
+            node, f"multiplies {fake(operand).dtype} made of {t.dtype} in the same kernel"
+        )
+    return t
+
+
+def _product(b: Builder, left: Tensor, right: Tensor) -> Tensor:
+    """A product of two matrices. before: ``[x | y] W``; after: ``x W' + y W''``, with the rows of W
+    for each."""
+    last, place = len(left.shape) - 1, len(right.shape) - 2
+    if left.shape[last] == 1:
+        return b.g.mul(left, right)  # columns by rows
+    if left.node.operator != "concat" or left.node.attributes["dim"] != last:
+        return b.g.matmul(left, right)
+    terms: list[Tensor] = []
+    start = 0
+    for part in (b.g.tensor(i) for i in left.node.inputs):
+        stop = start + extent(part.shape[last])
+        terms.append(b.g.matmul(part, b.part(right, place, start, stop)))
+        start = stop
+    return reduce(b.g.add, terms)
+
+
+def _front(b: Builder, y: Value) -> Slots:
+    """The slots in front of the last; None where elements repeat."""
+    present = set(y.present())
+    slots = b.groups(tuple(p for d in y.dims for p in leaves(d)))
+    return tuple(s if present.issuperset(s) else None for s in slots)
+
+
+# --------------------------------------------------------------------------------------- attention
+
+
+@enter(
+    "aten.scaled_dot_product_attention.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+)
+class Attention(Entry):
+    """``softmax(q k^T * scale) v``; query heads may share keys.
+
+    The operators that PyTorch chooses on a GPU have further results for the backward pass, which
+    kernels do not compute.
+    """
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        lengths = None if mask_of(a) is None else read_lengths(node, a)
+        if a.get("dropout_p", 0.0) != 0.0:
+            raise Unsupported(node, "drops weights")
+        q, k, v = (s.of(a[n]) for n in ("query", "key", "value"))
+        if not len(q.dims) == len(k.dims) == len(v.dims) >= 3:
+            raise Unsupported(node, "takes tensors of different ranks")
+        if a.get("is_causal") and not isinstance(fake(a["query"]).shape[-2], int):
+            raise Unsupported(node, "is causal, over a length that is known only at the call")
+        heads = self._share(node, q.dims[-3], k.dims[-3])
+        unify(k.dims[-3], v.dims[-3])
+        for d in range(-len(q.dims), -3):
+            unify(q.dims[d], k.dims[d])
+            unify(q.dims[d], v.dims[d])
+        unify(q.dims[-1], k.dims[-1])
+        unify(k.dims[-2], v.dims[-2])
+        for one in (*heads, q.dims[-1], q.dims[-2], k.dims[-2], v.dims[-1]):
+            s.whole(one)
+        if q.absent or any(p in leaves(v.absent) for p in leaves(v.dims[-1])):
+            raise Unsupported(node, "takes queries, or columns of values, that repeat")
+        if lengths is not None:
+            unify(_parts(s.of(lengths.node)), q.dims[0])
+        y = Value((*q.dims[:-1], v.dims[-1]))
+        several = str(node.target) != "aten.scaled_dot_product_attention.default"
+        return (y, *(None for _ in range(8))) if several else y
+
+    def _share(self, node: fx.Node, query: Dims, key: Dims) -> tuple[Dims, Dims]:
+        """Heads of keys, and heads of the query for each of them."""
+        own, shared = extent_of(query), extent_of(key)
+        if not divides(shared, own):
+            raise Unsupported(node, f"has {own} query heads for {shared} heads of keys")
+        lead, group = regroup([query], [shared, own // shared])
+        unify(lead, key)
+        return lead, group
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        q, k, v = (b.value(a[n]) for n in ("query", "key", "value"))
+        front = b.groups(tuple(p for d in q.dims[:-2] for p in d))
+        rows, keys = b.one(node, q.dims[-2]), b.one(node, k.dims[-2])
+        lead = [correspondence(Value(q.dims[:-3]), Value(v.dims[:-3])) for v in (k, v)]
+        for parts, t in zip(lead, (k, v), strict=True):
+            # neighbouring heads of the query share one of the keys
+            parts.update(zip(leaves(q.dims[-3]), leaves(t.dims[-3]), strict=False))
+        query = multiplied(b, node, a["query"], (*front, rows, b.one(node, q.dims[-1])))
+        inner = (keys, b.one(node, k.dims[-1]))
+        lengths = None if mask_of(a) is None else read_lengths(node, a)
+        heads, rank = translated(front, lead[0]), 2
+        if lengths is not None and not leaves(q.dims[0]):
+            # one sequence; not the query's dimension, which may be computed without it
+            heads, rank = (None, *heads), len(heads) + 3
+        key = multiplied(b, node, a["key"], (*heads, *inner), rank)
+        width = b.one(node, v.dims[-1])
+        values = (*translated(front, lead[1]), b.one(node, v.dims[-2]), width)
+        value = multiplied(b, node, a["value"], values)
+        scale = a.get("scale")
+        y = b.g.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=bool(a.get("is_causal", False)),
+            scale=None if scale is None else number(node, scale),
+            lengths=None if lengths is None else self._lengths(b, node, lengths),
+        )
+        slots = (None, *front, rows, width)
+        built = Built(y, slots[-len(y.shape) :])
+        several = isinstance(b.shapes.values[node], tuple)
+        return (built, *(None for _ in range(8))) if several else built
+
+    def _lengths(self, b: Builder, node: fx.Node, lengths: Lengths) -> Tensor:
+        own = b.one(node, _parts(b.value(lengths.node)))
+        return b.lengths(lengths.node, (own,), lengths.offset, lengths.most)
+
+
+def _parts(lengths: Value) -> Dims:
+    """The one dimension of lengths, whatever extents of 1 are around it."""
+    return tuple(p for d in lengths.dims for p in d)

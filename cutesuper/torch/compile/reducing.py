@@ -1,0 +1,405 @@
+"""Reductions, softmax and norms: operators that work along dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.torch.compile.factored_dims import Dims, equal, leaves, unify
+from cutesuper.torch.compile.graph_builder import (
+    FLOATS,
+    Builder,
+    Built,
+    Shapes,
+    Slots,
+    Unsupported,
+    Value,
+    fake,
+)
+from cutesuper.torch.compile.pointwise import absolute
+from cutesuper.torch.compile.table import (
+    Arguments,
+    Entry,
+    enter,
+    enter_all,
+    integers,
+    number,
+    reads_places,
+)
+
+#: the computation along one dimension, which stays with an extent of 1
+Along = Callable[[KernelGraph, Tensor, int], Tensor]
+
+
+def reduced_dims(node: fx.Node, a: Arguments, rank: int) -> list[int]:
+    """The dimensions that an operator reduces; all if it names none."""
+    given = a.get("dim")
+    if given is None or given == [] or not rank:
+        return list(range(rank))
+    return sorted(d % rank for d in integers(node, given))
+
+
+def reduced_together(x: Value, dims: Sequence[int]) -> list[Dims]:
+    """The dimensions that are reduced, last ones first. Adjacent ones are one, except the last of
+    all, which is a row: rows are reduced first, and where they meet next."""
+    runs: list[list[int]] = []
+    for d in dims:
+        if runs and runs[-1][-1] == d - 1 and d != len(x.dims) - 1:
+            runs[-1].append(d)
+        else:
+            runs.append([d])
+    return [tuple(f for d in run for f in x.dims[d]) for run in reversed(runs)]
+
+
+def reduced_shape(x: Value, dims: Sequence[int], keep: bool) -> Value:
+    """The dimensions of a reduction's result."""
+    left = [() if d in dims else v for d, v in enumerate(x.dims) if keep or d not in dims]
+    gone = {p for d in dims for p in leaves(x.dims[d])}
+    return Value(tuple(left), tuple(p for p in leaves(x.absent) if p not in gone))
+
+
+def along(
+    b: Builder, node: fx.Node, t: Tensor, slots: Slots, dims: Sequence[Dims], f: Along
+) -> Built:
+    """A value reduced along some dimensions, one group after the other."""
+    for d in dims:
+        for group in b.groups(d):
+            if group not in slots:
+                raise Unsupported(node, "reduces elements that repeat; sum before the expand")
+            place = slots.index(group)
+            t = f(b.g, t, place)
+            slots = (*slots[:place], None, *slots[place + 1 :])
+    return Built(t, slots)
+
+
+def whole_tensor(b: Builder, node: fx.Node, operand: Any) -> tuple[Tensor, Slots]:
+    """An operand with the slots that it has in PyTorch, or in which it was computed."""
+    own = b.of(operand)
+    slots = own.slots if isinstance(own.tensor, Tensor) else b.natural(b.value(operand))
+    t = b.tensor(node, operand, slots)
+    return t, _of_rank(slots, t)
+
+
+def _of_rank(slots: Slots, t: Tensor) -> Slots:
+    missing = len(t.shape) - len(slots)
+    return (None,) * missing + slots if missing >= 0 else slots[-missing:]
+
+
+@dataclass(frozen=True)
+class Reduction(Entry):
+    """A reduction along some dimensions, or all.
+
+    Attributes:
+        formula: along one dimension.
+    """
+
+    formula: Along
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        dtype = fake(a["self"]).dtype
+        if dtype not in FLOATS or a.get("dtype") not in (None, *FLOATS):
+            raise Unsupported(node, f"computes {a.get('dtype') or dtype}")
+        x = s.of(a["self"])
+        dims = reduced_dims(node, a, len(x.dims))
+        for d in reduced_together(x, dims):
+            s.whole(d)
+        return reduced_shape(x, dims, bool(a.get("keepdim", False)))
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        x = b.value(a["self"])
+        t, slots = whole_tensor(b, node, a["self"])
+        dims = reduced_together(x, reduced_dims(node, a, len(x.dims)))
+        if not any(b.groups(d) for d in dims):
+            return Built(b.g.mul(t, 1.0), slots)
+        return along(b, node, t, slots, dims, self.formula)
+
+
+class _Extreme(Reduction):
+    """The largest or smallest elements; their indices are not computed."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        if reads_places(node):
+            raise Unsupported(node, "gives places of elements, which kernels do not compute")
+        return super().shape(s, node, a), None
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        return super().build(b, node, a), None
+
+
+class _Truth(Reduction):
+    """Any or all of a condition along some dimensions."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        x = s.of(a["self"])
+        if fake(a["self"]).dtype is not torch.bool:
+            raise Unsupported(node, "asks for numbers other than 0; compare them first")
+        dims = reduced_dims(node, a, len(x.dims))
+        for d in reduced_together(x, dims):
+            s.whole(d)
+        return reduced_shape(x, dims, bool(a.get("keepdim", False)))
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        return replace(super().build(b, node, a), condition=True)
+
+
+class _Norm2(Reduction):
+    """The root of the sum of squares; the sum or the maximum of absolute values for the orders 1
+    and infinity."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        if self._order(a) not in (1.0, 2.0, inf):
+            raise Unsupported(node, "is a norm of another order than 1, 2 and infinity")
+        return super().shape(s, node, a)
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        x, order, g = b.value(a["self"]), self._order(a), b.g
+        t, slots = whole_tensor(b, node, a["self"])
+        dims = reduced_together(x, reduced_dims(node, a, len(x.dims)))
+        if order == 2.0:
+            squares = along(b, node, g.square(t), slots, dims, _sum)
+            return Built(g.sqrt(squares.tensor), squares.slots)  # type: ignore[arg-type]
+        return along(b, node, absolute(g, t), slots, dims, _sum if order == 1.0 else _maximum)
+
+    def _order(self, a: Arguments) -> float:
+        given = a.get("ord", a.get("p", 2))
+        return 2.0 if given is None else float(given)
+
+
+@enter(
+    "aten.var.correction",
+    "aten.var.dim",
+    "aten.var.default",
+    "aten.var_mean.correction",
+    "aten.var_mean.dim",
+    "aten.std.correction",
+    "aten.std.dim",
+    "aten.std.default",
+    "aten.std_mean.correction",
+    "aten.std_mean.dim",
+)
+class Variance(Entry):
+    """Mean of the squared distances from the mean."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        x = s.of(a["self"])
+        dims = reduced_dims(node, a, len(x.dims))
+        for d in reduced_together(x, dims):
+            s.whole(d)
+        if not all(isinstance(fake(a["self"]).shape[d], int) for d in dims):
+            raise Unsupported(node, "is a variance over an extent that is known only at the call")
+        value = reduced_shape(x, dims, bool(a.get("keepdim", False)))
+        return (value, value) if "_mean" in str(node.target) else value
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        x, g = b.value(a["self"]), b.g
+        t, slots = whole_tensor(b, node, a["self"])
+        places = reduced_dims(node, a, len(x.dims))
+        dims = reduced_together(x, places)
+        mean = along(b, node, t, slots, dims, _mean)
+        squares = g.square(g.sub(t, mean.tensor))  # type: ignore[arg-type]
+        y = along(b, node, squares, slots, dims, _mean).tensor
+        n = prod(int(fake(a["self"]).shape[d]) for d in places)
+        correction = self._correction(node, a)
+        if n <= correction:
+            raise Unsupported(node, f"divides by {n} - {correction:g}")
+        if correction:
+            y = g.mul(y, n / (n - correction))  # type: ignore[arg-type]
+        if "std" in str(node.target):
+            y = g.sqrt(y)  # type: ignore[arg-type]
+        built = Built(y, mean.slots)
+        return (built, mean) if "_mean" in str(node.target) else built
+
+    def _correction(self, node: fx.Node, a: Arguments) -> float:
+        if "unbiased" in a:
+            return 1.0 if a["unbiased"] else 0.0
+        return 1.0 if a.get("correction") is None else number(node, a["correction"])
+
+
+class _AlongOne(Entry):
+    """An operator along one dimension whose result has it too.
+
+    Attributes:
+        of_one: the result along an extent of 1; NaN for infinite elements.
+    """
+
+    of_one: ClassVar[float]
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        if fake(node).dtype not in FLOATS:
+            raise Unsupported(node, f"computes {fake(node).dtype}")
+        x = s.of(a["self"])
+        if not x.dims:
+            raise Unsupported(node, "works along a tensor of no dimensions")
+        s.whole(x.dims[self._dim(node, a, len(x.dims))])
+        return Value(x.dims, x.absent)
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        x = b.value(a["self"])
+        t, slots = whole_tensor(b, node, a["self"])
+        group = b.one(node, x.dims[self._dim(node, a, len(x.dims))])
+        if group is None:
+            return Built(b.g.add(b.g.mul(t, 0.0), self.of_one), slots)
+        if group not in slots:
+            raise Unsupported(node, "works along a dimension of repeated elements")
+        return Built(self.formula(b.g, t, slots.index(group)), slots)
+
+    def _dim(self, node: fx.Node, a: Arguments, rank: int) -> int:
+        return integers(node, a["dim"])[0] % rank
+
+    def formula(self, g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+        raise NotImplementedError
+
+
+@enter("aten.softmax.int", "aten._softmax.default", "aten.special_softmax.int")
+class Softmax(_AlongOne):
+    """exp(x - max x), divided by its sum."""
+
+    of_one = 1.0
+
+    def formula(self, g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+        return g.softmax(t, dim)
+
+
+@enter("aten.log_softmax.int", "aten._log_softmax.default", "aten.special_log_softmax.int")
+class LogSoftmax(_AlongOne):
+    """The logarithm of softmax."""
+
+    of_one = 0.0
+
+    def formula(self, g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+        return g.log_softmax(t, dim)
+
+
+# ------------------------------------------------------------------------------------------- norms
+
+
+class _Norm(Entry):
+    """Rows normalized to one scale, multiplied by a weight, shifted by a bias."""
+
+    rounds: bool = False
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        x, n = s.of(a["input"]), len(a["normalized_shape"])
+        last = tuple(f for d in x.dims[len(x.dims) - n :] for f in d)
+        s.whole(last)
+        for name in ("weight", "bias"):
+            if isinstance(a.get(name), fx.Node):
+                v = s.of(a[name])
+                unify(tuple(f for d in v.dims for f in d), last)
+                s.whole(last)
+        return x
+
+    def one_element(self, a: Arguments) -> bool:
+        """True if there is nothing to sum over."""
+        return all(equal(n, 1) for n in a["normalized_shape"])
+
+    def operands(self, b: Builder, node: fx.Node, a: Arguments) -> tuple[list[Any], Slots]:
+        """Input, weight and bias (each may be None), rows along the last dimension."""
+        x, n = b.value(a["input"]), len(a["normalized_shape"])
+        group = b.one(node, tuple(f for d in x.dims[len(x.dims) - n :] for f in d))
+        own = b.of(a["input"])
+        slots = own.slots if isinstance(own.tensor, Tensor) else b.natural(x)
+        if group is not None and group not in slots:
+            raise Unsupported(node, "normalizes elements that repeat")
+        if group is not None:
+            slots = (*(s for s in slots if s != group), group)
+        t = b.tensor(node, a["input"], slots)
+        others = [
+            b.tensor(node, a[k], b.groups(b.value(a[k]).present()))
+            if isinstance(a.get(k), fx.Node)
+            else None
+            for k in ("weight", "bias")
+        ]
+        return [t, *others], _of_rank(slots, t)
+
+
+@enter("aten.rms_norm.default")
+class RMSNorm(_Norm):
+    """x / sqrt(mean(x^2) + eps) * weight."""
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        [x, weight, _], slots = self.operands(b, node, a)
+        eps = a.get("eps")
+        eps = torch.finfo(fake(a["input"]).dtype).eps if eps is None else number(node, eps)
+        if not self.one_element(a):
+            return Built(b.g.rms_norm(x, weight, eps=eps), slots)
+        y = b.g.mul(x, b.g.rsqrt(b.g.add(b.g.square(x), eps)))
+        return Built(y if weight is None else b.g.mul(y, weight), slots)
+
+
+@enter("aten.layer_norm.default")
+class LayerNorm(_Norm):
+    """(x - mean) / sqrt(var + eps) * weight + bias."""
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        [x, weight, bias], slots = self.operands(b, node, a)
+        if not self.one_element(a):
+            eps = number(node, a.get("eps", 1e-5))
+            return Built(b.g.layer_norm(x, weight, bias, eps=eps), slots)
+        y = b.g.mul(x, 0.0)  # x - x, NaN where x is infinite
+        y = y if weight is None else b.g.mul(y, weight)
+        return Built(y if bias is None else b.g.add(y, bias), slots)
+
+
+@enter("aten.native_layer_norm.default")
+class NativeLayerNorm(LayerNorm):
+    """Layer norm with mean and 1 / sqrt(var + eps) of every row as results of their own."""
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        if self.one_element(a):
+            raise Unsupported(node, "has mean and deviation of rows of one element")
+        x, n = super().shape(s, node, a), len(a["normalized_shape"])
+        rows = reduced_shape(x, range(len(x.dims) - n, len(x.dims)), True)
+        return x, rows, rows
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        y = super().build(b, node, a)
+        [x, *_], slots = self.operands(b, node, a)
+        g, rows = b.g, (*slots[:-1], None)
+        mean = g.mean(x, -1)
+        variance = g.mean(g.square(g.sub(x, mean)), -1)
+        rstd = g.rsqrt(g.add(variance, number(node, a["eps"])))
+        return y, Built(mean, rows), Built(rstd, rows)
+
+
+def _sum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.sum(t, dim)
+
+
+def _mean(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.mean(t, dim)
+
+
+def _maximum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.max(t, dim)
+
+
+def _minimum(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.mul(g.max(g.mul(t, -1.0), dim), -1.0)
+
+
+def _everywhere(g: KernelGraph, t: Tensor, dim: int) -> Tensor:
+    return g.sub(1.0, g.max(g.sub(1.0, t), dim))
+
+
+def of_reduction(name: str) -> Reduction:
+    """The entry of a reduction of the table of operators."""
+    return Reduction(lambda g, t, dim: g.apply(name, t, dim=dim))
+
+
+enter_all({
+    **dict.fromkeys(("aten.amin.default", "aten.min.default"), Reduction(_minimum)),
+    **dict.fromkeys(("aten.any.dim", "aten.any.dims", "aten.any.default"), _Truth(_maximum)),
+    **dict.fromkeys(("aten.all.dim", "aten.all.dims", "aten.all.default"), _Truth(_everywhere)),
+    "aten.max.dim": _Extreme(_maximum),
+    "aten.min.dim": _Extreme(_minimum),
+    "aten.logsumexp.default": Reduction(lambda g, t, d: g.logsumexp(t, d)),
+    "aten.linalg_vector_norm.default": _Norm2(_sum),
+    "aten.norm.ScalarOpt_dim": _Norm2(_sum),
+})  # fmt: skip

@@ -1,0 +1,78 @@
+"""Errors in terms of the user's program: which operator, on which line, and what would help."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import fx
+
+from cutesuper.errors import CutesuperError, LoweringError, ScheduleError, SearchError
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.pipeline import Options, as_target, bucketed, find
+from cutesuper.targets import Target
+from cutesuper.torch.compile.graph_builder import Unsupported
+from cutesuper.torch.compile.region import Region, convert, source_lines
+
+E = TypeVar("E", bound=CutesuperError)
+
+#: errors that mean "no kernel for this graph"; others concern the options or the machine
+NO_KERNEL = (SearchError, LoweringError, ScheduleError)
+
+
+def refusal(kind: type[E], name: str, node: fx.Node, reason: str) -> E:
+    """The error for a function that cannot be superoptimized.
+
+    Args:
+        kind: of error.
+        name: of the function.
+        node: the operator that is in the way.
+        reason: why.
+    """
+    lines = source_lines(node) or next(filter(None, map(source_lines, node.all_input_nodes)), [])
+    where = f", at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
+    return _error(kind, f"superoptimize({name}): {node.target}{where}: {reason}")
+
+
+def without_kernel(
+    name: str,
+    region: Region,
+    error: SearchError | LoweringError | ScheduleError,
+    target: Target | str | None,
+) -> CutesuperError:
+    """The error for a region that no kernel can run: it names the first operator that none can run
+    by itself or, if only their combination fails, the lines of all.
+
+    Args:
+        name: of the function.
+        region: one of its regions, the nodes still in their graph.
+        error: of `cutesuper.superoptimize` for its graph.
+        target: the one it was optimized for.
+    """
+    for node in region.nodes:
+        try:
+            alone = convert([node])
+        except Unsupported:
+            continue
+        reason = _reason(alone.graph, target) if alone.reduces else None
+        if reason is not None:
+            return refusal(type(error), name, node, reason)
+    where = f", at {region.place}" if region.place else ""
+    return _error(type(error), f"superoptimize({name}){where}: {error}")
+
+
+def _reason(graph: KernelGraph, target: Target | str | None) -> str | None:
+    try:
+        find(graph.with_hints(bucketed(graph)), Options(as_target(target)))
+    except NO_KERNEL as error:
+        return str(error)
+    return None
+
+
+def _error(kind: type[E], text: str) -> E:
+    return kind(
+        f"{text}. Leave it outside of the function, or use torch.compile(fn, "
+        'backend="cutesuper"), which leaves it to Inductor'
+    )
+
+
+__all__ = ["NO_KERNEL", "refusal", "without_kernel"]

@@ -1,0 +1,449 @@
+"""Regions: parts of a traced program that are kernel graphs.
+
+`convert` makes the kernel graph of some compute nodes. Views and casts between them are seen
+through, and those in front of them as well, so a region reads parameters as they are stored.
+Tensors that cross its border are described by shapes: a kernel takes and returns contiguous
+tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.errors import CutesuperError
+from cutesuper.ir.dims import Symbol
+from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.subgraph import only
+from cutesuper.pipeline import check_definition
+from cutesuper.torch.compile.factored_dims import Extent, Mismatch, equal, extent_of, leaves
+from cutesuper.torch.compile.graph_builder import (
+    FLOATS,
+    Builder,
+    Built,
+    Given,
+    Shapes,
+    Slot,
+    Unsupported,
+    Value,
+    copied_order,
+    explain,
+    fake,
+    memory_order,
+)
+from cutesuper.torch.compile.length_masks import reads
+from cutesuper.torch.compile.table import arguments_of, entry_of, is_free, unknown
+
+
+@dataclass(frozen=True)
+class Size:
+    """An extent that is read from an operand of the region at the call.
+
+    Attributes:
+        node: the operand.
+        dim: which of its extents.
+    """
+
+    node: fx.Node
+    dim: int
+
+
+#: an extent of a view: a number, -1 for the remainder, or read from a tensor
+Length = int | Size
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An input of the kernel graph.
+
+    Attributes:
+        node: the tensor that it is made from.
+        order: its dimensions, slowest in memory first.
+        copied: whether it has gaps or repeats, so that it must be copied first.
+        shape: of its view; -1 for an extent known at the call.
+        dtype: of the input; the tensor is converted if it has another one.
+        part: the range along the first extent of the view that the kernel takes; None for all.
+        lengths: see `cutesuper.torch.compile.graph_builder.Given`.
+    """
+
+    node: fx.Node
+    order: tuple[int, ...]
+    copied: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    part: tuple[int, int] | None
+    lengths: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """An output of the kernel graph, for one node.
+
+    Attributes:
+        node: whose tensor it is.
+        place: which output.
+        shape: of a first view, with the dimensions that repeat as extents of 1.
+        expanded: these dimensions at full extent; None if none repeats.
+        order: for each dimension of the node, the one of that view.
+    """
+
+    node: fx.Node
+    place: int
+    shape: tuple[Length, ...]
+    expanded: tuple[Length, ...] | None
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Compute nodes of a traced program, and their kernel graph.
+
+    Attributes:
+        nodes: those that compute, in order.
+        graph: the definition, of contiguous tensors.
+        inputs: of the graph, in order.
+        outputs: the nodes that are used outside.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    graph: KernelGraph
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Result, ...]
+
+    @cached_property
+    def key(self) -> str:
+        """The graph as text; equal for equal layers of a model."""
+        from cutesuper.ir.serial import dumps
+
+        return dumps(self.graph)
+
+    @property
+    def products(self) -> int:
+        """The number of products of matrices."""
+        kinds = [n.operator for n in self.graph.nodes]
+        return kinds.count("matmul") + 2 * kinds.count("scaled_dot_product_attention")
+
+    @property
+    def reduces(self) -> bool:
+        """True if it does more than element-wise work."""
+        from cutesuper.ir.operators.base import lookup
+
+        plain = ("input", "constant", "transpose")
+        return any(
+            not lookup(n.operator).elementwise and n.operator not in plain for n in self.graph.nodes
+        )
+
+    @property
+    def place(self) -> str:
+        """The lines of the region in the user's program: ``model.py:12-18``."""
+        return places(self.nodes)
+
+
+def convert(nodes: Sequence[fx.Node], constants: Collection[fx.Node] = ()) -> Region:
+    """The region of some compute nodes.
+
+    Args:
+        nodes: in the order of the graph; nothing between them is computed outside.
+        constants: nodes that are not written while kernels run.
+
+    Raises:
+        Unsupported: naming the node and the reason.
+    """
+    try:
+        return _converted(nodes, constants, through=True)
+    except Unsupported as error:
+        # with the shapes and types of its inputs after the views and casts in front of the region
+        try:
+            return _converted(nodes, constants, through=False)
+        except Unsupported:
+            raise error from None
+
+
+def _converted(nodes: Sequence[fx.Node], constants: Collection[fx.Node], through: bool) -> Region:
+    """The region; with ``through`` it includes the views in front of it."""
+    inside = _Inside(frozenset(nodes), through)
+    shapes = Shapes()
+    order: list[fx.Node] = []
+    for n in nodes:
+        _visit(n, inside, shapes, order)
+    ends = _ends(nodes, inside, shapes, order)
+    b = Builder(shapes, frozenset(constants))
+    for n in order:
+        try:
+            b.set(n, _entry(n).build(b, n, arguments_of(n)))
+        except (Mismatch, CutesuperError, Unsupported) as error:
+            raise explain(n, error) from None
+    try:
+        outputs = _outputs(b, ends)
+        # parts of weights are inputs of their own, so the whole may no longer be needed
+        graph, kept = only(b.g, range(len(b.g.outputs)))
+        graph.expanded()
+        check_definition("trace", graph)
+    except (Mismatch, CutesuperError, Unsupported) as error:
+        raise explain(nodes[-1], error) from None
+    inputs = tuple(_input_view(b, b.operands[n]) for n in kept)
+    return Region(tuple(nodes), graph, inputs, outputs)
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """Membership of nodes in the region.
+
+    Attributes:
+        nodes: that compute.
+        through: views and casts in front of these belong to it too.
+    """
+
+    nodes: frozenset[fx.Node]
+    through: bool
+
+    def __contains__(self, node: object) -> bool:
+        return node in self.nodes
+
+    def sees_through(self, node: fx.Node) -> bool:
+        """True for a node that computes nothing and is part of the region.
+
+        A cast to a narrower type in front of the region is not part of it: the region that computes
+        its operand may then store only the cast."""
+        if not is_free(node) or self.depends(node):
+            return is_free(node)
+        if any(_narrows(node, n) for n in node.all_input_nodes):
+            return False
+        return self.through or not _entry(node).changes
+
+    def depends(self, node: fx.Node) -> bool:
+        """True for a view of something in the region."""
+        return any(
+            n in self.nodes or (is_free(n) and self.depends(n)) for n in node.all_input_nodes
+        )
+
+
+def _entry(node: fx.Node) -> Any:
+    entry = entry_of(node)
+    if entry is None:
+        raise Unsupported(node, unknown(node))
+    return entry
+
+
+def _visit(node: fx.Node, inside: _Inside, s: Shapes, order: list[fx.Node]) -> None:
+    """Give a node its dimensions, after its operands."""
+    if node in s.values:
+        return
+    if node not in inside and not inside.sees_through(node):
+        s.input(node)
+        return
+    known = len(order), set(s.values)
+    try:
+        for operand in reads(node):
+            if not _is_number(operand):
+                _visit(operand, inside, s, order)
+        s.set(node, _entry(node).shape(s, node, arguments_of(node)))
+        order.append(node)
+    except (Mismatch, CutesuperError, Unsupported) as error:
+        if node in inside or inside.depends(node):
+            raise explain(node, error) from None
+        _forget(s, order, known)  # a view of something outside is an input as it is
+        s.input(node)
+
+
+def _is_number(node: fx.Node) -> bool:
+    """True for symbolic integers, which are arguments of views; the shape of the result gives
+    them."""
+    return isinstance(node.meta.get("val"), torch.SymInt | int)
+
+
+def _forget(s: Shapes, order: list[fx.Node], known: tuple[int, set[fx.Node]]) -> None:
+    del order[known[0] :]
+    for n in set(s.values) - known[1]:
+        del s.values[n]
+
+
+# ----------------------------------------------------------------------------------------- borders
+
+
+def _ends(
+    nodes: Sequence[fx.Node], inside: _Inside, s: Shapes, order: list[fx.Node]
+) -> list[fx.Node]:
+    """The nodes whose tensors leave the region: computed ones, or casts of them."""
+    found: dict[fx.Node, None] = {}
+    for n in (r for node in nodes for r in _roots(node)):
+        crossing = [last for last, _ in _uses(n, n, inside)]
+        types = {c.meta["val"].dtype for c in crossing}
+        if len(types) == 1 and types != {n.meta["val"].dtype}:
+            for cast in dict.fromkeys(crossing):
+                _visit(cast, inside, s, order)
+                found[cast] = None
+        elif crossing:
+            if n not in inside:
+                _visit(n, inside, s, order)
+            found[n] = None
+    if not found:
+        raise Unsupported(nodes[-1], "computes nothing that is used")
+    return list(found)
+
+
+def _roots(node: fx.Node) -> list[fx.Node]:
+    """A node, or the used results of a node that has several."""
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return [node]
+    return [u for u in node.users if isinstance(u.meta.get("val"), torch.Tensor)]
+
+
+def _dtype(node: fx.Node) -> Any:
+    """The element type of a node's tensor; None if it has several."""
+    return getattr(node.meta.get("val"), "dtype", None)
+
+
+def _narrows(cast: fx.Node, node: fx.Node) -> bool:
+    """True if a node has smaller elements than another one."""
+    new, old = _dtype(cast), _dtype(node)
+    return new is not None and old is not None and new.itemsize < old.itemsize
+
+
+def _uses(node: fx.Node, last: fx.Node, inside: _Inside) -> Iterator[tuple[fx.Node, fx.Node]]:
+    for user in node.users:
+        if user in inside:
+            continue
+        if is_free(user) and user.op == "call_function":
+            yield from _uses(user, user if _narrows(user, last) else last, inside)
+        else:
+            yield last, user
+
+
+def _outputs(b: Builder, ends: Sequence[fx.Node]) -> tuple[Result, ...]:
+    places: dict[int, int] = {}
+    results: list[Result] = []
+    for node in ends:
+        t, view = _output(b, node, len(places))
+        if t.index not in places:
+            b.g.mark_output(t, fake(node).dtype)
+            places[t.index] = len(places)
+        elif b.g.nodes[t.index].dtype.torch != fake(node).dtype:
+            raise Unsupported(node, "leaves in two element types")
+        results.append(replace(view, place=places[t.index]))
+    return tuple(results)
+
+
+def _output(b: Builder, node: fx.Node, place: int) -> tuple[Tensor, Result]:
+    built, value, t = b.of(node), b.value(node), fake(node)
+    if isinstance(built, Built) and built.condition:
+        raise Unsupported(
+            node,
+            "is a condition that leaves the region, and kernels write numbers; "
+            "make it one with torch.where or .to()",
+        )
+    if not isinstance(built, Built) or not isinstance(built.tensor, Tensor):
+        raise Unsupported(node, "leaves the region, and no kernel computes it as a tensor")
+    if t.dtype not in FLOATS:
+        raise Unsupported(node, f"is {t.dtype}")
+    order = memory_order(t)
+    if order is None:
+        raise Unsupported(node, "has a result with gaps in memory")
+    absent = set(leaves(value.absent))
+    wanted = b.groups(tuple(p for d in order for p in leaves(value.dims[d]) if p not in absent))
+    tensor = built.tensor
+    have = tuple(s for s in built.slots if s is not None)
+    if have != wanted:
+        tensor = b.tensor(
+            node,
+            node,
+            (*(None,) * (len(built.slots) - len(wanted)), *wanted),
+            rank=len(built.slots),
+        )
+    if tensor.node.operator in ("input", "constant"):
+        raise Unsupported(node, "is an input in another shape")
+    stored = [_lengths(b, value, d, absent) for d in order]
+    shape = tuple(first for first, _ in stored)
+    full = tuple(second for _, second in stored)
+    inverse = tuple(order.index(d) for d in range(len(order)))
+    return tensor, Result(node, place, _left(shape), None if full == shape else full, inverse)
+
+
+def _lengths(b: Builder, value: Value, d: int, absent: set[Any]) -> tuple[Length, Length]:
+    """The extent of a dimension of a view, without and with repeated elements."""
+    own = leaves(value.dims[d])
+    there = [p for p in own if p not in absent]
+    if there and len(there) != len(own):
+        raise Mismatch("a dimension of which a part repeats")
+    full = _length(b, extent_of(own))
+    return (full if there or not own else 1), full
+
+
+def _length(b: Builder, extent: Extent) -> Length:
+    if isinstance(extent, int):
+        return extent
+    for given in b.operands:
+        for d, n in enumerate(fake(given.node).shape):
+            if equal(n, extent):
+                return Size(given.node, d)
+    raise Mismatch(f"an extent of {extent}, which no input of the region has")
+
+
+def _left(shape: Sequence[Length]) -> tuple[Length, ...]:
+    """A shape with -1 for its first symbolic extent, the remainder."""
+    symbolic = [i for i, n in enumerate(shape) if isinstance(n, Size)]
+    if not symbolic:
+        return tuple(shape)
+    return tuple(-1 if i == symbolic[0] else n for i, n in enumerate(shape))
+
+
+def _input_view(b: Builder, given: Given) -> Operand:
+    t = fake(given.node)
+    shape = tuple(_kernel_length(b, s) for s in given.slots)
+    copied = memory_order(t) is None
+    return Operand(
+        given.node, tuple(copied_order(t)), copied, shape, given.dtype, given.part, given.lengths
+    )
+
+
+def _kernel_length(b: Builder, slot: Slot) -> int:
+    n = b.extent(slot)
+    return -1 if isinstance(n, Symbol) else n
+
+
+def places(nodes: Iterable[fx.Node]) -> str:
+    """``model.py:12-18``: the user's lines that some nodes were traced from."""
+    found: dict[str, list[int]] = {}
+    for n in nodes:
+        for file, line in source_lines(n)[-1:]:
+            found.setdefault(file, []).append(line)
+    parts = []
+    for file, lines in found.items():
+        first, last = min(lines), max(lines)
+        name = file.rsplit("/", 1)[-1]
+        parts.append(f"{name}:{first}" + (f"-{last}" if last > first else ""))
+    return ", ".join(parts)
+
+
+#: parts of the names of files that are not the user's
+_NOT_THE_USERS = ("/torch/", "/cutesuper/torch/", "<eval_with_key>")
+
+
+def source_lines(node: fx.Node) -> list[tuple[str, int]]:
+    """File and line of every frame that a node was traced from, outermost first; those inside of
+    PyTorch and of this package's tracing, and generated code, are left out."""
+    trace = node.meta.get("stack_trace") or ""
+    found: list[tuple[str, int]] = []
+    for row in trace.splitlines():
+        parts = row.strip().split('"')
+        if len(parts) == 3 and row.strip().startswith("File"):
+            number = parts[2].split("line ")[-1].split(",")[0]
+            if number.isdigit() and not any(p in parts[1] for p in _NOT_THE_USERS):
+                found.append((parts[1], int(number)))
+    return found
+
+
+__all__ = [
+    "Operand",
+    "Region",
+    "Result",
+    "Size",
+    "convert",
+    "places",
+    "source_lines",
+]

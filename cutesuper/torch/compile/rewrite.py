@@ -1,0 +1,191 @@
+"""Replacement of regions in a traced program by one call each."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from typing import Any
+
+import torch
+from torch import fx
+
+from cutesuper.torch.compile.region import Length, Operand, Region, Result, Size
+from cutesuper.torch.compile.table import is_free
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Call:
+    """The call that replaces a region.
+
+    Attributes:
+        region: its nodes are in the graph.
+        target: a function of the prefix and a list of tensors that returns a list, or the name of a
+            submodule.
+        prefix: further arguments.
+    """
+
+    region: Region
+    target: Any
+    prefix: tuple[Any, ...] = ()
+
+
+def rewrite(graph: fx.Graph, calls: Sequence[Call]) -> list[fx.Node]:
+    """Replace the nodes of regions by one call each.
+
+    before: ``h = rms_norm(x, w); y = linear(h, v)``; after: ``[y'] = target(*prefix, [x', w, v])``,
+    where x' and y' are views. Nodes that only the regions used are removed.
+
+    Args:
+        graph: the graph of the regions.
+        calls: in any order.
+
+    Returns:
+        The nodes of the calls, each after those that it needs.
+    """
+    replaced: dict[fx.Node, fx.Node] = {}
+    return [_rewrite(graph, call, replaced) for call in _in_order(calls)]
+
+
+def _in_order(calls: Sequence[Call]) -> list[Call]:
+    """Regions after those that they need, regardless of the nodes between."""
+    maker = {n: i for i, c in enumerate(calls) for n in c.region.nodes}
+    needs: dict[int, set[int]] = {}
+    for i, call in enumerate(calls):
+        found, seen, todo = set[int](), set[fx.Node](), [o.node for o in call.region.inputs]
+        while todo:
+            node = todo.pop()
+            if node in maker:
+                found.add(maker[node])
+            elif node not in seen:
+                seen.add(node)
+                todo += node.all_input_nodes
+        needs[i] = found - {i}
+    return [calls[i] for i in TopologicalSorter(needs).static_order()]
+
+
+def _rewrite(graph: fx.Graph, call: Call, replaced: dict[fx.Node, fx.Node]) -> fx.Node:
+    region = call.region
+    place = {n: i for i, n in enumerate(graph.nodes)}
+    last = max(region.nodes, key=place.__getitem__)
+    with graph.inserting_before(last.next):
+        traced = isinstance(call.target, str)
+        inputs = [_operand(graph, o, replaced, any_strides=traced) for o in region.inputs]
+        kind = "call_module" if traced else "call_function"
+        made = graph.create_node(kind, call.target, (*call.prefix, inputs))
+        parts = [
+            graph.call_function(operator.getitem, (made, i))
+            for i in range(len(region.graph.outputs))
+        ]
+        results = [_result(graph, parts[r.place], r, replaced) for r in region.outputs]
+    _move_users(graph, region, results[-1], place)
+    for r, new in zip(region.outputs, results, strict=True):
+        new.meta = dict(r.node.meta)
+        r.node.replace_all_uses_with(new)
+        replaced[r.node] = new
+    _remove_unused(graph, region)
+    return made
+
+
+def _operand(
+    graph: fx.Graph, o: Operand, replaced: dict[fx.Node, fx.Node], any_strides: bool
+) -> fx.Node:
+    node = replaced.get(o.node, o.node)
+    val = node.meta["val"]
+    shape = list(val.shape)
+    if o.lengths is not None:
+        node = _lengths_of(graph, node, val.dtype, *o.lengths)
+    if val.dtype != o.dtype:
+        node = graph.call_function(torch.ops.prims.convert_element_type.default, (node, o.dtype))
+    if list(o.order) != list(range(len(shape))):
+        node = graph.call_function(_aten.permute.default, (node, list(o.order)))
+        shape = [shape[d] for d in o.order]
+    if o.copied:
+        node = graph.call_function(
+            _aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+        )
+    if not all(type(n) is int for n in shape) or list(o.shape) != shape:
+        # a traced program may get other strides than it was traced with; a graph of Inductor is
+        # compiled for its strides
+        reshaped = _aten.reshape.default if any_strides else _aten.view.default
+        node = graph.call_function(reshaped, (node, list(o.shape)))
+    if o.part is not None:
+        node = graph.call_function(_aten.slice.Tensor, (node, 0, *o.part))
+    return node
+
+
+def _lengths_of(
+    graph: fx.Graph, node: fx.Node, dtype: torch.dtype, offset: int, most: int
+) -> fx.Node:
+    """Lengths, clamped before anything is added or narrowed, so that nothing overflows. A single
+    clamp is not used: Inductor decomposes those earlier, and has no code for one that comes
+    later."""
+    if dtype is torch.int32 and not offset:
+        return node
+    node = graph.call_function(_aten.clamp_min.default, (node, -offset))
+    node = graph.call_function(_aten.clamp_max.default, (node, most - offset))
+    return graph.call_function(_aten.add.Tensor, (node, offset)) if offset else node
+
+
+def _result(graph: fx.Graph, part: fx.Node, r: Result, replaced: dict[fx.Node, fx.Node]) -> fx.Node:
+    shape = _lengths(graph, r.shape, replaced)
+    node = graph.call_function(_aten.view.default, (part, shape))
+    if r.expanded is not None:
+        full = _lengths(graph, r.expanded, replaced)
+        node = graph.call_function(_aten.expand.default, (node, full))
+        node = graph.call_function(
+            _aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+        )
+    if list(r.order) != list(range(len(r.order))):
+        node = graph.call_function(_aten.permute.default, (node, list(r.order)))
+    return node
+
+
+def _lengths(
+    graph: fx.Graph, shape: Sequence[Length], replaced: dict[fx.Node, fx.Node]
+) -> list[Any]:
+    return [
+        graph.call_function(_aten.sym_size.int, (replaced.get(n.node, n.node), n.dim))
+        if isinstance(n, Size)
+        else n
+        for n in shape
+    ]
+
+
+def _move_users(graph: fx.Graph, region: Region, after: fx.Node, place: dict[fx.Node, int]) -> None:
+    """Move readers of the region's results that stand before its call behind it."""
+    end = place[max(region.nodes, key=place.__getitem__)]
+    late = set(region.nodes)
+    inside = set(region.nodes)
+    for node in list(graph.nodes):
+        if place.get(node, end + 1) > end:
+            continue
+        if node not in inside and late.intersection(node.all_input_nodes):
+            late.add(node)
+            # a view of a result that only the region reads is removed with it
+            after.append(node)
+            after = node
+
+
+def _remove_unused(graph: fx.Graph, region: Region) -> None:
+    todo = [*(r.node for r in region.outputs), *reversed(region.nodes)]
+    seen: set[fx.Node] = set()
+    inside = set(region.nodes)
+    while todo:
+        node = todo.pop(0)
+        if node in seen or node.users or node.op in ("placeholder", "output"):
+            continue
+        if node.op != "call_function":
+            continue
+        # dropout that drops nothing is marked as random too
+        if node.is_impure() and node not in inside and not is_free(node):
+            continue
+        seen.add(node)
+        todo += node.all_input_nodes
+        graph.erase_node(node)
+
+
+__all__ = ["Call", "rewrite"]

@@ -1,0 +1,247 @@
+"""The table of PyTorch's operators: one entry for each that a kernel graph can express.
+
+An entry gives the dimensions of its result (`Entry.shape`, see `graph_builder`) and its kernel
+graph (`Entry.build`). Both see the program after tracing, where an operator is one overload
+of ``torch.ops``: composite ones (``aten.linear``, ``aten.rms_norm``) as ``torch.export`` leaves
+them, and the primitive ones into which Inductor decomposes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from operator import getitem
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import fx
+
+from cutesuper.ir.operators.base import TABLE, Operator
+from cutesuper.torch.compile.graph_builder import CONDITIONS, FLOATS, Builder, Shapes, Unsupported
+
+Arguments = dict[str, Any]
+
+
+class Entry:
+    """An operator.
+
+    Attributes:
+        changes: for an operator that computes nothing: it changes shapes or element types. A region
+            that cannot see through it reads its result.
+    """
+
+    changes: ClassVar[bool] = False
+
+    def free(self, a: Arguments) -> bool:
+        """True if the operator computes nothing (a view, a cast), so that its readers see through
+        it."""
+        del a
+        return False
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
+        """The `Value` of its result, or a tuple of them. Raises Unsupported, Mismatch."""
+        raise NotImplementedError
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
+        """The operator in the kernel graph (`Built`, or a tuple). Raises Unsupported, Mismatch and
+        errors of the graph."""
+        raise NotImplementedError
+
+
+_TABLE: dict[str, Entry] = {}
+
+#: the modules that define entries
+_MODULES = ("pointwise", "products", "reducing", "views")
+
+
+_Class = TypeVar("_Class", bound=Entry)
+
+
+def enter(*names: str) -> Callable[[type[_Class]], type[_Class]]:
+    """Class decorator: an instance is the entry of these operators (``aten.add.Tensor``)."""
+
+    def add(cls: type[_Class]) -> type[_Class]:
+        _TABLE.update(dict.fromkeys(names, cls()))
+        return cls
+
+    return add
+
+
+def enter_all(entries: dict[str, Entry]) -> None:
+    """Enter operators whose entries differ only in the arguments that they were made with."""
+    _TABLE.update(entries)
+
+
+@cache
+def _load() -> None:
+    for name in _MODULES:
+        import_module(f"cutesuper.torch.compile.{name}")
+
+
+def is_known(operator: object) -> bool:
+    """True for an operator of PyTorch that has an entry, or that `moves` knows."""
+    return _find(str(operator)) is not None or str(operator) in _MOVES
+
+
+def _find(name: str) -> Entry | None:
+    """The entry of an operator: its own, or that of the kernel graph's operator that names it."""
+    _load()
+    operators = (o for o in TABLE.values() if name in o.torch_names)
+    return _TABLE.get(name) or next(map(_made, operators), None)
+
+
+def _made(operator: Operator) -> Entry:
+    from cutesuper.torch.compile.pointwise import of_function
+    from cutesuper.torch.compile.reducing import of_reduction
+
+    return of_function(operator.name) if operator.elementwise else of_reduction(operator.name)
+
+
+#: operators that only move or select elements, and compute no number
+_MOVES = frozenset(
+    f"aten.{name}"
+    for name in (
+        "cat.default",
+        "index.Tensor",
+        "index_select.default",
+        "gather.default",
+        "embedding.default",
+        "roll.default",
+        "flip.default",
+        "constant_pad_nd.default",
+        "pad.default",
+        "select_scatter.default",
+        "slice_scatter.default",
+        "diagonal_scatter.default",
+        "index_put.default",
+        "index_fill.int_Scalar",
+        "scatter.src",
+        "scatter.value",
+        "masked_scatter.default",
+        "sort.default",
+        "sort.stable",
+        "topk.default",
+        "kthvalue.default",
+        "median.dim",
+        "cummax.default",
+        "cummin.default",
+        "slice.Tensor",
+        "diagonal.default",
+        "unfold.default",
+        "copy.default",
+        "tril.default",
+        "triu.default",
+        "as_strided.default",
+        "view_as_real.default",
+        "view_as_complex.default",
+    )
+)
+
+
+#: operators that can be lowered if their index output is unused
+_EXTREMES = ("aten.max.dim", "aten.min.dim")
+
+
+def moves(node: fx.Node) -> bool:
+    """True for a node that only moves elements."""
+    if node.op != "call_function":
+        return False
+    if str(node.target) in _EXTREMES:
+        return reads_places(node)
+    return str(node.target) in _MOVES and not arguments_of(node).get("accumulate")
+
+
+def reads_places(node: fx.Node) -> bool:
+    """True if the second result of an operator, the indices of its elements, is used."""
+    return any(u.target is not getitem or u.args[1] == 1 for u in node.users)
+
+
+#: what to write in place of operators without an entry, if that is short
+_INSTEAD = {
+    "aten.remainder.Scalar": "x - y * torch.floor(x / y)",
+    "aten.remainder.Tensor": "x - y * torch.floor(x / y)",
+    "aten.fmod.Scalar": "x - y * torch.trunc(x / y)",
+    "aten.fmod.Tensor": "x - y * torch.trunc(x / y)",
+    "aten.hypot.default": "torch.sqrt(x * x + y * y)",
+    "aten.copysign.Tensor": "torch.where(y < 0, -x.abs(), x.abs())",
+    "aten._trilinear.default": 'torch.einsum("bi,oij,bj->bo", x, weight, y)',
+}
+
+
+def unknown(node: fx.Node) -> str:
+    """The reason why a node without an entry is in no region, and what could be written instead."""
+    instead = _INSTEAD.get(str(node.target))
+    hint = f"; write it as {instead}" if instead else ""
+    return f"{node.target} is not an operator of kernel graphs{hint}"
+
+
+def entry_of(node: fx.Node) -> Entry | None:
+    """The entry of a node's operator, or None."""
+    if node.op != "call_function":
+        return None
+    name = (
+        str(node.target)
+        if isinstance(node.target, torch._ops.OpOverload)
+        else (getattr(node.target, "__name__", ""))
+    )
+    return _find(name)
+
+
+def is_free(node: fx.Node) -> bool:
+    """True for a view, or a cast between types that kernels read."""
+    entry = entry_of(node)
+    if entry is None or not entry.free(arguments_of(node)):
+        return False
+    val = node.meta.get("val")
+    return not isinstance(val, torch.Tensor) or val.dtype in (*FLOATS, *CONDITIONS)
+
+
+def arguments_of(node: fx.Node) -> Arguments:
+    """The arguments of a node by name, defaults filled in; those of a function of Python
+    (``operator.getitem``) are ``a0``, ``a1``, ..."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {f"a{i}": a for i, a in enumerate(node.args)}
+    found: Arguments = {}
+    for i, argument in enumerate(node.target._schema.arguments):
+        if i < len(node.args) and not argument.kwarg_only:
+            found[argument.name] = node.args[i]
+        elif argument.name in node.kwargs:
+            found[argument.name] = node.kwargs[argument.name]
+        elif argument.has_default_value():
+            found[argument.name] = argument.default_value
+    return found
+
+
+def number(node: fx.Node, value: Any) -> float:
+    """A number of the program. Raises Unsupported for one that is known only at the call."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Unsupported(
+            node, f"takes {value!r}, which is no number that is known when it is traced"
+        )
+    return float(value)
+
+
+def integers(node: fx.Node, values: Any) -> list[int]:
+    """A list of integers, also from a single integer. Raises Unsupported."""
+    values = [values] if isinstance(values, int) else values
+    if not isinstance(values, list | tuple) or not all(type(v) is int for v in values):
+        raise Unsupported(node, f"takes {values!r}, which is not known when it is traced")
+    return list(values)
+
+
+__all__ = [
+    "Arguments",
+    "Entry",
+    "arguments_of",
+    "enter",
+    "enter_all",
+    "entry_of",
+    "integers",
+    "is_free",
+    "is_known",
+    "moves",
+    "number",
+    "reads_places",
+    "unknown",
+]

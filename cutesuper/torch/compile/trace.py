@@ -1,0 +1,495 @@
+"""`cutesuper.superoptimize` of a function or a module of PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.graph import CodeGen
+from torch.utils import _pytree as pytree
+
+from cutesuper.errors import CutesuperError, GraphError, TraceError
+from cutesuper.ir.operators.base import TABLE
+from cutesuper.pipeline import superoptimize as optimize_graph
+from cutesuper.runtime.calling import picker
+from cutesuper.runtime.kernel import Kernel
+from cutesuper.runtime.programs import Kept
+from cutesuper.runtime.tensors import usable
+from cutesuper.torch.compile.calls import children_of, constant_fact
+from cutesuper.torch.compile.complex_pairs import is_complex, pair_complex
+from cutesuper.torch.compile.graph_builder import CONDITIONS, INTEGERS
+from cutesuper.torch.compile.internals import autograd_functions, decompositions
+from cutesuper.torch.compile.length_masks import unread
+from cutesuper.torch.compile.partition import partition
+from cutesuper.torch.compile.refusals import NO_KERNEL, refusal, without_kernel
+from cutesuper.torch.compile.region import Region, places, source_lines
+from cutesuper.torch.compile.rewrite import Call, rewrite
+from cutesuper.torch.compile.table import is_free, is_known, moves
+from cutesuper.torch.compile.traced import ChangesItself, Trace, TracedProgram, TracedRegion
+from cutesuper.torch.compile.watch import Observer, Watch
+
+#: nodes of a traced program that only check the conditions of the trace
+_CHECKS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range",
+           "aten._assert_async", "aten.sym_size")  # fmt: skip
+
+
+#: types of masks, positions and labels, which PyTorch computes
+_NO_NUMBERS = (*CONDITIONS, *INTEGERS)
+
+
+#: operators that change gradients and not values
+_DETACHING = (
+    torch.ops.aten.detach.default,
+    torch.ops.aten.detach_.default,
+    torch.ops.higher_order.wrap_with_set_grad_enabled,
+)
+
+
+class _Call(nn.Module):
+    """A region's kernel in place of its nodes."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return self.kernel([usable(t) for t in tensors])
+
+
+def superoptimize_callable(
+    fn: Callable[..., Any],
+    example_inputs: Sequence[Any],
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    **options: Any,
+) -> TracedProgram:
+    """Trace a function or a module and superoptimize its computation.
+
+    Args:
+        fn: of tensors; traced by ``torch.export``.
+        example_inputs: its arguments.
+        example_kwargs: arguments by name.
+        dynamic_shapes: as for ``torch.export.export``.
+        options: of `cutesuper.superoptimize`.
+
+    Raises:
+        TraceError: it uses something that is not an operator of kernel graphs; names the user's
+            line.
+        SearchError, LoweringError, ScheduleError: no kernel can run a part of it; names the user's
+            line.
+        CompileError: as for a kernel graph.
+    """
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    if not isinstance(example_inputs, list | tuple):
+        example_inputs = (example_inputs,)
+    tracer = _Tracer(name, dynamic_shapes, options)
+    return TracedProgram(fn, name, tracer, tuple(example_inputs), dict(example_kwargs or {}))
+
+
+@dataclass(frozen=True)
+class _Tracer:
+    """A tracer of one function, used as often as needed.
+
+    Attributes:
+        name: of it, for messages.
+        dynamic_shapes: as for ``torch.export.export``.
+        options: of `cutesuper.superoptimize`.
+        kernels: those made for it, by the keys of their regions.
+    """
+
+    name: str
+    dynamic_shapes: Any
+    options: dict[str, Any]
+    kernels: dict[str, Kernel] = field(default_factory=dict[str, Kernel])
+
+    def __call__(
+        self, fn: Callable[..., Any], watch: Watch, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Trace:
+        """A trace. Raises like `superoptimize_callable`."""
+        if watch.passing:
+            raise TraceError(
+                f"superoptimize({self.name}): {watch.passing} is an iterator, which gives "
+                "something else every time, and is read once where a function is traced; make what "
+                "it gives an argument"
+            )
+        # gradients are recorded to detect where the function disables that
+        recording = not watch.asks or torch.is_grad_enabled()
+        with torch.set_grad_enabled(recording):
+            observer = Observer(fn, watch.names)
+            module, stops = _exported(fn, self.name, args, kwargs, self.dynamic_shapes, observer)
+        if observer.change:
+            raise ChangesItself(observer.change)
+        if watch.hooked:
+            stops = stops or "a module has hooks that are called in the backward pass"
+        regions = regions_of(module, self.name)
+        outside = tuple(_outside(module.graph, regions))
+        traced = [TracedRegion(r.place, self._kernel_of(r)) for r in regions]
+        for i, region in enumerate(traced):
+            module.add_submodule(f"region_{i}", _Call(region.kernel))
+        rewrite(module.graph, [Call(r, f"region_{i}") for i, r in enumerate(regions)])
+        arguments = tuple(n for n in module.graph.nodes if n.op == "placeholder")
+        places = _lift(module, watch)
+        for place in observer.replaced.keys() & set(places):
+            raise ChangesItself(f"another tensor is put in the place of {observer.replaced[place]}")
+        specs: Any = module
+        names = tuple(children_of(specs._in_spec)[1].context)
+        return Trace(
+            _plain(module),
+            tuple(traced),
+            outside,
+            stops,
+            picker(places),
+            specs._out_spec,
+            arguments,
+            names,
+            specs.range_constraints,
+        )
+
+    def _kernel_of(self, region: Region) -> Kernel:
+        if region.key not in self.kernels:
+            self.kernels[region.key] = _kernel(self.name, region, self.options)
+        return self.kernels[region.key]
+
+
+def _lift(module: fx.GraphModule, watch: Watch) -> list[int]:
+    """Turn the tensors that the function finds by itself into arguments, so that they are read anew
+    at every call.
+
+    Returns:
+        Their indices among the tensors that were found.
+    """
+    graph, places = module.graph, list[int]()
+    found: dict[int, fx.Node] = {}
+    last = max((n for n in graph.nodes if n.op == "placeholder"), key=list(graph.nodes).index,
+               default=None)  # fmt: skip
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        place = _place(functools.reduce(getattr, node.target.split("."), module), watch)
+        if place is None:
+            continue
+        if place not in found:
+            places.append(place)
+            where = graph.inserting_after(last) if last else graph.inserting_before()
+            with where:
+                last = found[place] = graph.placeholder(f"read_{len(places)}")
+        node.replace_all_uses_with(found[place])
+        graph.erase_node(node)
+    return places
+
+
+def _place(value: Any, watch: Watch) -> int | None:
+    """The index of a tensor among those that a function reads, with or without its gradient:
+    ``torch.export`` detaches those that are not parameters of the module."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    place = watch.place(value)
+    if place is not None:
+        return place
+    return next((i for i, t in enumerate(watch.tensors) if _is_detached(value, t)), None)
+
+
+def _is_detached(value: torch.Tensor, t: torch.Tensor) -> bool:
+    same = t.requires_grad and value.shape == t.shape and value.dtype == t.dtype
+    return same and value.is_set_to(t)
+
+
+def _plain(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the module without hooks, and without parameters that it does not read."""
+    module.graph.set_codegen(CodeGen())
+    module.graph.lint()
+    return fx.GraphModule(module, module.graph)
+
+
+def _kernel(name: str, region: Region, options: dict[str, Any]) -> Kernel:
+    try:
+        return optimize_graph(region.graph, **options)
+    except NO_KERNEL as error:
+        raise without_kernel(name, region, error, options.get("target")) from error
+    except CutesuperError as error:
+        error.add_note(f"in {name}, {region.place or 'no source'}:\n{region.graph!r}")
+        raise
+
+
+def _exported(
+    fn: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Any, dynamic_shapes: Any,
+    observer: Observer,
+) -> tuple[fx.GraphModule, str]:  # fmt: skip
+    """The traced program, and the part of it that changes gradients and not values, in words, or
+    nothing."""
+    module = fn if isinstance(fn, nn.Module) else _Function(fn)
+    try:
+        with autograd_functions() as own, observer.observing(module):
+            program = torch.export.export(
+                module, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
+            )
+        undifferentiable = _undifferentiable(program, own)
+        nodes = list(program.graph.nodes)
+        if any(_is_unknown(n) or is_complex(n) for n in nodes):
+            program = program.run_decompositions(decompositions(is_known))
+        elif any(map(_is_nested, nodes)):
+            # mutation becomes new values, and code under autocast, no_grad or vmap is inlined
+            program = program.run_decompositions({})
+    except Exception as error:
+        raise TraceError(f"superoptimize({name}): torch.export cannot trace it: {error}") from error
+    options = {"check_guards": False} if _has_guards() else {}
+    with warnings.catch_warnings():
+        # it warns that tensors that are not parameters lose their gradient: see `_lift`
+        warnings.filterwarnings("ignore", ".*requires gradient.*")
+        return program.module(**options), undifferentiable
+
+
+def _undifferentiable(program: torch.export.ExportedProgram, own: Sequence[str]) -> str:
+    """The part of a program that changes gradients and not values, in words, or nothing."""
+    if own:
+        return f"it calls {own[0]}, a torch.autograd.Function, whose formula is its own"
+    names = program.graph_signature
+    constants = names.inputs_to_lifted_tensor_constants.items()
+    given = {*names.user_inputs, *names.inputs_to_parameters}
+    given |= {n for n, c in constants if getattr(program.constants[c], "requires_grad", False)}
+    reaching: set[fx.Node] = set()
+    for n in program.graph.nodes:
+        source = n.op == "placeholder" and n.name in given
+        if reaching.intersection(n.all_input_nodes) or source:
+            if _dtype(n.meta.get("val")) not in _NO_NUMBERS:
+                reaching.add(n)
+            if n.target in _DETACHING:
+                lines = source_lines(n)
+                where = f", at {lines[-1][0]}:{lines[-1][1]}" if lines else ""
+                return f"it stops gradients ({n.target}{where})"
+    return ""
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    """True for an operator that the table does not have."""
+    return isinstance(node.target, torch._ops.OpOverload) and not is_known(node.target)
+
+
+def _is_nested(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    transform = isinstance(node.target, types.FunctionType | types.BuiltinFunctionType) and (
+        "functorch" in (node.target.__module__ or "")
+    )
+    return (
+        bool(schema and schema.is_mutable)
+        or transform
+        or (isinstance(node.target, torch._ops.HigherOrderOperator))
+    )
+
+
+@functools.cache
+def _has_guards() -> bool:
+    return "check_guards" in inspect.signature(torch.export.ExportedProgram.module).parameters
+
+
+class _Function(nn.Module):
+    """A function as a module, as ``torch.export`` requires."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self._fn = fn
+        if isinstance(fn, types.FunctionType):
+            self.forward = _called_forward(fn)
+        elif isinstance(fn, types.MethodType):
+            self.forward = fn
+        elif isinstance(call := getattr(fn, "__call__", None), types.MethodType):  # noqa: B004
+            self.forward = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._fn(*args, **kwargs)
+
+
+def _called_forward(fn: types.FunctionType) -> Callable[..., Any]:
+    """A copy of the function named ``forward``: export records the lines of no other."""
+    code = fn.__code__.replace(co_name="forward")
+    same = types.FunctionType(code, fn.__globals__, "forward", fn.__defaults__, fn.__closure__)
+    same.__kwdefaults__ = fn.__kwdefaults__
+    return functools.wraps(fn)(same)
+
+
+def regions_of(module: fx.GraphModule, name: str) -> tuple[Region, ...]:
+    """The regions of a traced program; every node that computes numbers must be in one.
+
+    Args:
+        module: exported.
+        name: of the function, for messages.
+
+    Raises:
+        TraceError: naming the first operator that is in no region.
+    """
+    _fill_values(module)
+    pair_complex(module)
+    graph = module.graph
+    _drop_checks(graph)
+    found = partition(graph, constants=[n for n in graph.nodes if n.op == "get_attr"])
+    inside = _computed(found.regions)
+    given = _depending(graph)
+    left = [n for n in graph.nodes if _is_left(n) and n not in inside and n in given]
+    for node in left:
+        # among nodes that belong together the last has the reason; a condition alone is never a
+        # kernel graph
+        if not any(u in left for u in _readers(node)):
+            reason = _complex(node) or found.refused.get(node) or _reason(node)
+            raise refusal(TraceError, name, node, reason)
+    if not found.regions:
+        raise TraceError(
+            f"superoptimize({name}): it computes nothing that kernels could, "
+            "no numbers in float16, bfloat16 or float32"
+        )
+    return found.regions
+
+
+def _outside(graph: fx.Graph, regions: Sequence[Region]) -> list[str]:
+    """The operators in no region, other than views."""
+    inside = _computed(regions)
+    left = [
+        n for n in graph.nodes
+        if n.op == "call_function" and n not in inside and not is_free(n)
+        and any(isinstance(v, torch.Tensor) for v in pytree.tree_leaves(n.meta.get("val")))
+    ]  # fmt: skip
+    return list(dict.fromkeys(f"{n.target} ({places([n]) or 'no source'})" for n in left))
+
+
+def _computed(regions: Sequence[Region]) -> set[fx.Node]:
+    """The nodes of regions, and masks that are no longer needed."""
+    nodes = {n for r in regions for n in r.nodes}
+    return nodes | unread(nodes)
+
+
+def _depending(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose values may differ between calls."""
+    found: set[fx.Node] = set()
+    for n in graph.nodes:
+        if n.op in ("placeholder", "get_attr") or found.intersection(n.all_input_nodes):
+            found.add(n)
+    return found
+
+
+def _reason(node: fx.Node) -> str:
+    schema = getattr(node.target, "_schema", None)
+    if schema and schema.is_mutable:
+        changed = getattr(node.args[0], "target", None) if node.args else None
+        return (
+            f"changes an argument, a parameter or a buffer ({changed}); return its new value "
+            "instead"
+        )
+    return "computes no tensor of numbers"
+
+
+def _complex(node: fx.Node) -> str | None:
+    if any(map(is_complex, (node, *node.all_input_nodes))):
+        return (
+            "computes complex numbers, of which there are products, sums and views in complex64; "
+            "write it with their real and imaginary parts"
+        )
+    return None
+
+
+def _is_left(node: fx.Node) -> bool:
+    """True for a node that must not be left outside of regions, as it computes numbers."""
+    val = node.meta.get("val")
+    if node.op != "call_function" or is_free(node) or moves(node):
+        return False
+    return not isinstance(val, torch.SymInt | int) and _dtype(val) not in _NO_NUMBERS
+
+
+def _dtype(val: Any) -> Any:
+    return getattr(val, "dtype", None)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        yield user
+        if user.op == "call_function" and is_free(user):
+            yield from _readers(user)
+
+
+def _fill_values(module: fx.GraphModule) -> None:
+    """Give parameters, which have no fake tensor after export, themselves as values."""
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and "val" not in node.meta:
+            node.meta["val"] = functools.reduce(getattr, node.target.split("."), module)
+
+
+def _drop_checks(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        check = str(node.target).startswith(_CHECKS) or node.target == "_guards_fn"
+        if check and not node.users and node.op in ("call_function", "call_module"):
+            graph.erase_node(node)
+
+
+# ---------------------------------------------------------------------------------------- decorator
+
+
+class Lazy:
+    """A function that is traced at its first call with arguments of a kind.
+
+    A kind is the structure of the arguments with shapes, element types and devices of the tensors
+    and the values of everything else. Whatever else the function reads is treated as by every
+    `TracedProgram`. After an operator of graphs was redefined it is traced again.
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: dict[str, Any]) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._options = options
+        self._programs: Kept[Any, TracedProgram] = Kept()
+
+    def program(self, *args: Any, **kwargs: Any) -> TracedProgram:
+        """The traced program for these arguments; see `superoptimize_callable`."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        kind = (TABLE.changes, structure, *map(_facts, leaves))
+        return self._programs.get(kind) or self._programs.made(
+            kind,
+            lambda: superoptimize_callable(self._fn, args, example_kwargs=kwargs, **self._options),
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function, traced before or now."""
+        return self.program(*args, **kwargs)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Lazy:
+        """The object itself, like a function; for a module, a new one that traces a copy of it."""
+        if not isinstance(self._fn, nn.Module):
+            return self
+        return Lazy(copy.deepcopy(self._fn, memo), self._options)
+
+    def __reduce__(self) -> Any:
+        """Pickle by name, like a function."""
+        if isinstance(self._fn, types.FunctionType):
+            return self._fn.__qualname__
+        raise GraphError(
+            f"superoptimize({type(self._fn).__name__}): what it returns cannot be pickled; pickle "
+            "what it was made of, and superoptimize that again"
+        )
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        if instance is None:
+            return self
+        raise TraceError(
+            f"superoptimize({self._fn.__qualname__}): it decorates a method; decorate a function, "
+            "or call cutesuper.superoptimize(module, example_inputs)"
+        )
+
+
+def _facts(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.device
+    try:
+        hash(leaf)
+    except TypeError:
+        raise TraceError(
+            f"superoptimize: an argument is a {type(leaf).__name__}, which is no tensor and cannot "
+            "tell calls apart; give torch tensors, numbers and texts"
+        ) from None
+    return constant_fact(leaf)
+
+
+__all__ = ["Lazy", "TracedProgram", "TracedRegion", "regions_of", "superoptimize_callable"]

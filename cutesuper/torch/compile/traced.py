@@ -1,0 +1,327 @@
+"""Traced programs: superoptimized functions of PyTorch, traced again at a call if necessary."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from cutesuper.errors import CutesuperError, GraphError, TraceError
+from cutesuper.runtime.calling import Picker
+from cutesuper.runtime.kernel import Kernel
+from cutesuper.torch.compile.calls import Border, Form, border_of, form_of, stand_ins, state_of
+from cutesuper.torch.compile.watch import Watch, difference
+
+#: traces of a program before further ones are refused: each is a search, and is kept
+MOST_TRACES = 64
+
+#: PyTorch's messages on arguments that a traced program cannot take, and what helps
+_ADVICE = (
+    (
+        "view size is not compatible",
+        "a tensor has other strides than it was traced with; call .contiguous() on it",
+    ),
+    (
+        "Cannot access data pointer",
+        (
+            "an argument is no tensor in memory, as under torch.func, torch.vmap and torch.export; "
+            "transform the function first, and superoptimize what comes out"
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class TracedRegion:
+    """A part of a traced program, and its kernel.
+
+    Attributes:
+        place: the user's lines: ``model.py:12-18``.
+        kernel: the superoptimized program; ``kernel.graph`` is the definition.
+    """
+
+    place: str
+    kernel: Kernel
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The result of tracing a function once.
+
+    Attributes:
+        module: takes the flat arguments, then other tensors that the function reads; returns the
+            flat results.
+        regions: its parts that kernels compute.
+        outside: the operators that PyTorch computes.
+        undifferentiable: why it has no gradient, or nothing.
+        read: takes those tensors out of all that a `Watch` has found.
+        results: their structure.
+        arguments: nodes that stand for the arguments.
+        names: of those by name, in their order.
+        ranges: of extents that may differ.
+    """
+
+    module: fx.GraphModule
+    regions: tuple[TracedRegion, ...]
+    outside: tuple[str, ...]
+    undifferentiable: str
+    read: Picker
+    results: pytree.TreeSpec
+    arguments: tuple[fx.Node, ...]
+    names: tuple[str, ...]
+    ranges: Mapping[Any, Any]
+
+    def __call__(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """Run the traced program.
+
+        Args:
+            leaves: the flat arguments.
+            tensors: all that the `Watch` has found.
+        """
+        made = self.module.forward(*leaves, *self.read(tensors))
+        return made[0] if self.results.is_leaf() else pytree.tree_unflatten(made, self.results)
+
+    def border(self, form: Form, args: Any, kwargs: Any) -> Border:
+        """The arguments that it takes, given those that it was traced with."""
+        found = [n.meta.get("val") for n in self.arguments]
+        shapes = [v.shape for v in found if isinstance(v, torch.Tensor)]
+        symbolic = any(isinstance(e, torch.SymInt) for shape in shapes for e in shape)
+        nodes = self.arguments if symbolic else ()
+        return border_of(form, args, {n: kwargs[n] for n in self.names}, nodes, self.ranges)
+
+
+class ChangesItself(Exception):
+    """The traced function changes a value that it reads; the message names it."""
+
+
+#: traces a function, which reads what a `Watch` has found, with arguments by place and by name
+Tracer = Callable[[Any, Watch, Sequence[Any], dict[str, Any]], Trace]
+
+
+class TracedProgram:
+    """A function or a module of PyTorch whose operators run as superoptimized kernels.
+
+    It is called like the original, with tensors of the shapes that it was traced with (extents that
+    were declared dynamic may differ), by place or by name. Other tensors that the function reads
+    (parameters, buffers, those in closures, globals and attributes) are read anew at every call,
+    and get gradients like inputs: the first call that records gradients makes kernels for them
+    (`Kernel.gradient`). If anything else that the function reads has changed, or if other arguments
+    are one tensor or are on another device, it is traced again, and earlier traces are kept. If the
+    function cuts a path out of its gradient (``detach``, ``torch.no_grad``) or has formulas of its
+    own (``torch.autograd.Function``), calls that record gradients are refused.
+
+    Args:
+        fn: the function or module.
+        name: of it, for messages.
+        tracer: traces it.
+        args: by place, to trace it with.
+        kwargs: by name.
+
+    Raises:
+        TraceError: it cannot be traced, or changes what it reads.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], name: str, tracer: Tracer, args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self._fn = fn
+        self._name = name
+        self._tracer = tracer
+        self._lock = threading.RLock()
+        self._traces: dict[Any, dict[Any, Trace]] = {}
+        watch, self._latest = self._traced(Watch(fn), args, kwargs, ())
+        self._border = self._latest.border(form_of(fn, args, kwargs), args, kwargs)
+        leaves = self._border.leaves(args, kwargs)
+        self._keep(watch, state_of(self._border.tensors(leaves), watch), self._latest)
+
+    # ----------------------------------------------------------------------------- what was traced
+
+    @property
+    def regions(self) -> tuple[TracedRegion, ...]:
+        """Regions of the program that ran last, each with its own kernel graph; views connect
+        them."""
+        return self._latest.regions
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """Operators that compute no numbers and stay with PyTorch (copies, sorting, masks,
+        positions), with the user's lines."""
+        return self._latest.outside
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The program that ran last: a function of the flat arguments and the other tensors that it
+        reads."""
+        return self._latest.module
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel, if there is only one region.
+
+        Raises:
+            TraceError: there are several, see `regions`.
+        """
+        if len(self.regions) != 1:
+            raise TraceError(
+                f"{self._name}: it has {len(self.regions)} regions, so no one kernel; use "
+                ".regions[i].kernel"
+            )
+        return self.regions[0].kernel
+
+    def explain(self) -> str:
+        """The place of each region, and how its program was found, verified and priced."""
+        parts = [f"{self._name}: {len(self.regions)} region(s)"]
+        for i, r in enumerate(self.regions):
+            parts.append(f"region {i} ({r.place or 'no source'})\n{r.kernel.explain()}")
+        if self.outside:
+            parts.append("PyTorch computes\n" + "\n".join(f"  {line}" for line in self.outside))
+        return "\n\n".join(parts)
+
+    # ------------------------------------------------------------------------------------- calling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program; trace it first if necessary.
+
+        Raises:
+            ShapeError, DTypeError, LayoutError, DeviceError: an argument that does not fit.
+            GraphError: a gradient that cannot be recorded; says why.
+            TraceError: arguments of another structure than it was traced with, or a program that
+                cannot be traced in its present state.
+        """
+        try:
+            leaves = self._border.leaves(args, kwargs)
+            given = self._border.tensors(leaves)
+            watch, known = self._present()
+            state = state_of(given, watch)
+            trace = known.get(state)
+            if trace is None:
+                watch, trace = self._again(watch, state, leaves)
+            self._latest = trace
+            if trace.undifferentiable and torch.is_grad_enabled():
+                self._refuse_gradients(trace, (*given, *trace.read(watch.tensors)))
+            return trace(leaves, watch.tensors)
+        except CutesuperError:
+            raise
+        except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+            advice = next(
+                (a for text, a in _ADVICE if text in str(error)),
+                "trace it again with arguments like these, or declare the extent in "
+                "dynamic_shapes=",
+            )
+            raise TraceError(
+                f"{self._name}: these arguments do not fit the ones it was traced with: {error}; "
+                f"{advice}"
+            ) from error
+
+    def _present(self) -> tuple[Watch, dict[Any, Trace]]:
+        """The values that the function reads now, and the traces made with the same ones."""
+        watch, known = self._now
+        if watch.holds():
+            return watch, known
+        with self._lock:
+            watch = Watch(self._fn, watch.names)
+            self._now = watch, self._traces.setdefault(watch.facts, {})
+            return self._now
+
+    def _keep(self, watch: Watch, state: Any, trace: Trace) -> None:
+        known = self._traces.setdefault(watch.facts, {})
+        known[state] = trace
+        self._now = watch, known
+
+    def _refuse_gradients(self, trace: Trace, tensors: Sequence[torch.Tensor]) -> None:
+        if any(t.requires_grad for t in tensors):
+            raise GraphError(
+                f"{self._name}: an argument or a parameter requires a gradient, and "
+                f"{trace.undifferentiable}, which a traced program does not know of; call it under "
+                "torch.no_grad(), take that part out of the function, or train with "
+                'torch.compile(fn, backend="cutesuper")'
+            )
+
+    # ------------------------------------------------------------------------------------- tracing
+
+    def _again(self, watch: Watch, state: Any, leaves: Sequence[Any]) -> tuple[Watch, Trace]:
+        """A trace for a call that has none yet."""
+        with self._lock:
+            found = self._traces.get(watch.facts, {}).get(state)
+            if found is not None:
+                return watch, found
+            self._check_count(watch)
+            args, kwargs = pytree.tree_unflatten(list(leaves), self._border.structure)
+            other = self._border.symbolic and not watch.measures
+            shapes = [shape for _, shape in self._border.kinds] if other else []
+            watch, trace = self._traced(watch, args, kwargs, shapes)
+            self._keep(watch, state_of(self._border.tensors(leaves), watch), trace)
+            return watch, trace
+
+    def _check_count(self, watch: Watch) -> None:
+        if sum(map(len, self._traces.values())) < MOST_TRACES:
+            return
+        changes = (difference(facts, watch.facts) for facts in reversed(self._traces))
+        what = next(filter(None, changes), "its arguments are shared or laid out in another way")
+        raise TraceError(
+            f"{self._name}: it was traced {MOST_TRACES} times, each time for something else that "
+            f"it reads ({what}); make what changes at every call an argument or a tensor"
+        )
+
+    def _traced(
+        self, watch: Watch, args: Sequence[Any], kwargs: dict[str, Any],
+        shapes: Sequence[torch.Size],
+    ) -> tuple[Watch, Trace]:  # fmt: skip
+        """A trace, and the values that the function read. Values that a first call makes for later
+        ones, such as a table in an attribute, are made in a call without tracing."""
+        leaves, structure = pytree.tree_flatten((tuple(args), kwargs))
+        given, named = pytree.tree_unflatten(stand_ins(leaves, watch.tensors, shapes), structure)
+        try:
+            return watch, self._tracer(self._fn, watch, given, named)
+        except ChangesItself:
+            with torch.no_grad():
+                self._fn(*args, **kwargs)
+        watch = Watch(self._fn, watch.names)
+        try:
+            return watch, self._tracer(self._fn, watch, given, named)
+        except ChangesItself as change:
+            raise TraceError(
+                f"superoptimize({self._name}): it changes what it reads: {change}. A traced "
+                "program would not do that; return the new value, or leave this outside of the "
+                "function"
+            ) from None
+
+    # -------------------------------------------------------------------------------------- copies
+
+    def __copy__(self) -> TracedProgram:
+        """The program itself."""
+        return self
+
+    def __deepcopy__(self, memo: Any) -> TracedProgram:
+        """The program of a copy of the module, with the same kernels; functions have no copies."""
+        made = object.__new__(TracedProgram)
+        memo[id(self)] = made
+        for name, value in vars(self).items():
+            setattr(made, name, value)
+        made._fn = copy.deepcopy(self._fn, memo)
+        made._lock = threading.RLock()
+        with self._lock:
+            made._traces = {facts: dict(known) for facts, known in self._traces.items()}
+        watch = Watch(made._fn, self._now[0].names)
+        made._now = watch, made._traces.setdefault(watch.facts, {})
+        return made
+
+    def __reduce__(self) -> Any:
+        raise GraphError(
+            f"{self!r}: traced programs cannot be pickled, since they hold loaded code; save the "
+            "state_dict() of the module, and superoptimize it again where it is loaded (what was "
+            "compiled is in the cache)"
+        )
+
+    def __repr__(self) -> str:
+        return f"TracedProgram({self._name}: {len(self.regions)} region(s))"
+
+
+__all__ = ["MOST_TRACES", "ChangesItself", "Trace", "TracedProgram", "TracedRegion", "Tracer"]

@@ -1,0 +1,300 @@
+"""A single region: run by PyTorch, in float64, and as a call of its kernels.
+
+before: nodes in a graph of symbolic sizes; after: a module that can be called, tensors like the
+region's inputs in the call that is compiled for, and the verdict on the kernels' results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn import functional
+
+from cutesuper.ir.dims import Symbol
+from cutesuper.torch.compile.internals import hint_of
+from cutesuper.torch.compile.length_masks import makers, mask_of
+from cutesuper.torch.compile.region import Length, Region, Size
+from cutesuper.torch.compile.region_operator import region as region_operator
+from cutesuper.torch.compile.rewrite import Call, rewrite
+from cutesuper.torch.compile.table import is_free
+from cutesuper.verify.numeric import acceptable
+
+_ATEN = torch.ops.aten
+#: the products of matrices, and which operand is contracted along its last dimension but one
+_PRODUCTS = {
+    _ATEN.mm.default: 1, _ATEN.bmm.default: 1, _ATEN.addmm.default: 2, _ATEN.baddbmm.default: 2,
+}  # fmt: skip
+#: operators that pass on the elements of an operand unchanged
+_VIEWS = {
+    _ATEN.permute.default, _ATEN.t.default, _ATEN.transpose.int, _ATEN.view.default,
+    _ATEN.reshape.default, _ATEN._unsafe_view.default, _ATEN.unsqueeze.default,
+    _ATEN.squeeze.dim, _ATEN.expand.default, _ATEN.clone.default,
+}  # fmt: skip
+_NUMBERS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A region and the sizes for its trial.
+
+    Attributes:
+        region: in its graph.
+        key: of its kernels.
+    """
+
+    region: Region
+    key: str
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        """The region's nodes as a module: takes their operands, returns a tuple of results used
+        outside."""
+        return fx.GraphModule({}, self._alone[0])
+
+    @cached_property
+    def _alone(self) -> tuple[fx.Graph, Region]:
+        return alone(self.region)
+
+    @cached_property
+    def kernels(self) -> fx.GraphModule:
+        """The module with its region replaced by the kernels."""
+        graph, region = alone(self.region)
+        rewrite(graph, [Call(region, region_operator, (self.key,))])
+        graph.lint()
+        return fx.GraphModule({}, graph)
+
+    @property
+    def sources(self) -> list[fx.Node]:
+        """Placeholders of ``module``, which have the metadata of the region's operands."""
+        return [n for n in self.module.graph.nodes if n.op == "placeholder"]
+
+    @cached_property
+    def device(self) -> torch.device | None:
+        """The device of all tensors; None if there are several."""
+        values = [n.meta["val"] for n in self.module.graph.nodes if "val" in n.meta]
+        devices = {v.device for v in values if isinstance(v, torch.Tensor)}
+        return devices.pop() if len(devices) == 1 else None
+
+    @cached_property
+    def known(self) -> bool:
+        """True if all sizes are known in the call that is compiled for."""
+        return all(d is not None for n in self.sources for d in _sizes(n.meta["val"]))
+
+    @cached_property
+    def rows(self) -> int:
+        """The symbolic extent of the kernels in that call; 1 if there is none."""
+        shapes = [n.shape for n in self.region.graph.nodes]
+        return next((d.hint for s in shapes for d in s if isinstance(d, Symbol)), 1)
+
+    @cached_property
+    def text(self) -> str:
+        """A text that is equal for regions with the same computation on tensors stored alike."""
+        return "\n".join([self.module.code, *(_described(n.meta["val"]) for n in self.sources)])
+
+    # -------------------------------------------------------------------------------- tensors
+
+    def draw(self, seed: int, positive: bool = False) -> list[Any]:
+        """Inputs of ``module``: normal numbers, scaled so that products stay of order 1; lengths of
+        at least 1.
+
+        Args:
+            seed: of the generator.
+            positive: absolute values, for functions that are not defined for others.
+        """
+        scales = _scales(self.module.graph)
+        device = self.device or torch.device("cpu")
+        generator = torch.Generator(device).manual_seed(seed)
+        lengths = [(o.node, *o.lengths) for o in self._alone[1].inputs if o.lengths]
+        ranges = {n: (1 - offset, most - offset) for n, offset, most in lengths}
+        return [
+            _drawn(n.meta["val"], scales.get(n, 1.0), generator, positive, ranges.get(n, (0, 1)))
+            for n in self.sources
+        ]
+
+    def difference(self, seed: int = 0) -> str | None:
+        """The error in the kernels' results as text, or None.
+
+        They are compared with float64; the error may be twice that of PyTorch's own operators,
+        plus 2 ulp (`cutesuper.verify.numeric.acceptable`).
+        """
+        inputs = self.draw(seed)
+        try:
+            exact = _exact(self.module, inputs)
+            if not all(bool(t.isfinite().all()) for t in exact):
+                inputs = self.draw(seed, positive=True)
+                exact = _exact(self.module, inputs)
+        except (NotImplementedError, RuntimeError) as error:
+            return f"it cannot be computed in float64, to compare with ({_first_line(error)})"
+        eager = self.module(*inputs)
+        found = self.kernels(*inputs)
+        for n, (out, want, theirs) in enumerate(zip(found, exact, eager, strict=True)):
+            if _strides(out) != _strides(theirs):
+                return (
+                    f"result {n} has the strides {list(out.stride())} in place of "
+                    f"{list(theirs.stride())}"
+                )
+            report = acceptable(out, want, theirs, theirs.dtype)
+            if not report:
+                return f"result {n}: {report.message}"
+        return None
+
+
+# ------------------------------------------------------------------------------------ the subgraph
+
+
+def alone(region: Region) -> tuple[fx.Graph, Region]:
+    """A region as a graph, with names that depend on nothing else, and the region in that graph.
+
+    It includes views and casts between the region's nodes, and between these and the region's
+    operands. It also includes masks that kernels replace by lengths.
+    """
+    ends = [r.node for r in region.outputs]
+    stops, inside = {o.node for o in region.inputs}, {*region.nodes, *makers(region.nodes)}
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in _upwards(ends, lambda n: n not in stops and (n in inside or is_free(n))):
+        if node in stops or not (node in inside or is_free(node)):
+            new[node] = graph.create_node("placeholder", f"x{len(new)}", name=f"x{len(new)}")
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
+            new[node] = graph.create_node(node.op, node.target, args, kwargs, f"n{len(new)}")
+        new[node].meta = dict(node.meta)
+    graph.output(tuple(new[n] for n in ends))
+    return graph, _moved(region, new)
+
+
+def _upwards(ends: Iterable[fx.Node], passes: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Nodes that others depend on, each after its own operands, up to where ``passes`` ends."""
+    found: dict[fx.Node, None] = {}
+    todo = [(n, False) for n in reversed(list(ends))]
+    while todo:
+        node, ready = todo.pop()
+        if ready or not passes(node):
+            found.setdefault(node)
+        elif node not in found:
+            todo.append((node, True))
+            todo += [(n, False) for n in reversed(node.all_input_nodes)]
+    return list(found)
+
+
+def _moved(region: Region, new: Mapping[fx.Node, fx.Node]) -> Region:
+    def lengths(shape: tuple[Length, ...]) -> tuple[Length, ...]:
+        return tuple(Size(new[n.node], n.dim) if isinstance(n, Size) else n for n in shape)
+
+    outputs = tuple(
+        replace(
+            r, node=new[r.node], shape=lengths(r.shape),
+            expanded=None if r.expanded is None else lengths(r.expanded),
+        )
+        for r in region.outputs
+    )  # fmt: skip
+    inputs = tuple(replace(o, node=new[o.node]) for o in region.inputs)
+    return Region(tuple(new[n] for n in region.nodes if n in new), region.graph, inputs, outputs)
+
+
+# ---------------------------------------------------------------------------------------- numbers
+
+
+class _Exact(fx.Interpreter):
+    """An interpreter that runs a module in float64, whatever element types its nodes request."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = (_promoted(v) for v in (args, kwargs))
+        if str(target).startswith("aten._scaled_dot_product_"):
+            return _attention(target, args, kwargs)
+        result = super().call_function(target, args, kwargs)
+        return _promoted(result)
+
+
+def _attention(target: Any, args: Any, kwargs: Any) -> tuple[torch.Tensor]:
+    """The first result of one of PyTorch's operators for attention; those for GPUs take only 16
+    bits. Regions have no use for the other results."""
+    given = dict(zip((a.name for a in target._schema.arguments), args, strict=False)) | kwargs
+    y = functional.scaled_dot_product_attention(
+        given["query"], given["key"], given["value"], mask_of(given),
+        is_causal=given.get("is_causal", False), scale=given.get("scale"), enable_gqa=True,
+    )  # fmt: skip
+    return (y,)
+
+
+def _promoted(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in _NUMBERS else value
+    if isinstance(value, torch.Tensor):
+        return value.double() if value.dtype in _NUMBERS else value
+    if isinstance(value, tuple | list):
+        return type(value)(map(_promoted, value))
+    if isinstance(value, dict):
+        return {k: _promoted(v) for k, v in value.items()}
+    return value
+
+
+def _exact(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    return _Exact(module).run(*map(_promoted, inputs))
+
+
+def _drawn(
+    like: Any,
+    scale: float,
+    generator: torch.Generator,
+    positive: bool,
+    integers: tuple[int, int],
+) -> Any:
+    if not isinstance(like, torch.Tensor):
+        return hint_of(like)
+    sizes, strides = ([hint_of(d) or 0 for d in s] for s in (like.shape, like.stride()))
+    room = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) if all(sizes) else 0
+    if like.is_floating_point():
+        flat = torch.randn(room, generator=generator, device=like.device) * scale
+        flat = (flat.abs() if positive else flat).to(like.dtype)
+    else:
+        low, high = integers
+        flat = torch.randint(low, high + 1, (room,), generator=generator, device=like.device)
+        flat = flat.to(like.dtype)
+    return flat.as_strided(sizes, strides)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _scales(graph: fx.Graph) -> dict[fx.Node, float]:
+    """Scales of the second operands of products: the root of the number of products that are
+    summed."""
+    found: dict[fx.Node, float] = {}
+    for node in graph.nodes:
+        if node.target not in _PRODUCTS:
+            continue
+        operand = node.args[_PRODUCTS[node.target]]
+        length = hint_of(operand.meta["val"].shape[-2]) or 1
+        while operand.op == "call_function" and operand.target in _VIEWS:
+            operand = operand.args[0]
+        found[operand] = length**-0.5
+    return found
+
+
+def _strides(t: torch.Tensor) -> list[int]:
+    """The strides of dimensions with several elements."""
+    return [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1 and t.numel()]
+
+
+def _sizes(value: Any) -> list[int | None]:
+    if isinstance(value, torch.Tensor):
+        return [hint_of(d) for d in (*value.shape, *value.stride())]
+    return [hint_of(value)]
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{hint_of(value)}"
+    sizes = [f"{'~' * isinstance(d, torch.SymInt)}{hint_of(d)}" for d in value.shape]
+    strides = [hint_of(d) for d in value.stride()]
+    return f"{value.dtype} {value.device} [{', '.join(sizes)}] {strides}"
+
+
+__all__ = ["Sample", "alone"]

@@ -1,0 +1,376 @@
+"""Plans of attention calls: from tensors to a runner, checked once per kind of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cutesuper.errors import DeviceError, DTypeError, LayoutError, ShapeError
+from cutesuper.ir.dtypes import as_dtype
+from cutesuper.ir.operators.base import TABLE
+from cutesuper.runtime.programs import Kept
+from cutesuper.torch.ops.attention.kind import Kind, Order, Runner, batch_of, runner_of
+from cutesuper.torch.ops.attention.layout import (
+    Stored,
+    View,
+    compact,
+    order_of,
+    refusal,
+    stored,
+    within,
+)
+
+#: kinds of arguments whose plans are kept
+KEPT_PLANS = 4096
+
+Maybe = torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Request:
+    """The tensors of a call, and its options.
+
+    ``key_lengths`` and the rest are as in `cutesuper.torch.ops.attention.operator`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    key_lengths: Maybe
+    page_table: Maybe
+    query_norm: Maybe
+    key_norm: Maybe
+    causal: bool
+    scale: float | None
+    eps: float
+
+    @property
+    def call(self) -> str:
+        """The call for messages: ``attention(query[1, 8, 16, 64], key[...], value[...])``."""
+        sides = (("query", self.query), ("key", self.key), ("value", self.value))
+        return f"attention({', '.join(f'{n}{list(t.shape)}' for n, t in sides)})"
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.key.shape[1 if self.page_table is None else 2]
+
+    @property
+    def positions(self) -> int:
+        """Positions of keys and values."""
+        if self.page_table is None:
+            return self.key.shape[2]
+        return self.page_table.shape[1] * self.key.shape[1]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The execution of one kind of call.
+
+    Attributes:
+        run: takes the graph's inputs.
+        views: of query, key and value in their order in memory; None for a tensor that needs none.
+        capacity: positions of the cache whose beginning keys and values are; 0 if they are whole.
+        limit: number of visible keys of every sequence; 0: no limit.
+        output: the output as ``[B, H, L, D]``; None if that is what the kernels return.
+    """
+
+    run: Runner
+    views: tuple[View | None, View | None, View | None]
+    capacity: int
+    limit: int
+    output: View | None
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        lengths: Maybe,
+        others: Sequence[Maybe],
+    ) -> torch.Tensor:
+        """Run the plan on the tensors of a call; ``others`` are page table and weights of norms."""
+        for name, t in (("key", key), ("value", value)) if self.capacity else ():
+            if not within(t, self.capacity):
+                raise refusal(t, name)
+        if self.limit:
+            lengths = _limited(lengths, self.limit, query)
+        sides = zip((query, key, value), self.views, strict=True)
+        inputs = [t if view is None else t.as_strided(*view) for t, view in sides]
+        if lengths is not None:
+            inputs.append(lengths)
+        inputs += [t for t in others if t is not None]
+        [y] = self.run(inputs)
+        return y if self.output is None else y.as_strided(*self.output)
+
+
+def _limited(lengths: Maybe, limit: int, query: torch.Tensor) -> torch.Tensor:
+    if lengths is not None:
+        return lengths.clamp(max=limit)
+    return torch.full((query.shape[0],), limit, dtype=torch.int32, device=query.device)
+
+
+_plans: Kept[tuple[object, ...], Plan] = Kept(KEPT_PLANS)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_lengths: Maybe,
+    page_table: Maybe,
+    query_norm: Maybe,
+    key_norm: Maybe,
+    causal: bool,
+    scale: float | None,
+    eps: float,
+) -> torch.Tensor:
+    """Attention on real tensors; see `cutesuper.torch.ops.attention.operator`."""
+    others = (page_table, query_norm, key_norm)
+    facts = (
+        *_facts(query), *_facts(key), *_facts(value), *_facts(key_lengths),
+        *(f for t in others if t is not None for f in _facts(t)),
+        page_table is None, query_norm is None, causal, scale, eps, TABLE.changes,
+    )  # fmt: skip
+    plan = _plans.get(facts)
+    if plan is None:
+        request = Request(query, key, value, key_lengths, *others, causal, scale, eps)
+        check(request)
+        if 0 in (query.numel(), value.numel(), request.positions):
+            return torch.zeros_like(result_of(request))
+        plan = _plans.made(facts, lambda: _plan(request))
+    return plan(query, key, value, key_lengths, others)
+
+
+def _facts(t: Maybe) -> tuple[object, ...]:
+    return (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device)
+
+
+def result_of(r: Request) -> torch.Tensor:
+    """An empty tensor like the output: ``[B, H, L, value's D]`` in the query's storage order."""
+    b, h, n, _ = r.query.shape
+    if order_of(r.query) is Order.TOKENS:
+        return r.query.new_empty((b, n, h, r.value.shape[-1])).transpose(1, 2)
+    return r.query.new_empty((b, h, n, r.value.shape[-1]))
+
+
+# ------------------------------------------------------------------------------------------ plans
+
+
+def _plan(r: Request) -> Plan:
+    query_order = order_of(r.query)
+    if query_order is None:
+        raise refusal(r.query, "query")
+    key, value = _keys(r)
+    limit = _limit(r, key)
+    kind = _kind(r, query_order, key, value, r.key_lengths is not None or limit > 0)
+    b, h, g, n = r.query.shape[0], kind.heads, kind.group, kind.rows
+    views = (
+        _view(r.query, _memory(b, (h, g), n, kind.dim, query_order)),
+        _view(r.key, _key_memory(r, kind, kind.dim, key.order)),
+        _view(r.value, _key_memory(r, kind, kind.value_dim, value.order)),
+    )
+    width, heads = kind.value_dim, h * g
+    strides = (heads * n * width, n * width, width, 1)
+    if query_order is Order.TOKENS:
+        strides = (heads * n * width, width, heads * width, 1)
+    # a graph without groups makes [B, H, L, D] in this order; others have more dimensions
+    plain = g == 1 and query_order is Order.HEADS
+    output = None if plain else ((b, heads, n, width), strides)
+    capacity = key.positions if key.positions != r.positions else 0
+    return Plan(runner_of(kind, b, r.query.device), views, capacity, limit, output)
+
+
+def _keys(r: Request) -> tuple[Stored, Stored]:
+    """The storage of keys and values; both in caches of one length, or both whole."""
+    if r.page_table is not None:
+        return Stored(Order.TOKENS, r.positions), Stored(Order.TOKENS, r.positions)
+    key, value = stored(r.key, "key"), stored(r.value, "value")
+    if key.positions != value.positions:
+        raise LayoutError(
+            f"{r.call}: key is the beginning of {key.positions} positions, value of "
+            f"{value.positions}; slice both from caches of one length, or call .contiguous()"
+        )
+    return key, value
+
+
+def _limit(r: Request, key: Stored) -> int:
+    """The number of keys of a cache that are visible; 0 if none needs to be hidden."""
+    if key.positions == r.positions:
+        return 0
+    if not r.causal or r.key_lengths is not None:
+        return r.positions
+    if r.query.shape[2] <= r.positions:
+        # row i sees keys 0..i, as the last L rows see of L keys; data behind these then has no
+        # effect, not even NaN
+        return r.query.shape[2]
+    raise LayoutError(
+        f"{r.call}, is_causal=True: more rows than keys, and key is the beginning of a cache of "
+        f"{key.positions} positions; call .contiguous()"
+    )
+
+
+def _kind(r: Request, order: Order, key: Stored, value: Stored, lengths: bool) -> Kind:
+    batch, any_batch = batch_of(r.query.shape[0])
+    paged = r.page_table is not None
+    return Kind(
+        batch=batch,
+        any_batch=any_batch,
+        heads=r.key_heads,
+        group=r.query.shape[1] // r.key_heads,
+        rows=r.query.shape[2],
+        keys=key.positions,
+        dim=r.query.shape[3],
+        value_dim=r.value.shape[3],
+        dtype=as_dtype(r.query.dtype),
+        query_order=order,
+        key_order=key.order,
+        value_order=value.order,
+        causal=r.causal,
+        scale=r.scale,
+        lengths=lengths,
+        pages=r.key.shape[0] if paged else 0,
+        page_size=r.key.shape[1] if paged else 0,
+        query_norm=r.query_norm is not None,
+        key_norm=r.key_norm is not None,
+        eps=r.eps if (r.query_norm is not None or r.key_norm is not None) else 0.0,
+    )
+
+
+def _memory(b: int, heads: tuple[int, int], rows: int, width: int, order: Order) -> tuple[int, ...]:
+    """Extents of the query in the order of memory; no dimension for a group of one."""
+    lead = heads if heads[1] > 1 else heads[:1]
+    return (b, *lead, rows, width) if order is Order.HEADS else (b, rows, *lead, width)
+
+
+def _key_memory(r: Request, kind: Kind, width: int, order: Order) -> tuple[int, ...]:
+    """Extents of keys or values in the order of memory; an extent of 1 for each group of heads."""
+    lead = (kind.heads, 1) if kind.group > 1 else (kind.heads,)
+    if kind.pages:
+        return (kind.pages, kind.page_size, *lead, width)
+    b = r.query.shape[0]
+    return (b, *lead, kind.keys, width) if order is Order.HEADS else (b, kind.keys, *lead, width)
+
+
+def _view(t: torch.Tensor, shape: tuple[int, ...]) -> View | None:
+    return None if tuple(t.shape) == shape and t.is_contiguous() else compact(shape)
+
+
+# ------------------------------------------------------------------------------------------ checks
+
+
+def check(r: Request) -> None:
+    """Refuse arguments that make no sense, regardless of their memory layout.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, LayoutError: says what is wrong, and what to do.
+    """
+    _check_types(r)
+    _check_shapes(r)
+    _check_integers(r)
+    for name, t in (("query_norm_weight", r.query_norm), ("key_norm_weight", r.key_norm)):
+        if t is not None and (tuple(t.shape) != (r.query.shape[3],) or not t.is_contiguous()):
+            raise ShapeError(
+                f"{r.call}: {name} has shape {list(t.shape)}, must be [{r.query.shape[3]}] and "
+                "contiguous, one factor for each element of a head"
+            )
+
+
+def _check_types(r: Request) -> None:
+    floats = {
+        "query": r.query, "key": r.key, "value": r.value,
+        "query_norm_weight": r.query_norm, "key_norm_weight": r.key_norm,
+    }  # fmt: skip
+    for name, t in floats.items():
+        if t is not None and t.dtype != r.query.dtype:
+            raise DTypeError(
+                f"{r.call}: {name} is {t.dtype}, query is {r.query.dtype}; convert one of them"
+            )
+    if as_dtype(r.query.dtype).integer:
+        raise DTypeError(f"{r.call}: query is {r.query.dtype}; use float16, bfloat16 or float32")
+    for name, t in (*floats.items(), ("key_lengths", r.key_lengths), ("page_table", r.page_table)):
+        if t is not None and t.device != r.query.device:
+            raise DeviceError(
+                f"{r.call}: {name} is on {t.device}, query on {r.query.device}; move "
+                "all to one device"
+            )
+
+
+def _check_shapes(r: Request) -> None:
+    sides = (("query", r.query), ("key", r.key), ("value", r.value))
+    for name, t in sides:
+        if t.dim() != 4:
+            layout = (
+                "[B, H, S, D]"
+                if r.page_table is None or name == "query"
+                else ("[pages, P, H, D] with page_table")
+            )
+            raise ShapeError(
+                f"{r.call}: {name} has rank {t.dim()}, must be {layout}; use "
+                ".unflatten() or .unsqueeze()"
+            )
+    if r.key.shape[:3] != r.value.shape[:3]:
+        raise ShapeError(f"{r.call}: key and value differ in more than their last extent")
+    if r.key.shape[3] != r.query.shape[3]:
+        raise ShapeError(f"{r.call}: query and key differ in their last extent")
+    if r.page_table is None and r.key.shape[0] != r.query.shape[0]:
+        raise ShapeError(
+            f"{r.call}: {r.query.shape[0]} sequences of queries, {r.key.shape[0]} of "
+            "keys; use .expand() and .contiguous() on one of them"
+        )
+    if r.key_heads == 0 or r.query.shape[1] % r.key_heads:
+        raise ShapeError(
+            f"{r.call}: {r.query.shape[1]} query heads are no multiple of the "
+            f"{r.key_heads} heads of key and value"
+        )
+
+
+def _check_integers(r: Request) -> None:
+    batch, table, lengths = r.query.shape[0], r.page_table, r.key_lengths
+    if lengths is not None:
+        _check_int32(r, "key_lengths", lengths, "[B], the number of keys of each sequence")
+        if tuple(lengths.shape) != (batch,):
+            raise ShapeError(
+                f"{r.call}: key_lengths has shape {list(lengths.shape)}, must be "
+                f"[{batch}], the number of keys of each sequence"
+            )
+    if table is None:
+        return
+    if lengths is None:
+        raise ShapeError(
+            f"{r.call}: page_table needs key_lengths, the number of keys of each sequence"
+        )
+    _check_int32(r, "page_table", table, "[B, n], the pages of each sequence in order")
+    if table.dim() != 2 or table.shape[0] != batch:
+        raise ShapeError(
+            f"{r.call}: page_table has shape {list(table.shape)}, must be "
+            f"[{batch}, n], the pages of each sequence in order"
+        )
+    size = r.key.shape[1]
+    if size < 16 or size > 256 or size & (size - 1):
+        raise ShapeError(
+            f"{r.call}: pages of {size} positions; key and value are [pages, P, H, D] "
+            "with a power of two from 16 to 256 for P"
+        )
+    for name, t in (("key", r.key), ("value", r.value)):
+        if not t.is_contiguous():
+            raise LayoutError(
+                f"{r.call}: the pages of {name} have gaps (strides "
+                f"{list(t.stride())}); allocate key and value caches apart"
+            )
+
+
+def _check_int32(r: Request, name: str, t: torch.Tensor, meaning: str) -> None:
+    if t.dtype != torch.int32:
+        raise DTypeError(
+            f"{r.call}: {name} is {t.dtype}, must be torch.int32 {meaning}; convert it with .to()"
+        )
+    if not t.is_contiguous():
+        raise LayoutError(
+            f"{r.call}: {name} is not contiguous (strides {list(t.stride())}); call .contiguous()"
+        )
+
+
+__all__ = ["Plan", "Request", "attend", "check", "result_of"]

@@ -1,0 +1,177 @@
+"""Attention as an operator of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cutesuper.errors import (
+    CutesuperError,
+    DTypeError,
+    GraphError,
+    LayoutError,
+    OperatorError,
+    ShapeError,
+)
+from cutesuper.ir.arguments import shown
+from cutesuper.runtime.checks import ORDINARY, oddity
+from cutesuper.torch.ops.attention.calls import Maybe, Request, attend, check, result_of
+
+#: its kernels depend on the order of memory, so a compiler must not change it
+_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
+
+#: arguments of the registered operator, in order
+_TENSORS = (
+    "query", "key", "value", "key_lengths", "page_table", "query_norm_weight", "key_norm_weight",
+)  # fmt: skip
+_NUMBERS = ("is_causal", "scale", "norm_eps")
+
+_library = torch.library.Library("cutesuper", "FRAGMENT")
+_library.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? key_lengths, Tensor? page_table, "
+    "Tensor? query_norm_weight, Tensor? key_norm_weight, bool is_causal, float? scale, "
+    "float norm_eps) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, _STRIDES),
+)
+_library.impl("attention", attend, "CPU")
+_library.impl("attention", attend, "CUDA")
+
+
+def _fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_lengths: Maybe,
+    page_table: Maybe,
+    query_norm_weight: Maybe,
+    key_norm_weight: Maybe,
+    is_causal: bool,
+    scale: float | None,
+    norm_eps: float,
+) -> torch.Tensor:
+    request = Request(
+        query, key, value, key_lengths, page_table, query_norm_weight, key_norm_weight, is_causal,
+        scale, norm_eps,
+    )  # fmt: skip
+    check(request)
+    return result_of(request)
+
+
+torch.library.register_fake("cutesuper::attention", _fake, lib=_library)
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    key_lengths: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    query_norm_weight: torch.Tensor | None = None,
+    key_norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> torch.Tensor:
+    """``softmax(query key^T * scale) value``, like
+    ``torch.nn.functional.scaled_dot_product_attention``.
+
+    CUDA tensors run kernels that are searched for at the first call with a kind of arguments
+    (seconds) and kept; CPU tensors run the reference executor. Fits into ``torch.compile`` and,
+    once it has run with the same kind of arguments, into CUDA graphs. There are no gradients yet.
+
+    Args:
+        query: ``[B, Hq, L, D]``, of float16 or bfloat16; of float32 on the CPU only. Contiguous, or
+            ``.transpose(1, 2)`` of something contiguous; nothing is copied. On a GPU D and Dv are
+            multiples of 8, up to 256 (for more there are kernels without masks only).
+        key: ``[B, Hkv, S, D]``, stored like that, or the first positions ``[:, :, :t]`` of such a
+            cache. Data behind them is not read.
+        value: ``[B, Hkv, S, Dv]``, likewise.
+        attn_mask: None; see ``is_causal`` and ``key_lengths``.
+        dropout_p: 0.
+        is_causal: row i sees keys 0..i. With ``key_lengths`` the last row sees the last key of its
+            sequence, and row i those up to L - 1 - i before it, as in decoding with a cache.
+        scale: of the products; None is ``1 / sqrt(D)``.
+        enable_gqa: allow Hq to be a multiple of Hkv: neighbouring query heads share a head of keys.
+        key_lengths: int32 ``[B]``, 0 to S: sequence b sees its first ``key_lengths[b]`` keys. Data
+            behind them may be anything. Rows that see no key are zero.
+        page_table: int32 ``[B, n]``: keys and values of sequence b are in these pages, in order;
+            ``key`` and ``value`` are then ``[pages, P, Hkv, D]``, P a power of two from 16 to 256,
+            and ``key_lengths`` is required. Entries behind a sequence's end may be anything.
+        query_norm_weight: ``[D]``: every head of the query is first divided by ``sqrt(mean(x^2) +
+            norm_eps)`` and multiplied by it (RMSNorm of each head, as in Qwen3).
+        key_norm_weight: ``[D]``, the same for keys. Keys that were normalized before they were
+            cached need none.
+        norm_eps: for these.
+
+    Returns:
+        ``[B, Hq, L, Dv]``, stored in the order of the query.
+
+    Raises:
+        OperatorError: a mask or dropout; an option that is not a number.
+        GraphError: a tensor requires a gradient.
+        ShapeError, DTypeError, DeviceError, LayoutError: an argument that does not fit.
+        SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
+    """
+    if attn_mask is not None:
+        raise OperatorError(
+            "attention(attn_mask=...): it takes no mask tensor; pass is_causal=True, or "
+            "key_lengths= for sequences of different lengths, or use "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+    if not isinstance(dropout_p, int | float) or dropout_p != 0.0:
+        raise OperatorError(
+            f"attention(dropout_p={shown(dropout_p)}): it drops nothing; pass 0.0, as in inference"
+        )
+    if not isinstance(enable_gqa, int):
+        raise OperatorError(f"attention(enable_gqa={shown(enable_gqa)}): must be True or False")
+    tensors = (
+        query, key, value, key_lengths, page_table, query_norm_weight, key_norm_weight,
+    )  # fmt: skip
+    numbers = (is_causal, scale, norm_eps)
+    try:
+        _check_call(tensors, enable_gqa)
+        return torch.ops.cutesuper.attention.default(*tensors, *numbers)
+    except (AttributeError, RuntimeError) as error:
+        if not isinstance(error, CutesuperError):  # PyTorch's, about arguments of another kind
+            _refuse_kinds(tensors, numbers)
+        raise
+
+
+def _check_call(tensors: Sequence[Any], enable_gqa: bool) -> None:
+    """Refuse gradients, and shared heads without ``enable_gqa``."""
+    query, key, value, _, page_table, *weights = tensors
+    floats = (query, key, value, *(w for w in weights if w is not None))
+    if torch.is_grad_enabled() and True in [t.requires_grad for t in floats]:
+        raise GraphError(
+            "attention: a tensor requires a gradient, and there is no backward yet; "
+            "call it under torch.no_grad(), or detach the tensors"
+        )
+    if not enable_gqa and query.dim() == key.dim() == 4:
+        heads = key.shape[1 if page_table is None else 2]
+        if query.shape[1] != heads:
+            raise ShapeError(
+                f"attention(query{list(query.shape)}, key{list(key.shape)}): {query.shape[1]} "
+                f"query heads for {heads} heads of keys; pass enable_gqa=True if groups share them"
+            )
+
+
+def _refuse_kinds(tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
+    """Raise for the first argument that is not an ordinary tensor, or not a number."""
+    for name, t in zip(_TENSORS, tensors, strict=True):
+        optional = name not in ("query", "key", "value")
+        if not (isinstance(t, torch.Tensor) or (t is None and optional)):
+            raise DTypeError(f"attention: {name} is a {type(t).__name__}, must be a torch tensor")
+        if t is not None and (kind := oddity(t)):
+            raise LayoutError(f"attention: {name} is not an ordinary tensor ({kind}); {ORDINARY}")
+    for name, n in zip(_NUMBERS, numbers, strict=True):
+        if not (isinstance(n, int | float) or (n is None and name == "scale")):
+            raise OperatorError(f"attention({name}={shown(n)}): must be a number")
+
+
+__all__ = ["attention"]

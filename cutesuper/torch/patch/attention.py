@@ -1,0 +1,263 @@
+"""Attention of transformers models while they decode, by `cutesuper.ops.attention`.
+
+It is registered with the ``AttentionInterface`` of transformers, as ``"cutesuper"``. It calls
+``"sdpa"`` except for few queries on a cache of fixed length in which the keys up to the query are
+visible. The mask tells which: it is made as for ``"sdpa"``, and carries the numbers of visible keys
+if it expresses nothing else. A mask that was made or changed elsewhere carries none.
+
+This module imports transformers, and is imported only for models that come from it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    AttentionMaskInterface,
+    sdpa_mask,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from cutesuper.errors import CutesuperError, DeviceError, LayoutError
+from cutesuper.torch.ops.attention.layout import order_of, stored
+from cutesuper.torch.ops.attention.operator import attention
+from cutesuper.torch.patch.conditions import (
+    ATTENTION_NAME,
+    FLOATS,
+    MOST_POSITIONS,
+    are_alike,
+    version,
+)
+from cutesuper.torch.patch.probing import Failed, drawn, unnoticed, within_rule
+from cutesuper.torch.patch.report import Entry, refused
+
+#: the implementation it falls back to
+BASE = "sdpa"
+
+#: attribute of a mask: int32 [B], the number of keys that the last query of each sequence sees, and
+#: the mask's version
+_KEYS = "_cutesuper_keys"
+
+
+def register() -> None:
+    """Make ``"cutesuper"`` known to transformers."""
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, mask_of)
+
+
+# ------------------------------------------------------------------------------------------- masks
+
+
+_MASK = inspect.signature(sdpa_mask)
+if not {"q_length", "q_offset"} <= set(_MASK.parameters):
+    raise ImportError("masks are made from other arguments")
+
+
+def mask_of(*args: Any, **options: Any) -> Tensor | None:
+    """The mask of ``sdpa_mask`` of transformers; one of the keys up to the query carries their
+    numbers."""
+    mask = ALL_MASK_ATTENTION_FUNCTIONS[BASE](*args, **options)
+    if mask is None or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return mask  # traced tensors take no attributes
+    keys = _keys_seen(mask, _MASK.bind(*args, **options).arguments)
+    if keys is not None:
+        # contiguous, as `generate` makes it, which then keeps this object
+        mask = _with_version(mask.contiguous())
+        setattr(mask, _KEYS, (keys, version(mask)))
+    return mask
+
+
+def _with_version(t: Tensor) -> Tensor:
+    """A mask that counts writes; inference tensors do not, and are copied."""
+    if not t.is_inference():
+        return t
+    with torch.inference_mode(False):
+        return t.clone()
+
+
+def _keys_seen(mask: Tensor, given: dict[str, Any]) -> Tensor | None:
+    """int32 [B]: the keys that the last query sees, if the mask expresses nothing else.
+
+    The i-th query before it must see i keys less. The mask is read once for all layers of a model.
+    """
+    rows, keys, offset = given["q_length"], given["kv_length"], given.get("q_offset", 0)
+    seen = offset + rows
+    if rows > MOST_POSITIONS or given.get("kv_offset", 0) != 0:
+        return None
+    # a growing cache is as long as its visible keys at every call, and each length would have
+    # kernels of its own; the offset is a tensor if the length is fixed, except for sliding windows
+    if not isinstance(seen, Tensor) and seen >= keys:
+        return None
+    first = torch.arange(rows, device=mask.device)[:, None] + offset
+    if not torch.equal(mask, (torch.arange(keys, device=mask.device) <= first).expand_as(mask)):
+        return None
+    number = torch.as_tensor(seen, dtype=torch.int32, device=mask.device)
+    return number.expand(mask.shape[0]).contiguous()
+
+
+def _keys_of(mask: Any) -> Tensor | None:
+    """Numbers of keys that a mask carries, if it has not been written to since."""
+    keys, made = getattr(mask, _KEYS, None) or (None, 0)
+    if keys is None or torch.compiler.is_compiling():  # versions are unknown to a compiler
+        return keys
+    return keys if made == version(mask) else None
+
+
+# ---------------------------------------------------------------------------------------- the call
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The function that transformers calls: attention, ``[B, L, H, D]``, and no weights."""
+    usual = dropout == 0.0 and not any(options.get(n) is not None for n in _OTHERS)
+    if usual and _fits(query, key, value):
+        keys = _keys_of(attention_mask)
+        if keys is not None or (attention_mask is None and _in_longer_cache(query, key)):
+            found = _attend(query, key, value, keys, scaling)
+            if found is not None:
+                return found.transpose(1, 2).contiguous(), None
+    return ALL_ATTENTION_FUNCTIONS[BASE](
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+    )
+
+
+#: arguments of ``"sdpa"`` that change its result, besides those that are supported here
+_OTHERS = ("softcap", *(
+    p.name for p in inspect.signature(sdpa_attention_forward).parameters.values()
+    if p.kind is not p.VAR_KEYWORD
+    and p.name not in {*inspect.signature(attention_forward).parameters, "is_causal"}
+))  # fmt: skip
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    if torch.is_grad_enabled() or query.dim() != 4 or query.shape[2] > MOST_POSITIONS:
+        return False
+    if not are_alike(query, key, value) or torch.is_autocast_enabled(query.device.type):
+        return False
+    if query.device.type == "cuda":
+        widths = (query.shape[3], value.shape[3])
+        return query.dtype != torch.float32 and all(w % 8 == 0 and w <= 256 for w in widths)
+    return True
+
+
+def _in_longer_cache(query: Tensor, key: Tensor) -> bool:
+    """True if one query sees all keys, and these are the beginning of a longer cache, so that
+    kernels do not depend on their number."""
+    if torch.compiler.is_compiling() or query.shape[2] != 1:
+        return False
+    try:
+        return stored(key, "key").positions > key.shape[2]
+    except LayoutError:
+        return False
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor | None, scale: float | None
+) -> Tensor | None:
+    """`cutesuper.ops.attention`; None if it has no kernels for these arguments."""
+    if order_of(query) is None:
+        query = query.contiguous()
+    call: dict[str, Any] = {
+        "is_causal": keys is not None, "scale": scale, "enable_gqa": True, "key_lengths": keys
+    }  # fmt: skip
+    if torch.compiler.is_compiling():
+        return attention(query, key, value, **call)
+    kind = (query.shape, key.shape, key.stride(), value.stride(), query.dtype, query.device, scale,
+            keys is None)  # fmt: skip
+    if kind in refused:
+        return None
+    try:
+        return attention(query, key, value, **call)
+    except DeviceError:  # while a CUDA graph is captured, kernels cannot be made
+        return None
+    except CutesuperError as error:
+        refused[kind] = f"attention: {str(error).splitlines()[0]}"
+        return None
+
+
+# ------------------------------------------------------------------------------------ installation
+
+
+def install(model: nn.Module) -> tuple[list[Entry], list[tuple[Any, str]]]:
+    """Let a model of transformers, or those inside a model, decode with cutesuper.
+
+    Returns:
+        A record of the changes, and configurations with the implementation that they named before.
+    """
+    entries: list[Entry] = []
+    changed: list[tuple[Any, str]] = []
+    done: set[int] = set()
+    for path, part in model.named_modules():
+        config: Any = getattr(part, "config", None)
+        if not isinstance(part, PreTrainedModel) or id(config) in done:
+            continue
+        done.add(id(config))
+        before = config._attn_implementation_internal
+        where, was = f"{path}.config".lstrip("."), f"{before} attention"
+        try:
+            _check(part, config)
+        except Failed as reason:
+            entries.append(Entry(where, was, why=str(reason)))
+            continue
+        register()
+        config._attn_implementation_internal = ATTENTION_NAME
+        changed.append((config, before))
+        entries.append(Entry(where, was, "cs.ops.attention, decoding with a cache of fixed length"))
+    return entries, changed
+
+
+def _check(part: PreTrainedModel, config: Any) -> None:
+    """Raise Failed unless the attention of a model can be replaced."""
+    if config._attn_implementation_internal != BASE:
+        raise Failed(f"only {BASE} attention is replaced, which is what it falls back to")
+    if not part._can_set_attn_implementation():
+        raise Failed("it does not call attention through the interface of transformers")
+    heads = getattr(config, "num_attention_heads", None)
+    width = getattr(config, "hidden_size", None)
+    dim = getattr(config, "head_dim", None)
+    if not isinstance(heads, int) or not (isinstance(width, int) or isinstance(dim, int)):
+        raise Failed("its configuration does not say what heads it has")
+    if not isinstance(dim, int):
+        dim = width // heads if isinstance(width, int) else 0
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    _check_heads(heads, key_heads, dim, next(part.parameters()))
+
+
+def _check_heads(heads: int, key_heads: int, dim: int, like: Tensor) -> None:
+    """Raise Failed unless decoding with such heads computes what PyTorch computes."""
+    if like.device.type not in ("cpu", "cuda") or like.dtype not in FLOATS:
+        raise Failed(f"its parameters are {like.dtype} on {like.device}")
+    q = drawn(2, heads, 1, dim, seed=0, like=like)
+    k, v = (drawn(2, key_heads, 64, dim, seed=s, like=like) for s in (1, 2))
+    with unnoticed(like.device):
+        lengths = torch.tensor([40, 40], dtype=torch.int32, device=like.device)
+        if not _fits(q, k, v):
+            raise Failed(f"there are no kernels for {q.dtype} and heads of {dim} on {q.device}")
+        try:
+            ours = attention(q, k, v, is_causal=True, enable_gqa=True, key_lengths=lengths)
+        except CutesuperError as error:
+            raise Failed(f"{type(error).__name__}: {error}") from error
+        seen = (q, k[:, :, :40], v[:, :, :40])
+        exact, theirs = (
+            F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            for q, k, v in ([t.double() for t in seen], seen)
+        )
+    within_rule(ours, exact, theirs)
+
+
+__all__ = ["BASE", "attention_forward", "install", "mask_of", "register"]

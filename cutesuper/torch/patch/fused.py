@@ -1,0 +1,106 @@
+"""Programs of several operators for parts of a model, found by `cutesuper.superoptimize`.
+
+They run without gradients, for few positions on a GPU, where reading the weights takes all the
+time. The first call of a kind searches, checks the program against the original on its own tensors,
+and times both; a program that is wrong or not faster is not tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cutesuper.api import superoptimize
+from cutesuper.errors import CacheError, CutesuperError
+from cutesuper.ir.operators.base import TABLE
+from cutesuper.measure import called_us
+from cutesuper.runtime.cache import warn_once
+from cutesuper.runtime.kernel import bucket_of
+from cutesuper.runtime.programs import Kept, is_capturing
+from cutesuper.torch.patch.conditions import MOST_POSITIONS, is_usual
+from cutesuper.torch.patch.probing import Failed, within_rule
+from cutesuper.torch.patch.report import refused
+
+#: devices on which programs are made
+DEVICES = ("cuda",)
+
+#: rows up to which kernels are faster than those for large matrices; more share their weights
+MOST_ROWS = 64
+
+#: takes a tensor ``[rows, ..]`` and parameters; hashable; always returns the same number of tensors
+Function = Callable[..., tuple[Tensor, ...]]
+
+#: by kind of call; None if the original is as fast, or nothing else works
+_programs: Kept[Any, Function | None] = Kept()
+
+
+def run(function: Function, parameters: Sequence[Tensor], x: Any) -> tuple[Tensor, ...] | None:
+    """``function(x, *parameters)``, by a program; None if the original should run.
+
+    Args:
+        function: what to compute; equal ones share programs.
+        parameters: matrices and vectors.
+        x: ``[B, L, N]``.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not is_usual(x, *parameters):
+        return None
+    if torch.is_autocast_enabled(x.device.type):  # products then have another type
+        return None
+    rows = x.shape[:-1].numel()
+    few = x.dim() == 3 and x.shape[1] <= MOST_POSITIONS and 0 < rows <= MOST_ROWS
+    if not few or x.device.type not in DEVICES or not all(p.is_contiguous() for p in parameters):
+        return None
+    inputs = [x.reshape(rows, x.shape[-1]), *parameters]
+    shapes = tuple(tuple(t.shape) for t in parameters)
+    few_rows = rows if rows == 1 else bucket_of(rows)
+    kind = (function, few_rows, shapes, x.dtype, x.device, TABLE.changes)
+    if kind not in _programs and x.device.type == "cuda" and is_capturing():
+        return None  # the next call outside of a capture makes it
+    program = _programs.made(kind, lambda: _made(kind, function, inputs))
+    if program is None:
+        return None
+    return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in program(*inputs))
+
+
+def parameters_of(layers: Sequence[Any]) -> tuple[list[Tensor], tuple[bool, ...]]:
+    """Matrices of linear layers, each followed by its bias, and which layers have one."""
+    parameters = [p for m in layers for p in (m.weight, m.bias) if p is not None]
+    return parameters, tuple(m.bias is not None for m in layers)
+
+
+def _made(kind: Any, function: Function, inputs: list[Tensor]) -> Function | None:
+    """The program of a kind of calls; None, and an entry in `refused`, if the original runs."""
+    try:
+        return _found(function, inputs)
+    except (CutesuperError, Failed, torch.OutOfMemoryError) as error:
+        shapes = " ".join(str(list(t.shape)) for t in inputs)
+        if isinstance(error, CacheError):  # not this program's fault, and easily fixed
+            warn_once(f"patched models run their own code: {error}")
+        refused[kind] = f"{function} of {shapes}: {str(error).splitlines()[0]}"
+        return None
+
+
+def _found(function: Function, inputs: list[Tensor]) -> Function:
+    """A program that computes the same in less time. Raises CutesuperError or Failed."""
+    rows = torch.export.Dim("rows", max=MOST_ROWS)
+    # torch.export treats an extent of one row as a constant
+    dynamic = None if len(inputs[0]) == 1 else ({0: rows}, (None,) * (len(inputs) - 1))
+    program = superoptimize(function.__call__, inputs, dynamic_shapes=dynamic)
+    theirs = function(*inputs)
+    exact = function(*[t.double() for t in inputs])
+    for a, b, c in zip(program(*inputs), exact, theirs, strict=True):
+        within_rule(a, b, c)
+    if inputs[0].device.type == "cuda":
+        ours_us, theirs_us = (
+            called_us(partial(f, *inputs), inputs[0].device) for f in (program, function)
+        )
+        if ours_us >= theirs_us:
+            raise Failed(f"{ours_us:.0f} us, the original {theirs_us:.0f} us")
+    return program
+
+
+__all__ = ["Function", "parameters_of", "run"]
