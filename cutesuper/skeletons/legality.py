@@ -18,9 +18,9 @@ def is_chained(step: KernelStep) -> bool:
         over = op.attributes.get("over")
         looped = any(str(a.kind) == "loop" and a.dim == over for a in step.program.axes)
         before = any(after[j] for j in op.inputs)
-        if op.kind == "matmul" and before and looped:
+        if op.facets.contracts and before and looped:
             return True
-        after.append(before or op.kind == "matmul")
+        after.append(before or op.facets.contracts)
     return False
 
 

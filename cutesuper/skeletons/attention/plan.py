@@ -57,7 +57,7 @@ class Reduction:
         value: the operation.
         operand: the load.
         source: the reduced value, an expression over the load.
-        op: "sum" or "max".
+        op: name of the monoid.
         scale: factor of the result (1/K for a mean).
     """
 

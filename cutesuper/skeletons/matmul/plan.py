@@ -117,7 +117,7 @@ class ColumnReduction:
     Attributes:
         value: the operation that completes it.
         source: the reduced expression over accumulators, row values, loads and earlier reductions.
-        op: "sum" or "max".
+        op: name of the monoid.
         scale: factor applied to the complete reduction (1/N for a mean).
     """
 
@@ -157,7 +157,7 @@ class Statistic:
     Attributes:
         value: the reduced operation's index once it is complete.
         source: the reduced value, an expression over row-side loads.
-        op: "sum" or "max".
+        op: name of the monoid.
         scale: factor applied to the complete reduction (1/K for a mean).
     """
 

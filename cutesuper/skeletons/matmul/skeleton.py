@@ -72,7 +72,7 @@ class Matmul(Skeleton):
     def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
         """Rows and columns of the first product; the contracted label keeps its axes."""
         reduced = single_reduction(program)
-        products = [op for op in program.ops if op.kind == "matmul"]
+        products = [op for op in program.ops if op.facets.contracts]
         if not reduced or not products:
             return None
         a, b = (set(program.ops[i].dims) for i in products[0].inputs)
@@ -87,7 +87,7 @@ class Matmul(Skeleton):
 
     def runs(self, step: KernelStep) -> bool:
         """True if there are products, and none multiplies a product within a loop."""
-        return any(op.kind == "matmul" for op in step.program.ops) and not is_chained(step)
+        return any(op.facets.contracts for op in step.program.ops) and not is_chained(step)
 
     def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
         """Recognise the roles and choose a schedule; sizing holds plans against the same limits."""
