@@ -25,7 +25,7 @@ from cutesuper.version import __version__ as __version__
 if TYPE_CHECKING:
     from cutesuper import nn, ops
     from cutesuper.torch.compile.explain import explain
-    from cutesuper.torch.compile.trace import TracedProgram
+    from cutesuper.torch.compile.traced_program import TracedProgram
     from cutesuper.torch.patch import Patch, patch
 
 __all__ = [
@@ -71,7 +71,7 @@ __all__ = [
 #: public names of modules that import torch
 _LATE = {
     "Patch": "cutesuper.torch.patch",
-    "TracedProgram": "cutesuper.torch.compile.trace",
+    "TracedProgram": "cutesuper.torch.compile.traced_program",
     "explain": "cutesuper.torch.compile.explain",
     "patch": "cutesuper.torch.patch",
 }

@@ -11,7 +11,8 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.kernel import Kernel
 
 if TYPE_CHECKING:
-    from cutesuper.torch.compile.trace import Lazy, TracedProgram
+    from cutesuper.torch.compile.trace import Lazy
+    from cutesuper.torch.compile.traced_program import TracedProgram
 
 #: default in place of None, which a caller may pass by mistake
 _LEFT_OUT: Any = object()

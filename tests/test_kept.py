@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import cutesuper as cs
 from cutesuper.errors import DeviceError
+from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.programs import Kept, refuse_capture
+from cutesuper.targets import H200
 
 torch = pytest.importorskip("torch")
 
@@ -115,3 +119,34 @@ def test_devices_captures_and_operators(monkeypatch: pytest.MonkeyPatch) -> None
     assert kept.made_on(gpus[0], "k", "f", lambda: 3) == 3
     monkeypatch.setattr(programs.TABLE, "changes", programs.TABLE.changes + 1)
     assert kept.made_on(gpus[0], "k", "f", lambda: 4) == 4 and len(kept) == 3
+
+
+def test_no_bucket_and_no_gradient_is_made_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other sizes than those of a bucket that is there, and the first call with a gradient."""
+    capturing, made = [False], list[Any]()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+
+    def make(hints: dict[str, int]) -> Any:
+        made.append(hints["M"])
+        return SimpleNamespace(launches=hints["M"], steps=(), mugraph=None)
+
+    def gradient(kernel: Any, names: tuple[str, ...]) -> Any:
+        made.append(names)
+        return lambda inputs: ["recorded"]
+
+    g = cs.new_kernel_graph()
+    g.mark_output(g.new_input((cs.symbol("M", 8), 64), cs.float16, "x") * 2.0)
+    kernel = Kernel(g, H200, make, gradient)
+    x: Any = SimpleNamespace(requires_grad=True, is_cuda=True)
+    assert kernel._launches({"M": 20}) == 32
+    capturing[0] = True
+    assert kernel._launches({"M": 5}) == 8 and kernel._launches({"M": 31}) == 32
+    with pytest.raises(DeviceError, match=r"h200\) with M=33: its first .* before the capture"):
+        kernel._launches({"M": 33})
+    with pytest.raises(DeviceError, match=r"h200\) with gradients of x: its first call"):
+        kernel._record([x], None)
+    capturing[0] = False
+    assert kernel._launches({"M": 33}) == 64 and kernel._record([x], None) == ["recorded"]
+    capturing[0] = True
+    assert kernel._launches({"M": 64}) == 64 and kernel._record([x], None) == ["recorded"]
+    assert made == [8, 32, 64, ("x",)]

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 import cutesuper as cs
 from cutesuper.errors import CutesuperError, GraphError, TraceError
-from cutesuper.torch.compile import trace
-from cutesuper.torch.compile import traced as traced_programs
+from cutesuper.torch.compile import trace, traced_program
 from tests.tracing import GatedMLP, Reference, randn, traced
 
 X, Y, Z = randn(3, 5, 32), randn(3, 5, 32) * 0.5, randn(3, 5, 32).flip(0) + 1
@@ -520,7 +519,7 @@ def test_functions_that_change_what_they_read(optimized: Any) -> None:
 def test_what_changes_at_every_call_is_refused(
     optimized: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(traced_programs, "MOST_TRACES", 3)
+    monkeypatch.setattr(traced_program, "MOST_TRACES", 3)
     number = 0
 
     def fn(x: Tensor) -> Tensor:

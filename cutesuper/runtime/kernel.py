@@ -18,7 +18,7 @@ from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.calling import Launches, Picker, Program, picker
 from cutesuper.runtime.compile import Artifact
-from cutesuper.runtime.programs import Kept
+from cutesuper.runtime.programs import Kept, refuse_capture
 from cutesuper.runtime.resources import Resources, combine
 from cutesuper.runtime.scratch import Need, ScratchMemory, rows_of
 from cutesuper.show.page import Facts, mugraph_page
@@ -160,7 +160,9 @@ class Kernel(Program):
     """A superoptimized program; calling it is described in `Program`.
 
     Inputs that require gradients get them: the first call with some set of them makes two further
-    programs (`gradient`), which such calls run. A derivative of a derivative is refused.
+    programs (`gradient`), which such calls run. A derivative of a derivative is refused. Calls that
+    need new programs, of another bucket of sizes or with gradients, are refused while a CUDA graph
+    is captured.
 
     Attributes:
         graph: the definition.
@@ -187,7 +189,12 @@ class Kernel(Program):
     def _launches(self, extents: dict[str, int]) -> Launches:
         if not extents:
             return self._main.launches
-        return self._variant(tuple(bucket_of(e) for e in extents.values())).launches
+        key = tuple(bucket_of(e) for e in extents.values())
+        found = self._variants.get(key)
+        if found is None:
+            refuse_capture(f"{self!r} with {', '.join(f'{n}={e}' for n, e in extents.items())}")
+            found = self._variant(key)
+        return found.launches
 
     def _variant(self, key: tuple[int, ...]) -> Variant:
         return self._variants.get(key) or self._variants.made(key, lambda: self._made(key))
@@ -251,6 +258,8 @@ class Kernel(Program):
             )
         if names not in self._recorded:
             there = self._having_gradients(names)
+            if there and there not in self._gradients and inputs[0].is_cuda:
+                refuse_capture(f"{self!r} with gradients of {', '.join(there)}")
             self._recorded[names] = self.gradient(*there) if there else None
         gradient = self._recorded[names]
         if gradient is None:

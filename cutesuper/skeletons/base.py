@@ -20,6 +20,7 @@ from cutesuper.egraph.extract import Price
 from cutesuper.egraph.labelled import LabelledProgram, Region
 from cutesuper.egraph.saturate import Table
 from cutesuper.egraph.space import Space
+from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.ir.block import LOAD, BlockOp, BlockProgram, KernelStep, TensorSpec
 from cutesuper.ir.definitions import definitions
 from cutesuper.ir.dims import Dim, Symbol, extent
@@ -167,6 +168,25 @@ class Plan(ABC, Generic[Knobs]):
     def names(self, views: Iterable[View]) -> str:
         """The tensors behind some views, for a report."""
         return ", ".join(self.arguments[v.argument].name for v in views)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit that a plan exceeds.
+
+    Attributes:
+        name: the same for all plans that exceed it; sizes that are left out are counted by it.
+        message: what this plan has, and what to do.
+        error: raised when the kernel is planned.
+    """
+
+    name: str
+    message: str
+    error: type[LoweringError | ScheduleError] = ScheduleError
+
+    def refused(self, kernel: str) -> LoweringError | ScheduleError:
+        """The error for a kernel of this name."""
+        return self.error(f"kernel {kernel}: {self.message}")
 
 
 class Skeleton(ABC):

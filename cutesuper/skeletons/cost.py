@@ -26,6 +26,7 @@ from cutesuper.ir.block import (
     TensorSpec,
 )
 from cutesuper.ir.dims import Symbol, ceil_div, extent
+from cutesuper.ir.operators.base import CONSTANT, facets
 from cutesuper.targets import Target
 
 #: rows of a block while sizes are unknown
@@ -98,12 +99,12 @@ def additive_price(table: Table, staged: str | None, target: Target, itemsize: i
 
     def cost(i: int, d: Derivation) -> float:
         labels = table.classes[i].labels
-        if d.kind == "constant":
+        if d.kind == CONSTANT:
             return 0.0
         if d.kind == LOAD:
             return prod(extent(dims[x]) for x in labels) * itemsize / target.bandwidth * 1e6
         over = extent(dims[d.over]) if d.over in dims else 1
-        if d.kind == "matmul":
+        if facets(d.kind).contracts:
             return 2.0 * elements(labels) * over / target.tensor_flops * 1e6
         if staged is not None and staged in labels:
             over = 2  # a prologue: operands pass through registers on their way
@@ -135,7 +136,7 @@ def overlapped(exponent: float, *us: Any) -> Any:
 
 def computes(op: BlockOp) -> bool:
     """True if an operation does arithmetic."""
-    return op.kind not in (LOAD, STORE, "matmul", "constant", *ENDING)
+    return op.kind not in (LOAD, STORE, CONSTANT, *ENDING) and not op.facets.contracts
 
 
 def instructions(program: BlockProgram, op: BlockOp, target: Target) -> float:

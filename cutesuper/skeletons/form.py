@@ -16,6 +16,8 @@ from cutesuper.ir.dims import Symbol, extent
 from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.ir.operators.monoid import MAX, SUM, Monoid
 
+#: what threads fold vectors of elements by: `device.fragments.folded`
+FOLDED = (SUM, MAX)
 #: 16-bit elements in the 16 bytes that TMA (bulk tensor loads) moves: extents are multiples of it
 ALIGN = 8
 
@@ -84,7 +86,7 @@ def needs_positions(region: Region) -> str | None:
     return None
 
 
-def check_reductions(program: LabelledProgram, known: Collection[Monoid] = (SUM, MAX)) -> None:
+def check_reductions(program: LabelledProgram, known: Collection[Monoid] = FOLDED) -> None:
     """Check that a kernel can combine all that is reduced. Raises SearchError."""
     for op in program.ops:
         how = op.facets.reduces

@@ -8,6 +8,7 @@ from cutesuper.errors import LoweringError
 from cutesuper.ir.block import KernelStep, TensorSpec
 from cutesuper.ir.check import check_block_program, passes
 from cutesuper.ir.unseen import guarded
+from cutesuper.targets import Target
 
 
 def is_chained(step: KernelStep) -> bool:
@@ -18,9 +19,9 @@ def is_chained(step: KernelStep) -> bool:
         over = op.attributes.get("over")
         looped = any(str(a.kind) == "loop" and a.dim == over for a in step.program.axes)
         before = any(after[j] for j in op.inputs)
-        if op.kind == "matmul" and before and looped:
+        if op.facets.contracts and before and looped:
             return True
-        after.append(before or op.kind == "matmul")
+        after.append(before or op.facets.contracts)
     return False
 
 
@@ -33,6 +34,13 @@ def refuse_further_walks(step: KernelStep) -> None:
                 f"{where}: it walks {name} {count} times, and kernels walk a loop once; split the "
                 "program where a walk ends, or let a block hold the whole label"
             )
+
+
+def refuse_products(step: KernelStep, target: Target) -> None:
+    """Refuse products of matrices for a GPU that has no kernels with any. Raises LoweringError."""
+    products = any(op.facets.contracts for op in step.program.ops)
+    if products and (why := target.refuses_products()):
+        raise LoweringError(f"kernel {step.name}: {why}")
 
 
 def refuse_shared_dims(step: KernelStep) -> None:

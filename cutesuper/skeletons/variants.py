@@ -1,7 +1,7 @@
 """Schedules worth timing beside the default one: each differs from it in one knob.
 
 The values to try are given by the schedules (`schedule.Schedule.knobs`); schedules that planning or
-`check_schedule` refuses are left out.
+`schedule.Schedule.mistake` refuses are left out.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ def _planned(
     schedule: Schedule,
     default: KernelPlan,
 ) -> KernelPlan:
-    check_schedule(schedule, default, step.name)
+    """Plan a kernel, unless `make_plan` does not check a knob because it only ever chose it."""
+    same = type(schedule) is type(default.schedule)
+    why = schedule.mistake(default) if same else "it is of another skeleton"
+    if why:
+        raise ScheduleError(f"kernel {step.name}: schedule {schedule}: {why}")
     return make_plan(step, tensors, target, schedule)
 
 
@@ -85,23 +89,3 @@ def _values(schedule: Schedule, name: str) -> Iterable[Any]:
     if isinstance(now, bool):
         return (not now,)
     return [v for v in schedule.knobs[name](schedule) if v >= 0]
-
-
-# ------------------------------------------------------------------------------------ legality
-
-
-def check_schedule(schedule: Schedule, default: KernelPlan, name: str) -> None:
-    """Refuse bad knobs that `make_plan` does not check, because it only ever chose them itself.
-
-    Args:
-        schedule: the knobs in question.
-        default: the kernel with the knobs that `make_plan` chooses.
-        name: name of the kernel, for the message.
-
-    Raises:
-        ScheduleError: names the knob.
-    """
-    same = type(schedule) is type(default.schedule)
-    why = schedule.mistake(default) if same else "it is of another skeleton"
-    if why:
-        raise ScheduleError(f"kernel {name}: schedule {schedule}: {why}")

@@ -141,6 +141,11 @@ class Operator:
         return (1, 1) in (self.signs, self.powers)
 
     @property
+    def adds(self) -> bool:
+        """True for the sum of two operands."""
+        return self.signs == (1, 1)
+
+    @property
     def subtracts(self) -> bool:
         """True for the difference of two operands."""
         return self.signs == (1, -1)

@@ -23,12 +23,13 @@ from math import prod
 
 from cutesuper.egraph.extract import Price
 from cutesuper.egraph.saturate import Derivation, Table
-from cutesuper.ir.block import ENDING, LOAD, STORE, BlockOp
+from cutesuper.ir.block import LOAD, BlockOp
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.dtypes import as_dtype
-from cutesuper.skeletons.attention.form import AttentionForm, is_mask
+from cutesuper.ir.operators.base import CONSTANT, facets
+from cutesuper.skeletons.attention.form import AttentionForm
 from cutesuper.skeletons.attention.plan import ROW_BLOCK, AttentionPlan
-from cutesuper.skeletons.cost import Cost, bytes_moved, overlapped
+from cutesuper.skeletons.cost import Cost, bytes_moved, computes, overlapped
 from cutesuper.targets import Target
 
 #: factor on reading time where dependent launches crowd: 1x16384 keys in 8 clusters of 8, of which
@@ -57,12 +58,12 @@ def attention_price(table: Table, form: AttentionForm, target: Target) -> Price:
 
     def cost(i: int, d: Derivation) -> float:
         labels = table.classes[i].labels
-        if d.kind in (LOAD, "constant"):
+        if d.kind in (LOAD, CONSTANT):
             return 0.0
         over = dims.get(d.over or "", 1)
         rows = not labels.isdisjoint(form.rows)
         count = prod(dims[x] for x in labels) * over * (1.0 if rows else again)
-        if d.kind == "matmul":
+        if facets(d.kind).contracts:
             return 2.0 * count / target.tensor_flops * 1e6
         if rows and form.inner in labels:
             count *= 2 * dims[form.keys] / dims[form.inner]
@@ -102,8 +103,8 @@ class _Work:
 def _work(plan: AttentionPlan) -> _Work:
     itemsizes = {a.name: as_dtype(a.dtype).itemsize for a in plan.arguments}
     widths = {plan.key_load: plan.extent(plan.inner), plan.value_load: plan.extent(plan.columns)}
-    scores = [op.kind for op in plan.program.ops if _on_scores(plan, op)]
-    exps = scores.count("exp")
+    scores = [op for op in plan.program.ops if _on_scores(plan, op)]
+    exps = sum(op.facets.exponential for op in scores)
     lengths = [d for m in plan.masks if m.lengths is not None for d in m.lengths.labels]
     return _Work(
         bytes_moved(plan.program, itemsizes),
@@ -117,7 +118,7 @@ def _work(plan: AttentionPlan) -> _Work:
 
 def _on_scores(plan: AttentionPlan, op: BlockOp) -> bool:
     """True if an operation is computed for every score."""
-    if op.kind in (LOAD, STORE, "matmul", "constant", *ENDING) or is_mask(op.kind):
+    if not computes(op) or op.facets.masks:
         return False
     labels = plan.program.ops[op.inputs[0]].dims if "over" in op.attributes else op.dims
     return plan.keys in labels and not set(labels).isdisjoint(plan.own_labels)

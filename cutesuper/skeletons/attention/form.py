@@ -22,7 +22,6 @@ from cutesuper.egraph.splits import Operand, Split, State
 from cutesuper.errors import SearchError
 from cutesuper.ir.block import CLUSTER_REDUCE, GRID_REDUCE, AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, extent
-from cutesuper.ir.operators.base import lookup
 from cutesuper.skeletons.attention.plan import MAX_WIDTH
 from cutesuper.skeletons.form import ALIGN, check_reductions
 from cutesuper.skeletons.operands import MULTIPLIED
@@ -106,11 +105,10 @@ class AttentionForm:
     def refuses(self, program: BlockProgram) -> str | None:
         """Refuse products that are computed twice, and axes that divide nothing."""
         for over in (self.inner, self.keys):
-            products = [
-                op for op in program.ops if op.kind == "matmul" and op.attributes["over"] == over
-            ]
-            if len(products) != 1:
-                return f"{len(products)} products over {over} in a chain of two"
+            products = (op for op in program.ops if op.facets.contracts)
+            count = sum(op.attributes["over"] == over for op in products)
+            if count != 1:
+                return f"{count} products over {over} in a chain of two"
         kinds = {op.kind for op in program.ops}
         if program.of_kind(AxisKind.CLUSTER) and CLUSTER_REDUCE not in kinds:
             return "an unused cluster axis"
@@ -125,15 +123,9 @@ class AttentionForm:
     def causal(self, program: BlockProgram) -> str | None:
         """The row label of a mask that hides the keys after a row's own position, or None."""
         for op in program.ops:
-            if is_mask(op.kind) and op.attributes.get("causal", True):
+            if op.facets.masks and op.attributes.get("causal", True):
                 return op.attributes["rows"]
         return None
-
-
-def is_mask(kind: str) -> bool:
-    """True if an operation hides elements by position."""
-    own = ("load", "store", "accumulate", "cluster_reduce", "grid_reduce")
-    return kind not in own and lookup(kind).masks
 
 
 def attention_form(
@@ -219,7 +211,7 @@ def _check_reductions(program: LabelledProgram, form: AttentionForm, last: int) 
 def _check_masks(program: LabelledProgram, form: AttentionForm) -> None:
     """Check that masks are limits of the loop over the keys. Raises SearchError."""
     for op in program.ops:
-        if not is_mask(op.kind):
+        if not op.facets.masks:
             continue
         rows, columns = op.attributes["rows"], op.attributes["columns"]
         if columns != form.keys or rows not in (None, *form.rows):
@@ -319,7 +311,7 @@ class _Hoist:
 
     def _again(self, op: LabelledOp, args: list[Monomial]) -> Monomial:
         """An operation as a product of factors, which are only made if their value is needed."""
-        if op.kind == "mul":
+        if op.facets.multiplies:
             return args[0] + args[1]
         if op.kind == "div":
             return args[0] + tuple(Factor(f.value, not f.inverse) for f in args[1])
@@ -327,7 +319,7 @@ class _Hoist:
             inside = self._having(op.over, args[0])
             if inside:
                 return (self._reduced(op, inside), *self._lacking(op.over, args[0]))
-        if op.over is not None and op.kind == "matmul":
+        if op.over is not None and op.facets.contracts:
             return self._product(op, args)
         return (self._plain(op, tuple(self._made(a) for a in args)),)
 

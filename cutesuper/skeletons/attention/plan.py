@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import chain
 from math import prod
 
-from cutesuper.errors import LoweringError, ScheduleError
+from cutesuper.errors import LoweringError
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.ir.dtypes import as_dtype
@@ -27,6 +27,7 @@ from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.attention.schedule import AttentionSchedule, room
 from cutesuper.skeletons.base import (
     Argument,
+    Limit,
     Output,
     Plan,
     Scratch,
@@ -57,7 +58,7 @@ class Reduction:
         value: the operation.
         operand: the load.
         source: the reduced value, an expression over the load.
-        op: "sum" or "max".
+        op: name of the monoid.
         scale: factor of the result (1/K for a mean).
     """
 
@@ -431,25 +432,6 @@ class AttentionPlan(Plan[AttentionSchedule]):
 
 
 # --------------------------------------------------------------------------------------- limits
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A limit that a plan exceeds.
-
-    Attributes:
-        name: the same for all plans that exceed it; sizes that are left out are counted by it.
-        message: what this plan has, and what to do.
-        error: raised when the kernel is planned.
-    """
-
-    name: str
-    message: str
-    error: type[LoweringError | ScheduleError] = ScheduleError
-
-    def refused(self, kernel: str) -> LoweringError | ScheduleError:
-        """The error for a kernel of this name."""
-        return self.error(f"kernel {kernel}: {self.message}")
 
 
 def exceeded(plan: AttentionPlan, target: Target) -> Limit | None:

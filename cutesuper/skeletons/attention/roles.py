@@ -8,7 +8,8 @@ from dataclasses import replace
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE, LOAD, BlockOp, KernelStep
 from cutesuper.ir.dims import Dim, Symbol, extent
-from cutesuper.ir.operators.base import TABLE
+from cutesuper.ir.operators.base import CONSTANT
+from cutesuper.ir.operators.monoid import MAX, SUM
 from cutesuper.ir.thread import (
     ThreadExpression,
     fuse,
@@ -20,10 +21,10 @@ from cutesuper.skeletons.attention.plan import AttentionPlan, Mask, Reduction, S
 from cutesuper.skeletons.attention.schedule import AttentionSchedule
 from cutesuper.skeletons.base import Argument, Output, Pages, View, arguments_of, view_of
 from cutesuper.skeletons.cost import Setting
+from cutesuper.skeletons.form import FOLDED
 from cutesuper.skeletons.operands import check_element_type, check_same_type, unaligned
 
 CLOSES = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
-REDUCES = ("sum", "mean", "max")
 #: operators whose results are positive, and not 0 for any finite value: -inf times 0 would be NaN
 POSITIVE = ("rsqrt",)
 
@@ -52,7 +53,7 @@ class AttentionRoles:
         self.program, self.arguments = step.program, arguments
         self.where = f"kernel {step.name}"
         self.ops = ops = self.program.ops
-        products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
+        products = [i for i, op in enumerate(ops) if op.facets.contracts]
         reaches = self.program.dependence.reaches
         if len(products) != 2 or not reaches(*products):
             raise self._refuse(
@@ -113,7 +114,7 @@ class AttentionRoles:
         sums = tuple(
             self._sum(i, op.inputs[0], leaves, weight)
             for i, op in enumerate(self.ops)
-            if op.kind in REDUCES and op.attributes["over"] == self.keys and op.kind != "max"
+            if op.facets.reduces is SUM and op.attributes["over"] == self.keys
         )
         if len(sums) > 1:
             raise self._refuse(f"{len(sums)} sums over {self.keys}; a row has room for one")
@@ -171,12 +172,12 @@ class AttentionRoles:
         tops = [
             i
             for i, op in enumerate(self.ops)
-            if op.kind == "max" and op.attributes["over"] == self.keys
+            if op.facets.reduces is MAX and op.attributes["over"] == self.keys
         ]
         if len(tops) > 1:
             raise self._refuse(f"{len(tops)} maxima over {self.keys}; one can run")
         if not tops:
-            masked = next((i for i, op in enumerate(self.ops) if self._masks(op)), None)
+            masked = next((i for i, op in enumerate(self.ops) if op.facets.masks), None)
             if masked is not None:
                 raise self._refuse(
                     f"{self.ops[masked].kind} (operation {masked}) without a "
@@ -188,8 +189,8 @@ class AttentionRoles:
         weights = [
             i
             for i, op in enumerate(self.ops)
-            if op.kind == "exp"
-            and self.ops[op.inputs[0]].kind == "sub"
+            if op.facets.exponential
+            and self.ops[op.inputs[0]].facets.subtracts
             and self.ops[op.inputs[0]].inputs == (scores, top)
         ]
         if len(weights) != 1:
@@ -206,7 +207,7 @@ class AttentionRoles:
         factor, masks = 1.0, list[Mask]()
         while True:
             op = self.ops[i]
-            if self._masks(op):
+            if op.facets.masks:
                 masks.append(self._mask(op))
                 i = op.inputs[0]
                 continue
@@ -230,7 +231,7 @@ class AttentionRoles:
         before: ``mul(product, rsqrt of the row)``; after: ``product``, the operation of the root.
         """
         last = scores.ops[-1] if scores.ops else None
-        if last is None or last.kind != "mul":
+        if last is None or not last.facets.multiplies:
             return scores, None
         for place, other in (last.args, last.args[::-1]):
             value = values.get(scores.leaves[place]) if place < len(scores.leaves) else None
@@ -243,16 +244,12 @@ class AttentionRoles:
 
     def _number(self, i: int) -> float | None:
         op = self.ops[i]
-        return float(op.attributes["value"]) if op.kind == "constant" else None
-
-    @staticmethod
-    def _masks(op: BlockOp) -> bool:
-        return op.kind in TABLE and TABLE[op.kind].masks
+        return float(op.attributes["value"]) if op.kind == CONSTANT else None
 
     def _mask(self, op: BlockOp) -> Mask:
         """The limit of visible keys that a masking operation sets."""
         a = op.attributes
-        if TABLE[op.kind].fill == 0:
+        if op.facets.fill == 0:
             raise self._refuse(f"{op.kind} makes zeros of scores, and masks hide them")
         if a["columns"] != self.keys:
             raise self._refuse(f"{op.kind} hides {a['columns']}, the loop runs over {self.keys}")
@@ -313,7 +310,7 @@ class AttentionRoles:
 
     def _is_value(self, i: int) -> bool:
         """True if an operation is a value of rows or of keys, which the scores use as it is."""
-        return self.ops[i].kind != "constant" and not self._is_score(i)
+        return self.ops[i].kind != CONSTANT and not self._is_score(i)
 
     def _is_score(self, i: int) -> bool:
         """True if an operation is the first product, or depends on it."""
@@ -325,7 +322,7 @@ class AttentionRoles:
     def _is_row_leaf(self, i: int) -> bool:
         """True for leaves of the prologue: loads, and values of rows."""
         op = self.ops[i]
-        return op.kind == LOAD or (op.kind != "constant" and self.inner not in op.dims)
+        return op.kind == LOAD or (op.kind != CONSTANT and self.inner not in op.dims)
 
     def _epilogue(self, i: int, finals: set[int]) -> ThreadExpression:
         def is_leaf(j: int) -> bool:
@@ -365,11 +362,12 @@ class AttentionRoles:
         """True if an operation reduces a load along a label; the reduction is put into
         ``found``."""
         op = self.ops[i]
-        if op.kind not in REDUCES or op.attributes["over"] != over:
+        how = op.facets.reduces
+        if how not in FOLDED or op.attributes["over"] != over:
             return False
         source = fuse(self.program, op.inputs[0], lambda j: j == load, self.where)
         scale = 1.0 / extent(self.program.dims[over]) if op.kind == "mean" else 1.0
-        found[i] = Reduction(i, load, source, "max" if op.kind == "max" else "sum", scale)
+        found[i] = Reduction(i, load, source, how.name, scale)
         return True
 
     # ----------------------------------------------------------------------------------- other

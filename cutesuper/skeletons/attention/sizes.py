@@ -20,11 +20,11 @@ from cutesuper.skeletons.attention.plan import (
     KEY_TILES,
     ROW_BLOCK,
     AttentionPlan,
-    Limit,
     exceeded,
 )
 from cutesuper.skeletons.attention.roles import recognized
 from cutesuper.skeletons.attention.schedule import scheduled
+from cutesuper.skeletons.base import Limit
 from cutesuper.skeletons.cost import Setting, Sized
 from cutesuper.targets import Target
 

@@ -12,7 +12,6 @@ from cutesuper.egraph.labelled import LabelledProgram, Region
 from cutesuper.egraph.products import are_chained, matrix_products
 from cutesuper.egraph.saturate import Table
 from cutesuper.egraph.space import Space
-from cutesuper.errors import LoweringError
 from cutesuper.ir.block import BlockProgram, KernelStep
 from cutesuper.skeletons.attention.cost import attention_price
 from cutesuper.skeletons.attention.explain import attention_lines
@@ -66,10 +65,7 @@ class Attention(Skeleton):
 
     def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
         """Recognise the roles and choose a schedule; sizes are held to the same limits."""
-        target = setting.target
-        if why := target.refuses_products():
-            raise LoweringError(f"kernel {step.name}: {why}")
-        plan = recognized(step, setting)
+        target, plan = setting.target, recognized(step, setting)
         plan = scheduled(plan, target) if schedule is None else replace(plan, schedule=schedule)
         if limit := exceeded(plan, target):
             raise limit.refused(step.name)

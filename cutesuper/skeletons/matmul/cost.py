@@ -92,7 +92,7 @@ def _staged_us(plan: MatmulPlan, target: Target) -> float:
     rate = r.statistic_per_us if plan.prologue is None else r.prologue_per_us
     count = sum(
         r.instructions.get(op.kind, 1) for op in plan.program.ops
-        if op.kind not in (LOAD, "matmul")
+        if op.kind != LOAD and not op.facets.contracts
         and plan.contracted in (*op.dims, op.attributes.get("over"))
         and plan.column not in op.dims
     )  # fmt: skip

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from cutesuper.ir.block import AxisKind, BlockProgram
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.thread import ThreadExpression
-from cutesuper.skeletons.base import Argument, Output, Plan, View, view_of
+from cutesuper.skeletons.base import Argument, Limit, Output, Plan, View, view_of
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.targets import Target
 
@@ -117,7 +116,7 @@ class ColumnReduction:
     Attributes:
         value: the operation that completes it.
         source: the reduced expression over accumulators, row values, loads and earlier reductions.
-        op: "sum" or "max".
+        op: name of the monoid.
         scale: factor applied to the complete reduction (1/N for a mean).
     """
 
@@ -157,7 +156,7 @@ class Statistic:
     Attributes:
         value: the reduced operation's index once it is complete.
         source: the reduced value, an expression over row-side loads.
-        op: "sum" or "max".
+        op: name of the monoid.
         scale: factor applied to the complete reduction (1/K for a mean).
     """
 
@@ -470,18 +469,6 @@ def grid_shape(plan: MatmulPlan, row_extent: int | None = None) -> tuple[int, in
 
 
 # ------------------------------------------------------------------------------------------ limits
-
-
-class Limit(NamedTuple):
-    """A limit of a block that a plan exceeds.
-
-    Attributes:
-        name: the same for all plans that exceed it.
-        message: what this plan has, and what to do.
-    """
-
-    name: str
-    message: str
 
 
 def exceeded_by_tile(plan: MatmulPlan) -> Limit | None:

@@ -24,6 +24,7 @@ from cutesuper.ir.thread import (
     reciprocal,
 )
 from cutesuper.skeletons.base import Argument, Output, View, view_of
+from cutesuper.skeletons.form import FOLDED
 from cutesuper.skeletons.matmul.plan import (
     COLUMN_BLOCK,
     MAX_HIDDEN,
@@ -41,8 +42,6 @@ from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.matmul.shift import find_shift
 from cutesuper.skeletons.operands import check_element_type, check_same_type, unaligned
 
-REDUCTIONS = ("sum", "mean", "max")
-
 
 class Roles:
     """Assigns every operation of a block program its role in the matmul loop.
@@ -59,7 +58,7 @@ class Roles:
         self.arguments = arguments
         self.where = f"kernel {step.name}"
         ops = self.program.ops
-        products = [i for i, op in enumerate(ops) if op.kind == "matmul"]
+        products = [i for i, op in enumerate(ops) if op.facets.contracts]
         after = self.program.dependence.after(products)
         first = [ops[i].attributes["over"] for i in products if after.isdisjoint(ops[i].inputs)]
         if not first:
@@ -191,7 +190,7 @@ class Roles:
     def _reduced_after(self, labels: list[str]) -> bool:
         """True if results are reduced along a label: the rows' statistics are of the operand."""
         ops = self.program.ops
-        return any(op.kind in REDUCTIONS and op.attributes["over"] in labels for op in ops)
+        return any(op.facets.reduces in FOLDED and op.attributes["over"] in labels for op in ops)
 
     def _last_in_store(self, labels: list[str]) -> bool:
         last = [op.attributes["map"][-1] for op in self.program.stores()]
@@ -249,7 +248,7 @@ class Roles:
 
     def _is_column_sum(self, op: BlockOp) -> bool:
         """True if an operation is a column operand's product with a vector of ones."""
-        summed = op.kind == "sum" and op.attributes["over"] == self.contracted
+        summed = op.facets.sums and op.attributes["over"] == self.contracted
         source = op.inputs[0] if summed else None
         free = {self.column, *self.hidden}
         return source is not None and self._is_load(source) and not free.isdisjoint(op.dims)
@@ -367,7 +366,7 @@ class Roles:
         for n, tail in enumerate(tails):
             members[tail.final] = (set(), {n})
         for total, op in enumerate(ops):
-            known = op.kind == "add" and len(set(op.inputs)) == 2 and set(op.inputs) <= set(members)
+            known = op.facets.adds and len(set(op.inputs)) == 2 and set(op.inputs) <= set(members)
             if not known or any(self._users(i) != [total] for i in op.inputs):
                 continue
             (p, t), (q, u) = (members[i] for i in op.inputs)
@@ -382,8 +381,9 @@ class Roles:
         ops = self.program.ops
         found: list[Statistic] = []
         for i, op in enumerate(ops):
-            along_columns = op.kind in REDUCTIONS and op.attributes["over"] == self.column
-            if op.kind not in REDUCTIONS or along_columns or i in self.vectors:
+            if op.facets.reduces not in FOLDED or i in self.vectors:
+                continue
+            if op.attributes["over"] == self.column:  # see `_reductions`
                 continue
             if op.attributes["over"] != self.contracted or self.column in op.dims:
                 raise LoweringError(
@@ -398,7 +398,7 @@ class Roles:
         """Reductions along the columns; their sources are completed by `_ends`."""
         found: list[ColumnReduction] = []
         for i, op in enumerate(self.program.ops):
-            if op.kind not in REDUCTIONS or op.attributes["over"] != self.column:
+            if op.facets.reduces not in FOLDED or op.attributes["over"] != self.column:
                 continue
             if self._axes(self.column, *(k for k in AxisKind if k != AxisKind.CLUSTER)):
                 raise LoweringError(
@@ -419,7 +419,8 @@ class Roles:
         """The operation that combines partial results, and the factor of the complete one."""
         mean = op.kind == "mean"
         scale = 1.0 / extent(self.program.dims[op.attributes["over"]]) if mean else 1.0
-        return "max" if op.kind == "max" else "sum", scale
+        assert op.facets.reduces is not None
+        return op.facets.reduces.name, scale
 
     def _ends(
         self,

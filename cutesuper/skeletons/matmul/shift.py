@@ -28,7 +28,8 @@ import numpy as np
 
 from cutesuper.ir.block import ENDING, LOAD, STORE, BlockProgram
 from cutesuper.ir.field import DivisionByZero, FieldAlgebra, FieldValue, draw_primes, uniform
-from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.operators.base import CONSTANT, Operator
+from cutesuper.ir.operators.monoid import SUM
 
 #: extent of every label in the field
 _EXTENT = 3
@@ -59,7 +60,7 @@ def find_shift(program: BlockProgram, row: str, column: str, contracted: str) ->
     statistics = {
         op.inputs[0]: i
         for i, op in enumerate(program.ops)
-        if op.kind in ("sum", "mean")
+        if op.facets.reduces is SUM
         and op.attributes["over"] == contracted
         and {row, contracted} <= set(program.ops[op.inputs[0]].dims)
         and column not in program.ops[op.inputs[0]].dims
@@ -111,7 +112,7 @@ def _effect(
         (
             i
             for i, op in enumerate(program.ops)
-            if op.kind in ("add", "sub") and same[i] and not all(same[j] for j in op.inputs)
+            if op.facets.signs and same[i] and not all(same[j] for j in op.inputs)
         ),
         None,
     )
@@ -134,7 +135,7 @@ def _values(
 
     Products take their operands from ``multiplied``, if it is given.
     """
-    constants = (op.attributes["value"] for op in program.ops if op.kind == "constant")
+    constants = (op.attributes["value"] for op in program.ops if op.kind == CONSTANT)
     primes = draw_primes([seed], constants)
     a, rng = FieldAlgebra(seed, primes=primes), np.random.default_rng(seed)
     loaded: dict[Any, FieldValue] = {}
@@ -149,13 +150,13 @@ def _values(
         elif op.kind in (STORE, *ENDING):
             value = args[0]
         elif "over" in op.attributes:
-            if op.kind == "matmul" and multiplied is not None:
+            if op.facets.contracts and multiplied is not None:
                 args = [multiplied[j] for j in op.inputs]
-            value = _reduced(a, op.kind, args, op.attributes["over"])
-        elif lookup(op.kind).masks:
+            value = _reduced(a, op.facets, args, op.attributes["over"])
+        elif op.facets.masks:
             value = args[0]  # no skeleton with sums runs it
         else:
-            value = lookup(op.kind).symbolic(a, args, op.attributes)
+            value = op.facets.symbolic(a, args, op.attributes)
         if i == shifted:
             rows = tuple(d for d in op.dims if d != contracted)
             own = np.random.default_rng([seed, 1])
@@ -164,10 +165,8 @@ def _values(
     return values
 
 
-def _reduced(a: FieldAlgebra, kind: str, args: list[FieldValue], over: str) -> FieldValue:
-    if kind == "matmul":
+def _reduced(a: FieldAlgebra, how: Operator, args: list[FieldValue], over: str) -> FieldValue:
+    if how.reduces is None:
         return a.matmul(args[0], args[1], (over,))
-    if kind == "max":
-        return a.max(args[0], (over,))
-    total = a.sum(args[0], (over,), {over: _EXTENT})
-    return a.div(total, a.constant(float(_EXTENT))) if kind == "mean" else total
+    total = how.reduces.reduced(a, args[0], (over,), {over: _EXTENT})
+    return a.div(total, a.constant(float(_EXTENT))) if how.averages else total

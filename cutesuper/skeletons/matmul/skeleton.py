@@ -11,7 +11,7 @@ from cutesuper.egraph.extract import Price
 from cutesuper.egraph.labelled import LabelledProgram, Region
 from cutesuper.egraph.products import are_chained, matrix_products
 from cutesuper.egraph.saturate import Table
-from cutesuper.errors import LoweringError, ScheduleError, SearchError
+from cutesuper.errors import SearchError
 from cutesuper.ir.block import AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.skeletons.base import Plan, Skeleton, arguments_of
@@ -72,7 +72,7 @@ class Matmul(Skeleton):
     def restructured(self, program: BlockProgram) -> tuple[BlockProgram, Form] | None:
         """Rows and columns of the first product; the contracted label keeps its axes."""
         reduced = single_reduction(program)
-        products = [op for op in program.ops if op.kind == "matmul"]
+        products = [op for op in program.ops if op.facets.contracts]
         if not reduced or not products:
             return None
         a, b = (set(program.ops[i].dims) for i in products[0].inputs)
@@ -87,13 +87,11 @@ class Matmul(Skeleton):
 
     def runs(self, step: KernelStep) -> bool:
         """True if there are products, and none multiplies a product within a loop."""
-        return any(op.kind == "matmul" for op in step.program.ops) and not is_chained(step)
+        return any(op.facets.contracts for op in step.program.ops) and not is_chained(step)
 
     def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
         """Recognise the roles and choose a schedule; sizing holds plans against the same limits."""
         target = setting.target
-        if why := target.refuses_products():
-            raise LoweringError(f"kernel {step.name}: {why}")
         step = without_running_state(step, setting.tensors)
         roles = Roles(step, arguments_of(step, setting.tensors))
         plan = roles.plan(schedule or MatmulSchedule(stages=1))
@@ -101,7 +99,7 @@ class Matmul(Skeleton):
         if limit is None and schedule is None:
             plan = plan.scheduled(default_schedule(plan, target, setting.dependent_launch))
         if limit := limit or exceeded(plan, target):
-            raise ScheduleError(f"kernel {step.name}: {limit.message}")
+            raise limit.refused(step.name)
         return plan
 
     def explain(self, plan: Any) -> list[str]:

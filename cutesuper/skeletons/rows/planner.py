@@ -11,7 +11,6 @@ from math import prod
 from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.ir.block import ENDING, LOAD, STORE, Axis, AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.dims import Symbol, ceil_div, extent
-from cutesuper.ir.operators.base import lookup
 from cutesuper.skeletons.base import Argument, View, arguments_of, view_of
 from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
@@ -20,7 +19,6 @@ from cutesuper.skeletons.rows.roles import (
     check_views,
     find_roles,
     inverted_divisors,
-    reduces,
     row_label,
     walks,
 )
@@ -224,7 +222,7 @@ def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None =
     check_symbols(arguments, where)
     loads, stores = _views(program, arguments)
     column = _column(program, loads, stores, where)
-    reductions = tuple(i for i, o in enumerate(program.ops) if reduces(o.kind))
+    reductions = tuple(i for i, o in enumerate(program.ops) if o.facets.reduces)
     rows = _row_order(program, [*loads.values(), *stores.values()], column)
     inverted = inverted_divisors(program, column, arguments)
     plan = RowPlan(
@@ -265,12 +263,12 @@ def _check_structure(program: BlockProgram, where: str) -> None:
     for i, op in enumerate(program.ops):
         if op.kind in (LOAD, STORE):
             continue
-        if op.kind == "matmul" or op.kind in ENDING:
+        if op.facets.contracts or op.kind in ENDING:
             raise LoweringError(
                 f"{where}: {op.kind} (operation {i}) has no place in a row kernel, which holds "
                 "whole rows"
             )
-        if lookup(op.kind).masks:
+        if op.facets.masks:
             raise LoweringError(
                 f"{where}: {op.kind} (operation {i}) depends on positions, which a row kernel does "
                 "not know; add an input of 0 and -inf in its place"
@@ -283,7 +281,7 @@ def _check_structure(program: BlockProgram, where: str) -> None:
 def _column(
     program: BlockProgram, loads: dict[int, View], stores: dict[int, View], where: str
 ) -> str:
-    over = {o.attributes["over"] for o in program.ops if reduces(o.kind)}
+    over = {o.attributes["over"] for o in program.ops if o.facets.reduces}
 
     def labels(views: dict[int, View]) -> list[list[str]]:
         return [[d for d in v.labels if d in program.dims] for v in views.values()]

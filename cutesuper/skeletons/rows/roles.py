@@ -21,9 +21,10 @@ from cutesuper.ir.block import (
 )
 from cutesuper.ir.dims import Dim, Symbol, extent
 from cutesuper.ir.dtypes import as_dtype
-from cutesuper.ir.operators.base import lookup
-from cutesuper.ir.operators.monoid import MAX, SUM
+from cutesuper.ir.operators.base import CONSTANT
+from cutesuper.ir.operators.monoid import SUM
 from cutesuper.skeletons.base import Argument, View
+from cutesuper.skeletons.form import FOLDED
 from cutesuper.skeletons.rows.plan import Level, RowSum
 from cutesuper.skeletons.rows.settings import walks_long
 from cutesuper.targets import Target
@@ -46,10 +47,9 @@ def walks(program: BlockProgram, target: Target) -> bool:
     """True if a program without products is a row loop: because of its axes, of the operations that
     end them, because it takes positions, or because its rows are long."""
     kinds = {a.kind for a in program.axes} - {AxisKind.GRID}
-    ops = [op.kind for op in program.ops if op.kind not in (LOAD, STORE)]
-    if kinds or any(kind in ENDING or lookup(kind).masks for kind in ops):
+    if kinds or any(op.kind in ENDING or op.facets.masks for op in program.ops):
         return True
-    along = {op.attributes["over"] for op in program.ops if reduces(op.kind)}
+    along = {op.attributes["over"] for op in program.ops if op.facets.reduces}
     if len(along) != 1 or len(program.dims) == 1:
         return False
     (row,) = along
@@ -99,7 +99,7 @@ def _column(
     stores: dict[int, View],
     where: str,
 ) -> str:
-    over = {str(op.attributes["over"]) for op in program.ops if reduces(op.kind)} - summed
+    over = {str(op.attributes["over"]) for op in program.ops if op.facets.reduces} - summed
     if len(over) > 1:
         raise LoweringError(f"{where}: rows are reduced along {', '.join(sorted(over))}, not one")
     dims = {d: n for d, n in program.dims.items() if d not in summed}
@@ -113,12 +113,6 @@ def _column(
     return column
 
 
-def reduces(kind: str) -> bool:
-    """True if an operation of a block program reduces over a label."""
-    own = (LOAD, STORE, *ENDING)
-    return kind not in own and lookup(kind).reduces is not None
-
-
 def _sums(
     program: BlockProgram, summed: set[str], where: str
 ) -> tuple[tuple[RowSum, ...], dict[int, int]]:
@@ -130,7 +124,7 @@ def _sums(
     sums: list[RowSum] = []
     chain: dict[int, int] = {}
     for i, op in enumerate(program.ops):
-        if i in chain or not (reduces(op.kind) and op.attributes["over"] in summed):
+        if i in chain or not (op.facets.reduces and op.attributes["over"] in summed):
             continue
         last = i
         means: list[str] = []
@@ -146,7 +140,7 @@ def _sums(
             if len(following) > 1 or len(program.ops[links[0]].inputs) > 1:
                 raise LoweringError(f"{where}: a part of a sum (operation {last}) is used twice")
             last = links[0]
-        if op.facets.reduces not in (SUM, MAX):
+        if op.facets.reduces not in FOLDED:
             raise LoweringError(
                 f"{where}: {op.kind} (operation {i}) over the rows; blocks meet in sums and maxima"
             )
@@ -171,7 +165,7 @@ def _check_sums(
     narrow = {s.final for s in sums if column not in program.ops[s.source].dims}
     for i, op in enumerate(program.ops):
         of = [s.final for s in sums if reaches(s.final, i)]
-        if reduces(op.kind) and op.attributes["over"] == column and of:
+        if op.facets.reduces and op.attributes["over"] == column and of:
             raise LoweringError(
                 f"{where}: {op.kind} (operation {i}) along the row of a sum over "
                 "rows, of which a block has some columns"
@@ -187,7 +181,7 @@ def _links(program: BlockProgram, i: int, summed: set[str]) -> bool:
     op = program.ops[i]
     if op.kind in (ACCUMULATE, GRID_REDUCE):
         return True
-    return reduces(op.kind) and op.attributes["over"] in summed
+    return bool(op.facets.reduces) and op.attributes["over"] in summed
 
 
 def _complete(
@@ -197,7 +191,7 @@ def _complete(
     split = program.parts_along(column, AxisKind.CLUSTER) > 1
     found: dict[int, int] = {}
     for i, op in enumerate(program.ops):
-        if not reduces(op.kind) or i in chain or op.attributes["over"] != column:
+        if not op.facets.reduces or i in chain or op.attributes["over"] != column:
             continue
         if program.parts_along(column, AxisKind.GRID) > 1:
             raise LoweringError(
@@ -217,7 +211,7 @@ def _complete(
 def _picks(program: BlockProgram, i: int) -> bool:
     """True if a reduction along the row is the sum of one element and zeros."""
     op, source = program.ops[i], program.ops[program.ops[i].inputs[0]]
-    masks = source.kind not in (LOAD, *ENDING) and lookup(source.kind).one_column
+    masks = source.facets.one_column
     return (
         op.facets.reduces is SUM and masks and source.attributes["columns"] == op.attributes["over"]
     )
@@ -251,7 +245,7 @@ def _levels(
         found.append(Level(reductions, parts, stores))
     for i in sorted(after - set(chain)):
         op = program.ops[i]
-        if any(j not in after and program.ops[j].kind not in (LOAD, "constant") for j in op.inputs):
+        if any(j not in after and program.ops[j].kind not in (LOAD, CONSTANT) for j in op.inputs):
             raise LoweringError(
                 f"{where}: {op.kind} (operation {i}) mixes a sum over rows with "
                 "what is computed in the loop"
@@ -280,7 +274,7 @@ def check_views(
     """Refuse tensors that have no place in the loop."""
     check_symbols(arguments, where)
     for i, op in enumerate(program.ops):
-        if op.kind in (LOAD, STORE, *ENDING) or not lookup(op.kind).masks:
+        if not op.facets.masks:
             continue
         along = op.attributes["columns"]
         if along != roles.column or op.attributes["rows"] in (

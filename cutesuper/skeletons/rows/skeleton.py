@@ -54,7 +54,7 @@ class Rows(Skeleton):
         reduced = single_reduction(program)
         if reduced is None or any(a.kind != AxisKind.GRID for a in program.axes):
             return None
-        if any(op.kind == "matmul" for op in program.ops):
+        if any(op.facets.contracts for op in program.ops):
             return None
         stored = [[d for d in op.attributes["map"] if d] for op in program.stores()]
         read = [[d for d in op.attributes["map"] if d] for op in program.loads()]
@@ -67,7 +67,7 @@ class Rows(Skeleton):
 
     def runs(self, step: KernelStep) -> bool:
         """True if there is no product."""
-        return all(op.kind != "matmul" for op in step.program.ops)
+        return not any(op.facets.contracts for op in step.program.ops)
 
     def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
         """See `rows.planner.plan_of`. What the search prices has no guards: a program would be

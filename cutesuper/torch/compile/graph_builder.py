@@ -20,7 +20,7 @@ from torch import fx
 from cutesuper.errors import CutesuperError
 from cutesuper.ir.dims import Dim, Symbol, show_shape
 from cutesuper.ir.graph import KernelGraph, Tensor
-from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.operators.base import INPUT
 from cutesuper.torch.compile.factored_dims import (
     Dims,
     Extent,
@@ -434,23 +434,23 @@ class Builder:
     def _longest(self, node: fx.Node, t: Tensor) -> list[Tensor]:
         """The operands that get an extent of 1 in front if a value does. Raises Unsupported."""
         args = [self.g.tensor(i) for i in t.node.inputs]
-        if t.node.operator == "input":
+        if t.node.operator == INPUT:
             given = self.operands[self.g.inputs.index(t.index)]
             if given.part is None and given.lengths is None:
                 return []
-        elif t.node.operator == "transpose":
+        elif t.node.facets.permutes:
             return args
-        elif lookup(t.node.operator).elementwise:
+        elif t.node.facets.elementwise:
             return [a for a in args if len(a.shape) == len(t.shape)]
         raise Unsupported(node, "has operands whose dimensions do not correspond")
 
     def _extended(self, t: Tensor, made: dict[int, Tensor]) -> Tensor:
         """A value with an extent of 1 in front, of operands that have one."""
-        if t.node.operator == "input":
+        if t.node.operator == INPUT:
             given = self.operands[self.g.inputs.index(t.index)]
             return self._input_of(given.node, (None, *given.slots))
         args = [made.get(i, self.g.tensor(i)) for i in t.node.inputs]
-        if t.node.operator == "transpose":
+        if t.node.facets.permutes:
             return self.g.transpose(args[0], (0, *(d + 1 for d in t.node.attributes["dims"])))
         return self.g.apply(t.node.operator, *args, **dict(t.node.attributes))
 
@@ -544,11 +544,11 @@ class Builder:
         """The operands that must be cut to a range where a value is cut along one dimension, and
         the dimension of each."""
         node, args = t.node, [self.g.tensor(i) for i in t.node.inputs]
-        if node.operator == "transpose":
+        if node.facets.permutes:
             return [(args[0], node.attributes["dims"][place])]
-        if node.operator == "matmul" and place == len(t.shape) - 1:
+        if node.facets.contracts and place == len(t.shape) - 1:
             return [(args[1], len(args[1].shape) - 1)]
-        if node.operator != "input" and lookup(node.operator).elementwise:
+        if node.facets.elementwise:
             back = place - len(t.shape)
             long = [a for a in args if len(a.shape) >= -back and a.shape[back] != 1]
             return [(a, len(a.shape) + back) for a in long]
@@ -557,12 +557,12 @@ class Builder:
     def _part(self, t: Tensor, place: int, start: int, stop: int, cut: dict[int, Tensor]) -> Tensor:
         """A range of a value, from ranges of its operands by their index."""
         node = t.node
-        if node.operator == "input":
+        if node.operator == INPUT:
             return self._part_of_input(t, place, start, stop)
         args = [self.g.tensor(i) for i in node.inputs]
-        if node.operator == "matmul" and place == len(t.shape) - 1:
+        if node.facets.contracts and place == len(t.shape) - 1:
             return self.g.matmul(args[0], cut[args[1].index])
-        if node.operator == "transpose" or lookup(node.operator).elementwise:
+        if node.facets.permutes or node.facets.elementwise:
             args = [cut.get(a.index, a) for a in args]
             return self.g.apply(node.operator, *args, **dict(node.attributes))
         return self.g.slice(t, place, start, stop)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import prod
 
 from cutesuper.ir.dims import extent
-from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.graph import KernelGraph, Node
+from cutesuper.ir.operators.base import CONSTANT, INPUT
 from cutesuper.targets import Target
 
 
@@ -49,18 +49,17 @@ def baseline(graph: KernelGraph, target: Target) -> Baseline:
 def _groups(graph: KernelGraph) -> list[set[int]]:
     """The nodes of each kernel."""
     needed = graph.needed(graph.outputs)
-    computed = [i for i in sorted(needed)
-                if graph.nodes[i].operator not in ("input", "constant")]  # fmt: skip
-    contracts = {i: _contracts(graph.nodes[i].operator) for i in computed}
+    computed = [i for i in sorted(needed) if graph.nodes[i].operator not in (INPUT, CONSTANT)]
+    multiplies = {i: _multiplies(graph.nodes[i]) for i in computed}
     #: products on the longest path to a node: nodes after one cannot be fused with nodes before it
     depth: dict[int, int] = {}
     leader: dict[int, int] = {}
     for i in computed:
-        before = [j for j in graph.nodes[i].inputs if j in contracts]
-        depth[i] = max((depth[j] + contracts[j] for j in before), default=0)
+        before = [j for j in graph.nodes[i].inputs if j in multiplies]
+        depth[i] = max((depth[j] + multiplies[j] for j in before), default=0)
         leader[i] = i
         for j in before:
-            if not contracts[i] and not contracts[j] and depth[i] == depth[j]:
+            if not multiplies[i] and not multiplies[j] and depth[i] == depth[j]:
                 _join(leader, i, j)
     found: dict[int, set[int]] = {}
     for i in computed:
@@ -68,13 +67,16 @@ def _groups(graph: KernelGraph) -> list[set[int]]:
     return [g for g in found.values() if not all(_moves_nothing(graph, i) for i in g)]
 
 
-def _contracts(operator: str) -> bool:
-    return operator in ("matmul", "scaled_dot_product_attention")
+def _multiplies(node: Node) -> bool:
+    """True for a product of matrices and for attention: tensor cores take operands of one type."""
+    return node.facets.one_type and not node.facets.joins
 
 
 def _moves_nothing(graph: KernelGraph, i: int) -> bool:
     """True for a node that moves no data; transposed operands are read as they are stored."""
-    return graph.nodes[i].operator in ("transpose", "slice") and i not in graph.outputs
+    facets = graph.nodes[i].facets
+    taken_apart = facets.cuts and not facets.joins
+    return (facets.permutes or taken_apart) and i not in graph.outputs
 
 
 def _find(leader: dict[int, int], i: int) -> int:
@@ -93,7 +95,7 @@ def _bytes(graph: KernelGraph, group: set[int]) -> float:
     read = {j for i in group for j in nodes[i].inputs if j not in group}
     users = {j for i, n in enumerate(nodes) if i not in group for j in n.inputs}
     written = {i for i in group if i in users or i in graph.outputs}
-    moved = [nodes[i] for i in read | written if nodes[i].operator != "constant"]
+    moved = [nodes[i] for i in read | written if nodes[i].operator != CONSTANT]
     return sum(prod(map(extent, n.shape)) * n.dtype.itemsize for n in moved)
 
 
@@ -101,9 +103,9 @@ def _products(graph: KernelGraph, group: set[int]) -> float:
     """Number of operations of the tensor cores."""
     nodes = graph.nodes
     return sum(
-        lookup(nodes[i].operator).flops([nodes[j].shape for j in nodes[i].inputs], nodes[i].shape)
+        nodes[i].facets.flops([nodes[j].shape for j in nodes[i].inputs], nodes[i].shape)
         for i in group
-        if _contracts(nodes[i].operator)
+        if _multiplies(nodes[i])
     )
 
 

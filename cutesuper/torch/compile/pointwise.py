@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from cutesuper.ir.graph import KernelGraph, Operand, Tensor
+from cutesuper.ir.operators.base import CONSTANT
 from cutesuper.torch.compile.factored_dims import Mismatch, Part
 from cutesuper.torch.compile.graph_builder import (
     FLOATS,
@@ -245,7 +246,7 @@ def _sigmoid_argument(y: Operand) -> Tensor | None:
     terms = _operands(y, "add")
     if len(terms) != 2 or not any(_number(t) == 1.0 for t in terms):
         return None
-    e = next((t for t in terms if t.node.operator == "exp"), None)
+    e = next((t for t in terms if t.node.facets.exponential), None)
     factors = _operands(_operands(e, "exp")[0], "mul") if e is not None else []
     if len(factors) != 2 or not any(_number(f) == -1.0 for f in factors):
         return None
@@ -259,7 +260,7 @@ def _operands(t: Operand | None, operator: str) -> list[Tensor]:
 
 
 def _number(t: Tensor) -> float | None:
-    return t.node.attributes["value"] if t.node.operator == "constant" else None
+    return t.node.attributes["value"] if t.node.operator == CONSTANT else None
 
 
 #: the largest exponent that is multiplied out, and steps between exponents (roots of roots)

@@ -193,7 +193,7 @@ def _product(b: Builder, left: Tensor, right: Tensor) -> Tensor:
     last, place = len(left.shape) - 1, len(right.shape) - 2
     if left.shape[last] == 1:
         return b.g.mul(left, right)  # columns by rows
-    if left.node.operator != "concat" or left.node.attributes["dim"] != last:
+    if not left.node.facets.joins or left.node.attributes["dim"] != last:
         return b.g.matmul(left, right)
     terms: list[Tensor] = []
     start = 0

@@ -19,6 +19,7 @@ from torch import fx
 from cutesuper.errors import CutesuperError
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.graph import KernelGraph, Tensor
+from cutesuper.ir.operators.base import CONSTANT, INPUT
 from cutesuper.ir.subgraph import only
 from cutesuper.pipeline import check_definition
 from cutesuper.torch.compile.factored_dims import Extent, Mismatch, equal, extent_of, leaves
@@ -131,12 +132,8 @@ class Region:
     @property
     def reduces(self) -> bool:
         """True if it does more than element-wise work."""
-        from cutesuper.ir.operators.base import lookup
-
-        plain = ("input", "constant", "transpose")
-        return any(
-            not lookup(n.operator).elementwise and n.operator not in plain for n in self.graph.nodes
-        )
+        computed = (n.facets for n in self.graph.nodes if n.operator != INPUT)
+        return any(not (f.elementwise or f.permutes) for f in computed)
 
     @property
     def place(self) -> str:
@@ -355,7 +352,7 @@ def _output(b: Builder, node: fx.Node, place: int) -> tuple[Tensor, Result]:
             (*(None,) * (len(built.slots) - len(wanted)), *wanted),
             rank=len(built.slots),
         )
-    if tensor.node.operator in ("input", "constant"):
+    if tensor.node.operator in (INPUT, CONSTANT):
         raise Unsupported(node, "is an input in another shape")
     stored = [_lengths(b, value, d, absent) for d in order]
     shape = tuple(first for first, _ in stored)

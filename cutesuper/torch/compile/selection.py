@@ -14,7 +14,6 @@ from torch import fx
 
 from cutesuper import measure
 from cutesuper.errors import CacheError, CutesuperError, DeviceError
-from cutesuper.ir.operators.base import lookup
 from cutesuper.pipeline import Choice
 from cutesuper.runtime.cache import warn_once
 from cutesuper.runtime.programs import Kept
@@ -101,8 +100,8 @@ def decide(region: Region, options: BackendOptions) -> list[Decision]:
 
 def _anchors(region: Region) -> int:
     """The number of reductions and products, without which there is nothing to gain."""
-    operators = [lookup(n.operator) for n in region.graph.nodes]
-    return sum(bool(o.reduces) or o.composite or o.name == "matmul" for o in operators)
+    operators = [n.facets for n in region.graph.nodes]
+    return sum(bool(o.reduces) or o.composite or o.contracts for o in operators)
 
 
 def _decision(region: Region, options: BackendOptions) -> Decision:

@@ -23,7 +23,7 @@ from cutesuper.runtime.calling import picker
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.tensors import usable
-from cutesuper.torch.compile.calls import children_of, constant_fact
+from cutesuper.torch.compile.call_form import children_of, constant_fact
 from cutesuper.torch.compile.complex_pairs import is_complex, pair_complex
 from cutesuper.torch.compile.graph_builder import CONDITIONS, INTEGERS
 from cutesuper.torch.compile.internals import autograd_functions, decompositions
@@ -33,7 +33,7 @@ from cutesuper.torch.compile.refusals import NO_KERNEL, refusal, without_kernel
 from cutesuper.torch.compile.region import Region, places, source_lines
 from cutesuper.torch.compile.rewrite import Call, rewrite
 from cutesuper.torch.compile.table import is_free, is_known, moves
-from cutesuper.torch.compile.traced import ChangesItself, Trace, TracedProgram, TracedRegion
+from cutesuper.torch.compile.traced_program import ChangesItself, Trace, TracedProgram, TracedRegion
 from cutesuper.torch.compile.watch import Observer, Watch
 
 #: nodes of a traced program that only check the conditions of the trace

@@ -28,15 +28,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from cutesuper.errors import CutesuperError, DeviceError, LayoutError
 from cutesuper.torch.ops.attention.layout import order_of, stored
 from cutesuper.torch.ops.attention.operator import attention
-from cutesuper.torch.patch.conditions import (
+from cutesuper.torch.patch.probing import Failed, drawn, unnoticed, within_rule
+from cutesuper.torch.patch.report import Entry, refused
+from cutesuper.torch.patch.usual_calls import (
     ATTENTION_NAME,
     FLOATS,
     MOST_POSITIONS,
     are_alike,
     version,
 )
-from cutesuper.torch.patch.probing import Failed, drawn, unnoticed, within_rule
-from cutesuper.torch.patch.report import Entry, refused
 
 #: the implementation it falls back to
 BASE = "sdpa"

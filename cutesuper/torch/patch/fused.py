@@ -21,9 +21,9 @@ from cutesuper.measure import called_us
 from cutesuper.runtime.cache import warn_once
 from cutesuper.runtime.kernel import bucket_of
 from cutesuper.runtime.programs import Kept, is_capturing
-from cutesuper.torch.patch.conditions import MOST_POSITIONS, is_usual
 from cutesuper.torch.patch.probing import Failed, within_rule
 from cutesuper.torch.patch.report import refused
+from cutesuper.torch.patch.usual_calls import MOST_POSITIONS, is_usual
 
 #: devices on which programs are made
 DEVICES = ("cuda",)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from cutesuper.torch.ops.rowwise.activations import geglu, swiglu
 from cutesuper.torch.patch import fused
-from cutesuper.torch.patch.conditions import are_alike, is_usual
 from cutesuper.torch.patch.probing import Failed, close_to, drawn, replace_checked, run
 from cutesuper.torch.patch.replacement import HOW, Replacement, copied, is_observed
+from cutesuper.torch.patch.usual_calls import are_alike, is_usual
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from cutesuper.errors import PatchError
 from cutesuper.torch.patch import mlps, norms, projections
-from cutesuper.torch.patch.conditions import ATTENTION_NAME, FLOATS
 from cutesuper.torch.patch.probing import Failed
 from cutesuper.torch.patch.replacement import is_own, restore
 from cutesuper.torch.patch.report import Entry, Report, refused
+from cutesuper.torch.patch.usual_calls import ATTENTION_NAME, FLOATS
 
 #: the attribute of a patched model that holds its patch: it is copied and saved with the model
 _PATCH = "_cutesuper_patch"

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from cutesuper.torch.ops.rowwise.norms import layer_norm, rms_norm
-from cutesuper.torch.patch.conditions import is_usual
 from cutesuper.torch.patch.probing import Failed, close_to, drawn, replace_checked, run
 from cutesuper.torch.patch.replacement import HOW, Replacement, copied
+from cutesuper.torch.patch.usual_calls import is_usual
 
 #: an epsilon is larger than 0 and smaller than this
 LARGEST_EPS = 0.01

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cutesuper.torch.patch import fused
-from cutesuper.torch.patch.conditions import version
 from cutesuper.torch.patch.probing import Failed
 from cutesuper.torch.patch.replacement import HOW, Replacement, replace
+from cutesuper.torch.patch.usual_calls import version
 
 
 @dataclass(frozen=True)

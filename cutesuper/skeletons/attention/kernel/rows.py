@@ -15,8 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutesuper.device.barriers import Meeting, fence_warp
-from cutesuper.device.fragments import NEUTRAL, PIECE, folded
-from cutesuper.device.math import nan_max
+from cutesuper.device.fragments import NEUTRAL, PIECE, combine, folded
 from cutesuper.device.memory import bulk_load, element, operand_layout, partition, tile_atom
 from cutesuper.skeletons.attention.kernel.context import (
     ROWS_BARRIER,
@@ -270,8 +269,7 @@ class Rows:
             if piece < self.pieces:
                 total = self.add(total, reduction, own, piece)
         other = cute.arch.shuffle_sync_bfly(total, 1)
-        total = nan_max(total, other) if reduction.op == "max" else total + other
-        return total * reduction.scale
+        return combine(reduction.op, total, other) * reduction.scale
 
     def add(self, total: Any, reduction: Reduction, own: QueryRow, piece: Any) -> Any:
         """Add eight more elements to a reduction."""

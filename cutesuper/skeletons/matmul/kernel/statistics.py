@@ -8,8 +8,7 @@ from cutlass import Float32, Int32
 
 from cutesuper.device.barriers import Meeting, fence_reads, fence_warp, release_warp
 from cutesuper.device.cluster import float_bits, push, wait_for_cluster
-from cutesuper.device.fragments import NEUTRAL, PIECE, folded
-from cutesuper.device.math import nan_max
+from cutesuper.device.fragments import NEUTRAL, PIECE, combine, folded
 from cutesuper.device.memory import element
 from cutesuper.skeletons.matmul.kernel.context import HELPERS_BARRIER, Known, fragment, put
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
@@ -153,10 +152,7 @@ class RowSide:
                 v = totals[s * self.passes + p]
                 for distance in (4, 2, 1):
                     other = cute.arch.shuffle_sync_bfly(v, distance)
-                    if cutlass.const_expr(statistic.op == "max"):
-                        v = nan_max(v, other)
-                    else:
-                        v += other
+                    v = combine(statistic.op, v, other)
                 row = thread // LANES + p * self.tile.height
                 slot = memory.statistics + ((s * k.cluster + here.tile.rank) * k.m + first + row)
                 if row < self.rows and lane8 < self.tile.receivers:
@@ -181,7 +177,7 @@ class RowSide:
                     v = Float32(NEUTRAL[statistic.op])
                     for source in cutlass.range_constexpr(k.cluster):
                         part = element(memory.statistics, (s * k.cluster + source) * k.m + row)
-                        v = nan_max(v, part) if statistic.op == "max" else v + part
+                        v = combine(statistic.op, v, part)
                     totals[statistic.value] = v * statistic.scale
                 for j, e in enumerate(plan.row_values.values()):
                     value = e.evaluate([totals[i] for i in e.leaves], k.math)

@@ -254,11 +254,11 @@ class Finish:
             if cutlass.const_expr(len(kinds) == 1):
                 values[e] = combine(kinds[0], values[e], other[e])
             else:
-                x = combine("sum", values[e], other[e])
+                x = combine(kinds[-1], values[e], other[e])
                 for n in cutlass.range_constexpr(len(plan.sums)):
-                    if cutlass.const_expr(plan.sums[n].op == "max"):
+                    if cutlass.const_expr(plan.sums[n].op != kinds[-1]):
                         if item // quads == n:
-                            x = combine("max", values[e], other[e])
+                            x = combine(plan.sums[n].op, values[e], other[e])
                 values[e] = x
 
     @cute.jit

@@ -216,7 +216,7 @@ class RowLoopKernel:
                     for k in level.sums if plan.meets else ():
                         x = values.of(plan.sums[k].source)
                         if plan.has_columns(plan.sums[k]):
-                            add_rows(self.k, sums[k][p], x, row.valid, plan.sums[k].op == "max")
+                            add_rows(self.k, sums[k][p], x, row.valid, plan.sums[k].op)
                         elif p == 0:
                             self.add_number(sums[k][0], x, row.valid, plan.sums[k].op)
                     for i in level.stores:

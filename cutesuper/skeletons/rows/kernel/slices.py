@@ -141,7 +141,7 @@ class Slices:
         for entry in entries:
             values = Values(sources, entry, 0, dict(entry.scalars))
             for s, acc in zip(self.plan.sums, sums, strict=True):
-                add_rows(self.k, acc, values.of(s.source), entry.valid, s.op == "max")
+                add_rows(self.k, acc, values.of(s.source), entry.valid, s.op)
 
     @cute.jit
     def down_warp(self, s: cutlass.Constexpr, acc, floats, here):

@@ -13,6 +13,7 @@ from cutesuper.device.fragments import widen
 from cutesuper.device.math import choose
 from cutesuper.ir.block import LOAD, BlockOp
 from cutesuper.ir.operators.base import lookup
+from cutesuper.ir.operators.monoid import monoid
 from cutesuper.skeletons.rows.kernel.access import Access
 from cutesuper.skeletons.rows.kernel.context import Known, Place, Row
 from cutesuper.skeletons.rows.kernel.picks import Asked, Picks
@@ -185,10 +186,7 @@ class Values:
 
 
 @cute.jit
-def add_rows(known: cutlass.Constexpr, acc, value, valid, maximum: cutlass.Constexpr):
+def add_rows(known: cutlass.Constexpr, acc, value, valid, kind: cutlass.Constexpr):
     """Take a row into an accumulator; rows past the end do not count."""
     if valid:
-        if cutlass.const_expr(maximum):
-            acc.store(known.math.maximum(acc.load(), value))
-        else:
-            acc.store(acc.load() + value)
+        acc.store(monoid(kind).combine(known.math, acc.load(), value))

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from cutesuper.errors import CutesuperError, GraphError, TraceError
 from cutesuper.runtime.calling import Picker
 from cutesuper.runtime.kernel import Kernel
-from cutesuper.torch.compile.calls import Border, Form, border_of, form_of, stand_ins, state_of
+from cutesuper.torch.compile.call_form import Border, Form, border_of, form_of, stand_ins, state_of
 from cutesuper.torch.compile.watch import Watch, difference
 
 #: traces of a program before further ones are refused: each is a search, and is kept

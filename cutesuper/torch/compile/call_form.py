@@ -1,4 +1,4 @@
-"""Calls of traced programs: their form, and the facts that a trace depends on."""
+"""The form of calls of traced programs, and the facts that a trace depends on."""
 
 from __future__ import annotations
 
