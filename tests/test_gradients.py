@@ -529,9 +529,8 @@ def test_both_passes_are_kernels_to_look_into(tmp_path: Path) -> None:
     assert gradient is kernel.gradient() is kernel.gradient("v", "x", "w")
     assert gradient.backward is not None
     saved = ", ".join(gradient.split.saved)
-    assert saved and f"x, w, v: forward keeps {saved}, see kernel.gradient('x', 'w', 'v')" in (
-        kernel.explain()
-    )
+    assert "see kernel.gradient('x', 'w', 'v')" in kernel.explain()
+    assert not saved or f"x, w, v: forward keeps {saved}, see" in kernel.explain()
     for made in (gradient.forward, gradient.backward):
         assert "== muGraph ==" in made.explain()
         made.draw(tmp_path / "pass.html")

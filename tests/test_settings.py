@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cutesuper.ops.programs import rows_class
 
 from cutesuper.errors import FormatError
 from cutesuper.skeletons.rows.settings import SETTINGS, stage_limit, walks_long
 from cutesuper.targets import B200, H200, TARGETS
 from cutesuper.targets.settings import Decision, Settings
+from cutesuper.torch.ops.rowwise.graphs import rows_class
 
 DECISIONS = {"way": Decision(("length", "wide"), {"threads": 64, "ring": 0})}
 ENTRY = {"when": {"length": [None, 100], "wide": True}, "use": {"threads": 128}, "why": "12 us, 13"}

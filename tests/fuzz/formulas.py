@@ -114,6 +114,17 @@ def _mean(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype)
     return _scaled(m, m.sum(args[0], a["dim"]), 1.0 / m.value(args[0]).shape[a["dim"]])
 
 
+@formula("prod")
+def _prod(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    count = m.value(args[0]).shape[a["dim"]]
+    parts = [m.move(lambda x, i=i: x.narrow(a["dim"], i, 1), args[0]) for i in range(count)]
+    while len(parts) > 1:
+        pairs = zip(parts[::2], parts[1::2], strict=False)
+        rest = parts[-1:] if len(parts) % 2 else []
+        parts = [m.function(torch.mul, x, y) for x, y in pairs] + rest
+    return parts[0]
+
+
 @formula("max")
 def _max(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     return m.max(args[0], a["dim"])
