@@ -112,7 +112,6 @@ class RowKernel:
         were loaded ahead become fp32 at their first use."""
         plan = self.plan
         values: dict[int, Any] = {}
-        inverses: dict[int, Any] = {}
         for i in (*plan.order, *plan.stores):
             op = plan.program.ops[i]
             for j in op.inputs:
@@ -128,19 +127,9 @@ class RowKernel:
                 if op.facets.selects and op.inputs[0] in ahead and packed(ahead[op.inputs[0]]):
                     source = ahead[op.inputs[0]]
                 values[i] = self.reduce(op.kind, source, n, slots, tidx, lane, group, first)
-            elif op.kind == "div" and plan.column in op.dims and op.inputs[1] in plan.inverted:
-                divisor = op.inputs[1]
-                if divisor not in inverses:
-                    inverses[divisor] = self.inverse(divisor, values)
-                values[i] = args[0] * inverses[divisor]
             else:
                 values[i] = lookup(op.kind).scalar(self.math, args, op.attributes)
         return values
-
-    def inverse(self, i: int, values: dict[int, Any]) -> Any:
-        """1 / value of a row; for a square root in one instruction."""
-        op = self.plan.program.ops[i]
-        return self.math.rsqrt(values[op.inputs[0]]) if op.kind == "sqrt" else 1.0 / values[i]
 
     def offset(self, view: View, tensors: list[cute.Tensor], row: Any) -> Any:
         """Offset in elements of a row's first element."""
