@@ -17,7 +17,6 @@ from cutesuper.ir.block import (
     LOAD,
     STORE,
     AxisKind,
-    BlockOp,
     BlockProgram,
 )
 from cutesuper.ir.dims import Dim, Symbol, extent
@@ -354,10 +353,6 @@ def with_row_reciprocals(
         return program
     sums = (i for i, op in enumerate(program.ops) if op.kind in SUMMING)
     late = program.dependence.after(sums)  # a few columns, computed once
-
-    def divides_rows(i: int, op: BlockOp) -> bool:
-        divisor = program.ops[op.inputs[1]].dims if op.facets.divides else ()
-        return column in op.dims and i not in late and bool(divisor) and column not in divisor
-
-    quotients = {i for i, op in enumerate(program.ops) if divides_rows(i, op)}
-    return with_reciprocals(program, quotients)
+    whole = (i for i, op in enumerate(program.ops) if op.facets.divides and column in op.dims)
+    by = {i: program.ops[program.ops[i].inputs[1]].dims for i in whole if i not in late}
+    return with_reciprocals(program, {i for i, dims in by.items() if dims and column not in dims})
