@@ -193,6 +193,10 @@ class BlockProgram:
     def _parts(self) -> dict[tuple[str, AxisKind], int]:
         return {(a.dim, a.kind): self.parts(a) for a in self.axes}
 
+    def factor(self, op: BlockOp) -> float:
+        """The factor of a complete reduction: 1 / extent of its label for a mean, else 1."""
+        return 1.0 / extent(self.dims[op.attributes["over"]]) if op.facets.averages else 1.0
+
     def loads(self) -> tuple[BlockOp, ...]:
         """All load operations."""
         return tuple(op for op in self.ops if op.kind == LOAD)

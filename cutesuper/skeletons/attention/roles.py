@@ -201,15 +201,15 @@ class AttentionRoles:
                 masks.append(self._mask(op))
                 i = op.inputs[0]
                 continue
-            number = self._number(op.inputs[-1]) if op.kind in ("mul", "div") else None
-            if op.kind == "mul" and number is None:
+            number = self._number(op.inputs[-1]) if op.facets.powers else None
+            if op.facets.multiplies and number is None:
                 number = self._number(op.inputs[0])
                 rest = op.inputs[1]
             else:
                 rest = op.inputs[0] if op.inputs else i
             if number is None or number <= 0:
                 return i, factor, tuple(masks)
-            factor = factor / number if op.kind == "div" else factor * number
+            factor = factor / number if op.facets.divides else factor * number
             i = rest
 
     def _without_row_factor(
@@ -276,7 +276,7 @@ class AttentionRoles:
             return i in leaves or self._is_value(i)
 
         expression = fuse(self.program, source, is_leaf, self.where)
-        if self.ops[tile].kind == "mean":
+        if self.ops[tile].facets.averages:
             raise self._refuse(f"mean over {self.keys} (operation {tile}); sum, and divide")
         return Sum(expression, final, rescaled, False)
 
@@ -363,8 +363,7 @@ class AttentionRoles:
         if how not in FOLDED or op.attributes["over"] != over:
             return False
         source = fuse(self.program, op.inputs[0], lambda j: j == load, self.where)
-        scale = 1.0 / extent(self.program.dims[over]) if op.kind == "mean" else 1.0
-        found[i] = Reduction(i, load, source, how.name, scale)
+        found[i] = Reduction(i, load, source, how.name, self.program.factor(op))
         return True
 
     # ----------------------------------------------------------------------------------- other

@@ -411,10 +411,8 @@ class Roles:
 
     def _reduced(self, op: BlockOp) -> tuple[str, float]:
         """The operation that combines partial results, and the factor of the complete one."""
-        mean = op.kind == "mean"
-        scale = 1.0 / extent(self.program.dims[op.attributes["over"]]) if mean else 1.0
         assert op.facets.reduces is not None
-        return op.facets.reduces.name, scale
+        return op.facets.reduces.name, self.program.factor(op)
 
     def _ends(
         self,

@@ -93,8 +93,7 @@ class Values:
             asked = sources.picks.ask(end, self.row, sources.tensors, self.place)
         source = plan.program.ops[sources.picks.source(end)].inputs[0]
         found = choose(asked.inside, self.at(asked).of(source), 0.0)
-        mean = plan.program.ops[plan.picked[end]].facets.averages
-        return found * (1.0 / plan.length) if mean else found
+        return found * plan.program.factor(plan.program.ops[plan.picked[end]])
 
     def _store(self, i: int) -> dict[int, Any]:
         """The dictionary for a value: that of this piece, or that of the row."""
