@@ -126,7 +126,8 @@ class RowKernel:
                 n, source = plan.reductions.index(i), args[0]
                 if op.facets.selects and op.inputs[0] in ahead and packed(ahead[op.inputs[0]]):
                     source = ahead[op.inputs[0]]
-                values[i] = self.reduce(op.kind, source, n, slots, tidx, lane, group, first)
+                total = self.reduce(op.kind, source, n, slots, tidx, lane, group, first)
+                values[i] = total * plan.program.factor(op)
             else:
                 values[i] = lookup(op.kind).scalar(self.math, args, op.attributes)
         return values
@@ -255,7 +256,7 @@ class RowKernel:
     def reduce(
         self, kind: cutlass.Constexpr, value, n: cutlass.Constexpr, slots, tidx, lane, group, first
     ):
-        """A reduction of a row, returned to every thread of the row."""
+        """The combined elements of a row, returned to every thread of the row."""
         op = lookup(kind).reduces.name
         v = reduced(op, value, self.inside(first))
         if cutlass.const_expr(self.plan.schedule.interleaved):
@@ -278,8 +279,6 @@ class RowKernel:
                 warps = self.plan.warps_per_row
                 base = (n * self.plan.schedule.rows + group) * warps
                 v = self.across(op, v, slots, base, lane // 32, 1, warps, tidx % 32 == 0)
-        if cutlass.const_expr(lookup(kind).averages):
-            v = v * (1.0 / self.length)
         return v
 
     @cute.jit
