@@ -212,14 +212,6 @@ class BlockProgram:
         axes = tuple(replace(a, extent=extents[a.name]) for a in self.axes)
         return BlockProgram(dims, axes, tile, self.ops)
 
-    def needed(self) -> BlockProgram:
-        """The same program without operations on which no store depends."""
-        stores = (i for i, op in enumerate(self.ops) if op.kind == STORE)
-        made = Copy(self)
-        for i in sorted({j for store in stores for j in self.dependence.before(store)}):
-            made.copy(i, made.inputs(i))
-        return made.program()
-
 
 def _rank(kind: AxisKind) -> int:
     return ORDER.index(kind)

@@ -14,20 +14,24 @@ from cutesuper.ir.operators.base import CONSTANT
 
 
 def with_reciprocals(program: BlockProgram, quotients: Collection[int]) -> BlockProgram:
-    """The program with some of its quotients as products, and without roots that only divided."""
-    if not quotients:
-        return program
+    """The program with some of its quotients as products.
+
+    A root that only divided becomes a reciprocal root in its place, so that the operations of a
+    norm keep their numbers, by which errors name them.
+    """
+    ops = program.ops
+    divisors = {ops[i].inputs[1] for i in quotients}
+    kept = {j for i, op in enumerate(ops) for j in op.inputs[: 1 if i in quotients else None]}
     made, inverses = Copy(program), dict[int, int]()
-    for i, op in enumerate(program.ops):
-        inputs = made.inputs(i)
-        if i not in quotients:
-            made.copy(i, inputs)
-            continue
-        divisor = op.inputs[1]
-        if divisor not in inverses:  # before its first use
-            inverses[divisor] = _inverse(made, divisor)
-        made.place[i] = made.add("mul", [inputs[0], inverses[divisor]], op.dims)
-    return made.program().needed()
+    for i, op in enumerate(ops):
+        if i in quotients:
+            value, divisor = op.inputs
+            made.place[i] = made.add("mul", [made.place[value], inverses[divisor]], op.dims)
+        elif i in kept or i not in divisors or op.facets.reciprocal is None:
+            made.copy(i, made.inputs(i))
+        if i in divisors:
+            inverses[i] = _inverse(made, i)
+    return made.program() if quotients else program
 
 
 def _inverse(made: Copy, i: int) -> int:
