@@ -69,8 +69,8 @@ def test_a_root_becomes_a_reciprocal_root_and_stays_for_other_uses() -> None:
 
 def test_statistics_divide_tiles() -> None:
     """Not values of their own shape, loads, or what a product is computed into."""
-    dims = {"M": 64, "N": 64, "K": 64}
-    b = Block(dims, {}, dims)
+    tile = {"M": 64, "N": 64, "K": 64}
+    b = Block({**tile}, {}, tile)
     x, w, g = b.load("X", "M", "K"), b.load("W", "K", "N"), b.load("G", "M")
     mean = b.op("mean", x, over="K")
     scale = b.op("add", mean, b.const(1.0))
