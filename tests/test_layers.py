@@ -205,15 +205,8 @@ def test_search_knows_skeletons_by_the_registry() -> None:
     assert not wrong
 
 
-#: comparisons of an operation with the name of an operator that are left, at most, by folder: what
-#: a stage has to know is a facet of the operator (`cutesuper.ir.operators.base`)
-NAMED = {
-    "skeletons": 1,  # a quotient by a value of the row, which costs a product
-    "skeletons.attention": 8,  # means, and quotients by numbers and by values of a row or a key
-    "skeletons.matmul": 1,  # means
-    "skeletons.rows": 6,  # quotients by values of a row, and the square roots among them
-}
-#: the table itself, and names of another project
+#: folders that compare operations with names of operators: the table itself, and that of another
+#: project; what a stage has to know is a facet of the operator (`cutesuper.ir.operators.base`)
 NAMING = ("ir.operators", "contrib")
 #: expressions that say which operator something is
 WHICH = re.compile(r"\b(kinds?|operator|op|name)\b(['\"]\])?(\(\))?$")
@@ -249,12 +242,10 @@ def test_names_of_operators_are_found(code: str, names: bool) -> None:
 
 
 def test_stages_ask_for_no_operator_by_name() -> None:
-    found: dict[str, list[str]] = {}
-    for name, path in MODULES.items():
-        folder = ".".join(name.split(".")[: 2 if name.startswith(("skeletons", "ir")) else 1])
-        folder = folder if folder in NAMED or folder == "ir.operators" else folder.split(".")[0]
-        if folder not in NAMING:
-            own = [f"{name}:{text}" for text in operators_named(path.read_text())]
-            found[folder] = found.get(folder, []) + own
-    wrong = {f: v for f, v in found.items() if len(v) > NAMED.get(f, 0)}
-    assert not wrong
+    found = [
+        f"{name}:{text}"
+        for name, path in MODULES.items()
+        if not name.startswith(NAMING)
+        for text in operators_named(path.read_text())
+    ]
+    assert not found

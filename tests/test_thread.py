@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import LOAD, BlockOp, BlockProgram
 from cutesuper.ir.operators.base import lookup
-from cutesuper.ir.thread import (
-    ThreadExpression,
-    ThreadOp,
-    fuse,
-    multiply_by,
-    only_divides,
-    reciprocal,
-)
+from cutesuper.ir.thread import ThreadExpression, fuse
 from cutesuper.skeletons.kernel.hostmath import HostMath
 
 M = HostMath()
@@ -53,18 +46,18 @@ NORM = program(
 # ---------------------------------------------------------------------------------------- fuse
 
 
-def test_fuse_stops_at_leaves_and_turns_the_root_into_a_product() -> None:
+def test_fuse_stops_at_leaves() -> None:
     e = fuse(NORM, 5, loads(NORM), "here")
     assert e.leaves == (0, 1)
-    assert kinds(e) == ["constant", "add", "rsqrt", "mul"]
-    assert e.text(["acc", "mean"]) == "mul(acc, rsqrt(add(mean, 1e-06)))"
+    assert kinds(e) == ["constant", "add", "sqrt", "div"]
+    assert e.text(["acc", "mean"]) == "div(acc, sqrt(add(mean, 1e-06)))"
     assert e.evaluate([3.0, 4.0], M) == pytest.approx(1.5)
 
 
 def test_a_leaf_may_stand_for_a_whole_expression() -> None:
     e = fuse(NORM, 5, lambda i: i in (0, 4), "here")
     assert e.leaves == (0, 4)
-    assert e.text(["acc", "root"]) == "div(acc, root)"  # a root that is not inside stays a divisor
+    assert e.text(["acc", "root"]) == "div(acc, root)"
 
 
 def test_a_result_that_is_a_leaf_is_handed_on() -> None:
@@ -85,57 +78,6 @@ def test_what_is_not_elementwise_is_refused_by_place(kind: str) -> None:
     p = program((LOAD, ()), BlockOp(kind, (0,), ("M",)), ("exp", (1,)))
     with pytest.raises(LoweringError, match=rf"here: {kind} \(operation 1\) stands where only"):
         fuse(p, 2, lambda i: i == 0, "here")
-
-
-# --------------------------------------------------------------------------- reciprocal roots
-
-
-def test_a_root_with_another_use_stays() -> None:
-    p = program((LOAD, ()), ("sqrt", (0,)), ("div", (0, 1)), ("add", (2, 1)))
-    e = fuse(p, 3, loads(p), "here")
-    assert kinds(e) == ["sqrt", "div", "add"]
-    assert e.evaluate([4.0], M) == pytest.approx(4.0)
-
-
-def test_a_root_that_is_divided_stays() -> None:
-    p = program((LOAD, ()), ("sqrt", (0,)), ("div", (1, 0)))
-    assert kinds(fuse(p, 2, loads(p), "here")) == ["sqrt", "div"]
-
-
-def test_a_root_over_itself_stays() -> None:
-    p = program((LOAD, ()), ("sqrt", (0,)), ("div", (1, 1)))
-    e = fuse(p, 2, loads(p), "here")
-    assert e.evaluate([9.0], M) == 1.0
-
-
-def test_reciprocal_of_a_root_is_a_reciprocal_root() -> None:
-    root = fuse(NORM, 4, loads(NORM), "here")
-    e = reciprocal(root)
-    assert "sqrt" not in kinds(e) and "div" not in kinds(e)
-    assert e.evaluate([4.0], M) == pytest.approx(1 / math.sqrt(4.0 + 1e-6))
-
-
-# ------------------------------------------------------------------------- division by a leaf
-
-
-def test_only_divides() -> None:
-    div = ThreadExpression((0, 1), (ThreadOp("div", (0, 1), {}),))
-    other = ThreadExpression((0,), (ThreadOp("exp", (0,), {}),))
-    both = ThreadExpression((0, 1), (ThreadOp("div", (0, 1), {}), ThreadOp("add", (2, 1), {})))
-    twice = ThreadExpression((1,), (ThreadOp("div", (0, 0), {}),))
-    assert only_divides([div, other], 1)
-    assert not only_divides([div], 0)
-    assert not only_divides([div, both], 1)
-    assert not only_divides([twice], 1)
-    assert not only_divides([div, ThreadExpression((1,), ())], 1)  # it is stored as it is
-
-
-def test_multiply_by_changes_only_divisions_by_that_leaf() -> None:
-    ops = (ThreadOp("div", (0, 1), {}), ThreadOp("div", (3, 2), {}))
-    e = multiply_by(ThreadExpression((5, 6, 7), ops), 6)
-    assert kinds(e) == ["mul", "div"]
-    assert multiply_by(e, 8) is e
-    assert e.evaluate([6.0, 1 / 3.0, 4.0], M) == pytest.approx(0.5)
 
 
 # -------------------------------------------------------------------------------- any program
@@ -181,23 +123,3 @@ def test_fused_expressions_mean_the_same(case: Case) -> None:
     assert evaluated(case, e) == pytest.approx(case.values[last], rel=1e-9)
     assert len(e.ops) <= len(p.ops)
     assert all(max(op.args, default=-1) < len(e.leaves) + n for n, op in enumerate(e.ops))
-
-
-@given(cases())
-def test_reciprocals_mean_the_reciprocal(case: Case) -> None:
-    p, last = case.program, len(case.program.ops) - 1
-    e = fuse(p, last, loads(p), "here")
-    if case.values[last] > 1e-12:
-        assert evaluated(case, reciprocal(e)) == pytest.approx(1 / case.values[last], rel=1e-9)
-
-
-@given(cases())
-def test_a_leaf_that_only_divides_may_become_its_reciprocal(case: Case) -> None:
-    p, last = case.program, len(case.program.ops) - 1
-    e = fuse(p, last, loads(p), "here")
-    for leaf in e.leaves:
-        if not only_divides([e], leaf):
-            continue
-        values = [1 / case.values[i] if i == leaf else case.values[i] for i in e.leaves]
-        got = multiply_by(e, leaf).evaluate(values, M)
-        assert got == pytest.approx(case.values[last], rel=1e-9)

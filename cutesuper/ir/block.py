@@ -17,7 +17,7 @@ before: ``rms(X) @ W`` as two kernels; after, as one block program::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -26,7 +26,7 @@ from math import prod
 from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
 from cutesuper.ir.dtypes import DType
-from cutesuper.ir.operators.base import Attributes, Operator, facets
+from cutesuper.ir.operators.base import CONSTANT, Attributes, Operator, facets
 
 
 class AxisKind(StrEnum):
@@ -193,6 +193,10 @@ class BlockProgram:
     def _parts(self) -> dict[tuple[str, AxisKind], int]:
         return {(a.dim, a.kind): self.parts(a) for a in self.axes}
 
+    def factor(self, op: BlockOp) -> float:
+        """The factor of a complete reduction: 1 / extent of its label for a mean, else 1."""
+        return 1.0 / extent(self.dims[op.attributes["over"]]) if op.facets.averages else 1.0
+
     def loads(self) -> tuple[BlockOp, ...]:
         """All load operations."""
         return tuple(op for op in self.ops if op.kind == LOAD)
@@ -211,6 +215,49 @@ class BlockProgram:
 
 def _rank(kind: AxisKind) -> int:
     return ORDER.index(kind)
+
+
+class Copy:
+    """A copy of a block program while it grows.
+
+    Attributes:
+        old: the program that is copied.
+        ops: the operations of the copy so far.
+        place: the index in the copy of each operation of the old program.
+    """
+
+    def __init__(self, old: BlockProgram) -> None:
+        self.old = old
+        self.ops: list[BlockOp] = []
+        self.place: dict[int, int] = {}
+
+    def inputs(self, i: int) -> list[int]:
+        """The operands, in the copy, of an operation of the old program."""
+        return [self.place[j] for j in self.old.ops[i].inputs]
+
+    def copy(self, i: int, inputs: Sequence[int]) -> None:
+        """Append an operation of the old program, with these operands."""
+        op = self.old.ops[i]
+        self.place[i] = self.add(op.kind, inputs, op.dims, op.attributes)
+
+    def add(
+        self,
+        kind: str,
+        inputs: Sequence[int],
+        dims: tuple[str, ...],
+        attributes: Attributes | None = None,
+    ) -> int:
+        """Append another operation, and return its index."""
+        self.ops.append(BlockOp(kind, tuple(inputs), dims, attributes or {}))
+        return len(self.ops) - 1
+
+    def constant(self, value: float) -> int:
+        """Append a constant, and return its index."""
+        return self.add(CONSTANT, (), (), {"value": value})
+
+    def program(self) -> BlockProgram:
+        """The program with the operations so far."""
+        return replace(self.old, ops=tuple(self.ops))
 
 
 @dataclass(frozen=True)

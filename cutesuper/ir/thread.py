@@ -6,7 +6,6 @@ before: operations ``2 add(0, 1)``, ``3 sqrt(2)``, ``4 div(5, 3)`` of a block pr
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,14 +74,8 @@ class ThreadExpression:
 def fuse(
     program: BlockProgram, result: int, is_leaf: Callable[[int], bool], where: str
 ) -> ThreadExpression:
-    """Collect the element-wise operations between ``result`` and the nearest leaves.
-
-    Division by a square root becomes multiplication by a reciprocal root: one special-function
-    instruction on a row scalar instead of a division for every element.
-
-    Raises:
-        LoweringError: an operation on the way is not element-wise.
-    """
+    """Collect the element-wise operations between ``result`` and the nearest leaves. Raises
+    LoweringError for an operation on the way that is not element-wise."""
     order: dict[int, None] = {}
     leaves: dict[int, None] = {}
     stack = [result]
@@ -108,7 +101,7 @@ def fuse(
         )
         for i in order
     ]
-    return _reciprocal_roots(ThreadExpression(tuple(leaves), tuple(ops)))
+    return ThreadExpression(tuple(leaves), tuple(ops))
 
 
 def _check_fused(program: BlockProgram, i: int, where: str) -> None:
@@ -129,53 +122,3 @@ def _check_fused(program: BlockProgram, i: int, where: str) -> None:
             f"{where}: {op.kind} (operation {i}) stands where only element-wise operators can "
             "be fused; split the program there"
         )
-
-
-def only_divides(expressions: Sequence[ThreadExpression], leaf: int) -> bool:
-    """True if every use of a leaf is as a divisor."""
-    for e in expressions:
-        if leaf not in e.leaves:
-            continue
-        place = e.leaves.index(leaf)
-        uses = [(op.facets.divides, n) for op in e.ops for n, i in enumerate(op.args) if i == place]
-        if e.trivial or any(use != (True, 1) for use in uses):
-            return False
-    return True
-
-
-def reciprocal(e: ThreadExpression) -> ThreadExpression:
-    """before: ``sqrt(a)``; after: ``rsqrt(a)``; anything else becomes ``1 / e``."""
-    inverse = e.ops[-1].facets.reciprocal if e.ops else None
-    if inverse is not None:
-        return ThreadExpression(e.leaves, (*e.ops[:-1], ThreadOp(inverse, e.ops[-1].args, {})))
-    end = len(e.leaves) + len(e.ops)
-    one = ThreadOp("constant", (), {"value": 1.0})
-    return ThreadExpression(e.leaves, (*e.ops, one, ThreadOp("div", (end, end - 1), {})))
-
-
-def multiply_by(e: ThreadExpression, leaf: int) -> ThreadExpression:
-    """before: ``div(a, leaf)``; after: ``mul(a, leaf)``, for a leaf that became its reciprocal."""
-    if leaf not in e.leaves:
-        return e
-    place = e.leaves.index(leaf)
-    ops = [
-        ThreadOp("mul", op.args, {}) if op.facets.divides and op.args[1] == place else op
-        for op in e.ops
-    ]
-    return ThreadExpression(e.leaves, tuple(ops))
-
-
-def _reciprocal_roots(e: ThreadExpression) -> ThreadExpression:
-    """before: ``div(a, sqrt(b))``; after: ``mul(a, rsqrt(b))``, where the root has no other use."""
-    ops = list(e.ops)
-    base = len(e.leaves)
-    uses = Counter(i for op in ops for i in op.args)
-    for n, op in enumerate(ops):
-        if not op.facets.divides or op.args[1] < base:
-            continue
-        root = op.args[1] - base
-        inverse = ops[root].facets.reciprocal
-        if inverse is not None and uses[op.args[1]] == 1:
-            ops[root] = ThreadOp(inverse, ops[root].args, {})
-            ops[n] = ThreadOp("mul", op.args, {})
-    return ThreadExpression(e.leaves, tuple(ops))

@@ -18,9 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan
-from typing import Any
 
-from cutesuper.ir.block import LOAD, STORE, BlockOp, BlockProgram, MuGraph, TensorSpec
+from cutesuper.ir.block import LOAD, STORE, BlockOp, BlockProgram, Copy, MuGraph, TensorSpec
 from cutesuper.ir.graph import KernelGraph, Node, Tensor
 from cutesuper.ir.operators.base import (
     CONSTANT,
@@ -219,13 +218,12 @@ def _fates(program: BlockProgram, tensors: Mapping[str, TensorSpec]) -> Fates:
     return found
 
 
-class _Guards:
+class _Guards(Copy):
     """A copy of a block program, with guards in front of operations that need them."""
 
     def __init__(self, old: BlockProgram, fates: Fates) -> None:
-        self.old, self.fates = old, fates
-        self.ops: list[BlockOp] = []
-        self.place: dict[int, int] = {}  # index in the new program of each operation of the old one
+        super().__init__(old)
+        self.fates = fates
         self.made: dict[tuple[str, int], int] = {}
 
     @property
@@ -236,12 +234,11 @@ class _Guards:
     def program(self) -> BlockProgram:
         """The whole program with guards."""
         for i, op in enumerate(self.old.ops):
-            inputs = [self.place[j] for j in op.inputs]
-            kind = self._guard(op)
+            inputs, kind = self.inputs(i), self._guard(op)
             if kind is not None:
                 inputs[1] = self._once(kind, inputs[1])
-            self.place[i] = self._add(op.kind, inputs, op.dims, op.attributes)
-        return replace(self.old, ops=tuple(self.ops))
+            self.copy(i, inputs)
+        return super().program()
 
     def _guard(self, op: BlockOp) -> str | None:
         args = [self.fates[j] for j in op.inputs]
@@ -256,19 +253,10 @@ class _Guards:
 
     def _least(self, i: int) -> int:
         """The value with the least finite number in place of -inf."""
-        return self._add("maximum", [i, self._constant(-LARGEST)], self.ops[i].dims)
+        return self.add("maximum", [i, self.constant(-LARGEST)], self.ops[i].dims)
 
     def _divisor(self, i: int) -> int:
         """The divisor with 1 in place of 0."""
-        dims, zero = self.ops[i].dims, self._constant(0.0)
-        above, below = (self._add("at_least", pair, dims) for pair in ([i, zero], [zero, i]))
-        return self._add("add", [i, self._add("mul", [above, below], dims)], dims)
-
-    def _constant(self, value: float) -> int:
-        return self._add("constant", [], (), {"value": value})
-
-    def _add(
-        self, kind: str, inputs: Sequence[int], dims: tuple[str, ...], attributes: Any = None
-    ) -> int:
-        self.ops.append(BlockOp(kind, tuple(inputs), dims, attributes or {}))
-        return len(self.ops) - 1
+        dims, zero = self.ops[i].dims, self.constant(0.0)
+        above, below = (self.add("at_least", pair, dims) for pair in ([i, zero], [zero, i]))
+        return self.add("add", [i, self.add("mul", [above, below], dims)], dims)

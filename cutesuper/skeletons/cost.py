@@ -141,7 +141,7 @@ def computes(op: BlockOp) -> bool:
 
 def instructions(program: BlockProgram, op: BlockOp, target: Target) -> float:
     """Instructions per element; a value of the row divides through its reciprocal."""
-    if op.kind == "div" and len(program.ops[op.inputs[1]].dims) < len(op.dims):
+    if op.facets.divides and len(program.ops[op.inputs[1]].dims) < len(op.dims):
         return 1.0
     return target.rates.instructions.get(op.kind, 1)
 

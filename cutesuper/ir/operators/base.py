@@ -80,7 +80,7 @@ class Operator:
     powers: ClassVar[tuple[int, ...] | None] = None
     #: e^x: makes products of sums
     exponential: ClassVar[bool] = False
-    #: the function of ``m`` that computes 1 / result from the same operand, in one step
+    #: the operator that computes 1 / result from the same operand, in one step
     reciprocal: ClassVar[str | None] = None
     #: changes the order of dimensions and nothing else
     permutes: ClassVar[bool] = False

@@ -68,7 +68,7 @@ def attention_price(table: Table, form: AttentionForm, target: Target) -> Price:
         if rows and form.inner in labels:
             count *= 2 * dims[form.keys] / dims[form.inner]
         each = target.rates.instructions.get(d.kind, 1)
-        if d.kind == "div" and table.classes[d.inputs[1]].labels < labels:
+        if facets(d.kind).divides and table.classes[d.inputs[1]].labels < labels:
             each = 1  # the reciprocal multiplies
         return max(1e-4, count * each / rate)
 

@@ -17,7 +17,7 @@ def attention_lines(plan: AttentionPlan) -> list[str]:
     lines += [
         f"{_tensor(plan, o.view.argument)} = {_text(plan, o.expression)}" for o in plan.outputs
     ]
-    if plan.divisors:
+    if any(s.inverted for s in plan.row_sums):
         lines.append("rows that see no key are 0")
     lines.append(f"{plan.shared_bytes} bytes of shared memory")
     if plan.schedule.dependent_launch:
@@ -143,15 +143,11 @@ def _text(plan: AttentionPlan, expression: ThreadExpression) -> str:
     names |= {r.value: f"statistic{n}" for n, r in enumerate(plan.key_reductions)}
     names |= {i: f"row{n}" for n, i in enumerate(plan.row_values) if i not in names}
     names |= {i: f"key{n}" for n, i in enumerate(plan.key_values) if i not in names}
-    names |= {s.final: f"sum{n}" for n, s in enumerate(plan.row_sums)}
+    sums = enumerate(plan.row_sums)
+    names |= {s.final: f"(1 / sum{n})" if s.inverted else f"sum{n}" for n, s in sums}
     names |= {plan.product: "score", plan.result.final: "result"}
     names |= {} if plan.maximum is None else {plan.maximum: "maximum"}
     names |= {} if plan.weight is None else {plan.weight: "weight"}
     loads = [i for i, op in enumerate(plan.program.ops) if op.kind == "load"]
     names |= {i: _name(plan, i) for i in loads if i not in names}
-    inverted = {d: f"(1 / {names[d]})" for d in plan.divisors if _is_output(plan, expression)}
-    return expression.text([(names | inverted)[i] for i in expression.leaves])
-
-
-def _is_output(plan: AttentionPlan, expression: ThreadExpression) -> bool:
-    return any(o.expression is expression for o in plan.outputs)
+    return expression.text([names[i] for i in expression.leaves])

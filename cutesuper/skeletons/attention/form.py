@@ -22,6 +22,7 @@ from cutesuper.egraph.splits import Operand, Split, State
 from cutesuper.errors import SearchError
 from cutesuper.ir.block import CLUSTER_REDUCE, GRID_REDUCE, AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.operators.monoid import SUM
 from cutesuper.skeletons.attention.plan import MAX_WIDTH
 from cutesuper.skeletons.form import ALIGN, check_reductions
 from cutesuper.skeletons.operands import MULTIPLIED
@@ -313,9 +314,9 @@ class _Hoist:
         """An operation as a product of factors, which are only made if their value is needed."""
         if op.facets.multiplies:
             return args[0] + args[1]
-        if op.kind == "div":
+        if op.facets.divides:
             return args[0] + tuple(Factor(f.value, not f.inverse) for f in args[1])
-        if op.over is not None and op.kind in ("sum", "mean"):
+        if op.over is not None and op.facets.reduces is SUM:
             inside = self._having(op.over, args[0])
             if inside:
                 return (self._reduced(op, inside), *self._lacking(op.over, args[0]))

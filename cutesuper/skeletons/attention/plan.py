@@ -91,13 +91,15 @@ class Sum:
     Attributes:
         source: the summand of one tile; its leaves are the scores' product or its weight, values of
             rows and of keys.
-        final: the operation that completes it.
+        final: the operation that completes it, or its reciprocal.
         rescaled: True if it is multiplied by exp(old - new) when the running maximum rises.
+        inverted: True if only its reciprocal is used, which is 0 for 0.
     """
 
     source: ThreadExpression
     final: int
     rescaled: bool
+    inverted: bool
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,6 @@ class AttentionPlan(Plan[AttentionSchedule]):
         row_sums: accumulated numbers of rows, one at most.
         result: the accumulated product with the values.
         outputs: the stored tensors.
-        divisors: sums that only divide; they are replaced by their reciprocals, 0 for 0.
         schedule: the kernel's knobs.
     """
 
@@ -156,7 +157,6 @@ class AttentionPlan(Plan[AttentionSchedule]):
     row_sums: tuple[Sum, ...]
     result: Sum
     outputs: tuple[Output, ...]
-    divisors: tuple[int, ...]
     schedule: AttentionSchedule
 
     def view(self, load: int) -> View:

@@ -59,7 +59,8 @@ def attention_sizes(structure: BlockProgram, setting: Setting, pruned: Counter[s
         elif plan.stages < MIN_STAGES:
             pruned["room for one stage only"] += 1
         else:
-            sized.append(Sized(plan.program, price(plan, target)))
+            program = replace(structure, axes=plan.program.axes, tile=plan.program.tile)
+            sized.append(Sized(program, price(plan, target)))
     illegal = [r for r in refused if r.error is LoweringError]
     if illegal and not sized:
         raise illegal[0].refused(step.name)

@@ -16,13 +16,7 @@ from cutesuper.ir.block import (
 )
 from cutesuper.ir.check import check_block_program
 from cutesuper.ir.dims import extent
-from cutesuper.ir.thread import (
-    ThreadExpression,
-    fuse,
-    multiply_by,
-    only_divides,
-    reciprocal,
-)
+from cutesuper.ir.thread import ThreadExpression, fuse
 from cutesuper.skeletons.base import Argument, Output, View, view_of
 from cutesuper.skeletons.form import FOLDED
 from cutesuper.skeletons.matmul.plan import (
@@ -40,6 +34,7 @@ from cutesuper.skeletons.matmul.plan import (
 )
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.matmul.shift import find_shift
+from cutesuper.skeletons.normalize import quotients_by_statistics, with_reciprocals
 from cutesuper.skeletons.operands import check_element_type, check_same_type, unaligned
 
 
@@ -53,8 +48,7 @@ class Roles:
     """
 
     def __init__(self, step: KernelStep, arguments: tuple[Argument, ...]) -> None:
-        self.step = step
-        self.program = step.program
+        self.program = with_reciprocals(step.program, quotients_by_statistics(step.program))
         self.arguments = arguments
         self.where = f"kernel {step.name}"
         ops = self.program.ops
@@ -417,10 +411,8 @@ class Roles:
 
     def _reduced(self, op: BlockOp) -> tuple[str, float]:
         """The operation that combines partial results, and the factor of the complete one."""
-        mean = op.kind == "mean"
-        scale = 1.0 / extent(self.program.dims[op.attributes["over"]]) if mean else 1.0
         assert op.facets.reduces is not None
-        return op.facets.reduces.name, scale
+        return op.facets.reduces.name, self.program.factor(op)
 
     def _ends(
         self,
@@ -479,18 +471,13 @@ class Roles:
             return i in reduced
 
         where = f"{self.where}, row values"
-        ends = replace(
+        return replace(
             ends,
             row_values={
                 i: fuse(self.program, i, is_statistic, where) for i in leaves if is_row_value(i)
             },
             loads={i: self._view(i) for i in leaves if self._is_load(i)},
         )
-        for i in ends.row_values:
-            # one reciprocal for each row in place of a division for every element
-            if only_divides(ends.expressions, i):
-                ends = ends.inverted(i)
-        return ends
 
 
 @dataclass(frozen=True)
@@ -508,16 +495,6 @@ class Ends:
         """All expressions."""
         sources = [x.source for x in (*self.tails, *self.reductions)]
         return [o.expression for o in self.outputs] + sources
-
-    def inverted(self, i: int) -> Ends:
-        """The ends with a row value's reciprocal, which multiplies in place of the division."""
-        return Ends(
-            tuple(replace(o, expression=multiply_by(o.expression, i)) for o in self.outputs),
-            tuple(replace(t, source=multiply_by(t.source, i)) for t in self.tails),
-            tuple(replace(r, source=multiply_by(r.source, i)) for r in self.reductions),
-            {**self.row_values, i: reciprocal(self.row_values[i])},
-            self.loads,
-        )
 
 
 def check_operands(plan: MatmulPlan, where: str) -> None:

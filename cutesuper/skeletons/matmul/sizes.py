@@ -89,7 +89,8 @@ class _Plans:
 
     def _recognised(self, program: BlockProgram) -> MatmulPlan:
         if self.known is not None:
-            return replace(self.known, program=program)
+            resized = replace(self.known.program, axes=program.axes, tile=program.tile)
+            return replace(self.known, program=resized)
         step = KernelStep("of this structure", program)
         roles = Roles(step, arguments_of(step, self.setting.tensors))
         plan = roles.plan(MatmulSchedule(stages=1))

@@ -65,7 +65,6 @@ class RowPlan(Plan[RowSchedule]):
         stores: views of the stores, by operation.
         reductions: operations that reduce over ``column``.
         order: loads and computations, in the order in which they are issued.
-        inverted: row scalars whose reciprocal is computed once, because they divide whole rows.
         schedule: the kernel's knobs.
     """
 
@@ -77,7 +76,6 @@ class RowPlan(Plan[RowSchedule]):
     stores: dict[int, View]
     reductions: tuple[int, ...]
     order: tuple[int, ...]
-    inverted: tuple[int, ...]
     schedule: RowSchedule
 
     @property
@@ -184,7 +182,6 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
             (the same one without a cluster): the element is read by itself, and not reduced.
         levels: the work on a tile, from one exchange to the next.
         sums: values that are combined over rows.
-        inverted: values of rows whose reciprocal is computed once; see `skeletons.rows.plan`.
         schedule: the kernel's knobs.
         shared_percent: percentage of an SM's L1 and shared memory that the launch requests as
             shared memory; 0 leaves it to the driver.
@@ -201,7 +198,6 @@ class RowLoopPlan(Plan[RowLoopSchedule]):
     picked: dict[int, int]
     levels: tuple[Level, ...]
     sums: tuple[RowSum, ...]
-    inverted: tuple[int, ...]
     schedule: RowLoopSchedule
     shared_percent: int = 0
 

@@ -18,9 +18,10 @@ from cutesuper.skeletons.rows.roles import (
     check_symbols,
     check_views,
     find_roles,
-    inverted_divisors,
+    loop_column,
     row_label,
     walks,
+    with_row_reciprocals,
 )
 from cutesuper.skeletons.rows.schedule import (
     BULK,
@@ -72,13 +73,14 @@ def frame(step: KernelStep, setting: Setting) -> RowLoopPlan:
     all extents of a structure. Raises LoweringError."""
     program, where = step.program, f"kernel {step.name}"
     arguments = arguments_of(step, setting.tensors)
+    column = loop_column(program, *_views(program, arguments), where)
+    program = with_row_reciprocals(program, column, arguments)
     loads, stores = _views(program, arguments)
-    roles = find_roles(program, loads, stores, where)
+    roles = find_roles(program, column, where)
     check_views(program, arguments, roles, loads, stores, where)
-    inverted = inverted_divisors(program, roles.column, arguments)
     return RowLoopPlan(
         program, arguments, roles.column, roles.rows, roles.outer, loads, stores, roles.complete,
-        roles.picked, roles.levels, roles.sums, inverted, RowLoopSchedule(1, 1, 1, 1),
+        roles.picked, roles.levels, roles.sums, RowLoopSchedule(1, 1, 1, 1),
     )  # fmt: skip
 
 
@@ -220,13 +222,13 @@ def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None =
     _check_structure(program, where)
     arguments = arguments_of(step, setting.tensors)
     check_symbols(arguments, where)
+    column = _column(program, *_views(program, arguments), where)
+    program = with_row_reciprocals(program, column, arguments)
     loads, stores = _views(program, arguments)
-    column = _column(program, loads, stores, where)
     reductions = tuple(i for i, o in enumerate(program.ops) if o.facets.reduces)
     rows = _row_order(program, [*loads.values(), *stores.values()], column)
-    inverted = inverted_divisors(program, column, arguments)
     plan = RowPlan(
-        program, arguments, column, rows, loads, stores, reductions, (), inverted,
+        program, arguments, column, rows, loads, stores, reductions, (),
         RowSchedule(1, 1, 1, 1),
     )  # fmt: skip
     if reductions and schedule is None and plan.length > MAX_ROW:

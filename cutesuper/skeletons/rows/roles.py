@@ -25,9 +25,13 @@ from cutesuper.ir.operators.base import CONSTANT
 from cutesuper.ir.operators.monoid import SUM
 from cutesuper.skeletons.base import Argument, View
 from cutesuper.skeletons.form import FOLDED
+from cutesuper.skeletons.normalize import with_reciprocals
 from cutesuper.skeletons.rows.plan import Level, RowSum
 from cutesuper.skeletons.rows.settings import walks_long
 from cutesuper.targets import Target
+
+#: operations that end a sum over rows
+SUMMING = (ACCUMULATE, GRID_REDUCE)
 
 
 @dataclass(frozen=True)
@@ -59,16 +63,10 @@ def walks(program: BlockProgram, target: Target) -> bool:
     return contiguous and walks_long(target, tensors, extent(program.dims[row]))
 
 
-def find_roles(
-    program: BlockProgram, loads: dict[int, View], stores: dict[int, View], where: str
-) -> Roles:
-    """The roles of all operations. Raises LoweringError if one has none."""
-    summed = {
-        program.axis(op.attributes["axis"]).dim
-        for op in program.ops
-        if op.kind in (ACCUMULATE, GRID_REDUCE)
-    }
-    column = _column(program, summed, loads, stores, where)
+def find_roles(program: BlockProgram, column: str, where: str) -> Roles:
+    """The roles of all operations, by the label along the rows. Raises LoweringError if one has
+    none."""
+    summed = _summed(program)
     for a in program.axes:
         if a.kind == AxisKind.LOOP or (a.kind == AxisKind.CLUSTER and a.dim != column):
             raise LoweringError(
@@ -92,13 +90,17 @@ def find_roles(
     return Roles(column, rows, outer, complete, picked, sums, levels)
 
 
-def _column(
-    program: BlockProgram,
-    summed: set[str],
-    loads: dict[int, View],
-    stores: dict[int, View],
-    where: str,
+def _summed(program: BlockProgram) -> set[str]:
+    """The labels of rows over which values are summed."""
+    ends = (op for op in program.ops if op.kind in SUMMING)
+    return {program.axis(op.attributes["axis"]).dim for op in ends}
+
+
+def loop_column(
+    program: BlockProgram, loads: dict[int, View], stores: dict[int, View], where: str
 ) -> str:
+    """The label along the rows of a row loop. Raises LoweringError if there is none."""
+    summed = _summed(program)
     over = {str(op.attributes["over"]) for op in program.ops if op.facets.reduces} - summed
     if len(over) > 1:
         raise LoweringError(f"{where}: rows are reduced along {', '.join(sorted(over))}, not one")
@@ -179,7 +181,7 @@ def _check_sums(
 
 def _links(program: BlockProgram, i: int, summed: set[str]) -> bool:
     op = program.ops[i]
-    if op.kind in (ACCUMULATE, GRID_REDUCE):
+    if op.kind in SUMMING:
         return True
     return bool(op.facets.reduces) and op.attributes["over"] in summed
 
@@ -338,22 +340,19 @@ def row_label(
     return max(fixed or weight, key=lambda d: weight[d], default=None)
 
 
-def inverted_divisors(
+def with_row_reciprocals(
     program: BlockProgram, column: str, arguments: tuple[Argument, ...]
-) -> tuple[int, ...]:
-    """Row scalars that divide whole rows: one reciprocal in place of a division for each element.
+) -> BlockProgram:
+    """The program with reciprocals of the values of rows that divide whole rows.
 
-    before: ``div(x[M, N], s[M])``; after: ``mul(x, 1 / s)``, s as a reciprocal root if it is a
-    root. The softmax of rows of 4096 has 37 special-function instructions instead of 66, the RMS
-    norm 1 instead of 35. This is not done for rows of fp32 results: the product is rounded twice.
+    The softmax of rows of 4096 has 37 special-function instructions instead of 66, the RMS norm 1
+    instead of 35. This is not done for rows of fp32 results: the product is rounded twice.
     """
     wide = {a.name for a in arguments if a.written and as_dtype(a.dtype).itemsize > 2}
     if any(column in op.dims and op.attributes["tensor"] in wide for op in program.stores()):
-        return ()
-    found: dict[int, None] = {}
-    for op in program.ops:
-        if op.kind == "div" and column in op.dims:
-            divisor = program.ops[op.inputs[1]]
-            if divisor.dims and column not in divisor.dims:
-                found[op.inputs[1]] = None
-    return tuple(found)
+        return program
+    sums = (i for i, op in enumerate(program.ops) if op.kind in SUMMING)
+    late = program.dependence.after(sums)  # a few columns, computed once
+    whole = (i for i, op in enumerate(program.ops) if op.facets.divides and column in op.dims)
+    by = {i: program.ops[program.ops[i].inputs[1]].dims for i in whole if i not in late}
+    return with_reciprocals(program, {i for i, dims in by.items() if dims and column not in dims})

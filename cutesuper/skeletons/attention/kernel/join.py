@@ -292,7 +292,7 @@ class Join:
             known = dict(zip(plan.row_values, rows.values[r], strict=True))
             for s in plan.row_sums:
                 total = state[2 * r + 1]
-                if cutlass.const_expr(s.final in plan.divisors):
+                if cutlass.const_expr(s.inverted):
                     # a row without visible keys is 0, not 0 / 0
                     total = 1.0 / total if total != 0.0 else Float32(0.0)
                 known[s.final] = total

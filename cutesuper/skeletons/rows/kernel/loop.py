@@ -234,8 +234,7 @@ class RowLoopKernel:
             if n == plan.last_sum and scratch is not None:
                 self.finish.leave_all(sums, memory, scratch, place)
             for (i, r), x in self.exchange.gather(n, it, reduced, memory, place).items():
-                mean = plan.program.ops[i].facets.averages
-                known[r][plan.complete[i]] = x * (1.0 / plan.length) if mean else x
+                known[r][plan.complete[i]] = x * plan.program.factor(plan.program.ops[i])
         if not plan.schedule.kept and scratch is None:
             self.tiles.everybody_has_read()
             self.tiles.refill(it, count, memory, tensors, place)

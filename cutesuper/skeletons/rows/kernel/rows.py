@@ -112,7 +112,6 @@ class RowKernel:
         were loaded ahead become fp32 at their first use."""
         plan = self.plan
         values: dict[int, Any] = {}
-        inverses: dict[int, Any] = {}
         for i in (*plan.order, *plan.stores):
             op = plan.program.ops[i]
             for j in op.inputs:
@@ -127,20 +126,11 @@ class RowKernel:
                 n, source = plan.reductions.index(i), args[0]
                 if op.facets.selects and op.inputs[0] in ahead and packed(ahead[op.inputs[0]]):
                     source = ahead[op.inputs[0]]
-                values[i] = self.reduce(op.kind, source, n, slots, tidx, lane, group, first)
-            elif op.kind == "div" and plan.column in op.dims and op.inputs[1] in plan.inverted:
-                divisor = op.inputs[1]
-                if divisor not in inverses:
-                    inverses[divisor] = self.inverse(divisor, values)
-                values[i] = args[0] * inverses[divisor]
+                total = self.reduce(op.kind, source, n, slots, tidx, lane, group, first)
+                values[i] = total * plan.program.factor(op)
             else:
                 values[i] = lookup(op.kind).scalar(self.math, args, op.attributes)
         return values
-
-    def inverse(self, i: int, values: dict[int, Any]) -> Any:
-        """1 / value of a row; for a square root in one instruction."""
-        op = self.plan.program.ops[i]
-        return self.math.rsqrt(values[op.inputs[0]]) if op.kind == "sqrt" else 1.0 / values[i]
 
     def offset(self, view: View, tensors: list[cute.Tensor], row: Any) -> Any:
         """Offset in elements of a row's first element."""
@@ -266,7 +256,7 @@ class RowKernel:
     def reduce(
         self, kind: cutlass.Constexpr, value, n: cutlass.Constexpr, slots, tidx, lane, group, first
     ):
-        """A reduction of a row, returned to every thread of the row."""
+        """The combined elements of a row, returned to every thread of the row."""
         op = lookup(kind).reduces.name
         v = reduced(op, value, self.inside(first))
         if cutlass.const_expr(self.plan.schedule.interleaved):
@@ -289,8 +279,6 @@ class RowKernel:
                 warps = self.plan.warps_per_row
                 base = (n * self.plan.schedule.rows + group) * warps
                 v = self.across(op, v, slots, base, lane // 32, 1, warps, tidx % 32 == 0)
-        if cutlass.const_expr(lookup(kind).averages):
-            v = v * (1.0 / self.length)
         return v
 
     @cute.jit

@@ -93,8 +93,7 @@ class Values:
             asked = sources.picks.ask(end, self.row, sources.tensors, self.place)
         source = plan.program.ops[sources.picks.source(end)].inputs[0]
         found = choose(asked.inside, self.at(asked).of(source), 0.0)
-        mean = plan.program.ops[plan.picked[end]].facets.averages
-        return found * (1.0 / plan.length) if mean else found
+        return found * plan.program.factor(plan.program.ops[plan.picked[end]])
 
     def _store(self, i: int) -> dict[int, Any]:
         """The dictionary for a value: that of this piece, or that of the row."""
@@ -106,11 +105,8 @@ class Values:
 
     def _needs(self, i: int) -> tuple[int, ...]:
         """The operands that `compute` needs: long chains are computed in order."""
-        plan, op = self.k.plan, self.k.plan.program.ops[i]
-        if i in plan.picked:
-            return ()
-        inverted = op.kind == "div" and plan.column in op.dims and op.inputs[1] in plan.inverted
-        return op.inputs[:1] if inverted else op.inputs
+        plan = self.k.plan
+        return () if i in plan.picked else plan.program.ops[i].inputs
 
     def compute(self, i: int) -> Any:
         """Evaluate an operation."""
@@ -120,8 +116,6 @@ class Values:
             return self.load(i)
         if i in plan.picked:
             return self.picked(i)
-        if op.kind == "div" and plan.column in op.dims and op.inputs[1] in plan.inverted:
-            return self.of(op.inputs[0]) * self.inverse(op.inputs[1])
         args = [self.of(j) for j in op.inputs]
         operator = lookup(op.kind)
         if operator.masks:
@@ -149,15 +143,6 @@ class Values:
         if self.element is not None:
             return self.element.column
         return k.columns(self.piece, place.piece, place.first) + place.part * k.plan.width
-
-    def inverse(self, i: int) -> Any:
-        """1 / a value of the row; for a square root in one instruction."""
-        key = -1 - i
-        if key not in self.known:
-            op = self.k.plan.program.ops[i]
-            root = op.kind == "sqrt"
-            self.known[key] = self.k.math.rsqrt(self.of(op.inputs[0])) if root else 1.0 / self.of(i)
-        return self.known[key]
 
     def load(self, i: int) -> Any:
         """A load in fp32."""
