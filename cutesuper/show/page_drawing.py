@@ -12,9 +12,8 @@ from itertools import pairwise
 
 from cutesuper.show.layered import Item, place
 from cutesuper.show.page_parts import Html, el
-from cutesuper.show.svg_elements import curve, text_width
+from cutesuper.show.svg_elements import LARGE, SMALL, curve, text_width
 
-LARGE, SMALL = 12.0, 10.5
 LINE, EDGE_GAP, BOX_GAP, MARGIN, PILL = 16, 34, 22, 14, 15
 
 

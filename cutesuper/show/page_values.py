@@ -16,7 +16,7 @@ from cutesuper.ir.check import ITERATED, ValueState
 from cutesuper.ir.outline import call, phrase, sections
 from cutesuper.show.page_block import BlockDrawing
 from cutesuper.show.page_parts import Html, count, el, join, tile_text
-from cutesuper.show.svg import Key
+from cutesuper.show.panel import Key
 
 
 def value_notes(drawing: BlockDrawing) -> list[Html]:
