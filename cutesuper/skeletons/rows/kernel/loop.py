@@ -17,7 +17,7 @@ from cutlass import Float32, Int32
 
 from cutesuper.device.barriers import Barriers
 from cutesuper.device.cluster import announce, wait_for_cluster
-from cutesuper.device.fragments import NEUTRAL, combine, packed, reduced
+from cutesuper.device.fragments import NEUTRAL, combine, filled, packed, reduced
 from cutesuper.device.launch import start_successor, wait_for_predecessor
 from cutesuper.device.pipeline import Ring
 from cutesuper.ir.block import LOAD
@@ -255,9 +255,7 @@ class RowLoopKernel:
         shape = (self.k.vector, self.k.piece) if self.plan.has_columns(s) else (1, 1)
         found = []
         for _ in range(self.k.pieces if self.plan.has_columns(s) else 1):
-            acc = cute.make_rmem_tensor(cute.make_layout(shape), Float32)
-            acc.fill(NEUTRAL[s.op])
-            found.append(acc)
+            found.append(filled(shape, NEUTRAL[s.op]))
         return found
 
     def carry(self, some: list[list[Any]], sums: list[list[Any]]) -> None:

@@ -16,8 +16,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cutlass_dsl import select_
 
+from cutesuper.device.memory import element
 from cutesuper.ir.block import LOAD
-from cutesuper.skeletons.kernel.arguments import ELEMENT
+from cutesuper.skeletons.kernel.arguments import dtype_of
 from cutesuper.skeletons.rows.kernel.access import Access
 from cutesuper.skeletons.rows.kernel.context import Known, Place, Row
 from cutesuper.skeletons.rows.kernel.stages import Stages
@@ -87,11 +88,10 @@ class Picks:
         plan, stages = self.plan, self.stages
         view = plan.loads[i]
         if plan.varies(view) and row.memory is not None and plan.parts == 1:
-            dtype = ELEMENT[plan.arguments[view.argument].dtype]
-            base = stages.row_memory(i, row, dtype)
+            base = stages.row_memory(i, row, dtype_of(plan, view))
         else:
             existing = stages.existing(row.row, tensors) if plan.varies(view) else Int32(0)
             start = self.access.offset(view, tensors, existing, replace(place, part=0))
             base = tensors[view.argument].iterator + start
             column = column * view.stride(plan.column)
-        return cute.make_tensor(base + column, cute.make_layout(1))[0]
+        return element(base, column)
