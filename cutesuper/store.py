@@ -25,6 +25,7 @@ from cutesuper.ir.definitions import definitions, names_of
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT
+from cutesuper.ir.relations import ordered
 from cutesuper.ir.serial import from_dict, to_dict
 from cutesuper.runtime.cache import default_root
 from cutesuper.runtime.private import exposure, make_private, replace_file
@@ -127,16 +128,8 @@ def canonical(graph: KernelGraph) -> dict[str, Any]:
     one bucket of a symbolic extent. Operators that were added to the package's own are named
     together with their definitions.
     """
-    order: dict[int, int] = {i: n for n, i in enumerate(graph.inputs)}
-
-    stack = list(reversed(graph.outputs))
-    while stack:
-        i = stack[-1]
-        before = [j for j in graph.nodes[i].inputs if j not in order]
-        if i in order or not before:
-            order.setdefault(stack.pop(), len(order))
-        else:
-            stack += reversed(before)
+    found = ordered(graph.outputs, lambda i: graph.nodes[i].inputs)
+    order = {i: n for n, i in enumerate(dict.fromkeys((*graph.inputs, *found)))}
     names = {name: n for n, name in enumerate(_symbols(graph))}
     nodes: list[dict[str, Any]] = []
     for i in order:

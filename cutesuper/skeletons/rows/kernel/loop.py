@@ -21,6 +21,7 @@ from cutesuper.device.fragments import NEUTRAL, combine, filled, packed, reduced
 from cutesuper.device.launch import start_successor, wait_for_predecessor
 from cutesuper.device.pipeline import Ring
 from cutesuper.ir.block import LOAD
+from cutesuper.ir.relations import reachable
 from cutesuper.skeletons.kernel.arguments import unravel
 from cutesuper.skeletons.rows.kernel.access import Access
 from cutesuper.skeletons.rows.kernel.context import Known, Memory, Place
@@ -296,7 +297,6 @@ class RowLoopKernel:
     def only_after(self, i: int) -> bool:
         """True if nothing in the loop uses a load."""
         plan = self.plan
-        used: set[int] = set()
         work = [plan.sums[k].source for level in plan.levels for k in level.sums]
         work += [
             j
@@ -304,9 +304,4 @@ class RowLoopKernel:
             for s in (*level.stores, *level.reductions)
             for j in plan.program.ops[s].inputs
         ]
-        while work:
-            j = work.pop()
-            if j not in used:
-                used.add(j)
-                work += plan.program.ops[j].inputs
-        return i not in used
+        return i not in reachable(work, lambda j: plan.program.ops[j].inputs)

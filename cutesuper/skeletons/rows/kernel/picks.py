@@ -18,6 +18,7 @@ from cutlass.cutlass_dsl import select_
 
 from cutesuper.device.memory import element
 from cutesuper.ir.block import LOAD
+from cutesuper.ir.relations import reachable
 from cutesuper.skeletons.kernel.arguments import dtype_of
 from cutesuper.skeletons.rows.kernel.access import Access
 from cutesuper.skeletons.rows.kernel.context import Known, Place, Row
@@ -55,12 +56,7 @@ class Picks:
 
     def _leaves(self, i: int) -> list[int]:
         ops, column = self.plan.program.ops, self.plan.column
-        found, stack = dict[int, None](), [i]
-        while stack:
-            j = stack.pop()
-            if j not in found and column in ops[j].dims:
-                found[j] = None
-                stack += reversed(ops[j].inputs)
+        found = reachable([i], lambda j: [n for n in ops[j].inputs[::-1] if column in ops[n].dims])
         return [j for j in found if ops[j].kind == LOAD]
 
     def ask(self, end: int, row: Row, tensors: list[cute.Tensor], place: Place) -> Asked:
