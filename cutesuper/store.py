@@ -9,10 +9,8 @@ muGraph and plan its schedules again. Files of the user's folder come before the
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
@@ -27,7 +25,7 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT
 from cutesuper.ir.relations import ordered
 from cutesuper.ir.serial import from_dict, to_dict
-from cutesuper.runtime.cache import default_root
+from cutesuper.runtime.cache import default_root, warn_once
 from cutesuper.runtime.private import exposure, make_private, replace_file
 from cutesuper.skeletons.registry import read_schedule
 from cutesuper.skeletons.schedule import Schedule, schedule_dict
@@ -289,12 +287,7 @@ def _refuse_exposed(path: Path) -> None:
 
 def ignore(path: Path, why: CutesuperError) -> None:
     """Warn once that a file is not used."""
-    _warn_once(f"tuned schedule {path} is not used: {why}")
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
+    warn_once(f"tuned schedule {path} is not used: {why}")
 
 
 def read_entry(path: Path, graph: KernelGraph, arch: str, dependent_launch: bool) -> Entry:

@@ -47,18 +47,13 @@ def partition(graph: fx.Graph, *, constants: Collection[fx.Node] = ()) -> Partit
     return _Growing(graph, frozenset(constants)).run()
 
 
-def halves(region: Region, constants: Collection[fx.Node] = ()) -> tuple[Region, Region] | None:
-    """A region in two, cut where the least data crosses; None if there is no such place.
-
-    Args:
-        region: of `partition`.
-        constants: as for `partition`.
-    """
+def halves(region: Region) -> tuple[Region, Region] | None:
+    """A region in two, cut where the least data crosses; None if there is no such place."""
     found: list[tuple[int, int, Region, Region]] = []
     for i in range(1, len(region.nodes)):
         try:
-            first = convert(region.nodes[:i], constants)
-            second = convert(region.nodes[i:], constants)
+            first = convert(region.nodes[:i])
+            second = convert(region.nodes[i:])
         except Unsupported:
             continue
         balance = abs(_work(first) - _work(second))
