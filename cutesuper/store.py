@@ -362,17 +362,3 @@ def _read_measured(data: Any) -> Measured:
         if not good:
             raise FormatError(f"'measured.{name}' is {value!r}")
     return Measured(**data)
-
-
-__all__ = [
-    "Entry",
-    "Measured",
-    "canonical",
-    "file_name",
-    "find",
-    "ignore",
-    "read_entry",
-    "save",
-    "shipped_folder",
-    "user_folder",
-]

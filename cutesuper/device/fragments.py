@@ -177,7 +177,3 @@ def total(kind: str, values: Sequence[Any]) -> Any:
     for n, x in enumerate(values[CHAINS:]):
         running[n % CHAINS] = combine(kind, running[n % CHAINS], x)
     return tree(kind, running)
-
-
-__all__ = ["NEUTRAL", "PIECE", "combine", "fetched", "filled", "folded", "fragment", "packed",
-           "reduced", "stored", "tree", "widen"]  # fmt: skip

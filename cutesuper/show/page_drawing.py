@@ -188,6 +188,3 @@ def _chain(
         points += [(at[bend], tops[bend[2]]), (at[bend], tops[bend[2]] + heights[bend[2]])]
     points.append((at[b], tops[row[str(b)]] - 5))
     return edge(str(a), str(b), points)
-
-
-__all__ = ["Box", "dag", "edge", "line", "node", "pill", "pill_width", "svg"]

@@ -159,6 +159,3 @@ def loaded(program: BlockProgram, index: int, itemsize: int) -> int:
     """Bytes that all blocks together request in a load, padding included."""
     tile = prod(program.tile[d] for d in program.ops[index].dims)
     return tile * itemsize * times(program, index) * program.blocks()
-
-
-__all__ = ["complete", "lives", "loaded", "meaning", "times", "value_notes"]

@@ -78,6 +78,3 @@ def _leaves(ends: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors that gradients would be accumulated in."""
     found = reachable(ends, lambda f: (n for n, _ in f.next_functions if n is not None))
     return [f.variable for f in found if hasattr(f, "variable")]
-
-
-__all__ = ["explain"]

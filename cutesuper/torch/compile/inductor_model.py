@@ -97,6 +97,3 @@ def _products(graph: KernelGraph, group: set[int]) -> float:
         for i in group
         if _multiplies(nodes[i])
     )
-
-
-__all__ = ["Baseline", "baseline"]

@@ -210,6 +210,3 @@ def _writes(node: fx.Node) -> bool:
         # attention is marked as random, but draws random numbers only if it drops weights
         return bool(schema and schema.is_mutable) or (node.is_impure() and entry_of(node) is None)
     return node.op in ("call_module", "call_method")
-
-
-__all__ = ["Partition", "halves", "partition"]

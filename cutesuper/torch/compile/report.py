@@ -156,14 +156,3 @@ def _pair(ours: float | None, theirs: float | None) -> str:
     if ours is None or theirs is None:
         return "-"
     return f"{ours:.1f} vs. {theirs:.1f}"
-
-
-__all__ = [
-    "GraphReport",
-    "OutsideReport",
-    "Phase",
-    "RegionReport",
-    "Report",
-    "graph_report",
-    "nothing_taken",
-]

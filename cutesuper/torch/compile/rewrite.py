@@ -181,6 +181,3 @@ def _remove_unused(graph: fx.Graph, region: Region) -> None:
         seen.add(node)
         todo += node.all_input_nodes
         graph.erase_node(node)
-
-
-__all__ = ["Call", "rewrite"]

@@ -286,6 +286,3 @@ def _described(value: Any) -> str:
     sizes = [f"{'~' * isinstance(d, torch.SymInt)}{hint_of(d)}" for d in value.shape]
     strides = [hint_of(d) for d in value.stride()]
     return f"{value.dtype} {value.device} [{', '.join(sizes)}] {strides}"
-
-
-__all__ = ["Sample", "alone"]

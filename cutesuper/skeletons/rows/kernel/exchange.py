@@ -180,6 +180,3 @@ class Exchange:
             source = neighbours((slot + s).align(4 * wide), wide)
             cute.autovec_copy(source, neighbours(registers.iterator + s, wide))
         return tree(kind, [registers[s] for s in range(count)])
-
-
-__all__ = ["Exchange"]
