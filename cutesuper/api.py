@@ -104,5 +104,3 @@ def superoptimize(
 
 
 KernelGraph.superoptimize = pipeline.superoptimize
-
-__all__ = ["superoptimize"]

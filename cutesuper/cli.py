@@ -89,10 +89,8 @@ def _demo(args: argparse.Namespace) -> int:
     try:
         m, k, n = (int(x) for x in args.shape.split("x"))
     except ValueError:
-        print(
-            f"cutesuper: --shape {args.shape}: give M x K x N, e.g. 16x4096x6144", file=sys.stderr
-        )
-        return 2
+        message = f"--shape {args.shape}: give M x K x N, e.g. 16x4096x6144"
+        raise _UsageError(message) from None
     return run_demo((m, k, n), args.dtype, args.weight)
 
 
@@ -121,8 +119,7 @@ def _explain(args: argparse.Namespace) -> int:
     from cutesuper import superoptimize
 
     if args.html and args.html.suffix.lower() not in (".html", ".htm"):
-        print(f"cutesuper: --html {args.html}: give a name that ends in .html", file=sys.stderr)
-        return 2
+        raise _UsageError(f"--html {args.html}: give a name that ends in .html")
     for path in (args.svg, args.html):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise _UsageError(f"{path}: there cannot be a file of this name; is its folder there?")

@@ -121,6 +121,3 @@ def _refusal(graph: KernelGraph, wrt: tuple[str, ...], error: CutesuperError) ->
         "under torch.no_grad(), detach inputs that need no gradient, or train with "
         'torch.compile(fn, backend="cutesuper") or the operators of cutesuper.ops'
     )
-
-
-__all__ = ["gradient_of"]

@@ -129,6 +129,3 @@ def _other_extents(
             for s in cheapest(skeleton.sizes(*found, setting, Counter()), EXTENTS):
                 yield s.program, s.cost
             return
-
-
-__all__ = ["compile_mugraph"]

@@ -279,19 +279,3 @@ def called_us(call: Callable[[], Any], device: torch.device) -> float:
             torch.cuda.synchronize(device)
             best = min(best, time.perf_counter() - begin)
     return best / CALLS * 1e6
-
-
-__all__ = [
-    "TRIAL_ROUNDS",
-    "TRIAL_SETS",
-    "Call",
-    "CudaDevice",
-    "Device",
-    "Recording",
-    "Rounds",
-    "Sets",
-    "alternate",
-    "called_us",
-    "device_of",
-    "device_us",
-]

@@ -6,20 +6,5 @@ of PyTorch. Cases that the operators do not support are refused when a module is
 
 from __future__ import annotations
 
-from cutesuper.torch.nn import (
-    CrossEntropyLoss,
-    LayerNorm,
-    LogSoftmax,
-    RMSNorm,
-    Softmax,
-    SwiGLU,
-)
-
-__all__ = [
-    "CrossEntropyLoss",
-    "LayerNorm",
-    "LogSoftmax",
-    "RMSNorm",
-    "Softmax",
-    "SwiGLU",
-]
+from cutesuper.torch.nn import *  # noqa: F403
+from cutesuper.torch.nn import __all__ as __all__

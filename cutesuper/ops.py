@@ -6,28 +6,5 @@ the kernels. Importing this package imports torch, but neither CuTe DSL nor a GP
 
 from __future__ import annotations
 
-from cutesuper.torch.ops import (
-    add_activation,
-    attention,
-    cross_entropy,
-    geglu,
-    layer_norm,
-    log_softmax,
-    normalized_update,
-    rms_norm,
-    softmax,
-    swiglu,
-)
-
-__all__ = [
-    "add_activation",
-    "attention",
-    "cross_entropy",
-    "geglu",
-    "layer_norm",
-    "log_softmax",
-    "normalized_update",
-    "rms_norm",
-    "softmax",
-    "swiglu",
-]
+from cutesuper.torch.ops import *  # noqa: F403
+from cutesuper.torch.ops import __all__ as __all__

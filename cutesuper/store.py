@@ -9,10 +9,8 @@ muGraph and plan its schedules again. Files of the user's folder come before the
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
@@ -25,8 +23,9 @@ from cutesuper.ir.definitions import definitions, names_of
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT
+from cutesuper.ir.relations import ordered
 from cutesuper.ir.serial import from_dict, to_dict
-from cutesuper.runtime.cache import default_root
+from cutesuper.runtime.cache import default_root, warn_once
 from cutesuper.runtime.private import exposure, make_private, replace_file
 from cutesuper.skeletons.registry import read_schedule
 from cutesuper.skeletons.schedule import Schedule, schedule_dict
@@ -127,16 +126,8 @@ def canonical(graph: KernelGraph) -> dict[str, Any]:
     one bucket of a symbolic extent. Operators that were added to the package's own are named
     together with their definitions.
     """
-    order: dict[int, int] = {i: n for n, i in enumerate(graph.inputs)}
-
-    stack = list(reversed(graph.outputs))
-    while stack:
-        i = stack[-1]
-        before = [j for j in graph.nodes[i].inputs if j not in order]
-        if i in order or not before:
-            order.setdefault(stack.pop(), len(order))
-        else:
-            stack += reversed(before)
+    found = ordered(graph.outputs, lambda i: graph.nodes[i].inputs)
+    order = {i: n for n, i in enumerate(dict.fromkeys((*graph.inputs, *found)))}
     names = {name: n for n, name in enumerate(_symbols(graph))}
     nodes: list[dict[str, Any]] = []
     for i in order:
@@ -296,12 +287,7 @@ def _refuse_exposed(path: Path) -> None:
 
 def ignore(path: Path, why: CutesuperError) -> None:
     """Warn once that a file is not used."""
-    _warn_once(f"tuned schedule {path} is not used: {why}")
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, RuntimeWarning, stacklevel=4)
+    warn_once(f"tuned schedule {path} is not used: {why}")
 
 
 def read_entry(path: Path, graph: KernelGraph, arch: str, dependent_launch: bool) -> Entry:
@@ -376,17 +362,3 @@ def _read_measured(data: Any) -> Measured:
         if not good:
             raise FormatError(f"'measured.{name}' is {value!r}")
     return Measured(**data)
-
-
-__all__ = [
-    "Entry",
-    "Measured",
-    "canonical",
-    "file_name",
-    "find",
-    "ignore",
-    "read_entry",
-    "save",
-    "shipped_folder",
-    "user_folder",
-]

@@ -104,24 +104,33 @@ class Box:
         return inside and self.y <= o.y and o.y + o.h <= self.y + self.h
 
 
+def kind_of(box: ElementTree.Element, node: ElementTree.Element) -> str:
+    """What a box is: the block or a loop, an operation or a tensor, part of the legend."""
+    look, around = box.get("class", "").split(), node.get("class", "").split()
+    if "shape" in look:
+        return "tensor" if "tensor" in around else "op"
+    return {"block": "kernel", "loop": "loop"}.get(look[-1], look[0]) if look else ""
+
+
 def panels(svg: str) -> tuple[ElementTree.Element, list[list[Box]]]:
-    """The parsed document, and the boxes of each of its groups in absolute coordinates."""
+    """The parsed document, and the boxes of each of its drawings in absolute coordinates."""
     root = ElementTree.fromstring(svg)
     groups: list[list[Box]] = []
-    for group in root.iter(f"{SVG}g"):
+    for group in root.findall(f"{SVG}g"):
         found = re.fullmatch(r"translate\((\S+) (\S+)\)", group.get("transform", ""))
         assert found
         dx, dy = map(float, found.groups())
         groups.append(
             [
                 Box(
-                    r.get("class", ""),
+                    kind_of(r, node),
                     float(r.get("x", 0)) + dx,
                     float(r.get("y", 0)) + dy,
                     float(r.get("width", 0)),
                     float(r.get("height", 0)),
                 )
-                for r in group.iter(f"{SVG}rect")
+                for node in group.iter()
+                for r in node.findall(f"{SVG}rect")
             ]
         )
     return root, groups

@@ -277,7 +277,7 @@ class _Joint:
         """The backward pass, the kept values that it uses, and the places of the gradients."""
         given = {**dict(self.inputs), **kept, **dict(self.cotangents)}
         roots = list(dict.fromkeys(i for i in self.gradients.values() if i not in given))
-        nodes = self.both.between(set(given), roots)
+        nodes = self.both.needed(roots, set(given))
         used = {j for i in nodes for j in self.both.nodes[i].inputs} | set(self.gradients.values())
         inputs = [(i, name) for i, name in given.items() if i in used]
         places: dict[str, int | str] = {
@@ -308,7 +308,7 @@ class _Joint:
         """Store kept statistics of rows as float32, as between the kernels of a program, unless one
         is an operand of a product, which has one element type."""
         g = self.both
-        nodes = g.between({i for i, _ in self.inputs} | set(kept), list(self.gradients.values()))
+        nodes = g.needed(self.gradients.values(), {i for i, _ in self.inputs} | set(kept))
         mixing = {i for i in nodes if g.nodes[i].shape[-1:] != (1,)}
         for i in sorted((nodes | set(kept)) - mixing, reverse=True):
             users = [j for j in nodes if i in g.nodes[j].inputs]

@@ -47,7 +47,7 @@ class Reuse:
         for i, n in enumerate(self.both.nodes):
             if after & set(n.inputs):
                 after.add(i)
-        nodes = self.both.between(set(self.inputs), self.gradients) - after
+        nodes = self.both.needed(self.gradients, set(self.inputs)) - after
         names: dict[str, int] = {}
         count: Counter[str] = Counter()
         for i in sorted(nodes):
@@ -68,7 +68,7 @@ class Reuse:
 
     def met(self, kept: set[int]) -> set[int]:
         """The values of ``kept`` that the gradients use directly, not only through other ones."""
-        nodes = self.both.between({*self.inputs, *kept}, self.gradients)
+        nodes = self.both.needed(self.gradients, {*self.inputs, *kept})
         return kept & {j for i in nodes for j in self.both.nodes[i].inputs}
 
 

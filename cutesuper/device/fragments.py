@@ -39,6 +39,32 @@ _PACKED = {BFloat16: "bf16x2", Float16: "f16x2"}
 _SCALARS = DeviceMath(fast=False)
 
 
+def fragment(shape: int | tuple[int, ...], dtype: Any = Float32) -> cute.Tensor:
+    """Registers for elements of this shape."""
+    return cute.make_rmem_tensor(cute.make_layout(shape), dtype)
+
+
+def filled(shape: int | tuple[int, ...], value: Any, dtype: Any = Float32) -> cute.Tensor:
+    """Registers that all hold one value."""
+    registers = fragment(shape, dtype)
+    registers.fill(value)
+    return registers
+
+
+def stored(value: cute.TensorSSA, shape: int | tuple[int, ...], dtype: Any) -> cute.Tensor:
+    """Registers that hold a value, converted to their type."""
+    registers = fragment(shape, dtype)
+    registers.store(value.to(dtype))
+    return registers
+
+
+def fetched(source: cute.Tensor) -> cute.Tensor:
+    """Registers that hold neighbouring elements of memory, read at once."""
+    registers = fragment(source.shape, source.element_type)
+    cute.autovec_copy(source, registers)
+    return registers
+
+
 def packed(registers: cute.Tensor) -> bool:
     """True if a fragment ``(vector, accesses)`` holds two elements per register."""
     return registers.element_type in _PACKED and registers.shape[0] % 2 == 0
@@ -53,7 +79,7 @@ def widen(registers: cute.Tensor) -> cute.TensorSSA:
     """
     if not packed(registers):
         return registers.load().to(Float32)
-    wide = cute.make_rmem_tensor(cute.make_layout(registers.shape), Float32)
+    wide = fragment(registers.shape)
     for n, word in enumerate(words_of(registers)):
         if registers.element_type is BFloat16:
             pair = [x.bitcast(Float32) for x in (word << 16, word & Int32(-0x10000))]
@@ -109,7 +135,7 @@ def _packed_total(kind: str, words: Sequence[Int32], dtype: Any) -> Float32:
     while len(left) > 1:
         pairs = zip(left[::2], left[1::2], strict=False)
         left = [_packed(a, b, name) for a, b in pairs] + left[len(left) // 2 * 2 :]
-    both = cute.make_rmem_tensor(cute.make_layout((2, 1)), dtype)
+    both = fragment((2, 1), dtype)
     cute.recast_tensor(both, Int32)[0] = left[0]
     wide = widen(both)
     return combine(kind, wide[0], wide[1])
@@ -151,6 +177,3 @@ def total(kind: str, values: Sequence[Any]) -> Any:
     for n, x in enumerate(values[CHAINS:]):
         running[n % CHAINS] = combine(kind, running[n % CHAINS], x)
     return tree(kind, running)
-
-
-__all__ = ["NEUTRAL", "PIECE", "combine", "folded", "packed", "reduced", "tree", "widen"]

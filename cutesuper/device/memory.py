@@ -44,9 +44,24 @@ def swizzle(dtype: Any, width: int, along: bool) -> Any:
     return make_smem_layout_atom(kind, dtype).inner
 
 
+def neighbours(pointer: cute.Pointer, count: int) -> cute.Tensor:
+    """View of ``count`` neighbouring elements."""
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+def one(pointer: cute.Pointer) -> cute.Tensor:
+    """View of one element."""
+    return neighbours(pointer, 1)
+
+
+def put(pointer: cute.Pointer, value: Any) -> None:
+    """Write one element."""
+    one(pointer)[0] = value
+
+
 def element(array: cute.Pointer, index: Int32) -> Float32:
     """One element of an array in shared memory."""
-    return cute.make_tensor(array + index, cute.make_layout(1))[0]
+    return one(array + index)[0]
 
 
 def transposing_atom(dtype: Any) -> cute.CopyAtom:
@@ -141,12 +156,9 @@ def bulk_copy(
     """Load ``length`` neighbouring elements into shared memory; called by one thread. Addresses and
     size are multiples of 16 bytes."""
     atom = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), target.dtype)
-    layout = cute.make_layout(length)
     options = {} if hint is None else {"cache_policy": Int64(hint)}
-    cute.copy(
-        atom, cute.make_tensor(source, layout), cute.make_tensor(target, layout),
-        mbar_ptr=barrier.pointer, **options,
-    )  # fmt: skip
+    ends = neighbours(source, length), neighbours(target, length)
+    cute.copy(atom, *ends, mbar_ptr=barrier.pointer, **options)
 
 
 def element_atom(dtype: Any) -> cute.CopyAtom:
@@ -156,5 +168,4 @@ def element_atom(dtype: Any) -> cute.CopyAtom:
 
 def copy_element(atom: cute.CopyAtom, source: cute.Pointer, target: cute.Pointer) -> None:
     """Copy one element into shared memory; `Barrier.arrive_after_copies` tells when it is there."""
-    one = cute.make_layout(1)
-    cute.copy(atom, cute.make_tensor(source, one), cute.make_tensor(target, one))
+    cute.copy(atom, one(source), one(target))

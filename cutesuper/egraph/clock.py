@@ -53,6 +53,3 @@ def look() -> None:
     """Raise OutOfTime if the time is used up."""
     if late():
         raise OutOfTime
-
-
-__all__ = ["OUT_OF_TIME", "OutOfTime", "late", "limited", "look"]

@@ -8,10 +8,11 @@ refused; with subtraction about 1% are (true cancellations such as ``(a + b) - b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from cutesuper.egraph.clock import look
 from cutesuper.egraph.expression import EXP, ONE, ZERO, Atom, AtomKind, Expressions
+from cutesuper.ir.relations import reachable
 
 #: width of one bit field, which counts the occurrences of one variable; its top bit is a guard. A
 #: square of a square doubles the count with every operator, of which there are up to 32
@@ -291,14 +292,10 @@ class Goal:
 
 def _targets(table: Expressions, wanted: Iterable[int]) -> list[int]:
     """The wanted polynomials and all polynomials inside them."""
-    found: list[int] = []
-    queue = list(wanted)
-    while queue:
-        x = queue.pop()
-        if x in found or x in (ZERO, ONE):
-            continue
-        found.append(x)
-        for m, _ in table.terms(x):
-            queue.append(m.denominator)
-            queue += [table.atoms[a].argument for a, _ in m.numerator]
-    return found
+
+    def inside(x: int) -> Iterator[int]:
+        for m, _ in table.terms(x) if x not in (ZERO, ONE) else ():
+            yield m.denominator
+            yield from (table.atoms[a].argument for a, _ in m.numerator)
+
+    return [x for x in reachable(wanted, inside) if x not in (ZERO, ONE)]

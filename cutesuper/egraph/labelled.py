@@ -26,6 +26,7 @@ from cutesuper.ir.dependence import Dependence
 from cutesuper.ir.dims import Dim, Shape
 from cutesuper.ir.dtypes import DType
 from cutesuper.ir.operators.base import Attributes, Items, Operator, facets, lookup
+from cutesuper.ir.relations import Classes
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,9 @@ class _Unification:
     ) -> None:
         look()
         self.region, self.groups, self.equal = region, groups, equal
-        self.parent: dict[Slot, Slot] = {}
+        classes = Classes[Slot]()
+        #: the representative of the dimensions that are unified with one
+        self.find, self._join = classes.find, classes.join
         self.dead: list[Slot] = []  # dimensions of extent 1 that a reduction left behind
         self.shapes: dict[Any, Shape] = {}
         for g in groups.values():
@@ -298,21 +301,6 @@ class _Unification:
         self.consistent = all(self._distinct(owner, s) for owner, s in self.shapes.items())
 
     # ------------------------------------------------------------------------------- unification
-
-    def find(self, slot: Slot) -> Slot:
-        """The representative of the dimensions that are unified with this one."""
-        parent = self.parent
-        while slot in parent:
-            above = parent[slot]
-            if above in parent:
-                parent[slot] = parent[above]  # so that long chains are short the next time
-            slot = above
-        return slot
-
-    def _join(self, a: Slot, b: Slot) -> None:
-        a, b = self.find(a), self.find(b)
-        if a != b:
-            self.parent[a] = b
 
     def _owner(self, use: Use) -> Any:
         value = self.region.ops[use[0]].operands[use[1]].value

@@ -76,5 +76,3 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "constant": _FLAG,
     "full": _FLAG,
 }
-
-__all__ = ["as_path", "check_options", "shown"]

@@ -132,15 +132,3 @@ class Defined:
 
 def _made(operator: Operator) -> _Made:
     return _Made(operator, definition(operator) if is_added(operator) else "")
-
-
-__all__ = [
-    "Defined",
-    "added",
-    "are_still",
-    "definition",
-    "definitions",
-    "is_added",
-    "names_of",
-    "unknown",
-]

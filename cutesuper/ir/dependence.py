@@ -37,6 +37,3 @@ class Dependence:
         """The operations ``sources`` and all operations that depend on one of them."""
         bits = sum(1 << j for j in set(sources))
         return {i for i, before in enumerate(self._before) if before & bits}
-
-
-__all__ = ["Dependence"]

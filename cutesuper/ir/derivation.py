@@ -225,7 +225,7 @@ class Derivation(KernelGraph):
                 new[i] = g.tensor(len(g.nodes) - 1)
             else:
                 new[i] = g.new_input(n.shape, self.types.get(i, n.dtype), name)
-        for i in sorted(self.between(set(new), outputs)):
+        for i in sorted(self.needed(outputs, set(new))):
             n = self.nodes[i]
             args = [self._given_to(n, j, new[j]) for j in n.inputs]
             new[i] = g.apply(n.operator, *args, **dict(n.attributes))
@@ -239,17 +239,6 @@ class Derivation(KernelGraph):
         own = self.nodes[i].dtype
         other = lookup(n.operator).one_type and not own.integer and t.dtype != own
         return t.graph.convert(t, own) if other else t
-
-    def between(self, start: set[int], outputs: list[int]) -> set[int]:
-        """Nodes from which outputs are computed, where ``start`` is given."""
-        found: set[int] = set()
-        todo = [i for i in outputs if i not in start]
-        while todo:
-            i = todo.pop()
-            if i not in found:
-                found.add(i)
-                todo += [j for j in self.nodes[i].inputs if j not in start]
-        return found
 
 
 def _key(n: Node) -> tuple[Any, ...]:

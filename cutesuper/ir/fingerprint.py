@@ -421,6 +421,3 @@ def _version(top: str) -> str:
         return importlib.metadata.version(top)
     except importlib.metadata.PackageNotFoundError:
         raise Unknown(f"{top}, of which the version is not known") from None
-
-
-__all__ = ["COVERED", "Unknown", "fingerprint", "is_own_class", "is_own_function"]

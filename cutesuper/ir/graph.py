@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -252,12 +252,13 @@ class KernelGraph(NamedOperators):
             return float32 if lookup(operator).integers else float16
         return dtypes.pop() if len(dtypes) == 1 else float32
 
-    def needed(self, values: Iterable[int]) -> set[int]:
-        """Indices of all nodes that these values depend on, and of the values themselves."""
-        found = set(values)
+    def needed(self, values: Iterable[int], given: Collection[int] = ()) -> set[int]:
+        """Indices of all nodes that these values depend on, and of the values themselves, back to
+        those that are given."""
+        found = {i for i in values if i not in given}
         for i in reversed(range(len(self.nodes))):
             if i in found:
-                found.update(self.nodes[i].inputs)
+                found.update(j for j in self.nodes[i].inputs if j not in given)
         return found
 
     def expanded(self) -> KernelGraph:

@@ -57,6 +57,3 @@ def aligned(rows: list[tuple[str, ...]]) -> list[str]:
         (INDENT + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True))).rstrip()
         for r in rows
     ]
-
-
-__all__ = ["INDENT", "aligned", "counted", "kernel_graph_text"]

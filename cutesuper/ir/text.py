@@ -98,6 +98,3 @@ def _aligned_nested(rows: list[tuple[int, tuple[str, ...] | str]]) -> list[str]:
         text = f"{row[0]}  {row[1].ljust(width)}   {row[2].ljust(tiles)}   {row[3]}"
         lines.append((INDENT * depth + text).rstrip())
     return lines
-
-
-__all__ = ["blocks_text", "mugraph_text", "program_text"]

@@ -13,6 +13,7 @@ from typing import Any
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import BlockProgram
 from cutesuper.ir.operators.base import CONSTANT, TABLE, Attributes, Operator, facets, lookup
+from cutesuper.ir.relations import ordered
 
 #: greatest length of an expression that is written in one piece, in characters
 LONG = 1000
@@ -76,22 +77,16 @@ def fuse(
 ) -> ThreadExpression:
     """Collect the element-wise operations between ``result`` and the nearest leaves. Raises
     LoweringError for an operation on the way that is not element-wise."""
-    order: dict[int, None] = {}
-    leaves: dict[int, None] = {}
-    stack = [result]
-    while stack:
-        i = stack[-1]
-        if i not in order and i not in leaves:
-            if is_leaf(i):
-                leaves[i] = None
-            else:
-                _check_fused(program, i, where)
-                later = [j for j in program.ops[i].inputs if j not in order and j not in leaves]
-                if later:
-                    stack += reversed(later)
-                    continue
-                order[i] = None
-        stack.pop()
+
+    def needs(i: int) -> tuple[int, ...]:
+        if is_leaf(i):
+            return ()
+        _check_fused(program, i, where)
+        return program.ops[i].inputs
+
+    found = ordered([result], needs)
+    leaves = [i for i in found if is_leaf(i)]
+    order = [i for i in found if not is_leaf(i)]
     index = {v: n for n, v in enumerate((*leaves, *order))}
     ops = [
         ThreadOp(

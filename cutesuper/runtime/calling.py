@@ -247,6 +247,3 @@ def _listed(inputs: Any) -> list[Any]:
         raise DTypeError(
             f"kernel(inputs={type(inputs).__name__}): give it a list of tensors"
         ) from None
-
-
-__all__ = ["Launches", "Picker", "Program", "Runner", "launcher", "picker", "reference_of"]

@@ -20,7 +20,7 @@ from typing import Any
 
 from cutesuper.errors import CompileError
 from cutesuper.runtime.arguments import describe_arguments
-from cutesuper.runtime.host_module import ArgumentLayout, LaunchFacts, entry_layouts, read_launches
+from cutesuper.runtime.host_module import LaunchFacts, entry_layouts, read_launches
 from cutesuper.runtime.private import temporary_folder
 
 # cute.compile keeps the options and the target of the current compile in one global object: four
@@ -236,17 +236,3 @@ def launches_from_json(records: list[dict[str, Any]]) -> list[LaunchFacts]:
         )
         for record in records
     ]
-
-
-__all__ = [
-    "DSL_LOCK",
-    "ArgumentLayout",
-    "Compiled",
-    "compile_plain",
-    "compile_tvm_ffi",
-    "import_without_torch",
-    "launches_from_json",
-    "launches_to_json",
-    "load_tvm_ffi",
-    "reason",
-]

@@ -179,6 +179,3 @@ class _Once(torch.autograd.Function):
             "kernel(...): its gradient cannot be differentiated again; leave out "
             "create_graph=True, or compute this part with operators of torch"
         )
-
-
-__all__ = ["Gradient"]

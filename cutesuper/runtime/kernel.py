@@ -371,6 +371,3 @@ def gradient_text(gradient: Gradient) -> str:
         f"{', '.join(gradient.wrt)}: forward keeps {kept}, see {call}.forward.explain(); "
         f"backward: {rest}"
     )
-
-
-__all__ = ["BUCKETS", "CompiledStep", "Kernel", "Variant", "bucket_of", "bucketed"]

@@ -321,15 +321,3 @@ def load_library(path: str | os.PathLike[str]) -> ExportedLibrary:
     """
     path = os.path.abspath(as_path("load", path))  # one file, whatever the folder is later
     return ExportedLibrary(path, read_metadata(path))
-
-
-__all__ = [
-    "ABI_VERSION",
-    "CompactLaunch",
-    "ExportedKernel",
-    "ExportedLibrary",
-    "check_metadata",
-    "fits_compact",
-    "load_library",
-    "read_metadata",
-]

@@ -250,16 +250,3 @@ def _nobody() -> int | None:
         return None if whole else int(Path("/proc/sys/kernel/overflowuid").read_text())
     except (OSError, ValueError, IndexError):
         return None
-
-
-__all__ = [
-    "Exposure",
-    "checked_temporary",
-    "exposure",
-    "file_exposure",
-    "make_private",
-    "read_private",
-    "replace_file",
-    "temporary_folder",
-    "write_new",
-]

@@ -394,6 +394,3 @@ def load(path: str | os.PathLike[str]) -> ExportedProgram:
         CompileError: when the system cannot load it.
     """
     return ExportedProgram(path)
-
-
-__all__ = ["ExportedProgram", "export_program", "load"]

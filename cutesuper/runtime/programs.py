@@ -114,6 +114,3 @@ def refuse_capture(call: str) -> None:
             f"{call}: its first call with arguments of this kind falls into the capture of a CUDA "
             "graph, where kernels cannot be compiled or loaded; call it once before the capture"
         )
-
-
-__all__ = ["Kept", "is_capturing", "refuse_capture"]

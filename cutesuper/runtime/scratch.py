@@ -216,6 +216,3 @@ def new_zeros(device: Any, size: int) -> Any:
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()
-
-
-__all__ = ["Need", "Pool", "ScratchMemory", "new_zeros", "pool_of", "rows_of"]

@@ -27,6 +27,7 @@ from cutesuper.ir.dims import extent, show_shape, size
 from cutesuper.ir.dtypes import DType, float16, float32
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, Items, lookup
+from cutesuper.ir.relations import ordered
 from cutesuper.ir.rounding import narrow
 from cutesuper.search.region import Way
 
@@ -135,17 +136,10 @@ class Flat:
 
     def depth_first(self, last_operand_first: bool) -> tuple[int, ...]:
         """The operators, each right after those that only it needs."""
-        step = 1 if last_operand_first else -1
-        found: dict[int, None] = {}
-        stack = [(self.views[o].value, False) for o in reversed(self.graph.outputs)]
-        while stack:
-            i, ready = stack.pop()
-            if ready:
-                found[i] = None
-            elif i not in found and i in self._operators:
-                stack.append((i, True))
-                stack += [(v.value, False) for v in self.operands(i)[::step]]
-        return tuple(found)
+        step = -1 if last_operand_first else 1
+        ends = (self.views[o].value for o in self.graph.outputs)
+        found = ordered(ends, lambda i: [v.value for v in self.operands(i)[::step]])
+        return tuple(i for i in found if i in self._operators)
 
     @cached_property
     def group(self) -> dict[int, int]:
@@ -291,18 +285,12 @@ class _SegmentBuilder:
 
     def _with_scalars(self) -> tuple[int, ...]:
         """The members, each after the scalar nodes that it needs."""
-        flat, found = self.flat, dict[int, None]()
-        for i in self.members:
-            stack = [i]
-            while stack:
-                n = stack[-1]
-                values = (v.value for v in flat.operands(n))
-                before = [v for v in values if v in flat.scalar and v not in found]
-                if before and n not in found:
-                    stack += reversed(before)
-                else:
-                    found[stack.pop()] = None
-        return tuple(found)
+        flat = self.flat
+
+        def scalars(i: int) -> list[int]:
+            return [v.value for v in flat.operands(i) if v.value in flat.scalar]
+
+        return tuple(ordered(self.members, scalars))
 
     def build(self) -> Segment:
         flat, nodes = self.flat, self.flat.graph.nodes

@@ -574,14 +574,3 @@ def _shown(op: BlockOp, operands: list[str]) -> str:
     if op.rescaled:
         return f"rescaled_{short[op.kind]}({operands[0]}, {operands[1]})"
     return f"{short.get(op.kind, op.kind)}({args})"
-
-
-__all__ = [
-    "Candidate",
-    "Progress",
-    "SearchOptions",
-    "SearchResult",
-    "Statistics",
-    "assemble",
-    "search",
-]

@@ -263,6 +263,3 @@ def _obeys(program: BlockProgram, op: BlockOp, states: list[ValueState], rules: 
         return rules.reduces(labels[0], op.attributes["over"], own[0])
     joined = State(*(frozenset[Any]().union(*sets) for sets in zip(*own, strict=True)))
     return rules.computes(labels, joined)
-
-
-__all__ = ["Written", "core", "tail"]

@@ -212,6 +212,3 @@ def _verification(facts: Facts) -> Html:
         el("p", about, class_="faint"),
         class_="card",
     )
-
-
-__all__ = ["Facts", "Priced", "mugraph_page"]

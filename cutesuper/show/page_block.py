@@ -1,25 +1,40 @@
 """A kernel's block program as a drawing: device memory, the block, its loops, tiles on the edges.
 
-Positions are those of the plain picture (`cutesuper.show.svg`) with more room for edges. Below
-every box are the tile of its value and the axes over which that is a partial result; next to a
-tensor are the axes that divide it.
+Below every box are the tile of its value and the axes over which that is a partial result; next to
+a tensor are the axes that divide it. Pages and pictures show the same drawing.
 """
 
 from __future__ import annotations
 
-from cutesuper.ir.block import ENDING, Axis, AxisKind, KernelStep, MuGraph
+from cutesuper.ir.block import (
+    ACCUMULATE,
+    CLUSTER_REDUCE,
+    ENDING,
+    GRID_REDUCE,
+    LOAD,
+    STORE,
+    Axis,
+    AxisKind,
+    KernelStep,
+    MuGraph,
+)
 from cutesuper.ir.check import check_block_program
 from cutesuper.ir.dims import show_shape, size
+from cutesuper.ir.operators.base import facets
 from cutesuper.ir.outline import phrase, show_bytes
-from cutesuper.show.page_drawing import LARGE, SMALL, edge, line, node, pill, pill_width, svg
+from cutesuper.show.page_drawing import edge, line, node, pill, pill_width, svg
 from cutesuper.show.page_parts import Html, count, el, shorten, tile_text
-from cutesuper.show.svg import BOX, MARGIN, PAD, TENSOR, Frame, Key, Panel, family
-from cutesuper.show.svg_elements import text_width
+from cutesuper.show.panel import BOX, LABEL, TENSOR, Key, Panel
+from cutesuper.show.svg_elements import LARGE, SMALL, text_width
 
-#: a line of text below a box, and the room that two of them and the bend of an edge need
-LABEL, ROW_GAP, HEADER = 13, 64, 34
-#: characters of an operation's title: ``10  cluster rescaled sum over K.cluster`` has 39
+#: around the drawing
+MARGIN = 28
+#: characters of an operation's title: ``10 cluster rescaled sum over K.cluster`` has 38
 LONGEST_PHRASE = 40
+#: kinds of work of an operation
+FAMILIES = (
+    "memory", "matrix product", "reduction", "element-wise", "accumulator", "cluster", "grid",
+)  # fmt: skip
 
 
 class BlockDrawing(Panel):
@@ -29,17 +44,11 @@ class BlockDrawing(Panel):
         GraphError: the program is illegal.
     """
 
-    row_gap = ROW_GAP
-    solid = BOX + 2 * LABEL + 4
-    header = HEADER
-
     def __init__(self, mu: MuGraph, step: KernelStep, number: int) -> None:
         self.number = number
         self.states = check_block_program(step.program)
         self.tensor_numbers = {name: i for i, name in enumerate(mu.tensors)}
         super().__init__(mu, step)
-        top, bottom = self.ends
-        self.ends = (top, max([bottom, *(self.bottom(f) + PAD / 2 for f in self.frames)]))
 
     # -------------------------------------------------------------------------------- texts
 
@@ -51,10 +60,10 @@ class BlockDrawing(Panel):
         return f"k{self.number}-{key.what[0]}{names.index(str(key.name))}"
 
     def title(self, key: Key) -> str:
-        """Title of a box: ``2  matmul over K``, ``X [16, 4096]``."""
+        """Title of a box: ``2 matmul over K``, ``X [16, 4096]``."""
         if key.what == "op":
             assert isinstance(key.name, int)
-            return f"{key.name}  {phrase(self.program, key.name)}"
+            return f"{key.name} {phrase(self.program, key.name)}"
         t = self.mu.tensors[str(key.name)]
         return f"{t.name} {show_shape(t.shape)}"
 
@@ -109,29 +118,42 @@ class BlockDrawing(Panel):
         t = self.mu.tensors[str(key.name)]
         return f"{t.dtype}  {show_bytes(size(t.shape) * t.dtype.itemsize)}"
 
-    def heading(self) -> list[tuple[str, float]]:
-        """The text on the upper edge of the block."""
+    def heading(self) -> str:
+        """The text on the upper edge of the block: ``one of 48 blocks  N.grid(48)``."""
         p = self.program
         axes = self.axes_text([*p.of_kind(AxisKind.GRID), *p.of_kind(AxisKind.CLUSTER)])
-        return [(f"one of {count(p.blocks(), 'block')}  {axes}".rstrip(), SMALL)]
+        return f"one of {count(p.blocks(), 'block')}  {axes}".rstrip()
 
     def axes_text(self, axes: list[Axis]) -> str:
         """``N.grid(48) K.cluster(2)``; an axis of one part divides nothing and is left out."""
         parts = {a.name: self.program.parts(a) for a in axes}
         return " ".join(f"{name}({n})" for name, n in parts.items() if n > 1)
 
-    def bottom(self, frame: Frame) -> float:
-        """The y coordinate below the texts of the last row."""
-        texts = [len(self.below(k)) for k, row in self.row.items() if row == frame.rows[-1]]
-        return super().bottom(frame) + LABEL * max(texts)
+    def lines_below(self, key: Key) -> int:
+        """Number of lines of text below a box."""
+        return len(self.below(key))
+
+    def role(self, key: Key) -> str:
+        """The role of a tensor in the program: ``input``, ``between kernels``."""
+        name = str(key.name)
+        if name in self.mu.inputs:
+            return "constant input" if self.mu.tensors[name].constant else "input"
+        return "output" if name in self.mu.outputs else "between kernels"
 
     # ------------------------------------------------------------------------------ drawing
 
-    def draw(self) -> str:
+    def draw(self) -> Html:
         """The drawing as one element."""
+        moved = f"translate({MARGIN - self.left:.1f} {MARGIN:.1f})"
+        inner = el("g", *self.shapes(), transform=moved)
+        width, height = self.right - self.left + 2 * MARGIN, self.height + 2 * MARGIN
+        return svg(f"block program of kernel {self.step.name}", width, height, [inner])
+
+    def shapes(self) -> list[Html]:
+        """The elements of the drawing in its own coordinates, those on top last."""
         top, bottom = self.ends
         left, right = self.box
-        places = [("block", left, top, right, bottom, self.heading()[0][0])]
+        places = [("block", left, top, right, bottom, self.heading())]
         places += [
             ("loop", f.left, self.top(f), f.right, self.bottom(f), f.title)
             for f in reversed(self.frames)
@@ -143,12 +165,7 @@ class BlockDrawing(Panel):
         ]
         edges = [self._edge(a, b) for a, b in self.edges]
         order = sorted(self.row, key=lambda k: (self.row[k], self.x[k]))
-        inner = el(
-            "g", *frames, *edges, *titles, *map(self._node, order),
-            transform=f"translate({MARGIN - self.left:.1f} {MARGIN:.1f})",
-        )  # fmt: skip
-        width, height = self.right - self.left + 2 * MARGIN, self.height + 2 * MARGIN
-        return svg(f"block program of kernel {self.step.name}", width, height, [inner])
+        return [*frames, *edges, *titles, *map(self._node, order)]
 
     def _edge(self, a: Key, b: Key) -> Html:
         (x, y), *rest = self.points(a, b)
@@ -160,7 +177,7 @@ class BlockDrawing(Panel):
         parts = [el("title", self.title(key))]
         if key.what == "op":
             kind = self.kind(key)
-            look = family(kind).replace(" ", "-")
+            look = look_of(family(kind))
             radius = BOX / 2 if kind in ENDING else 6
             parts += [
                 el("rect", class_="shape", x=x - w / 2, y=y, width=w, height=BOX, rx=radius),
@@ -181,7 +198,7 @@ class BlockDrawing(Panel):
         ]
         parts.insert(1, self._target(key, min(y, pill_y), TENSOR + 33))
         number = self.tensor_numbers[str(key.name)]
-        look = f"tensor {self.role(key).replace(' ', '-')}"
+        look = f"tensor {look_of(self.role(key))}"
         return node(self.id(key), parts, look, self._spoken(key), tensor=number)
 
     def _target(self, key: Key, y: float, height: float) -> Html:
@@ -202,3 +219,22 @@ def _frame(look: str, left: float, top: float, right: float, bottom: float) -> H
         "rect", class_=f"frame {look}", x=left, y=top, width=right - left, height=bottom - top,
         rx=10,
     )  # fmt: skip
+
+
+def family(kind: str) -> str:
+    """The kind of work of an operation, one of `FAMILIES`."""
+    named = {
+        LOAD: "memory",
+        STORE: "memory",
+        ACCUMULATE: "accumulator",
+        CLUSTER_REDUCE: "cluster",
+        GRID_REDUCE: "grid",
+    }
+    operator = facets(kind)
+    computed = "matrix product" if operator.contracts else "element-wise"
+    return named.get(kind, "reduction" if operator.reduces else computed)
+
+
+def look_of(name: str) -> str:
+    """The class of a kind of work or a role in the style sheet."""
+    return name.replace(" ", "-")

@@ -12,9 +12,8 @@ from itertools import pairwise
 
 from cutesuper.show.layered import Item, place
 from cutesuper.show.page_parts import Html, el
-from cutesuper.show.svg_elements import curve, text_width
+from cutesuper.show.svg_elements import LARGE, SMALL, curve, text_width
 
-LARGE, SMALL = 12.0, 10.5
 LINE, EDGE_GAP, BOX_GAP, MARGIN, PILL = 16, 34, 22, 14, 15
 
 
@@ -189,6 +188,3 @@ def _chain(
         points += [(at[bend], tops[bend[2]]), (at[bend], tops[bend[2]] + heights[bend[2]])]
     points.append((at[b], tops[row[str(b)]] - 5))
     return edge(str(a), str(b), points)
-
-
-__all__ = ["Box", "dag", "edge", "line", "node", "pill", "pill_width", "svg"]

@@ -33,9 +33,10 @@ def kernels_of(graph: KernelGraph, mu: MuGraph) -> dict[int, tuple[int, ...]]:
         return {}
     kernels: dict[int, dict[int, None]] = {}
     for k, step in enumerate(mu.steps):
-        reached = _between(whole, [values[n] for n in step.writes], {values[n] for n in step.reads})
-        if reached is None:
-            return {}
+        reads, writes = ({values[n] for n in names} for names in (step.reads, step.writes))
+        reached = whole.needed(writes, given=reads)
+        if any(whole.nodes[i].operator == INPUT for i in reached):
+            return {}  # what it reads does not suffice
         for i in sorted(reached):  # an operator ends at its last primitive operator
             kernels.setdefault(marked[bisect_left(whole.outputs, i)], {})[k] = None
     return {i: tuple(ks) for i, ks in kernels.items() if graph.nodes[i].operator not in GIVEN}
@@ -63,20 +64,6 @@ def _values(
             return None
         values[name] = i
     return values
-
-
-def _between(whole: KernelGraph, ends: list[int], starts: set[int]) -> set[int] | None:
-    """Nodes that ``ends`` need, back to ``starts``; None if these do not suffice."""
-    found: set[int] = set()
-    left = [i for i in ends if i not in starts]
-    while left:
-        i = left.pop()
-        if whole.nodes[i].operator == INPUT:
-            return None
-        if i not in found:
-            found.add(i)
-            left += [j for j in whole.nodes[i].inputs if j not in starts]
-    return found
 
 
 def kernel_title(

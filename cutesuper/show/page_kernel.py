@@ -7,11 +7,10 @@ from typing import Protocol
 from cutesuper.ir.block import LOAD, AxisKind, BlockProgram, MuGraph
 from cutesuper.ir.dims import Symbol, extent, show_shape, size
 from cutesuper.ir.outline import show_bytes
-from cutesuper.show.page_block import BlockDrawing
+from cutesuper.show.page_block import BlockDrawing, family, look_of
 from cutesuper.show.page_formula import formulas
 from cutesuper.show.page_parts import Html, count, el, meter, micros, scroll, table
 from cutesuper.show.page_values import loaded, value_notes
-from cutesuper.show.svg import family
 
 #: names for the causes of a cost
 CAUSES = {
@@ -170,8 +169,7 @@ def _stage(drawing: BlockDrawing) -> Html:
     )  # fmt: skip
     families = dict.fromkeys(family(drawing.kind(k)) for k in drawing.row if k.what == "op")
     legend = [
-        el("li", el("i", class_=f"key {f.replace(' ', '-')}", aria_hidden="true"), f)
-        for f in families
+        el("li", el("i", class_=f"key {look_of(f)}", aria_hidden="true"), f) for f in families
     ]
     return el(
         "div",

@@ -100,19 +100,3 @@ def tile_text(tile: dict[str, int], dims: Iterable[str]) -> str:
     """``[M=16, K=128]``; ``scalar`` without labels."""
     inner = ", ".join(f"{d}={tile[d]}" for d in dims)
     return f"[{inner}]" if inner else "scalar"
-
-
-__all__ = [
-    "Html",
-    "count",
-    "el",
-    "join",
-    "meter",
-    "micros",
-    "safe",
-    "scroll",
-    "shorten",
-    "table",
-    "tile_text",
-    "visible",
-]

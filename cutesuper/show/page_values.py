@@ -16,7 +16,7 @@ from cutesuper.ir.check import ITERATED, ValueState
 from cutesuper.ir.outline import call, phrase, sections
 from cutesuper.show.page_block import BlockDrawing
 from cutesuper.show.page_parts import Html, count, el, join, tile_text
-from cutesuper.show.svg import Key
+from cutesuper.show.panel import Key
 
 
 def value_notes(drawing: BlockDrawing) -> list[Html]:
@@ -159,6 +159,3 @@ def loaded(program: BlockProgram, index: int, itemsize: int) -> int:
     """Bytes that all blocks together request in a load, padding included."""
     tile = prod(program.tile[d] for d in program.ops[index].dims)
     return tile * itemsize * times(program, index) * program.blocks()
-
-
-__all__ = ["complete", "lives", "loaded", "meaning", "times", "value_notes"]

@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-from xml.sax.saxutils import escape
-
 STUB = 14  # an edge runs straight this far before it bends: past the label of the box above
 CHARACTER = 0.6  # width of a character of a monospaced font, in font sizes
-INK, FAINT, EDGE = "#1d2733", "#66717f", "#8d99a8"
+EDGE = "#8d99a8"
+LARGE, SMALL = 12.0, 10.5  # sizes of fonts
 
 
 def text_width(text: str, size: float) -> float:
     """Width of a line of text."""
     return len(text) * size * CHARACTER
-
-
-def rect(
-    kind: str, x: float, y: float, w: float, h: float, colours: tuple[str, str], radius: float,
-    line: float = 1.2, dash: str = "",
-) -> str:  # fmt: skip
-    """A box with rounded corners; ``kind`` is its class, ``colours`` are fill and stroke."""
-    fill, stroke = colours
-    dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    return (
-        f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" '
-        f'rx="{radius}" fill="{fill}" stroke="{stroke}" stroke-width="{line}"{dashes}/>'
-    )
-
-
-def bar(x: float, y: float, w: float, h: float, r: float) -> str:
-    """The title bar of a kernel: opaque, so that edges pass under it."""
-    path = (
-        f"M{x:.1f} {y + h:.1f} v{r - h:.1f} q0 {-r} {r} {-r} h{w - 2 * r:.1f} "
-        f"q{r} 0 {r} {r} v{h - r:.1f} Z"
-    )
-    return f'<path d="{path}" fill="#e8edf4" stroke="#5a6a80" stroke-width="1.6"/>'
-
-
-def text(
-    text: str, x: float, y: float, size: float, anchor: str = "middle", colour: str = INK,
-    weight: str = "normal",
-) -> str:  # fmt: skip
-    """One line of text whose baseline is at ``y``; characters that XML cannot hold are shown as
-    ``?``."""
-    text = "".join(c if c.isprintable() else "?" for c in text)
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" text-anchor="{anchor}" '
-        f'font-weight="{weight}" fill="{colour}" xml:space="preserve">{escape(text)}</text>'
-    )
 
 
 def curve(points: list[tuple[float, float]], stub: float = STUB) -> str:

@@ -558,12 +558,3 @@ def _differs(found: Counterexample, trials: int) -> Verification:
         )
         return replace(_refused(reason), trials=trials + 1)
     return replace(_refused(reason), trials=trials + 1, counterexample=found)
-
-
-__all__ = [
-    "Counterexample",
-    "Verification",
-    "Verifier",
-    "evaluate_mugraph",
-    "verify",
-]

@@ -18,6 +18,7 @@ from cutesuper.ir.block import AxisKind, BlockProgram, MuGraph, mapped_labels
 from cutesuper.ir.dims import Dim, extent
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, TABLE, lookup
+from cutesuper.ir.relations import Classes
 
 #: parts of an axis; 3 where an order or "all but one" could go unnoticed with 2
 PARTS = {AxisKind.GRID: 2, AxisKind.CLUSTER: 3, AxisKind.PERSISTENT: 2, AxisKind.LOOP: 3}
@@ -80,38 +81,12 @@ def resized_graph(graph: KernelGraph, inputs: tuple[_Shape, ...]) -> KernelGraph
     return g
 
 
-class _Classes:
-    """Union-find over dimensions."""
-
-    def __init__(self) -> None:
-        self.parent: dict[_Node, _Node] = {}
-
-    def find(self, x: _Node) -> _Node:
-        parent = self.parent
-        root = x
-        while (up := parent.setdefault(root, root)) != root:
-            root = up
-        while parent[x] != root:
-            parent[x], x = root, parent[x]
-        return root
-
-    def join(self, x: _Node, y: _Node) -> None:
-        a, b = self.find(x), self.find(y)
-        if a != b:
-            self.parent[a] = b
-
-    def copy(self) -> _Classes:
-        c = _Classes()
-        c.parent = dict(self.parent)
-        return c
-
-
 class SizeChooser:
     """Chooses `Sizes` for muGraphs of one (expanded) kernel graph."""
 
     def __init__(self, graph: KernelGraph) -> None:
         self.graph = graph
-        self._source = _Classes()
+        self._source = Classes[_Node]()
         for i in range(len(graph.nodes)):
             _join_node(self._source, graph, i)
 
@@ -152,7 +127,7 @@ class SizeChooser:
         return Sizes(inputs, tensors, programs)
 
     def _extents(
-        self, classes: _Classes, mu: MuGraph, pages: list[tuple[_Node, list[_Node]]]
+        self, classes: Classes[_Node], mu: MuGraph, pages: list[tuple[_Node, list[_Node]]]
     ) -> tuple[dict[_Node, int], dict[_Node, int]]:
         """Extents of classes and parts of axes. If a mask has too few columns, other extents grow
         with its columns, so all is recomputed. Raises GraphError."""
@@ -175,7 +150,7 @@ class SizeChooser:
 
 
 def _tied(
-    classes: _Classes,
+    classes: Classes[_Node],
     axes: dict[_Node, int],
     exact: set[_Node],
     pages: list[tuple[_Node, list[_Node]]],
@@ -185,7 +160,7 @@ def _tied(
     return tied | {classes.find(n) for dim, nodes in pages for n in (dim, *nodes)}
 
 
-def _join_node(classes: _Classes, graph: KernelGraph, i: int) -> None:
+def _join_node(classes: Classes[_Node], graph: KernelGraph, i: int) -> None:
     """Join the dimensions of node ``i`` that must be equal."""
     node = graph.nodes[i]
     rank = len(node.shape)
@@ -223,7 +198,7 @@ def _join_node(classes: _Classes, graph: KernelGraph, i: int) -> None:
         classes.join(("s", a, len(shapes[0]) - 1), ("s", b, len(shapes[1]) - 2))
 
 
-def _join_mugraph(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> None:
+def _join_mugraph(classes: Classes[_Node], graph: KernelGraph, mu: MuGraph) -> None:
     pairs = [*zip(graph.inputs, mu.inputs, strict=True)]
     pairs += zip(graph.outputs, mu.outputs, strict=True)
     for i, name in pairs:
@@ -258,7 +233,9 @@ def _shared(mu: MuGraph) -> list[tuple[_Node, list[_Node]]]:
     ]
 
 
-def _pages(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> list[tuple[_Node, list[_Node]]]:
+def _pages(
+    classes: Classes[_Node], graph: KernelGraph, mu: MuGraph
+) -> list[tuple[_Node, list[_Node]]]:
     """Positions of paged sequences: the positions of a page times the number of pages."""
     found: list[tuple[_Node, list[_Node]]] = []
     for i, n in enumerate(graph.nodes):
@@ -282,7 +259,7 @@ def _pages(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> list[tuple[_No
     return products
 
 
-def _add_pages(classes: _Classes, graph: KernelGraph, extents: dict[_Node, int]) -> None:
+def _add_pages(classes: Classes[_Node], graph: KernelGraph, extents: dict[_Node, int]) -> None:
     """Set the number of pages to that of all sequences plus one: then each has pages of its own."""
     for n in graph.nodes:
         if not n.facets.gathers:
@@ -295,7 +272,7 @@ def _add_pages(classes: _Classes, graph: KernelGraph, extents: dict[_Node, int])
 
 
 def _solve(
-    classes: _Classes,
+    classes: Classes[_Node],
     mu: MuGraph,
     pages: list[tuple[_Node, list[_Node]]],
     multiples: dict[_Node, int],
@@ -305,7 +282,7 @@ def _solve(
     Extents of classes in ``multiples`` are multiples of the numbers there.
     """
     shared = [*_shared(mu), *pages]
-    nodes = {*classes.parent, *(n for _, parts in shared for n in parts)}
+    nodes = {*classes.members, *(n for _, parts in shared for n in parts)}
     axes = {n: PARTS[AxisKind(n[2].split(".")[-1])] for n in nodes if n[0] == "a"}
     one = classes.find(_ONE)
     for _ in range(8):
@@ -331,7 +308,7 @@ def _solve(
 
 
 def _multiply(
-    classes: _Classes, extents: dict[_Node, int], shared: list[tuple[_Node, list[_Node]]]
+    classes: Classes[_Node], extents: dict[_Node, int], shared: list[tuple[_Node, list[_Node]]]
 ) -> None:
     """Make the extent of a shared dimension the product of its labels' extents; the last label is
     enlarged as needed. Raises GraphError."""
@@ -349,7 +326,7 @@ def _multiply(
     raise GraphError("muGraph: labels share dimensions in a way that no small extents fit")
 
 
-def _reduced(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> set[_Node]:
+def _reduced(classes: Classes[_Node], graph: KernelGraph, mu: MuGraph) -> set[_Node]:
     """Classes over which there is a sum, mean or maximum."""
     found: set[_Node] = set()
     for n in graph.nodes:
@@ -363,7 +340,7 @@ def _reduced(classes: _Classes, graph: KernelGraph, mu: MuGraph) -> set[_Node]:
 
 
 def _lengthen_masked(
-    classes: _Classes, graph: KernelGraph, extents: dict[_Node, int], tied: set[_Node]
+    classes: Classes[_Node], graph: KernelGraph, extents: dict[_Node, int], tied: set[_Node]
 ) -> dict[_Node, int]:
     """Give a mask more columns than rows if the graph has more: its alignment must show.
 
@@ -395,7 +372,7 @@ def _wanted(program: BlockProgram, k: int, dim: str, axes: dict[_Node, int]) -> 
 def _resize(
     program: BlockProgram,
     k: int,
-    classes: _Classes,
+    classes: Classes[_Node],
     extents: dict[_Node, int],
     shown: dict[_Node, int],
     axes: dict[_Node, int],

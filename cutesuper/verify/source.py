@@ -56,7 +56,7 @@ def evaluate_graph(graph: KernelGraph, a: Any, inputs: list[Any]) -> list[Any]:
     wanted = needs_exponents(
         [n.operator for n in graph.nodes], [n.inputs for n in graph.nodes], set()
     )
-    live = _live(graph)
+    live = graph.needed(graph.outputs)
     last = {j: i for i, n in enumerate(graph.nodes) if i in live for j in n.inputs}
     values: dict[int, Any] = {}
     for i, node in enumerate(graph.nodes):
@@ -74,15 +74,6 @@ def evaluate_graph(graph: KernelGraph, a: Any, inputs: list[Any]) -> list[Any]:
                     values.pop(j, None)
         values[i] = value if i in wanted else without_q(a, value)
     return [values[i] for i in graph.outputs]
-
-
-def _live(graph: KernelGraph) -> set[int]:
-    """The nodes that an output needs."""
-    live = set(graph.outputs)
-    for i in reversed(range(len(graph.nodes))):
-        if i in live:
-            live.update(graph.nodes[i].inputs)
-    return live
 
 
 def _apply(graph: KernelGraph, i: int, a: Any, args: list[Any]) -> Any:

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from cutesuper.errors import OperatorError, ShapeError
 from cutesuper.ir.arguments import shown
-from cutesuper.ir.dims import Dim, Shape, broadcast, show_shape, size
+from cutesuper.ir.dims import Shape, broadcast, show_shape, size
 from cutesuper.ir.dtypes import DType, int32
 
 if TYPE_CHECKING:
@@ -485,6 +485,8 @@ def opaque(name: str, a: Any, args: list[Any], attributes: Attributes) -> Any:
 
 @operator
 class Add(_Binary):
+    """The sum of two operands."""
+
     name = "add"
     signs = (1, 1)
 
@@ -505,6 +507,8 @@ class Add(_Binary):
 
 @operator
 class Sub(_Binary):
+    """The difference of two operands."""
+
     name = "sub"
     signs = (1, -1)
 
@@ -525,6 +529,8 @@ class Sub(_Binary):
 
 @operator
 class Mul(_Binary):
+    """The product of two operands, element by element."""
+
     name = "mul"
     powers = (1, 1)
 
@@ -545,6 +551,8 @@ class Mul(_Binary):
 
 @operator
 class Div(_Binary):
+    """The quotient of two operands."""
+
     name = "div"
     powers = (1, -1)
 
@@ -570,17 +578,3 @@ def normal_dim(name: str, shape: Shape, dim: Any) -> int:
         use = f"use {-len(shape)}..{len(shape) - 1}" if shape else "the operand has none"
         raise ShapeError(f"{name}({show_shape(shape)}, dim={dim!r}): no such dimension; {use}")
     return dim % len(shape)
-
-
-__all__ = [
-    "CONSTANT",
-    "INPUT",
-    "TABLE",
-    "Attributes",
-    "Dim",
-    "Operator",
-    "facets",
-    "lookup",
-    "normal_dim",
-    "operator",
-]

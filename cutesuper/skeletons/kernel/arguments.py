@@ -23,6 +23,11 @@ ELEMENT = {
 }
 
 
+def dtype_of(plan: Any, view: View) -> Any:
+    """The element type of the argument behind a view."""
+    return ELEMENT[plan.arguments[view.argument].dtype]
+
+
 class Extents:
     """Extents of labels while tracing: Python ints, or run-time values of symbolic dimensions."""
 

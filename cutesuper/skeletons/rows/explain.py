@@ -17,10 +17,7 @@ def row_loop_lines(plan: RowLoopPlan) -> list[str]:
         walk = f"a {who} for each tile of {rows}, {tile}"
     lines = [
         f"row loop: {walk}, {plan.threads} threads each",
-        (
-            f"{s.lanes} threads share a row, {s.chunks} access(es) of {s.vector} elements each; "
-            f"{'rows stay in registers' if s.kept else 'rows are read again after a reduction'}"
-        ),
+        _threads_line(plan, s.kept),
         _ring_line(plan),
     ]
     if plan.cluster > 1:
@@ -34,11 +31,7 @@ def row_loop_lines(plan: RowLoopPlan) -> list[str]:
         lines.append(f"read by itself: {len(plan.picked)} element(s) of a row, where its label is")
     if plan.sums:
         lines.append(_sum_line(plan))
-    reads, writes = (
-        ", ".join(plan.arguments[v.argument].name for v in views.values())
-        for views in (plan.loads, plan.stores)
-    )
-    return [*lines, f"reads {reads}; writes {writes}"]
+    return [*lines, _tensors_line(plan)]
 
 
 def _ring_line(plan: RowLoopPlan) -> str:
@@ -70,10 +63,18 @@ def row_lines(plan: RowPlan) -> list[str]:
     rows = " x ".join(plan.rows) or "1"
     return [
         f"rows: {rows} rows of {plan.column}, {s.rows} per block of {plan.threads} threads",
-        (
-            f"{s.lanes} threads share a row, {s.chunks} access(es) of {s.vector} elements each; "
-            "rows stay in registers"
-        ),
+        _threads_line(plan, kept=True),
         f"reductions: {len(plan.reductions)}; {plan.shared_bytes} bytes of shared memory",
-        f"reads {plan.names(plan.loads.values())}; writes {plan.names(plan.stores.values())}",
+        _tensors_line(plan),
     ]
+
+
+def _threads_line(plan: RowPlan | RowLoopPlan, kept: bool) -> str:
+    s = plan.schedule
+    where = "rows stay in registers" if kept else "rows are read again after a reduction"
+    how = f"{s.chunks} access(es) of {s.vector} elements each"
+    return f"{s.lanes} threads share a row, {how}; {where}"
+
+
+def _tensors_line(plan: RowPlan | RowLoopPlan) -> str:
+    return f"reads {plan.names(plan.loads.values())}; writes {plan.names(plan.stores.values())}"

@@ -132,6 +132,3 @@ def register() -> None:
     finds it by the entry point."""
     if NAME not in torch.compiler.list_backends(exclude_tags=()):
         torch._dynamo.register_backend(cutesuper, name=NAME)
-
-
-__all__ = ["compile_graph", "cutesuper", "register", "take_regions"]

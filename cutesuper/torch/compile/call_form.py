@@ -289,7 +289,3 @@ def _alike(t: torch.Tensor, shape: Any) -> torch.Tensor:
     else:
         made = torch.empty(shape, dtype=t.dtype, device=t.device)
     return made.requires_grad_(t.requires_grad)
-
-
-__all__ = ["Border", "Form", "border_of", "children_of", "constant_fact", "form_of", "stand_ins",
-           "state_of"]  # fmt: skip

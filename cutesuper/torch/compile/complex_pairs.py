@@ -312,5 +312,3 @@ _FORMULAS: dict[str, _Formula] = {
     "complex.default": lambda p, node, a: p.joined(node, a["real"], a["imag"]),
     "_to_copy.default": _converted, "view_as_complex.default": _of_real,
 }  # fmt: skip
-
-__all__ = ["is_complex", "pair_complex"]

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cutesuper.errors import OptionError
+from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.backend import compile_graph, register
 from cutesuper.torch.compile.internals import random_as_in_eager, run_eagerly
 from cutesuper.torch.compile.options import read_options
@@ -75,16 +76,5 @@ def _differentiate(results: Any) -> None:
 
 def _leaves(ends: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors that gradients would be accumulated in."""
-    waiting, seen, found = list(ends), set(), []
-    while waiting:
-        function = waiting.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        if hasattr(function, "variable"):
-            found.append(function.variable)
-        waiting += [f for f, _ in function.next_functions]
-    return found
-
-
-__all__ = ["explain"]
+    found = reachable(ends, lambda f: (n for n, _ in f.next_functions if n is not None))
+    return [f.variable for f in found if hasattr(f, "variable")]

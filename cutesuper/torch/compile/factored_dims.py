@@ -226,22 +226,3 @@ def _known(f: Factor | None) -> Factor:
 
 def _show(dims: Sequence[Factor]) -> str:
     return " x ".join(str(f.extent) for f in dims) or "1"
-
-
-__all__ = [
-    "Dims",
-    "Extent",
-    "Factor",
-    "Group",
-    "Grouping",
-    "Mismatch",
-    "Part",
-    "dims_of",
-    "divides",
-    "equal",
-    "extent_of",
-    "factors",
-    "leaves",
-    "regroup",
-    "unify",
-]

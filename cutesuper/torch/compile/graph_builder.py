@@ -21,6 +21,7 @@ from cutesuper.errors import CutesuperError
 from cutesuper.ir.dims import Dim, Symbol, show_shape
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import INPUT
+from cutesuper.ir.relations import ordered
 from cutesuper.torch.compile.factored_dims import (
     Dims,
     Extent,
@@ -420,18 +421,11 @@ class Builder:
         before: ``x * 2`` of x[8, 16]; after: of x[1, 8, 16], the same memory.
         """
         made: dict[int, Tensor] = {}
-        todo = [t]
-        while todo:
-            value = todo[-1]
-            waiting = [a for a in self._longest(node, value) if a.index not in made]
-            if waiting and value.index not in made:
-                todo += reversed(waiting)
-            else:
-                made[value.index] = made.get(value.index) or self._extended(value, made)
-                todo.pop()
+        for i in ordered([t.index], lambda i: self._longest(node, self.g.tensor(i))):
+            made[i] = self._extended(self.g.tensor(i), made)
         return made[t.index]
 
-    def _longest(self, node: fx.Node, t: Tensor) -> list[Tensor]:
+    def _longest(self, node: fx.Node, t: Tensor) -> list[int]:
         """The operands that get an extent of 1 in front if a value does. Raises Unsupported."""
         args = [self.g.tensor(i) for i in t.node.inputs]
         if t.node.operator == INPUT:
@@ -439,9 +433,9 @@ class Builder:
             if given.part is None and given.lengths is None:
                 return []
         elif t.node.facets.permutes:
-            return args
+            return [a.index for a in args]
         elif t.node.facets.elementwise:
-            return [a for a in args if len(a.shape) == len(t.shape)]
+            return [a.index for a in args if len(a.shape) == len(t.shape)]
         raise Unsupported(node, "has operands whose dimensions do not correspond")
 
     def _extended(self, t: Tensor, made: dict[int, Tensor]) -> Tensor:
@@ -525,33 +519,24 @@ class Builder:
         stored.
         """
         made: dict[tuple[int, int], Tensor] = {}
-        todo = [(t, place)]
-        while todo:
-            value, at = todo[-1]
-            key = value.index, at
-            of = self._parts_of(value, at)
-            waiting = [(a, d) for a, d in of if (a.index, d) not in made]
-            if waiting and key not in made:
-                todo += reversed(waiting)
-                continue
-            if key not in made:
-                cut = {(a.index): made[a.index, d] for a, d in of}
-                made[key] = self._part(value, at, start, stop, cut)
-            todo.pop()
+        for i, at in ordered([(t.index, place)], self._parts_of):
+            cut = {j: made[j, d] for j, d in self._parts_of((i, at))}
+            made[i, at] = self._part(self.g.tensor(i), at, start, stop, cut)
         return made[t.index, place]
 
-    def _parts_of(self, t: Tensor, place: int) -> list[tuple[Tensor, int]]:
+    def _parts_of(self, cut: tuple[int, int]) -> list[tuple[int, int]]:
         """The operands that must be cut to a range where a value is cut along one dimension, and
-        the dimension of each."""
+        the dimension of each; values by their index."""
+        t, place = self.g.tensor(cut[0]), cut[1]
         node, args = t.node, [self.g.tensor(i) for i in t.node.inputs]
         if node.facets.permutes:
-            return [(args[0], node.attributes["dims"][place])]
+            return [(args[0].index, node.attributes["dims"][place])]
         if node.facets.contracts and place == len(t.shape) - 1:
-            return [(args[1], len(args[1].shape) - 1)]
+            return [(args[1].index, len(args[1].shape) - 1)]
         if node.facets.elementwise:
             back = place - len(t.shape)
             long = [a for a in args if len(a.shape) >= -back and a.shape[back] != 1]
-            return [(a, len(a.shape) + back) for a in long]
+            return [(a.index, len(a.shape) + back) for a in long]
         return []
 
     def _part(self, t: Tensor, place: int, start: int, stop: int, cut: dict[int, Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from math import prod
 from cutesuper.ir.dims import extent
 from cutesuper.ir.graph import KernelGraph, Node
 from cutesuper.ir.operators.base import CONSTANT, INPUT
+from cutesuper.ir.relations import Classes
 from cutesuper.targets import Target
 
 
@@ -53,17 +54,16 @@ def _groups(graph: KernelGraph) -> list[set[int]]:
     multiplies = {i: _multiplies(graph.nodes[i]) for i in computed}
     #: products on the longest path to a node: nodes after one cannot be fused with nodes before it
     depth: dict[int, int] = {}
-    leader: dict[int, int] = {}
+    kernels = Classes[int]()
     for i in computed:
         before = [j for j in graph.nodes[i].inputs if j in multiplies]
         depth[i] = max((depth[j] + multiplies[j] for j in before), default=0)
-        leader[i] = i
         for j in before:
             if not multiplies[i] and not multiplies[j] and depth[i] == depth[j]:
-                _join(leader, i, j)
+                kernels.join(i, j)
     found: dict[int, set[int]] = {}
     for i in computed:
-        found.setdefault(_find(leader, i), set()).add(i)
+        found.setdefault(kernels.find(i), set()).add(i)
     return [g for g in found.values() if not all(_moves_nothing(graph, i) for i in g)]
 
 
@@ -77,16 +77,6 @@ def _moves_nothing(graph: KernelGraph, i: int) -> bool:
     facets = graph.nodes[i].facets
     taken_apart = facets.cuts and not facets.joins
     return (facets.permutes or taken_apart) and i not in graph.outputs
-
-
-def _find(leader: dict[int, int], i: int) -> int:
-    while leader[i] != i:
-        i = leader[i]
-    return i
-
-
-def _join(leader: dict[int, int], i: int, j: int) -> None:
-    leader[_find(leader, i)] = _find(leader, j)
 
 
 def _bytes(graph: KernelGraph, group: set[int]) -> float:
@@ -107,6 +97,3 @@ def _products(graph: KernelGraph, group: set[int]) -> float:
         for i in group
         if _multiplies(nodes[i])
     )
-
-
-__all__ = ["Baseline", "baseline"]

@@ -189,19 +189,3 @@ def apart(work: Callable[[], T]) -> T:
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()
-
-
-__all__ = [
-    "InnerCompile",
-    "apart",
-    "check_extents",
-    "compile_inner",
-    "compile_with",
-    "fake_result",
-    "forget_cuda_graphs",
-    "hint_of",
-    "inductor_options",
-    "mode_options",
-    "random_as_in_eager",
-    "run_eagerly",
-]

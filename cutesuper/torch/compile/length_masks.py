@@ -268,6 +268,3 @@ def _number(value: Any) -> float | None:
         given = entry.filled(value, a)
         return float(given) if isinstance(given, int | float) else None
     return _number(a["self"]) if isinstance(entry, View | Expand) else None
-
-
-__all__ = ["Lengths", "lengths_of", "makers", "mask_of", "read_lengths", "reads", "unread"]

@@ -123,6 +123,3 @@ def _mode(mode: str | None) -> dict[str, Any]:
         raise OptionError(
             f"backend 'cutesuper': mode={mode!r}: torch.compile has no such mode ({error})"
         ) from error
-
-
-__all__ = ["BackendOptions", "Take", "read_options"]

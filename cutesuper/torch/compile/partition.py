@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.graph_builder import INTEGERS, Unsupported
 from cutesuper.torch.compile.length_masks import unread
 from cutesuper.torch.compile.region import Region, convert
@@ -46,18 +47,13 @@ def partition(graph: fx.Graph, *, constants: Collection[fx.Node] = ()) -> Partit
     return _Growing(graph, frozenset(constants)).run()
 
 
-def halves(region: Region, constants: Collection[fx.Node] = ()) -> tuple[Region, Region] | None:
-    """A region in two, cut where the least data crosses; None if there is no such place.
-
-    Args:
-        region: of `partition`.
-        constants: as for `partition`.
-    """
+def halves(region: Region) -> tuple[Region, Region] | None:
+    """A region in two, cut where the least data crosses; None if there is no such place."""
     found: list[tuple[int, int, Region, Region]] = []
     for i in range(1, len(region.nodes)):
         try:
-            first = convert(region.nodes[:i], constants)
-            second = convert(region.nodes[i:], constants)
+            first = convert(region.nodes[:i])
+            second = convert(region.nodes[i:])
         except Unsupported:
             continue
         balance = abs(_work(first) - _work(second))
@@ -134,14 +130,11 @@ class _Growing:
 
     def _loose(self, node: fx.Node) -> list[fx.Node]:
         """A node and those of its operands that are in no region yet, and could be."""
-        found, todo = {node}, [node]
-        while todo:
-            for p in _producers(todo.pop()):
-                known = p in self.refused and entry_of(p) is not None
-                if p not in found and known and not _counts(p):
-                    found.add(p)
-                    todo.append(p)
-        return list(found)
+
+        def could_be(p: fx.Node) -> bool:
+            return p in self.refused and entry_of(p) is not None and not _counts(p)
+
+        return list(reachable([node], lambda n: filter(could_be, _producers(n))))
 
     def _reason(self, nodes: Sequence[fx.Node]) -> str:
         try:
@@ -206,15 +199,8 @@ def _counts(node: fx.Node) -> bool:
 
 def _producers(node: fx.Node) -> set[fx.Node]:
     """The nodes that a node reads, through views."""
-    found: set[fx.Node] = set()
-    todo = list(node.all_input_nodes)
-    while todo:
-        n = todo.pop()
-        if is_free(n):
-            todo += n.all_input_nodes
-        else:
-            found.add(n)
-    return found
+    found = reachable(node.all_input_nodes, lambda n: n.all_input_nodes if is_free(n) else ())
+    return {n for n in found if not is_free(n)}
 
 
 def _writes(node: fx.Node) -> bool:
@@ -224,6 +210,3 @@ def _writes(node: fx.Node) -> bool:
         # attention is marked as random, but draws random numbers only if it drops weights
         return bool(schema and schema.is_mutable) or (node.is_impure() and entry_of(node) is None)
     return node.op in ("call_module", "call_method")
-
-
-__all__ = ["Partition", "halves", "partition"]

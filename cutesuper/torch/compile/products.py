@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -31,16 +32,24 @@ from cutesuper.torch.compile.graph_builder import (
     translated,
 )
 from cutesuper.torch.compile.length_masks import Lengths, mask_of, read_lengths
-from cutesuper.torch.compile.table import Arguments, Entry, enter, number
+from cutesuper.torch.compile.table import Arguments, Entry, enter, enter_all, number
 
 _PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
 
 
+@dataclass(frozen=True)
 class Product(Entry):
-    """``a[..., M, K] @ b[..., K, N]``, times a number, plus a number times a tensor."""
+    """``a[..., M, K] @ b[..., K, N]``, times a number, plus a number times a tensor.
 
-    #: names of the two operands and of the addend
-    left, right, added = "self", "mat2", ""
+    Attributes:
+        left, right, added: names of the two operands, and of the addend if there is one.
+        transposed: the second operand is given as ``[N, K]``.
+    """
+
+    left: str = "self"
+    right: str = "mat2"
+    added: str = ""
+    transposed: bool = False
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         if fake(node).dtype not in _PRODUCTS:
@@ -65,7 +74,7 @@ class Product(Entry):
 
     def matrix(self, w: Value) -> Value:
         """The second operand as ``[..., K, N]``."""
-        return w
+        return Value((*w.dims[:-2], w.dims[-1], w.dims[-2]), w.absent) if self.transposed else w
 
     def _operands(self, x: Value, w: Value) -> tuple[Value, Value]:
         """Both operands as matrices: a vector is a row on the left and a column on the right."""
@@ -115,61 +124,16 @@ class Product(Entry):
         return Built(b.g.add(y.tensor, t if beta == 1.0 else b.g.mul(t, beta)), y.slots)  # type: ignore[arg-type]
 
 
-@enter("aten.mm.default", "aten.bmm.default")
-class MM(Product):
-    """A product of two matrices, or of two batches of them."""
-
-
-@enter("aten.matmul.default")
-class Matmul(Product):
-    """A product of matrices with broadcasting; either operand may be a vector."""
-
-    right = "other"
-
-
-@enter("aten.mv.default")
-class MV(Product):
-    """A product of a matrix and a vector."""
-
-    right = "vec"
-
-
-@enter("aten.dot.default")
-class Dot(Product):
-    """A product of two vectors."""
-
-    right = "tensor"
-
-
-@enter("aten.vdot.default")
-class VDot(Product):
-    """A product of two vectors of numbers that are not complex."""
-
-    right = "other"
-
-
-@enter("aten.addmm.default")
-class AddMM(Product):
-    """A product of two matrices, plus a matrix or a row."""
-
-    left, right, added = "mat1", "mat2", "self"
-
-
-@enter("aten.baddbmm.default")
-class AddBMM(Product):
-    """Products of two batches of matrices, plus as many matrices."""
-
-    left, right, added = "batch1", "batch2", "self"
-
-
-@enter("aten.linear.default")
-class Linear(Product):
-    """``x W^T + b`` with W as ``[N, K]``."""
-
-    left, right, added = "input", "weight", "bias"
-
-    def matrix(self, w: Value) -> Value:
-        return Value((*w.dims[:-2], w.dims[-1], w.dims[-2]), w.absent)
+enter_all({
+    # of two matrices, of batches of them, with broadcasting; vectors are rows or columns
+    **dict.fromkeys(("aten.mm.default", "aten.bmm.default"), Product()),
+    **dict.fromkeys(("aten.matmul.default", "aten.vdot.default"), Product(right="other")),
+    "aten.mv.default": Product(right="vec"),
+    "aten.dot.default": Product(right="tensor"),
+    "aten.addmm.default": Product("mat1", "mat2", "self"),
+    "aten.baddbmm.default": Product("batch1", "batch2", "self"),
+    "aten.linear.default": Product("input", "weight", "bias", transposed=True),
+})  # fmt: skip
 
 
 def _lead(x: Value) -> Value:

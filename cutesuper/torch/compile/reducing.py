@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -64,6 +64,15 @@ def reduced_shape(x: Value, dims: Sequence[int], keep: bool) -> Value:
     return Value(tuple(left), tuple(p for p in leaves(x.absent) if p not in gone))
 
 
+def _reduced(s: Shapes, node: fx.Node, a: Arguments) -> Value:
+    """The dimensions of the result of a reduction, whose dimensions must stay whole."""
+    x = s.of(a["self"])
+    dims = reduced_dims(node, a, len(x.dims))
+    for d in reduced_together(x, dims):
+        s.whole(d)
+    return reduced_shape(x, dims, bool(a.get("keepdim", False)))
+
+
 def along(
     b: Builder, node: fx.Node, t: Tensor, slots: Slots, dims: Sequence[Dims], f: Along
 ) -> Built:
@@ -105,11 +114,7 @@ class Reduction(Entry):
         dtype = fake(a["self"]).dtype
         if dtype not in FLOATS or a.get("dtype") not in (None, *FLOATS):
             raise Unsupported(node, f"computes {a.get('dtype') or dtype}")
-        x = s.of(a["self"])
-        dims = reduced_dims(node, a, len(x.dims))
-        for d in reduced_together(x, dims):
-            s.whole(d)
-        return reduced_shape(x, dims, bool(a.get("keepdim", False)))
+        return _reduced(s, node, a)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
         x = b.value(a["self"])
@@ -136,13 +141,9 @@ class _Truth(Reduction):
     """Any or all of a condition along some dimensions."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
-        x = s.of(a["self"])
         if fake(a["self"]).dtype is not torch.bool:
             raise Unsupported(node, "asks for numbers other than 0; compare them first")
-        dims = reduced_dims(node, a, len(x.dims))
-        for d in reduced_together(x, dims):
-            s.whole(d)
-        return reduced_shape(x, dims, bool(a.get("keepdim", False)))
+        return _reduced(s, node, a)
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
         return replace(super().build(b, node, a), condition=True)
@@ -187,13 +188,9 @@ class Variance(Entry):
     """Mean of the squared distances from the mean."""
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Any:
-        x = s.of(a["self"])
-        dims = reduced_dims(node, a, len(x.dims))
-        for d in reduced_together(x, dims):
-            s.whole(d)
-        if not all(isinstance(fake(a["self"]).shape[d], int) for d in dims):
+        value, shape = _reduced(s, node, a), fake(a["self"]).shape
+        if not all(isinstance(shape[d], int) for d in reduced_dims(node, a, len(shape))):
             raise Unsupported(node, "is a variance over an extent that is known only at the call")
-        value = reduced_shape(x, dims, bool(a.get("keepdim", False)))
         return (value, value) if "_mean" in str(node.target) else value
 
     def build(self, b: Builder, node: fx.Node, a: Arguments) -> Any:
@@ -221,14 +218,17 @@ class Variance(Entry):
         return 1.0 if a.get("correction") is None else number(node, a["correction"])
 
 
+@dataclass(frozen=True)
 class _AlongOne(Entry):
     """An operator along one dimension whose result has it too.
 
     Attributes:
+        formula: along that dimension.
         of_one: the result along an extent of 1; NaN for infinite elements.
     """
 
-    of_one: ClassVar[float]
+    formula: Along
+    of_one: float
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         if fake(node).dtype not in FLOATS:
@@ -251,29 +251,6 @@ class _AlongOne(Entry):
 
     def _dim(self, node: fx.Node, a: Arguments, rank: int) -> int:
         return integers(node, a["dim"])[0] % rank
-
-    def formula(self, g: KernelGraph, t: Tensor, dim: int) -> Tensor:
-        raise NotImplementedError
-
-
-@enter("aten.softmax.int", "aten._softmax.default", "aten.special_softmax.int")
-class Softmax(_AlongOne):
-    """exp(x - max x), divided by its sum."""
-
-    of_one = 1.0
-
-    def formula(self, g: KernelGraph, t: Tensor, dim: int) -> Tensor:
-        return g.softmax(t, dim)
-
-
-@enter("aten.log_softmax.int", "aten._log_softmax.default", "aten.special_log_softmax.int")
-class LogSoftmax(_AlongOne):
-    """The logarithm of softmax."""
-
-    of_one = 0.0
-
-    def formula(self, g: KernelGraph, t: Tensor, dim: int) -> Tensor:
-        return g.log_softmax(t, dim)
 
 
 # ------------------------------------------------------------------------------------------- norms
@@ -397,6 +374,12 @@ enter_all({
     **dict.fromkeys(("aten.amin.default", "aten.min.default"), Reduction(_minimum)),
     **dict.fromkeys(("aten.any.dim", "aten.any.dims", "aten.any.default"), _Truth(_maximum)),
     **dict.fromkeys(("aten.all.dim", "aten.all.dims", "aten.all.default"), _Truth(_everywhere)),
+    **dict.fromkeys(
+        ("aten.softmax.int", "aten._softmax.default", "aten.special_softmax.int"),
+        _AlongOne(lambda g, t, d: g.softmax(t, d), of_one=1.0)),
+    **dict.fromkeys(
+        ("aten.log_softmax.int", "aten._log_softmax.default", "aten.special_log_softmax.int"),
+        _AlongOne(lambda g, t, d: g.log_softmax(t, d), of_one=0.0)),
     "aten.max.dim": _Extreme(_maximum),
     "aten.min.dim": _Extreme(_minimum),
     "aten.logsumexp.default": Reduction(lambda g, t, d: g.logsumexp(t, d)),

@@ -73,6 +73,3 @@ def _error(kind: type[E], text: str) -> E:
         f"{text}. Leave it outside of the function, or use torch.compile(fn, "
         'backend="cutesuper"), which leaves it to Inductor'
     )
-
-
-__all__ = ["NO_KERNEL", "refusal", "without_kernel"]

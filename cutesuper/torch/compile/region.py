@@ -433,14 +433,3 @@ def source_lines(node: fx.Node) -> list[tuple[str, int]]:
             if number.isdigit() and not any(p in parts[1] for p in _NOT_THE_USERS):
                 found.append((parts[1], int(number)))
     return found
-
-
-__all__ = [
-    "Operand",
-    "Region",
-    "Result",
-    "Size",
-    "convert",
-    "places",
-    "source_lines",
-]

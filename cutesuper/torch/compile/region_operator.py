@@ -312,5 +312,3 @@ torch.library.register_fake("cutesuper::region", _fake, lib=_library)
 
 #: the operator that compiled models call
 region = torch.ops.cutesuper.region.default
-
-__all__ = ["ROWS", "Program", "digest_of", "key_of", "program_of", "region"]

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import fx
 
+from cutesuper.ir.graph_text import aligned
 from cutesuper.torch.compile.options import BackendOptions
 from cutesuper.torch.compile.region import places
 from cutesuper.torch.compile.selection import Decision, Verdict
@@ -129,7 +130,7 @@ def _graph_text(number: int, graph: GraphReport) -> str:
     head = f"graph {number} ({graph.phase}): {graph.taken} of {len(graph.regions)} region(s) taken"
     rows = [("region", "operators", "kernels", "us, model", "us, measured", "")]
     rows += [_row(r) for r in graph.regions]
-    lines = [head, *(_table(rows) if graph.regions else [])]
+    lines = [head, *(aligned(rows) if graph.regions else [])]
     lines += [f"  {r.where} {k}" for r in graph.regions if r.verdict.taken
               for k in r.verdict.kernels]  # fmt: skip
     for o in graph.outside:
@@ -155,22 +156,3 @@ def _pair(ours: float | None, theirs: float | None) -> str:
     if ours is None or theirs is None:
         return "-"
     return f"{ours:.1f} vs. {theirs:.1f}"
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
-__all__ = [
-    "GraphReport",
-    "OutsideReport",
-    "Phase",
-    "RegionReport",
-    "Report",
-    "graph_report",
-    "nothing_taken",
-]

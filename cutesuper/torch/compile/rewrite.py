@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.region import Length, Operand, Region, Result, Size
 from cutesuper.torch.compile.table import is_free
 
@@ -55,15 +56,9 @@ def _in_order(calls: Sequence[Call]) -> list[Call]:
     maker = {n: i for i, c in enumerate(calls) for n in c.region.nodes}
     needs: dict[int, set[int]] = {}
     for i, call in enumerate(calls):
-        found, seen, todo = set[int](), set[fx.Node](), [o.node for o in call.region.inputs]
-        while todo:
-            node = todo.pop()
-            if node in maker:
-                found.add(maker[node])
-            elif node not in seen:
-                seen.add(node)
-                todo += node.all_input_nodes
-        needs[i] = found - {i}
+        inputs = (o.node for o in call.region.inputs)
+        seen = reachable(inputs, lambda n: () if n in maker else n.all_input_nodes)
+        needs[i] = {maker[n] for n in seen if n in maker} - {i}
     return [calls[i] for i in TopologicalSorter(needs).static_order()]
 
 
@@ -186,6 +181,3 @@ def _remove_unused(graph: fx.Graph, region: Region) -> None:
         seen.add(node)
         todo += node.all_input_nodes
         graph.erase_node(node)
-
-
-__all__ = ["Call", "rewrite"]

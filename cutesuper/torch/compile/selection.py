@@ -246,6 +246,3 @@ def _compiled(
     patches = {**options.inductor, "triton.cudagraphs": False}
     compiled = compile_with(module, inputs, compile_inner, patches)
     return lambda given: compiled(*given)
-
-
-__all__ = ["GAIN", "Decision", "Verdict", "decide"]

@@ -228,20 +228,3 @@ def integers(node: fx.Node, values: Any) -> list[int]:
     if not isinstance(values, list | tuple) or not all(type(v) is int for v in values):
         raise Unsupported(node, f"takes {values!r}, which is not known when it is traced")
     return list(values)
-
-
-__all__ = [
-    "Arguments",
-    "Entry",
-    "arguments_of",
-    "enter",
-    "enter_all",
-    "entry_of",
-    "integers",
-    "is_free",
-    "is_known",
-    "moves",
-    "number",
-    "reads_places",
-    "unknown",
-]

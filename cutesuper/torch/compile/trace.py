@@ -490,6 +490,3 @@ def _facts(leaf: Any) -> Any:
             "tell calls apart; give torch tensors, numbers and texts"
         ) from None
     return constant_fact(leaf)
-
-
-__all__ = ["Lazy", "TracedProgram", "TracedRegion", "regions_of", "superoptimize_callable"]

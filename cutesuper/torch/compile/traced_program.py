@@ -322,6 +322,3 @@ class TracedProgram:
 
     def __repr__(self) -> str:
         return f"TracedProgram({self._name}: {len(self.regions)} region(s))"
-
-
-__all__ = ["MOST_TRACES", "ChangesItself", "Trace", "TracedProgram", "TracedRegion", "Tracer"]

@@ -6,7 +6,7 @@ region's inputs in the call that is compiled for, and the verdict on the kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,7 @@ from torch import fx
 from torch.nn import functional
 
 from cutesuper.ir.dims import Symbol
+from cutesuper.ir.relations import ordered
 from cutesuper.torch.compile.internals import hint_of
 from cutesuper.torch.compile.length_masks import makers, mask_of
 from cutesuper.torch.compile.region import Length, Region, Size
@@ -157,8 +158,12 @@ def alone(region: Region) -> tuple[fx.Graph, Region]:
     stops, inside = {o.node for o in region.inputs}, {*region.nodes, *makers(region.nodes)}
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
-    for node in _upwards(ends, lambda n: n not in stops and (n in inside or is_free(n))):
-        if node in stops or not (node in inside or is_free(node)):
+
+    def belongs(n: fx.Node) -> bool:
+        return n not in stops and (n in inside or is_free(n))
+
+    for node in ordered(ends, lambda n: n.all_input_nodes if belongs(n) else ()):
+        if not belongs(node):
             new[node] = graph.create_node("placeholder", f"x{len(new)}", name=f"x{len(new)}")
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), new.__getitem__)
@@ -166,20 +171,6 @@ def alone(region: Region) -> tuple[fx.Graph, Region]:
         new[node].meta = dict(node.meta)
     graph.output(tuple(new[n] for n in ends))
     return graph, _moved(region, new)
-
-
-def _upwards(ends: Iterable[fx.Node], passes: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Nodes that others depend on, each after its own operands, up to where ``passes`` ends."""
-    found: dict[fx.Node, None] = {}
-    todo = [(n, False) for n in reversed(list(ends))]
-    while todo:
-        node, ready = todo.pop()
-        if ready or not passes(node):
-            found.setdefault(node)
-        elif node not in found:
-            todo.append((node, True))
-            todo += [(n, False) for n in reversed(node.all_input_nodes)]
-    return list(found)
 
 
 def _moved(region: Region, new: Mapping[fx.Node, fx.Node]) -> Region:
@@ -295,6 +286,3 @@ def _described(value: Any) -> str:
     sizes = [f"{'~' * isinstance(d, torch.SymInt)}{hint_of(d)}" for d in value.shape]
     strides = [hint_of(d) for d in value.stride()]
     return f"{value.dtype} {value.device} [{', '.join(sizes)}] {strides}"
-
-
-__all__ = ["Sample", "alone"]

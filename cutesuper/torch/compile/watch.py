@@ -565,5 +565,3 @@ def _visits() -> Iterator[tuple[Any, Callable[[_Walk, str, Any], None]]]:
 
 
 _VISITS = tuple(_visits())
-
-__all__ = ["Fact", "Observer", "Watch", "difference", "facts_of", "layout_of"]

@@ -1,8 +1,4 @@
-"""Operators for PyTorch with searched kernels, called like those of torch.
-
-They build a kernel graph, superoptimize it at the first call for each kind of arguments, and keep
-the kernels. Importing this package imports torch, but neither CuTe DSL nor a GPU is needed.
-"""
+"""Operators for PyTorch with searched kernels; users import them from `cutesuper.ops`."""
 
 from __future__ import annotations
 

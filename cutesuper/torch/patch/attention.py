@@ -258,6 +258,3 @@ def _check_heads(heads: int, key_heads: int, dim: int, like: Tensor) -> None:
             for q, k, v in ([t.double() for t in seen], seen)
         )
     within_rule(ours, exact, theirs)
-
-
-__all__ = ["BASE", "attention_forward", "install", "mask_of", "register"]

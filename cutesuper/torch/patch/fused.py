@@ -101,6 +101,3 @@ def _found(function: Function, inputs: list[Tensor]) -> Function:
         if ours_us >= theirs_us:
             raise Failed(f"{ours_us:.0f} us, the original {theirs_us:.0f} us")
     return program
-
-
-__all__ = ["Function", "parameters_of", "run"]

@@ -235,6 +235,3 @@ def install(module: nn.Module, how: GatedMLP) -> list[nn.Module]:
         return replace(how, others=how.rest(m._modules))
 
     return replace_checked(module, twin, ReplacedMLP, described, x, how.exact(twin, x))
-
-
-__all__ = ["ACTIVATIONS", "GatedMLP", "ReplacedMLP", "WholeMLP", "find", "install", "is_candidate"]

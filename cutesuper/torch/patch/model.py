@@ -188,6 +188,3 @@ def _check_usable(module: nn.Module) -> None:
             raise Failed(f"its parameters are on the device {p.device}")
         if p.dtype not in FLOATS:
             raise Failed(f"its parameters are {p.dtype}")
-
-
-__all__ = ["Patch", "patch"]

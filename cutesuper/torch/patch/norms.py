@@ -153,6 +153,3 @@ def _rows(like: Tensor) -> Tensor:
     scale = torch.tensor([1e2, 1.0, 1e-2, 1e-3, 1e-4], device="cpu")
     x = (drawn(len(scale), like.numel(), seed=2) + 0.3) * scale[:, None]
     return x.to(like.device, like.dtype)
-
-
-__all__ = ["Norm", "ReplacedNorm", "find", "install", "is_candidate"]

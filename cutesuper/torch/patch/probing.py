@@ -120,6 +120,3 @@ def replace_checked(
     within_rule(run(twin, x), exact, theirs)
     replace(module, replacement, how(module))
     return [module]
-
-
-__all__ = ["Failed", "close_to", "drawn", "replace_checked", "run", "unnoticed", "within_rule"]

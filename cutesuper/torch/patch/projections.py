@@ -172,7 +172,3 @@ def install(module: nn.Module, how: Projections) -> list[nn.Module]:
     for layer in layers:
         replace(layer, ReplacedProjection, group)
     return layers
-
-
-__all__ = ["Group", "Products", "Projections", "ReplacedProjection", "find", "install",
-           "is_candidate"]  # fmt: skip

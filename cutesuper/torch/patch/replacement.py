@@ -95,6 +95,3 @@ def is_observed(module: nn.Module) -> bool:
         or "forward" in module.__dict__
         or torch_module._has_any_global_hook()
     )
-
-
-__all__ = ["HOW", "Replacement", "copied", "is_observed", "is_own", "replace", "restore"]

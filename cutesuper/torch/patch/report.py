@@ -72,6 +72,3 @@ def _rows(entries: tuple[Entry, ...]) -> list[str]:
         f"  {count:4} x {path:{width}}  {was} {arrow} {what}"
         for (path, was, what), count in groups.items()
     ]
-
-
-__all__ = ["Entry", "Report", "refused"]

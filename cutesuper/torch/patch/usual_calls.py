@@ -50,6 +50,3 @@ def version(t: Tensor) -> int:
     """Version counter of a tensor, incremented by writes; 0 for inference tensors, which have
     none."""
     return 0 if t.is_inference() else t._version
-
-
-__all__ = ["ATTENTION_NAME", "FLOATS", "MOST_POSITIONS", "are_alike", "is_usual", "version"]

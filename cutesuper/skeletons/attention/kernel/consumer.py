@@ -11,6 +11,7 @@ from cutlass import Int32
 
 from cutesuper.device.barriers import Meeting, fence_warp
 from cutesuper.device.cluster import wait_for_cluster
+from cutesuper.device.fragments import fragment
 from cutesuper.device.launch import wait_for_predecessor
 from cutesuper.device.pipeline import Slot
 from cutesuper.device.products import Product
@@ -107,7 +108,7 @@ class Consumer:
         scores = fresh.accumulator(k.key_tile)
         result = second.accumulator(k.width)
         result.fill(0.0)
-        words = cute.make_rmem_tensor(cute.make_layout(k.key_tile // 4), Int32)
+        words = fragment(k.key_tile // 4, Int32)
         # the accumulators' order (2 columns, row and row + 8, blocks of 8 columns) is that of an A
         # operand in registers: 8 values for 16 keys
         layout = cute.make_layout(((2, 2, 2), 1, k.key_tile // 16), stride=((1, 2, 4), 0, 8))

@@ -22,11 +22,13 @@ from cutlass import Float32, Int32
 
 from cutesuper.device.barriers import Barriers, Meeting
 from cutesuper.device.cluster import float_bits, push
+from cutesuper.device.fragments import fetched, fragment
 from cutesuper.device.grid import is_last, tell, told
+from cutesuper.device.memory import neighbours
 from cutesuper.skeletons.attention.kernel.context import ROWS_BARRIER, Known, Memory, Place
 from cutesuper.skeletons.attention.kernel.rows import Rows
 from cutesuper.skeletons.attention.kernel.scores import exp2
-from cutesuper.skeletons.kernel.arguments import ELEMENT
+from cutesuper.skeletons.kernel.arguments import dtype_of
 
 #: fp32 values of an item
 ITEM = 4
@@ -80,7 +82,7 @@ class Join:
             total = total + cute.arch.shuffle_sync_bfly(total, 1)
             total = total + cute.arch.shuffle_sync_bfly(total, 2)
             state[2 * r + 1] = total
-        items = cute.make_rmem_tensor(cute.make_layout(ITEM * self.half), Float32)
+        items = fragment(ITEM * self.half)
         if cutlass.const_expr(self.k.key_groups > 1):
             self.meet(result, items, state, here)
         else:
@@ -89,7 +91,7 @@ class Join:
                     items[ITEM * i + e] = result[self.register(i, e)]
         owned = items
         if cutlass.const_expr(self.cluster > 1):
-            owned = cute.make_rmem_tensor(cute.make_layout(ITEM * self.owned), Float32)
+            owned = fragment(ITEM * self.owned)
             if thread < self.active:
                 self.exchange(items, owned, state, here)
         if cutlass.const_expr(self.parts > 1):
@@ -181,20 +183,18 @@ class Join:
 
     def put(self, base: Any, slot: Any, thread: Any, values: list[Any]) -> None:
         """Write 16 bytes of a thread."""
-        register = cute.make_rmem_tensor(cute.make_layout(ITEM), Float32)
+        register = fragment(ITEM)
         for e in range(ITEM):
             register[e] = values[e]
         cute.autovec_copy(register, self.place(base, slot, thread))
 
     def get(self, base: Any, slot: Any, thread: Any) -> cute.Tensor:
         """Read the item written by the thread of the same number."""
-        register = cute.make_rmem_tensor(cute.make_layout(ITEM), Float32)
-        cute.autovec_copy(self.place(base, slot, thread), register)
-        return register
+        return fetched(self.place(base, slot, thread))
 
     def place(self, base: Any, slot: Any, thread: Any) -> cute.Tensor:
         offset = cute.assume((slot * self.active + thread) * ITEM, divby=ITEM)
-        return cute.make_tensor(base + offset, cute.make_layout(ITEM))
+        return neighbours(base + offset, ITEM)
 
     # -------------------------------------------------------------------------- blocks of a cluster
 
@@ -329,15 +329,14 @@ class Join:
             column = 8 * block + 2 * (here.lane % 4)
             if column < plan.tile(plan.columns):
                 for output in plan.outputs:
-                    dtype = ELEMENT[plan.arguments[output.view.argument].dtype]
-                    register = cute.make_rmem_tensor(cute.make_layout(2), dtype)
+                    dtype = dtype_of(plan, output.view)
+                    register = fragment(2, dtype)
                     for b in cutlass.range_constexpr(2):
                         values = {**known, plan.result.final: owned[ITEM * j + e + b]}
                         leaves = [values[i] for i in output.expression.leaves]
                         x = Float32(output.expression.evaluate(leaves, self.k.math))
                         register[b] = x.to(dtype)
                     offset = self.rows.offset(output.view, positions) + column
-                    pointer = here.tensors[output.view.argument].iterator + cute.assume(
-                        offset, divby=2
-                    )
-                    cute.autovec_copy(register, cute.make_tensor(pointer, cute.make_layout(2)))
+                    base = here.tensors[output.view.argument].iterator
+                    target = neighbours(base + cute.assume(offset, divby=2), 2)
+                    cute.autovec_copy(register, target)

@@ -14,8 +14,9 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cutesuper.device.barriers import Barriers, fence_reads, fence_warp
-from cutesuper.device.fragments import NEUTRAL, PIECE, folded
+from cutesuper.device.fragments import NEUTRAL, PIECE, fetched, filled, folded, fragment
 from cutesuper.device.math import choose
+from cutesuper.device.memory import neighbours, one, put
 from cutesuper.skeletons.attention.kernel.context import Known, Memory
 from cutesuper.skeletons.attention.kernel.rows import Rows, byte_piece, chunk_of
 
@@ -80,7 +81,7 @@ class KeyValues:
         for n, e in enumerate(self.plan.key_values.values()):
             value = e.evaluate([totals[i] for i in e.leaves], self.k.math)
             slot = memory.key_values + self.slot(n, stage, key)
-            cute.make_tensor(slot, cute.make_layout(1))[0] = choose(exists, value, 1.0)
+            put(slot, choose(exists, value, 1.0))
 
     @cute.jit
     def reduce(self, memory, stage, key, reduction: cutlass.Constexpr):
@@ -104,12 +105,11 @@ class KeyValues:
 
     def read(self, memory: Memory, operand: int, stage: Any, key: Any, piece: Any) -> cute.Tensor:
         """Read eight elements of a key's row."""
-        register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
         if self.has_rows(operand):
-            cute.autovec_copy(self.linear(memory, operand, stage, key, piece), register)
-        else:
-            for i in range(PIECE):
-                register[i] = self.across(memory, operand, stage, key, piece * PIECE + i)[0]
+            return fetched(self.linear(memory, operand, stage, key, piece))
+        register = fragment(PIECE, self.k.dtype)
+        for i in range(PIECE):
+            register[i] = self.across(memory, operand, stage, key, piece * PIECE + i)[0]
         return register
 
     def has_rows(self, operand: int) -> bool:
@@ -133,7 +133,7 @@ class KeyValues:
         row = (piece // per) * self.k.key_tile + key
         inside = byte_piece(length, piece % per, key)
         offset = cute.assume(row * chunk + inside * PIECE, divby=PIECE)
-        return cute.make_tensor(pointer + offset, cute.make_layout(PIECE))
+        return neighbours(pointer + offset, PIECE)
 
     def across(self, memory: Memory, operand: int, stage: Any, key: Any, index: Any) -> cute.Tensor:
         """View of one element of a key in a tile whose chunks hold one element of 64 keys."""
@@ -142,15 +142,12 @@ class KeyValues:
         row = (key // chunk) * length + index
         inside = byte_piece(self.k.key_tile, key % chunk // PIECE, index)
         offset = row * chunk + inside * PIECE + key % PIECE
-        return cute.make_tensor(pointer + offset, cute.make_layout(1))
+        return one(pointer + offset)
 
     def pair(self, memory: Memory, operation: int, stage: Any, key: Any) -> cute.Tensor:
         """Values of two neighbouring keys, the first of which is even."""
-        register = cute.make_rmem_tensor(cute.make_layout(2), Float32)
         offset = cute.assume(self.slot(self.order.index(operation), stage, key), divby=2)
-        source = cute.make_tensor(memory.key_values + offset, cute.make_layout(2))
-        cute.autovec_copy(source, register)
-        return register
+        return fetched(neighbours(memory.key_values + offset, 2))
 
     @cute.jit
     def clean(self, here, stage, keys, rows):
@@ -165,8 +162,7 @@ class KeyValues:
 
     def clear(self, memory: Memory, stage: Any, key: Any) -> None:
         """Set the values of one key to 0."""
-        zeros = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
-        zeros.fill(0.0)
+        zeros = filled(PIECE, 0.0, self.k.dtype)
         load = self.plan.value_load
         for piece in range(self.k.width // PIECE):
             if self.has_rows(load):

@@ -24,7 +24,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cutesuper.device.memory import bulk_load, partition, tile_atom
+from cutesuper.device.fragments import fragment
+from cutesuper.device.memory import bulk_load, neighbours, partition, tile_atom
 from cutesuper.skeletons.attention.kernel.context import Known, Place
 from cutesuper.skeletons.attention.kernel.rows import Rows, chunk_of
 from cutesuper.skeletons.base import Pages
@@ -102,9 +103,9 @@ class PagedLoads:
         for argument, view in self.tables.items():
             count = self.k.plan.key_extent // view.size
             offset = 0 if view.sequences is None else place.batch[view.sequences] * count
-            row = cute.make_tensor(tensors[argument].iterator + offset, cute.make_layout(count))
+            row = neighbours(tensors[argument].iterator + offset, count)
             end = (self.query.last_key(place) + view.size - 1) // view.size
-            window = cute.make_rmem_tensor(cute.make_layout(2), Int32)
+            window = fragment(2, Int32)
             for n in range(2):
                 window[n] = self.entry(row, end, first // self.tiles(view) + n)
             found[argument] = (row, end, window)

@@ -15,8 +15,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutesuper.device.barriers import Meeting, fence_warp
-from cutesuper.device.fragments import NEUTRAL, PIECE, combine, folded
-from cutesuper.device.memory import bulk_load, element, operand_layout, partition, tile_atom
+from cutesuper.device.fragments import NEUTRAL, PIECE, combine, fetched, folded, stored
+from cutesuper.device.memory import (
+    bulk_load,
+    element,
+    neighbours,
+    operand_layout,
+    partition,
+    put,
+    tile_atom,
+)
 from cutesuper.skeletons.attention.kernel.context import (
     ROWS_BARRIER,
     Here,
@@ -157,8 +165,7 @@ class Rows:
         offset = Int32(0)
         for d in view.labels:
             offset += batch[d] * view.stride(d)
-        flat = cute.make_tensor(tensors[view.argument].iterator + offset, cute.make_layout(1))
-        return cutlass.min(flat[0], self.plan.key_extent)
+        return cutlass.min(element(tensors[view.argument].iterator, offset), self.plan.key_extent)
 
     def limit(self, place: Place, positions: dict[str, Any]) -> Any:
         """Number of keys visible to a row at these positions (none if not positive)."""
@@ -252,7 +259,7 @@ class Rows:
             values[operation] = value
             slot = here.memory.row_values + self.slot(n, row_group, own.row)
             if half == 0:
-                cute.make_tensor(slot, cute.make_layout(1))[0] = value
+                put(slot, value)
         if cutlass.const_expr(self.plan.prologue is not None):
             for p in cutlass.range_constexpr(self.turns):
                 piece = 2 * p + half
@@ -281,8 +288,7 @@ class Rows:
         prologue = self.plan.prologue
         assert prologue is not None
         leaves = [self.leaf(i, own, values, piece, here) for i in prologue.leaves]
-        result = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
-        result.store(prologue.evaluate(leaves, self.k.math).to(self.k.dtype))
+        result = stored(prologue.evaluate(leaves, self.k.math), PIECE, self.k.dtype)
         cute.autovec_copy(result, self.linear(own, piece))
 
     def leaf(self, i: int, own: QueryRow, values: dict[int, Any], piece: Any, here: Here) -> Any:
@@ -291,17 +297,13 @@ class Rows:
             return self.read(own, piece).load().to(Float32)
         if i not in self.plan.vectors:
             return values[i]
-        register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
         pointer = here.tensors[self.plan.vectors[i].argument].iterator
         source = pointer + cute.assume(piece * PIECE, divby=PIECE)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(PIECE)), register)
-        return register.load().to(Float32)
+        return fetched(neighbours(source, PIECE)).load().to(Float32)
 
     def read(self, own: QueryRow, piece: Any) -> cute.Tensor:
         """Read eight elements of a row."""
-        register = cute.make_rmem_tensor(cute.make_layout(PIECE), self.k.dtype)
-        cute.autovec_copy(self.linear(own, piece), register)
-        return register
+        return fetched(self.linear(own, piece))
 
     def linear(self, own: QueryRow, piece: Any) -> cute.Tensor:
         """View of eight contiguous elements of a row in shared memory."""
@@ -311,7 +313,7 @@ class Rows:
         base = own.group * (ROW_BLOCK * self.k.depth)
         offset = base + ((piece // per) * ROW_BLOCK + own.row) * chunk + inside * PIECE
         pointer = cute.recast_ptr(own.rows.iterator, dtype=self.k.dtype)
-        return cute.make_tensor(pointer + cute.assume(offset, divby=PIECE), cute.make_layout(PIECE))
+        return neighbours(pointer + cute.assume(offset, divby=PIECE), PIECE)
 
     def offset(self, view: View, positions: dict[str, Any]) -> Any:
         """Offset of a row in memory, in elements, without its column."""

@@ -18,7 +18,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cutesuper.device.fragments import fragment, stored
 from cutesuper.device.math import choose
+from cutesuper.device.memory import neighbours
 from cutesuper.device.pipeline import Slot
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.attention.kernel.context import Known, Memory, RowFacts
@@ -72,7 +74,7 @@ class Scores:
         Rows that are padding contain arbitrary shared memory. Their maximum never rises, so that
         they do not decide whether a warp rescales, and every run gives the same bits.
         """
-        state = cute.make_rmem_tensor(cute.make_layout(6), Float32)
+        state = fragment(6)
         for r in range(2):
             row = self.query.row(warp, lane, r)
             state[2 * r] = choose(row < self.plan.group_rows, LOWEST, float("inf"))
@@ -225,9 +227,7 @@ class Scores:
     def pack(self, scores: Any, words: Any) -> None:
         """Convert the weights to a 16-bit operand."""
         count = self.k.key_tile // 2
-        narrow = cute.make_rmem_tensor(cute.make_layout(count), self.k.dtype)
-        flat = cute.make_tensor(scores.iterator, cute.make_layout(count))
-        narrow.store(flat.load().to(self.k.dtype))
+        narrow = stored(neighbours(scores.iterator, count).load(), count, self.k.dtype)
         words.store(cute.recast_tensor(narrow, Int32).load())
 
     @cute.jit

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass import Float32
 
 from cutesuper.device.barriers import Barriers, Meeting
 from cutesuper.device.math import DeviceMath
@@ -242,18 +241,3 @@ class Loads:
     def behind(self, first: int) -> Loads:
         """Those from the ``first`` one on."""
         return Loads(self.atoms[first:], self.slots[first:], self.sources[first:])
-
-
-def one(pointer: cute.Pointer) -> cute.Tensor:
-    """View of one element."""
-    return cute.make_tensor(pointer, cute.make_layout(1))
-
-
-def put(pointer: cute.Pointer, value: Any) -> None:
-    """Write one element."""
-    one(pointer)[0] = value
-
-
-def fragment(count: int, dtype: Any = Float32) -> cute.Tensor:
-    """Registers for ``count`` elements."""
-    return cute.make_rmem_tensor(cute.make_layout(count), dtype)

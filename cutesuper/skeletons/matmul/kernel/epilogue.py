@@ -14,10 +14,11 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cutesuper.device.cluster import push
-from cutesuper.device.fragments import PIECE
+from cutesuper.device.fragments import PIECE, fetched, stored
 from cutesuper.device.launch import wait_for_predecessor
-from cutesuper.skeletons.kernel.arguments import ELEMENT
-from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory, fragment, put
+from cutesuper.device.memory import neighbours, put
+from cutesuper.skeletons.kernel.arguments import dtype_of
+from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory
 from cutesuper.skeletons.matmul.kernel.leaves import Leaves
 from cutesuper.skeletons.matmul.kernel.reductions import ColumnReductions
 from cutesuper.skeletons.matmul.kernel.tile_store import TileStore
@@ -147,14 +148,11 @@ class Epilogue:
 
     def collect(self, memory: Memory, product: int, column: Any, quarter: Any) -> Any:
         """The sum over the cluster, in the order of the ranks."""
-        layout = cute.make_layout(self.k.values)
-        total = None
+        count, total = self.k.values, None
         for source in range(self.k.cluster):
-            part = fragment(self.k.values)
             pointer = memory.partials + self.slot(source, product, column, quarter)
-            align = 4 * min(4, self.k.values)
-            cute.autovec_copy(cute.make_tensor(pointer.align(align), layout), part)
-            total = part.load() if total is None else total + part.load()
+            part = fetched(neighbours(pointer.align(4 * min(4, count)), count)).load()
+            total = part if total is None else total + part
         return total
 
     @cute.jit
@@ -176,7 +174,7 @@ class Epilogue:
         k, plan = self.k, self.k.plan
         for o in self.outputs:
             output = plan.outputs[o]
-            dtype = ELEMENT[plan.arguments[output.view.argument].dtype]
+            dtype = dtype_of(plan, output.view)
             tile = cute.recast_ptr(here.memory.columns.iterator, dtype=dtype)
             k.consumers_meet()  # every warpgroup has read its last stage, or stored its rows
             for i in cutlass.range_constexpr(len(accumulators[0])):
@@ -197,11 +195,8 @@ class Epilogue:
         n = here.tile.column * k.n + column
         inside = n if n < last else last  # loads of the epilogue stay inside their tensors
         own = self.leaves.column(sums, inside, quarter)
-        leaves = [self.leaves.of(i, own, here) for i in output.expression.leaves]
-        dtype = ELEMENT[k.plan.arguments[output.view.argument].dtype]
-        value = output.expression.evaluate(leaves, k.math).to(dtype)
-        register = fragment(k.values, dtype)
-        register.store(value)
+        value = self.leaves.evaluate(output.expression, own, here)
+        register = stored(value, k.values, dtype_of(k.plan, output.view))
         pitch = k.n + PIECE  # the padding keeps the four row groups in different banks
         for v in cutlass.range_constexpr(k.values):
             place = tile + (self.leaves.row_of(v, quarter) * pitch + column)
@@ -212,7 +207,6 @@ class Epilogue:
         """Copy the tile to memory, 16 bytes at a time, where rows and columns exist."""
         k, plan, tensors = self.k, self.k.plan, here.tensors
         view = plan.outputs[o].view
-        dtype = ELEMENT[plan.arguments[view.argument].dtype]
         rows, columns = k.extents.of(plan.row, tensors), k.extents.of(plan.column, tensors)
         base = k.batch_offset(view, here.tile.batch)
         pieces = k.n // PIECE
@@ -223,10 +217,7 @@ class Epilogue:
                 source = (tile + (row * (k.n + PIECE) + column)).align(16)
                 offset = base + m * view.stride(plan.row) + n
                 target = (tensors[view.argument].iterator + offset).align(16)
-                layout = cute.make_layout(PIECE)
-                register = fragment(PIECE, dtype)
-                cute.autovec_copy(cute.make_tensor(source, layout), register)
-                cute.autovec_copy(register, cute.make_tensor(target, layout))
+                cute.autovec_copy(fetched(neighbours(source, PIECE)), neighbours(target, PIECE))
 
     def own(self, accumulators: Any, vectors: Any, i: int, half: int, here: Here) -> list[Any]:
         """Every product's sums for one column of a thread, then those of vectors."""
@@ -245,8 +236,7 @@ class Epilogue:
             for o in self.outputs:
                 output = plan.outputs[o]
                 own = self.leaves.column(sums, n, quarter)
-                leaves = [self.leaves.of(i, own, here) for i in output.expression.leaves]
-                value = output.expression.evaluate(leaves, k.math)
+                value = self.leaves.evaluate(output.expression, own, here)
                 self.store_rows(value, o, n, quarter, rows, here)
 
     @cute.jit
@@ -254,10 +244,8 @@ class Epilogue:
         """Store one column's rows, converted, where they exist."""
         k, plan = self.k, self.k.plan
         view = plan.outputs[o].view
-        dtype = ELEMENT[plan.arguments[view.argument].dtype]
         base = k.batch_offset(view, here.tile.batch) + n * view.stride(plan.column)
-        converted = fragment(k.values, dtype)
-        converted.store(value.to(dtype))
+        converted = stored(value, k.values, dtype_of(plan, view))
         for v in cutlass.range_constexpr(k.values):
             m = here.tile.row * k.m + self.leaves.row_of(v, quarter)
             if m < rows:

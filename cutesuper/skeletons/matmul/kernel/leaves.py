@@ -13,9 +13,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from cutesuper.device.fragments import combine
-from cutesuper.device.memory import element
-from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory, fragment, one
+from cutesuper.device.fragments import combine, fragment
+from cutesuper.device.memory import element, one
+from cutesuper.ir.thread import ThreadExpression
+from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory
 from cutesuper.skeletons.matmul.plan import MatmulPlan
 
 
@@ -81,6 +82,11 @@ class Leaves:
         """A column along any label, with all rows of a thread."""
         rows = [self.row_of(v, quarter) for v in range(self.k.values)]
         return Column(places, sums, n, label, rows)
+
+    def evaluate(self, expression: ThreadExpression, column: Column, here: Here) -> Any:
+        """The value of an expression for one column, as a fragment."""
+        leaves = [self.of(i, column, here) for i in expression.leaves]
+        return expression.evaluate(leaves, self.k.math)
 
     def of(self, i: int, column: Column, here: Here) -> Any:
         """The fragment of a leaf: an accumulator, row value, reduction or load."""

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 
 from cutesuper.skeletons.base import View
-from cutesuper.skeletons.kernel.arguments import ELEMENT
+from cutesuper.skeletons.kernel.arguments import dtype_of
 from cutesuper.skeletons.matmul.kernel.context import Here, Known, Tile
 
 LINE_BITS = 1024
@@ -41,7 +41,7 @@ class Prefetch:
         k = self.k
         along = next((d for d in self.inner(view) if view.stride(d) == 1), None)
         across = next((d for d in self.inner(view) if d != along), None)
-        width = LINE_BITS // ELEMENT[k.plan.arguments[view.argument].dtype].width
+        width = LINE_BITS // dtype_of(k.plan, view).width
         pieces = -(-self.count(along) // width)
         base = k.batch_offset(view, here.tile.batch)
         for item in cutlass.range(

@@ -14,10 +14,10 @@ import cutlass.cute as cute
 from cutlass import Float32
 
 from cutesuper.device.cluster import float_bits, push
-from cutesuper.device.fragments import NEUTRAL
-from cutesuper.device.memory import element
-from cutesuper.skeletons.kernel.arguments import ELEMENT
-from cutesuper.skeletons.matmul.kernel.context import Here, Known, fragment, one, put
+from cutesuper.device.fragments import NEUTRAL, filled
+from cutesuper.device.memory import element, one, put
+from cutesuper.skeletons.kernel.arguments import dtype_of
+from cutesuper.skeletons.matmul.kernel.context import Here, Known
 from cutesuper.skeletons.matmul.kernel.leaves import Leaves
 from cutesuper.skeletons.matmul.kernel.vectors import VectorTile
 
@@ -58,8 +58,7 @@ class ColumnReductions:
     def reduce_tile(self, r: cutlass.Constexpr, accumulators, vectors, here):
         """Reduce this warp's columns into its slots."""
         k, neutral = self.k, NEUTRAL[self.reductions[r].op]
-        totals = fragment(k.values)
-        totals.fill(neutral)
+        totals = filled(k.values, neutral)
         for i in cutlass.range_constexpr(k.blocks // k.warpgroups):
             block = here.warp // 4 + k.warpgroups * i
             for half in cutlass.range_constexpr(2):
@@ -100,7 +99,7 @@ class ColumnReductions:
         """Apply the source to one column and add it."""
         k = self.k
         own = self.leaves.column(sums, column, here.quarter)
-        value = source.evaluate([self.leaves.of(i, own, here) for i in source.leaves], k.math)
+        value = self.leaves.evaluate(source, own, here)
         for v in cutlass.range_constexpr(k.values):
             totals[v] = self.reduced.combine(r, totals[v], value[v])
 
@@ -137,8 +136,7 @@ class ColumnReductions:
         leaves = [self.row_leaf(i, m, row, here) for i in output.expression.leaves]
         value = output.expression.evaluate(leaves, k.math)
         offset = k.batch_offset(view, here.tile.batch) + m * view.stride(k.plan.row)
-        dtype = ELEMENT[k.plan.arguments[view.argument].dtype]
-        put(here.tensors[view.argument].iterator + offset, value.to(dtype))
+        put(here.tensors[view.argument].iterator + offset, value.to(dtype_of(k.plan, view)))
 
     def row_leaf(self, i: int, m: Any, row: Any, here: Here) -> Any:
         """A leaf of an output without columns, as a scalar."""

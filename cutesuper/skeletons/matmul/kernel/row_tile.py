@@ -12,10 +12,11 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Int32
 
-from cutesuper.device.fragments import PIECE
+from cutesuper.device.fragments import PIECE, fetched, fragment
+from cutesuper.device.memory import neighbours
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.kernel.hostmath import HostMath
-from cutesuper.skeletons.matmul.kernel.context import Known, fragment
+from cutesuper.skeletons.matmul.kernel.context import Known
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
 from cutesuper.skeletons.matmul.plan import CHUNK
 
@@ -62,12 +63,10 @@ class RowTile:
 
     def piece(self, ring: cute.Tensor, offset: Any) -> cute.Tensor:
         """Read eight elements of a ring."""
-        register = fragment(PIECE, self.k.dtype)
-        cute.autovec_copy(self.linear(ring, offset), register)
-        return register
+        return fetched(self.linear(ring, offset))
 
     def linear(self, ring: cute.Tensor, offset: Any) -> cute.Tensor:
         """View of eight elements of a ring by byte order, whatever its swizzle."""
         pointer = cute.recast_ptr(ring.iterator, dtype=self.k.dtype)
         # `assume`, because `align` rounds the address: two instructions for each piece
-        return cute.make_tensor(pointer + cute.assume(offset, divby=PIECE), cute.make_layout(PIECE))
+        return neighbours(pointer + cute.assume(offset, divby=PIECE), PIECE)

@@ -13,10 +13,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from cutesuper.device.fragments import PIECE
+from cutesuper.device.fragments import PIECE, fragment
 from cutesuper.device.launch import wait_for_predecessor
+from cutesuper.device.memory import neighbours
 from cutesuper.ir.dims import extent
-from cutesuper.skeletons.matmul.kernel.context import Known, fragment
+from cutesuper.skeletons.matmul.kernel.context import Known
 from cutesuper.skeletons.matmul.kernel.row_tile import LANES, RowTile
 
 
@@ -63,8 +64,7 @@ class RowShift:
                 view = plan.staged(op)
                 offset = k.batch_offset(view, tile.batch) + row * view.stride(plan.row)
                 source = (here.tensors[view.argument].iterator + (offset + place)).align(16)
-                layout = cute.make_layout(PIECE)
-                cute.autovec_copy(cute.make_tensor(source, layout), register)
+                cute.autovec_copy(neighbours(source, PIECE), register)
 
     @cute.jit
     def sample(self, pieces, here):

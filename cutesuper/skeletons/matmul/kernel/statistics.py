@@ -8,9 +8,9 @@ from cutlass import Float32, Int32
 
 from cutesuper.device.barriers import Meeting, fence_reads, fence_warp, release_warp
 from cutesuper.device.cluster import float_bits, push, wait_for_cluster
-from cutesuper.device.fragments import NEUTRAL, PIECE, combine, folded
-from cutesuper.device.memory import element
-from cutesuper.skeletons.matmul.kernel.context import HELPERS_BARRIER, Known, fragment, put
+from cutesuper.device.fragments import NEUTRAL, PIECE, combine, folded, fragment, stored
+from cutesuper.device.memory import element, put
+from cutesuper.skeletons.matmul.kernel.context import HELPERS_BARRIER, Known
 from cutesuper.skeletons.matmul.kernel.multicast import Sharing
 from cutesuper.skeletons.matmul.kernel.row_tile import LANES, RowTile
 from cutesuper.skeletons.matmul.kernel.shift import RowShift
@@ -138,8 +138,7 @@ class RowSide:
         v = prologue.evaluate([values[op] for op in prologue.leaves], self.k.math)
         if cutlass.const_expr(self.tile.needs_mask(prologue, 0.0)):
             v = cute.where(self.tile.inside(at), v, cute.full_like(v, 0.0))
-        register = fragment(PIECE, self.k.dtype)
-        register.store(v.to(self.k.dtype))
+        register = stored(v, PIECE, self.k.dtype)
         cute.autovec_copy(register, self.tile.linear(memory.rows[0], offset))
 
     @cute.jit

@@ -15,10 +15,11 @@ import cutlass
 import cutlass.cute as cute
 
 from cutesuper.device.barriers import fence_copies
+from cutesuper.device.fragments import filled
 from cutesuper.device.memory import EVICT_LAST, bulk_load, operand, tile_atom
 from cutesuper.device.products import Product
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
-from cutesuper.skeletons.matmul.kernel.context import Known, Memory, fragment
+from cutesuper.skeletons.matmul.kernel.context import Known, Memory
 from cutesuper.skeletons.matmul.kernel.leaves import Leaves
 from cutesuper.skeletons.matmul.plan import CHUNK, COLUMN_BLOCK
 
@@ -189,9 +190,8 @@ class Tails:
     @cute.jit
     def write_column(self, t: cutlass.Constexpr, places: cutlass.Constexpr, sums, column, here):
         """Write one column of a row operand; zeros past the end of the hidden label."""
-        register = fragment(self.k.values, self.k.dtype)
+        register = filled(self.k.values, 0.0, self.k.dtype)
         quarter = here.quarter
-        register.fill(0.0)
         if column < self.tails[t].extent:
             self.evaluate(t, register, places, sums, column, quarter, here)
         target = here.memory.hidden.hidden[t]
@@ -213,5 +213,4 @@ class Tails:
         """Evaluate the source of a product on one column, rounded to the operands' type."""
         k, tail = self.k, self.tails[t]
         own = self.leaves.hidden_column(places, sums, column, tail.hidden, quarter)
-        leaves = [self.leaves.of(i, own, here) for i in tail.source.leaves]
-        register.store(tail.source.evaluate(leaves, k.math).to(k.dtype))
+        register.store(self.leaves.evaluate(tail.source, own, here).to(k.dtype))

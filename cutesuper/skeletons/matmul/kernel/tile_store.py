@@ -13,8 +13,10 @@ import cutlass
 import cutlass.cute as cute
 
 from cutesuper.device.barriers import Meeting, fence_copies
+from cutesuper.device.fragments import fragment, stored
 from cutesuper.device.memory import (
     bulk_store,
+    neighbours,
     operand,
     operand_layout,
     partition,
@@ -22,8 +24,8 @@ from cutesuper.device.memory import (
     transposing_atom,
     wait_for_stores,
 )
-from cutesuper.skeletons.kernel.arguments import ELEMENT, labelled
-from cutesuper.skeletons.matmul.kernel.context import WARPGROUP_BARRIER, Known, Memory, fragment
+from cutesuper.skeletons.kernel.arguments import dtype_of, labelled
+from cutesuper.skeletons.matmul.kernel.context import WARPGROUP_BARRIER, Known, Memory
 from cutesuper.skeletons.matmul.kernel.leaves import Column, Leaves
 from cutesuper.skeletons.matmul.plan import STORE_BUFFERS, STORE_COLUMNS, STORE_ROWS
 
@@ -132,7 +134,7 @@ class TileStore:
     def write(self, sums, here, block, p: cutlass.Constexpr, o: cutlass.Constexpr, buffer):
         """Apply an output's expression to a piece and write it to its buffer."""
         k, output = self.k, self.k.plan.outputs[o]
-        dtype = ELEMENT[k.plan.arguments[output.view.argument].dtype]
+        dtype = dtype_of(k.plan, output.view)
         last = k.extents.of(k.plan.column, here.tensors) - 1
         # 8x8 elements by (row block, column half): four of them are one store
         words = fragment(2 * VALUES, dtype)
@@ -142,9 +144,7 @@ class TileStore:
             inside = n if n < last else last  # loads of the epilogue stay inside their tensors
             columns = [self.column_of(acc, p, half) for acc in sums]
             own = Column(k.plan.finals, columns, inside, k.plan.column, local)
-            leaves = [self.leaves.of(i, own, here) for i in output.expression.leaves]
-            value = fragment(VALUES, dtype)
-            value.store(output.expression.evaluate(leaves, k.math).to(dtype))
+            value = stored(self.leaves.evaluate(output.expression, own, here), VALUES, dtype)
             for v in cutlass.range_constexpr(VALUES):
                 words[4 * (v // 2) + 2 * half + v % 2] = value[v]
         self.transpose(words, here, buffer, dtype)
@@ -167,6 +167,5 @@ class TileStore:
         chunk = (here.warp % 4) * 2 + (lane // 8) % 2
         for s in cutlass.range_constexpr(2 * VALUES // 8):
             at = (16 * s + 8 * (lane // 16) + row) * STORE_COLUMNS + (chunk ^ row) * 8
-            source = cute.make_tensor(words.iterator + 8 * s, cute.make_layout(8))
-            target = cute.make_tensor((base + at).align(16), cute.make_layout(8))
-            cute.copy(atom, source, target)
+            source = neighbours(words.iterator + 8 * s, 8)
+            cute.copy(atom, source, neighbours((base + at).align(16), 8))

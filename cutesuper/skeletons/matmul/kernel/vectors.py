@@ -17,11 +17,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutesuper.device.cluster import push
-from cutesuper.device.fragments import PIECE
-from cutesuper.device.memory import operand
+from cutesuper.device.fragments import PIECE, filled, fragment
+from cutesuper.device.memory import one, operand
 from cutesuper.device.products import Product
 from cutesuper.skeletons.matmul.kernel.columns import ColumnGroup
-from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory, fragment, one
+from cutesuper.skeletons.matmul.kernel.context import Here, Known, Memory
 from cutesuper.skeletons.matmul.kernel.row_tile import RowTile
 from cutesuper.skeletons.matmul.plan import CHUNK, MAX_VECTORS
 
@@ -114,9 +114,7 @@ class VectorTile:
 
     def spread(self, value: Any) -> Any:
         """A fragment with one value for all rows."""
-        out = fragment(self.k.values)
-        out.fill(value)
-        return out.load()
+        return filled(self.k.values, value).load()
 
     def slot(self, source: Any, w: int, column: Any) -> Any:
         """Offset of a peer's partial sums for one column, behind those of the rows."""

@@ -8,8 +8,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from cutesuper.device.fragments import fragment, stored
+from cutesuper.device.memory import element, neighbours, put
 from cutesuper.skeletons.base import View
-from cutesuper.skeletons.kernel.arguments import ELEMENT
+from cutesuper.skeletons.kernel.arguments import dtype_of
 from cutesuper.skeletons.rows.kernel.context import Known, Place, SlicePlace
 
 
@@ -34,8 +36,8 @@ class Access:
 
     def number(self, view: View, tensors: list[cute.Tensor], place: Place) -> Any:
         """A load with neither rows nor columns; floats as fp32."""
-        at = tensors[view.argument].iterator + self.offset(view, tensors, Int32(0), place)
-        x = cute.make_tensor(at, cute.make_layout(1))[0]
+        at = self.offset(view, tensors, Int32(0), place)
+        x = element(tensors[view.argument].iterator, at)
         return x.to(Float32) if x.dtype.is_float else x
 
     def read(
@@ -47,8 +49,7 @@ class Access:
         each load, the compiler would wait for one load before it issues the next.
         """
         plan, piece = self.plan, place.piece
-        dtype = ELEMENT[plan.arguments[view.argument].dtype]
-        registers = cute.make_rmem_tensor(cute.make_layout((self.k.vector, piece)), dtype)
+        registers = fragment((self.k.vector, piece), dtype_of(plan, view))
         base = tensors[view.argument].iterator
         start = self.offset(view, tensors, row, place)
         last = plan.length - self.k.vector - place.part * plan.width
@@ -75,8 +76,8 @@ class Access:
         stride = view.stride(self.plan.column)
         for e in range(0, self.k.vector, wide):
             offset = cute.assume(start + (at + e) * stride, divby=wide)
-            memory = cute.make_tensor(base + offset, cute.make_layout(wide))
-            own = cute.make_tensor(registers.iterator + e, cute.make_layout(wide))
+            memory = neighbours(base + offset, wide)
+            own = neighbours(registers.iterator + e, wide)
             if self.k.vector > wide and self.plan.ragged:
                 self.guarded(memory, own, at + e, left, writes)
             else:
@@ -111,19 +112,15 @@ class Access:
     def store(self, i: cutlass.Constexpr, value, p: cutlass.Constexpr, row, tensors, place):
         """Write a piece of a row, or a value of the row by its first thread."""
         view = self.plan.stores[i]
-        dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
+        dtype = dtype_of(self.plan, view)
         base = tensors[view.argument].iterator
         start = self.offset(view, tensors, row.row, place)
         if cutlass.const_expr(self.plan.column not in view.labels):
             if cutlass.const_expr(p == 0):
                 if row.valid and place.lane == 0 and place.part == 0:
-                    target = cute.make_tensor(base + start, cute.make_layout(1))
-                    target[0] = Float32(value).to(dtype)
+                    put(base + start, Float32(value).to(dtype))
         else:
-            registers = cute.make_rmem_tensor(
-                cute.make_layout((self.k.vector, self.k.piece)), dtype
-            )
-            registers.store(value.to(dtype))
+            registers = stored(value, (self.k.vector, self.k.piece), dtype)
             if row.valid:
                 left = place.left
                 for c in cutlass.range_constexpr(self.k.piece):

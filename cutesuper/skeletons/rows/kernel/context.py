@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutesuper.device.barriers import Barriers
+from cutesuper.device.fragments import fragment
 from cutesuper.device.math import DeviceMath
 from cutesuper.device.pipeline import Ring
 from cutesuper.skeletons.kernel.arguments import Extents
@@ -90,7 +91,7 @@ class Known:
     def columns(self, p: int, piece: int, first: Any) -> Any:
         """Positions (Int32 fragment) of a piece in the part of this block; ``first``: that of the
         thread."""
-        index = cute.make_rmem_tensor(cute.make_layout((self.vector, piece)), Int32)
+        index = fragment((self.vector, piece), Int32)
         for c in range(piece):
             for e in range(self.vector):
                 index[e, c] = first + self.chunk_at(p, c) + e

@@ -16,11 +16,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
 
 from cutesuper.device.barriers import Barrier, publish
 from cutesuper.device.cluster import float_bits, push
-from cutesuper.device.fragments import combine, tree
+from cutesuper.device.fragments import combine, fragment, tree
+from cutesuper.device.memory import neighbours, put
 from cutesuper.skeletons.rows.kernel.context import Known, Memory, Place
 
 
@@ -158,7 +158,7 @@ class Exchange:
     def put(self, slot, value, place):
         """Write a warp's value."""
         if place.lane % 32 == 0:
-            cute.make_tensor(slot, cute.make_layout(1))[0] = value
+            put(slot, value)
 
     @cute.jit
     def send(self, slot, value, n: cutlass.Constexpr, it, memory, place):
@@ -175,13 +175,8 @@ class Exchange:
     def add(self, kind: str, slot: cute.Pointer, count: int) -> Any:
         """Combine ``count`` values (fp32) in their order."""
         wide = next(n for n in (4, 2, 1) if count % n == 0)
-        registers = cute.make_rmem_tensor(cute.make_layout(count), Float32)
+        registers = fragment(count)
         for s in range(0, count, wide):
-            source = cute.make_tensor((slot + s).align(4 * wide), cute.make_layout(wide))
-            cute.autovec_copy(
-                source, cute.make_tensor(registers.iterator + s, cute.make_layout(wide))
-            )
+            source = neighbours((slot + s).align(4 * wide), wide)
+            cute.autovec_copy(source, neighbours(registers.iterator + s, wide))
         return tree(kind, [registers[s] for s in range(count)])
-
-
-__all__ = ["Exchange"]

@@ -13,13 +13,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from cutesuper.device.fragments import NEUTRAL, combine
+from cutesuper.device.fragments import NEUTRAL, combine, fetched, filled, fragment, stored
 from cutesuper.device.grid import arrive_in_grid, wait_for_grid
 from cutesuper.device.math import choose
+from cutesuper.device.memory import neighbours, one, put
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div
 from cutesuper.ir.operators.base import lookup
-from cutesuper.skeletons.kernel.arguments import ELEMENT, unravel
+from cutesuper.skeletons.kernel.arguments import dtype_of, unravel
 from cutesuper.skeletons.rows.kernel.context import Known, Place
 from cutesuper.skeletons.rows.schedule import power_of_two
 
@@ -89,12 +90,11 @@ class Finish:
         thread, in the first block of the cluster."""
         k, found = self.k, []
         for p in range(k.chunks // k.piece):
-            fragment = cute.make_rmem_tensor(cute.make_layout((k.vector, k.piece)), Float32)
-            fragment.fill(NEUTRAL[op])
+            columns = filled((k.vector, k.piece), NEUTRAL[op])
             if p == 0:
                 inside = place.lane + place.part == 0
-                fragment[0, 0] = choose(inside, acc[0], NEUTRAL[op])
-            found.append(fragment)
+                columns[0, 0] = choose(inside, acc[0], NEUTRAL[op])
+            found.append(columns)
         return found
 
     @cute.jit
@@ -120,13 +120,13 @@ class Finish:
     def write(self, acc: list[cute.Tensor], target: cute.Pointer, first: Any) -> None:
         """Write all of a thread's columns."""
         k = self.k
-        for p, fragment in enumerate(acc):
+        for p, columns in enumerate(acc):
             for c in range(k.piece):
                 for e in range(0, k.vector, min(ITEM, k.vector)):
                     wide = min(ITEM, k.vector)
-                    own = cute.make_tensor(fragment[None, c].iterator + e, cute.make_layout(wide))
                     at = (target + (first + (k.chunk_at(p, c) + e))).align(4 * wide)
-                    cute.autovec_copy(own, cute.make_tensor(at, cute.make_layout(wide)))
+                    own = neighbours(columns[None, c].iterator + e, wide)
+                    cute.autovec_copy(own, neighbours(at, wide))
 
     def unit_and_part(self, place: Place) -> tuple[Any, Any]:
         """Index of the result that a block contributes to, and of its part."""
@@ -196,7 +196,7 @@ class Finish:
 
     def neighbour(self, values: cute.Tensor, distance: int) -> cute.Tensor:
         """The value of the lane at some distance."""
-        other = cute.make_rmem_tensor(cute.make_layout(ITEM), Float32)
+        other = fragment(ITEM)
         for e in range(ITEM):
             other[e] = cute.arch.shuffle_sync_bfly(values[e], distance)
         return other
@@ -207,7 +207,7 @@ class Finish:
         plan = self.plan
         quads = plan.slice_columns // ITEM
         s, quad = item // quads, item % quads
-        values = cute.make_rmem_tensor(cute.make_layout(ITEM), Float32)
+        values = fragment(ITEM)
         neutral = Float32(NEUTRAL[plan.sums[0].op])
         if cutlass.const_expr(len({t.op for t in plan.sums}) > 1):
             for n in cutlass.range_constexpr(len(plan.sums)):
@@ -316,15 +316,13 @@ class Finish:
         plan, view = self.plan, self.plan.loads[i]
         base = tensors[view.argument].iterator + self.offset(view, first, outer)
         if cutlass.const_expr(plan.column not in view.labels):
-            result = cute.make_tensor(base, cute.make_layout(1))[0].to(Float32)
+            result = one(base)[0].to(Float32)
         else:
-            dtype = ELEMENT[plan.arguments[view.argument].dtype]
-            registers = cute.make_rmem_tensor(cute.make_layout(ITEM), dtype)
-            registers.fill(0)
+            registers = filled(ITEM, 0, dtype_of(plan, view))
             for e in cutlass.range_constexpr(ITEM):
                 if first + e < plan.length:
                     at = base + e * view.stride(plan.column)
-                    registers[e] = cute.make_tensor(at, cute.make_layout(1))[0]
+                    registers[e] = one(at)[0]
             result = registers.load().to(Float32)
         return result
 
@@ -339,41 +337,35 @@ class Finish:
     def store(self, i: cutlass.Constexpr, value, first, outer, tensors):
         """Write 4 columns, as far as they are inside the row."""
         plan, view = self.plan, self.plan.stores[i]
-        dtype = ELEMENT[plan.arguments[view.argument].dtype]
+        dtype = dtype_of(plan, view)
         base = tensors[view.argument].iterator + self.offset(view, first, outer)
         if cutlass.const_expr(plan.column not in view.labels):
             if first == 0:
-                cute.make_tensor(base, cute.make_layout(1))[0] = Float32(value).to(dtype)
+                put(base, Float32(value).to(dtype))
         else:
-            registers = cute.make_rmem_tensor(cute.make_layout(ITEM), dtype)
-            registers.store(value.to(dtype))
-            self.store_columns(view, base, registers, first)
+            self.store_columns(view, base, stored(value, ITEM, dtype), first)
 
     @cute.jit
     def store_columns(self, view: cutlass.Constexpr, base, registers, first):
         """Write 4 neighbouring columns."""
         plan = self.plan
-        dtype = ELEMENT[plan.arguments[view.argument].dtype]
+        dtype = dtype_of(plan, view)
         if cutlass.const_expr(plan.length % ITEM == 0 and view.stride(plan.column) == 1):
             if first < plan.length:
                 at = base.align(ITEM * dtype.width // 8)
-                cute.autovec_copy(registers, cute.make_tensor(at, cute.make_layout(ITEM)))
+                cute.autovec_copy(registers, neighbours(at, ITEM))
         else:
             for e in cutlass.range_constexpr(ITEM):
                 if first + e < plan.length:
                     at = base + e * view.stride(plan.column)
-                    cute.make_tensor(at, cute.make_layout(1))[0] = registers[e]
+                    put(at, registers[e])
 
     # --------------------------------------------------------------------------------------- access
 
     def get(self, at: cute.Pointer) -> cute.Tensor:
         """Read 4 fp32 values."""
-        registers = cute.make_rmem_tensor(cute.make_layout(ITEM), Float32)
-        source = cute.make_tensor(at.align(4 * ITEM), cute.make_layout(ITEM))
-        cute.autovec_copy(source, registers)
-        return registers
+        return fetched(neighbours(at.align(4 * ITEM), ITEM))
 
     def put(self, registers: cute.Tensor, at: cute.Pointer) -> None:
         """Write 4 fp32 values."""
-        target = cute.make_tensor(at.align(4 * ITEM), cute.make_layout(ITEM))
-        cute.autovec_copy(registers, target)
+        cute.autovec_copy(registers, neighbours(at.align(4 * ITEM), ITEM))

@@ -17,10 +17,11 @@ from cutlass import Float32, Int32
 
 from cutesuper.device.barriers import Barriers
 from cutesuper.device.cluster import announce, wait_for_cluster
-from cutesuper.device.fragments import NEUTRAL, combine, packed, reduced
+from cutesuper.device.fragments import NEUTRAL, combine, filled, packed, reduced
 from cutesuper.device.launch import start_successor, wait_for_predecessor
 from cutesuper.device.pipeline import Ring
 from cutesuper.ir.block import LOAD
+from cutesuper.ir.relations import reachable
 from cutesuper.skeletons.kernel.arguments import unravel
 from cutesuper.skeletons.rows.kernel.access import Access
 from cutesuper.skeletons.rows.kernel.context import Known, Memory, Place
@@ -254,9 +255,7 @@ class RowLoopKernel:
         shape = (self.k.vector, self.k.piece) if self.plan.has_columns(s) else (1, 1)
         found = []
         for _ in range(self.k.pieces if self.plan.has_columns(s) else 1):
-            acc = cute.make_rmem_tensor(cute.make_layout(shape), Float32)
-            acc.fill(NEUTRAL[s.op])
-            found.append(acc)
+            found.append(filled(shape, NEUTRAL[s.op]))
         return found
 
     def carry(self, some: list[list[Any]], sums: list[list[Any]]) -> None:
@@ -297,7 +296,6 @@ class RowLoopKernel:
     def only_after(self, i: int) -> bool:
         """True if nothing in the loop uses a load."""
         plan = self.plan
-        used: set[int] = set()
         work = [plan.sums[k].source for level in plan.levels for k in level.sums]
         work += [
             j
@@ -305,9 +303,4 @@ class RowLoopKernel:
             for s in (*level.stores, *level.reductions)
             for j in plan.program.ops[s].inputs
         ]
-        while work:
-            j = work.pop()
-            if j not in used:
-                used.add(j)
-                work += plan.program.ops[j].inputs
-        return i not in used
+        return i not in reachable(work, lambda j: plan.program.ops[j].inputs)

@@ -16,8 +16,10 @@ import cutlass.cute as cute
 from cutlass import Int32
 from cutlass.cutlass_dsl import select_
 
+from cutesuper.device.memory import element
 from cutesuper.ir.block import LOAD
-from cutesuper.skeletons.kernel.arguments import ELEMENT
+from cutesuper.ir.relations import reachable
+from cutesuper.skeletons.kernel.arguments import dtype_of
 from cutesuper.skeletons.rows.kernel.access import Access
 from cutesuper.skeletons.rows.kernel.context import Known, Place, Row
 from cutesuper.skeletons.rows.kernel.stages import Stages
@@ -54,12 +56,7 @@ class Picks:
 
     def _leaves(self, i: int) -> list[int]:
         ops, column = self.plan.program.ops, self.plan.column
-        found, stack = dict[int, None](), [i]
-        while stack:
-            j = stack.pop()
-            if j not in found and column in ops[j].dims:
-                found[j] = None
-                stack += reversed(ops[j].inputs)
+        found = reachable([i], lambda j: [n for n in ops[j].inputs[::-1] if column in ops[n].dims])
         return [j for j in found if ops[j].kind == LOAD]
 
     def ask(self, end: int, row: Row, tensors: list[cute.Tensor], place: Place) -> Asked:
@@ -87,11 +84,10 @@ class Picks:
         plan, stages = self.plan, self.stages
         view = plan.loads[i]
         if plan.varies(view) and row.memory is not None and plan.parts == 1:
-            dtype = ELEMENT[plan.arguments[view.argument].dtype]
-            base = stages.row_memory(i, row, dtype)
+            base = stages.row_memory(i, row, dtype_of(plan, view))
         else:
             existing = stages.existing(row.row, tensors) if plan.varies(view) else Int32(0)
             start = self.access.offset(view, tensors, existing, replace(place, part=0))
             base = tensors[view.argument].iterator + start
             column = column * view.stride(plan.column)
-        return cute.make_tensor(base + column, cute.make_layout(1))[0]
+        return element(base, column)

@@ -10,14 +10,15 @@ import cutlass.cute as cute
 import cutlass.memory
 from cutlass import Float32, Int32
 
-from cutesuper.device.fragments import NEUTRAL, combine, packed, reduced, widen
+from cutesuper.device.fragments import NEUTRAL, combine, fragment, packed, reduced, stored, widen
 from cutesuper.device.launch import start_successor, wait_for_predecessor
 from cutesuper.device.math import DeviceMath
+from cutesuper.device.memory import element, neighbours, one, put
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import lookup
 from cutesuper.skeletons.base import View
-from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents
+from cutesuper.skeletons.kernel.arguments import Extents, dtype_of
 from cutesuper.skeletons.rows.plan import RowPlan
 
 #: shared memory that two blocks without a ring need at most, in percent of an SM's; the rest is L1
@@ -155,9 +156,7 @@ class RowKernel:
             if plan.program.ops[i].kind != LOAD:
                 break
             found[i] = self.registers(plan.loads[i])
-        wide = {
-            i: cute.make_rmem_tensor(r.layout, Float32) for i, r in found.items() if self.widened(i)
-        }
+        wide = {i: fragment(r.shape) for i, r in found.items() if self.widened(i)}
         self.read_all(found, wide, tensors, row, first, first_row)
         return found | wide
 
@@ -169,7 +168,7 @@ class RowKernel:
         plan, ops = self.plan, self.plan.program.ops
         exact = any(ops[n].facets.selects for n in plan.reductions if i in ops[n].inputs)
         varies = any(d in plan.loads[i].labels for d in plan.rows)
-        is_float = ELEMENT[plan.arguments[plan.loads[i].argument].dtype].is_float
+        is_float = dtype_of(plan, plan.loads[i]).is_float
         return bool(plan.reductions) and varies and is_float and not exact
 
     @cute.jit
@@ -187,9 +186,8 @@ class RowKernel:
 
     def registers(self, view: View) -> cute.Tensor:
         """Registers for a thread's part of a row of a tensor, in its own type."""
-        dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
         shape = (self.vector, self.chunks) if self.plan.column in view.labels else (1, 1)
-        return cute.make_rmem_tensor(cute.make_layout(shape), dtype)
+        return fragment(shape, dtype_of(self.plan, view))
 
     def read_row(
         self, view: View, tensors: list[cute.Tensor], row: Any, first: Any, registers: cute.Tensor
@@ -197,7 +195,7 @@ class RowKernel:
         """Read a row; elements past its end are not used, and are read from its last access."""
         base = tensors[view.argument].iterator + self.offset(view, tensors, row)
         if self.plan.column not in view.labels:
-            registers[0] = self.element(base, 0)[0]
+            registers[0] = one(base + 0)[0]
             return
         for c in range(self.chunks):
             at = first + c * (self.lanes * self.vector)
@@ -232,7 +230,7 @@ class RowKernel:
             cute.autovec_copy(self.piece(base, at), registers)
             return
         for e in range(self.vector):
-            registers[e] = self.element(base, (at + e) * stride)[0]
+            registers[e] = element(base, (at + e) * stride)
 
     def write(self, view: View, base: cute.Pointer, at: Any, registers: cute.Tensor) -> None:
         """Write ``vector`` elements of a row: the inverse of `read`."""
@@ -241,16 +239,11 @@ class RowKernel:
             cute.autovec_copy(registers, self.piece(base, at))
             return
         for e in range(self.vector):
-            self.element(base, (at + e) * stride)[0] = registers[e]
+            one(base + (at + e) * stride)[0] = registers[e]
 
     def piece(self, base: cute.Pointer, at: Any) -> cute.Tensor:
         """View of ``vector`` contiguous elements."""
-        pointer = base + cute.assume(at, divby=self.vector)
-        return cute.make_tensor(pointer, cute.make_layout(self.vector))
-
-    def element(self, base: cute.Pointer, offset: Any) -> cute.Tensor:
-        """View of one element."""
-        return cute.make_tensor(base + offset, cute.make_layout(1))
+        return neighbours(base + cute.assume(at, divby=self.vector), self.vector)
 
     @cute.jit
     def reduce(
@@ -296,12 +289,11 @@ class RowKernel:
         """Combine ``count`` partial results of a row through shared memory; each reduction has
         slots of its own, so one barrier suffices."""
         if writes:
-            cute.make_tensor(slots + (base + index * pitch), cute.make_layout(1))[0] = v
+            put(slots + (base + index * pitch), v)
         cute.arch.sync_threads()
         total = Float32(NEUTRAL[op])
         for w in cutlass.range_constexpr(count):
-            part = cute.make_tensor(slots + (base + w * pitch), cute.make_layout(1))[0]
-            total = combine(op, total, part)
+            total = combine(op, total, element(slots, base + w * pitch))
         return total
 
     def inside(self, first: Any) -> list[Any]:
@@ -316,15 +308,13 @@ class RowKernel:
     @cute.jit
     def store(self, value, view: cutlass.Constexpr, tensors, row, first, lane, valid):
         """Write a fragment, or a scalar of the row by its first thread."""
-        dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
+        dtype = dtype_of(self.plan, view)
         target = tensors[view.argument].iterator
         if cutlass.const_expr(self.plan.column not in view.labels):
             if valid and lane == 0:
-                place = target + self.offset(view, tensors, row)
-                cute.make_tensor(place, cute.make_layout(1))[0] = value.to(dtype)
+                put(target + self.offset(view, tensors, row), value.to(dtype))
         else:
-            registers = cute.make_rmem_tensor(cute.make_layout((self.vector, self.chunks)), dtype)
-            registers.store(value.to(dtype))
+            registers = stored(value, (self.vector, self.chunks), dtype)
             if valid:
                 base = target + self.offset(view, tensors, row)
                 for c in cutlass.range_constexpr(self.chunks):

@@ -11,9 +11,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
-from cutesuper.device.fragments import NEUTRAL, combine
+from cutesuper.device.fragments import NEUTRAL, combine, filled
+from cutesuper.device.memory import put
 from cutesuper.ir.dims import ceil_div
 from cutesuper.skeletons.kernel.arguments import unravel
 from cutesuper.skeletons.rows.kernel.access import Access
@@ -106,9 +107,7 @@ class Slices:
         sources = self.sources(tensors, here)
         sums = []
         for s in cutlass.range_constexpr(len(plan.sums)):
-            acc = cute.make_rmem_tensor(cute.make_layout((self.vector, 1)), Float32)
-            acc.fill(NEUTRAL[plan.sums[s].op])
-            sums.append(acc)
+            sums.append(filled((self.vector, 1), NEUTRAL[plan.sums[s].op]))
         self.take(asked, sums, sources)
         rows = self.stages.row_count(tensors)
         step = self.down * plan.slice_rows
@@ -158,7 +157,7 @@ class Slices:
         if own and here.x * self.vector < self.plan.slice_columns:
             for e in cutlass.range_constexpr(self.vector):
                 at = base + (here.x * self.vector + e)
-                cute.make_tensor(at, cute.make_layout(1))[0] = acc[e]
+                put(at, acc[e])
 
     @cute.jit
     def down_block(self, item, floats, totals):

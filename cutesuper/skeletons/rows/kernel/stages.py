@@ -7,7 +7,9 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 
-from cutesuper.skeletons.kernel.arguments import ELEMENT
+from cutesuper.device.fragments import fragment
+from cutesuper.device.memory import neighbours
+from cutesuper.skeletons.kernel.arguments import dtype_of
 from cutesuper.skeletons.rows.kernel.context import Known, Memory, Place, Row
 from cutesuper.skeletons.rows.plan import LINE
 
@@ -67,14 +69,13 @@ class Stages:
     def fragment(self, i: int, row: Row, p: int, place: Place) -> cute.Tensor:
         """Read a piece of a row from the ring, in its own type."""
         plan, k = self.plan, self.k
-        dtype = ELEMENT[plan.arguments[plan.loads[i].argument].dtype]
-        registers = cute.make_rmem_tensor(cute.make_layout((k.vector, k.piece)), dtype)
+        dtype = dtype_of(plan, plan.loads[i])
+        registers = fragment((k.vector, k.piece), dtype)
         base = self.row_memory(i, row, dtype)
         wide = min(k.vector, 128 // dtype.width)
         for c in range(k.piece):
             for e in range(0, k.vector, wide):
                 at = cute.assume(place.first + (k.chunk_at(p, c) + e), divby=wide)
-                source = cute.make_tensor(base + at, cute.make_layout(wide))
-                own = cute.make_tensor(registers[None, c].iterator + e, cute.make_layout(wide))
-                cute.autovec_copy(source, own)
+                own = neighbours(registers[None, c].iterator + e, wide)
+                cute.autovec_copy(neighbours(base + at, wide), own)
         return registers

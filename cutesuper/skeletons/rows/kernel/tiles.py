@@ -17,10 +17,17 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cutesuper.device.barriers import Barrier, fence_copies, publish
-from cutesuper.device.memory import EVICT_FIRST, bulk_copy, copy_element, element_atom
+from cutesuper.device.memory import (
+    EVICT_FIRST,
+    bulk_copy,
+    copy_element,
+    element,
+    element_atom,
+    one,
+)
 from cutesuper.ir.dims import ceil_div
 from cutesuper.skeletons.base import View
-from cutesuper.skeletons.kernel.arguments import ELEMENT
+from cutesuper.skeletons.kernel.arguments import dtype_of
 from cutesuper.skeletons.rows.kernel.access import Access
 from cutesuper.skeletons.rows.kernel.context import Known, Memory, Place, Row
 from cutesuper.skeletons.rows.kernel.picks import Picks
@@ -137,7 +144,7 @@ class Tiles:
     ) -> None:
         """Issue a bulk load of ``length`` neighbouring values of rows."""
         view = self.plan.loads[i]
-        dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
+        dtype = dtype_of(self.plan, view)
         source = tensors[view.argument].iterator + cute.assume(first, divby=4)
         target = cute.recast_ptr(into + base // 4, dtype=dtype)
         bulk_copy(source, target, length, barrier)
@@ -161,15 +168,12 @@ class Tiles:
     def move_scalars(self, i: cutlass.Constexpr, into, tensors, row, left, lane):
         """Copy the row values of a tile at the end by ordinary loads and stores."""
         view = self.plan.loads[i]
-        dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
+        dtype = dtype_of(self.plan, view)
         base = cute.recast_ptr(into + self.at.base[i] // 4, dtype=dtype) + row % 4
         for n in cutlass.range(ceil_div(self.rows, 32), unroll=1):
             r = lane + 32 * n
             if r < left:
-                source = cute.make_tensor(
-                    tensors[view.argument].iterator + (row + r), cute.make_layout(1)
-                )
-                cute.make_tensor(base + r, cute.make_layout(1))[0] = source[0]
+                one(base + r)[0] = element(tensors[view.argument].iterator, row + r)
 
     @cute.jit
     def expect(self, barrier, rows, place):
@@ -219,7 +223,7 @@ class Tiles:
     ) -> None:
         """Issue one bulk load of ``length`` elements."""
         view = self.plan.loads[i]
-        dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
+        dtype = dtype_of(self.plan, view)
         start = cute.assume(self.access.offset(view, tensors, row, place), divby=128 // dtype.width)
         words = cute.assume(self.at.base[i] // 4 + r * (self.plan.row_bytes[i] // 4), divby=4)
         target = cute.recast_ptr(into + words, dtype=dtype)
@@ -230,7 +234,7 @@ class Tiles:
     def fill_scalars(self, i: cutlass.Constexpr, into, tensors, row, left, lane, place):
         """Copy values of the tile's rows to the stage, each lane some."""
         view = self.plan.loads[i]
-        dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
+        dtype = dtype_of(self.plan, view)
         atom = element_atom(dtype)
         base = cute.recast_ptr(into + self.at.base[i] // 4, dtype=dtype)
         for n in cutlass.range(ceil_div(self.rows, 32), unroll=1):
@@ -277,16 +281,16 @@ class Tiles:
     def scalar(self, i: cutlass.Constexpr, row, tensors, place):
         """Read a value of a row; floats as fp32."""
         view: View = self.plan.loads[i]
-        dtype = ELEMENT[self.plan.arguments[view.argument].dtype]
+        dtype = dtype_of(self.plan, view)
         if cutlass.const_expr(self.stages > 0):
             base = cute.recast_ptr(row.memory + self.at.base[i] // 4, dtype=dtype)
             at = row.local
             if cutlass.const_expr(self.bulk_scalars and self.rows < 4):
                 at = at + (row.row - row.local) % 4
-            x = cute.make_tensor(base + at, cute.make_layout(1))[0]
+            x = element(base, at)
         else:
             at = self.access.offset(view, tensors, self.at.existing(row.row, tensors), place)
-            x = cute.make_tensor(tensors[view.argument].iterator + at, cute.make_layout(1))[0]
+            x = element(tensors[view.argument].iterator, at)
         if cutlass.const_expr(dtype.is_float):
             x = x.to(Float32)
         return x

@@ -371,6 +371,3 @@ def _check_int32(r: Request, name: str, t: torch.Tensor, meaning: str) -> None:
         raise LayoutError(
             f"{r.call}: {name} is not contiguous (strides {list(t.stride())}); call .contiguous()"
         )
-
-
-__all__ = ["Plan", "Request", "attend", "check", "result_of"]

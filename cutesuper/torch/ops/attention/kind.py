@@ -213,6 +213,3 @@ def batch_of(batch: int) -> tuple[int, bool]:
     there the split of keys among blocks depends most on it.
     """
     return (batch, False) if batch < BUCKETS[0] else (bucket_of(batch), True)
-
-
-__all__ = ["Kind", "Order", "Runner", "batch_of", "graph_of", "runner_of"]

@@ -91,6 +91,3 @@ def compact(shape: tuple[int, ...]) -> View:
         strides.append(step)
         step *= n
     return shape, tuple(reversed(strides))
-
-
-__all__ = ["Stored", "View", "compact", "order_of", "refusal", "stored", "within"]

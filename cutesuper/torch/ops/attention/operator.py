@@ -172,6 +172,3 @@ def _refuse_kinds(tensors: Sequence[Any], numbers: Sequence[Any]) -> None:
     for name, n in zip(_NUMBERS, numbers, strict=True):
         if not (isinstance(n, int | float) or (n is None and name == "scale")):
             raise OperatorError(f"attention({name}={shown(n)}): must be a number")
-
-
-__all__ = ["attention"]

@@ -211,6 +211,3 @@ def normalized_update(x: torch.Tensor, h: torch.Tensor, alpha: torch.Tensor) -> 
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
     return _normalized_update_operator((x, h, alpha), ())
-
-
-__all__ = ["add_activation", "geglu", "normalized_update", "swiglu"]

@@ -329,17 +329,3 @@ def operand_shape(programs: Programs, place: int, lead: Extents) -> Extents:
     if not given.rows:
         return given.inner
     return result_shape(programs.definition.operands[place].role, programs.kind, lead)
-
-
-__all__ = [
-    "KEPT_PLANS",
-    "Gradients",
-    "Plan",
-    "Step",
-    "all_usable",
-    "gradients_of",
-    "operand_shape",
-    "output_shapes",
-    "plan_of",
-    "result_shape",
-]

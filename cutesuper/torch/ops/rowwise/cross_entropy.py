@@ -75,6 +75,3 @@ def cross_entropy(
     rows = (target != ignore_index).sum(dtype=torch.float32)
     # without rows that count the loss is NaN (fmod(0, 0)), and gradients are zeros, as in PyTorch
     return torch.addcdiv(rows.fmod(rows), total, rows.clamp(min=1))
-
-
-__all__ = ["cross_entropy"]

@@ -306,21 +306,3 @@ def _input(o: Operand, t: torch.Tensor, x: torch.Tensor, width: int, call: str) 
             f"{first}{list(shape)} has; nothing is broadcast, use .expand()"
         )
     return Input(True, inner if o.role is Role.ROWS else (*inner[:-1], 1), dtype)
-
-
-__all__ = [
-    "INTEGERS",
-    "Built",
-    "Definition",
-    "Input",
-    "Kind",
-    "Maybe",
-    "Operand",
-    "Option",
-    "Output",
-    "Role",
-    "describe",
-    "first_of",
-    "kind_of",
-    "number",
-]

@@ -190,13 +190,3 @@ def _launches(graph: KernelGraph) -> Launches:
     from cutesuper.pipeline import best_variant
 
     return best_variant(graph).launches
-
-
-__all__ = [
-    "Backward",
-    "Programs",
-    "Source",
-    "programs_of",
-    "rows_class",
-    "runner_of",
-]

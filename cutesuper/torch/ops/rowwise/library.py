@@ -222,6 +222,3 @@ def refuse_transforms(name: str, tensors: Sequence[Any]) -> None:
             "a tensor with one more leading dimension, and use torch.autograd for gradients"
         )
     refuse_tangents(name, (t for t in tensors if isinstance(t, torch.Tensor)))
-
-
-__all__ = ["Library", "double_backward", "refuse_transforms"]

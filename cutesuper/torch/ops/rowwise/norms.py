@@ -160,6 +160,3 @@ def layer_norm(
         SearchError, LoweringError, ScheduleError, CompileError: no kernels for these arguments.
     """
     return _layer_norm_operator((x, weight, bias), (eps,))
-
-
-__all__ = ["layer_norm", "rms_norm"]

@@ -161,6 +161,3 @@ def _differentiable(definition: Definition, library: Library) -> Callable[..., A
     # active, which has been checked before
     base: Any = super(torch.autograd.Function, Call)
     return base.apply
-
-
-__all__ = ["RowOperator"]

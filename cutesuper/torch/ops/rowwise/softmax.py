@@ -72,6 +72,3 @@ def _check_last(name: str, x: torch.Tensor, dim: int) -> None:
             f"{name}(x{list(x.shape)}, dim={shown(dim)}): kernels take rows, the last dimension; "
             "use dim=-1, on x.transpose(dim, -1) where it is another one"
         )
-
-
-__all__ = ["log_softmax", "softmax"]
