@@ -99,6 +99,10 @@ class Kept(dict[K, V]):
         return made
 
 
+#: types of devices whose tensors compiled kernels take; others get the reference executor
+KERNEL_DEVICES = {"cuda"}
+
+
 def is_capturing() -> bool:
     """True while a CUDA graph is captured on torch's current stream: kernels can be launched, but
     not be loaded."""
@@ -116,4 +120,4 @@ def refuse_capture(call: str) -> None:
         )
 
 
-__all__ = ["Kept", "is_capturing", "refuse_capture"]
+__all__ = ["KERNEL_DEVICES", "Kept", "is_capturing", "refuse_capture"]

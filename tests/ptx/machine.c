@@ -70,7 +70,7 @@ typedef struct {
     int32_t waiting;          /* 0 runs, 1 named barrier, 2 cluster barrier, 3 just yielded */
     int32_t cluster_phase;    /* arrivals at the cluster barrier so far */
     uint32_t fence;           /* number of proxy fences so far, see `stamp` */
-    int32_t uncommitted, groups; /* groups of products */
+    int32_t groups, out_groups; /* groups of products, of copies to global memory */
     uint64_t *r;              /* registers, [register][lane] */
 } warp;
 
@@ -95,14 +95,15 @@ typedef struct cluster {
     struct cluster *next;
 } cluster;
 
-/* A bulk copy that is under way. */
+/* A bulk copy that is under way: to shared memory, or `out` of it. */
 typedef struct {
     block *to;
     uint64_t map, source;
     uint32_t address, barrier, bytes;
     int32_t rank, coordinates[5], kind; /* 0 tensor, 1 linear, 2 store of values */
     uint64_t values[4];
-    int32_t width, live, pc;
+    int32_t width, live, pc, group;
+    warp *w;
 } copy;
 
 /* A product that was issued and has not run. */
@@ -121,8 +122,8 @@ static __thread struct {
     const program *p;
     const launch *l;
     uint32_t random;
-    copy *copies;
-    int32_t copy_count;
+    copy *copies, *outs;
+    int32_t copy_count, out_count;
     product *products;
     int32_t product_count;
     int64_t steps, changes; /* instructions; those that another warp may wait for */
@@ -435,50 +436,50 @@ static uint32_t swizzled(uint32_t address, uint32_t kind)
     return address ^ ((address >> 7 & ((1u << kind) - 1)) << 4);
 }
 
-static void run_tensor_copy(copy *c)
+/* Copies a box between global memory and shared memory from `at` on; outside is read as zero and
+ * not written. */
+static void run_tensor_copy(copy *c, int out)
 {
     tensor_map m = read_map(c->map);
     uint64_t box[5] = { 0 };
-    uint32_t at = c->address;
-    uint32_t row = m.box[0] * m.element;
-    for (;;) {
+    uint32_t at = c->address, row = m.box[0] * m.element;
+    int i;
+    do {
         int inside = 1;
         int64_t offset = 0;
-        for (int i = 1; i < m.rank; i++) {
+        for (i = 1; i < m.rank; i++) {
             int64_t x = (int64_t)c->coordinates[i] + (int64_t)box[i];
             inside &= x >= 0 && x < (int64_t)m.extent[i];
             offset += x * (int64_t)m.stride[i];
         }
+        if (out)
+            proxy(c->to, at, row, 0);
         for (uint32_t e = 0; e < m.box[0]; e++) {
             int64_t x = (int64_t)c->coordinates[0] + e;
-            uint32_t to = swizzled(at + e * m.element, m.swizzle);
-            uint8_t *there = shared_at(c->to, to, m.element);
-            if (inside && x >= 0 && x < (int64_t)m.extent[0])
-                memcpy(there, global_at((uint64_t)(m.base + offset) + x * m.element, m.element, 0),
-                       m.element);
-            else
-                memset(there, 0, m.element);
+            uint8_t *here = shared_at(c->to, swizzled(at + e * m.element, m.swizzle), m.element);
+            if (inside && x >= 0 && x < (int64_t)m.extent[0]) {
+                uint64_t there = (uint64_t)(uintptr_t)(m.base + offset) + (uint64_t)x * m.element;
+                uint8_t *p = global_at(there, m.element, out);
+                memcpy(out ? p : here, out ? here : p, m.element);
+            } else if (!out)
+                memset(here, 0, m.element);
         }
-        proxy(c->to, at, row, 1);
+        if (!out)
+            proxy(c->to, at, row, 1);
         at += row;
-        int i = 1;
-        while (i < m.rank && ++box[i] == m.box[i])
-            box[i++] = 0;
-        if (i >= m.rank)
-            break;
-    }
+        for (i = 1; i < m.rank && ++box[i] == m.box[i]; i++)
+            box[i] = 0;
+    } while (i < m.rank);
     c->bytes = at - c->address;
 }
 
-/* TMA stores and linear copies between global and shared memory are in `step`. */
 static void finish(copy *c)
 {
-    M.b = c->to;
-    M.now = M.p->code + c->pc;
+    M.b = c->to, M.now = M.p->code + c->pc;
     if (c->to->alive_warps == 0)
         fail("a copy to a block that has ended");
     if (c->kind == 0)
-        run_tensor_copy(c);
+        run_tensor_copy(c, 0);
     else if (c->kind == 1) {
         memcpy(shared_at(c->to, c->address, c->bytes), global_at(c->source, c->bytes, 0), c->bytes);
         proxy(c->to, c->address, c->bytes, 1);
@@ -488,6 +489,36 @@ static void finish(copy *c)
     barrier_complete(shared_at(c->to, c->barrier, 8), c->bytes);
     c->live = 0;
     M.now = NULL;
+}
+
+/* Runs the copies to global memory of a warp that belong to groups up to `group`. */
+static void finish_out(warp *w, int group)
+{
+    int kept = 0;
+    for (int i = 0; i < M.out_count; i++) {
+        copy *c = M.outs + i;
+        if (c->w != w || c->group > group) {
+            M.outs[kept++] = *c;
+            continue;
+        }
+        if (c->kind == 0)
+            run_tensor_copy(c, 1);
+        else {
+            proxy(c->to, c->address, c->bytes, 0);
+            memcpy(global_at(c->source, c->bytes, 1), shared_at(c->to, c->address, c->bytes),
+                   c->bytes);
+        }
+    }
+    M.out_count = kept;
+}
+
+static void start_out(copy c)
+{
+    if (M.out_count == COPIES)
+        fail("too many copies under way");
+    M.outs[M.out_count++] = c;
+    if (!M.l->late)
+        finish_out(c.w, INT32_MAX);
 }
 
 static void start(copy c)
@@ -740,13 +771,15 @@ static const char *other_names[] = {
     "bar.arrive", "bar.warp", "barrier.cluster.arrive", "barrier.cluster.wait", "mbarrier.init",
     "mbarrier.arrive", "mbarrier.expect", "mbarrier.arrive.expect", "mbarrier.try_wait", "mapa",
     "st.async", "copy.tensor", "copy.linear", "wgmma", "wgmma.commit", "wgmma.wait", "fence.proxy",
-    "nothing", "atom", "copy.out", "redux", "copy.async", "trap", "match", "stmatrix", "ldmatrix", NULL,
+    "nothing", "atom", "copy.out", "redux", "copy.async", "trap", "match", "stmatrix", "ldmatrix",
+    "tensor.out", "out.commit", "out.wait", NULL,
 };
 enum {
     BRA, RET, LD, ST, UNPACK, PACK, SETP, SHFL, ELECT, VOTE, BAR_SYNC, BAR_ARRIVE, BAR_WARP,
     CLUSTER_ARRIVE, CLUSTER_WAIT, MB_INIT, MB_ARRIVE, MB_EXPECT, MB_ARRIVE_EXPECT, MB_WAIT, MAPA,
     ST_ASYNC, COPY_TENSOR, COPY_LINEAR, WGMMA, WGMMA_COMMIT, WGMMA_WAIT, FENCE_PROXY, NOTHING, ATOM,
     COPY_OUT, REDUX, COPY_ASYNC, TRAP, MATCH, STMATRIX, LDMATRIX,
+    TENSOR_OUT, OUT_COMMIT, OUT_WAIT,
 };
 
 int operation(const char *name)
@@ -1269,12 +1302,32 @@ static int step(block *b, warp *w, uint32_t group)
         case COPY_OUT: /* [to], [from], bytes: shared to global memory */
             EACH {
                 uint32_t from = (uint32_t)(R(o[2]) + R(o[3])), bytes = (uint32_t)R(o[4]);
-                uint64_t to = R(o[0]) + R(o[1]);
-                if (to % 16 || from % 16 || bytes % 16)
+                copy c = { .kind = 1, .to = b, .address = from, .bytes = bytes, .w = w,
+                           .source = R(o[0]) + R(o[1]), .group = w->out_groups + 1 };
+                if (c.source % 16 || from % 16 || bytes % 16)
                     fail("a bulk copy of %u bytes from %u", bytes, from);
-                proxy(b, from, bytes, 0);
-                memcpy(global_at(to, bytes, 1), shared_at(b, from, bytes), bytes);
+                start_out(c);
             }
+            break;
+        case TENSOR_OUT: { /* [map, coordinates], [from]; extra: 0 rank */
+            int n = i->extra[0];
+            EACH {
+                copy c = { .kind = 0, .to = b, .map = R(o[0]) + R(o[1]), .rank = n, .w = w,
+                           .address = (uint32_t)(R(o[2 + n]) + R(o[3 + n])),
+                           .group = w->out_groups + 1 };
+                for (int v = 0; v < n; v++)
+                    c.coordinates[v] = (int32_t)R(o[2 + v]);
+                if (c.address % 128)
+                    fail("a tensor copy from byte %u of shared memory", c.address);
+                start_out(c);
+            }
+            break;
+        }
+        case OUT_COMMIT: /* by whole warps: the threads of a warp are not told apart */
+            w->out_groups++;
+            break;
+        case OUT_WAIT:
+            finish_out(w, w->out_groups - (int)r[(uint64_t)o[0] * LANES + __builtin_ctz(mask)]);
             break;
         case COPY_ASYNC: /* [to], [from], bytes [, bytes read]: cp.async */
             EACH {
@@ -1385,6 +1438,7 @@ static void run_warp(block *b, warp *w, int slice)
     if (!w->alive) {
         if (M.product_count)
             run_products(w, INT32_MAX);
+        finish_out(w, INT32_MAX);
         b->alive_warps--;
         if (b->alive_warps == 0)
             b->cluster->alive--;
@@ -1508,6 +1562,7 @@ int run(const program *p, const launch *l, char *message, int64_t *steps)
     memset(&M, 0, sizeof M);
     M.p = p, M.l = l, M.random = l->seed * 2654435761u | 1;
     M.copies = malloc(COPIES * sizeof *M.copies);
+    M.outs = malloc(COPIES * sizeof *M.outs);
     M.products = malloc(PRODUCTS * sizeof *M.products);
     message[0] = 0;
     if (setjmp(M.failed)) {
@@ -1517,7 +1572,7 @@ int run(const program *p, const launch *l, char *message, int64_t *steps)
             free_cluster(running);
             running = c;
         }
-        free(M.copies), free(M.products);
+        free(M.copies), free(M.outs), free(M.products);
         return 1;
     }
     clusters = l->grid[0] * l->grid[1] * l->grid[2] / (l->cluster[0] * l->cluster[1] * l->cluster[2]);
@@ -1561,6 +1616,6 @@ int run(const program *p, const launch *l, char *message, int64_t *steps)
             stuck(running);
     }
     *steps = M.steps;
-    free(M.copies), free(M.products);
+    free(M.copies), free(M.outs), free(M.products);
     return 0;
 }

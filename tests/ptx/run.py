@@ -1,10 +1,11 @@
 """Programs run on the CPU, instruction by instruction, for machines without a GPU.
 
-    outputs = run_program(kernel._main, [x, w])          # what the kernels of a Variant compute
+    for launch in fake_device().launches(artifact, tensors):
+        run_launch(executable(artifact.ptx), launch, memory)
 
 Kernels are launched as everywhere, by the host code that CuTe DSL compiled, against a CUDA runtime
 (`launcher.c`) that hands each launch to the machine in `machine.c`. Tensors are PyTorch's, on the
-CPU. Set CUTE_DSL_LIBS by `use_fake_runtime` before CuTe DSL is imported.
+CPU. `tests.ptx.device` makes it the device of all kernels of a process.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _SPECIALS = {"tid": 0, "ctaid": 1, "ntid": 2, "nctaid": 3, "laneid": 4, "cluster
 _NOTHING = ("prefetch", "prefetchu", "membar", "setmaxnreg", "griddepcontrol", "nanosleep",
             "wgmma.fence", "fence.acq_rel", "fence.sc", "fence.mbarrier_init", "applypriority",
             "discard", "mbarrier.inval", "cp.async.commit_group", "cp.async.wait_group",
-            "cp.async.wait_all", "cp.async.bulk.commit_group", "cp.async.bulk.wait_group",
+            "cp.async.wait_all",
             "fence.proxy.tensormap", "cp.async.bulk.prefetch")  # fmt: skip
 
 
@@ -171,6 +172,12 @@ def _copy(i: Instruction, name: str) -> tuple[str, tuple[int, ...]] | None:
         return "copy.linear", ()
     if name.startswith("cp.async.bulk.global.shared::cta"):
         return "copy.out", ()
+    if tensor := re.match(r"cp\.async\.bulk\.tensor\.(\d)d\.global\.shared::cta", name):
+        return "tensor.out", (int(tensor[1]),)
+    if name.startswith("cp.async.bulk.commit_group"):
+        return "out.commit", ()
+    if name.startswith("cp.async.bulk.wait_group"):
+        return "out.wait", ()
     if re.match(r"cp\.async\.c[ag]\.shared", name):
         return "copy.async", ()
     return None
@@ -440,66 +447,6 @@ def fake_device() -> FakeDevice:
     return FakeDevice(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
 
 
-def run_variant(
-    variant: Any, inputs: Sequence[Any], conditions: Conditions = Conditions()
-) -> list[Any]:
-    """The outputs of a compiled program (`cutesuper.runtime.kernel.Variant`) for CPU tensors.
-
-    Outputs and intermediates hold NaN, or the largest integer, before they are written.
-
-    Raises:
-        PtxError: a kernel did something that no kernel may do.
-    """
-    import torch
-
-    device = fake_device()
-    mu = variant.mugraph
-    sizes = _sizes(mu, inputs)
-
-    def shape(dims: Any) -> tuple[int, ...]:
-        return tuple(d if isinstance(d, int) else sizes[d.name] for d in dims)
-
-    values = list(inputs)
-    for name in variant.names[len(inputs) :]:
-        spec = mu.tensors[name]
-        values.append(poisoned(shape(spec.shape), spec.dtype.torch))
-    for scratch in variant.scratch:
-        count = torch.Size(shape(scratch.shape)).numel()
-        dtype = getattr(torch, scratch.dtype)
-        values.append(
-            torch.zeros(count, dtype=dtype) if scratch.zeroed else poisoned((count,), dtype)
-        )
-    for step, places in zip(variant.steps, variant.wiring, strict=True):
-        taken = [values[p] for p in places]
-        written = {i for i, p in enumerate(places) if p >= len(inputs)}
-        memory = [
-            (t.data_ptr(), t.untyped_storage().nbytes() - t.storage_offset() * t.element_size(),
-             i in written)
-            for i, t in enumerate(taken)
-        ]  # fmt: skip
-        for launch in device.launches(step.artifact, taken):
-            run_launch(executable(step.artifact.ptx), launch, memory, conditions)
-    return values[len(inputs) : len(inputs) + len(mu.outputs)]
-
-
-def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
-    """A tensor of NaN, or of the largest integer."""
-    import torch
-
-    if dtype.is_floating_point:
-        return torch.full(shape, float("nan"), dtype=dtype)
-    return torch.full(shape, torch.iinfo(dtype).max, dtype=dtype)
-
-
-def _sizes(mu: Any, inputs: Sequence[Any]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for name, value in zip(mu.inputs, inputs, strict=True):
-        for dim, extent in zip(mu.tensors[name].shape, value.shape, strict=True):
-            if not isinstance(dim, int):
-                found[dim.name] = extent
-    return found
-
-
 __all__ = [
     "Conditions",
     "Executable",
@@ -508,7 +455,5 @@ __all__ = [
     "decode",
     "executable",
     "fake_device",
-    "poisoned",
     "run_launch",
-    "run_variant",
 ]
