@@ -268,6 +268,12 @@ static uint32_t lookup3(uint32_t a, uint32_t b, uint32_t c, uint32_t table)
 
 static float flushed(float f) { return fabsf(f) < 0x1p-126f ? copysignf(0, f) : f; }
 
+static uint64_t resized(uint64_t a, int bits, int with_sign)
+{
+    int drop = 64 - bits;
+    return with_sign ? (uint64_t)((int64_t)(a << drop) >> drop) : a << drop >> drop;
+}
+
 static int64_t to_int(double f, double low, double high)
 {
     if (isnan(f))
@@ -560,24 +566,28 @@ static void read_operand(block *b, uint64_t d, int kind, int across, int first, 
     uint32_t swizzle = layout ? 4 - layout : 0; /* 1: 128 bytes, 2: 64, 3: 32 */
     if (d >> 49 & 7)
         fail("a matrix descriptor with a base offset");
-    for (int n = 0; n < count; n++)
-        for (int k = 0; k < ks; k++) {
-            uint32_t side = first + n, at;
-            if (!across) {
-                at = start + side / 8 * stride + side % 8 * line;
-                at += layout ? k * element : k * element / 16 * lead + k * element % 16;
-            } else if (layout) {
-                uint32_t per = line / element;
-                at = start + side / per * lead + side % per * element + k / 8 * stride
+    /* by 16 bytes, which no swizzle tears apart: along k, or across */
+    int per = 16 / (int)element, ns = across ? per : 1, kstep = across ? 1 : per;
+    for (int n = 0; n < count; n += ns)
+        for (int k = 0; k < ks; k += kstep) {
+            uint32_t side = first + n, at, wide = line / element;
+            if (!across)
+                at = start + side / 8 * stride + side % 8 * line
+                     + (layout ? k * element : k * element / 16 * lead);
+            else if (layout)
+                at = start + side / wide * lead + side % wide * element + k / 8 * stride
                      + k % 8 * line;
-            } else
-                at = start + side / 8 * stride + side % 8 * element + k / 8 * lead + k % 8 * 16;
+            else
+                at = start + side / 8 * stride + k / 8 * lead + k % 8 * 16;
             at = swizzled(at, swizzle);
-            uint8_t *p = shared_at(b, at, element);
-            proxy(b, at, element, 0);
-            uint32_t bits = 0;
-            memcpy(&bits, p, element);
-            to[k * count + n] = kind == 2 ? as_f32(bits & 0xffffe000u) : from16(kind, bits);
+            uint8_t *p = shared_at(b, at, 16);
+            proxy(b, at, 16, 0);
+            for (int j = 0; j < per; j++) {
+                uint32_t bits = 0;
+                memcpy(&bits, p + j * element, element);
+                to[across ? k * count + n + j : (k + j) * count + n] =
+                    kind == 2 ? as_f32(bits & 0xffffe000u) : from16(kind, bits);
+            }
         }
 }
 
@@ -717,12 +727,6 @@ static void run_products(warp *w, int group)
     X("cvt.f16x2.f32", U32, (U32)f32_to_f16(as_f32(a)) << 16 | f32_to_f16(as_f32(b)))              \
     X("cvt.bf16x2.f32", U32, (U32)f32_to_bf16(as_f32(a)) << 16 | f32_to_bf16(as_f32(b)))           \
     X("cvt.tf32.f32", U32, (a + 0x1000) & 0xffffe000u)                                             \
-    X("cvt.u16.u32", U32, (U16)a) X("cvt.u32.u16", U16, a) X("cvt.s32.s16", S16, (U32)(S32)a)      \
-    X("cvt.u16.u64", U64, (U16)a) X("cvt.u64.u16", U16, a) X("cvt.s64.s16", S16, (U64)(S64)a)      \
-    X("cvt.s32.s8", U16, (U32)(S32)(int8_t)a) X("cvt.u32.u8", U16, a & 255)                        \
-    X("cvt.s16.s8", U16, (U16)(S16)(int8_t)a) X("cvt.u16.u8", U16, a & 255)                        \
-    X("cvt.u64.u32", U32, a) X("cvt.s64.s32", S32, (U64)(S64)a) X("cvt.u32.u64", U64, (U32)a)      \
-    X("cvt.s32.s64", U64, (U32)a) X("cvt.s64.u32", U32, a) X("cvt.u32.s32", U32, a)                \
     X("cvt.f32.s32", S32, of_f32((float)a)) X("cvt.f32.u32", U32, of_f32((float)a))                \
     X("cvt.f32.s64", S64, of_f32((float)a)) X("cvt.f32.u64", U64, of_f32((float)a))                \
     X("cvt.f32.s16", S16, of_f32((float)a)) X("cvt.f32.u16", U16, of_f32((float)a))                \
@@ -731,6 +735,10 @@ static void run_products(warp *w, int group)
     X("cvt.rni.s32.f32", U32, (U32)to_int(rintf(as_f32(a)), -0x1p31, 0x1p31 - 1))                  \
     X("cvt.rmi.s32.f32", U32, (U32)to_int(floorf(as_f32(a)), -0x1p31, 0x1p31 - 1))                 \
     X("cvt.rzi.u32.f32", U32, (U32)to_int(truncf(as_f32(a)), 0, 0x1p32 - 1))                       \
+    X("cvt.rni.u32.f32", U32, (U32)to_int(rintf(as_f32(a)), 0, 0x1p32 - 1))                        \
+    X("cvt.rzi.s64.f32", U32, (U64)to_int(truncf(as_f32(a)), -0x1p63, 0x1p63 - 1024))              \
+    X("cvt.f32.f32", U32, a)                                                                       \
+    X("cvt.sat.f32.f32", U32, of_f32(isnan(as_f32(a)) ? 0 : fminf(fmaxf(as_f32(a), 0), 1)))        \
     X("cvt.rni.f32.f32", U32, of_f32(rintf(as_f32(a))))                                            \
     X("cvt.rmi.f32.f32", U32, of_f32(floorf(as_f32(a))))                                           \
     X("cvt.rpi.f32.f32", U32, of_f32(ceilf(as_f32(a))))                                            \
@@ -772,14 +780,14 @@ static const char *other_names[] = {
     "mbarrier.arrive", "mbarrier.expect", "mbarrier.arrive.expect", "mbarrier.try_wait", "mapa",
     "st.async", "copy.tensor", "copy.linear", "wgmma", "wgmma.commit", "wgmma.wait", "fence.proxy",
     "nothing", "atom", "copy.out", "redux", "copy.async", "trap", "match", "stmatrix", "ldmatrix",
-    "tensor.out", "out.commit", "out.wait", NULL,
+    "tensor.out", "out.commit", "out.wait", "convert", NULL,
 };
 enum {
     BRA, RET, LD, ST, UNPACK, PACK, SETP, SHFL, ELECT, VOTE, BAR_SYNC, BAR_ARRIVE, BAR_WARP,
     CLUSTER_ARRIVE, CLUSTER_WAIT, MB_INIT, MB_ARRIVE, MB_EXPECT, MB_ARRIVE_EXPECT, MB_WAIT, MAPA,
     ST_ASYNC, COPY_TENSOR, COPY_LINEAR, WGMMA, WGMMA_COMMIT, WGMMA_WAIT, FENCE_PROXY, NOTHING, ATOM,
     COPY_OUT, REDUX, COPY_ASYNC, TRAP, MATCH, STMATRIX, LDMATRIX,
-    TENSOR_OUT, OUT_COMMIT, OUT_WAIT,
+    TENSOR_OUT, OUT_COMMIT, OUT_WAIT, CONVERT,
 };
 
 int operation(const char *name)
@@ -806,9 +814,10 @@ static uint32_t reversed(uint32_t a)
 
 static void integer_op(int op, uint64_t *r, const int32_t *o, int n, uint32_t mask)
 {
-    int ob = o[n > 2 ? 2 : 0], oc = o[n > 3 ? 3 : 0], od = o[n > 4 ? 4 : 0], at = 0;
+    int ob = o[n > 2 ? 2 : 0], oc = o[n > 3 ? 3 : 0], od = o[n > 4 ? 4 : 0];
+    enum { FIRST_INTEGER = __COUNTER__ + 1 };
 #define CASE_INTEGER(name, T, value)                                                               \
-    if (op == at++) {                                                                              \
+    case __COUNTER__ - FIRST_INTEGER: {                                                            \
         EACH {                                                                                     \
             T a = (T)R(o[1]), b = (T)R(ob), c = (T)R(oc), d = (T)R(od);                            \
             (void)a, (void)b, (void)c, (void)d;                                                    \
@@ -818,14 +827,15 @@ static void integer_op(int op, uint64_t *r, const int32_t *o, int n, uint32_t ma
         return;                                                                                    \
     }
 #define WIDTH(T) (sizeof(T) == 4 ? 0xffffffffull : sizeof(T) == 2 ? 0xffffull : ~0ull)
-    INTEGERS(CASE_INTEGER)
+    switch (op) { INTEGERS(CASE_INTEGER) }
 }
 
 static void wide_op(int op, uint64_t *r, const int32_t *o, int n, uint32_t mask)
 {
-    int oc = o[n > 3 ? 3 : 0], at = 0;
+    int oc = o[n > 3 ? 3 : 0];
+    enum { FIRST_WIDE = __COUNTER__ + 1 };
 #define CASE_WIDE(name, T, value, use)                                                             \
-    if (op == at++) {                                                                              \
+    case __COUNTER__ - FIRST_WIDE: {                                                               \
         EACH {                                                                                     \
             T a = (T)R(o[1]), b = (T)R(o[2]), c = 0;                                               \
             uint64_t c64 = R(oc);                                                                  \
@@ -834,14 +844,15 @@ static void wide_op(int op, uint64_t *r, const int32_t *o, int n, uint32_t mask)
         }                                                                                          \
         return;                                                                                    \
     }
-    WIDE(CASE_WIDE)
+    switch (op) { WIDE(CASE_WIDE) }
 }
 
 static void float_op(int op, uint64_t *r, const int32_t *o, int n, uint32_t mask, int ftz)
 {
-    int ob = o[n > 2 ? 2 : 0], oc = o[n > 3 ? 3 : 0], at = 0;
+    int ob = o[n > 2 ? 2 : 0], oc = o[n > 3 ? 3 : 0];
+    enum { FIRST_FLOAT = __COUNTER__ + 1 };
 #define CASE_FLOAT(name, value)                                                                    \
-    if (op == at++) {                                                                              \
+    case __COUNTER__ - FIRST_FLOAT: {                                                              \
         EACH {                                                                                     \
             float a = as_f32((uint32_t)R(o[1])), b = as_f32((uint32_t)R(ob)),                      \
                   c = as_f32((uint32_t)R(oc));                                                     \
@@ -853,7 +864,7 @@ static void float_op(int op, uint64_t *r, const int32_t *o, int n, uint32_t mask
         }                                                                                          \
         return;                                                                                    \
     }
-    FLOATS(CASE_FLOAT)
+    switch (op) { FLOATS(CASE_FLOAT) }
 }
 
 /* extra: 0 comparison, 1 type, 2 how to join (0 none, 1 and, 2 or, 3 xor) */
@@ -1017,6 +1028,10 @@ static int step(block *b, warp *w, uint32_t group)
             }
             break;
         }
+        case CONVERT: /* between integers; extra: bits and sign of the result, of the operand */
+            EACH R(o[0]) = resized(resized(R(o[1]), i->extra[2], i->extra[3]), i->extra[0],
+                                   i->extra[1]);
+            break;
         case UNPACK: { /* extra: 0 parts, 1 bits of each */
             EACH {
                 uint64_t value = R(o[i->extra[0]]);

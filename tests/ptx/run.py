@@ -29,7 +29,7 @@ _FLAGS = ["-O2", "-march=native", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werr
 # ------------------------------------------------------------------------------------- decoding
 
 #: parts of names that do not change the value, or that the machine does not tell apart
-_IGNORED = re.compile(r"\.(rn|rna|rz|full|approx|sat|uni|aligned|relaxed|relu)(?=\.|$)")
+_IGNORED = re.compile(r"\.(rn|rna|rz|full|approx|uni|aligned|relaxed|relu)(?=\.|$)")
 _WIDTH = re.compile(r"\.[bsuf](\d+)$")
 _BYTES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "b32": 4, "u32": 4, "s32": 4,
           "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16}  # fmt: skip
@@ -66,6 +66,9 @@ def decode(i: Instruction) -> tuple[str, tuple[int, ...]]:
 
 
 def _elementwise(name: str) -> tuple[str, tuple[int, ...]]:
+    if sizes := re.fullmatch(r"cvt\.([su])(\d+)\.([su])(\d+)", name):
+        to, bits, of, width = sizes.groups()
+        return "convert", (int(bits), int(to == "s"), int(width), int(of == "s"))
     ftz = ".ftz" in name
     short = _IGNORED.sub("", name.replace(".ftz", "").replace(".cc", ""))
     if short.endswith((".f32", ".f16", ".bf16", ".f16x2", ".bf16x2")) and not short.startswith(
