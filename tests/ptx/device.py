@@ -50,7 +50,9 @@ class Emulated:
         for launch in fake_device().launches(self._artifact, tensors):
             number = next(self._numbers)
             # every launch in another order, every second one with products as late as they may be
-            run_launch(kernel, launch, memory, Conditions(number + 1, bool(number % 2), limit=LIMIT))
+            run_launch(
+                kernel, launch, memory, Conditions(number + 1, bool(number % 2), limit=LIMIT)
+            )
         for t, zeroed in zip(tensors, self._zeroed, strict=True):
             assert not (zeroed and t.any()), "a kernel left something in zeroed scratch memory"
 
@@ -124,9 +126,7 @@ def emulated_gpu() -> Iterator[None]:
         stack.enter_context(
             patch.object(torch, "Generator", lambda device="cpu": generator(_on_cpu(device)))
         )
-        stack.enter_context(
-            patch.object(torch._C, "_cuda_getDevice", lambda: None, create=True)
-        )
+        stack.enter_context(patch.object(torch._C, "_cuda_getDevice", lambda: None, create=True))
         functions = property(lambda variant: tuple(Emulated(s) for s in variant.steps))
         stack.enter_context(patch.object(Variant, "functions", functions))
         stack.enter_context(patch.object(ScratchMemory, "allot", _allot))

@@ -963,8 +963,6 @@ static int step(block *b, warp *w, uint32_t group)
     uint64_t *r = w->r;
     uint32_t mask = group;
     M.now = i;
-    M.changes += i->op < INTEGER_OPS && i->op > OTHER_OPS + LD && i->op != OTHER_OPS + SETP
-                 && i->op != OTHER_OPS + MB_WAIT && i->op != OTHER_OPS + NOTHING;
     if (i->predicate >= 0) {
         mask = 0;
         for (int l = 0; l < LANES; l++)
@@ -1403,6 +1401,8 @@ static int step(block *b, warp *w, uint32_t group)
         default:
             fail("an operation that the machine does not have");
         }
+    M.changes += i->op < INTEGER_OPS && i->op > OTHER_OPS + LD && i->op != OTHER_OPS + SETP
+                 && i->op != OTHER_OPS + MB_WAIT && i->op != OTHER_OPS + NOTHING;
 next:
     for (int l = 0; l < LANES; l++)
         if (group >> l & 1)

@@ -209,9 +209,9 @@ def _product(i: Instruction, name: str) -> tuple[str, tuple[int, ...]] | None:
 
 
 class _Instruction(ctypes.Structure):
-    _fields_ = [
-        (n, ctypes.c_int32) for n in ("op", "predicate", "first", "count", "target")
-    ] + [("extra", ctypes.c_int32 * 5)]
+    _fields_ = [(n, ctypes.c_int32) for n in ("op", "predicate", "first", "count", "target")] + [
+        ("extra", ctypes.c_int32 * 5)
+    ]
 
 
 class _Program(ctypes.Structure):
@@ -409,8 +409,12 @@ class FakeDevice:
         )
         self._launched.append(
             Launched(
-                (n[0], n[1], n[2]), (n[3], n[4], n[5]), (n[6], n[7], n[8]), shared,
-                bool(cooperative), contents,
+                (n[0], n[1], n[2]),
+                (n[3], n[4], n[5]),
+                (n[6], n[7], n[8]),
+                shared,
+                bool(cooperative),
+                contents,
             )  # fmt: skip
         )
         return 0
