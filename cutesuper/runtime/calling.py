@@ -15,6 +15,7 @@ from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.checks import Signature, check_size, refuse_tangents
+from cutesuper.runtime.programs import KERNEL_DEVICES
 
 if TYPE_CHECKING:
     import torch
@@ -179,7 +180,7 @@ class Program(ABC):
         if extents is None:
             return self._record(inputs, out)
         device = inputs[0].device
-        if device.type != "cuda":
+        if device.type not in KERNEL_DEVICES:
             return self._run_on_cpu(inputs, out, extents)
         if device.index not in self._devices:
             self._admit(device)

@@ -99,6 +99,10 @@ class Kept(dict[K, V]):
         return made
 
 
+#: types of devices whose tensors compiled kernels take; others get the reference executor
+KERNEL_DEVICES = {"cuda"}
+
+
 def is_capturing() -> bool:
     """True while a CUDA graph is captured on torch's current stream: kernels can be launched, but
     not be loaded."""

@@ -30,7 +30,7 @@ from cutesuper.runtime.cache import KernelCache
 from cutesuper.runtime.calling import Runner, launcher, reference_of
 from cutesuper.runtime.checks import MAX_ELEMENTS, Signature, check_size
 from cutesuper.runtime.kernel import Variant, bucket_of
-from cutesuper.runtime.programs import Kept, refuse_capture
+from cutesuper.runtime.programs import KERNEL_DEVICES, Kept, refuse_capture
 from cutesuper.runtime.tensors import usable
 from cutesuper.search.search import SearchResult
 from cutesuper.targets import Target, find_target
@@ -185,7 +185,7 @@ class Program:
         ]
 
     def _runner(self, rows: int, device: torch.device) -> Runner:
-        if device.type != "cuda":
+        if device.type not in KERNEL_DEVICES:
             return self._reference
         if rows > self._most_rows:
             raise ShapeError(

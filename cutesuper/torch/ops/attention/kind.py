@@ -15,7 +15,7 @@ from cutesuper.ir.dtypes import DType
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.runtime.kernel import BUCKETS, bucket_of
-from cutesuper.runtime.programs import Kept
+from cutesuper.runtime.programs import KERNEL_DEVICES, Kept
 
 if TYPE_CHECKING:
     from cutesuper.runtime.kernel import Kernel
@@ -148,7 +148,7 @@ def runner_of(kind: Kind, batch: int, device: torch.device) -> Runner:
         DeviceError: kernels would have to be made while a CUDA graph is captured.
         CutesuperError: from `cutesuper.superoptimize`.
     """
-    if device.type != "cuda":
+    if device.type not in KERNEL_DEVICES:
         return _reference_of(kind)
     kernel = _kept(kind, device) or _kept(replace(kind, batch=batch, any_batch=False), device)
     if kernel is None:

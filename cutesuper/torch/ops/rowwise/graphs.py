@@ -19,7 +19,7 @@ from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.ir.subgraph import only
 from cutesuper.runtime.calling import Launches, Runner, launcher, reference_of
-from cutesuper.runtime.programs import Kept
+from cutesuper.runtime.programs import KERNEL_DEVICES, Kept
 from cutesuper.targets import H200
 from cutesuper.targets.settings import Decision, Settings
 from cutesuper.torch.ops.rowwise.definition import Definition, Kind, Role
@@ -180,7 +180,7 @@ def runner_of(key: tuple[object, ...], graph: KernelGraph, device: torch.device)
         DeviceError: kernels would have to be made while a CUDA graph is captured.
         CutesuperError: from `cutesuper.superoptimize`.
     """
-    if device.type != "cuda":
+    if device.type not in KERNEL_DEVICES:
         return reference_of(graph)
     made = _kernels.made_on(device, key, str(key[0]), lambda: _launches(graph))
     return launcher(made, device)

@@ -1,0 +1,139 @@
+"""A process in which tensors of the CPU stand for those of a GPU, and the machine runs the kernels.
+
+    with emulated_gpu():
+        kernel = cutesuper.superoptimize(graph)
+        kernel(x, w)                     # runs the PTX; device="cuda" makes tensors of the CPU
+
+It serves `pytest --ptx`, which runs the tests that are marked ``gpu`` without a GPU. What it cannot
+stand for (streams, CUDA graphs, time) skips the test that asks for it, by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tests.ptx.run import Conditions, executable, fake_device, run_launch
+
+#: instructions of warps in one launch; a kernel of 4096^3 has some 10^8
+LIMIT = 3 * 10**8
+
+
+class TooLarge(Exception):
+    """A launch beyond `LIMIT`."""
+
+
+class Emulated:
+    """One compiled kernel to call with tensors of the CPU, as the loaded one is."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, step: Any) -> None:
+        plan = step.plan
+        self._artifact = step.artifact
+        self._written = [a.written for a in plan.arguments] + [True] * len(plan.scratch)
+        self._zeroed = [False] * len(plan.arguments) + [s.zeroed for s in plan.scratch]
+
+    def __call__(self, *tensors: Any) -> None:
+        """Run it; raises PtxError for what no kernel may do."""
+        kernel = executable(self._artifact.ptx)
+        memory = [
+            (t.data_ptr(), t.numel() * t.element_size(), w)
+            for t, w in zip(tensors, self._written, strict=True)
+        ]
+        for launch in fake_device().launches(self._artifact, tensors):
+            number = next(self._numbers)
+            # every launch in another order, every second one with products as late as they may be
+            run_launch(
+                kernel, launch, memory, Conditions(number + 1, bool(number % 2), limit=LIMIT)
+            )
+        for t, zeroed in zip(tensors, self._zeroed, strict=True):
+            assert not (zeroed and t.any()), "a kernel left something in zeroed scratch memory"
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Makes tensors of the CPU where tensors of a GPU are asked for."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        kwargs = {k: _on_cpu(v) for k, v in (kwargs or {}).items()}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        return func(*[_on_cpu(a) for a in args], **kwargs)
+
+
+def _on_cpu(value: Any) -> Any:
+    named = isinstance(value, str) and value.split(":")[0] == "cuda"
+    if named or (isinstance(value, torch.device) and value.type == "cuda"):
+        return torch.device("cpu")
+    return value
+
+
+def _missing(name: str) -> Any:
+    def skip(*args: Any, **kwargs: Any) -> Any:
+        del args, kwargs
+        import pytest
+
+        pytest.skip(f"torch.cuda.{name}: the machine of tests/ptx has none")
+
+    return skip
+
+
+_NOTHING = {
+    "synchronize": None, "empty_cache": None, "current_device": None, "is_available": True,
+    "is_initialized": True, "is_current_stream_capturing": False, "get_device_name": "NVIDIA H200",
+    "get_device_capability": (9, 0), "device_count": 1, "manual_seed": None,
+}  # fmt: skip
+_MISSING = ("Stream", "CUDAGraph", "graph", "_sleep", "current_stream", "stream", "Event",
+            "max_memory_allocated", "reset_peak_memory_stats", "memory_allocated",
+            "default_stream", "get_device_properties")  # fmt: skip
+
+
+def _allot(memory: Any, values: Sequence[Any]) -> list[Any]:
+    """Scratch memory of one call: zeros, or what shows if it is read before it is written."""
+    made: list[Any] = []
+    for need in memory._needs:
+        t = torch.zeros(need.elements(values), dtype=need.dtype)
+        if not need.zeroed:
+            t.fill_(torch.nan if t.is_floating_point() else torch.iinfo(t.dtype).max)
+        made.append(t)
+    return made
+
+
+@contextlib.contextmanager
+def emulated_gpu() -> Iterator[None]:
+    """Let the machine of `tests.ptx` be the GPU of this process. CuTe DSL must not be imported."""
+    fake_device()
+    from cutesuper.runtime import programs
+    from cutesuper.runtime.kernel import Variant
+    from cutesuper.runtime.scratch import ScratchMemory
+
+    with contextlib.ExitStack() as stack:
+        for name, value in _NOTHING.items():
+            stack.enter_context(patch.object(torch.cuda, name, lambda *a, _v=value, **k: _v))
+        for name in _MISSING:
+            stack.enter_context(patch.object(torch.cuda, name, _missing(name)))
+        stack.enter_context(patch.object(torch.cuda, "device", lambda d: contextlib.nullcontext()))
+        generator = torch.Generator
+        stack.enter_context(
+            patch.object(torch, "Generator", lambda device="cpu": generator(_on_cpu(device)))
+        )
+        stack.enter_context(patch.object(torch._C, "_cuda_getDevice", lambda: None, create=True))
+        functions = property(lambda variant: tuple(Emulated(s) for s in variant.steps))
+        stack.enter_context(patch.object(Variant, "functions", functions))
+        stack.enter_context(patch.object(ScratchMemory, "allot", _allot))
+        stack.enter_context(_CpuForCuda())
+        programs.KERNEL_DEVICES.add("cpu")
+        stack.callback(programs.KERNEL_DEVICES.discard, "cpu")
+        yield
+
+
+__all__ = ["LIMIT", "Emulated", "emulated_gpu"]
