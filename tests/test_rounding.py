@@ -358,3 +358,16 @@ def test_a_maximum_that_is_only_subtracted_is_float32_between_kernels() -> None:
     flat = Flat(graph_of(lambda g, x: g.softmax(g.square(x)), x=(8, 64)).expanded())
     [top] = [i for i, n in enumerate(flat.graph.nodes) if n.facets.selects]
     assert str(flat.dtype(top)) == "float32"
+
+
+def test_weights_of_wrong_labels_refuse_nothing() -> None:
+    """They are NaN, which a trial took for a value that float16 cannot hold."""
+    g = cs.new_kernel_graph()
+    x, z = (g.new_input((4, 4, 4), "float16", name=n) for n in "XZ")
+    labels = g.new_input((4, 4, 1), "int64", "labels")
+    change = g.sub(g.mul(x, g.label_weight(labels, classes=3)), x)
+    total = g.add(z, change)
+    g.mark_output(g.max(change, 0))
+    g.mark_output(g.silu(total), "float32")
+    g.mark_output(g.sum(total, 2))
+    check_rounding(g, choose(g, Options(H200, tuned=False))[1].candidate.mugraph)
