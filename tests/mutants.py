@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -27,7 +27,7 @@ from cutesuper.ir.operators.base import lookup
 from cutesuper.verify.equivalence import Verifier
 from cutesuper.verify.integers import draw_integers
 from cutesuper.verify.numeric import execute
-from cutesuper.verify.torchdomain import TorchDomain
+from cutesuper.verify.torchdomain import TorchDomain, TorchValue, align
 from tests.random_programs import random_program
 
 
@@ -112,8 +112,18 @@ def mutations(mu: MuGraph, s: int, i: int, op: BlockOp) -> Iterator[tuple[str, M
 OF_ONE = 20
 #: magnitudes of inputs at which numbers are compared; the first time they are tame
 SCALES = (1.0, 0.1, 1.0, 3.0)
-#: operators whose results jump
-JUMPS = ("at_least", "floor", "step", "round", "hide", "keep")
+#: operators whose results jump, and how far their operands are from where they do
+JUMPS: dict[str, Callable[..., torch.Tensor]] = {
+    "at_least": lambda x, y: x - y,
+    "floor": lambda x: x - x.round(),
+    "step": lambda x: x,
+    "round": lambda x: x - x.floor() - 0.5,
+    "hide": lambda c, x: c - 0.5,
+    "keep": lambda c, x: c - 0.5,
+}
+#: a distance below this, relative to 1 and to the operand, is one of roundings; 0 is none: there
+#: both programs are on the same side, or differ in real numbers too
+NEAR = 1e-12
 #: of float64
 EPSILON = torch.finfo(torch.float64).eps
 
@@ -196,7 +206,8 @@ def distinguished(graph: KernelGraph, mu: MuGraph, mutant: MuGraph) -> str | Non
     What is infinite or NaN counts with tame numbers only, where nothing overflows. What has no
     value by the rules of docs/verification.md does not count: elements that are NaN in PyTorch,
     draws in which something is +inf on the way, quotients by what is 0 for many inputs. Nor do
-    elements that a rounding makes jump: ``floor`` of the sum of a softmax, ``at_least(x, x y/y)``.
+    elements that a rounding makes jump: ``floor`` of the sum of a softmax, ``at_least(x, x y/y)``,
+    ``at_least(x, (x + c) - c)``.
     """
     if _divides_by_jumps(mu):
         return None
@@ -244,22 +255,50 @@ def _has_infinite(mu: MuGraph, inputs: list[torch.Tensor]) -> bool:
 
 
 def _unsteady(mu: MuGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Elements that change by more than 1e-6 where inputs change by 1e-12."""
-    first, changed = execute(mu, inputs), list[torch.Tensor]()
-    for sign in (1, -1) * 4:
-        generator = torch.Generator().manual_seed(len(changed))
-        moved = [
-            x * (1 + sign * 1e-12 * torch.rand(x.shape, generator=generator, dtype=x.dtype))
-            if x.is_floating_point()
-            else x
-            for x in inputs
-        ]
-        jumps = [
-            ~torch.isclose(x, y, rtol=1e-6, atol=1e-6, equal_nan=True)
-            for x, y in zip(first, execute(mu, moved), strict=True)
-        ]
-        changed = [x | y for x, y in zip(changed or jumps, jumps, strict=True)]
-    return changed
+    """Elements that change by more than 1e-6 where inputs change by 1e-12, or where operands of
+    jumps cross to the other side of what only roundings keep them from."""
+    first, sides = execute(mu, inputs), (1.0, -1.0, None, None)
+    others = [execute(mu, _moved(inputs, n)) for n in range(8)]
+    others += [_crossed(mu, inputs, side, n) for n, side in enumerate(sides)]
+    return [
+        torch.stack([~torch.isclose(x, y, rtol=1e-6, atol=1e-6, equal_nan=True) for y in ys]).any(0)
+        for x, *ys in zip(first, *others, strict=True)
+    ]
+
+
+def _moved(inputs: list[torch.Tensor], n: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(n)
+    sign = 1 - 2 * (n % 2)
+    return [
+        x * (1 + sign * 1e-12 * torch.rand(x.shape, generator=generator, dtype=x.dtype))
+        if x.is_floating_point()
+        else x
+        for x in inputs
+    ]
+
+
+def _crossed(
+    mu: MuGraph, inputs: list[torch.Tensor], side: float | None, seed: int
+) -> list[torch.Tensor]:
+    """The outputs with operands of jumps that are near one on one side of it (None: on a random
+    one for each element)."""
+    generator, plain = torch.Generator().manual_seed(seed), TorchDomain.elementwise
+    near = NEAR * _largest_constant(mu)
+
+    def crossing(self: TorchDomain, kind: str, args: list[TorchValue], attributes: Any) -> Any:
+        if kind in JUMPS:
+            dims = tuple(dict.fromkeys(d for x in args for d in x.dims))
+            data = [align(x, dims) for x in args]
+            distance, size = JUMPS[kind](*data), near * (1 + data[0].abs())
+            drawn = torch.rand(distance.shape, generator=generator, dtype=distance.dtype) < 0.5
+            sign = torch.where(drawn, 1.0, -1.0) if side is None else side
+            crosses = (distance != 0) & (distance.abs() <= size)
+            moved = data[0] + torch.where(crosses, 2 * sign * size, 0.0)
+            args = [TorchValue(dims, moved), *args[1:]]
+        return plain(self, kind, args, attributes)
+
+    with patch.object(TorchDomain, "elementwise", crossing):
+        return execute(mu, inputs)
 
 
 def _largest_constant(mu: MuGraph) -> float:

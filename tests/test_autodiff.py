@@ -774,3 +774,10 @@ def test_kernels_of_gradients_compile(name: str) -> None:
     kernel = cs.superoptimize(cs.grad(graph(COMPILED[name], (8, 64))), target="h200")
     x, dy = torch.randn(2, 8, 64, dtype=torch.float16)
     torch.testing.assert_close(kernel(x, dy), run_reference(kernel.graph, [x, dy])[0])
+
+
+def test_a_maximum_is_taken_again_of_the_elements_that_the_backward_pass_has() -> None:
+    """Computed apart, no element would be equal to it, and its gradient 0 / 0."""
+    s = cs.split(graph(lambda g, x, w: g.max(x @ w, 1), (8, 4), (4, 8)))
+    assert not s.saved and "max" in {n.operator for n in s.backward.nodes}
+    assert set(cs.split(graph(lambda g, x: g.max(x, 1), (8, 4))).saved) == {"out", "sum"}

@@ -177,6 +177,13 @@ def test_errors_of_two_operands_come_together() -> None:
     assert float(m.function(torch.mul, x, x).e) >= 0.25**2 + 2 * 0.25 * 0.001
 
 
+def test_numbers_of_a_program_are_off_by_their_rounding_to_float32_only() -> None:
+    """x + 0.1 at x = -0.0996 is: the same number to 5e-6."""
+    exact, nearest = (Numbers(rounding).constant(0.1) for rounding in ("none", "nearest"))
+    assert Balls().constant(0.1).e == (exact - nearest).abs() > 0
+    assert float(exact) == 0.1 and Balls().constant(0.5).e == 0
+
+
 def test_nothing_is_known_next_to_a_pole_or_beyond_the_range() -> None:
     m = Balls()
     near = Ball(torch.tensor([1e-4, 1.0]).double(), torch.tensor([1e-3, 1e-3]).double())

@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from cutesuper.ir.block import MuGraph
+from cutesuper.ir.graph import KernelGraph, new_kernel_graph
 from cutesuper.verify.equivalence import Verifier
 from cutesuper.verify.numeric import execute
-from tests.mutants import _inputs, mutations, run
+from tests.mugraphs import Block, mugraph
+from tests.mutants import _inputs, distinguished, mutations, run
 from tests.random_programs import random_program
 
 
@@ -22,13 +27,11 @@ def test_no_mutant_is_accepted_that_numbers_tell_apart(seed: int) -> None:
 
 #: mutants of the long run that earlier rules accepted, by program and seed of the verifier
 FOUND = (180357832894, 44393170448, 1026388925498, 686802488767, 550197228075, 1062438370415,
-         1046633657905, 291952100060, 547371245984, 816160795731)  # fmt: skip
+         1046633657905, 291952100060, 547371245984, 816160795731, 907823227577)  # fmt: skip
 
 
 @pytest.mark.parametrize("program", FOUND)
 def test_mutants_that_were_accepted_once(program: int) -> None:
-    from tests.mutants import distinguished
-
     graph, mu = random_program(program)
     verifier = Verifier(graph, seed=0)
     if not verifier.check(mu):
@@ -38,6 +41,35 @@ def test_mutants_that_were_accepted_once(program: int) -> None:
             for what, mutant in mutations(mu, s, i, op):
                 if verifier.check(mutant, bound=False, full=True):
                     assert distinguished(verifier.graph, mu, mutant) is None, f"{i} {what}"
+
+
+def thresholds(build: Callable[[Block, int, int], int]) -> tuple[KernelGraph, MuGraph]:
+    """A threshold of ``(x + y) - y`` and x, and its block program."""
+    g = new_kernel_graph()
+    x, y = (g.new_input((8, 16), "float32", name=n) for n in "XY")
+    g.mark_output(g.at_least(x, g.sub(g.add(x, y), y)))
+    b = Block({"M": 8, "N": 16}, {"M.grid": 4}, {"M": 2, "N": 16})
+    b.store("Z", build(b, b.load("X", "M", "N"), b.load("Y", "M", "N")), "M", "N")
+    return g, mugraph(g, b.step())
+
+
+ROUNDED: dict[str, Callable[[Block, int, int], int]] = {
+    "as it is": lambda b, x, y: b.op("at_least", x, b.op("sub", b.op("add", x, y), y)),
+    "simplified": lambda b, x, y: b.op("at_least", x, x),
+    "swapped": lambda b, x, y: b.op("at_least", b.op("sub", b.op("add", x, y), y), x),
+}
+OTHERS: dict[str, Callable[[Block, int, int], int]] = {
+    "0 at 0": lambda b, x, y: b.op("step", b.op("sub", x, x)),
+    "other operand": lambda b, x, y: b.op("at_least", x, b.op("sub", b.op("add", x, y), x)),
+    "a little more": lambda b, x, y: b.op("at_least", x, b.op("add", x, b.op("exp", x))),
+}
+
+
+@pytest.mark.parametrize("name", [*ROUNDED, *OTHERS])
+def test_what_only_roundings_decide_does_not_count(name: str) -> None:
+    graph, mu = thresholds(ROUNDED["as it is"])
+    _, mutant = thresholds((ROUNDED | OTHERS)[name])
+    assert (distinguished(graph, mu, mutant) is not None) == (name in OTHERS)
 
 
 #: Wrong programs that differ in few rows only, and were accepted with some seeds: program,

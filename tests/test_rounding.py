@@ -27,6 +27,7 @@ from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators import lookup
 from cutesuper.ir.rounding import levels, narrow, proportional
 from cutesuper.pipeline import Options, choose
+from cutesuper.search.cuts import Flat
 from cutesuper.targets import H200
 from cutesuper.verify.numeric import acceptable, execute
 from cutesuper.verify.rounding import check_rounding
@@ -327,3 +328,46 @@ def test_values_between_kernels_are_float32_where_float16_cannot_hold_them() -> 
         check_rounding(graph, mu)
         kinds = [mu.tensors[n].dtype for s in mu.steps for n in s.writes if n not in mu.outputs]
         assert all(str(k) == "float32" for k in kinds)
+
+
+def gradient_of_the_largest(dtype: str) -> KernelGraph:
+    """1 / (the sum of x @ w less its maximum) has a gradient with respect to the largest."""
+    return cs.grad(
+        graph_of(
+            lambda g, x, w: g.div(1.0, g.sum(g.sub(g.matmul(x, w), g.max(g.matmul(x, w), -1)), -1)),
+            dtype, x=(64, 32), w=(32, 16),
+        ),
+        "x",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_maximum_that_is_compared_with_its_elements_is_rounded_like_them(dtype: str) -> None:
+    """A kernel may store the product and its maximum for another one that compares them: of a
+    maximum in float32, no element was the largest in half of the rows, and 0 / 0 came out."""
+    flat = Flat(gradient_of_the_largest(dtype).expanded())
+    [top] = [i for i, n in enumerate(flat.graph.nodes) if n.facets.selects]
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    largest = x.amax(-1, keepdim=True).to(flat.dtype(top).torch).float()
+    [elements] = flat.graph.nodes[top].inputs
+    stored = x.to(flat.dtype(elements).torch).float()
+    assert (stored >= largest).any(-1).all() and (stored <= largest).all()
+
+
+def test_a_maximum_that_is_only_subtracted_is_float32_between_kernels() -> None:
+    flat = Flat(graph_of(lambda g, x: g.softmax(g.square(x)), x=(8, 64)).expanded())
+    [top] = [i for i, n in enumerate(flat.graph.nodes) if n.facets.selects]
+    assert str(flat.dtype(top)) == "float32"
+
+
+def test_weights_of_wrong_labels_refuse_nothing() -> None:
+    """They are NaN, which a trial took for a value that float16 cannot hold."""
+    g = cs.new_kernel_graph()
+    x, z = (g.new_input((4, 4, 4), "float16", name=n) for n in "XZ")
+    labels = g.new_input((4, 4, 1), "int64", "labels")
+    change = g.sub(g.mul(x, g.label_weight(labels, classes=3)), x)
+    total = g.add(z, change)
+    g.mark_output(g.max(change, 0))
+    g.mark_output(g.silu(total), "float32")
+    g.mark_output(g.sum(total, 2))
+    check_rounding(g, choose(g, Options(H200, tuned=False))[1].candidate.mugraph)

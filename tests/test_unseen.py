@@ -249,6 +249,34 @@ def test_a_refusal_of_the_verifier_says_why() -> None:
         pipeline.find(of_rows(lambda g, x: g.square(x)), pipeline.Options(H200))
 
 
+def of_hidden(build: Callable[[KernelGraph, Tensor], Tensor]) -> KernelGraph:
+    g = cs.new_kernel_graph()
+    c, x = (g.new_input((8, 16), "float32", name=n) for n in "CX")
+    g.mark_output(build(g, g.hide(c, x)))
+    return g
+
+
+def test_a_function_that_is_nan_in_hidden_rows_only_has_kernels() -> None:
+    """PyTorch's is NaN in these rows too."""
+    graph = of_hidden(lambda g, x: g.silu(g.max(x, -1)))
+    assert cs.mugraphs(graph, target="h200").candidates
+
+
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (lambda g, x: g.silu(x), "has no value in any draw"),
+        (lambda g, x: g.softmax(g.silu(x)), "has no value in any draw"),
+        (lambda g, x: g.apply("cosh", g.max(x, -1)), r"is the argument of cosh: .* = cosh\("),
+    ],
+)
+def test_a_function_without_a_value_at_hidden_elements_is_the_graphs_fault(
+    build: Callable[[KernelGraph, Tensor], Tensor], why: str
+) -> None:
+    with pytest.raises(SearchError, match=f"{why}.*change the graph"):
+        cs.mugraphs(of_hidden(build), target="h200")
+
+
 # --------------------------------------------------------------------------- what stays PyTorch's
 
 

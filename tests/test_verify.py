@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cutesuper.errors import GraphError
+import cutesuper as cs
+from cutesuper.errors import GraphError, SearchError
 from cutesuper.ir.block import Axis, AxisKind, MuGraph
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.dtypes import float16
@@ -259,6 +261,17 @@ def test_division_by_what_is_always_zero_is_refused() -> None:
     b.store("Z", b.op("div", v, b.op("sub", v, v)), "M", "N")
     result = verify(g, mugraph(g, b.step()))
     assert not result and "divides by zero" in str(result.reason)
+
+
+@pytest.mark.parametrize(
+    "zero", [lambda g, x: g.sub(x, x), lambda g, x: g.mul(x, 0.0), lambda g, x: g.step(g.sub(x, x))]
+)
+def test_a_graph_that_always_divides_by_zero_is_named_and_not_to_be_reported(zero: Any) -> None:
+    g = new_kernel_graph()
+    x = g.new_input((8, 16), name="X")
+    g.mark_output(g.div(x, zero(g, x)))
+    with pytest.raises(SearchError, match=r"0 whatever the inputs are.*= div\(.*change the graph"):
+        cs.mugraphs(g, target="h200")
 
 
 def test_another_interface_is_refused() -> None:

@@ -12,6 +12,7 @@ from cutesuper.ir.derivation import Derivation
 from cutesuper.ir.dims import Symbol, extent, show_shape
 from cutesuper.ir.graph import KernelGraph, Tensor
 from cutesuper.ir.operators.base import CONSTANT, lookup
+from cutesuper.ir.rounding import comparisons
 
 #: tensor core operations in the time of one byte of device memory: 750 TFLOP/s over 4.35 TB/s
 #: (H200)
@@ -41,13 +42,18 @@ class Reuse:
     def values_used(self) -> dict[str, int]:
         """All values of the program that the backward pass needs if nothing is kept, by name.
 
-        The second value called rstd is ``rstd2``.
+        The second value called rstd is ``rstd2``. A maximum that the derivative compares with its
+        elements is taken again, of the elements that the backward pass has: they may be rounded, or
+        computed in another order.
         """
-        after = set(self.cotangents)
+        given = self.both.given
+        own = {i: tops for i, tops in comparisons(self.both).items() if i not in given}
+        after = self.cotangents | own.keys()
         for i, n in enumerate(self.both.nodes):
             if after & set(n.inputs):
                 after.add(i)
         nodes = self.both.needed(self.gradients, set(self.inputs)) - after
+        nodes.difference_update(*own.values())
         names: dict[str, int] = {}
         count: Counter[str] = Counter()
         for i in sorted(nodes):

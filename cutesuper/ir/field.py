@@ -55,7 +55,13 @@ _SKINNY = 64
 
 
 class DivisionByZero(CutesuperError, ArithmeticError):
-    """A denominator, or a number that is not 0, is zero mod p or mod q: the caller draws again."""
+    """A denominator, or a number that is not 0, is zero mod p or mod q: the caller draws again.
+
+    Attributes:
+        node: the node of a kernel graph that has no value; None for block programs.
+    """
+
+    node: int | None = None
 
 
 class Unbounded(DivisionByZero):

@@ -175,7 +175,38 @@ def narrow(graph: KernelGraph) -> frozenset[int]:
     for i in reversed(range(len(graph.nodes))):  # a transpose is a view: its operand is stored
         if i in found and graph.nodes[i].facets.permutes:
             found.update(graph.nodes[i].inputs)
-    return frozenset(found)
+    shared = frozenset[int]().union(*comparisons(graph).values())
+    return frozenset(found | {i for i in shared if graph.nodes[i].inputs[0] in found})
+
+
+def comparisons(graph: KernelGraph) -> dict[int, frozenset[int]]:
+    """The thresholds that compare the maximum of computed values with these, and such maxima.
+
+    The derivative of a maximum divides by the number of elements that equal it, which is 0 if the
+    maximum and the elements are rounded apart.
+
+    Args:
+        graph: any.
+
+    Returns:
+        The maxima of each such node: of ``at_least(x, max(x))``, of ``step(max(x) - x)``.
+    """
+    nodes, found = graph.nodes, dict[int, frozenset[int]]()
+    for i, node in enumerate(nodes):
+        met = {j for j in node.inputs if nodes[j].facets.subtracts}
+        pairs = [node.inputs, *(nodes[j].inputs for j in met)] if node.facets.flat else []
+        maxima = frozenset(j for p in pairs for j in p if _tops(graph, j, p))
+        if maxima:
+            found[i] = maxima
+    return found
+
+
+def _tops(graph: KernelGraph, i: int, others: Sequence[int]) -> bool:
+    """True if node i is the maximum of a computed value that is among some others."""
+    node = graph.nodes[i]
+    return (
+        node.facets.selects and node.inputs[0] in others and not graph.nodes[node.inputs[0]].given
+    )
 
 
 def node_values(graph: KernelGraph, given: dict[int, Array]) -> list[Array]:

@@ -28,7 +28,7 @@ from cutesuper.ir.dtypes import DType, float16, float32
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, Items, lookup
 from cutesuper.ir.relations import ordered
-from cutesuper.ir.rounding import narrow
+from cutesuper.ir.rounding import comparisons, narrow
 from cutesuper.search.region import Way
 
 #: most pieces of one kernel; it bounds the segments of a long graph. A piece is an operator, or in
@@ -212,12 +212,15 @@ class Flat:
 
     def dtype(self, value: int) -> DType:
         """Element type of a stored value: the graph's type; between two kernels float32 for
-        statistics and for values that float16 cannot hold."""
+        statistics and for values that float16 cannot hold, and for a maximum that is compared with
+        its elements their type."""
         node = self.graph.nodes[value]
         if value in self.copies and self._output(value) is None:
             return self.dtype(self.operands(value)[0].value)
         if node.given or self._output(value) is not None:
             return node.dtype
+        if value in self.compared:
+            return self.dtype(self.operands(value)[0].value)
         wide = node.dtype == float16 and value not in self.narrow
         return float32 if wide or value in self.statistics else node.dtype
 
@@ -225,6 +228,12 @@ class Flat:
     def narrow(self) -> frozenset[int]:
         """The values that may be stored as float16 between two kernels."""
         return narrow(self.graph)
+
+    @cached_property
+    def compared(self) -> frozenset[int]:
+        """The maxima that are compared with their elements: rounding keeps the order of numbers,
+        so in one type the maximum of rounded elements is the rounded maximum."""
+        return frozenset[int]().union(*comparisons(self.graph).values())
 
     @cached_property
     def statistics(self) -> frozenset[int]:

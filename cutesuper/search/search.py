@@ -209,7 +209,7 @@ class _Search:
         if not candidates:
             raise SearchError(
                 f"search: the verifier rejected all {len(self._verdicts)} structures that were "
-                f"found{self._why()}; please report the graph"
+                f"found{self._why()}"
             )
         self.statistics.seconds = time.perf_counter() - self._start
         self.statistics.peak_mb = peak_mb()
@@ -438,10 +438,11 @@ class _Search:
         return bool(self._verdicts[key])
 
     def _why(self) -> str:
-        """The first reason of the verifier, if it gave any."""
-        verdicts = (v for v in self._verdicts.values() if isinstance(v, Verification))
-        reason = next((v.reason for v in verdicts if v.reason), None)
-        return f" ({reason})" if reason else ""
+        """The first reason of the verifier, if it gave any, and what to do."""
+        refused = [v for v in self._verdicts.values() if isinstance(v, Verification) and v.reason]
+        of_graph = [v for v in refused if v.of_graph]
+        reason = next((f" ({v.reason})" for v in (*of_graph, *refused)), "")
+        return f"{reason}; {'change the graph' if of_graph else 'please report the graph'}"
 
     def _report(self, stage: str) -> None:
         if self.on_progress is not None:

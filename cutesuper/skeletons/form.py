@@ -74,9 +74,9 @@ def needs_positions(region: Region) -> str | None:
         operator = lookup(op.kind)
         if operator.masks and operator.counts != Counts.LABELS:  # rows know the column of a label
             return (
-                f"{op.kind} depends on positions, which only the loop of attention knows; mask "
-                "scores [..., queries, keys] between the product that makes them and the one that "
-                "contracts the keys"
+                f"{op.kind} depends on positions, which only the loop of attention knows, and it "
+                "stores no scores; mask scores [..., queries, keys] between the product that makes "
+                "them and the one that contracts the keys, or hide them by a condition (hide)"
             )
     for i, page in region.pages:
         return (

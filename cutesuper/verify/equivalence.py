@@ -102,6 +102,7 @@ class Verification:
             can be stated.
         conditions: the assumptions of the bound, or the reason why there is none.
         reason: why the programs are not equal.
+        of_graph: the kernel graph has no value that a program could be compared with.
         counterexample: an element that differs.
         extents: shapes of the inputs at which the trials of the bound ran.
         real_extents: true if the programs were also compared at their real extents, once.
@@ -114,6 +115,7 @@ class Verification:
     bound_log2: float | None
     conditions: str
     reason: str | None = None
+    of_graph: bool = False
     counterexample: Counterexample | None = None
     extents: dict[str, tuple[int, ...]] = field(default_factory=dict)
     real_extents: bool = False
@@ -220,10 +222,8 @@ class Verifier:
         """
         try:
             result = self._check(mu, bound, full)
-        except (Unbounded, NoNumber) as error:
-            result = _refused(str(error))
-        except DivisionByZero:
-            result = _refused("it divides by zero where the graph does not, or they always do")
+        except DivisionByZero as error:
+            result = _without_value(self.graph, error)
         except CutesuperError as error:
             result = _refused(str(error))
         return replace(result, seed=self.seed)
@@ -260,7 +260,8 @@ class Verifier:
         if found is not None:
             return _differs(found, len(plan))
         if not all(self._hid.get(exact.inputs, ())):
-            return _refused("what the graph hides by a condition (hide) has no value in any draw")
+            why = "what the graph hides by a condition (hide) has no value in any draw"
+            return replace(_refused(why), of_graph=True)
         both = degrees(self._source_degrees(exact, mode), mu, exact)
         if both.highest >= SMALLEST.q:
             return _refused(
@@ -546,6 +547,18 @@ def _first_difference(
 
 def _refused(reason: str) -> Verification:
     return Verification(False, 0, None, "", reason)
+
+
+def _without_value(graph: KernelGraph, error: DivisionByZero) -> Verification:
+    """Refuse a muGraph that has no value in any draw, or whose kernel graph has none."""
+    masked = isinstance(error, Unbounded | NoNumber)
+    if error.node is None:
+        return _refused(str(error) if masked else "it divides by zero where the graph does not")
+    node = graph.nodes[error.node]
+    operands = ", ".join(graph.nodes[i].name for i in node.inputs)
+    zero = "the graph divides by what is 0 whatever the inputs are, so no program can be compared"
+    why = f"{error if masked else zero}: {node.name} = {node.operator}({operands})"
+    return replace(_refused(why), of_graph=True)
 
 
 def _differs(found: Counterexample, trials: int) -> Verification:

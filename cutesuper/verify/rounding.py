@@ -246,7 +246,8 @@ def _refusal(what: str) -> VerificationError:
 
 
 class _TrialDomain(TorchDomain):
-    """All trials at once, as the first dimension of every tensor. Masks hide nothing."""
+    """All trials at once, as the first dimension of every tensor. Masks hide nothing, and weights
+    of labels are 1, as in the graph's values: those of wrong labels are NaN."""
 
     def __init__(self) -> None:
         super().__init__(torch.float64)
@@ -256,6 +257,9 @@ class _TrialDomain(TorchDomain):
         if not lookup(kind).hides:
             return found
         return TorchValue(found.dims, align(args[-1], found.dims).expand_as(found.data))
+
+    def literal(self, names: tuple[str, ...], numbers: NDArray[np.float64]) -> TorchValue:
+        return super().literal(names, np.ones_like(numbers))
 
     def load(self, x: TorchValue, mapped: Sequence[Mapped], window: Window) -> TorchValue:
         return super().load(x, [self._trials(x), *mapped], window)

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cutesuper.errors import VerificationError
+from cutesuper.ir.field import DivisionByZero
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, Attributes, Operator, facets, lookup
 from cutesuper.verify.integers import without_q
@@ -51,6 +52,7 @@ def evaluate_graph(graph: KernelGraph, a: Any, inputs: list[Any]) -> list[Any]:
 
     Raises:
         VerificationError: an operator that has no meaning here.
+        DivisionByZero: names the node.
     """
     feed = iter(inputs)
     wanted = needs_exponents(
@@ -68,7 +70,11 @@ def evaluate_graph(graph: KernelGraph, a: Any, inputs: list[Any]) -> list[Any]:
             args = [values[j] for j in node.inputs]
             if i not in wanted and not node.facets.exponential:
                 args = [without_q(a, v) for v in args]
-            value = _apply(graph, i, a, args)
+            try:
+                value = _apply(graph, i, a, args)
+            except DivisionByZero as error:
+                error.node = i
+                raise
             for j in node.inputs:  # a value of a real-size graph can be 128 MB
                 if last[j] == i and j not in graph.outputs:
                     values.pop(j, None)

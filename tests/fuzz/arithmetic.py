@@ -54,6 +54,11 @@ class Numbers:
         """An input."""
         return x.double()
 
+    def constant(self, value: float) -> Tensor:
+        """A number of the program, of which kernels and PyTorch take the nearest in float32."""
+        x = torch.tensor(value, dtype=torch.float64)
+        return x if self.rounding == "none" else x.float().double()
+
     def function(self, f: Function, *args: Tensor, exact: bool = False) -> Tensor:
         """An element-wise function; ``exact`` ones choose or compare."""
         y = f(*args)
@@ -124,6 +129,11 @@ class Balls:
         """An input."""
         v = x.double()
         return Ball(v, torch.zeros_like(v))
+
+    def constant(self, value: float) -> Ball:
+        """A number of the program; it is off by as much as the nearest one in float32 is."""
+        v = torch.tensor(value, dtype=torch.float64)
+        return self._ball(v, (v.float().double() - v).abs())
 
     def function(self, f: Function, *args: Ball, exact: bool = False) -> Ball:
         """An element-wise function, at all ends that its arguments have together."""

@@ -4,8 +4,8 @@ The program is evaluated several times with `tests.fuzz.formulas`, in float64:
 
 * exactly;
 * rounded to the nearest at each operator, to the element type of its value, as eager PyTorch does,
-  operands of products to their common type of 16 bits whatever the result is marked as, and four
-  times with random roundings: what errors usually are;
+  operands of products to their common type of 16 bits whatever the result is marked as, numbers of
+  the program to float32, and four times with random roundings: what errors usually are;
 * with a bound for every element (`Balls`): how large an error may be at worst, if each value is
   rounded to its element type and float32 sums are added up in any order.
 
@@ -60,7 +60,7 @@ def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any
             x = next(feed)
             values.append(x if node.dtype.integer else m.given(x))
         elif node.operator == "constant":
-            values.append(m.given(torch.tensor(node.attributes["value"], dtype=torch.float64)))
+            values.append(m.constant(node.attributes["value"]))
         else:
             args = [values[j] for j in node.inputs]
             dtype, factors = node.dtype.torch, _factors(graph, node)

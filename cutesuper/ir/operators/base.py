@@ -200,7 +200,8 @@ class Operator:
             A value that is 0 where results are numbers; None where all are.
 
         Raises:
-            Unbounded: the function has no value there.
+            Unbounded: the function is +inf there.
+            NoNumber: it is NaN there.
         """
         return None
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutesuper.errors import DTypeError, OperatorError
 from cutesuper.ir.dtypes import ALL, DType, as_dtype
-from cutesuper.ir.field import Unbounded
+from cutesuper.ir.field import NoNumber, Unbounded
 from cutesuper.ir.operators.base import Attributes, Elementwise, opaque, operator, torch_module
 
 if TYPE_CHECKING:
@@ -33,8 +33,13 @@ class _Unary(Elementwise):
         [x] = args
         value = self.limit(attributes)
         if isnan(value) and x.gone().any():
-            raise Unbounded(f"a masked element (-inf) is the argument of {self.name}")
+            kind = NoNumber if self._is_nan(attributes) else Unbounded
+            raise kind(f"a masked element (-inf) is the argument of {self.name}")
         return a.gone(x) if value == -inf else None
+
+    def _is_nan(self, attributes: Attributes) -> bool:
+        """True if PyTorch gives NaN for -inf."""
+        return bool(self.reference([torch_module().tensor(-inf)], attributes).isnan())
 
     def limit(self, attributes: Attributes) -> float:
         """The value at -inf, for these attributes."""

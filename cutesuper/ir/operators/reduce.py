@@ -83,7 +83,7 @@ class Max(Reduction):
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
     ) -> Cotangents:
         """Elements that share the maximum share its cotangent evenly, as PyTorch's ``amax``."""
-        largest = g.sub(1.0, g.step(g.sub(y, args[0])))
+        largest = g.at_least(args[0], y)
         return (g.mul(largest, g.div(dy, g.sum(largest, attributes["dim"]))),)
 
 
