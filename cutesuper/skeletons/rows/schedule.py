@@ -6,6 +6,7 @@ looked up (`rows.settings`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -207,7 +208,7 @@ def default_rows(plan: RowPlan, target: Target) -> RowSchedule:
     return RowSchedule(lanes, vector, chunks, _rows_of_a_block(plan, target, lanes, accesses))
 
 
-def _setting(plan: RowPlan, target: Target, decision: str, **more: float) -> dict[str, int]:
+def _setting(plan: RowPlan, target: Target, decision: str, **more: float) -> Mapping[str, Any]:
     """The measured knobs of a decision about a row kernel."""
     features = {
         "reduced": bool(plan.reductions),
