@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 
 from cutesuper.errors import FormatError
+from cutesuper.skeletons.attention.settings import SETTINGS as ATTENTION
+from cutesuper.skeletons.matmul.settings import SETTINGS as MATMUL
 from cutesuper.skeletons.rows.settings import SETTINGS, stage_limit, walks_long
 from cutesuper.targets import B200, H200, TARGETS
 from cutesuper.targets.settings import Decision, Settings
 from cutesuper.torch.ops.rowwise.graphs import rows_class
 
-DECISIONS = {"way": Decision(("length", "wide"), {"threads": 64, "ring": 0})}
+DECISIONS = {
+    "way": Decision(("length", "wide"), {"threads": 64, "ring": 0}),
+    "tile": Decision(("length",), {"rows": (8, 16)}),
+}
 ENTRY = {"when": {"length": [None, 100], "wide": True}, "use": {"threads": 128}, "why": "12 us, 13"}
 FILE = {"format": "measured_settings", "version": 1}
 
@@ -44,6 +49,27 @@ def test_the_first_entry_that_holds_is_used(
     second = {"when": {"length": [None, 200]}, "use": {"ring": True}, "why": "a ring: 5 us, 6"}
     found = settings_of(tmp_path, ENTRY, second)
     assert found.choose(H200, "way", length=length, wide=wide) == knobs
+
+
+def test_a_ladder_is_a_list_of_values(tmp_path: Path) -> None:
+    ladder = {"when": {"length": [None, 100]}, "use": {"rows": [64, 32]}, "why": "5 us, 6"}
+    found = settings_of(tmp_path, decisions={"tile": [ladder]})
+    assert found.choose(H200, "tile", length=100) == {"rows": (64, 32)}
+    assert found.choose(H200, "tile", length=101) == {"rows": (8, 16)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (3, r"use\.rows: 3 is not a list of integers"),
+        ([], r"use\.rows: \[\] is not a list of integers"),
+        ([8, "x"], r"use\.rows: 'x' is not an integer from 0 on"),
+    ],
+)
+def test_bad_ladders_are_named(tmp_path: Path, rows: Any, message: str) -> None:
+    ladder = {"when": {}, "use": {"rows": rows}, "why": "5 us, 6"}
+    with pytest.raises(FormatError, match=message):
+        settings_of(tmp_path, decisions={"tile": [ladder]})
 
 
 def without(field: str) -> dict[str, Any]:
@@ -79,7 +105,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         Settings("toy", DECISIONS, tmp_path)
     with pytest.raises(FormatError, match=r"format: not 'measured_settings' of version 1"):
         settings_of(tmp_path, ENTRY, version=2)
-    with pytest.raises(FormatError, match=r"decisions\.other\[0\]: no decision of way"):
+    with pytest.raises(FormatError, match=r"decisions\.other\[0\]: no decision of way, tile"):
         settings_of(tmp_path, decisions={"other": [ENTRY]})
     (tmp_path / "sm90" / "toy.json").write_text("{")
     with pytest.raises(FormatError, match=r"toy\.json: .*line 1"):
@@ -98,3 +124,8 @@ def test_the_shipped_settings() -> None:
     assert [walks_long(H200, 2, n) for n in (8192, 8193)] == [False, True]
     assert [rows_class(n) for n in (1, 512, 513, 4096, 4097)] == [128, 128, 2048, 2048, 16384]
     assert SETTINGS.choose(H200, "sliced", rows=512) == {"sliced": 1}
+    assert MATMUL.choose(B200, "rows", rows=64) == {"tiles": ()}
+    assert MATMUL.choose(H200, "rows", rows=65) == {"tiles": (128, 256, 64)}
+    assert MATMUL.choose(H200, "ring", dependent_launch=True)["bytes"] == 0
+    few = {"rows": 16, "depth": 128, "cluster": 1}
+    assert [ATTENTION.choose(H200, "resident", waves=n, **few)["blocks"] for n in (1, 2)] == [1, 2]

@@ -325,4 +325,5 @@ def test_the_wheel_holds_the_schedules(tmp_path: Path) -> None:
 
     [path] = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     names = zipfile.ZipFile(path).namelist()
-    assert {"cutesuper/schedules/sm90/rows.json", "cutesuper/store.py"} <= set(names)
+    settings = {f"cutesuper/schedules/sm90/{s}.json" for s in ("rows", "matmul", "attention")}
+    assert settings | {"cutesuper/store.py"} <= set(names)

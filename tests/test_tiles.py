@@ -102,7 +102,7 @@ def test_small_tiles_and_split_sums_stay_alone() -> None:
     ("tiles", "blocks"), [(1, 1), (2, 2), (3, 1), (7, 1), (8, 2), (9, 2), (15, 2)]
 )
 def test_pairs_leave_at_most_an_eighth_empty(tiles: int, blocks: int) -> None:
-    assert shared_by(tiles) == blocks
+    assert shared_by(tiles, 128, H200) == blocks
 
 
 def test_walks_need_more_iterations_than_stages() -> None:

@@ -533,8 +533,8 @@ class Table:
         if self._partial[i] or self._partial[j]:
             return
         left, right = self._operand(i), self._operand(j)
-        for kind, label in self.space.reductions:
-            if not lookup(kind).sums or label not in a.labels & b.labels:
+        for label in self.space.summed:
+            if label not in a.labels & b.labels:
                 continue
             if self.rules.contracts(right, left, label):
                 self._contraction(j, i, label, labels, state)

@@ -87,6 +87,10 @@ class Space:
         self.reductions = sorted(
             {(_SUM if op.facets.contracts else op.kind, op.over) for op in program.ops if op.over}
         )
+        #: labels of plain sums, and of folds with their monoids
+        self.summed = [d for kind, d in self.reductions if lookup(kind).sums]
+        how = [(lookup(kind).reduces, d) for kind, d in self.reductions]
+        self._folds = [(m, d) for m, d in how if m is not None and not m.linear]
         #: those that multiply and divide, and those that add and subtract
         self.products = [k for k in reversed(self.binary) if lookup(k).powers]
         self.sums = [k for k in self.binary if lookup(k).signs]
@@ -204,9 +208,8 @@ class Space:
 
     def partial(self, x: int) -> Monoid | None:
         """The monoid by which x combines some parts of a label only; None if it adds them."""
-        for kind, label in self.reductions:
-            how = lookup(kind).reduces
-            inner = None if how is None else self.table.is_fold(x, how.name, label)
+        for how, label in self._folds:
+            inner = self.table.is_fold(x, how.name, label)
             if inner is not None and len(inner.labels) < len(all_parts(label)):
                 return how
         return None

@@ -24,6 +24,8 @@ class AttentionRates:
         cluster_sent_us: additional time for each 1024 results of a block.
         grid_us: joining the parts of the grid.
         grid_moved_us: additional time for each 1024 results that a block leaves in memory or reads.
+        late: factor on reading time where dependent launches crowd.
+        crowd: clusters for each free place up to which the next launch's crowd into the places.
     """
 
     streamed: float
@@ -38,6 +40,8 @@ class AttentionRates:
     cluster_sent_us: float
     grid_us: float
     grid_moved_us: float
+    late: float
+    crowd: float
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,9 @@ class Rates:
         tensor_efficiency: fraction of the peak that the tensor cores reach with infinitely large
             accumulators.
         half_area: accumulator elements at which half of the rest is lost to operand traffic.
+        vector_rows: rows that the instruction for vectors (`skeletons.matmul.plan.VectorProduct`)
+            counts as.
+        row_loads: rows beyond which the loads of row values hide behind each other.
         lanes_per_us: arithmetic instructions of one SM, one for each lane.
         instructions: instructions per element, by operator; 1 for operators that are not named.
     """
@@ -112,6 +119,8 @@ class Rates:
     cluster_reduction_us: float
     tensor_efficiency: float
     half_area: float
+    vector_rows: int
+    row_loads: int
     lanes_per_us: float
     instructions: Mapping[str, float] = field(hash=False)
 

@@ -46,6 +46,11 @@ ATTENTION = AttentionRates(
     grid_us=1.25,
     # the same in G16, of which the last one reads 16 x 512 results: 9.85; and the prototype above
     grid_moved_us=0.1,
+    # dependent launches of 1x16384 keys in 8 clusters of 8, of which 15 fit, take 25.1, plain ones
+    # 18.8; of 2x4096 in 16 of 4 13.4 and 11.3
+    late=1.5,
+    # 1x16384 keys take 19.5 in 64 pairs of 66, 25.4 in 40
+    crowd=10,
 )
 
 #: The backward pass of RMSNorm as a prototype of one launch, rows x elements in bf16, cold L2,
@@ -116,6 +121,12 @@ RATES = Rates(
     # 788 TFLOP/s peak, 755 measured at 256 x 128
     tensor_efficiency=0.97,
     half_area=1024,
+    # it has 8, but reads the column operand (2 KB at 128 bytes per cycle) as long as an instruction
+    # of 32 rows computes
+    vector_rows=32,
+    # 4096^3 with statistics from another kernel pays 5.6 for each wave of 128 rows, 300x1024x1000
+    # 4.7 for 64
+    row_loads=64,
     # 128 lanes at 1.75 GHz, half of them reached
     lanes_per_us=128 * 1750 / 2,
     instructions={

@@ -7,8 +7,9 @@ package. It lists entries for each *decision*:
 
 ``when`` names a class of programs: a feature is equal to a number, true or false, or between two
 numbers, both included (null: no limit); features that are not named do not matter. The first entry
-that holds for a program is used; if none does, the decision's own default is. The reader is the
-same for every skeleton, which declares its decisions.
+that holds for a program is used; if none does, the decision's own default is. A knob is an integer,
+or a *ladder*: a list of integers, values worth a price in this order. The reader is the same for
+every skeleton, which declares its decisions.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ class Entry:
 
     Attributes:
         when: the least and the largest value of each feature that matters.
-        use: knobs, integers; true is 1.
+        use: every knob of the decision: an integer (true is 1), or a tuple for a ladder.
         why: the measurement.
     """
 
     when: Mapping[str, tuple[float, float]]
-    use: Mapping[str, int]
+    use: Mapping[str, Any]
     why: str
 
 
@@ -48,11 +49,11 @@ class Decision:
 
     Attributes:
         features: the numbers by which programs are told apart.
-        default: every knob, for programs that no entry is for.
+        default: every knob, for programs that no entry is for; tuples are ladders.
     """
 
     features: tuple[str, ...]
-    default: Mapping[str, int]
+    default: Mapping[str, int | tuple[int, ...]]
 
 
 class Settings:
@@ -80,8 +81,8 @@ class Settings:
         if not paths:
             raise FormatError(f"{self.folder}/*/{name}.json: no such file; {_MEND}")
 
-    def choose(self, target: Target, decision: str, **features: float) -> dict[str, int]:
-        """The knobs of a decision for a program with these features.
+    def choose(self, target: Target, decision: str, **features: float) -> Mapping[str, Any]:
+        """The knobs of a decision for a program with these features: integers, and tuples of them.
 
         Raises:
             FormatError: there is no file for the target's architecture.
@@ -91,8 +92,8 @@ class Settings:
             raise FormatError(f"{path}: no such file, which {target.name} needs; {_MEND}")
         for entry in self._entries[target.settings].get(decision, ()):
             if all(low <= features[f] <= high for f, (low, high) in entry.when.items()):
-                return {**self.decisions[decision].default, **entry.use}
-        return dict(self.decisions[decision].default)
+                return entry.use
+        return self.decisions[decision].default
 
 
 def shipped_folder() -> Path:
@@ -132,13 +133,26 @@ def _read(decisions: Mapping[str, Decision], name: str, index: int, data: Any) -
     use = _mapping(data["use"], f"{where}.use")
     _known(when, decision.features, f"{where}.when")
     _known(use, tuple(decision.default), f"{where}.use")
-    for knob, value in use.items():
-        if not isinstance(value, int) or value < 0:
-            raise FormatError(f"{where}.use.{knob}: {value!r} is not an integer from 0 on")
+    knobs = {k: _knob(v, decision.default[k], f"{where}.use.{k}") for k, v in use.items()}
     if not isinstance(data["why"], str) or not data["why"]:
         raise FormatError(f"{where}.why: the measurement must be said in words")
     ranges = {f: _range(v, f"{where}.when.{f}") for f, v in when.items()}
-    return Entry(ranges, {k: int(v) for k, v in use.items()}, data["why"])
+    return Entry(ranges, {**decision.default, **knobs}, data["why"])
+
+
+def _knob(value: Any, default: int | tuple[int, ...], where: str) -> int | tuple[int, ...]:
+    """A knob of the same kind as its default. Raises FormatError."""
+    if isinstance(default, int):
+        return _integer(value, where)
+    if not isinstance(value, list) or not value:
+        raise FormatError(f"{where}: {value!r} is not a list of integers")
+    return tuple(_integer(n, where) for n in value)
+
+
+def _integer(value: Any, where: str) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise FormatError(f"{where}: {value!r} is not an integer from 0 on")
+    return int(value)
 
 
 def _range(value: Any, where: str) -> tuple[float, float]:

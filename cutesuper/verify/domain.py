@@ -65,16 +65,20 @@ class Undefined:
 
     def same(self, other: Undefined) -> bool:
         """True if the doubtful residues of each program occur in the other."""
-        here = np.isin(self.doubtful, other.every).all()
-        return bool(here and np.isin(other.doubtful, self.every).all())
+        return self._within(other) and other._within(self)
+
+    def _within(self, other: Undefined) -> bool:
+        return bool(np.isin(self.doubtful, other.every, assume_unique=True).all())
 
 
 NOWHERE = Undefined(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
 
 
 def _elements(values: list[FieldValue]) -> Residues:
+    """The different residues of some values, in order; `numpy.unique` imports `numpy.ma`: 10 ms."""
     seen = (x.p[~x.gone()] if x.masked else np.ravel(x.p) for x in values)
-    return np.unique(np.concatenate([NOWHERE.every, *seen]))
+    ordered = np.sort(np.concatenate([NOWHERE.every, *seen]))
+    return ordered[np.diff(ordered, prepend=~ordered[:1]) != 0]
 
 
 class FieldDomain(FieldAlgebra):

@@ -47,7 +47,7 @@ from cutesuper.verify.exponents import RecordingDomain, arguments_match, jointly
 from cutesuper.verify.extents import SizeChooser, Sizes, real_sizes, resized_graph
 from cutesuper.verify.integers import Integers, draw_integers, reads_integers
 from cutesuper.verify.source import evaluate_graph, names_of
-from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun
+from cutesuper.verify.tiles import CHUNK_ELEMENTS, BlockRun, exponents_loaded
 
 #: draws of one trial before a division by zero counts as the program's fault
 DRAWS = 6
@@ -483,7 +483,7 @@ def evaluate_mugraph(
     wants: list[set[str]] = []
     for program in reversed(sizes.programs):
         wants.append(set(wanted))
-        wanted |= BlockRun(a, program, {}, wanted).q_loaded()
+        wanted |= exponents_loaded(program, wanted)
     tensors = dict(tensors)
     for program, kept in zip(sizes.programs, reversed(wants), strict=True):
         tensors |= BlockRun(a, program, tensors, kept, chunk_elements).run()

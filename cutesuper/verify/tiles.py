@@ -79,6 +79,7 @@ class Layout:
         self.labels: dict[str, Mapped] = {}
         #: for labels with padding: names of the parts, and a mask of the elements that exist
         self.valid: dict[str, tuple[tuple[str, ...], NDArray[np.bool_]]] = {}
+        self._mapped: dict[Any, list[Mapped]] = {}
         for d, n in program.dims.items():
             axes = program.axes_of(d)
             names = (*(a.name for a in axes), f"{d}.tile")
@@ -91,6 +92,12 @@ class Layout:
 
     def mapped(self, op: BlockOp) -> list[Mapped]:
         """The layout of the tensor of a load or store. Raises VerificationError."""
+        entries = op.attributes["map"]
+        if entries not in self._mapped:
+            self._mapped[entries] = self._new(op)
+        return self._mapped[entries]
+
+    def _new(self, op: BlockOp) -> list[Mapped]:
         result = []
         for entry in op.attributes["map"]:
             found = [self._part(label) for label in mapped_labels(entry)]
@@ -110,6 +117,20 @@ class Layout:
             return self.labels[label]
         n = self.extents[label]
         return Mapped((label,), (n,), n)
+
+
+def exponents_loaded(program: BlockProgram, wanted: set[str]) -> set[str]:
+    """Names of the loaded tensors whose residues mod q are used, directly or for a stored tensor of
+    which those are ``wanted``."""
+    used = _with_exponents(program, wanted)
+    return {_tensor(op) for i, op in enumerate(program.ops) if op.kind == LOAD and i in used}
+
+
+def _with_exponents(program: BlockProgram, wanted: set[str]) -> set[int]:
+    ops = program.ops
+    also = {i for i, op in enumerate(ops) if op.kind == STORE and _tensor(op) in wanted}
+    also |= {j for op in ops if op.rescaled for j in op.inputs[1:]}
+    return needs_exponents([op.kind for op in ops], [op.inputs for op in ops], also)
 
 
 class BlockRun:
@@ -133,21 +154,13 @@ class BlockRun:
     ) -> None:
         self.a, self.program, self.tensors = a, program, tensors
         self.layout = Layout(program)
-        ops = program.ops
-        also = {i for i, op in enumerate(ops) if op.kind == STORE and _tensor(op) in wanted}
-        also |= {j for op in ops if op.rescaled for j in op.inputs[1:]}
-        self.q_wanted = needs_exponents([op.kind for op in ops], [op.inputs for op in ops], also)
+        self.q_wanted = _with_exponents(program, wanted)
         self._names = self._dims_of_values()
         self._step = self._chunks(chunk_elements) if chunk_elements else {}
         self._cut = [frozenset(n) & set(self._step) for n in self._names]
         self._walks = self._group_accumulators() if self._step else {}
         self._memo: dict[int, tuple[Window, Any]] = {}
         self._gathered: dict[tuple[str, str], Any] = {}
-
-    def q_loaded(self) -> set[str]:
-        """Names of the loaded tensors whose residues mod q are used."""
-        ops = enumerate(self.program.ops)
-        return {_tensor(op) for i, op in ops if op.kind == LOAD and i in self.q_wanted}
 
     def run(self) -> dict[str, Any]:
         """The stored tensors by name.

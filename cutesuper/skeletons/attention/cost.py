@@ -32,9 +32,6 @@ from cutesuper.skeletons.attention.plan import ROW_BLOCK, AttentionPlan
 from cutesuper.skeletons.cost import Cost, bytes_moved, computes, overlapped
 from cutesuper.targets import Target
 
-#: factor on reading time where dependent launches crowd: 1x16384 keys in 8 clusters of 8, of which
-#: 15 fit, took 25.1 us and plainly launched 18.8; 2x4096 in 16 of 4 13.4 and 11.3
-LATE = 1.5
 #: blocks per SM, one after the other, from which on it does not matter that some are shorter
 EVEN_ROUNDS = 8
 #: the fractional parts of its multiples are spread evenly and not sorted
@@ -242,7 +239,7 @@ class _Model:
     def _shared_us(self, share: float, loops: float) -> dict[str, float]:
         """Work that all blocks share: ``share`` of the bytes of memory, ``loops`` tiles of keys."""
         t, c = self.target, self.rates
-        late = LATE if self.plan.schedule.dependent_launch and self._crowds() else 1.0
+        late = c.late if self.plan.schedule.dependent_launch and self._crowds() else 1.0
         return {
             "memory": late * share * self.work.moved / (t.bandwidth * c.streamed) * 1e6,
             "l2": loops * self.tile_bytes / (t.l2_bandwidth * c.from_l2) * 1e6,
@@ -251,10 +248,10 @@ class _Model:
     def _crowds(self) -> bool:
         """True if some of the next launch's clusters find room beside this launch's, and some do
         not: these begin behind all others. Where hardly any does, as with 64 pairs of 66, nothing
-        is lost (1x16384 keys in 64 pairs 19.5 us, in 40 pairs 25.4)."""
+        is lost."""
         if self.units > self.slots:
             return self.plan.cluster > 2
-        return self.units / 10 < self.slots - self.units < self.units
+        return self.units / self.rates.crowd < self.slots - self.units < self.units
 
     def _block_us(self, loop: float, shared_by: int) -> dict[str, float]:
         """Time by cause of a block with ``loop`` tiles of keys; ``shared_by`` blocks share its

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from cutesuper.ir.dims import ceil_div
+from cutesuper.skeletons.attention.settings import SETTINGS
 from cutesuper.skeletons.schedule import Schedule, Values
 from cutesuper.targets import Target
 
 if TYPE_CHECKING:
     from cutesuper.skeletons.attention.plan import AttentionPlan
-
-#: rows of a WGMMA instruction that one warp has
-WARP_ROWS = 16
-#: elements of the inner label up to which two blocks share an SM
-SHARED_DEPTH = 128
 
 
 @dataclass(frozen=True)
@@ -60,24 +57,32 @@ def scheduled(plan: AttentionPlan, target: Target) -> AttentionPlan:
     along the keys."""
     row_groups = plan.row_blocks
     key_groups = 2 if row_groups == 1 and plan.loop > 1 else 1
-    few = plan.block_rows <= WARP_ROWS
+    rows, values = plan.block_rows, bool(plan.key_values)
+    overlapped = SETTINGS.choose(target, "overlap", rows=rows, values=values)["overlapped"]
     schedule = replace(
         plan.schedule,
         row_groups=row_groups,
         key_groups=key_groups,
-        # 6.6 -> 6.4 us even with two tiles for each warpgroup (256x4096 keys in clusters of 8);
-        # with few rows it only costs registers, and with values of keys it gains nothing
-        overlapped=not few and plan.loop > key_groups and not plan.key_values,
-        # 8.8 -> 8.35 us at 1x4096 keys; if many rows share keys these come from L2 anyway
-        stream_keys=few,
+        overlapped=bool(overlapped) and plan.loop > key_groups,
+        stream_keys=bool(SETTINGS.choose(target, "stream", rows=rows)["streamed"]),
     )
-    if few and plan.cluster == 1 and plan.program.blocks() > target.sms:
-        # with one consumer warpgroup and 2 stages two blocks share an SM: 120.8 us at 32x4096
-        # keys, 121.3 with one block of two warpgroups
-        half = replace(plan, schedule=replace(schedule, key_groups=1, stages=2, resident=2))
-        if half.shared_bytes <= room(target, 2) and plan.depth <= SHARED_DEPTH:
-            return half
-    return _with_stages(replace(plan, schedule=schedule), target)
+    plan = replace(plan, schedule=schedule)
+    return _sharing(plan, target) or _with_stages(plan, target)
+
+
+def _sharing(plan: AttentionPlan, target: Target) -> AttentionPlan | None:
+    """The plan with blocks of one consumer warpgroup that share an SM; None if they had better not,
+    or there is no room."""
+    found = SETTINGS.choose(
+        target, "resident", rows=plan.block_rows, depth=plan.depth, cluster=plan.cluster,
+        waves=ceil_div(plan.program.blocks(), target.sms),
+    )  # fmt: skip
+    blocks, stages = found["blocks"], found["stages"]
+    if blocks == 1:
+        return None
+    knobs = replace(plan.schedule, key_groups=1, stages=stages, resident=blocks)
+    shared = replace(plan, schedule=knobs)
+    return shared if shared.shared_bytes <= room(target, blocks) else None
 
 
 def room(target: Target, resident: int) -> int:
@@ -88,8 +93,8 @@ def room(target: Target, resident: int) -> int:
 def _with_stages(plan: AttentionPlan, target: Target) -> AttentionPlan:
     """The plan with the stages that there is room for."""
     groups = plan.schedule.key_groups
-    # 4 stages keep 128 KB in flight at 128 columns: 33.1 us at 8x4096, 33.3 with 6
-    stages = min((target.shared_bytes - plan.fixed_bytes) // plan.slot_bytes, max(2, plan.loop), 4)
+    most = min(max(2, plan.loop), SETTINGS.choose(target, "ring")["stages"])
+    stages = min((target.shared_bytes - plan.fixed_bytes) // plan.slot_bytes, most)
     if groups > 1 and stages < groups:
         return _with_stages(replace(plan, schedule=replace(plan.schedule, key_groups=1)), target)
     stages = max(1, stages // groups * groups)

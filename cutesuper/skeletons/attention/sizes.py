@@ -30,6 +30,7 @@ from cutesuper.targets import Target
 
 #: rows of a block: those of one warpgroup, and of two
 ROWS = (ROW_BLOCK, 2 * ROW_BLOCK)
+#: blocks of a cluster that every GPU of the architecture can place
 CLUSTERS = (2, 4, 8)
 #: blocks beyond which the grid does not divide keys any further, in waves of the device
 MOST_WAVES = 2

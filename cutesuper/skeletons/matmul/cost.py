@@ -15,12 +15,6 @@ from cutesuper.targets import Target
 
 #: registers of a thread beside the accumulators, roughly; they decide if an SM holds two blocks
 OTHER_REGISTERS = 60
-#: rows beyond which the loads of row values hide behind each other: 4096^3 with statistics from
-#: another kernel pays 5.6 us for each wave of 128 rows, 300x1024x1000 4.7 us for 64
-MOST_VECTOR_ROWS = 64
-#: rows that the instruction for vectors (`plan.VectorProduct`) counts as: it has 8, but reads the
-#: column operand (2 KB at 128 bytes per cycle) as long as an instruction of 32 rows computes
-VECTOR_ROWS = 32
 
 
 def price(plan: MatmulPlan, target: Target) -> Cost:
@@ -105,7 +99,7 @@ def _tensor_us(plan: MatmulPlan, target: Target) -> float:
     areas = [m * n] * len(plan.products) + [m * t.padded for t in plan.tails for _ in t.products]
     area = max(areas)
     efficiency = r.tensor_efficiency * area / (area + r.half_area)
-    flops = 2.0 * (sum(areas) + VECTOR_ROWS * n * len(plan.vector_columns)) * k
+    flops = 2.0 * (sum(areas) + r.vector_rows * n * len(plan.vector_columns)) * k
     return flops * target.sms / (target.tensor_flops * efficiency) * 1e6
 
 
@@ -120,7 +114,7 @@ def _end(plan: MatmulPlan, target: Target) -> tuple[float, float]:
         if plan.contracted not in op.dims and plan.column in op.dims and computes(op)
     )  # fmt: skip
     vectors = sum(plan.row in v.labels and plan.column not in v.labels for v in plan.loads.values())
-    rows = min(m, MOST_VECTOR_ROWS) * (plan.cluster == 1)
+    rows = min(m, r.row_loads) * (plan.cluster == 1)
     arithmetic = m * n / plan.cluster * count / r.lanes_per_us
     store = per_store * finished / 1024 + arithmetic + r.row_load_us * vectors * rows
     return r.exchange_us_per_kb * sent, store

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cutesuper.ir.dims import ceil_div, extent
+from cutesuper.skeletons.matmul.settings import SETTINGS
 from cutesuper.skeletons.schedule import Schedule, Values
 from cutesuper.targets import Target
 
@@ -18,14 +19,6 @@ if TYPE_CHECKING:
 
 #: most accumulators of a thread for which one consumer warpgroup is enough
 ONE_WARPGROUP = 64
-#: bytes that are kept in flight, if four stages are not more: more only lengthens the queue in
-#: which the activations wait: on 16x4096x4096 6 stages of 20 KB take 10.35 us, 8 take 10.6, 9 take
-#: 10.75
-RING_BYTES = 120 * 1024
-#: rows of a tile from which blocks share and walk; smaller tiles were not measured
-LARGE_TILE = 128
-#: larger groups do not pay: 30 clusters of 4 leave 12 of 132 multiprocessors without work
-PAIR = 2
 
 
 @dataclass(frozen=True)
@@ -35,8 +28,7 @@ class MatmulSchedule(Schedule):
     Attributes:
         stages: slots of the shared-memory ring.
         warpgroups: consumer warpgroups; each owns every n-th block of 64 columns.
-        head: stages the producer fills before the block's first barrier. On 16x4096x4096 the
-            first loads leave 0.2 us earlier with 4 than with 0; more than 6 delays the barrier.
+        head: stages the producer fills before the block's first barrier.
         stream_columns: read the column operands with the evict-first hint: weights are read once
             and should not push activations out of L2 (0.3 us on 16x4096x4096).
         share_rows: neighbouring blocks along the columns that form a cluster and load the row
@@ -94,11 +86,13 @@ def default_schedule(plan: MatmulPlan, target: Target, dependent_launch: bool) -
     )
     room = target.shared_bytes - plan.fixed_bytes(schedule)
     stages = min(room // plan.slot_bytes, max(2, plan.iterations))
-    if not dependent_launch and stages < plan.iterations:
-        stages = min(stages, max(4, RING_BYTES // plan.stage_bytes))
+    ring = SETTINGS.choose(target, "ring", dependent_launch=dependent_launch)
+    if ring["bytes"] and stages < plan.iterations:
+        stages = min(stages, max(ring["stages"], ring["bytes"] // plan.stage_bytes))
     tiled = _with_tiles(plan, schedule, target)
     persistent = tiled.persistent if plan.iterations > stages else 0
-    return replace(tiled, stages=stages, head=min(4, stages), persistent=persistent)
+    head = min(SETTINGS.choose(target, "ahead")["stages"], stages)
+    return replace(tiled, stages=stages, head=head, persistent=persistent)
 
 
 def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> MatmulSchedule:
@@ -109,10 +103,11 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
     """
     m, n, _ = plan.tile
     dims = plan.program.dims
-    if not schedule.bulk_store or m < LARGE_TILE or schedule.warpgroups < 2:
+    large = SETTINGS.choose(target, "share", rows=m)["walk"]
+    if not schedule.bulk_store or not large or schedule.warpgroups < 2:
         return schedule
     columns = ceil_div(extent(dims[plan.column]), n)
-    share = shared_by(columns)
+    share = shared_by(columns, m, target)
     slots = share * target.clusters[share]
     tiles = share * ceil_div(columns, share) * ceil_div(extent(dims[plan.row]), m)
     for label in plan.batch:
@@ -120,22 +115,19 @@ def _with_tiles(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> M
     walks = tiles > slots
     if schedule.dependent_launch and not walks:
         return schedule
-    # 2 warps keep up with 64 rows: 209.0 us at 4096x4096x4096, 212.6 with 4; not with 128 rows
-    # (215.3 and 212.3), nor with a prologue (339 and 273)
-    few = plan.prologue is None and m // share <= 64
+    own = m // share  # rows that a block loads
+    helpers = SETTINGS.choose(target, "helpers", prologue=plan.prologue is not None, rows=own)
     return replace(
         schedule,
         share_rows=share,
         persistent=slots if walks else 0,
-        helpers=2 if few else 4,
+        helpers=helpers["warps"],
     )
 
 
-def shared_by(column_tiles: int) -> int:
-    """Number of neighbouring blocks that load a large row tile together.
-
-    At 300, 512, 1024 and 4096 rows (K = N = 4096): 31.1, 35.0, 56.9 and 215.3 us alone, 30.3, 33.7,
-    54.8 and 209.0 in pairs, with two helper warps except the first three.
-    """
-    empty = PAIR * ceil_div(column_tiles, PAIR) - column_tiles
-    return PAIR if empty <= column_tiles // 8 else 1
+def shared_by(column_tiles: int, rows: int, target: Target) -> int:
+    """Number of neighbouring blocks that load a tile of ``rows`` rows together."""
+    found = SETTINGS.choose(target, "share", rows=rows)
+    share = found["blocks"]
+    empty = share * ceil_div(column_tiles, share) - column_tiles
+    return share if empty * found["full"] <= column_tiles else 1

@@ -20,21 +20,17 @@ from cutesuper.skeletons.matmul.form import MatmulForm
 from cutesuper.skeletons.matmul.plan import (
     COLUMN_BLOCK,
     EQUAL_SHARE,
+    ROW_TILES,
     MatmulPlan,
     exceeded,
     exceeded_by_tile,
 )
 from cutesuper.skeletons.matmul.roles import Roles
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule, default_schedule
+from cutesuper.skeletons.matmul.settings import SETTINGS
 from cutesuper.targets import Target
 
-SMALL_ROWS = (8, 16, 32, 64)
-#: if costs are equal, the first one wins: 4096x4096x4096 takes 209.0 us with 128x256 tiles and
-#: 218.2 with 256x128 ones, whose statistics need twice as long; without statistics 215.3 and 214.1
-LARGE_ROWS = (128, 256, 64)
-#: whole 128-byte lines of 16-bit elements: tiles of 96 columns (64 + 32) took 15.4 us, of 128 14.2
-COLUMNS = (64, 128, 192, 256)
-INNER = (64, 128, 256)
+#: blocks of a cluster that every GPU of the architecture can place
 CLUSTERS = (1, 2, 4, 8)
 #: why a size is left out whose block lacks room for the stages
 CROWDED = "stages exceed the shared memory"
@@ -45,7 +41,7 @@ def matmul_sizes(
 ) -> Iterator[Sized]:
     """All sizes worth pricing, with their costs; ``pruned`` counts rejected ones, by reason."""
     plans = _Plans(setting)
-    for program in _programs(structure, form):
+    for program in _programs(structure, form, setting.target):
         plan = plans.of(program)
         if isinstance(plan, MatmulPlan):
             yield Sized(program, price(plan, setting.target))
@@ -103,8 +99,8 @@ def _fits(plan: MatmulPlan, schedule: MatmulSchedule, target: Target) -> bool:
     return plan.fixed_bytes(schedule) + MIN_STAGES * plan.slot_bytes <= target.shared_bytes
 
 
-def _programs(structure: BlockProgram, form: MatmulForm) -> Iterator[BlockProgram]:
-    for tile, cluster in _matmul_tiles(structure, form):
+def _programs(structure: BlockProgram, form: MatmulForm, target: Target) -> Iterator[BlockProgram]:
+    for tile, cluster in _matmul_tiles(structure, form, target):
         parts = 1 if form.reduced else cluster  # of the contracted label
         loop = ceil_div(extent(structure.dims[form.contracted]), parts * tile[form.contracted])
         inner = {
@@ -116,7 +112,7 @@ def _programs(structure: BlockProgram, form: MatmulForm) -> Iterator[BlockProgra
 
 
 def _matmul_tiles(
-    structure: BlockProgram, form: MatmulForm
+    structure: BlockProgram, form: MatmulForm, target: Target
 ) -> Iterator[tuple[dict[str, int], int]]:
     """Tiles and cluster sizes; a cluster splits whole K tiles, and into at least two parts."""
     split = bool(structure.of_kind(AxisKind.CLUSTER))
@@ -124,9 +120,10 @@ def _matmul_tiles(
     hidden = {d: extent(structure.dims[d]) for d in form.hidden}
     rows = extent(structure.dims[form.row])
     between = sum(COLUMN_BLOCK * ceil_div(n, COLUMN_BLOCK) for n in hidden.values())
-    for row in _row_choices(form, rows, between):
-        for columns in COLUMNS:
-            for inner in INNER:
+    widths, depths = (SETTINGS.choose(target, d)["tiles"] for d in ("columns", "depth"))
+    for row in _row_choices(form, rows, between + min(widths), target):
+        for columns in widths:
+            for inner in depths:
                 tile = {
                     **dict.fromkeys(form.batch, 1),
                     **hidden,
@@ -143,29 +140,17 @@ def _matmul_tiles(
                         yield {d: tile[d] for d in structure.dims}, cluster
 
 
-def _row_choices(form: MatmulForm, rows: int, between: int) -> tuple[int, ...]:
-    """Row tiles for a form with ``between`` columns between two products.
+def _row_choices(form: MatmulForm, rows: int, held: int, target: Target) -> tuple[int, ...]:
+    """Row tiles for a form whose blocks hold at least ``held`` results of a row.
 
     Without columns to divide, the rows are divided, and so are many rows if more products follow.
     Few rows that a warpgroup holds are not divided: weights would be read again (16 rows of LoRA
     16x256x4096 in one tile take 3.2 us, 8 and 8 3.75).
     """
-    if not form.reduced and not form.hidden:
-        return row_tiles(rows)
-    covering = row_tiles(rows)[0]
-    held = covering * (between + COLUMNS[0])
-    few = not form.reduced and rows <= SMALL_ROWS[-1] and held <= 128 * EQUAL_SHARE
-    return (covering,) if few else every_row_tile(rows)
-
-
-def row_tiles(rows: int) -> tuple[int, ...]:
-    """Row tiles worth trying: the smallest that covers few rows, the large ones for many."""
-    if rows > SMALL_ROWS[-1]:
-        return LARGE_ROWS
-    return (next(t for t in SMALL_ROWS if t >= rows),)
-
-
-def every_row_tile(rows: int) -> tuple[int, ...]:
-    """All row tiles up to the smallest that covers the rows."""
-    tiles = (*SMALL_ROWS, *reversed(LARGE_ROWS[:-1]))
+    many = SETTINGS.choose(target, "rows", rows=rows)["tiles"]
+    covering = next((t for t in ROW_TILES if t >= rows), ROW_TILES[-1])
+    few = not many and not form.reduced and covering * held <= 128 * EQUAL_SHARE
+    if few or not (form.reduced or form.hidden):
+        return many or (covering,)
+    tiles = SETTINGS.choose(target, "divided")["tiles"]
     return tuple(t for n, t in enumerate(tiles) if n == 0 or tiles[n - 1] < rows)

@@ -6,6 +6,7 @@ looked up (`rows.settings`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -40,10 +41,6 @@ MAX_LIVE = 192
 MAX_STRIDED = WARP * MAX_PER_THREAD
 #: sizes and addresses of bulk loads are multiples of this number of bytes
 BULK = 16
-#: registers of an SM for tiles that threads keep and for sums over rows, 5 of 8: longer tiles are
-#: read again from shared memory. LayerNorm backward with 32 columns per thread has 112 of 128 and
-#: spilled 248 bytes
-KEPT_REGISTERS = 40 * 1024
 #: most elements of a row that a thread has in slices of all rows, or if tiles are loaded straight
 #: from memory to threads that have several rows
 MAX_KEPT = 32
@@ -51,13 +48,6 @@ MAX_KEPT = 32
 MAX_HELD = 64
 #: most threads of a row loop's block, and most rows of its tile
 LOOP_THREADS, MAX_TILE = 512, 128
-#: most rows that a thread has at a time, each with its own values: LayerNorm backward of 1001
-#: elements spilled 168 bytes with 16
-MAX_ROWS = 8
-#: bytes of shared memory that the ring leaves to exchanges, barriers, and L1
-RESERVED = 16 * 1024
-#: most stages of the ring
-MAX_STAGES = 3
 
 
 def power_of_two(n: int) -> int:
@@ -200,8 +190,8 @@ def default_rows(plan: RowPlan, target: Target) -> RowSchedule:
     if reduces and not contiguous and plan.length <= MAX_STRIDED:
         lanes = min(WARP, power_of_two(ceil_div(plan.length, 32)))
         chunks = ceil_div(plan.length, lanes)
-        # 1024 threads have 64 registers each: with more than 32 elements they spilled 88 bytes
-        return RowSchedule(lanes, 1, chunks, 32 if chunks <= 32 else 16, interleaved=True)
+        rows = SETTINGS.choose(target, "strided", held=chunks)["rows"]
+        return RowSchedule(lanes, 1, chunks, rows, interleaved=True)
     vector = _vector(plan)
     if not reduces and any(v.stride(plan.column) > 1 for v in plan.views):
         # a transposition: a warp reads a piece of 32 neighbouring rows, and each thread writes its
@@ -218,7 +208,7 @@ def default_rows(plan: RowPlan, target: Target) -> RowSchedule:
     return RowSchedule(lanes, vector, chunks, _rows_of_a_block(plan, target, lanes, accesses))
 
 
-def _setting(plan: RowPlan, target: Target, decision: str, **more: float) -> dict[str, int]:
+def _setting(plan: RowPlan, target: Target, decision: str, **more: float) -> Mapping[str, Any]:
     """The measured knobs of a decision about a row kernel."""
     features = {
         "reduced": bool(plan.reductions),
@@ -330,7 +320,8 @@ def _walking(plan: RowLoopPlan, target: Target, vector: int) -> RowLoopSchedule:
     groups = max(1, min(tile_rows, threads // lanes))
     depth = max(1, tile_rows // groups)
     if not plan.bulk:  # a thread requests all of its rows at once
-        depth = max(1, min(depth, MAX_ROWS, MAX_KEPT // (resident * vector * chunks)))
+        requested = SETTINGS.choose(target, "requested")["rows"]
+        depth = max(1, min(depth, requested, MAX_KEPT // (resident * vector * chunks)))
     schedule = RowLoopSchedule(
         lanes, vector, chunks, groups, depth, 0, blocks=walkers, resident=resident
     )
@@ -340,13 +331,14 @@ def _walking(plan: RowLoopPlan, target: Target, vector: int) -> RowLoopSchedule:
 def _with_ring(plan: RowLoopPlan, target: Target) -> RowLoopSchedule:
     """The schedule of a plan without ring, with one of as many stages as fit and help."""
     s = plan.schedule
-    kept = plan.held * s.resident * plan.threads <= KEPT_REGISTERS
+    ring = SETTINGS.choose(target, "ring")
+    kept = plan.held * s.resident * plan.threads <= ring["registers"]
     kept = kept and s.vector * s.chunks * s.depth <= MAX_HELD
     stage = plan.tile_rows * sum(plan.row_bytes.values())
     least = SETTINGS.choose(target, "stages", kept=kept, stage_bytes=stage)["stages"]
-    room = (target.shared_bytes - RESERVED) // (s.resident * max(1, stage))
+    room = (target.shared_bytes - ring["reserved"]) // (s.resident * max(1, stage))
     wanted = max(least, 2 * stage_limit(target) // max(1, stage))
-    return replace(s, stages=max(1, min(room, wanted, MAX_STAGES)), kept=kept)
+    return replace(s, stages=max(1, min(room, wanted, ring["stages"])), kept=kept)
 
 
 def _summing_threads(plan: RowLoopPlan, target: Target, lanes: int, walkers: int) -> int:

@@ -42,6 +42,14 @@ SETTINGS = Settings(
         "resident": Decision(
             ("clustered", "summed", "vectors", "written", "row_bytes"), {"resident": 1}
         ),
+        # rows of a block that are strided in memory, by the elements that a thread holds
+        "strided": Decision(("held",), {"rows": 32}),
+        # most rows that a thread requests at a time, without a ring
+        "requested": Decision((), {"rows": 8}),
+        # most stages of the ring; bytes of shared memory that it leaves, to exchanges, barriers and
+        # L1; registers of an SM for tiles that threads keep, and for sums over rows: longer tiles
+        # are read again from the ring
+        "ring": Decision((), {"stages": 3, "reserved": 16384, "registers": 32768}),
         # fewest stages of the ring
         "stages": Decision(("kept", "stage_bytes"), {"stages": 2}),
         # most threads of a block that sums over rows, by the threads that a row would have, the
