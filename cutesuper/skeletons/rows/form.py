@@ -25,7 +25,7 @@ from cutesuper.ir.block import CLUSTER_REDUCE, GRID_REDUCE, STORE, AxisKind, Blo
 from cutesuper.ir.check import check_block_program
 from cutesuper.ir.dims import Symbol, extent
 from cutesuper.ir.operators.monoid import SUM
-from cutesuper.skeletons.form import ALIGN
+from cutesuper.skeletons.form import ALIGN, check_index
 from cutesuper.skeletons.rows.roles import row_label
 from cutesuper.skeletons.rows.schedule import LARGE, MAX_ROW
 from cutesuper.skeletons.rows.settings import SETTINGS, stage_limit
@@ -169,6 +169,7 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     beside = bool(reduced) and not counted <= set(reduced)
     must = len(reduced) > 1 or symbolic or beside
     if must or any(extent(n) > MAX_COLUMN for n in summed):
+        check_index(region)
         try:
             return persistent_form(region, program, target)
         except SearchError:
@@ -188,6 +189,8 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     if not counted <= {row}:
         raise SearchError(f"positions along {shown(sorted(counted))}, and rows run along {row}")
     clustered = bool(reduced) and _exceeds_a_block(program, row)
+    if clustered or counted or not _within_rows(region, program, row):
+        check_index(region)
     if (clustered or counted) and len(program.dims) == 1:
         why = "long" if clustered else "with positions"
         raise SearchError(
@@ -196,8 +199,17 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
         )
     if clustered:
         check_cluster_row(program, row)
-    better = bool(reduced) and _better_in_a_cluster(program, row, target)
+    better = bool(reduced) and not region.taken and _better_in_a_cluster(program, row, target)
     return RowForm(row, bool(reduced), clustered or better)
+
+
+def _within_rows(region: Region, program: LabelledProgram, row: str) -> bool:
+    """True if one index names all elements of a row, in every tensor that is read through one."""
+    through = {t.input: len(t.index) for t in region.taken}
+    return all(
+        row not in op.attributes["map"][: through.get(op.attributes["tensor"], 0)]
+        for op in program.of_kind("load")
+    )
 
 
 def _exceeds_a_block(program: LabelledProgram, row: str) -> bool:

@@ -11,8 +11,9 @@ from math import prod
 from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.ir.block import ENDING, LOAD, STORE, Axis, AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.dims import Symbol, ceil_div, extent
-from cutesuper.skeletons.base import Argument, View, arguments_of, view_of
+from cutesuper.skeletons.base import Argument, Indexed, View, arguments_of, view_of
 from cutesuper.skeletons.cost import Setting
+from cutesuper.skeletons.legality import refuse_index
 from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
 from cutesuper.skeletons.rows.roles import (
     check_symbols,
@@ -70,6 +71,7 @@ def _views(
 def frame(step: KernelStep, setting: Setting) -> RowLoopPlan:
     """The plan of a row loop before its knobs are chosen: the roles of the operations, the same at
     all extents of a structure. Raises LoweringError."""
+    refuse_index(step)
     program, where = step.program, f"kernel {step.name}"
     arguments = arguments_of(step, setting.tensors)
     loads, stores = _views(program, arguments)
@@ -222,6 +224,13 @@ def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None =
     check_symbols(arguments, where)
     loads, stores = _views(program, arguments)
     column = _column(program, loads, stores, where)
+    for view in loads.values():
+        if isinstance(view, Indexed) and column in view.index.labels:
+            raise LoweringError(
+                f"{where}: {arguments[view.argument].name} is read through "
+                f"{arguments[view.index.argument].name}, of which every element of a row has its "
+                "own; transpose what is taken before"
+            )
     reductions = tuple(i for i, o in enumerate(program.ops) if o.facets.reduces)
     rows = _row_order(program, [*loads.values(), *stores.values()], column)
     inverted = inverted_divisors(program, column, arguments)

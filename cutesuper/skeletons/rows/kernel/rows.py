@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
+from cutlass.cutlass_dsl import select_
 
 from cutesuper.device.fragments import NEUTRAL, combine, packed, reduced, widen
 from cutesuper.device.launch import start_successor, wait_for_predecessor
@@ -16,7 +18,7 @@ from cutesuper.device.math import DeviceMath
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import lookup
-from cutesuper.skeletons.base import View
+from cutesuper.skeletons.base import Indexed, View
 from cutesuper.skeletons.kernel.arguments import ELEMENT, Extents
 from cutesuper.skeletons.rows.plan import RowPlan
 
@@ -206,6 +208,16 @@ class RowKernel:
     ) -> None:
         """Read a row; elements past its end are not used, and are read from its last access."""
         base = tensors[view.argument].iterator + self.offset(view, tensors, row)
+        known = True
+        if isinstance(view, Indexed):
+            place, known = self.place(view, tensors, row)
+            base = base + cute.assume(place, divby=math.gcd(self.vector, view.row_stride))
+        self.read_from(base, view, first, registers)
+        if isinstance(view, Indexed):
+            self.keep_known(known, registers)
+
+    def read_from(self, base: cute.Pointer, view: View, first: Any, registers: cute.Tensor) -> None:
+        """Read a row from its first element on."""
         if self.plan.column not in view.labels:
             registers[0] = self.element(base, 0)[0]
             return
@@ -214,6 +226,23 @@ class RowKernel:
             if self.ragged:
                 at = cutlass.min(at, self.length - self.vector)
             self.read(view, base, at, registers[None, c])
+
+    def place(self, view: Indexed, tensors: list[cute.Tensor], row: Any) -> tuple[Any, Any]:
+        """Offset in elements of the row that an index names, counted from the end if it is below 0,
+        and true if there is such a row; the offset of the first row if there is none."""
+        index = self.element(
+            tensors[view.index.argument].iterator, self.offset(view.index, tensors, row)
+        )[0]
+        known = (index >= -view.count) & (index < view.count)
+        inside = Int32(select_(known, Int32(index), Int32(0)))
+        inside = Int32(select_(inside < 0, inside + view.count, inside))
+        return Int64(inside) * view.row_stride, known
+
+    @cute.jit
+    def keep_known(self, known, registers):
+        """NaN in place of the elements of a row that does not exist."""
+        if not known:
+            registers.fill(float("nan"))
 
     def load(
         self,
