@@ -194,7 +194,13 @@ class Plan(ABC, Generic[Knobs]):
 
     def names(self, views: Iterable[View]) -> str:
         """The tensors behind some views, for a report."""
-        return ", ".join(self.arguments[v.argument].name for v in views)
+        return ", ".join(map(self._name, views))
+
+    def _name(self, view: View) -> str:
+        name = self.arguments[view.argument].name
+        if not isinstance(view, Indexed):
+            return name
+        return f"{name} through {self.arguments[view.index.argument].name}"
 
 
 @dataclass(frozen=True)

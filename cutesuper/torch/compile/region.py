@@ -133,7 +133,7 @@ class Region:
     def reduces(self) -> bool:
         """True if it does more than element-wise work."""
         computed = (n.facets for n in self.graph.nodes if n.operator != INPUT)
-        return any(not (f.elementwise or f.permutes) for f in computed)
+        return any(not (f.elementwise or f.permutes or f.gathers) for f in computed)
 
     @property
     def place(self) -> str:
