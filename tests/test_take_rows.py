@@ -253,3 +253,41 @@ def test_compiled_models() -> None:
     call, reports = compiled(norm)
     torch.testing.assert_close(call(*inputs), norm(*inputs))
     assert reports[0].taken == 1 and not reports[0].outside
+
+
+def test_tables_that_need_gradients_stay_pytorchs() -> None:
+    table, ids, weight = inputs_of(norm)
+    program = cs.superoptimize(norm, [table, ids, weight])
+    for wanted in ((0,), (1,), (0, 1), ()):
+        given = [t.clone().requires_grad_(n in wanted) for n, t in enumerate((table, weight))]
+        same = [t.detach().clone().requires_grad_(t.requires_grad) for t in given]
+        expected, found = norm(same[0], ids, same[1]), program(given[0], ids, given[1])
+        torch.testing.assert_close(found, expected)
+        assert found.requires_grad == bool(wanted)
+        if wanted:
+            found.square().sum().backward()
+            expected.square().sum().backward()
+        for a, b in zip(given, same, strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_models_are_trained_and_take_any_number_of_rows() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.norm = torch.nn.Embedding(50, 64), torch.nn.RMSNorm(64)
+
+        def forward(self, ids: Any) -> Any:
+            return functional.silu(self.norm(self.embedding(ids)))
+
+    model = Model()
+    call, reports = compiled(model, dynamic=True)
+    for shape in ((2, 8), (3, 5)):
+        ids = torch.randint(0, 50, shape)
+        gradients: list[Any] = []
+        for fn in (call, model):
+            model.zero_grad()
+            fn(ids).square().sum().backward()
+            gradients.append(model.embedding.weight.grad)
+        torch.testing.assert_close(*gradients)
+    assert reports[0].taken == 1 and not reports[0].outside
