@@ -27,6 +27,7 @@ from cutesuper.targets import H200
 from cutesuper.verify.integers import draw_integers
 from tests.backends import compiled
 from tests.mutants import change
+from tests.plans import compiled as compiled_plan
 
 LOWERED = SearchOptions(lowered=True)
 
@@ -190,6 +191,8 @@ PROGRAMS: dict[str, tuple[KernelGraph, int]] = {
     "beside a tensor": (taken_and(lambda g, x: g.mul(x, g.new_input((512, 64))), 9, 64), 1),
     "a sum over rows": (taken_and(lambda g, x: g.sum(g.exp(x), 0), 2000, 64, index=(4096,)), 2),
     "a product": (taken_and(lambda g, x: g.matmul(x, g.new_input((64, 128))), 99, 64), 2),
+    "a table of one column": (taken_and(lambda g, x: g.exp(x), 99, 1), 1),
+    "sums of a few rows": (taken_and(lambda g, x: g.sum(x, 0), 99, 64, index=(8,)), 1),
     "long rows": (taken_and(lambda g, x: g.softmax(x, -1), 9, 1 << 17), 2),
 }
 
@@ -221,6 +224,15 @@ def test_kernels_compile_and_cpu_tensors_run(dtype: str, index: str) -> None:
     found = kernel(table, ids)
     torch.testing.assert_close(found[:3], table[ids[:3].long()].softmax(-1), atol=1e-2, rtol=1e-2)
     assert found[3:].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["a table of one column", "sums of a few rows"])
+def test_kernels_read_an_index_for_each_element(name: str) -> None:
+    mu = best(PROGRAMS[name][0])
+    plan = make_plan(mu.steps[0], mu.tensors, H200)
+    (view,) = plan.loads.values()
+    assert isinstance(view, Indexed) and plan.column in view.index.labels
+    assert compiled_plan(plan).cubin
 
 
 # ---------------------------------------------------------------------------------------- PyTorch

@@ -189,7 +189,7 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     if not counted <= {row}:
         raise SearchError(f"positions along {shown(sorted(counted))}, and rows run along {row}")
     clustered = bool(reduced) and _exceeds_a_block(program, row)
-    if clustered or counted or not _within_rows(region, program, row):
+    if clustered or counted:
         check_index(region)
     if (clustered or counted) and len(program.dims) == 1:
         why = "long" if clustered else "with positions"
@@ -201,15 +201,6 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
         check_cluster_row(program, row)
     better = bool(reduced) and not region.taken and _better_in_a_cluster(program, row, target)
     return RowForm(row, bool(reduced), clustered or better)
-
-
-def _within_rows(region: Region, program: LabelledProgram, row: str) -> bool:
-    """True if one index names all elements of a row, in every tensor that is read through one."""
-    through = {t.input: len(t.index) for t in region.taken}
-    return all(
-        row not in op.attributes["map"][: through.get(op.attributes["tensor"], 0)]
-        for op in program.of_kind("load")
-    )
 
 
 def _exceeds_a_block(program: LabelledProgram, row: str) -> bool:

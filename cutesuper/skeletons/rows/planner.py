@@ -11,7 +11,7 @@ from math import prod
 from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.ir.block import ENDING, LOAD, STORE, Axis, AxisKind, BlockProgram, KernelStep
 from cutesuper.ir.dims import Symbol, ceil_div, extent
-from cutesuper.skeletons.base import Argument, Indexed, View, arguments_of, view_of
+from cutesuper.skeletons.base import Argument, View, arguments_of, view_of
 from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.legality import refuse_index
 from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
@@ -224,13 +224,6 @@ def plan_rows(step: KernelStep, setting: Setting, schedule: RowSchedule | None =
     check_symbols(arguments, where)
     loads, stores = _views(program, arguments)
     column = _column(program, loads, stores, where)
-    for view in loads.values():
-        if isinstance(view, Indexed) and column in view.index.labels:
-            raise LoweringError(
-                f"{where}: {arguments[view.argument].name} is read through "
-                f"{arguments[view.index.argument].name}, of which every element of a row has its "
-                "own; transpose what is taken before"
-            )
     reductions = tuple(i for i, o in enumerate(program.ops) if o.facets.reduces)
     rows = _row_order(program, [*loads.values(), *stores.values()], column)
     inverted = inverted_divisors(program, column, arguments)

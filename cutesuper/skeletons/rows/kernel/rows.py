@@ -208,12 +208,14 @@ class RowKernel:
     ) -> None:
         """Read a row; elements past its end are not used, and are read from its last access."""
         base = tensors[view.argument].iterator + self.offset(view, tensors, row)
-        known = True
-        if isinstance(view, Indexed):
+        if not isinstance(view, Indexed):
+            self.read_from(base, view, first, registers)
+        elif self.plan.column in view.index.labels:
+            self.read_each(base, view, tensors, row, first, registers)
+        else:
             place, known = self.place(view, tensors, row)
-            base = base + cute.assume(place, divby=math.gcd(self.vector, view.row_stride))
-        self.read_from(base, view, first, registers)
-        if isinstance(view, Indexed):
+            place = cute.assume(place, divby=math.gcd(self.vector, view.row_stride))
+            self.read_from(base + place, view, first, registers)
             self.keep_known(known, registers)
 
     def read_from(self, base: cute.Pointer, view: View, first: Any, registers: cute.Tensor) -> None:
@@ -227,12 +229,34 @@ class RowKernel:
                 at = cutlass.min(at, self.length - self.vector)
             self.read(view, base, at, registers[None, c])
 
-    def place(self, view: Indexed, tensors: list[cute.Tensor], row: Any) -> tuple[Any, Any]:
-        """Offset in elements of the row that an index names, counted from the end if it is below 0,
-        and true if there is such a row; the offset of the first row if there is none."""
-        index = self.element(
-            tensors[view.index.argument].iterator, self.offset(view.index, tensors, row)
-        )[0]
+    def read_each(
+        self,
+        base: cute.Pointer,
+        view: Indexed,
+        tensors: list[cute.Tensor],
+        row: Any,
+        first: Any,
+        registers: cute.Tensor,
+    ) -> None:
+        """Read a row of which every element has an index of its own."""
+        for c in range(self.chunks):
+            at = first + c * (self.lanes * self.vector)
+            if self.ragged:
+                at = cutlass.min(at, self.length - self.vector)
+            for e in range(self.vector):
+                place, known = self.place(view, tensors, row, at + e)
+                found = self.element(registers.iterator, e + c * self.vector)
+                found[0] = self.element(base, place)[0]
+                self.keep_known(known, found)
+
+    def place(
+        self, view: Indexed, tensors: list[cute.Tensor], row: Any, column: Any = 0
+    ) -> tuple[Any, Any]:
+        """Offset in elements of what an index names, counted from the end if it is below 0, and
+        true if the table has it; the offset of the first row if it has not."""
+        first = self.offset(view.index, tensors, row)
+        at = first + column * view.index.stride(self.plan.column)
+        index = self.element(tensors[view.index.argument].iterator, at)[0]
         known = (index >= -view.count) & (index < view.count)
         inside = Int32(select_(known, Int32(index), Int32(0)))
         inside = Int32(select_(inside < 0, inside + view.count, inside))
