@@ -230,6 +230,7 @@ def test_kernels_compile_and_cpu_tensors_run(dtype: str, index: str) -> None:
 def test_kernels_read_an_index_for_each_element(name: str) -> None:
     mu = best(PROGRAMS[name][0])
     plan = make_plan(mu.steps[0], mu.tensors, H200)
+    assert isinstance(plan, RowPlan)
     (view,) = plan.loads.values()
     assert isinstance(view, Indexed) and plan.column in view.index.labels
     assert compiled_plan(plan).cubin
