@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cutesuper.errors import CutesuperError, FormatError
-from cutesuper.ir.block import BlockOp, BlockProgram, KernelStep, MuGraph
+from cutesuper.ir.block import NAMES, BlockOp, BlockProgram, KernelStep, MuGraph
 from cutesuper.ir.definitions import definitions, names_of
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.graph import KernelGraph
@@ -179,9 +179,9 @@ def _renamed(mu: MuGraph, names: Mapping[str, str], symbols: Mapping[str, str]) 
         return replace(p, dims={k: dim(d) for k, d in p.dims.items()}, ops=ops)
 
     def renamed(op: BlockOp) -> dict[str, Any]:
-        """Attributes with new names: those of a load or store name a tensor, and the table of its
-        pages."""
-        named = {k: names[op.attributes[k]] for k in ("tensor", "table") if k in op.attributes}
+        """Attributes with new names: those of a load or store name a tensor, and the integers
+        through which it is read."""
+        named = {k: names[op.attributes[k]] for k in NAMES if k in op.attributes}
         return {**op.attributes, **named}
 
     tensors = {

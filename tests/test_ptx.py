@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.ptx.run import Conditions, Launched, PtxError, executable, run_launch
+from tests.ptx.run import USUAL, Conditions, Launched, PtxError, executable, run_launch
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
@@ -38,7 +38,7 @@ HEADER = """
 
 def run(
     body: str, x: np.ndarray, y: np.ndarray, *, threads: int = 128, grid: int = 1, cluster: int = 1,
-    shared: int = 65536, conditions: Conditions = Conditions(),
+    shared: int = 65536, conditions: Conditions = USUAL,
 ) -> np.ndarray:  # fmt: skip
     """Run a kernel on x and y, of which it may write y; returns y."""
     tensors = [np.ascontiguousarray(x), np.ascontiguousarray(y)]
@@ -157,17 +157,17 @@ BAD = {
     "beyond shared memory": ("st.shared.b32 [%r2+65536], %r1;", "byte 66560 of shared memory"),
     "no barrier": (ARRIVE, "not initialised"),
     "half a warp": (
-        "setp.gt.u32 %p1, %r1, 5; @%p1 bra L; shfl.sync.bfly.b32 %r4, %r1, 1, 31, -1; bra.uni M;"
-        "L: bar.sync 0; M:", "no warp goes on",
+        ("setp.gt.u32 %p1, %r1, 5; @%p1 bra L; shfl.sync.bfly.b32 %r4, %r1, 1, 31, -1; bra.uni M;"
+        "L: bar.sync 0; M:"), "no warp goes on",
     ),
     "too many arrivals": (
-        "setp.ne.b32 %p1, %r1, 0; @%p1 bra L; mbarrier.init.shared.b64 [%r2], 2;"
-        "mbarrier.arrive.shared.b64 %rd9, [%r2], 3; L:", "more arrivals than the 2",
+        ("setp.ne.b32 %p1, %r1, 0; @%p1 bra L; mbarrier.init.shared.b64 [%r2], 2;"
+        "mbarrier.arrive.shared.b64 %rd9, [%r2], 3; L:"), "more arrivals than the 2",
     ),
     "a copy to whoever has left": (
-        "mov.u32 %r5, %cluster_ctarank; setp.eq.b32 %p1, %r5, 1; @%p1 bra L;"
+        ("mov.u32 %r5, %cluster_ctarank; setp.eq.b32 %p1, %r5, 1; @%p1 bra L;"
         "mov.b32 %r7, 0; W: add.s32 %r7, %r7, 1; setp.ne.b32 %p2, %r7, 4000; @%p2 bra W;"
-        "mapa.shared::cluster.u32 %r6, %r2, 1; ld.shared::cluster.b32 %r4, [%r6]; L:",
+        "mapa.shared::cluster.u32 %r6, %r2, 1; ld.shared::cluster.b32 %r4, [%r6]; L:"),
         "block 1 of the cluster, which has ended",
     ),
 }  # fmt: skip
@@ -225,7 +225,7 @@ FILL:
     or.b64 %rd12, %rd10, %rd11;
     wgmma.fence.sync.aligned;
     setp.ne.b32 %p2, %r1, %r1;
-    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16
         {{%r40, %r41, %r42, %r43}}, %rd12, %rd12, %p2, 1, 1, 0, 0;
     wgmma.commit_group.sync.aligned;
     {wait}

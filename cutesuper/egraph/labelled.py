@@ -65,6 +65,7 @@ class Region:
         outputs: the stored values, with dimensions in the stored order.
         output_dtypes: element type of every output.
         pages: the inputs that are gathered from pages, with the number of positions in a page.
+        taken: the inputs that are rows of tables.
     """
 
     inputs: tuple[Shape, ...]
@@ -73,12 +74,30 @@ class Region:
     outputs: tuple[View, ...]
     output_dtypes: tuple[DType, ...]
     pages: tuple[tuple[int, int], ...] = ()
+    taken: tuple[TakenRows, ...] = ()
 
     @property
     def output_shapes(self) -> tuple[Shape, ...]:
         """Shape of every output, as it is stored."""
         shapes = (*self.inputs, *(op.shape for op in self.ops))
         return tuple(tuple(shapes[v.value][d] for d in v.order) for v in self.outputs)
+
+
+@dataclass(frozen=True)
+class TakenRows:
+    """An input of a region that is rows of a table, which an index names.
+
+    Attributes:
+        input: the input; its shape is that of the rows.
+        table: shape of the table.
+        index: shape of the index.
+        index_dtype: its element type.
+    """
+
+    input: int
+    table: Shape
+    index: Shape
+    index_dtype: DType
 
 
 LabelMap = tuple[str | None, ...]
@@ -92,7 +111,8 @@ class LabelledOp:
         kind: ``load``, or an operator of the table.
         inputs: indices of earlier operations.
         labels: labels of the value.
-        attributes: element-wise: the operator's; ``load``: ``tensor`` (index) and ``map``;
+        attributes: element-wise: the operator's; ``load``: ``tensor`` (its number) and ``map``, and
+            for rows of a table the name of the ``index``;
             ``causal_mask`` and other masks: the operator's, and the labels of its ``rows`` and
             ``columns`` (see `ir.block`).
         over: the label that ``matmul``, ``sum``, ``mean`` and ``max`` reduce.
@@ -387,7 +407,10 @@ class _Unification:
         key = (owner[0], mapping)  # loads with one map are one load
         if key not in index:
             labels = frozenset(n for n in mapping if n is not None)
-            ops.append(LabelledOp("load", (), labels, {"tensor": owner[0], "map": mapping}))
+            attributes: Attributes = {"tensor": owner[0], "map": mapping}
+            if any(taken.input == owner[0] for taken in self.region.taken):
+                attributes["index"] = f"index{owner[0]}"
+            ops.append(LabelledOp("load", (), labels, attributes))
             index[key] = len(ops) - 1
         return index[key]
 

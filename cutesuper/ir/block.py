@@ -65,6 +65,11 @@ ORDER = (AxisKind.GRID, AxisKind.CLUSTER, AxisKind.PERSISTENT, AxisKind.LOOP)
 #: operations of a block program that are not in the operator table
 LOAD, STORE = "load", "store"
 ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE = "accumulate", "cluster_reduce", "grid_reduce"
+#: attributes of a load that name the integers through which it reads, and the operators that put
+#: parts of a tensor together in this way
+THROUGH = {"table": "gather_pages", "index": "take_rows"}
+#: attributes of a load or store that name tensors
+NAMES = ("tensor", *THROUGH)
 #: operations that end an axis: they combine the partial results of its parts
 ENDING = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
 
@@ -91,7 +96,8 @@ class BlockOp:
             there is one row) and ``causal``. ``pick``, whose second operand is a ``load`` of the
             labels: ``columns``, and None as its ``rows``. Positions are those of the whole label,
             regardless of the axes that split it. A ``load`` through a table of pages has its name
-            as ``table``; ``tensor`` is the cache and ``map`` that of the gathered tensor.
+            as ``table``, one of rows that an index names has the name of the index as ``index``;
+            ``tensor`` is the cache or the table of rows and ``map`` that of the gathered tensor.
             Element-wise operators: their own.
     """
 
@@ -104,6 +110,18 @@ class BlockOp:
     def facets(self) -> Operator:
         """What the table of operators says of it; nothing for a load, a store and ends of axes."""
         return facets(self.kind)
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the tensors of a load or store: its own, then that of the integers through which
+        it reads, if any."""
+        return tuple(self.attributes[k] for k in NAMES if k in self.attributes)
+
+    @property
+    def gathering(self) -> Operator | None:
+        """For a load that puts parts of a tensor together as integers say: the operator that it
+        does the work of."""
+        return next((facets(THROUGH[k]) for k in THROUGH if k in self.attributes), None)
 
     @property
     def rescaled(self) -> bool:
@@ -289,9 +307,8 @@ class KernelStep:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the tensors it loads, and of the tables it loads them through, each once."""
-        names = (op.attributes.get(k) for op in self.program.loads() for k in ("tensor", "table"))
-        return tuple(dict.fromkeys(n for n in names if n is not None))
+        """Names of the tensors it loads, and of the integers it loads them through, each once."""
+        return tuple(dict.fromkeys(n for op in self.program.loads() for n in op.tensors))
 
     @property
     def writes(self) -> tuple[str, ...]:

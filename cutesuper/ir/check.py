@@ -14,6 +14,7 @@ from cutesuper.ir.block import (
     GRID_REDUCE,
     LOAD,
     STORE,
+    THROUGH,
     Axis,
     AxisKind,
     BlockOp,
@@ -23,9 +24,8 @@ from cutesuper.ir.block import (
     mapped_labels,
 )
 from cutesuper.ir.dims import Shape, Symbol, extent
-from cutesuper.ir.dtypes import int32
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import TABLE, lookup
+from cutesuper.ir.operators.base import TABLE, Operator, lookup
 from cutesuper.ir.operators.monoid import monoid
 
 ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
@@ -209,18 +209,23 @@ def _check_attributes(op: BlockOp, where: str) -> None:
         raise GraphError(f"{where}: its map must be a tuple of labels")
     if any(isinstance(e, tuple) and len(e) < 2 for e in op.attributes.get("map", ())):
         raise GraphError(f"{where}: its map has a tuple of fewer than two labels; name the label")
-    if op.kind == LOAD and "table" in op.attributes:
-        _check_table(op, where)
-    elif op.kind == STORE and "table" in op.attributes:
-        raise GraphError(f"{where}: only a load goes through a table of pages")
+    if op.gathering is not None:
+        _check_through(op, where)
 
 
-def _check_table(op: BlockOp, where: str) -> None:
-    """Check a load through a table: ``table`` is a name, and the first two dimensions, sequences
-    and positions, have one label each."""
-    name, mapping = op.attributes["table"], op.attributes["map"]
+def _check_through(op: BlockOp, where: str) -> None:
+    """Check a load through a table or an index: there is one of them, which is a name. The first
+    two dimensions of sequences in pages have one label each."""
+    given, mapping = [k for k in THROUGH if k in op.attributes], op.attributes["map"]
+    if op.kind == STORE:
+        raise GraphError(f"{where}: only a load goes through a table of pages, or an index")
+    if len(given) > 1:
+        raise GraphError(f"{where}: it goes through {' and '.join(given)}; one of them")
+    name = op.attributes[given[0]]
     if not isinstance(name, str):
-        raise GraphError(f"{where}: table={name!r} must be the name of a tensor")
+        raise GraphError(f"{where}: {given[0]}={name!r} must be the name of a tensor")
+    if given[0] != "table":
+        return
     if len(mapping) < 2 or any(isinstance(e, tuple) for e in mapping[:2]):
         raise GraphError(
             f"{where}: through the table {name} its map must begin with the label of the sequences "
@@ -298,7 +303,7 @@ def _check_integer_operand(program: BlockProgram, op: BlockOp, where: str) -> No
     operator = lookup(op.kind)
     for k in operator.integers:
         source = program.ops[op.inputs[k]]
-        if source.kind != LOAD or "table" in source.attributes:
+        if source.kind != LOAD or source.gathering is not None:
             raise GraphError(
                 f"{where}: operand {k} (operation {op.inputs[k]}) must be a plain load of the "
                 f"{operator.counts}"
@@ -476,8 +481,8 @@ def _check_map(mu: MuGraph, program: BlockProgram, op: BlockOp, where: str) -> N
     if name not in mu.tensors:
         raise GraphError(f"{where}: tensor {name} is not described")
     shape = mu.tensors[name].shape
-    if "table" in op.attributes:
-        shape = _gathered(mu, op, where)
+    if (operator := op.gathering) is not None:
+        shape = _gathered(mu, op, operator, where)
     mapping: tuple[Any, ...] = op.attributes["map"]
     if len(shape) != len(mapping):
         raise GraphError(f"{where}: {name} has {len(shape)} dimensions, its map {len(mapping)}")
@@ -487,27 +492,28 @@ def _check_map(mu: MuGraph, program: BlockProgram, op: BlockOp, where: str) -> N
             raise GraphError(f"{where}: extent {d} of {name} is mapped to {entry} of extent {want}")
 
 
-def _gathered(mu: MuGraph, op: BlockOp, where: str) -> Shape:
-    """Shape of the tensor that a load gathers from pages."""
-    names = op.attributes["tensor"], op.attributes["table"]
+def _gathered(mu: MuGraph, op: BlockOp, operator: Operator, where: str) -> Shape:
+    """Shape of the tensor that a load gathers."""
+    names = op.tensors
     for name in names:
         if name not in mu.tensors:
             raise GraphError(f"{where}: tensor {name} is not described")
         if name not in mu.inputs:
-            raise GraphError(f"{where}: {name} is no input; pages and tables are")
+            raise GraphError(f"{where}: {name} is no input; pages and tables, rows and indices are")
     try:
-        return TABLE["gather_pages"].shape([mu.tensors[n].shape for n in names], {})
+        return operator.shape([mu.tensors[n].shape for n in names], {})
     except ShapeError as e:
         raise GraphError(f"{where}: load of {names[0]} through {names[1]}: {e}") from None
 
 
 def _check_integers(mu: MuGraph, step: KernelStep) -> None:
-    """Check that integers are operands of operators that take them, or tables; tables are int32."""
+    """Check that integers are operands of operators that take them, or what loads go through, in
+    the types that these take."""
     where, ops = f"muGraph, kernel {step.name}", step.program.ops
     for i, op in enumerate(ops):
         if op.kind not in (LOAD, STORE):
             continue
-        name, table = op.attributes["tensor"], op.attributes.get("table")
+        name, operator = op.attributes["tensor"], op.gathering
         uses = [(o, k) for o in ops for k, j in enumerate(o.inputs) if j == i]
         takers = [TABLE[o.kind] for o, k in uses if o.kind in TABLE and k in TABLE[o.kind].integers]
         dtype = mu.tensors[name].dtype
@@ -518,8 +524,15 @@ def _check_integers(mu: MuGraph, step: KernelStep) -> None:
                 raise GraphError(f"{where}: {taker.name} takes {allowed}, and {name} is {dtype}")
         if integers and (op.kind == STORE or len(takers) < len(uses)):
             raise GraphError(f"{where}: {name} is {dtype}, and only lengths, tables and labels are")
-        if table is not None and (mu.tensors[table].dtype != int32 or integers):
-            raise GraphError(f"{where}: the table {table} must be int32, the cache {name} must not")
+        if operator is None:
+            continue
+        through, allowed = op.tensors[1], " or ".join(d.name for d in operator.integer_types)
+        if integers or mu.tensors[through].dtype not in operator.integer_types:
+            of = "cache" if operator.through == "table" else "table"
+            raise GraphError(
+                f"{where}: the {operator.through} {through} must be {allowed}, the {of} {name} "
+                "must not"
+            )
 
 
 def _mapped_extent(program: BlockProgram, labels: tuple[str, ...], where: str) -> Any:

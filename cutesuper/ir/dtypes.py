@@ -55,7 +55,8 @@ int64 = DType("int64", 8, 63)
 
 #: element types of tensors between kernels and of all computed values
 ALL: dict[str, DType] = {d.name: d for d in (float16, bfloat16, float32)}
-#: operands of the operators that take lengths, tables or labels; nothing is computed in these
+#: operands of the operators that take lengths, tables, indices or labels; nothing is computed in
+#: these
 INTEGERS: dict[str, DType] = {d.name: d for d in (int32, int64)}
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -74,5 +75,5 @@ def as_dtype(value: Any) -> DType:
         return {**ALL, **INTEGERS}[name]
     raise DTypeError(
         f"dtype {shown(value)}: not supported; use one of {', '.join(ALL)}, or "
-        f"{' or '.join(INTEGERS)} for lengths, tables and labels"
+        f"{' or '.join(INTEGERS)} for lengths, tables, indices and labels"
     )

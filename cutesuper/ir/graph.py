@@ -35,7 +35,7 @@ class Node:
 
     @property
     def given(self) -> bool:
-        """True for inputs and what is put together from pages of inputs: no kernel computes it."""
+        """True for inputs and what is put together from parts of inputs: no kernel computes it."""
         return self.operator == INPUT or self.facets.gathers
 
 
@@ -129,7 +129,7 @@ class KernelGraph(NamedOperators):
             dims: extents; the first one may be a `Symbol` (``cs.symbol("M")``).
             dtype: fp16, bf16 or fp32, which may differ from input to input; int32 for lengths and
                 tables of pages (`length_mask`, `gather_pages`); int64 or int32 for labels (`pick`,
-                `label_weight`).
+                `label_weight`) and indices of rows (`take_rows`).
             name: for messages and drawings; default ``X``, ``W``, ... by position.
             constant: this tensor is not written while a kernel that reads it may be in flight, so a
                 kernel launched with ``dependent_launch=True`` may load it before its predecessor in
@@ -286,6 +286,8 @@ class KernelGraph(NamedOperators):
                     if op.composite
                     else g.apply(n.operator, *args, **attributes)
                 )
+                if op.stored:  # so that there is something to compute, and a place for a cut
+                    new[i] = g.convert(new[i], new[i].dtype)
                 if op.composite and n.dtype == float32:
                     g._widen(first)
         g.outputs = [new[i].index for i in self.outputs]
@@ -416,8 +418,8 @@ def _check_kinds(op: Operator, args: list[Tensor]) -> None:
         if k not in op.integers and t.dtype.integer:
             raise DTypeError(
                 f"{op.name}: operand {k}, {t!r}, is {t.dtype}, which only lengths (length_mask, "
-                "scaled_dot_product_attention), tables (gather_pages) and labels (pick, "
-                "label_weight, cross_entropy) are; use float16, bfloat16 or float32"
+                "scaled_dot_product_attention), tables (gather_pages), indices (take_rows) and "
+                "labels (pick, label_weight, cross_entropy) are; use float16, bfloat16 or float32"
             )
         if op.of_inputs and t.node.operator != INPUT:
             raise GraphError(

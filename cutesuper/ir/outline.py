@@ -113,8 +113,7 @@ def phrase(program: BlockProgram, index: int) -> str:
     op = program.ops[index]
     attributes = op.attributes
     if op.kind in (LOAD, STORE):
-        pages = f" through {attributes['table']}" if "table" in attributes else ""
-        return f"{op.kind} {attributes['tensor']}{pages}"
+        return f"{op.kind} {' through '.join(op.tensors)}"
     if op.kind in ENDING:
         verb = op.kind.removesuffix("_reduce")
         how = "rescaled sum" if op.rescaled else attributes["op"]

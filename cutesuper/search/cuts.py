@@ -7,7 +7,7 @@ The costs of kernels include storing and loading the tensors between them.
 
 A transpose is a view of another value, which costs nothing, unless it is to be stored
 (`Flat.copies`): then it is an operator like any other, fused or its own kernel. The result of
-``gather_pages`` is an input: kernels read it through the table.
+``gather_pages`` or ``take_rows`` is an input: kernels read it through the table or the index.
 
 before: ``softmax(X @ W)``, 6 operators; after: ``[matmul] [max, sub, exp, sum, div]``.
 """
@@ -21,12 +21,12 @@ from itertools import groupby, pairwise
 from math import inf
 from typing import Any, NamedTuple
 
-from cutesuper.egraph.labelled import Region, RegionOp, View
+from cutesuper.egraph.labelled import Region, RegionOp, TakenRows, View
 from cutesuper.errors import LoweringError, SearchError, frameless
-from cutesuper.ir.dims import extent, show_shape, size
+from cutesuper.ir.dims import Shape, extent, show_shape, size
 from cutesuper.ir.dtypes import DType, float16, float32
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import INPUT, Items, lookup
+from cutesuper.ir.operators.base import INPUT, Counts, Items, lookup
 from cutesuper.ir.relations import ordered
 from cutesuper.ir.rounding import comparisons, narrow
 from cutesuper.search.region import Way
@@ -42,13 +42,14 @@ MANY_OPERATORS = 24
 class Segment:
     """A region of a graph, and the names of the tensors that it reads and writes.
 
-    ``tables``: for each tensor that is read through a table of pages, the name of the table.
+    ``through``: for each tensor that is read through integers, their name: a table of pages, or an
+    index of rows.
     """
 
     region: Region
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    tables: tuple[str | None, ...]
+    through: tuple[str | None, ...]
 
 
 class Cut(NamedTuple):
@@ -186,17 +187,25 @@ class Flat:
         output = self._output(value)
         return self.fresh(f"t{value}") if output is None else self.fresh(f"out{output}")
 
-    def table_of(self, value: int) -> str | None:
-        """Name of the table through which a value is read; None if it does not lie in pages."""
+    def through(self, value: int) -> str | None:
+        """Name of the integers through which a value is read; None if it lies in one piece."""
         node = self.graph.nodes[value]
         return self.graph.nodes[node.inputs[1]].name if node.facets.gathers else None
 
     def page_of(self, value: int) -> int | None:
         """Number of positions in a page of such a value."""
         node = self.graph.nodes[value]
-        if not node.facets.gathers:
+        if node.facets.counts != Counts.PAGES or not node.given:
             return None
         return extent(self.graph.nodes[node.inputs[0]].shape[1])
+
+    def taken(self, value: int) -> tuple[Shape, Shape, DType] | None:
+        """Shape of the table and of the index, and type of the index, of rows of a table."""
+        node = self.graph.nodes[value]
+        if node.facets.counts != Counts.ROWS:
+            return None
+        table, index = (self.graph.nodes[j] for j in node.inputs)
+        return table.shape, index.shape, index.dtype
 
     def fresh(self, name: str) -> str:
         """The name, changed if an input has it already."""
@@ -311,10 +320,11 @@ class _SegmentBuilder:
             tuple(View(self.index[v.value], v.order) for v, _, _ in stored),
             tuple(dtype for _, _, dtype in stored),
             tuple((n, p) for n, v in enumerate(self.inputs) if (p := flat.page_of(v)) is not None),
+            tuple(TakenRows(n, *t) for n, v in enumerate(self.inputs) if (t := flat.taken(v))),
         )
         reads = tuple(flat.stored_as(v) for v in self.inputs)
-        tables = tuple(map(flat.table_of, self.inputs))
-        return Segment(region, reads, tuple(name for _, name, _ in stored), tables)
+        through = tuple(map(flat.through, self.inputs))
+        return Segment(region, reads, tuple(name for _, name, _ in stored), through)
 
     def _op(self, i: int) -> RegionOp:
         node = self.flat.graph.nodes[i]

@@ -174,12 +174,18 @@ def search_region(
 
 
 def tensors_of(region: Region) -> dict[str, TensorSpec]:
-    """The tensors of a region's programs: ``in0``, ``in1``, ..., then ``out0``, ``out1``, ..."""
+    """The tensors of a region's programs: ``in0``, ``in1``, ..., then ``out0``, ``out1``, ...; the
+    index through which ``in1`` is read is ``index1``, and ``in1`` is the table."""
     shapes = region.inputs + region.output_shapes
     names = [f"in{i}" for i in range(len(region.inputs))]
     names += [f"out{i}" for i in range(len(region.outputs))]
     dtypes = region.input_dtypes + region.output_dtypes
-    return {n: TensorSpec(n, s, t) for n, s, t in zip(names, shapes, dtypes, strict=True)}
+    specs = {n: TensorSpec(n, s, t) for n, s, t in zip(names, shapes, dtypes, strict=True)}
+    for t in region.taken:
+        name, index = f"in{t.input}", f"index{t.input}"
+        specs[name] = replace(specs[name], shape=t.table)
+        specs[index] = TensorSpec(index, t.index, t.index_dtype)
+    return specs
 
 
 def in_a_chain(region: Region, target: Target) -> bool:

@@ -494,9 +494,9 @@ def assemble(flat: Flat, cut: Cut) -> MuGraph:
         for p in way.partials:
             name = names[p.name] = flat.fresh(f"partial{len(tensors)}")
             tensors[name] = TensorSpec(name, _extents(way.programs[0], p.map), float32)
-        tables = {f"in{j}": name for j, name in enumerate(segment.tables) if name is not None}
+        through = {f"in{j}": name for j, name in enumerate(segment.through) if name is not None}
         for program in way.programs:
-            steps.append(KernelStep(f"k{len(steps)}", _renamed(program, names, tables)))
+            steps.append(KernelStep(f"k{len(steps)}", _renamed(program, names, through)))
         tensors |= _written(segment)
     inputs = tuple(graph.nodes[i].name for i in graph.inputs)
     outputs = tuple(flat.fresh(f"out{i}") for i in range(len(graph.outputs)))
@@ -515,15 +515,17 @@ def _extents(program: BlockProgram, mapping: Iterable[str]) -> tuple[Dim, ...]:
     )
 
 
-def _renamed(program: BlockProgram, names: dict[str, str], tables: dict[str, str]) -> BlockProgram:
-    """A program of a region on the graph's tensors; pages are read through their tables."""
+def _renamed(program: BlockProgram, names: dict[str, str], through: dict[str, str]) -> BlockProgram:
+    """A program of a region on the graph's tensors; pages are read through their tables, and rows
+    through their indices."""
 
     def rename(op: BlockOp) -> BlockOp:
         if op.kind not in (LOAD, STORE):
             return op
         tensor = op.attributes["tensor"]
-        pages = {"table": tables[tensor]} if tensor in tables else {}
-        return replace(op, attributes=op.attributes | {"tensor": names[tensor]} | pages)
+        how = "table" if op.gathering is None else op.gathering.through
+        integers = {how: through[tensor]} if tensor in through else {}
+        return replace(op, attributes=op.attributes | {"tensor": names[tensor]} | integers)
 
     return replace(program, ops=tuple(rename(op) for op in program.ops))
 

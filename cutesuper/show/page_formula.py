@@ -71,8 +71,8 @@ class _Formulas:
         """An expression and its precedence."""
         op = self.program.ops[i]
         if op.kind == LOAD:
-            table = op.attributes.get("table")
-            return f"{op.attributes['tensor']}{f'[{table}]' if table else ''}", ATOM
+            name, *through = op.tensors
+            return f"{name}{f'[{through[0]}]' if through else ''}", ATOM
         if op.kind == CONSTANT:
             return f"{op.attributes['value']:g}", ATOM
         args = [self._operand(j) for j in op.inputs]

@@ -21,7 +21,7 @@ from cutesuper.egraph.labelled import LabelledProgram, Region
 from cutesuper.egraph.saturate import Table
 from cutesuper.egraph.space import Space
 from cutesuper.errors import LoweringError, ScheduleError
-from cutesuper.ir.block import LOAD, BlockOp, BlockProgram, KernelStep, TensorSpec
+from cutesuper.ir.block import LOAD, NAMES, BlockOp, BlockProgram, KernelStep, TensorSpec
 from cutesuper.ir.definitions import definitions
 from cutesuper.ir.dims import Dim, Symbol, extent
 from cutesuper.ir.dtypes import as_dtype
@@ -94,6 +94,24 @@ class Pages(View):
 
 
 @dataclass(frozen=True)
+class Indexed(View):
+    """Rows of a table as the block program sees them through an index.
+
+    before: ``table[V, D]`` through ``index[M]``, mapped to ``(M, D)``; after: the labels M and D,
+    of which D has the stride of a row, and M stride 0: the index gives the places of the rows.
+
+    Attributes:
+        index: the view of the index.
+        count: number of rows of the table.
+        row_stride: distance between neighbouring rows, in elements.
+    """
+
+    index: View
+    count: int
+    row_stride: int
+
+
+@dataclass(frozen=True)
 class Output:
     """A stored tensor: an expression over a loop's accumulated values, values of rows, and
     loads."""
@@ -162,12 +180,27 @@ class Plan(ABC, Generic[Knobs]):
 
     @cached_property
     def moved_bytes(self) -> int:
-        """Bytes that device memory must read and write: each tensor once."""
-        return sum(prod(map(extent, a.shape)) * as_dtype(a.dtype).itemsize for a in self.arguments)
+        """Bytes that device memory must read and write: each tensor once, and of a table that is
+        read through an index the rows that are taken."""
+        taken = {
+            op.attributes["tensor"]: prod(extent(self.program.dims[d]) for d in op.dims)
+            for op in self.program.loads()
+            if "index" in op.attributes
+        }
+        return sum(
+            taken.get(a.name, prod(map(extent, a.shape))) * as_dtype(a.dtype).itemsize
+            for a in self.arguments
+        )
 
     def names(self, views: Iterable[View]) -> str:
         """The tensors behind some views, for a report."""
-        return ", ".join(self.arguments[v.argument].name for v in views)
+        return ", ".join(map(self._name, views))
+
+    def _name(self, view: View) -> str:
+        name = self.arguments[view.argument].name
+        if not isinstance(view, Indexed):
+            return name
+        return f"{name} through {self.arguments[view.index.argument].name}"
 
 
 @dataclass(frozen=True)
@@ -285,16 +318,18 @@ def arguments_of(step: KernelStep, tensors: dict[str, TensorSpec]) -> tuple[Argu
 
 
 def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
-    """A load's or store's view of its tensor; `Pages` for a load through a table."""
+    """A load's or store's view of its tensor; `Pages` for a load through a table, `Indexed` for one
+    through an index."""
     written = op.kind != LOAD
     index = next(
         i
         for i, a in enumerate(arguments)
         if a.name == op.attributes["tensor"] and a.written == written
     )
-    shape = arguments[index].shape
-    strides = [prod(extent(d) for d in shape[i + 1 :]) for i in range(len(shape))]
+    shape, strides = arguments[index].shape, _strides(arguments[index])
     mapping = op.attributes["map"]
+    if "index" in op.attributes:
+        return _indexed(index, op, arguments)
     paged = "table" in op.attributes
     first = 1 if paged else 0  # the table places sequences
     kept = [(d, s) for d, s in zip(mapping[first:], strides[first:], strict=True) if d is not None]
@@ -305,6 +340,28 @@ def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
     sequences, positions = mapping[:2]
     size = extent(shape[1])
     return Pages(index, labels, steps, table, sequences, positions, size, strides[0])
+
+
+def _strides(argument: Argument) -> list[int]:
+    """Distances between neighbours along each dimension of a compact tensor, in elements."""
+    return [prod(map(extent, argument.shape[i + 1 :])) for i in range(len(argument.shape))]
+
+
+def _indexed(table: int, op: BlockOp, arguments: tuple[Argument, ...]) -> Indexed:
+    """The view of a load of rows that an index names."""
+    name, mapping = op.attributes["index"], op.attributes["map"]
+    place = next(i for i, a in enumerate(arguments) if a.name == name)
+    rank, steps = len(arguments[place].shape), _strides(arguments[table])
+
+    def view(argument: int, given: list[tuple[str | None, int]]) -> View:
+        kept = [(d, s) for d, s in given if d is not None]
+        return View(argument, tuple(d for d, _ in kept), tuple(s for _, s in kept))
+
+    index = view(place, list(zip(mapping[:rank], _strides(arguments[place]), strict=True)))
+    row = view(table, list(zip(mapping[rank:], steps[1:], strict=True)))
+    labels, strides = (*index.labels, *row.labels), (*(0 for _ in index.labels), *row.strides)
+    count = extent(arguments[table].shape[0])
+    return Indexed(table, labels, strides, index, count, steps[0])
 
 
 def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule: Schedule) -> str:
@@ -321,7 +378,7 @@ def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule
     data = program_dict(program)
     data["dims"] = [[k, v["symbol"] if isinstance(v, dict) else v] for k, v in data["dims"]]
     for op in data["ops"]:
-        for tensor in {"tensor", "table"} & op[3].keys():
+        for tensor in op[3].keys() & NAMES:
             op[3][tensor] = names[op[3][tensor]]
     key = [data, shapes, schedule_dict(schedule)]
     if outside := definitions(op.kind for op in program.ops):

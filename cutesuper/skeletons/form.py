@@ -86,6 +86,15 @@ def needs_positions(region: Region) -> str | None:
     return None
 
 
+def check_index(region: Region) -> None:
+    """Check that no input is rows that an index names. Raises SearchError."""
+    for taken in region.taken:
+        raise SearchError(
+            f"input {taken.input} is rows that an index names, which only rows resident in a block "
+            "are loaded through; take the rows in a kernel before"
+        )
+
+
 def check_reductions(program: LabelledProgram, known: Collection[Monoid] = FOLDED) -> None:
     """Check that a kernel can combine all that is reduced. Raises SearchError."""
     for op in program.ops:

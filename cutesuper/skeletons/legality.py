@@ -54,6 +54,17 @@ def refuse_shared_dims(step: KernelStep) -> None:
             )
 
 
+def refuse_index(step: KernelStep) -> None:
+    """Refuse loads of rows that an index names. Raises LoweringError."""
+    for op in step.program.loads():
+        if "index" in op.attributes:
+            raise LoweringError(
+                f"kernel {step.name}, load of {op.attributes['tensor']} through the index "
+                f"{op.attributes['index']}: only a row kernel reads rows through an index; take "
+                "the rows before"
+            )
+
+
 def without_running_state(step: KernelStep, tensors: dict[str, TensorSpec]) -> KernelStep:
     """The kernel with guards that keep NaN out of rows that are hidden as a whole, for skeletons
     without running maxima and tables of pages; see `ir.unseen`. The attention loop has these rules

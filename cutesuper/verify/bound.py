@@ -196,8 +196,10 @@ class DegreeAlgebra:
         """Literal numbers: degree zero, unchanged by any draw of the inputs."""
         return Degree(dict(zip(names, numbers.shape, strict=True)))
 
-    def gather(self, x: Degree, table: Any, shape: tuple[int, ...]) -> Degree:
-        """Pages of an input: everywhere the degree of the cache."""
+    def gather(
+        self, x: Degree, integers: Any, operator: Operator, shape: tuple[int, ...]
+    ) -> Degree:
+        """Parts of an input: everywhere its degree."""
         return _spread(x, _sizes(shape))
 
     def without_q(self, x: Degree) -> Degree:

@@ -208,15 +208,17 @@ class FieldDomain(FieldAlgebra):
         known = x.masked or y.masked, x.positive and y.positive, x.flat or y.flat
         return self.max(FieldValue(("pair", *x.dims), stack(x.p, y.p), q, *known), ("pair",))
 
-    def gather(self, x: FieldValue, table: NDArray[np.int64], shape: tuple[int, ...]) -> FieldValue:
-        """Pages of x in the order of a table, as a tensor of this shape."""
+    def gather(
+        self, x: FieldValue, integers: NDArray[np.int64], operator: Operator, shape: tuple[int, ...]
+    ) -> FieldValue:
+        """Parts of x that integers name, as a tensor of this shape."""
 
-        def pages(r: Residues) -> Residues:
-            whole = r.reshape(-1, shape[1] // table.shape[1], *shape[2:])
-            return whole[table].reshape([n for n in shape if n != 1])
+        def gathered(r: Residues) -> Residues:
+            whole = r.reshape(-1, *operator.element(integers.shape, shape))
+            return whole[integers].reshape([n for n in shape if n != 1])
 
-        q = None if x.q is None else pages(x.q)
-        return x.like(names_of(shape), pages(x.p), q)
+        q = None if x.q is None else gathered(x.q)
+        return x.like(names_of(shape), gathered(x.p), q)
 
     def load(self, x: FieldValue, mapped: Sequence[Mapped], window: Window) -> FieldValue:
         """Tiles of a tensor; padding holds random residues."""

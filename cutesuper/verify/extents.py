@@ -14,10 +14,10 @@ from math import lcm, prod
 from typing import Any
 
 from cutesuper.errors import GraphError
-from cutesuper.ir.block import AxisKind, BlockProgram, MuGraph, mapped_labels
-from cutesuper.ir.dims import Dim, extent
+from cutesuper.ir.block import AxisKind, BlockOp, BlockProgram, MuGraph, mapped_labels
+from cutesuper.ir.dims import Dim, ceil_div, extent
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import INPUT, TABLE, lookup
+from cutesuper.ir.operators.base import INPUT, TABLE, Counts, lookup
 from cutesuper.ir.relations import Classes
 
 #: parts of an axis; 3 where an order or "all but one" could go unnoticed with 2
@@ -173,10 +173,10 @@ def _join_node(classes: Classes[_Node], graph: KernelGraph, i: int) -> None:
         if shapes[operand][e] != 1 and node.shape[d] != 1:
             classes.join(("s", i, d), ("s", node.inputs[operand], e))
 
-    if node.facets.gathers:  # the positions: see `_shared`
-        for d in range(2, rank):
-            join(d, 0, d)
-        join(0, 1, 0)
+    if node.facets.gathers:
+        for d in range(rank):
+            if (origin := node.facets.origin(d, len(shapes[1]))) is not None:
+                join(d, *origin)
         return
     if lookup(node.operator).integers:  # lengths have the first dimensions of the scores
         for k, s in enumerate(shapes):
@@ -207,14 +207,20 @@ def _join_mugraph(classes: Classes[_Node], graph: KernelGraph, mu: MuGraph) -> N
     # an intermediate may have an extent of 1 because an axis has one: it is still tried with more
     for k, step in enumerate(mu.steps):
         for op in (*step.program.loads(), *step.program.stores()):
-            name, table = op.attributes["tensor"], op.attributes.get("table")
             for d, entry in enumerate(op.attributes["map"]):
-                nodes = _nodes(step.program, k, entry)
-                if table is not None and d == 1:  # pages: see `_pages`
-                    continue
-                owner = table if table is not None and d == 0 else name
-                if len(nodes) < 2:  # the extents of several are multiplied in `_multiply`
-                    classes.join(("t", owner, d), nodes[0] if nodes else _ONE)
+                nodes, owner = _nodes(step.program, k, entry), _owner(mu, op, d)
+                # the extents of several are multiplied in `_multiply`, those of pages in `_pages`
+                if len(nodes) < 2 and owner is not None:
+                    classes.join(("t", *owner), nodes[0] if nodes else _ONE)
+
+
+def _owner(mu: MuGraph, op: BlockOp, d: int) -> tuple[str, int] | None:
+    """The tensor, and its dimension, that dimension d of a load or store is; None if its extent
+    follows from those of two tensors."""
+    if op.gathering is None:
+        return op.attributes["tensor"], d
+    origin = op.gathering.origin(d, len(mu.tensors[op.tensors[1]].shape))
+    return None if origin is None else (op.tensors[origin[0]], origin[1])
 
 
 def _nodes(program: BlockProgram, k: int, entry: Any) -> list[_Node]:
@@ -239,7 +245,7 @@ def _pages(
     """Positions of paged sequences: the positions of a page times the number of pages."""
     found: list[tuple[_Node, list[_Node]]] = []
     for i, n in enumerate(graph.nodes):
-        if n.facets.gathers:
+        if n.facets.counts == Counts.PAGES:
             cache, table = n.inputs
             found.append((("s", i, 1), [("s", cache, 1), ("s", table, 1)]))
     for k, step in enumerate(mu.steps):
@@ -260,15 +266,17 @@ def _pages(
 
 
 def _add_pages(classes: Classes[_Node], graph: KernelGraph, extents: dict[_Node, int]) -> None:
-    """Set the number of pages to that of all sequences plus one: then each has pages of its own."""
+    """Set the number of pages, or of a table's rows, to that of all that are named plus one: then
+    none is named twice."""
     for n in graph.nodes:
         if not n.facets.gathers:
             continue
         cache, table = n.inputs
-        pages = classes.find(("s", cache, 0))
+        pages, rank = classes.find(("s", cache, 0)), len(graph.nodes[table].shape)
         if pages != classes.find(_ONE):
-            used = prod(extents.get(classes.find(("s", table, d)), TILE) for d in range(2))
-            extents[pages] = max(extents.get(pages, 0), used + 1)
+            used = prod(extents.get(classes.find(("s", table, d)), TILE) for d in range(rank))
+            step = extents.get(pages, 1)  # the rows may have a label, whose axes divide them
+            extents[pages] = step * ceil_div(used + 1, step)
 
 
 def _solve(

@@ -1,8 +1,9 @@
-"""Integers in the verifier: lengths, tables of pages, labels.
+"""Integers in the verifier: lengths, tables of pages, indices of rows, labels.
 
-They are no field elements: positions are compared with lengths and labels, and tables give the
-places of elements, in every algebra. So they are plain numbers here, drawn anew in every trial, and
-an algebra only sees their effects: the elements that stay, and the pages that are read.
+They are no field elements: positions are compared with lengths and labels, and tables and indices
+give the places of elements, in every algebra. So they are plain numbers here, drawn anew in every
+trial, and an algebra only sees their effects: the elements that stay, and the pages and rows that
+are read.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from cutesuper.ir.operators.base import Counts, lookup
 
 #: the rows (odd or even ones) that have no label, in the trials in turn
 _TURNS = (0, 1, 1, 0, 1, 0)
+#: the role of an input that has several is the first of these
+_BY_RANK = (Counts.PAGES, Counts.ROWS, Counts.LABELS)
 #: largest distance of a tried length past the last column
 _BEYOND = 2
 
@@ -39,7 +42,7 @@ class Integers:
 
 
 def reads_integers(graph: KernelGraph) -> bool:
-    """True if some operator reads lengths, labels or tables."""
+    """True if some operator reads integers."""
     return any(lookup(n.operator).integers for n in graph.nodes)
 
 
@@ -59,7 +62,8 @@ def draw_integers(
     first sequence is whole in trial 2 and empty in trial 5. (Drawn at random, a causal mask was
     missed that shows in a whole sequence only: a sum over a row with anything hidden is -inf.)
 
-    Tables: no page occurs twice if there are enough, so that nothing is right by chance.
+    Tables and indices: no page or row occurs twice if there are enough, so that nothing is right by
+    chance. Every other index counts from the end; rows that do not exist have no value in a field.
 
     Labels: every other row has a column, different ones if there are enough; the others have an
     integer that is no label, is ignored, or is the last class. Rows take turns, out of step with
@@ -75,6 +79,8 @@ def draw_integers(
     count, (kind, top, outside) = prod(shape), _kind(graph, index)
     if kind == Counts.PAGES:
         found = _shuffled(rng, np.arange(top + 1), count)
+    elif kind == Counts.ROWS:
+        found = _shuffled(rng, np.arange(top + 1), count) - (top + 1) * (np.arange(count) % 2)
     elif kind == Counts.LABELS:
         found = _labels(rng, top, np.array(outside), count, seed[1])
     else:
@@ -102,8 +108,8 @@ def typical_integers(
 
 def _kind(graph: KernelGraph, index: int) -> tuple[Counts, int, tuple[int, ...]]:
     """The role of an integer input, its largest number that makes a difference, and for labels
-    the numbers that are none. An input in several roles is a table if it is one, so that pages
-    exist."""
+    the numbers that are none. An input in several roles is a table or an index if it is one, so
+    that pages and rows exist."""
     uses = [
         (n, lookup(n.operator), [graph.nodes[j].shape for j in n.inputs])
         for n in graph.nodes
@@ -111,7 +117,7 @@ def _kind(graph: KernelGraph, index: int) -> tuple[Counts, int, tuple[int, ...]]
         if n.inputs[k : k + 1] == (index,)
     ]
     kinds = {op.counts for _, op, _ in uses}
-    kind = next((c for c in (Counts.PAGES, Counts.LABELS) if c in kinds), Counts.LENGTHS)
+    kind = next((c for c in _BY_RANK if c in kinds), Counts.LENGTHS)
     uses = [u for u in uses if u[1].counts == kind]
     top = min((op.largest(s, n.attributes) for n, op, s in uses), default=0)
     if kind != Counts.LABELS:

@@ -168,7 +168,7 @@ class _Check:
         return given
 
     def _with_pages(self, given: Mapping[int, Any]) -> dict[int, Array]:
-        """The given values, and those gathered from pages; integers become ones, on which nothing
+        """The given values, and those gathered from them; integers become ones, on which nothing
         depends."""
         full = {
             i: np.ones((1, *x.data.shape)) if isinstance(x, Integers) else x
@@ -272,8 +272,10 @@ class _TrialDomain(TorchDomain):
     def finish(self, x: TorchValue, mapped: Sequence[Mapped]) -> TorchValue:
         return super().finish(x, [self._trials(x), *mapped])
 
-    def gather(self, x: TorchValue, table: NDArray[np.int64], shape: tuple[int, ...]) -> TorchValue:
-        return TorchValue((), x.data[:, torch.from_numpy(table)].reshape(-1, *shape))
+    def gather(
+        self, x: TorchValue, integers: NDArray[np.int64], operator: Operator, shape: tuple[int, ...]
+    ) -> TorchValue:
+        return TorchValue((), x.data[:, torch.from_numpy(integers)].reshape(-1, *shape))
 
     def mask(
         self, x: TorchValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator

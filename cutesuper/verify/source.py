@@ -94,7 +94,7 @@ def _apply(graph: KernelGraph, i: int, a: Any, args: list[Any]) -> Any:
     if operator.masks:
         return _mask(a, operator, args, shapes[0], node.attributes)
     if operator.gathers:
-        return a.gather(args[0], args[1].data, node.shape)
+        return a.gather(args[0], args[1].data, operator, node.shape)
     if operator.reduces:
         return _reduce(a, operator, args[0], shapes[0], node.attributes["dim"])
     if operator.contracts:

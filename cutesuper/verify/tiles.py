@@ -160,7 +160,7 @@ class BlockRun:
         self._cut = [frozenset(n) & set(self._step) for n in self._names]
         self._walks = self._group_accumulators() if self._step else {}
         self._memo: dict[int, tuple[Window, Any]] = {}
-        self._gathered: dict[tuple[str, str], Any] = {}
+        self._gathered: dict[tuple[str, ...], Any] = {}
 
     def run(self) -> dict[str, Any]:
         """The stored tensors by name.
@@ -264,19 +264,18 @@ class BlockRun:
         return x
 
     def _load(self, op: BlockOp, window: Window) -> Any:
-        name, table = _tensor(op), op.attributes.get("table")
-        for needed in (name, table):
-            if needed is not None and needed not in self.tensors:
+        for needed in op.tensors:
+            if needed not in self.tensors:
                 raise VerificationError(f"load: tensor {needed} does not exist")
-        mapped, x = self.layout.mapped(op), self.tensors[name]
+        mapped, x = self.layout.mapped(op), self.tensors[_tensor(op)]
         if isinstance(x, Integers):
             return _integer_tiles(x, mapped, window)
-        if table is not None:
-            if (name, table) not in self._gathered:
-                shape = tuple(m.extent for m in mapped)
-                pages = self.tensors[table].data
-                self._gathered[name, table] = self.a.gather(x, pages, shape)
-            x = self._gathered[name, table]
+        operator = op.gathering
+        if operator is not None:
+            if op.tensors not in self._gathered:
+                shape, integers = tuple(m.extent for m in mapped), self.tensors[op.tensors[1]].data
+                self._gathered[op.tensors] = self.a.gather(x, integers, operator, shape)
+            x = self._gathered[op.tensors]
         return self.a.load(x, mapped, window)
 
     def _mask(self, op: BlockOp, operator: Operator, args: list[Any], window: Window) -> Any:

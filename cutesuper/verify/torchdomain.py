@@ -120,10 +120,13 @@ class TorchDomain:
         """x: there is only one kind of number here."""
         return x
 
-    def gather(self, x: TorchValue, table: NDArray[np.int64], shape: tuple[int, ...]) -> TorchValue:
-        """Pages of x in the order of a table, as a tensor of this shape."""
-        pages = x.data[torch.from_numpy(table).to(x.data.device)]
-        return TorchValue(tuple(map(str, range(len(shape)))), pages.reshape(shape))
+    def gather(
+        self, x: TorchValue, integers: NDArray[np.int64], operator: Operator, shape: tuple[int, ...]
+    ) -> TorchValue:
+        """Parts of x that integers name, as a tensor of this shape."""
+        index = torch.from_numpy(integers).to(x.data.device)
+        found = operator.reference([x.data, index], {})
+        return TorchValue(tuple(map(str, range(len(shape)))), found.reshape(shape))
 
     def load(self, x: TorchValue, mapped: Sequence[Mapped], window: Window) -> TorchValue:
         """Tiles of a tensor, zero past its end."""

@@ -458,6 +458,18 @@ def _length_mask(d: Draw, op: Operator) -> None:
         d.step("softmax", y, dim=-1)
 
 
+@recipe("take_rows")
+def _take_rows(d: Draw, op: Operator) -> None:
+    rng = d.rng
+    rows, rest = rng.randint(2, 40), [rng.choice(d.pool) for _ in range(rng.choice((1, 1, 2)))]
+    shape = tuple(rng.choice((1, 3, 8)) for _ in range(rng.choice((1, 1, 2))))
+    table, index = (
+        d.source((rows, *rest)),
+        d.source(shape, "rows", rng.choice(("int64", "int32")), rows),
+    )
+    d.step("take_rows", table, index)
+
+
 @recipe("gather_pages")
 def _gather_pages(d: Draw, op: Operator) -> None:
     rng = d.rng

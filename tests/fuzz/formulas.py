@@ -179,6 +179,15 @@ def seen(shape: Any, lengths: Tensor, causal: bool) -> Tensor:
     return (torch.arange(columns) < ends).broadcast_to(shape)
 
 
+@formula("take_rows")
+def _take_rows(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    def taken(table: Tensor) -> Tensor:
+        rows = torch.stack([table[i] for i in args[1].flatten().tolist()])
+        return rows.reshape(*args[1].shape, *table.shape[1:])
+
+    return m.move(taken, args[0])
+
+
 @formula("gather_pages")
 def _gather_pages(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     table = args[1].long()

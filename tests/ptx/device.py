@@ -98,14 +98,20 @@ _MISSING = ("Stream", "CUDAGraph", "graph", "_sleep", "current_stream", "stream"
 
 
 def _allot(memory: Any, values: Sequence[Any]) -> list[Any]:
-    """Scratch memory of one call: zeros, or what shows if it is read before it is written."""
-    made: list[Any] = []
-    for need in memory._needs:
-        t = torch.zeros(need.elements(values), dtype=need.dtype)
-        if not need.zeroed:
-            t.fill_(torch.nan if t.is_floating_point() else torch.iinfo(t.dtype).max)
-        made.append(t)
-    return made
+    """Scratch memory of one call: the zeros that earlier calls left, or what shows if it is read
+    before it is written."""
+    lengths = tuple(n.elements(values) for n in memory._needs)
+    needs = list(zip(memory._needs, lengths, strict=True))
+    if lengths not in memory._kept:
+        zeros = [torch.zeros(m, dtype=n.dtype) for n, m in needs if n.zeroed]
+        memory._kept[lengths] = zeros, sum(z.nbytes for z in zeros)
+    zeroed = iter(memory._kept[lengths][0])
+    return [next(zeroed) if n.zeroed else _poisoned(m, n.dtype) for n, m in needs]
+
+
+def _poisoned(length: int, dtype: torch.dtype) -> Any:
+    return torch.full((length,), torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max,
+                      dtype=dtype)  # fmt: skip
 
 
 @contextlib.contextmanager

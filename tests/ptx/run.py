@@ -29,7 +29,7 @@ _FLAGS = ["-O2", "-march=native", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werr
 # ------------------------------------------------------------------------------------- decoding
 
 #: parts of names that do not change the value, or that the machine does not tell apart
-_IGNORED = re.compile(r"\.(rn|rna|rz|full|approx|uni|aligned|relaxed|relu)(?=\.|$)")
+_IGNORED = re.compile(r"\.(rn|rna|full|approx|uni|aligned|relaxed|relu)(?=\.|$)")
 _WIDTH = re.compile(r"\.[bsuf](\d+)$")
 _BYTES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "b32": 4, "u32": 4, "s32": 4,
           "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16}  # fmt: skip
@@ -164,6 +164,8 @@ def _mbarrier(i: Instruction, name: str) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _copy(i: Instruction, name: str) -> tuple[str, tuple[int, ...]] | None:
+    if name.startswith("cp.async.mbarrier.arrive.noinc"):
+        return "mbarrier.arrive", (0, 0)  # the copies of a thread are there at once
     if name.startswith("st.async"):
         vector = re.search(r"\.v(\d)\.", name)
         if not name.endswith(("b32", "u32", "s32", "f32")):
@@ -324,6 +326,9 @@ class Conditions:
     limit: int = 10**9
 
 
+USUAL = Conditions()
+
+
 @dataclass(frozen=True)
 class Launched:
     """One launch that the host code asked for."""
@@ -338,7 +343,7 @@ class Launched:
 
 def run_launch(
     kernel: Executable, launch: Launched, memory: Sequence[tuple[int, int, bool]],
-    conditions: Conditions = Conditions(),
+    conditions: Conditions = USUAL,
 ) -> int:  # fmt: skip
     """Run one launch; returns the number of instructions that warps ran.
 
@@ -407,16 +412,8 @@ class FakeDevice:
         contents = tuple(
             ctypes.string_at(arguments[k], size) for k, size in enumerate(self._parameters)
         )
-        self._launched.append(
-            Launched(
-                (n[0], n[1], n[2]),
-                (n[3], n[4], n[5]),
-                (n[6], n[7], n[8]),
-                shared,
-                bool(cooperative),
-                contents,
-            )  # fmt: skip
-        )
+        grid, block, cluster = (n[0], n[1], n[2]), (n[3], n[4], n[5]), (n[6], n[7], n[8])
+        self._launched.append(Launched(grid, block, cluster, shared, bool(cooperative), contents))
         return 0
 
     def launches(self, artifact: Any, arguments: Sequence[Any]) -> list[Launched]:
@@ -455,6 +452,7 @@ def fake_device() -> FakeDevice:
 
 
 __all__ = [
+    "USUAL",
     "Conditions",
     "Executable",
     "Launched",

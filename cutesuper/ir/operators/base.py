@@ -2,7 +2,7 @@
 
 A new operator is one class: here, in `pointwise` (of one number), `select` (comparisons and
 choices), `reduce` (sums, maxima, products of matrices), `layout` (transpose, concatenation, mask),
-`index` (lengths, pages, labels) or `composite`, modules of this package. Its facets:
+`index` (lengths, pages, indices of rows, labels) or `composite`, modules of this package. Facets:
 
 * ``shape``      the shape rule (and the errors a user sees),
 * ``reference``  the result of PyTorch, in the element type of its arguments,
@@ -55,6 +55,7 @@ class Counts(StrEnum):
 
     LENGTHS = "lengths"  # of sequences: how many columns are seen
     PAGES = "pages"  # a table: which page of a cache
+    ROWS = "indices"  # of rows: which row of a table
     LABELS = "labels"  # of classes: one column
 
 
@@ -124,6 +125,11 @@ class Operator:
     counts: ClassVar[Counts | None] = None
     #: takes only inputs of the graph, as the integer operands of any operator do
     of_inputs: ClassVar[bool] = False
+    #: for operators that put parts of an input together: the attribute of a load that names the
+    #: integers which say where the parts lie
+    through: ClassVar[str | None] = None
+    #: for such operators: a kernel may store what they put together
+    stored: ClassVar[bool] = False
 
     @property
     def sums(self) -> bool:
@@ -162,8 +168,23 @@ class Operator:
 
     @property
     def gathers(self) -> bool:
-        """True if it puts sequences together from pages that a table names."""
-        return self.counts == Counts.PAGES
+        """True if it puts parts of an input together, pages or rows, that integers name."""
+        return self.through is not None
+
+    def origin(self, dim: int, rank: int) -> tuple[int, int] | None:
+        """The operand, and its dimension, that a dimension of the result is (operators that gather
+        only); None if its extent follows from both operands.
+
+        Args:
+            dim: of the result.
+            rank: number of dimensions of the integers.
+        """
+        raise NotImplementedError
+
+    def element(self, index: Shape, result: Shape) -> Shape:
+        """Shape of what one integer names (operators that gather only), from the shapes of the
+        integers and of the result."""
+        raise NotImplementedError
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         """Shape of the result. Raises ShapeError."""

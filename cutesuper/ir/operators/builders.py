@@ -199,6 +199,16 @@ class NamedOperators:
         """
         return self.apply("gather_pages", cache, table)
 
+    def take_rows(self, table: Tensor, index: Tensor) -> Tensor:
+        """Rows of a table, as of an embedding: ``table[index]``, ``[*index, ...]``.
+
+        Args:
+            table: an input ``[V, ...]`` of at least two dimensions; V is a number.
+            index: an int64 or int32 input of any rank. From -V to -1 it counts from the end; an
+                index that is no row gives NaN, and nothing is read outside of the table.
+        """
+        return self.apply("take_rows", table, index)
+
     def scaled_dot_product_attention(
         self,
         query: Tensor,

@@ -1,8 +1,10 @@
-"""Operators with an integer operand: lengths of sequences, tables of pages, labels of classes.
+"""Operators with an integer operand: lengths of sequences, tables of pages, indices of rows, labels
+of classes.
 
 The first two serve a cache of keys and values: every sequence of a batch has its own length, and
-its keys may lie in pages anywhere in memory (arXiv:2309.06180). Labels select the log-probability
-that a cross entropy takes from each row. See `cutesuper.ir.operators.base`.
+its keys may lie in pages anywhere in memory (arXiv:2309.06180). Indices name rows of a table, as of
+an embedding. Labels select the log-probability that a cross entropy takes from each row. See
+`cutesuper.ir.operators.base`.
 """
 
 from __future__ import annotations
@@ -120,19 +122,28 @@ class LengthMask(Operator):
         return opaque(self.name, a, args, {**attributes, "lengths": args[1]})
 
 
+class _Gather(Operator):
+    """Parts of an input put together as integers say. Nothing is copied: users of the result read
+    the input through the integers."""
+
+    arity = 2
+    integers: ClassVar[tuple[int, ...]] = (1,)
+    of_inputs = True
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return 0.0
+
+
 @operator
-class GatherPages(Operator):
+class GatherPages(_Gather):
     """Sequences put together from pages: cache[pages, P, ...], table[B, n] -> [B, n * P, ...].
 
-    Element ``[b, s, ...]`` of the result is ``cache[table[b, s // P], s % P, ...]``. Nothing is
-    copied: users of the result read the cache through the table.
+    Element ``[b, s, ...]`` of the result is ``cache[table[b, s // P], s % P, ...]``.
     """
 
     name = "gather_pages"
-    arity = 2
-    integers: ClassVar[tuple[int, ...]] = (1,)
     counts = Counts.PAGES
-    of_inputs = True
+    through = "table"
 
     def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
         cache, table = shapes
@@ -159,12 +170,72 @@ class GatherPages(Operator):
             "gathered tensor as an input"
         )
 
-    def flops(self, shapes: list[Shape], result: Shape) -> float:
-        return 0.0
+    def origin(self, dim: int, rank: int) -> tuple[int, int] | None:
+        return {0: (1, 0), 1: None}.get(dim, (0, dim))
+
+    def element(self, index: Shape, result: Shape) -> Shape:
+        return (extent(result[1]) // extent(index[1]), *result[2:])
 
 
-#: element types of labels: PyTorch's are int64
+#: element types of labels and of indices: PyTorch's are int64
 _LABELS: tuple[DType, ...] = (int64, int32)
+
+
+@operator
+class TakeRows(_Gather):
+    """Rows of a table by an index: table[V, ...], index[...] -> [*index, *rest of the table].
+
+    Element ``[i, ...]`` of the result is ``table[index[i], ...]``, for an index of any rank.
+    Indices from -V to -1 count from the end, as in PyTorch's ``table[index]``. Any other integer
+    that is no row gives a row of NaN: nothing is read outside of the table.
+    """
+
+    name = "take_rows"
+    integer_types = _LABELS
+    counts = Counts.ROWS
+    through = "index"
+    stored = True
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        table, index = shapes
+        call = show_call(self.name, shapes)
+        if len(table) < 2:
+            raise ShapeError(f"{call}: a table is [rows, elements of a row]")
+        if isinstance(table[0], Symbol):
+            raise ShapeError(
+                f"{call}: the number of rows of a table, {table[0]}, must be known before the "
+                "call; use a number in place of the symbol"
+            )
+        if not index:
+            raise ShapeError(f"{call}: an index has a dimension; give it one of extent 1")
+        return (*index, *table[1:])
+
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+        return extent(shapes[0][0]) - 1
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        import torch
+
+        table, index = args
+        count = table.shape[0]
+        known = (index >= -count) & (index < count)
+        rows = table[torch.where(known, index, 0).long()]
+        return rows.masked_fill(~known.reshape(*known.shape, *[1] * (table.dim() - 1)), torch.nan)
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        raise GraphError(
+            f"derivative of take_rows({args[0]!r}): the gradient of a table would add up the rows "
+            "of equal indices, which no operator does; leave it out of wrt, or pass the rows that "
+            "are taken as an input"
+        )
+
+    def origin(self, dim: int, rank: int) -> tuple[int, int] | None:
+        return (1, dim) if dim < rank else (0, dim - rank + 1)
+
+    def element(self, index: Shape, result: Shape) -> Shape:
+        return result[len(index) :]
 
 
 @operator

@@ -22,8 +22,8 @@ from cutesuper.skeletons.attention.schedule import AttentionSchedule, scheduled
 from cutesuper.skeletons.attention.sizes import attention_sizes
 from cutesuper.skeletons.base import Plan, Skeleton
 from cutesuper.skeletons.cost import Setting, Sized
-from cutesuper.skeletons.form import Form, needs_positions
-from cutesuper.skeletons.legality import is_chained
+from cutesuper.skeletons.form import Form, check_index, needs_positions
+from cutesuper.skeletons.legality import is_chained, refuse_index
 from cutesuper.targets import Target
 
 
@@ -42,6 +42,7 @@ class Attention(Skeleton):
         positions = needs_positions(region) is not None
         if not products or (positions and not are_chained(program)):
             return None
+        check_index(region)
         return attention_form(region, program, products)
 
     def prepared(self, program: LabelledProgram, form: Any) -> Space | None:
@@ -65,6 +66,7 @@ class Attention(Skeleton):
 
     def plan(self, step: KernelStep, setting: Setting, schedule: Any) -> Plan[Any]:
         """Recognise the roles and choose a schedule; sizes are held to the same limits."""
+        refuse_index(step)
         target, plan = setting.target, recognized(step, setting)
         plan = scheduled(plan, target) if schedule is None else replace(plan, schedule=schedule)
         if limit := exceeded(plan, target):

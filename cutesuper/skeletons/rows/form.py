@@ -25,7 +25,7 @@ from cutesuper.ir.block import CLUSTER_REDUCE, GRID_REDUCE, STORE, AxisKind, Blo
 from cutesuper.ir.check import check_block_program
 from cutesuper.ir.dims import Symbol, extent
 from cutesuper.ir.operators.monoid import SUM
-from cutesuper.skeletons.form import ALIGN
+from cutesuper.skeletons.form import ALIGN, check_index
 from cutesuper.skeletons.rows.roles import row_label
 from cutesuper.skeletons.rows.schedule import LARGE, MAX_ROW
 from cutesuper.skeletons.rows.settings import SETTINGS, stage_limit
@@ -169,6 +169,7 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     beside = bool(reduced) and not counted <= set(reduced)
     must = len(reduced) > 1 or symbolic or beside
     if must or any(extent(n) > MAX_COLUMN for n in summed):
+        check_index(region)
         try:
             return persistent_form(region, program, target)
         except SearchError:
@@ -188,6 +189,8 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
     if not counted <= {row}:
         raise SearchError(f"positions along {shown(sorted(counted))}, and rows run along {row}")
     clustered = bool(reduced) and _exceeds_a_block(program, row)
+    if clustered or counted:
+        check_index(region)
     if (clustered or counted) and len(program.dims) == 1:
         why = "long" if clustered else "with positions"
         raise SearchError(
@@ -196,7 +199,7 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
         )
     if clustered:
         check_cluster_row(program, row)
-    better = bool(reduced) and _better_in_a_cluster(program, row, target)
+    better = bool(reduced) and not region.taken and _better_in_a_cluster(program, row, target)
     return RowForm(row, bool(reduced), clustered or better)
 
 

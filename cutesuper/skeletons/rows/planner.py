@@ -13,6 +13,7 @@ from cutesuper.ir.block import ENDING, LOAD, STORE, Axis, AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, ceil_div, extent
 from cutesuper.skeletons.base import Argument, View, arguments_of, view_of
 from cutesuper.skeletons.cost import Setting
+from cutesuper.skeletons.legality import refuse_index
 from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
 from cutesuper.skeletons.rows.roles import (
     check_symbols,
@@ -71,6 +72,7 @@ def _views(
 def frame(step: KernelStep, setting: Setting) -> RowLoopPlan:
     """The plan of a row loop before its knobs are chosen: the roles of the operations, the same at
     all extents of a structure. Raises LoweringError."""
+    refuse_index(step)
     program, where = step.program, f"kernel {step.name}"
     arguments = arguments_of(step, setting.tensors)
     column = loop_column(program, *_views(program, arguments), where)

@@ -502,6 +502,30 @@ class Builder:
             self.operands.append(Given(node, slots, torch.int32, None, (offset, most)))
         return self._inputs[key]
 
+    def index(self, node: fx.Node, operand: Any) -> tuple[Tensor, Slots]:
+        """An input of integers, as they are, with its slots. Raises Unsupported if they are made
+        from others in the region."""
+        source = self.of(operand).source
+        if source is None:
+            raise Unsupported(node, "takes an index that is computed beside it")
+        t = fake(source)
+        slots, read = (self.groups(self.value(n).present()) for n in (source, operand))
+        if copied_order(t) != list(range(t.dim())) or set(slots) != set(read):
+            raise Unsupported(node, "takes an index that is stored in another order")
+        slots = slots or (None,)
+        key = (source, "index", slots)
+        if key not in self._inputs:
+            self._inputs[key] = self.g.new_input(self._shape_of(slots), t.dtype)
+            self.operands.append(Given(source, slots, t.dtype))
+        return self._inputs[key], slots
+
+    def read(self, node: fx.Node, operand: Any, slots: Slots) -> Tensor:
+        """An input with these slots, as it lies in memory. Raises Unsupported for anything else."""
+        x = self.tensor(node, operand, slots)
+        if x.node.operator != INPUT:
+            raise Unsupported(node, "takes rows of what is computed, or stored in another order")
+        return x
+
     def _type_of(self, t: torch.Tensor) -> torch.dtype:
         """The element type in which a kernel reads a tensor; that of a condition does not change
         the type of the numbers that it meets."""

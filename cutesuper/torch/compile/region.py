@@ -19,7 +19,7 @@ from torch import fx
 from cutesuper.errors import CutesuperError
 from cutesuper.ir.dims import Symbol
 from cutesuper.ir.graph import KernelGraph, Tensor
-from cutesuper.ir.operators.base import CONSTANT, INPUT
+from cutesuper.ir.operators.base import CONSTANT, INPUT, Counts
 from cutesuper.ir.subgraph import only
 from cutesuper.pipeline import check_definition
 from cutesuper.torch.compile.factored_dims import Extent, Mismatch, equal, extent_of, leaves
@@ -133,7 +133,12 @@ class Region:
     def reduces(self) -> bool:
         """True if it does more than element-wise work."""
         computed = (n.facets for n in self.graph.nodes if n.operator != INPUT)
-        return any(not (f.elementwise or f.permutes) for f in computed)
+        return any(not (f.elementwise or f.permutes or f.gathers) for f in computed)
+
+    @property
+    def takes_rows(self) -> bool:
+        """True if it takes rows of tables, which then get no gradient."""
+        return any(n.facets.counts == Counts.ROWS for n in self.graph.nodes)
 
     @property
     def place(self) -> str:

@@ -33,6 +33,12 @@ class Entry:
 
     changes: ClassVar[bool] = False
 
+    def knows(self, node: fx.Node, a: Arguments) -> bool:
+        """False for arguments with which no kernel graph has the operator, so that it is as one
+        without an entry."""
+        del node, a
+        return True
+
     def free(self, a: Arguments) -> bool:
         """True if the operator computes nothing (a view, a cast), so that its readers see through
         it."""
@@ -52,7 +58,7 @@ class Entry:
 _TABLE: dict[str, Entry] = {}
 
 #: the modules that define entries
-_MODULES = ("pointwise", "products", "reducing", "views")
+_MODULES = ("gathers", "pointwise", "products", "reducing", "views")
 
 
 _Class = TypeVar("_Class", bound=Entry)
@@ -185,7 +191,8 @@ def entry_of(node: fx.Node) -> Entry | None:
         if isinstance(node.target, torch._ops.OpOverload)
         else (getattr(node.target, "__name__", ""))
     )
-    return _find(name)
+    entry = _find(name)
+    return entry if entry is not None and entry.knows(node, arguments_of(node)) else None
 
 
 def is_free(node: fx.Node) -> bool:

@@ -152,6 +152,7 @@ class _Tracer:
             arguments,
             names,
             specs.range_constraints,
+            any(r.takes_rows for r in regions),
         )
 
     def _kernel_of(self, region: Region) -> Kernel:

@@ -65,6 +65,7 @@ class Trace:
         arguments: nodes that stand for the arguments.
         names: of those by name, in their order.
         ranges: of extents that may differ.
+        takes_rows: whether its kernels take rows of tables; those tables get no gradient.
     """
 
     module: fx.GraphModule
@@ -76,6 +77,7 @@ class Trace:
     arguments: tuple[fx.Node, ...]
     names: tuple[str, ...]
     ranges: Mapping[Any, Any]
+    takes_rows: bool
 
     def __call__(self, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Any:
         """Run the traced program.
@@ -203,6 +205,8 @@ class TracedProgram:
             trace = known.get(state)
             if trace is None:
                 watch, trace = self._again(watch, state, leaves)
+            if trace.takes_rows and torch.is_grad_enabled():
+                watch, trace = self._recording(watch, trace, state, leaves)
             self._latest = trace
             if trace.undifferentiable and torch.is_grad_enabled():
                 self._refuse_gradients(trace, (*given, *trace.read(watch.tensors)))
@@ -246,8 +250,23 @@ class TracedProgram:
 
     # ------------------------------------------------------------------------------------- tracing
 
-    def _again(self, watch: Watch, state: Any, leaves: Sequence[Any]) -> tuple[Watch, Trace]:
-        """A trace for a call that has none yet."""
+    def _recording(
+        self, watch: Watch, trace: Trace, state: Any, leaves: Sequence[Any]
+    ) -> tuple[Watch, Trace]:
+        """The trace for a call that records gradients of these tensors: PyTorch takes the rows of
+        tables among them, since no kernel adds up rows."""
+        tensors = (*self._border.tensors(leaves), *watch.tensors)
+        recorded = tuple(t.requires_grad for t in tensors)
+        if not any(recorded):
+            return watch, trace
+        found = self._traces.get(watch.facts, {}).get((state, recorded))
+        return (watch, found) if found else self._again(watch, state, leaves, recorded)
+
+    def _again(
+        self, watch: Watch, state: Any, leaves: Sequence[Any], recorded: tuple[bool, ...] = ()
+    ) -> tuple[Watch, Trace]:
+        """A trace for a call that has none yet; ``recorded``: see `_recording`."""
+        state = (state, recorded) if recorded else state
         with self._lock:
             found = self._traces.get(watch.facts, {}).get(state)
             if found is not None:
@@ -257,7 +276,8 @@ class TracedProgram:
             other = self._border.symbolic and not watch.measures
             shapes = [shape for _, shape in self._border.kinds] if other else []
             watch, trace = self._traced(watch, args, kwargs, shapes)
-            self._keep(watch, state_of(self._border.tensors(leaves), watch), trace)
+            state = state_of(self._border.tensors(leaves), watch)
+            self._keep(watch, (state, recorded) if recorded else state, trace)
             return watch, trace
 
     def _check_count(self, watch: Watch) -> None:

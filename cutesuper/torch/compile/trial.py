@@ -15,7 +15,8 @@ import torch
 from torch import fx
 from torch.nn import functional
 
-from cutesuper.ir.dims import Symbol
+from cutesuper.ir.dims import Symbol, extent
+from cutesuper.ir.operators.base import Counts
 from cutesuper.ir.relations import ordered
 from cutesuper.torch.compile.internals import hint_of
 from cutesuper.torch.compile.length_masks import makers, mask_of
@@ -112,10 +113,22 @@ class Sample:
         generator = torch.Generator(device).manual_seed(seed)
         lengths = [(o.node, *o.lengths) for o in self._alone[1].inputs if o.lengths]
         ranges = {n: (1 - offset, most - offset) for n, offset, most in lengths}
+        ranges |= self._rows()
         return [
             _drawn(n.meta["val"], scales.get(n, 1.0), generator, positive, ranges.get(n, (0, 1)))
             for n in self.sources
         ]
+
+    def _rows(self) -> dict[fx.Node, tuple[int, int]]:
+        """The first and the last row that each index may name."""
+        region, found = self._alone[1], dict[fx.Node, tuple[int, int]]()
+        for n in region.graph.nodes:
+            if n.facets.counts == Counts.ROWS:
+                table, index = n.inputs
+                last = extent(region.graph.nodes[table].shape[0]) - 1
+                node = region.inputs[region.graph.inputs.index(index)].node
+                found[node] = (0, min(last, found.get(node, (0, last))[1]))
+        return found
 
     def difference(self, seed: int = 0) -> str | None:
         """The error in the kernels' results as text, or None.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.memory
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
+from cutlass.cutlass_dsl import select_
 
 from cutesuper.device.fragments import NEUTRAL, combine, fragment, packed, reduced, stored, widen
 from cutesuper.device.launch import start_successor, wait_for_predecessor
@@ -17,7 +19,7 @@ from cutesuper.device.memory import element, neighbours, one, put
 from cutesuper.ir.block import LOAD
 from cutesuper.ir.dims import ceil_div, extent
 from cutesuper.ir.operators.base import lookup
-from cutesuper.skeletons.base import View
+from cutesuper.skeletons.base import Indexed, View
 from cutesuper.skeletons.kernel.arguments import Extents, dtype_of
 from cutesuper.skeletons.rows.plan import RowPlan
 
@@ -194,6 +196,18 @@ class RowKernel:
     ) -> None:
         """Read a row; elements past its end are not used, and are read from its last access."""
         base = tensors[view.argument].iterator + self.offset(view, tensors, row)
+        if not isinstance(view, Indexed):
+            self.read_from(base, view, first, registers)
+        elif self.plan.column in view.index.labels:
+            self.read_each(base, view, tensors, row, first, registers)
+        else:
+            place, known = self.place(view, tensors, row)
+            place = cute.assume(place, divby=math.gcd(self.vector, view.row_stride))
+            self.read_from(base + place, view, first, registers)
+            self.keep_known(known, registers)
+
+    def read_from(self, base: cute.Pointer, view: View, first: Any, registers: cute.Tensor) -> None:
+        """Read a row from its first element on."""
         if self.plan.column not in view.labels:
             registers[0] = one(base + 0)[0]
             return
@@ -202,6 +216,45 @@ class RowKernel:
             if self.ragged:
                 at = cutlass.min(at, self.length - self.vector)
             self.read(view, base, at, registers[None, c])
+
+    def read_each(
+        self,
+        base: cute.Pointer,
+        view: Indexed,
+        tensors: list[cute.Tensor],
+        row: Any,
+        first: Any,
+        registers: cute.Tensor,
+    ) -> None:
+        """Read a row of which every element has an index of its own."""
+        for c in range(self.chunks):
+            at = first + c * (self.lanes * self.vector)
+            if self.ragged:
+                at = cutlass.min(at, self.length - self.vector)
+            for e in range(self.vector):
+                place, known = self.place(view, tensors, row, at + e)
+                found = one(registers.iterator + (e + c * self.vector))
+                found[0] = one(base + place)[0]
+                self.keep_known(known, found)
+
+    def place(
+        self, view: Indexed, tensors: list[cute.Tensor], row: Any, column: Any = 0
+    ) -> tuple[Any, Any]:
+        """Offset in elements of what an index names, counted from the end if it is below 0, and
+        true if the table has it; the offset of the first row if it has not."""
+        first = self.offset(view.index, tensors, row)
+        at = first + column * view.index.stride(self.plan.column)
+        index = one(tensors[view.index.argument].iterator + at)[0]
+        known = (index >= -view.count) & (index < view.count)
+        inside = Int32(select_(known, Int32(index), Int32(0)))
+        inside = Int32(select_(inside < 0, inside + view.count, inside))
+        return Int64(inside) * view.row_stride, known
+
+    @cute.jit
+    def keep_known(self, known, registers):
+        """NaN in place of the elements of a row that does not exist."""
+        if not known:
+            registers.fill(float("nan"))
 
     def load(
         self,
