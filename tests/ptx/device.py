@@ -77,6 +77,16 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
+_real_generator = torch.Generator
+
+
+class _Generator:
+    """Makes generators of the CPU, whatever device they are asked for."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _real_generator(_on_cpu(device))
+
+
 def _missing(name: str) -> Any:
     def skip(*args: Any, **kwargs: Any) -> Any:
         del args, kwargs
@@ -128,10 +138,7 @@ def emulated_gpu() -> Iterator[None]:
         for name in _MISSING:
             stack.enter_context(patch.object(torch.cuda, name, _missing(name)))
         stack.enter_context(patch.object(torch.cuda, "device", lambda d: contextlib.nullcontext()))
-        generator = torch.Generator
-        stack.enter_context(
-            patch.object(torch, "Generator", lambda device="cpu": generator(_on_cpu(device)))
-        )
+        stack.enter_context(patch.object(torch, "Generator", _Generator))
         stack.enter_context(patch.object(torch._C, "_cuda_getDevice", lambda: None, create=True))
         functions = property(lambda variant: tuple(Emulated(s) for s in variant.steps))
         stack.enter_context(patch.object(Variant, "functions", functions))
