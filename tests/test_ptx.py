@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.ptx.run import Conditions, Launched, PtxError, executable, run_launch
+from tests.ptx.run import Conditions, Launched, PtxError, TooLarge, executable, run_launch
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
@@ -35,10 +35,13 @@ HEADER = """
     add.s64 %rd5, %rd2, %rd3;
 """
 
+#: of runs that say nothing of an order
+ANYHOW = Conditions()
+
 
 def run(
     body: str, x: np.ndarray, y: np.ndarray, *, threads: int = 128, grid: int = 1, cluster: int = 1,
-    shared: int = 65536, conditions: Conditions = Conditions(),
+    shared: int = 65536, conditions: Conditions = ANYHOW,
 ) -> np.ndarray:  # fmt: skip
     """Run a kernel on x and y, of which it may write y; returns y."""
     tensors = [np.ascontiguousarray(x), np.ascontiguousarray(y)]
@@ -72,6 +75,13 @@ ELEMENTWISE = [
     ("cvt.rn.bf16x2.f32 %r6, %r4, %r4; mov.b32 {%rs1, _}, %r6; cvt.f32.bf16 %r5, %rs1;",
      lambda x: x),
     ("cvt.rzi.s32.f32 %r6, %r4; cvt.rn.f32.s32 %r5, %r6;", np.trunc),
+    # 2^23 has no room for a fraction: what is left is the floor, as exp of the compiler uses it
+    ("fma.rm.f32 %r6, %r4, 0f3F800000, 0f4B400000; sub.f32 %r5, %r6, 0f4B400000;", np.floor),
+    ((".local .align 4 .b8 mine[8]; mov.b64 %rd6, mine; st.local.b32 [%rd6+4], %r4; bar.sync 0;"
+     "ld.local.b32 %r5, [%rd6+4];"), lambda x: x),
+    (("cvt.rzi.s32.f32 %r6, %r4; cvt.s64.s32 %rd6, %r6; cvt.rn.f64.s64 %rd7, %rd6;"
+     "mul.f64 %rd8, %rd7, 0d3FE0000000000000; cvt.rn.f32.f64 %r5, %rd8;"),
+     lambda x: np.trunc(x) / 2),
 ]  # fmt: skip
 
 
@@ -82,6 +92,25 @@ def test_elementwise(text: str, value: Any) -> None:
     np.testing.assert_allclose(
         run(body, x, zeros()), value(x), rtol=1e-2 if "bf16" in text else 1e-6
     )
+
+
+def test_sums_take_the_carry_of_another_one() -> None:
+    """x 2^31 + 2^31 for x = tid - 64 modulo 2^32, in two words of which the upper is stored."""
+    body = """
+    sub.s32 %r6, %r1, 64;
+    mad.lo.cc.u32 %r7, %r6, -2147483648, -2147483648;
+    madc.hi.u32 %r8, %r6, -2147483648, 0;
+    st.global.b32 [%rd5], %r8;
+    """
+    x = (np.arange(128).astype(np.uint32) - np.uint32(64)).astype(object)
+    found = run(body, vector(), np.zeros(128, np.uint32))
+    np.testing.assert_array_equal(found, (x * 2**31 + 2**31) // 2**32)
+
+
+def test_launches_beyond_the_limit_are_told_apart() -> None:
+    spin = "AGAIN: st.global.b32 [%rd5], %r1; bra AGAIN;"
+    with pytest.raises(TooLarge, match=r"too many instructions.*AGAIN"):
+        run(spin, vector(), zeros(), conditions=Conditions(limit=5000))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -152,22 +181,26 @@ def test_a_wait_for_the_wrong_phase_reads_too_early() -> None:
 BAD = {
     "past the end": ("st.global.b32 [%rd5+4], %r1;", "512 bytes from the beginning of tensor 1"),
     "an input": ("st.global.b32 [%rd4], %r1;", "tensor 0, which is an input"),
+    "another thread's memory": (
+        ".local .align 4 .b8 mine[8]; mov.b64 %rd6, mine; ld.local.b32 %r4, [%rd6+8];",
+        "byte 8 of local memory, of which there are 8",
+    ),
     "nowhere": ("mov.b64 %rd6, 64; ld.global.b32 %r4, [%rd6];", "outside of all tensors"),
     "misaligned": ("ld.global.b32 %r4, [%rd4+2];", "address .* for 4 bytes"),
     "beyond shared memory": ("st.shared.b32 [%r2+65536], %r1;", "byte 66560 of shared memory"),
     "no barrier": (ARRIVE, "not initialised"),
     "half a warp": (
-        "setp.gt.u32 %p1, %r1, 5; @%p1 bra L; shfl.sync.bfly.b32 %r4, %r1, 1, 31, -1; bra.uni M;"
-        "L: bar.sync 0; M:", "no warp goes on",
+        ("setp.gt.u32 %p1, %r1, 5; @%p1 bra L; shfl.sync.bfly.b32 %r4, %r1, 1, 31, -1; bra.uni M;"
+        "L: bar.sync 0; M:"), "no warp goes on",
     ),
     "too many arrivals": (
-        "setp.ne.b32 %p1, %r1, 0; @%p1 bra L; mbarrier.init.shared.b64 [%r2], 2;"
-        "mbarrier.arrive.shared.b64 %rd9, [%r2], 3; L:", "more arrivals than the 2",
+        ("setp.ne.b32 %p1, %r1, 0; @%p1 bra L; mbarrier.init.shared.b64 [%r2], 2;"
+        "mbarrier.arrive.shared.b64 %rd9, [%r2], 3; L:"), "more arrivals than the 2",
     ),
     "a copy to whoever has left": (
-        "mov.u32 %r5, %cluster_ctarank; setp.eq.b32 %p1, %r5, 1; @%p1 bra L;"
+        ("mov.u32 %r5, %cluster_ctarank; setp.eq.b32 %p1, %r5, 1; @%p1 bra L;"
         "mov.b32 %r7, 0; W: add.s32 %r7, %r7, 1; setp.ne.b32 %p2, %r7, 4000; @%p2 bra W;"
-        "mapa.shared::cluster.u32 %r6, %r2, 1; ld.shared::cluster.b32 %r4, [%r6]; L:",
+        "mapa.shared::cluster.u32 %r6, %r2, 1; ld.shared::cluster.b32 %r4, [%r6]; L:"),
         "block 1 of the cluster, which has ended",
     ),
 }  # fmt: skip
@@ -225,7 +258,7 @@ FILL:
     or.b64 %rd12, %rd10, %rd11;
     wgmma.fence.sync.aligned;
     setp.ne.b32 %p2, %r1, %r1;
-    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16
         {{%r40, %r41, %r42, %r43}}, %rd12, %rd12, %p2, 1, 1, 0, 0;
     wgmma.commit_group.sync.aligned;
     {wait}
