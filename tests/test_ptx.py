@@ -75,6 +75,8 @@ ELEMENTWISE = [
     ("cvt.rn.bf16x2.f32 %r6, %r4, %r4; mov.b32 {%rs1, _}, %r6; cvt.f32.bf16 %r5, %rs1;",
      lambda x: x),
     ("cvt.rzi.s32.f32 %r6, %r4; cvt.rn.f32.s32 %r5, %r6;", np.trunc),
+    (("cvt.rzi.u32.f32 %r6, %r4; cvt.u16.u32 %rs1, %r6; mul.hi.u16 %rs2, %rs1, -21845;"
+     "cvt.rn.f32.u16 %r5, %rs2;"), lambda x: np.trunc(np.maximum(x, 0)) * 43691 // 65536),
     # 2^23 has no room for a fraction: what is left is the floor, as exp of the compiler uses it
     ("fma.rm.f32 %r6, %r4, 0f3F800000, 0f4B400000; sub.f32 %r5, %r6, 0f4B400000;", np.floor),
     ((".local .align 4 .b8 mine[8]; mov.b64 %rd6, mine; st.local.b32 [%rd6+4], %r4; bar.sync 0;"

@@ -115,10 +115,16 @@ def _allot(memory: Any, values: Sequence[Any]) -> list[Any]:
     return made
 
 
+def _no_workers(requests: Sequence[Any], *_: Any) -> list[None]:
+    """Leave all kernels to this process: a worker starts slower than a small kernel compiles."""
+    return [None] * len(requests)
+
+
 @contextlib.contextmanager
 def emulated_gpu() -> Iterator[None]:
     """Let the machine of `tests.ptx` be the GPU of this process. CuTe DSL must not be imported."""
     fake_device()
+    from cutesuper.runtime import compile as compiling
     from cutesuper.runtime import programs
     from cutesuper.runtime.kernel import Variant
     from cutesuper.runtime.scratch import ScratchMemory
@@ -134,6 +140,7 @@ def emulated_gpu() -> Iterator[None]:
         functions = property(lambda variant: tuple(Emulated(s) for s in variant.steps))
         stack.enter_context(patch.object(Variant, "functions", functions))
         stack.enter_context(patch.object(ScratchMemory, "allot", _allot))
+        stack.enter_context(patch.object(compiling, "run_in_workers", _no_workers))
         stack.enter_context(_CpuForCuda())
         programs.KERNEL_DEVICES.add("cpu")
         stack.callback(programs.KERNEL_DEVICES.discard, "cpu")

@@ -677,6 +677,7 @@ static void run_products(warp *w, int group)
     X("sub.16", U16, (U16)(a - b)) X("sub.32", U32, a - b) X("sub.64", U64, a - b)                 \
     X("mul.lo.16", U16, (U16)((U32)a * b)) X("mul.lo.32", U32, a * b) X("mul.lo.64", U64, a * b)   \
     X("mul.hi.s32", S32, (S32)((S64)a * b >> 32)) X("mul.hi.u32", U32, (U32)((U64)a * b >> 32))    \
+    X("mul.hi.s16", S16, (S16)((S32)a * b >> 16)) X("mul.hi.u16", U16, (U16)((U32)a * b >> 16))    \
     X("mul.hi.u64", U64, (U64)((unsigned __int128)a * b >> 64))                                    \
     X("mul.hi.s64", S64, (S64)((__int128)a * b >> 64))                                             \
     X("mad.lo.32", U32, a * b + c) X("mad.lo.64", U64, a * b + c)                                  \
