@@ -77,6 +77,14 @@ ELEMENTWISE = [
     ("cvt.rzi.s32.f32 %r6, %r4; cvt.rn.f32.s32 %r5, %r6;", np.trunc),
     (("cvt.rzi.u32.f32 %r6, %r4; cvt.u16.u32 %rs1, %r6; mul.hi.u16 %rs2, %rs1, -21845;"
      "cvt.rn.f32.u16 %r5, %rs2;"), lambda x: np.trunc(np.maximum(x, 0)) * 43691 // 65536),
+    (("cvt.rn.f16x2.f32 %r6, 0f3F800000, %r4; setp.gt.f16x2 %p1|%p2, %r6, 0;"
+     "selp.f32 %r7, 0f3F800000, 0f00000000, %p1; selp.f32 %r8, 0f40000000, 0f00000000, %p2;"
+     "add.f32 %r5, %r7, %r8;"), lambda x: np.where(x > 0, 3, 2)),
+    ("cvt.rzi.s32.f32 %r6, %r4; min.relu.s32 %r7, %r6, 2; cvt.rn.f32.s32 %r5, %r7;",
+     lambda x: np.clip(np.trunc(x), 0, 2)),
+    # with 2^24 of the same sign one bit of 2 is lost, towards zero
+    ("add.rz.f32 %r6, %r4, 0f4B800000; sub.f32 %r5, %r6, 0f4B800000;",
+     lambda x: 2 * np.floor(x / 2) * (x >= 0) + np.floor(x) * (x < 0)),
     # 2^23 has no room for a fraction: what is left is the floor, as exp of the compiler uses it
     ("fma.rm.f32 %r6, %r4, 0f3F800000, 0f4B400000; sub.f32 %r5, %r6, 0f4B400000;", np.floor),
     ((".local .align 4 .b8 mine[8]; mov.b64 %rd6, mine; st.local.b32 [%rd6+4], %r4; bar.sync 0;"

@@ -273,11 +273,12 @@ static uint32_t lookup3(uint32_t a, uint32_t b, uint32_t c, uint32_t table)
 
 static float flushed(float f) { return fabsf(f) < 0x1p-126f ? copysignf(0, f) : f; }
 
-/* The compiler's approximation of exp rounds one step of its argument's reduction down. */
-static float fma_down(float a, float b, float c)
+/* a b + c, rounded as `fenv.h` says: exp of the compiler reduces its argument downwards, and round
+ * adds towards zero. */
+static float fma_to(int rounding, float a, float b, float c)
 {
     volatile float x = a, y = b, z = c, result;
-    fesetround(FE_DOWNWARD);
+    fesetround(rounding);
     result = fmaf(x, y, z);
     fesetround(FE_TONEAREST);
     return result;
@@ -687,6 +688,8 @@ static void run_products(warp *w, int group)
     X("rem.s32", S32, b ? (S32)((S64)a % b) : a) X("rem.u32", U32, b ? a % b : a)                  \
     X("rem.s64", S64, b ? a % b : a) X("rem.u64", U64, b ? a % b : a)                              \
     X("min.s32", S32, a < b ? a : b) X("max.s32", S32, a > b ? a : b)                              \
+    X("min.relu.s32", S32, a < 0 || b < 0 ? 0 : a < b ? a : b)                                     \
+    X("max.relu.s32", S32, a < 0 && b < 0 ? 0 : a > b ? a : b)                                     \
     X("min.u32", U32, a < b ? a : b) X("max.u32", U32, a > b ? a : b)                              \
     X("min.s64", S64, a < b ? a : b) X("max.s64", S64, a > b ? a : b)                              \
     X("min.u64", U64, a < b ? a : b) X("max.u64", U64, a > b ? a : b)                              \
@@ -774,7 +777,7 @@ static void run_products(warp *w, int group)
 
 #define FLOATS(X)                                                                                  \
     X("add.f32", a + b) X("sub.f32", a - b) X("mul.f32", a * b) X("fma.f32", fmaf(a, b, c))        \
-    X("fma.rm.f32", fma_down(a, b, c))                                                             \
+    X("fma.rm.f32", fma_to(FE_DOWNWARD, a, b, c)) X("add.rz.f32", fma_to(FE_TOWARDZERO, a, 1, b))  \
     X("div.f32", a / b) X("rcp.f32", 1 / a) X("sqrt.f32", sqrtf(a)) X("rsqrt.f32", 1 / sqrtf(a))   \
     X("ex2.f32", exp2f(a)) X("lg2.f32", log2f(a)) X("tanh.f32", tanhf(a))                          \
     X("sin.f32", sinf(a)) X("cos.f32", cosf(a)) X("neg.f32", -a) X("abs.f32", fabsf(a))            \
@@ -1097,11 +1100,13 @@ static int step(block *b, warp *w, uint32_t group)
             }
             break;
         }
-        case SETP: { /* extra: 0 comparison, 1 type, 2 how to join, 3 two results */
+        case SETP: { /* extra: 0 comparison, 1 type, 2 how to join, 3 two results, 4 of halves */
             int at = i->extra[3] ? 2 : 1;
             EACH {
                 int first = compared(i->extra[0], i->extra[1], R(o[at]), R(o[at + 1])),
                     second = !first;
+                if (i->extra[4])
+                    second = compared(i->extra[0], i->extra[1], R(o[at]) >> 16, R(o[at + 1]) >> 16);
                 if (i->extra[2]) {
                     int with = R(o[at + 2]) & 1;
                     first = i->extra[2] == 1 ? first & with

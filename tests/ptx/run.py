@@ -109,8 +109,10 @@ def _decode_by_head(i: Instruction, name: str, head: str) -> tuple[str, tuple[in
         case "setp":
             joins = {"and": 1, "or": 2, "xor": 3}
             join = next((joins[p] for p in parts if p in joins), 0)
-            kind = _TYPES[parts[-1]]
-            return "setp", (_COMPARISONS[parts[1]], kind, join, int("|" in i.text))
+            halves = parts[-1].endswith("x2")
+            kind = _TYPES[parts[-1].removesuffix("x2")]
+            two = int("|" in i.text)
+            return "setp", (_COMPARISONS[parts[1]], kind, join, two, int(halves))
         case "shfl":
             kind = {"idx": 0, "bfly": 1, "down": 2, "up": 3}[parts[2]]
             return "shfl", (kind, int("|" in i.text))
@@ -297,7 +299,10 @@ def executable(ptx: str) -> Executable:
     code = (_Instruction * len(module.instructions))()
     operands: list[int] = []
     for to, i in zip(code, module.instructions, strict=True):
-        name, extra = decode(i)
+        try:
+            name, extra = decode(i)
+        except LookupError as error:
+            raise PtxError(f"unknown instruction {i.name}: {i.text}") from error
         to.op = operation(name.encode())
         if to.op < 0:
             raise PtxError(f"unknown instruction {i.name} (as {name}): {i.text}")
