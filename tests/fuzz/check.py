@@ -50,6 +50,8 @@ MAKING = (GraphError, OptionError, DeviceError, ShapeError, OperatorError, Searc
           LoweringError, ScheduleError, CompileError, TraceError)  # fmt: skip
 #: what calling a kernel may raise: strides that it cannot read
 CALLING = (LayoutError,)
+#: what a call may raise that needs new kernels, for extents of another bucket
+NEEDING = (SearchError, LoweringError, CompileError)
 #: of one program of so many the verifier is asked about another program, too
 MUTANTS = 3
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import cutesuper as cs
 from cutesuper.ir.graph import KernelGraph
 from tests.fuzz import functions, judge
-from tests.fuzz.check import CALLING, MAKING, Refused, Settings, Stage, Wrong, held
+from tests.fuzz.check import CALLING, MAKING, NEEDING, Refused, Settings, Stage, Wrong, held
 from tests.fuzz.functions import Function, laid_out
 from tests.fuzz.judge import Expected
 from tests.fuzz.outcome import Outcome
@@ -85,7 +85,10 @@ def launched(
     """The outputs of one launch into poisoned memory, judged."""
     stage("launch")
     outputs = [torch.full(w.ball.v.shape, poison, dtype=w.dtype, device="cuda") for w in wanted]
-    kernel(inputs, out=outputs)
+    try:
+        kernel(inputs, out=outputs)
+    except NEEDING as error:
+        raise Refused(error, "launch") from error
     torch.cuda.synchronize()
     held(outputs, wanted, "launch")
     return outputs
