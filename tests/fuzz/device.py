@@ -112,15 +112,25 @@ def check_traced(f: Function, settings: Settings, stage: Stage) -> Outcome:
         )  # fmt: skip
     except MAKING as error:
         raise Refused(error, "trace") from error
+    kind = _check_calls(program, given, wanted, stage)
+    _check_backward(f, program, inputs, stage)
+    if f.dynamic:
+        others = f.arguments(f.rows[1])
+        _check_calls(program, [x.cuda() for x in others], functions.wanted_of(f, others), stage)
+    return Outcome(kind)
+
+
+def _check_calls(program: Any, inputs: list[Tensor], wanted: list[Expected], stage: Stage) -> str:
     stage("call")
-    with torch.no_grad():
-        first, again = program(*given), program(*given)
-    kind = held(first, wanted, "function")
+    try:
+        with torch.no_grad():
+            first, again = program(*inputs), program(*inputs)
+    except NEEDING as error:
+        raise Refused(error, "call") from error
     for x, y in zip(first, again, strict=True):
         if not torch.equal(bits(x), bits(y)):
             raise Wrong("wrong", "function", "two calls give different bits")
-    _check_backward(f, program, inputs, stage)
-    return Outcome(kind)
+    return held(first, wanted, "function")
 
 
 def _check_backward(f: Function, program: Any, inputs: list[Tensor], stage: Stage) -> None:
