@@ -80,6 +80,8 @@ ELEMENTWISE = [
     (("cvt.rn.f16x2.f32 %r6, 0f3F800000, %r4; setp.gt.f16x2 %p1|%p2, %r6, 0;"
      "selp.f32 %r7, 0f3F800000, 0f00000000, %p1; selp.f32 %r8, 0f40000000, 0f00000000, %p2;"
      "add.f32 %r5, %r7, %r8;"), lambda x: np.where(x > 0, 3, 2)),
+    (("cvt.rn.bf16.f32 %rs1, %r4; cvt.rn.bf16.f32 %rs2, 0f3F800000; min.NaN.bf16 %rs3, %rs1, %rs2;"
+      "cvt.f32.bf16 %r5, %rs3;"), lambda x: np.minimum(x, 1)),
     ("cvt.rzi.s32.f32 %r6, %r4; min.relu.s32 %r7, %r6, 2; cvt.rn.f32.s32 %r5, %r7;",
      lambda x: np.clip(np.trunc(x), 0, 2)),
     # with 2^24 of the same sign one bit of 2 is lost, towards zero

@@ -729,6 +729,12 @@ static void run_products(warp *w, int group)
     X("min.NaN.f16x2", U32, minn2(0, a, b, c)) X("min.NaN.bf16x2", U32, minn2(1, a, b, c))         \
     X("max.NaN.f16", U16, to16(0, max_nan(from16(0, a), from16(0, b))))                            \
     X("max.NaN.bf16", U16, to16(1, max_nan(from16(1, a), from16(1, b))))                           \
+    X("min.NaN.f16", U16, to16(0, min_nan(from16(0, a), from16(0, b))))                            \
+    X("min.NaN.bf16", U16, to16(1, min_nan(from16(1, a), from16(1, b))))                           \
+    X("max.f16", U16, to16(0, fmaxf(from16(0, a), from16(0, b))))                                  \
+    X("max.bf16", U16, to16(1, fmaxf(from16(1, a), from16(1, b))))                                 \
+    X("min.f16", U16, to16(0, fminf(from16(0, a), from16(0, b))))                                  \
+    X("min.bf16", U16, to16(1, fminf(from16(1, a), from16(1, b))))                                 \
     X("add.f16", U16, to16(0, from16(0, a) + from16(0, b)))                                        \
     X("add.bf16", U16, to16(1, from16(1, a) + from16(1, b)))                                       \
     X("sub.f16", U16, to16(0, from16(0, a) - from16(0, b)))                                        \
