@@ -1,13 +1,15 @@
 """Kernels compiled, and launched where there is a GPU.
 
 Outputs are poisoned before every launch, with NaN and with a large number, so that what is not
-written shows; two launches have to give the same bits; inputs are strided as their sources say.
+written shows; two launches have to give the same bits; inputs are strided as their sources say. The
+machine of `tests.ptx` runs the launches of a program in the same orders whenever it is run.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from tests.fuzz.functions import Function, laid_out
 from tests.fuzz.judge import Expected
 from tests.fuzz.outcome import Outcome
 from tests.fuzz.programs import Case
+from tests.ptx.device import Emulated
 
 #: what outputs hold before a launch
 POISON = (float("nan"), 3e4)
@@ -43,6 +46,7 @@ def check_kernel(
         Wrong, Refused: as everywhere.
     """
     stage("compile")
+    Emulated.numbers = count()
     target = None if settings.gpu else "h200"
     try:
         kernel = cs.superoptimize(graph, target=target, budget_s=settings.budget_s, tuned=False)
@@ -104,6 +108,7 @@ def check_traced(f: Function, settings: Settings, stage: Stage) -> Outcome:
     inputs = f.arguments(f.rows[0])
     wanted = functions.wanted_of(f, inputs)
     stage("trace")
+    Emulated.numbers = count()
     given = [x.cuda() for x in inputs]
     try:
         program = cs.superoptimize(

@@ -60,7 +60,7 @@ def of_exception(error: BaseException, stage: str) -> Outcome:
 def of_machine(error: PtxError, stage: str) -> Outcome:
     """What the machine of `tests.ptx` stopped a kernel for; numbers and registers are left out."""
     what = re.sub(r"^instruction \d+ `[^`]*`, block [\d ]+, warp \d+: ", "", str(error))
-    reason = re.sub(r"`[^`]*`|%\w+|-?\d+", "..", what)
+    reason = re.sub(r"`[^`]*`|%\w+|(?<!\w)-?\d+", "..", what)
     return Outcome("illegal", f"{stage}, {reason[:100]}", str(error))
 
 

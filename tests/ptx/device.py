@@ -26,9 +26,13 @@ LIMIT = 3 * 10**8
 
 
 class Emulated:
-    """One compiled kernel to call with tensors of the CPU, as the loaded one is."""
+    """One compiled kernel to call with tensors of the CPU, as the loaded one is.
 
-    _numbers = itertools.count()
+    Attributes:
+        numbers: of the launches, which run in the order that their number draws.
+    """
+
+    numbers = itertools.count()
 
     def __init__(self, step: Any) -> None:
         plan = step.plan
@@ -41,7 +45,7 @@ class Emulated:
         kernel = executable(self._artifact.ptx)
         memory = [(t.data_ptr(), _span(t), w) for t, w in zip(tensors, self._written, strict=True)]
         for launch in fake_device().launches(self._artifact, tensors):
-            number = next(self._numbers)
+            number = next(Emulated.numbers)
             # every launch in another order, every second one with products as late as they may be
             run_launch(
                 kernel, launch, memory, Conditions(number + 1, bool(number % 2), limit=LIMIT)
