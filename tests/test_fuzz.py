@@ -371,7 +371,34 @@ def test_random_programs_are_right_or_refused(front: str) -> None:
     draw_function(0, 0)
 
 
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+NEEDS_GCC = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+#: prints what comes of a program whose kernel has one instruction in the place of another
+PLANTED = """
+import json
+import sys
+from unittest.mock import patch
+from tests.fuzz.check import Settings, check_case
+from tests.fuzz.programs import Case
+from tests.ptx import device
+
+case = Case.loads(json.loads(sys.argv[1]))
+real = device.executable
+with device.emulated_gpu():
+    for old, new in (("", ""), ("rsqrt.approx", "sqrt.approx"), ("st.global", "ld.global")):
+        with patch.object(device, "executable", lambda ptx: real(ptx.replace(old, new))):
+            print(check_case(case, Settings(None, gpu=True)).kind)
+"""
+
+
+@NEEDS_GCC
+def test_faults_of_kernels_are_found() -> None:
+    pytest.importorskip("cutlass")
+    command = [sys.executable, "-c", PLANTED, NORM.dumps()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["right", "wrong", "illegal"]
+
+
+@NEEDS_GCC
 def test_kernels_of_random_programs_on_the_machine_of_ptx(tmp_path: Path) -> None:
     """In a process of its own: the machine has to be there before CuTe DSL is."""
     pytest.importorskip("cutlass")
