@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.ptx.run import Conditions, Launched, PtxError, TooLarge, executable, run_launch
+from tests.ptx.run import USUAL, Conditions, Launched, PtxError, TooLarge, executable, run_launch
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
@@ -35,13 +35,10 @@ HEADER = """
     add.s64 %rd5, %rd2, %rd3;
 """
 
-#: of runs that say nothing of an order
-ANYHOW = Conditions()
-
 
 def run(
     body: str, x: np.ndarray, y: np.ndarray, *, threads: int = 128, grid: int = 1, cluster: int = 1,
-    shared: int = 65536, conditions: Conditions = ANYHOW,
+    shared: int = 65536, conditions: Conditions = USUAL,
 ) -> np.ndarray:  # fmt: skip
     """Run a kernel on x and y, of which it may write y; returns y."""
     tensors = [np.ascontiguousarray(x), np.ascontiguousarray(y)]

@@ -10,7 +10,6 @@
  * Sources: NVIDIA, PTX ISA 8.8 (instructions; fragments and matrix descriptors of wgmma). The bits
  * of a tensor map were read off those that the DSL writes on the host.
  */
-#include <fenv.h>
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -273,15 +272,14 @@ static uint32_t lookup3(uint32_t a, uint32_t b, uint32_t c, uint32_t table)
 
 static float flushed(float f) { return fabsf(f) < 0x1p-126f ? copysignf(0, f) : f; }
 
-/* a b + c, rounded as `fenv.h` says: exp of the compiler reduces its argument downwards, and round
- * adds towards zero. */
-static float fma_to(int rounding, float a, float b, float c)
+/* A value rounded up or down, given what it is rounded to the nearest. */
+static float rounded(double exact, float nearest, int up)
 {
-    volatile float x = a, y = b, z = c, result;
-    fesetround(rounding);
-    result = fmaf(x, y, z);
-    fesetround(FE_TONEAREST);
-    return result;
+    if (isnan(nearest) || nearest == exact)
+        return nearest;
+    if (up)
+        return nearest < exact ? nextafterf(nearest, INFINITY) : nearest;
+    return nearest > exact ? nextafterf(nearest, -INFINITY) : nearest;
 }
 
 static uint64_t resized(uint64_t a, int bits, int with_sign)
@@ -678,11 +676,16 @@ static void run_products(warp *w, int group)
     X("sub.16", U16, (U16)(a - b)) X("sub.32", U32, a - b) X("sub.64", U64, a - b)                 \
     X("mul.lo.16", U16, (U16)((U32)a * b)) X("mul.lo.32", U32, a * b) X("mul.lo.64", U64, a * b)   \
     X("mul.hi.s32", S32, (S32)((S64)a * b >> 32)) X("mul.hi.u32", U32, (U32)((U64)a * b >> 32))    \
-    X("mul.hi.s16", S16, (S16)((S32)a * b >> 16)) X("mul.hi.u16", U16, (U16)((U32)a * b >> 16))    \
+    X("mul.hi.u16", U16, (U16)((U32)a * b >> 16)) X("mul.hi.s16", S16, (S16)((S32)a * b >> 16))    \
     X("mul.hi.u64", U64, (U64)((unsigned __int128)a * b >> 64))                                    \
     X("mul.hi.s64", S64, (S64)((__int128)a * b >> 64))                                             \
     X("mad.lo.32", U32, a * b + c) X("mad.lo.64", U64, a * b + c)                                  \
     X("mad.lo.16", U16, (U16)((U32)a * b + c))                                                     \
+    X("div.u16", U16, b ? a / b : 0xffff) X("rem.u16", U16, b ? a % b : a)                         \
+    X("div.s16", S16, b ? (S16)(a / b) : -1) X("rem.s16", S16, b ? (S16)(a % b) : a)               \
+    X("min.u16", U16, a < b ? a : b) X("max.u16", U16, a > b ? a : b)                              \
+    X("mad.hi.s32", S32, (S32)((S64)a * b >> 32) + c)                                              \
+    X("mad.hi.u32", U32, (U32)((U64)a * b >> 32) + c)                                              \
     X("div.s32", S32, b ? (S32)((S64)a / b) : -1) X("div.u32", U32, b ? a / b : FULL)              \
     X("div.s64", S64, b ? a / b : -1) X("div.u64", U64, b ? a / b : ~0ull)                         \
     X("rem.s32", S32, b ? (S32)((S64)a % b) : a) X("rem.u32", U32, b ? a % b : a)                  \
@@ -783,7 +786,15 @@ static void run_products(warp *w, int group)
 
 #define FLOATS(X)                                                                                  \
     X("add.f32", a + b) X("sub.f32", a - b) X("mul.f32", a * b) X("fma.f32", fmaf(a, b, c))        \
-    X("fma.rm.f32", fma_to(FE_DOWNWARD, a, b, c)) X("add.rz.f32", fma_to(FE_TOWARDZERO, a, 1, b))  \
+    X("fma.rm.f32", rounded(fma((double)a, b, c), fmaf(a, b, c), 0))                               \
+    X("fma.rp.f32", rounded(fma((double)a, b, c), fmaf(a, b, c), 1))                               \
+    X("add.rm.f32", rounded((double)a + b, a + b, 0))                                              \
+    X("add.rp.f32", rounded((double)a + b, a + b, 1))                                              \
+    X("fma.rz.f32", rounded(fma((double)a, b, c), fmaf(a, b, c), fma((double)a, b, c) < 0))        \
+    X("add.rz.f32", rounded((double)a + b, a + b, (double)a + b < 0))                              \
+    X("mul.rz.f32", rounded((double)a * b, a * b, (double)a * b < 0))                              \
+    X("fma.sat.f32", fminf(fmaxf(fmaf(a, b, c), 0), 1))                                            \
+    X("add.sat.f32", fminf(fmaxf(a + b, 0), 1)) X("mul.sat.f32", fminf(fmaxf(a * b, 0), 1))        \
     X("div.f32", a / b) X("rcp.f32", 1 / a) X("sqrt.f32", sqrtf(a)) X("rsqrt.f32", 1 / sqrtf(a))   \
     X("ex2.f32", exp2f(a)) X("lg2.f32", log2f(a)) X("tanh.f32", tanhf(a))                          \
     X("sin.f32", sinf(a)) X("cos.f32", cosf(a)) X("neg.f32", -a) X("abs.f32", fabsf(a))            \

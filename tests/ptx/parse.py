@@ -1,4 +1,4 @@
-"""A parser of PTX, as the compiler of CuTe DSL writes it, into a flat program for `machine.c`.
+"""A parser of PTX as the compiler of CuTe DSL writes it, into a flat program for `machine.c`.
 
 Every operand becomes the number of a register: immediates and special registers are registers that
 are filled before the kernel starts. An address is two registers: a base and an offset in bytes.

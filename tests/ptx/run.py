@@ -35,10 +35,6 @@ class TooLarge(Exception):
 
 #: parts of names that do not change the value, or that the machine does not tell apart
 _IGNORED = re.compile(r"\.(rn|rna|full|approx|uni|aligned|relaxed)(?=\.|$)")
-#: sums that take a carry, give one, or do both
-_CARRIED = re.compile(
-    r"(?=addc|madc|.*\.cc\.)(?:add|mad)(c)?(?:\.(lo|hi(?=.*u\d\d$)))?(\.cc)?\.[us](32|64)"
-)
 _WIDTH = re.compile(r"\.[bsuf](\d+)$")
 _BYTES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "b32": 4, "u32": 4, "s32": 4,
           "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16}  # fmt: skip
@@ -48,6 +44,10 @@ _COMPARISONS = {"eq": 0, "ne": 1, "lt": 2, "le": 3, "gt": 4, "ge": 5, "lo": 2, "
                 "hs": 5, "nan": 6, "num": 7, "equ": 8, "neu": 9, "ltu": 10, "leu": 11, "gtu": 12,
                 "geu": 13}  # fmt: skip
 _ATOMICS = {"add": 0, "exch": 1, "cas": 2, "or": 3, "and": 4, "max": 5, "min": 6, "inc": 7}
+#: sums that take a carry, give one, or do both
+_CARRIED = re.compile(
+    r"(?=addc|madc|.*\.cc\.)(?:add|mad)(c)?(?:\.(lo|hi(?=.*u\d\d$)))?(\.cc)?\.[us](32|64)"
+)
 _SPACES = {"param": 0, "shared": 1, "global": 2, "local": 3}
 _FLOATS = (".f64", ".f32", ".f16", ".bf16", ".f16x2", ".bf16x2")
 _SAME_BITS = ("add", "sub", "mul.lo", "mad.lo", "selp", "mov")
@@ -179,6 +179,8 @@ def _mbarrier(i: Instruction, name: str) -> tuple[str, tuple[int, ...]] | None:
 
 
 def _copy(i: Instruction, name: str) -> tuple[str, tuple[int, ...]] | None:
+    if name.startswith("cp.async.mbarrier.arrive.noinc"):
+        return "mbarrier.arrive", (0, 0)  # the copies of a thread are there at once
     if name.startswith("st.async"):
         vector = re.search(r"\.v(\d)\.", name)
         if not name.endswith(("b32", "u32", "s32", "f32")):
@@ -344,6 +346,9 @@ class Conditions:
     limit: int = 10**9
 
 
+USUAL = Conditions()
+
+
 @dataclass(frozen=True)
 class Launched:
     """One launch that the host code asked for."""
@@ -358,7 +363,7 @@ class Launched:
 
 def run_launch(
     kernel: Executable, launch: Launched, memory: Sequence[tuple[int, int, bool]],
-    conditions: Conditions = Conditions(),
+    conditions: Conditions = USUAL,
 ) -> int:  # fmt: skip
     """Run one launch; returns the number of instructions that warps ran.
 
@@ -430,16 +435,8 @@ class FakeDevice:
         contents = tuple(
             ctypes.string_at(arguments[k], size) for k, size in enumerate(self._parameters)
         )
-        self._launched.append(
-            Launched(
-                (n[0], n[1], n[2]),
-                (n[3], n[4], n[5]),
-                (n[6], n[7], n[8]),
-                shared,
-                bool(cooperative),
-                contents,
-            )
-        )
+        grid, block, cluster = (n[0], n[1], n[2]), (n[3], n[4], n[5]), (n[6], n[7], n[8])
+        self._launched.append(Launched(grid, block, cluster, shared, bool(cooperative), contents))
         return 0
 
     def launches(self, artifact: Any, arguments: Sequence[Any]) -> list[Launched]:
@@ -478,6 +475,7 @@ def fake_device() -> FakeDevice:
 
 
 __all__ = [
+    "USUAL",
     "Conditions",
     "Executable",
     "Launched",
