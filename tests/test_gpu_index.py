@@ -56,8 +56,10 @@ def test_indices_of_32_bits() -> None:
 @pytest.mark.parametrize("columns", [72, 1000, 20000])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_of_rows(dtype: str, columns: int) -> None:
+    """Every product rounds once, in whatever order, so errors are those of a random walk: of 64 rows
+    the largest is about as large as the largest of PyTorch's."""
     g = new_kernel_graph()
-    x = g.new_input((9, columns), dtype, name="x")
+    x = g.new_input((64, columns), dtype, name="x")
     g.mark_output(g.prod(x, dim=-1))
-    near_one = 1 + torch.randn(9, columns, device="cuda") / columns**0.5
+    near_one = 1 + torch.randn(64, columns, device="cuda") / columns**0.5
     check(cs.superoptimize(g), [near_one.to(getattr(torch, dtype))])
