@@ -13,9 +13,9 @@ from cutesuper.ir.block import ENDING, LOAD, STORE, Axis, AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, ceil_div, extent
 from cutesuper.skeletons.base import Argument, View, arguments_of, view_of
 from cutesuper.skeletons.cost import Setting
+from cutesuper.skeletons.operands import check_symbols
 from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
 from cutesuper.skeletons.rows.roles import (
-    check_symbols,
     check_views,
     find_roles,
     loop_column,
