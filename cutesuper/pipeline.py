@@ -230,6 +230,15 @@ def best_variant(graph: KernelGraph, *, target: Target | str | None = None) -> V
         return compiled(graph, options, KernelCache(), *find(graph, options, show))
 
 
+def best_kernel(graph: KernelGraph, *, target: Target | str | None = None) -> Kernel:
+    """A kernel whose one program, the best at the hints of its symbols, serves all extents.
+
+    Arguments and errors are those of `best_variant`; there are no gradients.
+    """
+    variant = best_variant(graph, target=target)
+    return Kernel(graph, as_target(target), lambda hints: variant, single=True)
+
+
 def mugraphs(
     graph: KernelGraph,
     *,

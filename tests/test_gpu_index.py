@@ -56,8 +56,8 @@ def test_indices_of_32_bits() -> None:
 @pytest.mark.parametrize("columns", [72, 1000, 20000])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_of_rows(dtype: str, columns: int) -> None:
-    """Every product rounds once, in whatever order, so errors are those of a random walk: of 64 rows
-    the largest is about as large as the largest of PyTorch's."""
+    """Every product rounds once, in whatever order: errors are those of a random walk, and of 64
+    rows the largest is about as large as the largest of PyTorch's."""
     g = new_kernel_graph()
     x = g.new_input((64, columns), dtype, name="x")
     g.mark_output(g.prod(x, dim=-1))
