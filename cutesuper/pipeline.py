@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import inf, prod
 
 from cutesuper import store
 from cutesuper.differentiate import gradient_of
@@ -55,6 +55,10 @@ from cutesuper.verify.equivalence import Verification, Verifier
 #: their real extents (about 1 s; the softmax of 4096x65536 took 110 s)
 FULL_CHECK_FLOPS = 4e9
 FULL_CHECK_ELEMENTS = 5e7
+
+
+#: candidates of up to this many times the cheapest one's cost are all found, if it cannot be run
+NEAR = 1.02
 
 
 @dataclass(frozen=True)
@@ -326,7 +330,7 @@ def find(
     choice = stored_choice(graph, options) if options.tuned else None
     if choice is not None:
         return SearchResult((choice.candidate,), Statistics()), choice
-    return choose(graph, options, on_progress)
+    return choose(graph, options, on_progress, near=NEAR)
 
 
 def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
@@ -366,6 +370,7 @@ def choose(
     options: Options,
     on_progress: Callable[[Progress], None] | None = None,
     keep: int = SearchOptions.keep,
+    near: float = inf,
 ) -> tuple[SearchResult, Choice]:
     """The cheapest candidate that verifies and that a schedule and the lowering can run.
 
@@ -374,6 +379,7 @@ def choose(
         options: see `Options`.
         on_progress: called with the search's `Progress`.
         keep: number of candidates requested from the search.
+        near: see `search`; if none of its candidates can be run, all regions are searched.
 
     Raises:
         SearchError, LoweringError, ScheduleError: there is none; says why the best failed.
@@ -398,6 +404,7 @@ def choose(
         on_progress=on_progress,
         verify=verify,
         known=_REGIONS,
+        near=near,
     )
     refused: list[str] = []
     first: CutesuperError | None = None
@@ -410,6 +417,8 @@ def choose(
             first = first or frameless(error)
             continue
         return result, Choice(candidate, plans, verification, tuple(refused))
+    if near < inf:
+        return choose(graph, options, on_progress, keep)
     raise _none(first, result, options)
 
 
