@@ -354,6 +354,15 @@ def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
     return None
 
 
+def chosen(
+    graph: KernelGraph, options: Options, candidate: Candidate
+) -> tuple[SearchResult, Choice]:
+    """A candidate that was chosen before, planned and verified again. Raises CutesuperError."""
+    plans = _plans(candidate, options, options.target)
+    verification = _verify(Verifier(graph), graph, candidate)
+    return SearchResult((candidate,), Statistics()), Choice(candidate, plans, verification, ())
+
+
 def compiled(
     graph: KernelGraph, options: Options, cache: KernelCache, result: SearchResult, choice: Choice
 ) -> Variant:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
 
 from cutesuper import measure  # noqa: E402
+from cutesuper.runtime.cache import ROOT_VARIABLE  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.torch.compile import backend, region_operator, selection  # noqa: E402
 from cutesuper.torch.compile.inductor_model import baseline  # noqa: E402
@@ -44,11 +46,12 @@ pytestmark = pytest.mark.filterwarnings("error:.*please report")
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
     monkeypatch.setattr(region_operator, "_programs", Kept())
     monkeypatch.setattr(selection, "_verdicts", Kept())
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))
 
 
 def norm_linear(name: str = "X", rows: Any = None, symbol: str = "M", hint: int = 16) -> Any:
@@ -580,17 +583,18 @@ def test_the_text_of_a_report() -> None:
     refused = Verdict(False, "no kernels: nothing fits")
     graph = GraphReport(
         "forward",
-        (RegionReport("model.py:3-5", 12, taken), RegionReport("model.py:9", 1, refused)),
+        (RegionReport("model.py:3-5", 12, taken, 1.25), RegionReport("model.py:9", 1, refused)),
         (OutsideReport("aten.sort is no operator", tuple(f"model.py:{n}" for n in range(6)), 7),),
+        3.5,
     )
     report = Report(read_options({}), (graph,))
     expected = """\
 take='faster': 1 of 2 region(s) taken
 
-graph 0 (forward): 1 of 2 region(s) taken
-  region        operators  kernels  us, model     us, measured
-  model.py:3-5  12         1        8.0 vs. 11.0  9.0 vs. 12.0  taken: 9.0 us, Inductor's code 12.0 us
-  model.py:9    1          -        -             -             not taken: no kernels: nothing fits
+graph 0 (forward): 1 of 2 region(s) taken, decided in 3.5 s
+  region        operators  kernels  us, model     us, measured  s
+  model.py:3-5  12         1        8.0 vs. 11.0  9.0 vs. 12.0  1.2  taken: 9.0 us, Inductor's code 12.0 us
+  model.py:9    1          -        -             -             0.0  not taken: no kernels: nothing fits
   model.py:3-5 k0: y = relu(x)
   outside, 7 x aten.sort is no operator (model.py:0, model.py:1, model.py:2, model.py:3 and 2 more)\
 """  # noqa: E501
