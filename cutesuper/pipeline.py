@@ -324,13 +324,14 @@ def find(
     graph: KernelGraph,
     options: Options,
     on_progress: Callable[[Progress], None] | None = None,
+    most_us: float = inf,
 ) -> tuple[SearchResult, Choice]:
     """The tuned program for a graph if there is one, else the result of `choose`; the input of
     `compiled`. Can be pickled."""
     choice = stored_choice(graph, options) if options.tuned else None
     if choice is not None:
         return SearchResult((choice.candidate,), Statistics()), choice
-    return choose(graph, options, on_progress, near=NEAR)
+    return choose(graph, options, on_progress, near=NEAR, most_us=most_us)
 
 
 def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
@@ -380,6 +381,7 @@ def choose(
     on_progress: Callable[[Progress], None] | None = None,
     keep: int = SearchOptions.keep,
     near: float = inf,
+    most_us: float = inf,
 ) -> tuple[SearchResult, Choice]:
     """The cheapest candidate that verifies and that a schedule and the lowering can run.
 
@@ -389,6 +391,7 @@ def choose(
         on_progress: called with the search's `Progress`.
         keep: number of candidates requested from the search.
         near: see `search`; if none of its candidates can be run, all regions are searched.
+        most_us: see `search`.
 
     Raises:
         SearchError, LoweringError, ScheduleError: there is none; says why the best failed.
@@ -414,6 +417,7 @@ def choose(
         verify=verify,
         known=_REGIONS,
         near=near,
+        most_us=most_us,
     )
     refused: list[str] = []
     first: CutesuperError | None = None

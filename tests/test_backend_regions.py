@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,8 +27,8 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
-from cutesuper import measure  # noqa: E402
-from cutesuper.runtime.cache import ROOT_VARIABLE  # noqa: E402
+from cutesuper import measure, pipeline  # noqa: E402
+from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.torch.compile import backend, region_operator, selection  # noqa: E402
 from cutesuper.torch.compile.inductor_model import baseline  # noqa: E402
@@ -40,7 +41,7 @@ from cutesuper.torch.compile.report import (  # noqa: E402
     Report,
 )
 from cutesuper.torch.compile.selection import Verdict  # noqa: E402
-from tests.backends import GatedMLP, compiled, judge  # noqa: E402
+from tests.backends import GatedMLP, Layers, compiled, judge  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:.*please report")
 
@@ -381,9 +382,10 @@ def test_what_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, gated: Any) -> No
     assert report.taken == 0
 
 
-def test_modelled(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
+def test_modelled(monkeypatch: pytest.MonkeyPatch, gated: Any, tmp_path: Path) -> None:
     model, x = gated
     for factor, taken in ((1.0, True), (100.0, False)):
+        monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path / f"{factor}"))
         kept = selection._found
 
         def found(*args: Any, factor: float = factor, kept: Any = kept) -> Verdict:
@@ -401,6 +403,74 @@ def test_modelled(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
         monkeypatch.setattr(selection, "_found", kept)
 
 
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of nodes of the graphs that are searched."""
+    found: list[int] = []
+    find = pipeline.find
+
+    def counted(graph: Any, *args: Any) -> Any:
+        found.append(len(graph.nodes))
+        return find(graph, *args)
+
+    monkeypatch.setattr(pipeline, "find", counted)
+    return found
+
+
+def decided_again(model: Any, x: Any) -> list[tuple[bool, str]]:
+    """The verdicts of a process that has decided nothing, for a model and its gradients."""
+    torch.compiler.reset()
+    selection._verdicts.clear()
+    region_operator._programs.clear()
+    call, reports = compiled(model, take="modelled")
+    call(x).float().sum().backward()
+    return [(r.verdict.taken, r.verdict.reason) for g in reports for r in g.regions]
+
+
+def test_another_process_searches_nothing(gated: Any, searched: list[int]) -> None:
+    """What was refused is not searched again, nor is what was taken."""
+    first = decided_again(*gated)
+    count = len(searched)
+    assert count and {taken for taken, _ in first} == {True, False}
+    assert decided_again(*gated) == first and len(searched) == count
+    records = list(KernelCache().root.glob("regions/*.json"))
+    assert records
+    for path in records:
+        path.write_text("{")
+    assert decided_again(*gated) == first and len(searched) == 2 * count, "as if nothing was there"
+
+
+def test_a_refusal_that_may_pass_is_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, gated: Any
+) -> None:
+    def no_memory(*args: Any) -> Verdict:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(selection, "_found", no_memory)
+        assert "for want of memory: no room" in decided_again(*gated)[0][1]
+    assert any(taken for taken, _ in decided_again(*gated))
+
+
+def test_equal_layers_are_not_searched_again(searched: list[int]) -> None:
+    """Forward and backward; the first and the last layer have other neighbours."""
+    counts: list[int] = []
+    for layers in (3, 4):
+        model = Layers(lambda: torch.nn.Sequential(GatedMLP(16, 24), Between()), layers).bfloat16()
+        searched.clear()
+        shutil.rmtree(KernelCache().root / "regions", ignore_errors=True)
+        decided_again(model, torch.randn(4, 16).bfloat16())
+        counts.append(len(searched))
+    assert counts[0] == counts[1] > 0
+
+
+class Between(torch.nn.Module):
+    """What no region has, with a gradient."""
+
+    def forward(self, x: Any) -> Any:
+        return torch.cumsum(x, 0)
+
+
 @pytest.mark.parametrize("parts", [True, False])
 def test_a_search_that_finds_nothing(
     monkeypatch: pytest.MonkeyPatch, gated: Any, parts: bool
@@ -408,7 +478,7 @@ def test_a_search_that_finds_nothing(
     model, x = gated
     tried: list[int] = []
 
-    def found(program: Any, sample: Any, device: Any) -> Verdict:
+    def found(program: Any, sample: Any, device: Any, take: Any) -> Verdict:
         tried.append(len(sample.region.nodes))
         if tried[-1] == tried[0] or not parts:
             raise SearchError("nothing fits")

@@ -3,7 +3,8 @@
 A sequence of kernels costs at least what its regions must read and write. Searching first those
 regions that the cheapest sequence by bounds consists of, as in shortest paths whose edges are
 expensive to evaluate (Dellin and Srinivasa, LazySP, ICAPS 2016), finds the cheapest program without
-searching the others: of the 484 regions of a layer's projections and norm, backward, 61 s become 3.
+searching the others: of 484 regions of a layer's projections and norm, backward, 150 are left, and
+4.3 s of 61.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from math import inf, prod
 
 from cutesuper.egraph.labelled import Region
+from cutesuper.errors import SearchError
 from cutesuper.ir.dims import extent
 from cutesuper.search.cuts import Segments
 from cutesuper.targets import Target
@@ -30,6 +32,20 @@ def least_us(region: Region, target: Target) -> float:
     moved = sum(prod(map(extent, s)) * t.itemsize for s, t in (*read, *written))
     fastest = target.bandwidth * max(1.0, target.attention.streamed)
     return target.launch_us + moved / fastest * 1e6
+
+
+class TooDear(SearchError):
+    """No program costs as little as was asked for.
+
+    Attributes:
+        least_us: microseconds that all programs cost at least.
+    """
+
+    def __init__(self, least_us: float, most_us: float) -> None:
+        super().__init__(
+            f"every program takes at least {least_us:.1f} us, and {most_us:.1f} are allowed"
+        )
+        self.least_us = least_us
 
 
 class Bounds:
@@ -51,6 +67,11 @@ class Bounds:
     def open(self) -> int:
         """The number of regions of which only a bound is known."""
         return len(self._open)
+
+    @property
+    def least(self) -> float:
+        """The cost of the cheapest sequence, at least; infinite if none has kernels."""
+        return min(self._through(), default=inf)
 
     def learn(self, region: Region, price: float) -> None:
         """Replace a bound by the price of the cheapest kernel; infinite if there is none."""

@@ -39,7 +39,7 @@ from cutesuper.ir.dims import Dim
 from cutesuper.ir.dtypes import float32
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import CONSTANT
-from cutesuper.search.bounds import TOGETHER, Bounds, least_us
+from cutesuper.search.bounds import TOGETHER, Bounds, TooDear, least_us
 from cutesuper.search.cuts import Cut, Flat, Groups, Segment, Segments, cuts
 from cutesuper.search.region import (
     Counts,
@@ -141,6 +141,7 @@ def search(
     verify: Verify | None = None,
     known: KnownRegions | None = None,
     near: float = inf,
+    most_us: float = inf,
 ) -> SearchResult:
     """Search the cheapest programs for a graph.
 
@@ -163,8 +164,10 @@ def search(
         near: least 1. Regions that are only in programs which cost more than this times the
             cheapest, by a bound, are not searched; infinite: all are. The cheapest program is the
             same.
+        most_us: a search whose programs are all bound to cost more ends; needs ``near``.
 
     Raises:
+        TooDear: every program costs more than ``most_us``.
         SearchError: an operator that no kernel can run, with the reason; a budget too small; an
             executor that failed; or no program that the verifier accepts.
         LoweringError: a matrix product, and no skeleton for it on this target (only if
@@ -176,6 +179,7 @@ def search(
     check_options(budget_s=budget_s, executor=executor, on_progress=on_progress)
     check_kernel_graph(graph)
     found = _Search(graph, target, options, budget_s, executor, on_progress, verify, known, near)
+    found.most_us = most_us
     return found.run()
 
 
@@ -196,6 +200,7 @@ class _Search:
         self.budget_s, self.executor = budget_s, executor
         self.on_progress, self.verify = on_progress, verify
         self.known, self.near = known if budget_s is None else None, near
+        self.most_us = inf
         self.statistics = Statistics()
         self.best: float | None = None
         self._start = time.perf_counter()
@@ -265,11 +270,11 @@ class _Search:
             if found and flat.last_resort:
                 break  # only where nothing else is possible
             segments = Segments(flat)
-            self._gather(segments)
             try:
+                self._gather(segments)
                 found += [(flat, cut) for cut in cuts(segments, self._ways, keep)]
             except (SearchError, LoweringError) as e:
-                error = error or frameless(e)
+                error = frameless(e) if isinstance(e, TooDear) else error or frameless(e)
         if not found:
             if self._interrupt is not None:
                 raise self._interrupt
@@ -335,6 +340,8 @@ class _Search:
                 found = self._found.get((region, wanted[region].lowered))
                 if found is not None:
                     bounds.learn(region, found.ways[0].total if found.ways else inf)
+            if self.most_us < bounds.least < inf:
+                raise TooDear(bounds.least, self.most_us)
             todo = bounds.below(TOGETHER) or bounds.below(self.near)
             # products first: they take milliseconds, rows up to 2 s, and their bounds say less
             todo = list(filter(_multiplies, todo)) or todo

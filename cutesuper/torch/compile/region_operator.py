@@ -15,7 +15,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import prod
+from math import inf, prod
 
 import torch
 
@@ -81,16 +81,23 @@ class Program:
 
     # ---------------------------------------------------------------------------------- making
 
-    def found(self, rows: int, target: Target) -> tuple[SearchResult, pipeline.Choice]:
+    def found(
+        self, rows: int, target: Target, most_us: float = inf
+    ) -> tuple[SearchResult, pipeline.Choice]:
         """The search's choice for this number of rows; verified, not compiled.
 
         Raises:
+            TooDear: every program costs more than ``most_us``, if that is what ended the search.
             CutesuperError: from `cutesuper.superoptimize`.
         """
         bucket = self._bucket(rows)
-        return self._found.made((bucket, target.name), lambda: self._search(bucket, target))
+        return self._found.made(
+            (bucket, target.name), lambda: self._search(bucket, target, most_us)
+        )
 
-    def _search(self, bucket: int, target: Target) -> tuple[SearchResult, pipeline.Choice]:
+    def _search(
+        self, bucket: int, target: Target, most_us: float
+    ) -> tuple[SearchResult, pipeline.Choice]:
         self._defined.check()
         graph = self.graph.with_hints({ROWS: bucket})
         options = self._options(target)
@@ -98,7 +105,7 @@ class Program:
         if known is not None:
             return known
         with progress_bar() as show:
-            found = pipeline.find(graph, options, show)
+            found = pipeline.find(graph, options, show, most_us)
         records.keep(graph, options, found[1])
         return found
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from cutesuper.errors import CacheError, CutesuperError, DeviceError
 from cutesuper.pipeline import Choice
 from cutesuper.runtime.cache import warn_once
 from cutesuper.runtime.programs import Kept
+from cutesuper.search.bounds import TooDear
 from cutesuper.search.search import show
 from cutesuper.torch.compile import records
 from cutesuper.torch.compile.graph_builder import fake
 from cutesuper.torch.compile.inductor_model import baseline
 from cutesuper.torch.compile.internals import apart, compile_inner, compile_with
-from cutesuper.torch.compile.options import BackendOptions
+from cutesuper.torch.compile.options import BackendOptions, Take
 from cutesuper.torch.compile.partition import halves
 from cutesuper.torch.compile.region import Region
 from cutesuper.torch.compile.region_operator import Program, key_of, program_of
@@ -210,8 +211,8 @@ def _judged(sample: Sample, options: BackendOptions) -> Verdict:
     verdict = Verdict(True, "")
     try:
         if device.type == "cuda" or options.take != "all":
-            verdict = _found(program, sample, device)
-        if options.take == "modelled":
+            verdict = _found(program, sample, device, options.take)
+        if options.take == "modelled" and verdict.taken:
             verdict = _modelled(verdict)
         if verdict.taken and device.type == "cuda":
             program.variant(sample.rows, device)
@@ -232,18 +233,19 @@ def _judged(sample: Sample, options: BackendOptions) -> Verdict:
     return verdict if verdict.reason else replace(verdict, reason="all regions are taken")
 
 
-def _found(program: Program, sample: Sample, device: torch.device) -> Verdict:
+def _found(program: Program, sample: Sample, device: torch.device, take: Take) -> Verdict:
     """The verdict of the search. Raises CutesuperError."""
     target = program.target_on(device)
-    _, choice = program.found(sample.rows, target)
     graph = program.graph.with_hints(dict.fromkeys(program.symbols, sample.rows))
-    return Verdict(
-        True,
-        "",
-        kernels=_kernels(choice),
-        predicted_us=choice.candidate.cost_us,
-        baseline_us=baseline(graph, target).us,
-    )
+    theirs = baseline(graph, target).us
+    try:
+        most = theirs if take == "modelled" else inf
+        _, choice = program.found(sample.rows, target, most)
+    except TooDear as error:
+        times = f"at least {error.least_us:.1f} us expected, {theirs:.1f} us of Inductor's kernels"
+        return Verdict(False, times, predicted_us=error.least_us, baseline_us=theirs)
+    ours = choice.candidate.cost_us
+    return Verdict(True, "", _kernels(choice), predicted_us=ours, baseline_us=theirs)
 
 
 def _kernels(choice: Choice) -> tuple[str, ...]:
