@@ -180,7 +180,8 @@ def _surroundings(sample: Sample, device: torch.device) -> tuple[object, ...]:
 def _recorded(record: Mapping[str, Any], sample: Sample) -> Verdict:
     """A verdict of another process, with its kernels compiled or found on disk. Raises
     CutesuperError, TypeError, KeyError."""
-    verdict = Verdict(**{**record, "kernels": tuple(record["kernels"])})
+    values: dict[str, Any] = {**record, "kernels": tuple(record["kernels"])}
+    verdict = Verdict(**values)
     if verdict.taken and sample.device is not None and sample.device.type == "cuda":
         program_of(sample.key).variant(sample.rows, sample.device)
     return verdict
