@@ -24,8 +24,9 @@ from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.runtime.kernel import Kernel
 from cutesuper.torch.ops import rowwise
+from cutesuper.torch.ops.classes import class_of
 from cutesuper.torch.ops.rowwise.definition import Definition, kind_of
-from cutesuper.torch.ops.rowwise.graphs import Backward, Programs, programs_of, rows_class
+from cutesuper.torch.ops.rowwise.graphs import Backward, Programs, programs_of
 from cutesuper.torch.ops.rowwise.operator import RowOperator
 
 KernelOf = Callable[[Problem, bool], Kernel]
@@ -59,7 +60,7 @@ def programs(operator: Operator, shape: Shape, dtype: torch.dtype) -> Programs:
     }
     tensors = [operands.get(o.name) for o in definition.operands]
     kind = kind_of(definition, tensors, tuple(given[name] for name in names))
-    return programs_of(definition, kind, rows_class(shape[0]))
+    return programs_of(definition, kind, class_of("rows", shape[0]))
 
 
 def graph_of(operator: Operator, step: Step, shape: Shape, dtype: str) -> KernelGraph:
