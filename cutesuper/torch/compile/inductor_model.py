@@ -69,7 +69,7 @@ def _groups(graph: KernelGraph) -> list[set[int]]:
 
 def _multiplies(node: Node) -> bool:
     """True for a product of matrices and for attention: tensor cores take operands of one type."""
-    return node.facets.one_type and not node.facets.joins
+    return node.facets.one_type and not (node.facets.joins or node.facets.puts)
 
 
 def _moves_nothing(graph: KernelGraph, i: int) -> bool:

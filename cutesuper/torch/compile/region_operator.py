@@ -160,7 +160,7 @@ class Program:
             run = self._runner(rows, given[0].device)
         if run is self._reference:
             self._defined.check()
-        outputs = self._outputs(given[0], rows)
+        outputs = self._outputs(given, rows)
         run(given, outputs, rows)
         return outputs
 
@@ -170,7 +170,7 @@ class Program:
             raise GraphError(
                 f"cutesuper::region: {len(self._signature.names)} inputs, got {len(inputs)}"
             )
-        return self._outputs(inputs[0], self._rows(inputs))
+        return self._outputs(inputs, self._rows(inputs))
 
     def _rows(self, inputs: Sequence[torch.Tensor]) -> int:
         for t, shape in zip(inputs, self._signature.shapes, strict=True):
@@ -178,10 +178,13 @@ class Program:
                 return t.shape[0]
         return 1
 
-    def _outputs(self, like: torch.Tensor, rows: int) -> list[torch.Tensor]:
+    def _outputs(self, inputs: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
+        like, made = inputs[0], self._signature.continued
         return [
-            like.new_empty([rows if isinstance(d, Symbol) else d for d in shape], dtype=dtype)
-            for shape, dtype in self._signature.outputs
+            inputs[made[n]].clone(memory_format=torch.contiguous_format)
+            if n in made
+            else like.new_empty([rows if isinstance(d, Symbol) else d for d in shape], dtype=dtype)
+            for n, (shape, dtype) in enumerate(self._signature.outputs)
         ]
 
     def _runner(self, rows: int, device: torch.device) -> Runner:
