@@ -312,7 +312,7 @@ def _tried(d: Draw, op: Operator) -> None:
             d.source(labels, "labels", op.integer_types[0].name, 2)
             if k in op.integers
             else d.source(shape)
-            if op.of_inputs
+            if k in op.of_inputs
             else d.value()
             for k in range(arity)
         ]
