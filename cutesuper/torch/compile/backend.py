@@ -19,6 +19,7 @@ from cutesuper.torch.compile import internals
 from cutesuper.torch.compile.options import BackendOptions, read_options
 from cutesuper.torch.compile.partition import partition
 from cutesuper.torch.compile.region_operator import region as region_operator
+from cutesuper.torch.compile.region_operator import region_in_place
 from cutesuper.torch.compile.report import GraphReport, Phase, graph_report, nothing_taken
 from cutesuper.torch.compile.rewrite import Call, rewrite
 from cutesuper.torch.compile.selection import decide
@@ -113,7 +114,8 @@ def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> G
             _complain(f"{entry.where} gets no kernels: {decision.verdict.reason}")
     taken = [d for d in decisions if d.verdict.taken]
     if taken:
-        rewrite(gm.graph, [Call(d.region, region_operator, (d.key,)) for d in taken])
+        calls = [Call(d.region, region_operator, (d.key,), region_in_place) for d in taken]
+        rewrite(gm.graph, calls)
         gm.graph.lint()
         gm.recompile()
     return report

@@ -23,6 +23,7 @@ from cutesuper.torch.compile.graph_builder import (
     Value,
     equal,
     fake,
+    memory_order,
 )
 from cutesuper.torch.compile.table import Arguments, Entry, enter
 
@@ -109,19 +110,21 @@ class PutRows(Entry):
         if base.op not in ("placeholder", "get_attr") or at.dtype not in _INDICES or at.dim() != 1:
             return False
         shape = (*into.shape[:dim], at.shape[0], *into.shape[dim + 1 :])
-        whole = x.dim() == into.dim() and all(map(equal, x.shape, shape))
+        first = into.dim() - x.dim()  # dimensions in front of extent 1 may be left out
+        whole = 0 <= first <= dim and all(map(equal, (*[1] * first, *x.shape), shape))
         places = into.shape[dim] if into.dim() else 1
         numbers = into.dtype in FLOATS and not (into.requires_grad or x.requires_grad)
-        in_place = any(u.target is torch.ops.aten.copy_.default for u in node.users)
         known = whole and numbers and isinstance(places, int) and places > 1
-        return known and (not in_place or closing_copy(node) is not None)
+        if not any(u.target is torch.ops.aten.copy_.default for u in node.users):
+            return known
+        return known and closing_copy(node) is not None and memory_order(into) is not None
 
     def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
         base, index, rows, dim = self.operands(a)
         into, at, x = s.of(base), s.of(index), s.of(rows)
         if into.absent or at.absent or x.absent:
             raise Unsupported(node, "puts what repeats into a tensor, or by an index that repeats")
-        for d, own in enumerate(x.dims):
+        for d, own in enumerate(x.dims, len(into.dims) - len(x.dims)):
             unify(own, at.dims[0] if d == dim else into.dims[d])
         s.whole(into.dims[dim])
         s.whole(at.dims[0])
@@ -132,7 +135,8 @@ class PutRows(Entry):
         before, place, after = self._slots(b, base, dim)
         slots = (*before, *place, *after)
         into, (at, _) = b.read(node, base, slots), b.index(node, index)
-        first, row, last = self._slots(b, rows, dim)
+        missing = len(b.value(base).dims) - len(b.value(rows).dims)
+        first, row, last = self._slots(b, rows, dim - missing)
         x = b.tensor(node, rows, (*first, *row, *last), rank=len(slots))
         x = x if x.dtype == into.dtype else b.g.convert(x, into.dtype)
         return Built(b.g.put_rows(into, at, x, dim=len(before)), slots)
