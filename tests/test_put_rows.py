@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 import cutesuper as cs
 from cutesuper.errors import (
@@ -21,6 +22,7 @@ from cutesuper.errors import (
 )
 from cutesuper.ir.block import STORE, MuGraph
 from cutesuper.ir.check import check_mugraph
+from cutesuper.ir.dims import extent
 from cutesuper.ir.evaluate import evaluate
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
@@ -32,7 +34,10 @@ from cutesuper.skeletons.planner import make_plan
 from cutesuper.skeletons.rows.plan import RowPlan
 from cutesuper.skeletons.rows.schedule import RowLoopSchedule
 from cutesuper.targets import H200
-from cutesuper.verify.numeric import compare
+from cutesuper.torch.compile.backend import compile_graph
+from cutesuper.torch.compile.options import read_options
+from cutesuper.verify.numeric import acceptable, compare
+from tests.backends import compiled as run_compiled
 from tests.mutants import change
 from tests.plans import compiled
 
@@ -301,3 +306,113 @@ def test_what_is_read_elsewhere_is_not_changed_in_place() -> None:
     cache, at, x = torch.randn(32, 64).half(), torch.arange(8), torch.randn(8, 64).half()
     with pytest.raises(LayoutError, match="overlaps an input"):
         kernel(cache, at, x, out=(cache, torch.empty_like(cache)))
+
+
+NUMBERS = ["alone", "in the middle", "columns", "a row", "elements", "values of rows", "reordered",
+           "taken", "kept as well", "a sum over rows", "a product"]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NUMBERS)
+def test_kernels_store_rows_at_their_places_and_nowhere_else(name: str) -> None:
+    g = PROGRAMS[name][0]()
+    kernel = cs.superoptimize(g)
+    shapes = [tuple(map(extent, g.nodes[i].shape)) for i in g.inputs]
+    dim = g.nodes[g.outputs[0]].attributes["dim"]
+    count, places = shapes[1][0], shapes[0][dim]
+    inputs = [
+        torch.randperm(places)[: s[0]] if g.nodes[i].dtype.integer else torch.randn(s)
+        for i, s in zip(g.inputs, shapes, strict=True)
+    ]
+    inputs = [x.to(g.nodes[i].dtype.torch) for x, i in zip(inputs, g.inputs, strict=True)]
+    # from the end, and places that do not exist
+    for n, wrong in enumerate((inputs[1][0] - places, places, -places - 1, 1 << 40)):
+        if n < count:
+            inputs[1][n] = wrong
+    exact, eager = evaluate(g, inputs, torch.float64), evaluate(g, inputs)
+    given = [x.cuda() for x in inputs]
+    found = kernel(given)
+    for out, want, theirs, i in zip(found, exact, eager, g.outputs, strict=True):
+        report = acceptable(out.cpu(), want, theirs, g.nodes[i].dtype)
+        assert report, report.message
+    assert torch.equal(given[0].cpu(), inputs[0])
+    again = kernel(given, out=[given[0], *(torch.empty_like(t) for t in found[1:])])
+    assert again[0] is given[0] and all(map(torch.equal, again, found))
+
+
+# ---------------------------------------------------------------------------------------- PyTorch
+
+
+def append(x: Any, keys: Any, values: Any, at: Any, weight: Any, q: Any) -> Any:
+    """A step of decoding, as a model with a static cache has it."""
+    keys.index_copy_(2, at, functional.rms_norm(x, (64,), weight, 1e-6))
+    values[:, :, at] = x * 2
+    return functional.scaled_dot_product_attention(q, keys, values)
+
+
+def nothing_returned(x: Any, cache: Any, at: Any) -> None:
+    cache[at] = functional.silu(x).softmax(-1)
+
+
+def functional_put(x: Any, cache: Any, at: Any) -> Any:
+    return torch.index_put(cache, (at,), x.softmax(-1))
+
+
+def read_before(x: Any, cache: Any, at: Any) -> Any:
+    y = cache.sum(-1)
+    cache[at] = x.softmax(-1)
+    return y
+
+
+def arguments(fn: Any) -> list[Any]:
+    if fn is append:
+        cache = [torch.randn(1, 3, 32, 64) for _ in range(2)]
+        x, q = (torch.randn(1, 3, 1, 64) for _ in range(2))
+        return [x, *cache, torch.tensor([7]), torch.randn(64), q]
+    return [torch.randn(4, 64), torch.randn(32, 64), torch.tensor([3, 31, 0, -2])]
+
+
+def same_results(fn: Any, call: Any) -> None:
+    given = arguments(fn)
+    for _ in range(2):
+        mine = [t.clone() for t in given]
+        expected = fn(*given)
+        torch.testing.assert_close(call(*mine), expected)
+        for a, b in zip(mine, given, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("fn", [append, nothing_returned, functional_put])
+def test_compiled_models_put_rows_in_place(fn: Any) -> None:
+    with torch.no_grad():
+        call, reports = run_compiled(fn)
+        same_results(fn, call)
+    assert reports[0].taken == 1 and not reports[0].outside
+
+
+def test_what_is_read_before_it_is_changed_stays_pytorchs() -> None:
+    with torch.no_grad():
+        call, reports = run_compiled(read_before)
+        same_results(read_before, call)
+    assert any("index_put" in o.reason for o in reports[0].outside)
+
+
+def test_inductor_compiles_the_rest() -> None:
+    reports: list[Any] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        return compile_graph(gm, inputs, read_options({"take": "all"}), reports.append)
+
+    with torch.no_grad():
+        same_results(append, torch.compile(append, backend=backend, fullgraph=True))
+    assert reports[0].taken == 1
+
+
+def test_traced_functions() -> None:
+    given = arguments(functional_put)
+    program = cs.superoptimize(functional_put, given, target="h200")
+    assert "put_rows" in program.explain()
+    same_results(functional_put, program)
+    needs = [given[0].requires_grad_(), *given[1:]]
+    program(*needs).sum().backward()
+    assert needs[0].grad is not None

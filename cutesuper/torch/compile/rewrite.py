@@ -75,19 +75,19 @@ def _rewrite(graph: fx.Graph, call: Call, replaced: dict[fx.Node, fx.Node]) -> f
         traced = isinstance(call.target, str)
         inputs = [_operand(graph, o, replaced, any_strides=traced) for o in region.inputs]
         kind, target = "call_module" if traced else "call_function", call.target
-        changed = _changed(call)
+        closed = changed(call)
         arguments: list[Any] = [inputs]
-        if changed:
-            own = [region.graph.continued[n] for n in changed]
+        if closed:
+            own = [region.graph.continued[n] for n in closed]
             target = call.in_place
             rest = [x for k, x in enumerate(inputs) if k not in own]
-            arguments = [rest, list(changed), [inputs[k] for k in own]]
+            arguments = [rest, list(closed), [inputs[k] for k in own]]
         made = graph.create_node(kind, target, (*call.prefix, *arguments))
-        others = [n for n in range(len(region.graph.outputs)) if n not in changed]
+        others = [n for n in range(len(region.graph.outputs)) if n not in closed]
         parts = {n: graph.call_function(operator.getitem, (made, i)) for i, n in enumerate(others)}
-        own_results = [r for r in region.outputs if r.place not in changed]
+        own_results = [r for r in region.outputs if r.place not in closed]
         results = [_result(graph, parts[r.place], r, replaced) for r in own_results]
-    for closing in changed.values():
+    for closing in closed.values():
         graph.erase_node(closing)
     _move_users(graph, region, results[-1] if results else made, place)
     for r, new in zip(own_results, results, strict=True):
@@ -95,19 +95,21 @@ def _rewrite(graph: fx.Graph, call: Call, replaced: dict[fx.Node, fx.Node]) -> f
         r.node.replace_all_uses_with(new)
         replaced[r.node] = new
     for r in region.outputs:
-        if r.place in changed:
+        if r.place in closed:
             replaced[r.node] = r.node.args[0]
             r.node.replace_all_uses_with(r.node.args[0])
     _remove_unused(graph, region)
     return made
 
 
-def _changed(call: Call) -> dict[int, fx.Node]:
+def changed(call: Call) -> dict[int, fx.Node]:
     """The outputs for which an input is changed in place, in order, and the copies that say so."""
     if call.in_place is None:
         return {}
-    puts = [r for r in call.region.outputs if r.place in call.region.graph.continued]
-    found = {r.place: closing_copy(r.node) for r in puts}
+    results = call.region.outputs
+    puts = [r for r in results if r.place in call.region.graph.continued]
+    alone = [r for r in puts if sum(o.place == r.place for o in results) == 1]
+    found = {r.place: closing_copy(r.node) for r in alone}
     return {n: copy for n, copy in sorted(found.items()) if copy is not None}
 
 
