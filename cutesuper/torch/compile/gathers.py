@@ -113,7 +113,9 @@ class PutRows(Entry):
         by one index of integers; either into a new tensor, or in place."""
         base, index, rows, dim = self.operands(a)
         into, at, x = (getattr(n, "meta", {}).get("val") for n in (base, index, rows))
-        if not all(isinstance(t, torch.Tensor) for t in (into, at, x)):
+        if not (isinstance(into, torch.Tensor) and isinstance(x, torch.Tensor)):
+            return False
+        if not isinstance(at, torch.Tensor):
             return False
         if base.op not in ("placeholder", "get_attr") or at.dtype not in _INDICES or at.dim() != 1:
             return False

@@ -87,6 +87,7 @@ def _rewrite(graph: fx.Graph, call: Call, replaced: dict[fx.Node, fx.Node]) -> f
         parts = {n: graph.call_function(operator.getitem, (made, i)) for i, n in enumerate(others)}
         own_results = [r for r in region.outputs if r.place not in closed]
         results = [_result(graph, parts[r.place], r, replaced) for r in own_results]
+    bases = {n: closing.all_input_nodes[0] for n, closing in closed.items()}
     for closing in closed.values():
         graph.erase_node(closing)
     _move_users(graph, region, results[-1] if results else made, place)
@@ -96,8 +97,8 @@ def _rewrite(graph: fx.Graph, call: Call, replaced: dict[fx.Node, fx.Node]) -> f
         replaced[r.node] = new
     for r in region.outputs:
         if r.place in closed:
-            replaced[r.node] = r.node.args[0]
-            r.node.replace_all_uses_with(r.node.args[0])
+            r.node.replace_all_uses_with(bases[r.place])
+            replaced[r.node] = bases[r.place]
     _remove_unused(graph, region)
     return made
 
