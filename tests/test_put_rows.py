@@ -36,6 +36,7 @@ from cutesuper.skeletons.rows.schedule import RowLoopSchedule
 from cutesuper.targets import H200
 from cutesuper.torch.compile.backend import compile_graph
 from cutesuper.torch.compile.options import read_options
+from cutesuper.torch.compile.region_operator import key_of, program_of
 from cutesuper.verify.numeric import acceptable, compare
 from tests.backends import compiled as run_compiled
 from tests.mutants import change
@@ -416,3 +417,19 @@ def test_traced_functions() -> None:
     needs = [given[0].requires_grad_(), *given[1:]]
     program(*needs).sum().backward()
     assert needs[0].grad is not None
+
+
+@pytest.mark.gpu
+def test_regions_of_compiled_models_change_memory_of_the_caller() -> None:
+    """Also memory that kernels cannot write as it lies: a tensor that is not aligned."""
+    g = kept_and_put()
+    program = program_of(key_of(g))
+    for start in (0, 1):
+        memory = torch.randn(33 * 64).half().cuda()
+        cache = memory[start:][: 32 * 64].view(32, 64)
+        inputs = [torch.arange(8).cuda() * 3, torch.randn(8, 64).half().cuda()]
+        expected = evaluate(g, [cache.clone(), *inputs])
+        found = program(program.with_bases(inputs, (0,), [cache]), (0,))
+        assert len(found) == 2
+        for out, want in zip((cache, *found), expected, strict=True):
+            assert torch.allclose(out, want, atol=1e-2, rtol=1e-2)
