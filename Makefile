@@ -24,7 +24,7 @@ BENCH_STAMP := $(VENV)/.ready-bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint gpu-test bench golden docs clean
+.PHONY: help setup demo test lint ptx-test gpu-test bench golden docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,10 @@ lint: $(STAMP)  ## ruff (rules and format) and pyright
 
 test: lint  ## lint, types and all tests that need no GPU
 	$(BIN)/python -m pytest -m "not gpu" -n 2 --durations=10 $(ARGS)
+	$(BIN)/python -m pytest --ptx -m ptx -n 2 --durations=10 $(ARGS)
+
+ptx-test: $(STAMP)  ## the tests that need a GPU, as far as the machine of tests/ptx goes
+	$(BIN)/python -m pytest --ptx -m gpu --durations=10 $(ARGS)
 
 gpu-test: $(STAMP)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu --durations=10 $(ARGS)

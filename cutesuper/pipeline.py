@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from math import inf, prod
 
 from cutesuper import store
 from cutesuper.differentiate import gradient_of
@@ -55,6 +55,10 @@ from cutesuper.verify.equivalence import Verification, Verifier
 #: their real extents (about 1 s; the softmax of 4096x65536 took 110 s)
 FULL_CHECK_FLOPS = 4e9
 FULL_CHECK_ELEMENTS = 5e7
+
+
+#: candidates of up to this many times the cheapest one's cost are all found, if it cannot be run
+NEAR = 1.02
 
 
 @dataclass(frozen=True)
@@ -230,6 +234,15 @@ def best_variant(graph: KernelGraph, *, target: Target | str | None = None) -> V
         return compiled(graph, options, KernelCache(), *find(graph, options, show))
 
 
+def best_kernel(graph: KernelGraph, *, target: Target | str | None = None) -> Kernel:
+    """A kernel whose one program, the best at the hints of its symbols, serves all extents.
+
+    Arguments and errors are those of `best_variant`; there are no gradients.
+    """
+    variant = best_variant(graph, target=target)
+    return Kernel(graph, as_target(target), lambda hints: variant, single=True)
+
+
 def mugraphs(
     graph: KernelGraph,
     *,
@@ -320,13 +333,14 @@ def find(
     graph: KernelGraph,
     options: Options,
     on_progress: Callable[[Progress], None] | None = None,
+    most_us: float = inf,
 ) -> tuple[SearchResult, Choice]:
     """The tuned program for a graph if there is one, else the result of `choose`; the input of
     `compiled`. Can be pickled."""
     choice = stored_choice(graph, options) if options.tuned else None
     if choice is not None:
         return SearchResult((choice.candidate,), Statistics()), choice
-    return choose(graph, options, on_progress)
+    return choose(graph, options, on_progress, near=NEAR, most_us=most_us)
 
 
 def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
@@ -350,6 +364,15 @@ def stored_choice(graph: KernelGraph, options: Options) -> Choice | None:
     return None
 
 
+def chosen(
+    graph: KernelGraph, options: Options, candidate: Candidate
+) -> tuple[SearchResult, Choice]:
+    """A candidate that was chosen before, planned and verified again. Raises CutesuperError."""
+    plans = _plans(candidate, options, options.target)
+    verification = _verify(Verifier(graph), graph, candidate)
+    return SearchResult((candidate,), Statistics()), Choice(candidate, plans, verification, ())
+
+
 def compiled(
     graph: KernelGraph, options: Options, cache: KernelCache, result: SearchResult, choice: Choice
 ) -> Variant:
@@ -366,6 +389,8 @@ def choose(
     options: Options,
     on_progress: Callable[[Progress], None] | None = None,
     keep: int = SearchOptions.keep,
+    near: float = inf,
+    most_us: float = inf,
 ) -> tuple[SearchResult, Choice]:
     """The cheapest candidate that verifies and that a schedule and the lowering can run.
 
@@ -374,6 +399,8 @@ def choose(
         options: see `Options`.
         on_progress: called with the search's `Progress`.
         keep: number of candidates requested from the search.
+        near: see `search`; if none of its candidates can be run, all regions are searched.
+        most_us: see `search`.
 
     Raises:
         SearchError, LoweringError, ScheduleError: there is none; says why the best failed.
@@ -398,6 +425,8 @@ def choose(
         on_progress=on_progress,
         verify=verify,
         known=_REGIONS,
+        near=near,
+        most_us=most_us,
     )
     refused: list[str] = []
     first: CutesuperError | None = None
@@ -410,6 +439,8 @@ def choose(
             first = first or frameless(error)
             continue
         return result, Choice(candidate, plans, verification, tuple(refused))
+    if near < inf:
+        return choose(graph, options, on_progress, keep)
     raise _none(first, result, options)
 
 

@@ -528,14 +528,17 @@ def test_other_targets() -> None:
         program.plan(B200)
 
 
-def test_a_mask_to_the_last_key_of_unknown_rows() -> None:
+def test_a_mask_to_the_last_key_of_symbolic_rows() -> None:
     program = Program(M=Symbol("M", 32))
     s = program.b.op(
         "causal_mask", program.scores(), rows="M", columns="N", alignment="bottom_right"
     )
     program.attend(s)
-    with pytest.raises(CutesuperError, match=r"needs to know M"):
-        program.plan()
+    plan = program.plan()
+    keys = plan.extent("N")
+    assert plan.masks == (Mask(None, "M", 1 + keys, taken="M"),)
+    assert plan.offset(plan.masks[0]) == 1 + keys - 32
+    assert f"keys N < M - M + {1 + keys}" in plan_text("att", plan)
 
 
 # ---------------------------------------------------------------------------------------- schedules

@@ -140,6 +140,7 @@ CASES: dict[str, tuple[Build, tuple[tuple[Any, ...], ...]]] = {
     "log_softmax, rows": (lambda g, x, y: g.log_softmax(x, 0) * y, ((3, 4), (2, 3, 4))),
     "log_softmax, summed": (lambda g, x: g.sum(g.log_softmax(x), 1), ((3, 4),)),
     "logsumexp": (lambda g, x: g.logsumexp(x), ((3, 4),)),
+    "root": (lambda g, x: g.root(g.sum(g.square(x), 1)) * x, ((3, 4),)),
     "logsumexp, rows": (lambda g, x, y: g.logsumexp(x, 1) * y, ((2, 3, 4), (2, 3, 4))),
     "rms_norm, weight": (lambda g, x, y: g.rms_norm(x, y, eps=0.1), ((2, 3, 4), (4,))),
     "rms_norm, no eps": (lambda g, x, y: g.rms_norm(x, y, eps=0), ((3, 4), (4,))),
@@ -222,6 +223,17 @@ def test_rows_are_summed_before_they_meet() -> None:
 def test_derivative_is_pytorchs(name: str) -> None:
     build, shapes = CASES[name]
     check(graph(build, *shapes))
+
+
+def test_norms_of_zeros_have_the_gradient_that_pytorch_gives_them() -> None:
+    """0 for the row of zeros, where the root is as steep as it can be."""
+    g = graph(lambda g, x: g.root(g.sum(g.square(x), 1)), (3, 4))
+    x = torch.randn(3, 4)
+    x[1] = 0
+    leaf = x.clone().requires_grad_()
+    torch.linalg.vector_norm(leaf, dim=1).sum().backward()
+    [found] = run_reference(cs.grad(g), [x, torch.ones(3, 1)])
+    torch.testing.assert_close(found.float(), leaf.grad, rtol=2e-3, atol=0)
 
 
 def test_every_operator_has_a_derivative() -> None:

@@ -26,6 +26,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from cutesuper import pipeline  # noqa: E402
+from cutesuper.runtime.cache import ROOT_VARIABLE  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.torch.compile import backend, internals, region_operator, selection  # noqa: E402
 from cutesuper.torch.compile.options import read_options  # noqa: E402
@@ -303,7 +304,9 @@ class Scan(torch.nn.Module):
         return torch.atan2(torch.cumsum(x, 0), torch.ones_like(x))
 
 
-def test_equal_layers_are_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_layers_are_searched_for_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     searched: list[Any] = []
     find = pipeline.find
     monkeypatch.setattr(pipeline, "find", lambda *a, **k: searched.append(1) or find(*a, **k))
@@ -311,6 +314,7 @@ def test_equal_layers_are_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> 
     checked = selection._checked
     monkeypatch.setattr(selection, "_checked", lambda *a: judged.append(1) or checked(*a))
     monkeypatch.setattr(selection, "_verdicts", Kept())
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))
     monkeypatch.setattr(region_operator, "_programs", Kept())
     model = Layers(lambda: torch.nn.Sequential(GatedMLP(16, 24), Scan()), 3).bfloat16()
     x = torch.randn(4, 16, dtype=torch.bfloat16)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import warnings
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +27,8 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
-from cutesuper import measure  # noqa: E402
+from cutesuper import measure, pipeline  # noqa: E402
+from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.torch.compile import backend, region_operator, selection  # noqa: E402
 from cutesuper.torch.compile.inductor_model import baseline  # noqa: E402
@@ -38,17 +41,18 @@ from cutesuper.torch.compile.report import (  # noqa: E402
     Report,
 )
 from cutesuper.torch.compile.selection import Verdict  # noqa: E402
-from tests.backends import GatedMLP, compiled, judge  # noqa: E402
+from tests.backends import GatedMLP, Layers, compiled, judge  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:.*please report")
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
     monkeypatch.setattr(region_operator, "_programs", Kept())
     monkeypatch.setattr(selection, "_verdicts", Kept())
+    monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))
 
 
 def norm_linear(name: str = "X", rows: Any = None, symbol: str = "M", hint: int = 16) -> Any:
@@ -378,9 +382,10 @@ def test_what_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, gated: Any) -> No
     assert report.taken == 0
 
 
-def test_modelled(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
+def test_modelled(monkeypatch: pytest.MonkeyPatch, gated: Any, tmp_path: Path) -> None:
     model, x = gated
     for factor, taken in ((1.0, True), (100.0, False)):
+        monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path / f"{factor}"))
         kept = selection._found
 
         def found(*args: Any, factor: float = factor, kept: Any = kept) -> Verdict:
@@ -398,6 +403,80 @@ def test_modelled(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
         monkeypatch.setattr(selection, "_found", kept)
 
 
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of nodes of the graphs that are searched."""
+    found: list[int] = []
+    find = pipeline.find
+
+    def counted(graph: Any, *args: Any) -> Any:
+        found.append(len(graph.nodes))
+        return find(graph, *args)
+
+    monkeypatch.setattr(pipeline, "find", counted)
+    return found
+
+
+def decided_again(model: Any, x: Any) -> list[tuple[bool, str]]:
+    """The verdicts of a process that has decided nothing, for a model and its gradients."""
+    torch.compiler.reset()
+    selection._verdicts.clear()
+    region_operator._programs.clear()
+    call, reports = compiled(model, take="modelled")
+    call(x).float().sum().backward()
+    return [(r.verdict.taken, r.verdict.reason) for g in reports for r in g.regions]
+
+
+def test_another_process_searches_nothing(gated: Any, searched: list[int]) -> None:
+    """What was refused is not searched again, nor is what was taken."""
+    first = decided_again(*gated)
+    count = len(searched)
+    assert count and {taken for taken, _ in first} == {True, False}
+    assert decided_again(*gated) == first and len(searched) == count
+    records = list(KernelCache().root.glob("regions/*.json"))
+    assert records
+    for path in records:
+        path.write_text("{")
+    assert decided_again(*gated) == first and len(searched) == 2 * count, "as if nothing was there"
+
+
+def test_a_refusal_that_may_pass_is_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, gated: Any
+) -> None:
+    def no_memory(*args: Any) -> Verdict:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(selection, "_found", no_memory)
+        assert "for want of memory: no room" in decided_again(*gated)[0][1]
+    assert any(taken for taken, _ in decided_again(*gated))
+
+
+def test_equal_layers_are_not_searched_again(searched: list[int]) -> None:
+    """Forward and backward; the first and the last layer have other neighbours."""
+
+    def one() -> Any:
+        return torch.nn.Sequential(
+            torch.nn.RMSNorm(16), torch.nn.Linear(16, 16, bias=False), Between()
+        )
+
+    counts: list[int] = []
+    for layers in (3, 4):
+        model = Layers(one, layers).bfloat16()
+        searched.clear()
+        shutil.rmtree(KernelCache().root / "regions", ignore_errors=True)
+        decided_again(model, torch.randn(4, 16).bfloat16())
+        counts.append(len(searched))
+    assert counts[0] == counts[1] > 0
+
+
+class Between(torch.nn.Module):
+    """What no region has, with a gradient."""
+
+    def forward(self, x: Any) -> Any:
+        return torch.cumsum(x, 0)
+
+
 @pytest.mark.parametrize("parts", [True, False])
 def test_a_search_that_finds_nothing(
     monkeypatch: pytest.MonkeyPatch, gated: Any, parts: bool
@@ -405,7 +484,7 @@ def test_a_search_that_finds_nothing(
     model, x = gated
     tried: list[int] = []
 
-    def found(program: Any, sample: Any, device: Any) -> Verdict:
+    def found(program: Any, sample: Any, device: Any, take: Any) -> Verdict:
         tried.append(len(sample.region.nodes))
         if tried[-1] == tried[0] or not parts:
             raise SearchError("nothing fits")
@@ -580,17 +659,18 @@ def test_the_text_of_a_report() -> None:
     refused = Verdict(False, "no kernels: nothing fits")
     graph = GraphReport(
         "forward",
-        (RegionReport("model.py:3-5", 12, taken), RegionReport("model.py:9", 1, refused)),
+        (RegionReport("model.py:3-5", 12, taken, 1.25), RegionReport("model.py:9", 1, refused)),
         (OutsideReport("aten.sort is no operator", tuple(f"model.py:{n}" for n in range(6)), 7),),
+        3.5,
     )
     report = Report(read_options({}), (graph,))
     expected = """\
 take='faster': 1 of 2 region(s) taken
 
-graph 0 (forward): 1 of 2 region(s) taken
-  region        operators  kernels  us, model     us, measured
-  model.py:3-5  12         1        8.0 vs. 11.0  9.0 vs. 12.0  taken: 9.0 us, Inductor's code 12.0 us
-  model.py:9    1          -        -             -             not taken: no kernels: nothing fits
+graph 0 (forward): 1 of 2 region(s) taken, decided in 3.5 s
+  region        operators  kernels  us, model     us, measured  s
+  model.py:3-5  12         1        8.0 vs. 11.0  9.0 vs. 12.0  1.2  taken: 9.0 us, Inductor's code 12.0 us
+  model.py:9    1          -        -             -             0.0  not taken: no kernels: nothing fits
   model.py:3-5 k0: y = relu(x)
   outside, 7 x aten.sort is no operator (model.py:0, model.py:1, model.py:2, model.py:3 and 2 more)\
 """  # noqa: E501

@@ -85,7 +85,7 @@ MUTATIONS: dict[str, tuple[Callable[[BlockProgram], BlockProgram], str]] = {
     "tile 0": (lambda p: replace(p, tile={**p.tile, "M": 0}), "cover 0 of the 16 elements of M"),
     "symbolic but closed": (
         lambda p: replace(p, dims={**p.dims, "M": Symbol("M", 16)}),
-        "M is symbolic and needs an open axis, grid or persistent",
+        "M is symbolic and needs an open axis: grid, persistent or loop",
     ),
     "later operand": (
         with_op(2, op("matmul", (0, 3), "MN", over="K")),

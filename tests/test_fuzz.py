@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import random
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +28,9 @@ from tests.fuzz.functions import Function, Line, draw_function
 from tests.fuzz.outcome import FINDINGS, Outcome, Tally
 from tests.fuzz.programs import Case, Source, Step
 from tests.fuzz.runs import Plan, Replay, drawn, run
+from tests.ptx.run import PtxError, TooLarge
 
+ROOT = Path(__file__).parent.parent
 #: seconds that the random programs of this file may take, and how many of each front there are
 SECONDS, PROGRAMS = 45.0, 60
 #: programs that are right or refused on a machine without a GPU, whatever it is: no time decides
@@ -300,7 +305,7 @@ def test_tallies_add_up_and_are_written(tmp_path: Any) -> None:
 
 
 def test_processes_share_the_programs(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(os.path.dirname(os.path.dirname(__file__)))
+    monkeypatch.chdir(ROOT)
     file = tmp_path / "found.json"
     main(["--jobs", "2", "--cases", "2", "--seconds", "300", "--front", "graph", "--json",
           str(file), "--no-minimise"])  # fmt: skip
@@ -318,6 +323,30 @@ def test_a_verifier_that_accepts_anything_is_found(monkeypatch: pytest.MonkeyPat
 def test_kernels_are_compiled_where_asked() -> None:
     pytest.importorskip("cutlass")
     assert check_case(NORM, replace(CALM, compile=True)).kind == "right"
+
+
+def test_what_the_machine_of_ptx_says_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel may not do is a finding, whatever its registers are; too much work is none."""
+
+    def found(error: Exception) -> Outcome:
+        def launch(*_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(check, "check_texts", launch)
+        return check_case(NORM, CALM)
+
+    at = "instruction {0} `ld.shared.b32 %r{0}, [%r2]`, block {0} 0 0, warp {0}: byte {0} of shared"
+    one, other = (found(PtxError(at.format(n))) for n in (7, 12))
+    assert one.finding and one.key == other.key == "illegal: texts, byte .. of shared"
+    assert "%r7" in one.detail
+    large = found(TooLarge("too many instructions: block 0 warp 0 at 7 (stands)"))
+    assert large.kind == "too large" and not large.finding
+
+
+def test_what_lies_between_strided_rows_shows_if_it_is_read() -> None:
+    x = functions.laid_out(torch.ones(3, 4), "strided")
+    assert x.stride() == (12, 1) and (x == 1).all()
+    assert x.as_strided((3, 8), (12, 1), 4)[:2].isnan().all()
 
 
 @pytest.mark.gpu
@@ -340,3 +369,42 @@ def test_random_programs_are_right_or_refused(front: str) -> None:
     assert tally.counts["right"] > 0
     assert not set(tally.counts) & set(FINDINGS)
     draw_function(0, 0)
+
+
+NEEDS_GCC = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+#: prints what comes of a program whose kernel has one instruction in the place of another
+PLANTED = """
+import json
+import sys
+from unittest.mock import patch
+from tests.fuzz.check import Settings, check_case
+from tests.fuzz.programs import Case
+from tests.ptx import device
+
+case = Case.loads(json.loads(sys.argv[1]))
+real = device.executable
+with device.emulated_gpu():
+    for old, new in (("", ""), ("rsqrt.approx", "sqrt.approx"), ("st.global", "ld.global")):
+        with patch.object(device, "executable", lambda ptx: real(ptx.replace(old, new))):
+            print(check_case(case, Settings(None, gpu=True)).kind)
+"""
+
+
+@NEEDS_GCC
+def test_faults_of_kernels_are_found() -> None:
+    pytest.importorskip("cutlass")
+    command = [sys.executable, "-c", PLANTED, NORM.dumps()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["right", "wrong", "illegal"]
+
+
+@NEEDS_GCC
+def test_kernels_of_random_programs_on_the_machine_of_ptx(tmp_path: Path) -> None:
+    """In a process of its own: the machine has to be there before CuTe DSL is."""
+    pytest.importorskip("cutlass")
+    file = tmp_path / "found.json"
+    command = [sys.executable, "-m", "tests.fuzz", "--ptx", "--seed", "2026", "--cases", "40",
+               "--seconds", str(SECONDS), "--json", str(file)]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(file.read_text())["counts"]["right"] > 0

@@ -140,6 +140,7 @@ def random_sizes(count: int) -> list[tuple[int, int, int]]:
     ]
 
 
+@pytest.mark.ptx
 @pytest.mark.parametrize(("i", "size"), list(enumerate(random_sizes(30))))
 def test_norm_linear_of_random_sizes(i: int, size: tuple[int, int, int]) -> None:
     """Sizes that fill no tile, in every combination of options."""

@@ -321,6 +321,7 @@ def random_attentions(count: int) -> list[Attention]:
     return [one(i) for i in range(count)]
 
 
+@pytest.mark.ptx
 @pytest.mark.parametrize("attention", [*TINY, *random_attentions(14)], ids=str)
 def test_any_extents(attention: Attention) -> None:
     kernel = searched(attention)

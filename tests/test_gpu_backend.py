@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch._dynamo.utils import counters  # noqa: E402
 
 from cutesuper import measure  # noqa: E402
 from cutesuper.errors import DeviceError  # noqa: E402
+from cutesuper.runtime.cache import ROOT_VARIABLE  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.torch.compile import backend, region_operator, selection  # noqa: E402
 from cutesuper.torch.compile.region_operator import key_of  # noqa: E402
@@ -184,7 +186,7 @@ def test_what_gets_no_kernels_is_as_fast_as_with_inductor() -> None:
     assert ours < 1.03 * theirs
 
 
-def test_equal_layers_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_layers_are_judged_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     counted: list[int] = []
     real = measure.device_us
     monkeypatch.setattr(measure, "device_us", lambda *a: counted.append(1) or real(*a))
@@ -204,6 +206,7 @@ def test_equal_layers_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
         for layers in (2, 4):
             counted.clear()
             selection._verdicts.clear()
+            monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path / f"{layers}"))
             cs.explain(Layers(Layer, layers).cuda().bfloat16(), (x,))
             found[layers] = len(counted)
     assert found[2] == found[4] > 0

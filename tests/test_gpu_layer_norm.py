@@ -90,6 +90,7 @@ def test_any_number_of_rows(size: tuple[int, int], dependent: bool) -> None:
 TINY = [(1, 8, 8), (3, 16, 64), (65, 72, 64), (2, 8, 2048), (17, 520, 136), (1, 1000, 1000)]
 
 
+@pytest.mark.ptx
 @pytest.mark.parametrize("size", TINY, ids=str)
 def test_less_than_a_tile(size: tuple[int, int, int]) -> None:
     kernel = kernel_of(*size)

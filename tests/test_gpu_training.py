@@ -100,6 +100,7 @@ def test_shapes(name: str, n: int, i: int, few: int) -> None:
         judge(name, tensors(name, (m,), n, dtype, vectors))
 
 
+@pytest.mark.ptx
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_types(name: str, dtype: Any) -> None:

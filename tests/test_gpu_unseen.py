@@ -14,7 +14,7 @@ from cutesuper.ir.evaluate import evaluate
 from tests.test_gpu import check
 from tests.test_unseen import BLIND, GRAPHS, inputs_of, value_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.ptx]
 
 
 def drawn(graph: Any) -> list[torch.Tensor]:

@@ -366,8 +366,8 @@ ERRORS: list[tuple[Build, type[CutesuperError], str]] = [
         lambda g, x, w: g.new_input((4, 0)),
         ShapeError,
         (
-            "new_input(dims=[4, 0]): extent 1 is 0; extents are positive ints, and only the first "
-            "may be symbolic"
+            "new_input(dims=[4, 0]): extent 1 is 0; extents are positive ints, and all but the "
+            "last may be symbolic"
         ),
     ),
     (lambda g, x, w: g.new_input((4, M)), ShapeError, "extent 1 is Symbol(name='M', hint=32)"),

@@ -91,12 +91,12 @@ ERRORS: dict[str, tuple[Any, type[CutesuperError], str]] = {
         OperatorError,
         "length_mask(causal=1): must be True or False",
     ),
-    "open rows": (
-        lambda g, x, n: g.length_mask(
-            g.transpose(g.new_input((symbol("M"), 3, 8)), (1, 0, 2)), n, causal=True
+    "open pages": (
+        lambda g, x, n: g.gather_pages(
+            g.new_input((9, symbol("P"), 8)), g.new_input((3, 4), "int32")
         ),
         ShapeError,
-        "causal=True counts rows from the last one, so their number M has to be known",
+        "gather_pages([9, P, 8], [3, 4]): positions of a page and pages of a sequence must be",
     ),
     "arithmetic": (
         lambda g, x, n: g.add(n, 1.0),

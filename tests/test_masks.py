@@ -55,12 +55,6 @@ ERRORS: list[tuple[tuple[Dim, ...], str, type[CutesuperError], str]] = [
         ShapeError,
         "causal_mask([7, 5]): 'bottom_right' leaves the first 2 rows without any column; give it",
     ),
-    (
-        (symbol("M", 4), 8),
-        "bottom_right",
-        ShapeError,
-        "causal_mask([M, 8]): 'bottom_right' needs extents that are known before the call",
-    ),
     ((4, 8), "top", OperatorError, "causal_mask(alignment='top'): must be 'top_left' (row i sees"),
 ]
 
@@ -87,9 +81,18 @@ def test_the_reference_is_a_triangle(m: int, n: int, alignment: str) -> None:
     assert torch.equal(y, torch.where(keep, x, -torch.inf))
 
 
-def test_a_symbolic_number_of_rows_may_be_masked_at_the_top() -> None:
+@pytest.mark.parametrize("m", [3, 8, 11])
+@pytest.mark.parametrize("alignment", ALIGNMENTS)
+def test_a_symbolic_number_of_rows(m: int, alignment: str) -> None:
+    """Where there are more rows than columns, the offset is 0."""
     g = new_kernel_graph()
-    assert g.causal_mask(g.new_input((symbol("M", 4), 8))).shape == (symbol("M", 4), 8)
+    y = g.causal_mask(g.new_input((symbol("M", 4), 8)), alignment)
+    assert y.shape == (symbol("M", 4), 8)
+    g.mark_output(y)
+    x = torch.randn(m, 8, dtype=torch.float64)
+    [y] = evaluate(g, [x], torch.float64)
+    offset = max(0, 8 - m) if alignment == "bottom_right" else 0
+    assert torch.equal(y, torch.where(torch.ones(m, 8).tril(offset).bool(), x, -torch.inf))
 
 
 ATTENTION_ERRORS: list[tuple[Any, dict[str, Any], str]] = [

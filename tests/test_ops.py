@@ -30,7 +30,14 @@ torch = pytest.importorskip("torch")
 
 from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.torch.ops.attention import calls, kind  # noqa: E402 (they import torch)
-from cutesuper.torch.ops.attention.kind import Kind, Order, batch_of, graph_of, runner_of  # noqa: E402
+from cutesuper.torch.ops.attention.kind import (  # noqa: E402
+    Extents,
+    Kind,
+    Order,
+    batch_of,
+    graph_of,
+    runner_of,
+)
 from tests.attention_reference import exact  # noqa: E402
 from tests.host_time import host_time, least_attention  # noqa: E402
 
@@ -63,11 +70,14 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     """What reaches the kernels, checked as kernels do it; computed by the reference."""
     seen: list[list[Any]] = []
 
-    def spy(kind: Kind, batch: int, device: Any) -> Any:
-        signature, run = Signature(graph_of(kind)), runner_of(kind, batch, device)
+    def spy(kind: Kind, extents: Extents, device: Any) -> Any:
+        signature, run = Signature(graph_of(kind)), runner_of(kind, extents, device)
+        dims = {"B": kind.any_batch, "L": kind.rows, "S": kind.keys}
+        numbers = zip(dims, (extents.batch, extents.rows, extents.keys), strict=True)
+        bound = {n: e for n, e in numbers if dims[n] is True or isinstance(dims[n], Symbol)}
 
         def spied(inputs: list[Any]) -> list[Any]:
-            assert signature.bind(inputs) == ({"B": batch} if kind.any_batch else {})
+            assert signature.bind(inputs) == bound
             seen.append(inputs)
             return run(inputs)
 
@@ -413,7 +423,7 @@ class Gpu:
         self.capturing = False
         self.refuses = lambda graph: False
 
-    def superoptimize(self, graph: Any) -> Any:
+    def best_kernel(self, graph: Any) -> Any:
         self.made.append(graph)
         if self.refuses(graph):
             raise SearchError("nothing found")
@@ -425,12 +435,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     import cutesuper.pipeline
 
     fake = Gpu()
-    monkeypatch.setattr(cutesuper.pipeline, "superoptimize", fake.superoptimize)
+    monkeypatch.setattr(cutesuper.pipeline, "best_kernel", fake.best_kernel)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(kind, "_kernels", Kept(kind.KEPT_KINDS))
     return fake
+
+
+def at(batch: int) -> Extents:
+    return Extents(batch, 1, 64)
 
 
 def kind_for(batch: int, **fields: Any) -> Kind:
@@ -440,7 +454,7 @@ def kind_for(batch: int, **fields: Any) -> Kind:
 
 def test_batches_share_kernels(gpu: Gpu) -> None:
     runners = {
-        n: runner_of(kind_for(n), n, gpu.device) for n in (1, 2, 7, 8, 9, 12, 16, 5000, 9000)
+        n: runner_of(kind_for(n), at(n), gpu.device) for n in (1, 2, 7, 8, 9, 12, 16, 5000, 9000)
     }
     assert len(gpu.made) == 6
     assert runners[9] is runners[12] is runners[16] and runners[5000] is runners[9000]
@@ -450,31 +464,31 @@ def test_batches_share_kernels(gpu: Gpu) -> None:
 
 def test_kernels_for_one_batch_where_none_take_any(gpu: Gpu) -> None:
     gpu.refuses = lambda g: isinstance(g.nodes[g.inputs[0]].shape[0], Symbol)
-    found = [runner_of(kind_for(n), n, gpu.device) for n in (9, 12, 9)]
+    found = [runner_of(kind_for(n), at(n), gpu.device) for n in (9, 12, 9)]
     assert found[0] is found[2] is not found[1]
     assert [g.nodes[g.inputs[0]].shape[0] for g in gpu.made] == [Symbol("B", 16), 9, 12]
     gpu.refuses = lambda g: True
     with pytest.raises(SearchError, match="nothing found"):
-        runner_of(kind_for(100), 100, gpu.device)
+        runner_of(kind_for(100), at(100), gpu.device)
 
 
 def test_no_kernels_are_made_in_a_capture(gpu: Gpu) -> None:
     gpu.capturing = True
     with pytest.raises(DeviceError, match=r"capture of a CUDA graph.*call it once before"):
-        runner_of(kind_for(1), 1, gpu.device)
+        runner_of(kind_for(1), at(1), gpu.device)
     gpu.capturing = False
-    kernel = runner_of(kind_for(1), 1, gpu.device)
+    kernel = runner_of(kind_for(1), at(1), gpu.device)
     gpu.capturing = True
-    assert runner_of(kind_for(1), 1, gpu.device) is kernel
+    assert runner_of(kind_for(1), at(1), gpu.device) is kernel
 
 
 def test_few_kernels_are_kept(gpu: Gpu) -> None:
     for scale in range(1, kind.KEPT_KINDS + 11):
-        runner_of(kind_for(1, scale=float(scale)), 1, gpu.device)
+        runner_of(kind_for(1, scale=float(scale)), at(1), gpu.device)
     assert len(kind._kernels) == kind.KEPT_KINDS
-    runner_of(kind_for(1, scale=20.0), 1, gpu.device)
+    runner_of(kind_for(1, scale=20.0), at(1), gpu.device)
     assert len(gpu.made) == kind.KEPT_KINDS + 10
-    runner_of(kind_for(1, scale=1.0), 1, gpu.device)
+    runner_of(kind_for(1, scale=1.0), at(1), gpu.device)
     assert len(gpu.made) == kind.KEPT_KINDS + 11
 
 
@@ -491,7 +505,7 @@ def test_threads_make_a_kernel_once(gpu: Gpu) -> None:
 
     def work() -> None:
         barrier.wait()
-        found.append(runner_of(kind_for(3), 3, gpu.device))
+        found.append(runner_of(kind_for(3), at(3), gpu.device))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for t in threads:

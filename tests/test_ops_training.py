@@ -41,6 +41,7 @@ from torch.utils.checkpoint import (  # noqa: E402
 )
 
 from cutesuper.runtime.programs import Kept  # noqa: E402
+from cutesuper.torch.ops.classes import class_of  # noqa: E402
 from cutesuper.torch.ops.rowwise import calls, graphs, norms  # noqa: E402 (they import torch)
 from cutesuper.torch.ops.rowwise.definition import Kind, kind_of  # noqa: E402
 from tests.host_time import LeastGradient, host_time, least_rows  # noqa: E402
@@ -471,9 +472,9 @@ def prepare(gpu: Gpu, rows: int, n: int = 16, saving: bool = True, needs: Any = 
     kind = kind_of(definition, (x, w), (1e-6, 0.0))
     if needs is not None:
         return calls.gradients_of(definition, kind, (rows,), gpu.device, needs, (True,))
-    programs = graphs.programs_of(definition, kind, graphs.rows_class(rows))
+    programs = graphs.programs_of(definition, kind, class_of("rows", rows))
     graph = programs.saving if saving else programs.plain
-    key = (definition.name, kind, graphs.rows_class(rows), saving)
+    key = (definition.name, kind, class_of("rows", rows), saving)
     return graphs.runner_of(key, graph, gpu.device)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import cutesuper as cs
 from cutesuper.errors import GraphError
 from cutesuper.ir.block import (
     LOAD,
@@ -170,6 +171,18 @@ def test_which_kernel_computes_what() -> None:
 def test_a_composite_operator_belongs_to_the_kernels_of_its_parts() -> None:
     graph = programs.norm_linear_graph()
     assert kernels_of(graph, programs.norm_linear()) == {2: (0,), 3: (0,)}
+
+
+def test_pages_of_programs_with_concatenations_and_slices() -> None:
+    g = cs.new_kernel_graph()
+    a, b = g.new_input((16, 64), name="a"), g.new_input((16, 32), name="b")
+    x = g.square(g.concat([a, b], 1))
+    g.mark_output(g.slice(x, 1, 0, 64))
+    g.mark_output(g.sum(x, 1))
+    best = cs.mugraphs(g, target="h200", budget_s=1.0).candidates[0].mugraph
+    assert kernels_of(g, best) == {}
+    page = mugraph_page(best, Facts(g))
+    assert "concat" in page and "computed in" not in page
 
 
 def test_nothing_is_said_of_values_that_the_definition_does_not_have() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.ptx.run import USUAL, Conditions, Launched, PtxError, executable, run_launch
+from tests.ptx.run import USUAL, Conditions, Launched, PtxError, TooLarge, executable, run_launch
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
@@ -72,6 +72,25 @@ ELEMENTWISE = [
     ("cvt.rn.bf16x2.f32 %r6, %r4, %r4; mov.b32 {%rs1, _}, %r6; cvt.f32.bf16 %r5, %rs1;",
      lambda x: x),
     ("cvt.rzi.s32.f32 %r6, %r4; cvt.rn.f32.s32 %r5, %r6;", np.trunc),
+    (("cvt.rzi.u32.f32 %r6, %r4; cvt.u16.u32 %rs1, %r6; mul.hi.u16 %rs2, %rs1, -21845;"
+     "cvt.rn.f32.u16 %r5, %rs2;"), lambda x: np.trunc(np.maximum(x, 0)) * 43691 // 65536),
+    (("cvt.rn.f16x2.f32 %r6, 0f3F800000, %r4; setp.gt.f16x2 %p1|%p2, %r6, 0;"
+     "selp.f32 %r7, 0f3F800000, 0f00000000, %p1; selp.f32 %r8, 0f40000000, 0f00000000, %p2;"
+     "add.f32 %r5, %r7, %r8;"), lambda x: np.where(x > 0, 3, 2)),
+    (("cvt.rn.bf16.f32 %rs1, %r4; cvt.rn.bf16.f32 %rs2, 0f3F800000; min.NaN.bf16 %rs3, %rs1, %rs2;"
+      "cvt.f32.bf16 %r5, %rs3;"), lambda x: np.minimum(x, 1)),
+    ("cvt.rzi.s32.f32 %r6, %r4; min.relu.s32 %r7, %r6, 2; cvt.rn.f32.s32 %r5, %r7;",
+     lambda x: np.clip(np.trunc(x), 0, 2)),
+    # with 2^24 of the same sign one bit of 2 is lost, towards zero
+    ("add.rz.f32 %r6, %r4, 0f4B800000; sub.f32 %r5, %r6, 0f4B800000;",
+     lambda x: 2 * np.floor(x / 2) * (x >= 0) + np.floor(x) * (x < 0)),
+    # 2^23 has no room for a fraction: what is left is the floor, as exp of the compiler uses it
+    ("fma.rm.f32 %r6, %r4, 0f3F800000, 0f4B400000; sub.f32 %r5, %r6, 0f4B400000;", np.floor),
+    ((".local .align 4 .b8 mine[8]; mov.b64 %rd6, mine; st.local.b32 [%rd6+4], %r4; bar.sync 0;"
+     "ld.local.b32 %r5, [%rd6+4];"), lambda x: x),
+    (("cvt.rzi.s32.f32 %r6, %r4; cvt.s64.s32 %rd6, %r6; cvt.rn.f64.s64 %rd7, %rd6;"
+     "mul.f64 %rd8, %rd7, 0d3FE0000000000000; cvt.rn.f32.f64 %r5, %rd8;"),
+     lambda x: np.trunc(x) / 2),
 ]  # fmt: skip
 
 
@@ -82,6 +101,25 @@ def test_elementwise(text: str, value: Any) -> None:
     np.testing.assert_allclose(
         run(body, x, zeros()), value(x), rtol=1e-2 if "bf16" in text else 1e-6
     )
+
+
+def test_sums_take_the_carry_of_another_one() -> None:
+    """x 2^31 + 2^31 for x = tid - 64 modulo 2^32, in two words of which the upper is stored."""
+    body = """
+    sub.s32 %r6, %r1, 64;
+    mad.lo.cc.u32 %r7, %r6, -2147483648, -2147483648;
+    madc.hi.u32 %r8, %r6, -2147483648, 0;
+    st.global.b32 [%rd5], %r8;
+    """
+    x = (np.arange(128).astype(np.uint32) - np.uint32(64)).astype(object)
+    found = run(body, vector(), np.zeros(128, np.uint32))
+    np.testing.assert_array_equal(found, (x * 2**31 + 2**31) // 2**32)
+
+
+def test_launches_beyond_the_limit_are_told_apart() -> None:
+    spin = "AGAIN: st.global.b32 [%rd5], %r1; bra AGAIN;"
+    with pytest.raises(TooLarge, match=r"too many instructions.*AGAIN"):
+        run(spin, vector(), zeros(), conditions=Conditions(limit=5000))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -152,6 +190,10 @@ def test_a_wait_for_the_wrong_phase_reads_too_early() -> None:
 BAD = {
     "past the end": ("st.global.b32 [%rd5+4], %r1;", "512 bytes from the beginning of tensor 1"),
     "an input": ("st.global.b32 [%rd4], %r1;", "tensor 0, which is an input"),
+    "another thread's memory": (
+        ".local .align 4 .b8 mine[8]; mov.b64 %rd6, mine; ld.local.b32 %r4, [%rd6+8];",
+        "byte 8 of local memory, of which there are 8",
+    ),
     "nowhere": ("mov.b64 %rd6, 64; ld.global.b32 %r4, [%rd6];", "outside of all tensors"),
     "misaligned": ("ld.global.b32 %r4, [%rd4+2];", "address .* for 4 bytes"),
     "beyond shared memory": ("st.shared.b32 [%r2+65536], %r1;", "byte 66560 of shared memory"),

@@ -94,7 +94,7 @@ def only_zeroed(tensors: list[Any]) -> list[Any]:
 
 
 def test_shapes_and_types(cuda: Cuda) -> None:
-    counters, parts, flags = call(ScratchMemory([COUNTERS, PARTS, FLAGS], {"M": 1}), rows=3)
+    counters, parts, flags = call(ScratchMemory([COUNTERS, PARTS, FLAGS], {"M": (1, 0)}), rows=3)
     assert (counters.dtype, parts.dtype, flags.dtype) == (torch.int32, torch.float32, torch.int32)
     assert (parts.shape, flags.shape) == ((48,), (3,))
     assert counters.shape == (16,)  # of four rows, the next power of two
@@ -105,7 +105,7 @@ def test_shapes_and_types(cuda: Cuda) -> None:
 
 
 def test_a_stream_keeps_its_memory(cuda: Cuda) -> None:
-    memory = ScratchMemory([COUNTERS, PARTS, FLAGS], {"M": 1})
+    memory = ScratchMemory([COUNTERS, PARTS, FLAGS], {"M": (1, 0)})
     first = only_zeroed(call(memory))
     assert spans(only_zeroed(call(memory))) == spans(first)
     cuda.stream = 7
@@ -118,19 +118,19 @@ def test_a_stream_keeps_its_memory(cuda: Cuda) -> None:
 
 
 def test_few_lengths_for_many_batch_sizes(cuda: Cuda) -> None:
-    memory = ScratchMemory([COUNTERS], {"M": 1})
+    memory = ScratchMemory([COUNTERS], {"M": (1, 0)})
     found = {tuple(spans(call(memory, rows))) for rows in range(1, 1025)}
     assert len(found) == 11
     assert all(call(memory, rows)[0].numel() >= 4 * rows for rows in range(1, 1025))
 
 
 def test_every_captured_call_has_its_own(cuda: Cuda) -> None:
-    memory = ScratchMemory([COUNTERS, FLAGS], {"M": 1})
+    memory = ScratchMemory([COUNTERS, FLAGS], {"M": (1, 0)})
     calls = [call(memory)]
     cuda.capturing = True
     calls += [call(memory) for _ in range(100)]
     cuda.capturing = False
-    calls.append(call(ScratchMemory([COUNTERS], {"M": 1})))
+    calls.append(call(ScratchMemory([COUNTERS], {"M": (1, 0)})))
     assert apart(*calls)
     assert not any(t.any() for c in calls for t in c)
     assert cuda.chunks == 1
@@ -204,7 +204,7 @@ def test_a_pool_that_was_never_filled_gives_nothing() -> None:
 
 def test_no_zeroed_scratch_asks_nothing_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: 1 / 0)
-    [parts] = call(ScratchMemory([PARTS], {"M": 1}))
+    [parts] = call(ScratchMemory([PARTS], {"M": (1, 0)}))
     assert parts.shape == (32,)
 
 

@@ -15,7 +15,7 @@ from cutesuper.skeletons.matmul.settings import SETTINGS as MATMUL
 from cutesuper.skeletons.rows.settings import SETTINGS, stage_limit, walks_long
 from cutesuper.targets import B200, H200, TARGETS
 from cutesuper.targets.settings import Decision, Settings
-from cutesuper.torch.ops.rowwise.graphs import rows_class
+from cutesuper.torch.ops.classes import class_of
 
 DECISIONS = {
     "way": Decision(("length", "wide"), {"threads": 64, "ring": 0}),
@@ -122,7 +122,7 @@ def test_the_shipped_settings() -> None:
     assert {stage_limit(t) for t in TARGETS.values()} == {32768}
     assert [walks_long(B200, 1, n) for n in (16384, 16385)] == [False, True]
     assert [walks_long(H200, 2, n) for n in (8192, 8193)] == [False, True]
-    assert [rows_class(n) for n in (1, 512, 513, 4096, 4097)] == [128, 128, 2048, 2048, 16384]
+    assert [class_of("rows", n) for n in (1, 512, 513, 4096, 4097)] == [128, 128, 2048, 2048, 16384]
     assert SETTINGS.choose(H200, "sliced", rows=512) == {"sliced": 1}
     assert MATMUL.choose(B200, "rows", rows=64) == {"tiles": ()}
     assert MATMUL.choose(H200, "rows", rows=65) == {"tiles": (128, 256, 64)}

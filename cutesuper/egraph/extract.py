@@ -28,6 +28,7 @@ from cutesuper.ir.block import (
     BlockOp,
     BlockProgram,
 )
+from cutesuper.ir.check import OPENED
 from cutesuper.ir.dims import Dim, Symbol
 from cutesuper.ir.operators.base import CONSTANT
 
@@ -298,15 +299,14 @@ class _Builder:
 def unsized(
     dims: Mapping[str, Dim], axes: tuple[Axis, ...], ops: tuple[BlockOp, ...]
 ) -> BlockProgram:
-    """A program without sizes. Exactly one axis of a symbolic label has no extent, the persistent
-    one or else that of the grid, and its tile is 1."""
+    """A program without sizes. Exactly one axis of a symbolic label has no extent, the innermost
+    that may be open, and its tile is 1."""
     used = {d for op in ops for d in op.dims}
     dims = {d: n for d, n in dims.items() if d in used}
-    visited = {a.dim for a in axes if a.kind == AxisKind.PERSISTENT}
+    inner = {a.dim: a.kind for kind in OPENED for a in axes if a.kind == kind}
     opened = tuple(
         replace(a, extent=None)
-        if isinstance(dims[a.dim], Symbol)
-        and a.kind == (AxisKind.PERSISTENT if a.dim in visited else AxisKind.GRID)
+        if isinstance(dims[a.dim], Symbol) and a.kind == inner.get(a.dim)
         else a
         for a in axes
         if a.dim in dims

@@ -43,7 +43,8 @@ class Axis:
     """``kind`` splits the label ``dim`` into ``extent`` parts.
 
     ``extent`` is None for an *open* axis of a symbolic dimension: the call decides how many blocks
-    (grid axis) or tiles (persistent axis) it needs. At most one axis of a label is open.
+    (grid axis), tiles (persistent axis) or iterations (loop axis) it needs. At most one axis of a
+    label is open.
     """
 
     dim: str

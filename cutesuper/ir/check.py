@@ -31,8 +31,8 @@ from cutesuper.ir.operators.base import TABLE, Operator, lookup
 from cutesuper.ir.operators.monoid import monoid
 
 ITERATED = (AxisKind.LOOP, AxisKind.PERSISTENT)
-#: the kinds of axes that a symbolic label may leave open
-OPENED = (AxisKind.GRID, AxisKind.PERSISTENT)
+#: the kinds of axes that a symbolic label may leave open, from the outermost to the innermost
+OPENED = (AxisKind.GRID, AxisKind.PERSISTENT, AxisKind.LOOP)
 #: the kinds of axes that an operation may end
 _ENDED_BY = {
     ACCUMULATE: ITERATED,
@@ -177,7 +177,7 @@ def _check_open(program: BlockProgram, dim: str) -> None:
     opened = [a.name for a in program.axes_of(dim) if a.extent is None]
     if isinstance(program.dims[dim], Symbol) and not opened:
         raise GraphError(
-            f"block program: {dim} is symbolic and needs an open axis, grid or persistent"
+            f"block program: {dim} is symbolic and needs an open axis: grid, persistent or loop"
         )
     if len(opened) > 1:
         raise GraphError(

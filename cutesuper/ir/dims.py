@@ -8,7 +8,7 @@ from math import prod
 
 @dataclass(frozen=True)
 class Symbol:
-    """A leading extent (batch, tokens) that may differ from call to call.
+    """An extent (batch, tokens, keys) that may differ from call to call.
 
     Attributes:
         name: two symbols of one name are the same extent.
@@ -20,6 +20,23 @@ class Symbol:
 
     def __str__(self) -> str:
         return self.name
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The number of tiles of a symbolic extent, the last one perhaps in part.
+
+    Attributes:
+        symbol: the extent.
+        tile: elements of a tile.
+    """
+
+    symbol: Symbol
+    tile: int
+
+    def of(self, extent: int) -> int:
+        """The number of tiles of an extent that is known."""
+        return ceil_div(extent, self.tile)
 
 
 Dim = int | Symbol

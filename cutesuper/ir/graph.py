@@ -126,7 +126,8 @@ class KernelGraph(NamedOperators):
         """Add an input.
 
         Args:
-            dims: extents; the first one may be a `Symbol` (``cs.symbol("M")``).
+            dims: extents; all but the last may be a `Symbol` (``cs.symbol("M")``), and a vector's
+                only one.
             dtype: fp16, bf16 or fp32, which may differ from input to input; int32 for lengths and
                 tables of pages (`length_mask`, `gather_pages`); int64 or int32 for labels (`pick`,
                 `label_weight`) and indices of rows (`take_rows`, `put_rows`).
@@ -136,7 +137,7 @@ class KernelGraph(NamedOperators):
                 the stream has finished. Weights are, activations are not.
 
         Raises:
-            ShapeError: an extent that is not a positive int (or a leading Symbol).
+            ShapeError: an extent that is not a positive int (or a Symbol before the last one).
             DTypeError: another element type.
             GraphError: a name that is taken, or that cannot be printed.
             OptionError: ``constant`` is neither True nor False.
@@ -150,12 +151,12 @@ class KernelGraph(NamedOperators):
                 "scalar, or a number where an operand may be one"
             )
         for i, d in enumerate(shape):
-            ok = isinstance(d, Symbol) and i == 0
+            ok = isinstance(d, Symbol) and (i == 0 or i + 1 < len(shape))
             ok = ok or (isinstance(d, int) and not isinstance(d, bool) and d > 0)
             if not ok:
                 raise ShapeError(
                     f"new_input(dims={list(shape)}): extent {i} is {d!r}; extents are positive "
-                    "ints, and only the first may be symbolic"
+                    "ints, and all but the last may be symbolic"
                 )
             if isinstance(d, Symbol):
                 self._check_symbol(d)
@@ -447,7 +448,7 @@ def new_kernel_graph() -> KernelGraph:
 
 
 def symbol(name: str, hint: int = 16) -> Symbol:
-    """A leading extent that may differ from call to call; see `Symbol`.
+    """An extent that may differ from call to call; see `Symbol`.
 
     Raises:
         ShapeError: a name that is not an identifier, or a hint below 1.

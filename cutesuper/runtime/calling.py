@@ -150,6 +150,8 @@ class Program(ABC):
             GraphError: a gradient that cannot be recorded.
             OperatorError: under a transform of ``torch.func``, or with tangents on a GPU; or an
                 operator was redefined since the program was made.
+            SearchError, LoweringError, CompileError: the call needs a new program, of another
+                bucket of sizes or with gradients, and there is none, or none within the budget.
         """
         if inputs is None:
             as_list = len(args) == 1 and isinstance(args[0], list | tuple)

@@ -81,8 +81,13 @@ class Signature:
         read = [graph.inputs.index(j) for n in graph.nodes for j in n.inputs if j in graph.inputs]
         #: of these, those whose input may be the output: nothing else reads it
         self._in_place = {n for n, k in self.continued.items() if read.count(k) == 1}
-        found = {s[0].name: s[0] for s in self.shapes if s and isinstance(s[0], Symbol)}
+        found = {d.name: d for s in self.shapes for d in s if isinstance(d, Symbol)}
         self.symbols = tuple(found.values())
+        #: for each input: the number of its first dimensions behind which all are known
+        self._open = [
+            max((i + 1 for i, d in enumerate(s) if isinstance(d, Symbol)), default=0)
+            for s in self.shapes
+        ]
         import torch
 
         self._grad_enabled = torch.is_grad_enabled
@@ -104,10 +109,13 @@ class Signature:
         try:
             device = inputs[0].device
             for i, t in enumerate(inputs):
-                want = self.shapes[i]
-                if want and isinstance(want[0], Symbol):
-                    same = tuple(t.shape[1:]) == want[1:] and t.dim() == len(want)
-                    same = same and extents.setdefault(want[0].name, t.shape[0]) == t.shape[0]
+                want, open_ = self.shapes[i], self._open[i]
+                if open_:
+                    same = tuple(t.shape[open_:]) == want[open_:] and t.dim() == len(want)
+                    for n, d in zip(t.shape[:open_], want, strict=False):
+                        same = same and n == (
+                            extents.setdefault(d.name, n) if isinstance(d, Symbol) else d
+                        )
                     same = same and 0 < t.numel() <= MAX_ELEMENTS
                 else:
                     same = t.shape == want

@@ -20,7 +20,7 @@ from cutesuper.runtime.calling import Launches, Picker, Program, picker
 from cutesuper.runtime.compile import Artifact
 from cutesuper.runtime.programs import Kept, refuse_capture
 from cutesuper.runtime.resources import Resources, combine
-from cutesuper.runtime.scratch import Need, ScratchMemory, rows_of
+from cutesuper.runtime.scratch import Need, ScratchMemory, places_of
 from cutesuper.show.page import Facts, mugraph_page
 from cutesuper.show.svg import mugraph_svg
 from cutesuper.skeletons.base import Scratch
@@ -43,8 +43,8 @@ def bucket_of(extent: int) -> int:
 
 def bucketed(graph: KernelGraph) -> dict[str, int]:
     """The buckets of the hints of a graph's symbolic extents, by name."""
-    shapes = [graph.nodes[i].shape for i in graph.inputs]
-    return {s[0].name: bucket_of(s[0].hint) for s in shapes if s and isinstance(s[0], Symbol)}
+    dims = [d for i in graph.inputs for d in graph.nodes[i].shape]
+    return {d.name: bucket_of(d.hint) for d in dims if isinstance(d, Symbol)}
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Variant:
 
         tensors = [self.mugraph.tensors[n].shape for n in self.names]
         needs = [Need(s.shape, getattr(torch, s.dtype), s.zeroed) for s in self.scratch]
-        return ScratchMemory(needs, rows_of(tensors))
+        return ScratchMemory(needs, places_of(tensors))
 
     def _launch(
         self, calls: Sequence[tuple[Callable[..., Any], Picker]], values: list[Any]
@@ -167,6 +167,12 @@ class Kernel(Program):
     Attributes:
         graph: the definition.
         target: the GPU it was optimized for.
+
+    Args:
+        graph, target: as above.
+        make_variant: makes the program for some hints of the symbols.
+        differentiate: see `Differentiate`; None: there are no gradients.
+        single: True if the program for the graph's hints serves all extents, whatever their bucket.
     """
 
     def __init__(
@@ -175,8 +181,11 @@ class Kernel(Program):
         target: Target,
         make_variant: Callable[[dict[str, int]], Variant],
         differentiate: Differentiate | None = None,
+        *,
+        single: bool = False,
     ) -> None:
         super().__init__(graph, target.arch)
+        self._single = single
         self.target = target
         self._defined = Defined(graph, "superoptimize the graph again")
         self._make_variant = make_variant
@@ -187,7 +196,7 @@ class Kernel(Program):
         self._main = self._variant(tuple(bucketed(graph).values()))
 
     def _launches(self, extents: dict[str, int]) -> Launches:
-        if not extents:
+        if not extents or self._single:
             return self._main.launches
         key = tuple(bucket_of(e) for e in extents.values())
         found = self._variants.get(key)

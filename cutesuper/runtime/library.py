@@ -254,6 +254,14 @@ class ExportedKernel:
         )
 
 
+#: the place of a number in a call's arguments, its type, and the dimension that it belongs to
+_Field = tuple[int, struct.Struct, int]
+
+
+def _open_axes(numbers: Sequence[int | str]) -> list[int]:
+    return [axis for axis, n in enumerate(numbers) if isinstance(n, str)]
+
+
 class CompactLaunch:
     """Launcher of a kernel on torch tensors that were checked before: `fits_compact` when the
     library was loaded, extents and alignment by the caller. Costs 6 us; `ExportedKernel.launch`,
@@ -264,16 +272,18 @@ class CompactLaunch:
         self._kernel = kernel
         self._offsets: list[int] = []
         #: for every argument: the place of its pointer, and the place, type and axis of its extents
-        self._fields: list[tuple[int, list[tuple[int, struct.Struct, int]]]] = []
+        #: and of its strides
+        self._fields: list[tuple[int, list[_Field], list[_Field]]] = []
         size = 0
         for record in kernel.arguments:
-            (pointer, _), *extents = record["layout"]["fields"]
-            axes = [i for i, extent in enumerate(record["shape"]) if isinstance(extent, str)]
+            (pointer, _), *others = record["layout"]["fields"]
+            axes = [_open_axes(record[what]) for what in ("shape", "stride")]
             places = [
                 (size + offset, _EXTENTS[kind], axis)
-                for (offset, kind), axis in zip(extents, axes, strict=True)
+                for (offset, kind), axis in zip(others, [*axes[0], *axes[1]], strict=True)
             ]
-            self._fields.append((size + pointer, places))
+            count = len(axes[0])
+            self._fields.append((size + pointer, places[:count], places[count:]))
             self._offsets.append(size)
             size += -(-record["layout"]["size"] // 8) * 8
         self._offsets.append(size)  # the stream
@@ -282,17 +292,20 @@ class CompactLaunch:
     def launch(self, tensors: Sequence[Any], stream: int, device: int) -> None:
         """Launch with one tensor for each argument. Raises DeviceError."""
         buffer = ctypes.create_string_buffer(self._size)
-        for tensor, (pointer, extents) in zip(tensors, self._fields, strict=True):
+        for tensor, (pointer, extents, strides) in zip(tensors, self._fields, strict=True):
             _POINTER.pack_into(buffer, pointer, tensor.data_ptr())
             for place, kind, axis in extents:
                 kind.pack_into(buffer, place, tensor.shape[axis])
+            for place, kind, axis in strides:
+                kind.pack_into(buffer, place, tensor.stride(axis))
         _POINTER.pack_into(buffer, self._offsets[-1], stream)
         base = ctypes.addressof(buffer)
         self._library.launch(self._kernel, [base + offset for offset in self._offsets], device)
 
 
 def fits_compact(argument: Mapping[str, Any], symbols: Mapping[str, int], alignment: int) -> bool:
-    """True if an argument accepts any compact row-major tensor that starts at ``alignment`` bytes.
+    """True if an argument accepts any compact row-major tensor that starts at ``alignment`` bytes,
+    its strides read off it where they depend on symbols.
 
     Args:
         argument: as described.
@@ -301,13 +314,15 @@ def fits_compact(argument: Mapping[str, Any], symbols: Mapping[str, int], alignm
     """
     if argument["kind"] != "tensor" or alignment % argument["align"]:
         return False
-    step: Any = 1
+    step, open_ = 1, False  # the known factor of the stride; whether it has another one
     pairs = list(zip(argument["shape"], argument["stride"], strict=True))
     for extent, stride in reversed(pairs):
         known = isinstance(extent, int) or symbols[extent] == 1
-        if not known or not isinstance(stride, int) or stride != step:
+        divides = step % (1 if isinstance(stride, int) else symbols[stride]) == 0
+        if not known or not divides or (stride != step if not open_ else isinstance(stride, int)):
             return False
-        step = step * extent if isinstance(extent, int) else None  # symbols lead
+        open_ = open_ or not isinstance(extent, int)
+        step *= extent if isinstance(extent, int) else 1
     (_, pointer), *extents = argument["layout"]["fields"]
     return pointer == "ptr" and all(kind in _EXTENTS for _, kind in extents)
 

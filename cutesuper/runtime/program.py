@@ -28,7 +28,7 @@ from cutesuper.errors import CutesuperError, FormatError, OperatorError, ShapeEr
 from cutesuper.ir import serial
 from cutesuper.ir.arguments import as_path
 from cutesuper.ir.definitions import added, definition, names_of
-from cutesuper.ir.dims import Shape, Symbol
+from cutesuper.ir.dims import Dim, Shape, Symbol, Tiles
 from cutesuper.ir.dtypes import ALL
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE
@@ -37,7 +37,7 @@ from cutesuper.runtime.calling import Launches, Program
 from cutesuper.runtime.checks import ALIGNMENT
 from cutesuper.runtime.export import export_library
 from cutesuper.runtime.library import CompactLaunch, ExportedLibrary, fits_compact, read_metadata
-from cutesuper.runtime.scratch import Need, ScratchMemory, rows_of
+from cutesuper.runtime.scratch import Need, ScratchMemory, places_of
 
 if TYPE_CHECKING:
     from cutesuper.runtime.compile import Artifact
@@ -68,7 +68,7 @@ def export_program(graph: KernelGraph, variant: Variant, path: str | os.PathLike
         **border,
         "intermediates": [_tensor(n, tensors[n].shape, tensors[n].dtype.name) for n in middle],
         "scratch": [
-            {**_tensor(f"scratch{n}", s.shape, s.dtype), "zeroed": s.zeroed}
+            {"name": f"scratch{n}", "shape": _tiles(s.shape), "dtype": s.dtype, "zeroed": s.zeroed}
             for n, s in enumerate(variant.scratch)
         ],
         "steps": steps,
@@ -90,6 +90,12 @@ def _border(graph: KernelGraph) -> dict[str, list[dict[str, Any]]]:
 def _tensor(name: str, shape: Shape, dtype: str) -> dict[str, Any]:
     extents = [d.name if isinstance(d, Symbol) else d for d in shape]
     return {"name": name, "shape": extents, "dtype": dtype}
+
+
+def _tiles(shape: Sequence[Dim | Tiles]) -> list[Any]:
+    """Extents of scratch memory, tiles of a symbolic one as ``["L", 64]``."""
+    named = [d.name if isinstance(d, Symbol) else d for d in shape]
+    return [[d.symbol.name, d.tile] if isinstance(d, Tiles) else d for d in named]
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -125,13 +131,18 @@ class _Layout:
         import torch
 
         needs = [
-            Need(self._shape(s), getattr(torch, s["dtype"]), s["zeroed"]) for s in self.scratch
+            Need(self._tiled(s), getattr(torch, s["dtype"]), s["zeroed"]) for s in self.scratch
         ]
-        return ScratchMemory(needs, rows_of([self._shape(t) for t in self.tensors]))
+        return ScratchMemory(needs, places_of([self._shape(t) for t in self.tensors]))
 
     def _shape(self, tensor: Mapping[str, Any]) -> Shape:
         symbols = _symbols(self.graph)
         return tuple(symbols[e] if isinstance(e, str) else e for e in tensor["shape"])
+
+    def _tiled(self, scratch: Mapping[str, Any]) -> tuple[Dim | Tiles, ...]:
+        symbols = _symbols(self.graph)
+        entries = [e if isinstance(e, list) else [e, 1] for e in scratch["shape"]]
+        return tuple(Tiles(symbols[e], t) if isinstance(e, str) else e for e, t in entries)
 
 
 class _Reader:
@@ -252,8 +263,12 @@ def _extent(value: Any, symbols: Mapping[str, Symbol]) -> bool:
 
 
 def _scratch_shape(shape: list[Any], symbols: Mapping[str, Symbol]) -> bool:
-    inner = all(type(e) is int and e > 0 for e in shape[1:])
-    return inner and bool(shape) and _extent(shape[0], symbols)
+    def fits(entry: Any) -> bool:
+        if isinstance(entry, list):
+            return len(entry) == 2 and entry[0] in symbols and _extent(entry[1], {})
+        return _extent(entry, symbols)
+
+    return bool(shape) and all(map(fits, shape))
 
 
 def _fits(argument: Mapping[str, Any], tensor: Mapping[str, Any], bound: dict[str, Any]) -> bool:
@@ -281,8 +296,9 @@ def _fits_scratch(
         return False
     [length], shape = argument["shape"], scratch["shape"]
     if isinstance(length, int):
-        return isinstance(shape[0], int) and length == prod(shape)
-    return isinstance(shape[0], str) and bound.setdefault(length, scratch) is scratch
+        return all(isinstance(e, int) for e in shape) and length == prod(shape)
+    opened = any(not isinstance(e, int) for e in shape)
+    return opened and bound.setdefault(length, scratch) is scratch
 
 
 # --- calling -------------------------------------------------------------------------------------

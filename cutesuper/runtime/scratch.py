@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from cutesuper.ir.dims import Shape, Symbol
+from cutesuper.ir.dims import Dim, Shape, Symbol, Tiles
 from cutesuper.runtime.programs import Kept, is_capturing
 
 #: minimum number of bytes that a pool allocates at a time
@@ -42,22 +42,27 @@ class Need:
     """Scratch memory of one launch; the kernel sees it with one dimension.
 
     Attributes:
-        shape: the first extent may be symbolic.
+        shape: extents may be symbolic, or tiles of symbolic ones.
         dtype: of torch.
         zeroed: true if it is zero before a launch, and left zero.
     """
 
-    shape: Shape
+    shape: Sequence[Dim | Tiles]
     dtype: Any
     zeroed: bool
 
 
-def rows_of(shapes: Sequence[Shape]) -> dict[str, int]:
-    """For every symbol the first place among ``shapes`` that begins with it."""
-    found: dict[str, int] = {}
+#: a tensor of a call and one of its dimensions, by index
+Where = tuple[int, int]
+
+
+def places_of(shapes: Sequence[Shape]) -> dict[str, Where]:
+    """For every symbol the first place among ``shapes`` that has it."""
+    found: dict[str, Where] = {}
     for place, shape in enumerate(shapes):
-        if shape and isinstance(shape[0], Symbol):
-            found.setdefault(shape[0].name, place)
+        for axis, d in enumerate(shape):
+            if isinstance(d, Symbol):
+                found.setdefault(d.name, (place, axis))
     return found
 
 
@@ -66,12 +71,12 @@ class ScratchMemory:
 
     Args:
         needs: of all launches, in order.
-        rows: for each symbol in them the place, among a call's tensors, of one whose first extent
-            it is.
+        places: for each symbol in them a tensor of the call, and the dimension that it is the
+            extent of.
     """
 
-    def __init__(self, needs: Sequence[Need], rows: Mapping[str, int]) -> None:
-        self._needs = [_Length.of(need, rows) for need in needs]
+    def __init__(self, needs: Sequence[Need], places: Mapping[str, Where]) -> None:
+        self._needs = [_Length.of(need, places) for need in needs]
         self._zeroed = [n for n in self._needs if n.zeroed]
         #: memory of calls outside of captures, and its bytes, by device, stream and lengths
         self._kept: dict[tuple[int, ...], tuple[list[Any], int]] = {}
@@ -129,30 +134,34 @@ class ScratchMemory:
 
 @dataclass(frozen=True)
 class _Length:
-    """Number of elements of a need, given the tensors of a call."""
+    """Number of elements of a need, given the tensors of a call: the product of a number and of
+    tiles of symbolic extents, each with its place."""
 
-    row: int
-    place: int | None
+    known: int
+    open: tuple[tuple[Where, Tiles], ...]
     dtype: Any
     zeroed: bool
 
     @classmethod
-    def of(cls, need: Need, rows: Mapping[str, int]) -> _Length:
-        lead = need.shape[0] if need.shape else 1
-        inner = prod(d for d in need.shape[1:] if isinstance(d, int))
-        if isinstance(lead, Symbol):
-            return cls(inner, rows[lead.name], need.dtype, need.zeroed)
-        return cls(lead * inner, None, need.dtype, need.zeroed)
+    def of(cls, need: Need, places: Mapping[str, Where]) -> _Length:
+        known = prod(d for d in need.shape if isinstance(d, int))
+        tiles = [Tiles(d, 1) if isinstance(d, Symbol) else d for d in need.shape]
+        open_ = tuple((places[t.symbol.name], t) for t in tiles if isinstance(t, Tiles))
+        return cls(known, open_, need.dtype, need.zeroed)
 
     def elements(self, values: Sequence[Any]) -> int:
-        return self.row if self.place is None else self.row * values[self.place].shape[0]
+        return self.known * self._open(values)
 
     def rounded(self, values: Sequence[Any]) -> int:
-        """The length; a symbolic extent is rounded up to a power of two of rows, so that there are
-        few lengths."""
-        if self.place is None:
-            return self.row
-        return self.row << (values[self.place].shape[0] - 1).bit_length()
+        """The length; the symbolic part is rounded up to a power of two, so that there are few
+        lengths."""
+        return self.known << (self._open(values) - 1).bit_length()
+
+    def _open(self, values: Sequence[Any]) -> int:
+        count = 1
+        for (place, axis), tiles in self.open:
+            count *= tiles.of(values[place].shape[axis])
+        return count
 
 
 # ------------------------------------------------------------------------------------------- pools

@@ -421,10 +421,17 @@ class Segments:
             self._marks[order] = [n for n in range(len(order) + 1) if n not in inner]
         return self._marks[order]
 
-    def all(self) -> Iterator[tuple[Segment, int, bool]]:
-        """Segments, short ones first, with their number of pieces, and True if between waists."""
+    def ends(self, order: tuple[int, ...], n: int) -> Iterable[int]:
+        """Where a kernel that begins at the n-th mark of an order may end."""
+        marks = self.marks(order)
+        whole = () if marks[n] else marks[-1:]
+        return dict.fromkeys((*marks[n + 1 : n + 1 + MAX_SEGMENT], *whole))
+
+    def all(self, longest: int = MAX_SEGMENT) -> Iterator[tuple[Segment, int, bool]]:
+        """Segments of up to this many pieces, short ones first, with the number of pieces, and True
+        if between waists."""
         waists_of = {order: self.waists(order) for order in self.orders}
-        for length in range(1, MAX_SEGMENT + 1):
+        for length in range(1, longest + 1):
             for order, waists in waists_of.items():
                 marks = self.marks(order)
                 for start, end in zip(marks, marks[length:], strict=False):
@@ -573,8 +580,7 @@ def _cheapest(segments: Segments, order: tuple[int, ...], find: Find, keep: int)
         if not ways[start]:
             continue
         reasons: list[SearchError] = []
-        whole = () if start else marks[-1:]
-        for end in dict.fromkeys((*marks[n + 1 : n + 1 + MAX_SEGMENT], *whole)):
+        for end in segments.ends(order, n):
             if segments.mixed(order, start, end):
                 break
             segment = segments.known(order, start, end)

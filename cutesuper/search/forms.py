@@ -63,11 +63,12 @@ def find_form(region: Region, program: LabelledProgram, target: Target) -> Recog
     Raises:
         SearchError: with the first skeleton's reason, if none can.
     """
-    check_symbols(program)
     reasons: list[SearchError] = []
     for skeleton in SKELETONS:
         try:
             form = skeleton.recognize(region, program, target)
+            if form is not None and not skeleton.inner_symbols:
+                check_symbols(program)
         except SearchError as error:
             reasons.append(frameless(error))
             continue

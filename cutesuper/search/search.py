@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 from cutesuper.egraph.clock import OUT_OF_TIME, limited
@@ -38,6 +39,7 @@ from cutesuper.ir.dims import Dim
 from cutesuper.ir.dtypes import float32
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import CONSTANT
+from cutesuper.search.bounds import TOGETHER, Bounds, TooDear, least_us
 from cutesuper.search.cuts import Cut, Flat, Groups, Segment, Segments, cuts
 from cutesuper.search.region import (
     Counts,
@@ -138,6 +140,8 @@ def search(
     on_progress: Callable[[Progress], None] | None = None,
     verify: Verify | None = None,
     known: KnownRegions | None = None,
+    near: float = inf,
+    most_us: float = inf,
 ) -> SearchResult:
     """Search the cheapest programs for a graph.
 
@@ -157,8 +161,13 @@ def search(
             once for each structure, and rejected structures are dropped. None: every structure is
             accepted.
         known: results of earlier searches, used if neither a budget nor an executor is given.
+        near: least 1. Regions that are only in programs which cost more than this times the
+            cheapest, by a bound, are not searched; infinite: all are. The cheapest program is the
+            same.
+        most_us: a search whose programs are all bound to cost more ends; needs ``near``.
 
     Raises:
+        TooDear: every program costs more than ``most_us``.
         SearchError: an operator that no kernel can run, with the reason; a budget too small; an
             executor that failed; or no program that the verifier accepts.
         LoweringError: a matrix product, and no skeleton for it on this target (only if
@@ -169,7 +178,9 @@ def search(
     """
     check_options(budget_s=budget_s, executor=executor, on_progress=on_progress)
     check_kernel_graph(graph)
-    return _Search(graph, target, options, budget_s, executor, on_progress, verify, known).run()
+    found = _Search(graph, target, options, budget_s, executor, on_progress, verify, known, near)
+    found.most_us = most_us
+    return found.run()
 
 
 class _Search:
@@ -183,11 +194,13 @@ class _Search:
         on_progress: Callable[[Progress], None] | None,
         verify: Verify | None,
         known: KnownRegions | None,
+        near: float,
     ) -> None:
         self.graph, self.target, self.options = graph.expanded(), target, options
         self.budget_s, self.executor = budget_s, executor
         self.on_progress, self.verify = on_progress, verify
-        self.known = known if budget_s is None else None
+        self.known, self.near = known if budget_s is None else None, near
+        self.most_us = inf
         self.statistics = Statistics()
         self.best: float | None = None
         self._start = time.perf_counter()
@@ -223,6 +236,9 @@ class _Search:
         maximum (`FieldAlgebra.nested_exp`): then chained products are run as several kernels.
         """
         self._accept(candidates)
+        if not candidates and self.near < inf:
+            self.near = inf
+            self._accept(candidates)
         if not candidates and self.options.lowered:
             self._unchained = True
             # the reason for the rejection is the better message
@@ -254,11 +270,11 @@ class _Search:
             if found and flat.last_resort:
                 break  # only where nothing else is possible
             segments = Segments(flat)
-            self._gather(segments)
             try:
+                self._gather(segments)
                 found += [(flat, cut) for cut in cuts(segments, self._ways, keep)]
             except (SearchError, LoweringError) as e:
-                error = error or frameless(e)
+                error = frameless(e) if isinstance(e, TooDear) else error or frameless(e)
         if not found:
             if self._interrupt is not None:
                 raise self._interrupt
@@ -295,14 +311,42 @@ class _Search:
     # ------------------------------------------------------------------------------------ regions
 
     def _gather(self, segments: Segments) -> None:
-        """Search every region of a graph, short ones first, until the budget is used up."""
+        """Search the regions of a graph that cheap programs may consist of, short ones first, until
+        the budget is used up."""
         if self._interrupt is not None or self._is_one_kernel(segments):
             return
-        more = True
+        wanted, more = dict[Region, SearchOptions](), True
         while more and self._interrupt is None:
             wanted = self._wanted(segments)
-            self._look_at({r: o for r, o in wanted.items() if (r, o.lowered) not in self._found})
+            self._look_at(self._pieces(segments, wanted) if self.near < inf else wanted)
             more = self._left() > 0 and segments.divide(self._runs)
+        if self.near < inf and self._interrupt is None:
+            self._narrow(segments, wanted)
+
+    def _pieces(
+        self, segments: Segments, wanted: dict[Region, SearchOptions]
+    ) -> dict[Region, SearchOptions]:
+        """The shortest of these regions, so that there is always a way."""
+        shortest = (s.region for s, _, _ in segments.all(longest=1))
+        return {r: wanted[r] for r in shortest if r in wanted}
+
+    def _narrow(self, segments: Segments, wanted: dict[Region, SearchOptions]) -> None:
+        """Search the regions that the cheapest program may consist of, and programs near to it; if
+        there is none, those that tell which operator has no kernel."""
+        bounds = Bounds(segments, {r: least_us(r, self.target) for r in wanted})
+        todo = list(wanted)
+        while todo and self._interrupt is None and self._left() > 0:
+            for region in todo:
+                found = self._found.get((region, wanted[region].lowered))
+                if found is not None:
+                    bounds.learn(region, found.ways[0].total if found.ways else inf)
+            if self.most_us < bounds.least < inf:
+                raise TooDear(bounds.least, self.most_us)
+            todo = bounds.below(TOGETHER) or bounds.below(self.near)
+            # products first: they take milliseconds, rows up to 2 s, and their bounds say less
+            todo = list(filter(_multiplies, todo)) or todo
+            self._look_at({r: wanted[r] for r in todo})
+        self.statistics.pruned["more to read and write than cheap programs have"] += bounds.open
 
     def _wanted(self, segments: Segments) -> dict[Region, SearchOptions]:
         """The regions worth searching, with their options, as far as the budget reaches."""
@@ -337,6 +381,7 @@ class _Search:
 
     def _look_at(self, todo: dict[Region, SearchOptions]) -> None:
         """Search regions, in this process or by the executor."""
+        todo = {r: o for r, o in todo.items() if (r, o.lowered) not in self._found}
         self._parts = (0, len(todo))
         try:
             for region, found in self._search_all(todo):
@@ -450,6 +495,10 @@ class _Search:
             self.on_progress(
                 Progress(stage, s.classes, s.pruned.total(), s.verified, self.best, *self._parts)
             )
+
+
+def _multiplies(region: Region) -> bool:
+    return any(op.facets.contracts for op in region.ops)
 
 
 def peak_mb() -> float:

@@ -7,7 +7,7 @@ from collections import Counter
 
 from cutesuper.ir.block import ENDING, LOAD, STORE, BlockProgram, MuGraph
 from cutesuper.ir.graph import KernelGraph
-from cutesuper.ir.operators.base import INPUT
+from cutesuper.ir.operators.base import INPUT, lookup
 
 #: nodes of a definition that no kernel computes: given values, and views of them
 GIVEN = ("input", "constant", "transpose")
@@ -24,9 +24,11 @@ def kernels_of(graph: KernelGraph, mu: MuGraph) -> dict[int, tuple[int, ...]]:
 
     Returns:
         The positions; nothing if the muGraph stores something that is not a value of the
-        definition.
+        definition, or the definition has values that are put together, which no kernel computes.
     """
     marked = _live(graph)
+    if any(lookup(graph.nodes[i].operator).cuts for i in marked):
+        return {}
     whole = KernelGraph(graph.nodes, marked).expanded()
     values = _values(graph, mu, whole, dict(zip(marked, whole.outputs, strict=True)))
     if values is None:

@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, Generic, TypeVar
@@ -23,7 +23,7 @@ from cutesuper.egraph.space import Space
 from cutesuper.errors import LoweringError, ScheduleError
 from cutesuper.ir.block import LOAD, NAMES, BlockOp, BlockProgram, KernelStep, TensorSpec
 from cutesuper.ir.definitions import definitions
-from cutesuper.ir.dims import Dim, Symbol, extent
+from cutesuper.ir.dims import Dim, Symbol, Tiles, extent
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.serial import program_dict
 from cutesuper.ir.thread import ThreadExpression
@@ -58,16 +58,26 @@ class View:
     Attributes:
         argument: index of the kernel argument.
         labels: its labels, extents of 1 left out.
-        strides: distance between neighbours along each label, in elements.
+        strides: distance between neighbours along each label, in elements; where a later extent
+            is symbolic, only the factor that is known.
+        growing: for each label the symbolic factors of its stride; empty if no label has any.
     """
 
     argument: int
     labels: tuple[str, ...]
     strides: tuple[int, ...]
+    growing: tuple[tuple[Symbol, ...], ...] = field(default=(), kw_only=True)
 
     def stride(self, label: str) -> int:
-        """Stride of ``label``; 0 where the tensor does not have it (it is replicated)."""
+        """Stride of ``label``, or its known factor; 0 where the tensor does not have the label (it
+        is replicated)."""
         return dict(zip(self.labels, self.strides, strict=True)).get(label, 0)
+
+    def growth(self, label: str) -> tuple[Symbol, ...]:
+        """Symbolic factors of the stride of ``label``."""
+        if not self.growing:
+            return ()
+        return dict(zip(self.labels, self.growing, strict=True)).get(label, ())
 
 
 @dataclass(frozen=True)
@@ -126,13 +136,13 @@ class Scratch:
     """Device memory that a kernel needs besides its tensors; it is passed after them.
 
     Attributes:
-        shape: the first extent may be symbolic.
+        shape: extents may be symbolic, or tiles of symbolic ones.
         dtype: element type.
         zeroed: True if every launch needs zeros at its start; it leaves zeros behind. No two
             launches that may run at the same time share it.
     """
 
-    shape: tuple[Dim, ...]
+    shape: tuple[Dim | Tiles, ...]
     dtype: str
     zeroed: bool
 
@@ -233,6 +243,7 @@ class Skeleton(ABC):
         class_share: the part of `search.region.SearchOptions.max_classes` that a split may have.
         between_waists: True if only segments are searched that begin and end where few values
             cross.
+        inner_symbols: True if a tensor may have a symbolic extent that is not its first.
     """
 
     name: ClassVar[str]
@@ -240,6 +251,7 @@ class Skeleton(ABC):
     schedules: ClassVar[tuple[type[Schedule], ...]]
     class_share: ClassVar[float] = 1.0
     between_waists: ClassVar[bool] = False
+    inner_symbols: ClassVar[bool] = False
 
     # ------------------------------------------------------------------------------ the search
 
@@ -327,7 +339,9 @@ def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
         for i, a in enumerate(arguments)
         if a.name == op.attributes["tensor"] and a.written == written
     )
-    shape, strides = arguments[index].shape, _strides(arguments[index])
+    shape = arguments[index].shape
+    behind = [shape[i + 1 :] for i in range(len(shape))]
+    strides = [prod(d for d in own if isinstance(d, int)) for own in behind]
     mapping = op.attributes["map"]
     if "index" in op.attributes:
         return _indexed(index, op, arguments)
@@ -336,7 +350,9 @@ def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
     kept = [(d, s) for d, s in zip(mapping[first:], strides[first:], strict=True) if d is not None]
     labels, steps = tuple(d for d, _ in kept), tuple(s for _, s in kept)
     if not paged:
-        return View(index, labels, steps)
+        symbols = [tuple(d for d in own if isinstance(d, Symbol)) for own in behind]
+        open_ = tuple(s for d, s in zip(mapping, symbols, strict=True) if d is not None)
+        return View(index, labels, steps, growing=open_ if any(open_) else ())
     table = next(i for i, a in enumerate(arguments) if a.name == op.attributes["table"])
     sequences, positions = mapping[:2]
     size = extent(shape[1])

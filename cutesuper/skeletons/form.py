@@ -11,7 +11,7 @@ from cutesuper.egraph.products import (
 )
 from cutesuper.egraph.splits import Operand, Split, State
 from cutesuper.errors import SearchError
-from cutesuper.ir.block import Axis, AxisKind, BlockProgram
+from cutesuper.ir.block import LOAD, Axis, AxisKind, BlockProgram
 from cutesuper.ir.dims import Symbol, extent
 from cutesuper.ir.operators.base import Counts, lookup
 from cutesuper.ir.operators.monoid import MAX, SUM, Monoid
@@ -109,9 +109,9 @@ def check_reductions(program: LabelledProgram, known: Collection[Monoid] = FOLDE
 
 
 def check_symbols(program: LabelledProgram) -> None:
-    """Check that only the outermost dimension of stored tensors is symbolic: strides are
-    numbers."""
-    for _, m in program.outputs:
+    """Check that only the outermost dimension of tensors is symbolic: strides are numbers."""
+    maps = [op.attributes["map"] for op in program.of_kind(LOAD) if "table" not in op.attributes]
+    for m in (*(m for _, m in program.outputs), *maps):
         for name in labels_of(m)[1:]:
             if isinstance(n := program.dims[name], Symbol):
                 raise SearchError(f"a tensor is stored with {n} not as its first dimension")

@@ -1,12 +1,23 @@
-"""Requirements of every loop with matrix products on its operands."""
+"""Requirements on the operands of loops: extents, and with matrix products element types."""
 
 from __future__ import annotations
 
 from cutesuper.errors import LoweringError
+from cutesuper.ir.dims import Symbol
 from cutesuper.skeletons.base import Argument
 
 #: element types that the tensor cores multiply
 MULTIPLIED = ("float16", "bfloat16")
+
+
+def check_symbols(arguments: tuple[Argument, ...], where: str) -> None:
+    """Check that strides are numbers: only the outermost dimension may have an open extent. Raises
+    LoweringError."""
+    for a in arguments:
+        if any(isinstance(d, Symbol) for d in [d for d in a.shape if d != 1][1:]):
+            raise LoweringError(
+                f"{where}: {a.name} has a symbolic extent that is not its first dimension"
+            )
 
 
 def check_element_type(where: str, dtype: str) -> None:

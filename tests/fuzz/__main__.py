@@ -8,12 +8,14 @@ import os
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from tests.fuzz.outcome import Tally
 from tests.fuzz.runs import Plan, Replay, replayed, run
 from tests.fuzz.workers import in_processes
+from tests.ptx.device import emulated_gpu
 
 
 def arguments(given: list[str]) -> argparse.Namespace:
@@ -45,6 +47,9 @@ def arguments(given: list[str]) -> argparse.Namespace:
         help="compile the kernels of this share of the programs (default: 0)",
     )
     p.add_argument("--gpu", action="store_true", help="compile and launch the kernels of all")
+    p.add_argument(
+        "--ptx", action="store_true", help="as --gpu, on the machine of tests/ptx, without a GPU"
+    )
     p.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
     p.add_argument("--no-minimise", action="store_true", help="print findings as they were drawn")
     p.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
@@ -64,8 +69,13 @@ def main(given: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     plan = Plan(
         a.seed, a.first, a.step, a.seconds, a.cases, a.front, a.budget, a.limit, a.compile, a.gpu,
-        not a.no_minimise, a.journal,
+        a.ptx, not a.no_minimise, a.journal,
     )  # fmt: skip
+    with emulated_gpu() if a.ptx and a.jobs == 1 else nullcontext():
+        return _run(a, plan)
+
+
+def _run(a: argparse.Namespace, plan: Plan) -> int:
     if a.replay:
         return replayed(Replay.of(a.replay), plan)
     start = time.monotonic()

@@ -41,14 +41,17 @@ from tests.fuzz.blocks import at_rows, execute_rounded
 from tests.fuzz.data import elements
 from tests.fuzz.judge import Expected
 from tests.fuzz.limits import TimedOut, limited
-from tests.fuzz.outcome import Outcome, of_exception, of_refusal
+from tests.fuzz.outcome import Outcome, of_exception, of_machine, of_refusal
 from tests.fuzz.programs import Case
+from tests.ptx.run import PtxError, TooLarge
 
 #: what searching for kernels, and compiling them, may raise
 MAKING = (GraphError, OptionError, DeviceError, ShapeError, OperatorError, SearchError,
           LoweringError, ScheduleError, CompileError, TraceError)  # fmt: skip
 #: what calling a kernel may raise: strides that it cannot read
 CALLING = (LayoutError,)
+#: what a call may raise that needs new kernels, for extents of another bucket
+NEEDING = (SearchError, LoweringError, CompileError)
 #: of one program of so many the verifier is asked about another program, too
 MUTANTS = 3
 
@@ -111,6 +114,10 @@ def examined(examine: Any, settings: Settings) -> Outcome:
         return found.outcome
     except Refused as error:
         return error.outcome
+    except PtxError as error:
+        return of_machine(error, stage.name)
+    except TooLarge as error:
+        return Outcome("too large", stage.name, str(error))
     except Exception as error:
         return of_exception(error, stage.name)
     slow = time.process_time() - start > settings.slow_s

@@ -1,13 +1,15 @@
 """Kernels compiled, and launched where there is a GPU.
 
 Outputs are poisoned before every launch, with NaN and with a large number, so that what is not
-written shows; two launches have to give the same bits; inputs are strided as their sources say.
+written shows; two launches have to give the same bits; inputs are strided as their sources say. The
+machine of `tests.ptx` runs the launches of a program in the same orders whenever it is run.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from torch import Tensor
 import cutesuper as cs
 from cutesuper.ir.graph import KernelGraph
 from tests.fuzz import functions, judge
-from tests.fuzz.check import CALLING, MAKING, Refused, Settings, Stage, Wrong, held
+from tests.fuzz.check import CALLING, MAKING, NEEDING, Refused, Settings, Stage, Wrong, held
 from tests.fuzz.functions import Function, laid_out
 from tests.fuzz.judge import Expected
 from tests.fuzz.outcome import Outcome
 from tests.fuzz.programs import Case
+from tests.ptx.device import Emulated
 
 #: what outputs hold before a launch
 POISON = (float("nan"), 3e4)
@@ -43,6 +46,7 @@ def check_kernel(
         Wrong, Refused: as everywhere.
     """
     stage("compile")
+    Emulated.numbers = count()
     target = None if settings.gpu else "h200"
     try:
         kernel = cs.superoptimize(graph, target=target, budget_s=settings.budget_s, tuned=False)
@@ -85,7 +89,10 @@ def launched(
     """The outputs of one launch into poisoned memory, judged."""
     stage("launch")
     outputs = [torch.full(w.ball.v.shape, poison, dtype=w.dtype, device="cuda") for w in wanted]
-    kernel(inputs, out=outputs)
+    try:
+        kernel(inputs, out=outputs)
+    except NEEDING as error:
+        raise Refused(error, "launch") from error
     torch.cuda.synchronize()
     held(outputs, wanted, "launch")
     return outputs
@@ -101,6 +108,7 @@ def check_traced(f: Function, settings: Settings, stage: Stage) -> Outcome:
     inputs = f.arguments(f.rows[0])
     wanted = functions.wanted_of(f, inputs)
     stage("trace")
+    Emulated.numbers = count()
     given = [x.cuda() for x in inputs]
     try:
         program = cs.superoptimize(
@@ -109,15 +117,25 @@ def check_traced(f: Function, settings: Settings, stage: Stage) -> Outcome:
         )  # fmt: skip
     except MAKING as error:
         raise Refused(error, "trace") from error
+    kind = _check_calls(program, given, wanted, stage)
+    _check_backward(f, program, inputs, stage)
+    if f.dynamic:
+        others = f.arguments(f.rows[1])
+        _check_calls(program, [x.cuda() for x in others], functions.wanted_of(f, others), stage)
+    return Outcome(kind)
+
+
+def _check_calls(program: Any, inputs: list[Tensor], wanted: list[Expected], stage: Stage) -> str:
     stage("call")
-    with torch.no_grad():
-        first, again = program(*given), program(*given)
-    kind = held(first, wanted, "function")
+    try:
+        with torch.no_grad():
+            first, again = program(*inputs), program(*inputs)
+    except NEEDING as error:
+        raise Refused(error, "call") from error
     for x, y in zip(first, again, strict=True):
         if not torch.equal(bits(x), bits(y)):
             raise Wrong("wrong", "function", "two calls give different bits")
-    _check_backward(f, program, inputs, stage)
-    return Outcome(kind)
+    return held(first, wanted, "function")
 
 
 def _check_backward(f: Function, program: Any, inputs: list[Tensor], stage: Stage) -> None:

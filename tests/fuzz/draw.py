@@ -34,6 +34,7 @@ ELEMENTS, PRODUCTS = 1 << 16, 1 << 24
 DOMAINS: dict[str, tuple[tuple[str, float | None], ...]] = {
     "log": (("square", None), ("add", 0.5)),
     "sqrt": (("square", None), ("add", 0.5)),
+    "root": (("square", None),),
     "rsqrt": (("square", None), ("add", 0.5)),
     "acosh": (("square", None), ("add", 1.5)),
     "log1p": (("square", None),),
@@ -542,6 +543,11 @@ def _norm(d: Draw, op: Operator) -> None:
     most = 1 if op.name == "rms_norm" else 2
     more = [d.source((n,), "positive") for _ in range(d.rng.randint(0, most))]
     d.step(op.name, i, *more, eps=d.rng.choice((1e-6, 1e-5, 1e-3, 0.0)))
+
+
+@recipe("root")
+def _root(d: Draw, op: Operator) -> None:
+    d.step("root", prepared(d, "root", d.value()))
 
 
 @recipe("softmax", "log_softmax", "logsumexp")

@@ -26,6 +26,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     "log": torch.log,
     "sqrt": torch.sqrt,
+    "root": torch.sqrt,
     "rsqrt": torch.rsqrt,
     "square": lambda x: x * x,
     "silu": lambda x: x * torch.sigmoid(x),  # of -inf NaN, as in PyTorch

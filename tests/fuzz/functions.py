@@ -167,11 +167,12 @@ def written(line: Line, names: list[str]) -> str:
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same numbers with other strides."""
+    """The same numbers with other strides, and NaN where nothing may be read."""
     if layout == "transposed" and x.dim() > 1:
         return x.mT.contiguous().mT
     if layout == "strided":
-        wide = torch.zeros(*x.shape[:-1], x.shape[-1] + 8, dtype=x.dtype, device=x.device)
+        between = torch.nan if x.is_floating_point() else torch.iinfo(x.dtype).max
+        wide = x.new_full((*x.shape[:-1], x.shape[-1] + 8), between)
         wide[..., : x.shape[-1]] = x
         return wide[..., : x.shape[-1]]
     return x

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.ptx.parse import PtxError
+
 #: outcomes that somebody has to look at
-FINDINGS = ("wrong", "exception", "hang", "crash", "odd")
+FINDINGS = ("wrong", "illegal", "exception", "hang", "crash", "odd")
 PACKAGE = "cutesuper"
 #: findings of one kind and place that are made small: they may have several causes
 LIKE_IT = 12
@@ -22,8 +24,9 @@ class Outcome:
 
     Attributes:
         kind: "right"; "unjudged" (no element has a bound); "refused" (a documented error); "slow";
-            or one of `FINDINGS`: "wrong" (a result), "exception" (an undocumented one), "hang",
-            "crash" (of the process), "odd" (anything else that should not be).
+            "too large" (for the machine of `tests.ptx`); or one of `FINDINGS`: "wrong" (a result),
+            "illegal" (what no kernel may do), "exception" (an undocumented one), "hang", "crash"
+            (of the process), "odd" (anything else that should not be).
         where: the stage, and of exceptions the class and the innermost line of the package: what
             makes two findings the same one.
         detail: for people.
@@ -52,6 +55,13 @@ def of_exception(error: BaseException, stage: str) -> Outcome:
     place = f"{Path(last.filename).name}:{last.name}" if last else "nowhere"
     text = "".join(traceback.format_exception(error)[-4:])
     return Outcome("exception", f"{stage}, {type(error).__name__} in {place}", text)
+
+
+def of_machine(error: PtxError, stage: str) -> Outcome:
+    """What the machine of `tests.ptx` stopped a kernel for; numbers and registers are left out."""
+    what = re.sub(r"^instruction \d+ `[^`]*`, block [\d ]+, warp \d+: ", "", str(error))
+    reason = re.sub(r"`[^`]*`|%\w+|(?<!\w)-?\d+", "..", what)
+    return Outcome("illegal", f"{stage}, {reason[:100]}", str(error))
 
 
 def of_refusal(error: Exception, stage: str) -> Outcome:

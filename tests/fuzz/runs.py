@@ -37,6 +37,7 @@ class Plan:
     limit_s: float = 120.0
     compile: float = 0.0
     gpu: bool = False
+    ptx: bool = False
     minimise: bool = True
     journal: Path | None = None
 
@@ -44,7 +45,12 @@ class Plan:
         """Of one program."""
         chance = random.Random(f"{self.seed}:{index}:compile").random()
         return Settings(self.budget_s, limit_s=self.limit_s, compile=chance < self.compile,
-                        gpu=self.gpu)  # fmt: skip
+                        gpu=self.gpu or self.ptx)  # fmt: skip
+
+    @property
+    def options(self) -> str:
+        """Of the command line that runs a finding again."""
+        return "--ptx " * self.ptx + "--gpu " * self.gpu
 
     def front_of(self, index: int) -> str:
         """Which front a program is of."""
@@ -94,7 +100,7 @@ def _one(plan: Plan, index: int, tally: Tally) -> None:
     if tally.add(outcome, program.operators):
         found = _reduced(name, program, outcome, settings, plan.minimise)
         if tally.note(found):
-            print(text_of(found), flush=True)
+            print(text_of(found, plan.options), flush=True)
 
 
 def _reduced(
@@ -116,11 +122,11 @@ def _finding(name: str, outcome: Outcome, replay: str, code: str, what: str = ""
             "replay": replay, "code": code}  # fmt: skip
 
 
-def text_of(found: dict[str, Any]) -> str:
-    """A finding for people."""
+def text_of(found: dict[str, Any], options: str = "") -> str:
+    """A finding for people, with the command that runs it again."""
     return "\n".join([
         f"-- {found['key']}  (drawn as {found['drawn']})", found["detail"].rstrip(), "",
-        found["code"], "", f"python -m tests.fuzz --replay '{found['replay']}'", "",
+        found["code"], "", f"python -m tests.fuzz {options}--replay '{found['replay']}'", "",
     ])  # fmt: skip
 
 
@@ -177,5 +183,5 @@ def replayed(replay: Replay, plan: Plan) -> int:
     settings = replace(plan.settings(plan.first), compile=plan.compile > 0)
     outcome = check(replay.program, settings)
     found = _finding("replay", outcome, replay.program.dumps(), replay.program.code())
-    print(text_of(found))
+    print(text_of(found, plan.options))
     return 1 if outcome.finding else 0

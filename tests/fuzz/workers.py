@@ -35,7 +35,7 @@ def _start(plan: Plan, k: int, jobs: int, folder: Path) -> subprocess.Popen[byte
         options["--cases"] = -(-plan.cases // jobs)
     command = [sys.executable, "-m", "tests.fuzz"]
     command += [str(x) for pair in options.items() for x in pair]
-    command += ["--gpu"] * plan.gpu + ["--no-minimise"] * (not plan.minimise)
+    command += plan.options.split() + ["--no-minimise"] * (not plan.minimise)
     return subprocess.Popen(command)
 
 

@@ -25,14 +25,14 @@ from tests.ptx.run import Conditions, executable, fake_device, run_launch
 LIMIT = 3 * 10**8
 
 
-class TooLarge(Exception):
-    """A launch beyond `LIMIT`."""
-
-
 class Emulated:
-    """One compiled kernel to call with tensors of the CPU, as the loaded one is."""
+    """One compiled kernel to call with tensors of the CPU, as the loaded one is.
 
-    _numbers = itertools.count()
+    Attributes:
+        numbers: of the launches, which run in the order that their number draws.
+    """
+
+    numbers = itertools.count()
 
     def __init__(self, step: Any) -> None:
         plan = step.plan
@@ -41,20 +41,23 @@ class Emulated:
         self._zeroed = [False] * len(plan.arguments) + [s.zeroed for s in plan.scratch]
 
     def __call__(self, *tensors: Any) -> None:
-        """Run it; raises PtxError for what no kernel may do."""
+        """Run it; raises PtxError for what no kernel may do, TooLarge beyond `LIMIT`."""
         kernel = executable(self._artifact.ptx)
-        memory = [
-            (t.data_ptr(), t.numel() * t.element_size(), w)
-            for t, w in zip(tensors, self._written, strict=True)
-        ]
+        memory = [(t.data_ptr(), _span(t), w) for t, w in zip(tensors, self._written, strict=True)]
         for launch in fake_device().launches(self._artifact, tensors):
-            number = next(self._numbers)
+            number = next(Emulated.numbers)
             # every launch in another order, every second one with products as late as they may be
             run_launch(
                 kernel, launch, memory, Conditions(number + 1, bool(number % 2), limit=LIMIT)
             )
         for t, zeroed in zip(tensors, self._zeroed, strict=True):
             assert not (zeroed and t.any()), "a kernel left something in zeroed scratch memory"
+
+
+def _span(t: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last one."""
+    last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return (last + 1) * t.element_size() if t.numel() else 0
 
 
 class _CpuForCuda(TorchFunctionMode):
@@ -77,6 +80,13 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
+class _Generator(torch.Generator):
+    """Of the CPU, whatever device is asked for."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, _on_cpu(device))
+
+
 def _missing(name: str) -> Any:
     def skip(*args: Any, **kwargs: Any) -> Any:
         del args, kwargs
@@ -91,6 +101,7 @@ _NOTHING = {
     "synchronize": None, "empty_cache": None, "current_device": None, "is_available": True,
     "is_initialized": True, "is_current_stream_capturing": False, "get_device_name": "NVIDIA H200",
     "get_device_capability": (9, 0), "device_count": 1, "manual_seed": None,
+    "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
 }  # fmt: skip
 _MISSING = ("Stream", "CUDAGraph", "graph", "_sleep", "current_stream", "stream", "Event",
             "max_memory_allocated", "reset_peak_memory_stats", "memory_allocated",
@@ -114,10 +125,16 @@ def _poisoned(length: int, dtype: torch.dtype) -> Any:
                       dtype=dtype)  # fmt: skip
 
 
+def _no_workers(requests: Sequence[Any], *_: Any) -> list[None]:
+    """Leave all kernels to this process: a worker starts slower than a small kernel compiles."""
+    return [None] * len(requests)
+
+
 @contextlib.contextmanager
 def emulated_gpu() -> Iterator[None]:
     """Let the machine of `tests.ptx` be the GPU of this process. CuTe DSL must not be imported."""
     fake_device()
+    from cutesuper.runtime import compile as compiling
     from cutesuper.runtime import programs
     from cutesuper.runtime.kernel import Variant
     from cutesuper.runtime.scratch import ScratchMemory
@@ -128,14 +145,12 @@ def emulated_gpu() -> Iterator[None]:
         for name in _MISSING:
             stack.enter_context(patch.object(torch.cuda, name, _missing(name)))
         stack.enter_context(patch.object(torch.cuda, "device", lambda d: contextlib.nullcontext()))
-        generator = torch.Generator
-        stack.enter_context(
-            patch.object(torch, "Generator", lambda device="cpu": generator(_on_cpu(device)))
-        )
+        stack.enter_context(patch.object(torch, "Generator", _Generator))
         stack.enter_context(patch.object(torch._C, "_cuda_getDevice", lambda: None, create=True))
         functions = property(lambda variant: tuple(Emulated(s) for s in variant.steps))
         stack.enter_context(patch.object(Variant, "functions", functions))
         stack.enter_context(patch.object(ScratchMemory, "allot", _allot))
+        stack.enter_context(patch.object(compiling, "run_in_workers", _no_workers))
         stack.enter_context(_CpuForCuda())
         programs.KERNEL_DEVICES.add("cpu")
         stack.callback(programs.KERNEL_DEVICES.discard, "cpu")

@@ -43,6 +43,7 @@ typedef struct {
     const int32_t *special_registers;
     const int32_t *specials; /* which one: 4 * (tid, ctaid, ntid, nctaid, ...) + axis */
     int32_t special_count;
+    int32_t local; /* bytes that each thread has for itself */
 } program;
 
 typedef struct {
@@ -72,6 +73,8 @@ typedef struct {
     uint32_t fence;           /* number of proxy fences so far, see `stamp` */
     int32_t groups, out_groups; /* groups of products, of copies to global memory */
     uint64_t *r;              /* registers, [register][lane] */
+    uint8_t carry[LANES];     /* the flag of add.cc and its like */
+    uint8_t *local;           /* memory of the threads, [lane][byte] */
 } warp;
 
 typedef struct {
@@ -129,6 +132,7 @@ static __thread struct {
     int64_t steps, changes; /* instructions; those that another warp may wait for */
     char message[1024];
     jmp_buf failed;
+    int too_large;
     const instruction *now;
     block *b;
     int32_t now_warp;
@@ -687,6 +691,8 @@ static void run_products(warp *w, int group)
     X("rem.s32", S32, b ? (S32)((S64)a % b) : a) X("rem.u32", U32, b ? a % b : a)                  \
     X("rem.s64", S64, b ? a % b : a) X("rem.u64", U64, b ? a % b : a)                              \
     X("min.s32", S32, a < b ? a : b) X("max.s32", S32, a > b ? a : b)                              \
+    X("min.relu.s32", S32, a < 0 || b < 0 ? 0 : a < b ? a : b)                                     \
+    X("max.relu.s32", S32, a < 0 && b < 0 ? 0 : a > b ? a : b)                                     \
     X("min.u32", U32, a < b ? a : b) X("max.u32", U32, a > b ? a : b)                              \
     X("min.s64", S64, a < b ? a : b) X("max.s64", S64, a > b ? a : b)                              \
     X("min.u64", U64, a < b ? a : b) X("max.u64", U64, a > b ? a : b)                              \
@@ -726,6 +732,12 @@ static void run_products(warp *w, int group)
     X("min.NaN.f16x2", U32, minn2(0, a, b, c)) X("min.NaN.bf16x2", U32, minn2(1, a, b, c))         \
     X("max.NaN.f16", U16, to16(0, max_nan(from16(0, a), from16(0, b))))                            \
     X("max.NaN.bf16", U16, to16(1, max_nan(from16(1, a), from16(1, b))))                           \
+    X("min.NaN.f16", U16, to16(0, min_nan(from16(0, a), from16(0, b))))                            \
+    X("min.NaN.bf16", U16, to16(1, min_nan(from16(1, a), from16(1, b))))                           \
+    X("max.f16", U16, to16(0, fmaxf(from16(0, a), from16(0, b))))                                  \
+    X("max.bf16", U16, to16(1, fmaxf(from16(1, a), from16(1, b))))                                 \
+    X("min.f16", U16, to16(0, fminf(from16(0, a), from16(0, b))))                                  \
+    X("min.bf16", U16, to16(1, fminf(from16(1, a), from16(1, b))))                                 \
     X("add.f16", U16, to16(0, from16(0, a) + from16(0, b)))                                        \
     X("add.bf16", U16, to16(1, from16(1, a) + from16(1, b)))                                       \
     X("sub.f16", U16, to16(0, from16(0, a) - from16(0, b)))                                        \
@@ -760,6 +772,10 @@ static void run_products(warp *w, int group)
     X("cvt.rpi.f32.f32", U32, of_f32(ceilf(as_f32(a))))                                            \
     X("cvt.rzi.f32.f32", U32, of_f32(truncf(as_f32(a))))                                           \
     X("cvt.f64.f32", U32, of_f64(as_f32(a))) X("cvt.f32.f64", U64, of_f32((float)as_f64(a)))       \
+    X("cvt.f64.s64", S64, of_f64((double)a)) X("cvt.f64.s32", S32, of_f64((double)a))              \
+    X("add.f64", U64, of_f64(as_f64(a) + as_f64(b)))                                               \
+    X("mul.f64", U64, of_f64(as_f64(a) * as_f64(b)))                                               \
+    X("fma.f64", U64, of_f64(fma(as_f64(a), as_f64(b), as_f64(c))))                                \
     X("cvta.param.u64", U64, a + (U64)(uintptr_t)M.l->parameters)                                  \
     X("cvta.global.u64", U64, a) X("cvta.to.global.u64", U64, a)
 
@@ -805,14 +821,14 @@ static const char *other_names[] = {
     "mbarrier.arrive", "mbarrier.expect", "mbarrier.arrive.expect", "mbarrier.try_wait", "mapa",
     "st.async", "copy.tensor", "copy.linear", "wgmma", "wgmma.commit", "wgmma.wait", "fence.proxy",
     "nothing", "atom", "copy.out", "redux", "copy.async", "trap", "match", "stmatrix", "ldmatrix",
-    "tensor.out", "out.commit", "out.wait", "convert", NULL,
+    "tensor.out", "out.commit", "out.wait", "convert", "carried", NULL,
 };
 enum {
     BRA, RET, LD, ST, UNPACK, PACK, SETP, SHFL, ELECT, VOTE, BAR_SYNC, BAR_ARRIVE, BAR_WARP,
     CLUSTER_ARRIVE, CLUSTER_WAIT, MB_INIT, MB_ARRIVE, MB_EXPECT, MB_ARRIVE_EXPECT, MB_WAIT, MAPA,
     ST_ASYNC, COPY_TENSOR, COPY_LINEAR, WGMMA, WGMMA_COMMIT, WGMMA_WAIT, FENCE_PROXY, NOTHING, ATOM,
     COPY_OUT, REDUX, COPY_ASYNC, TRAP, MATCH, STMATRIX, LDMATRIX,
-    TENSOR_OUT, OUT_COMMIT, OUT_WAIT, CONVERT,
+    TENSOR_OUT, OUT_COMMIT, OUT_WAIT, CONVERT, CARRIED,
 };
 
 int operation(const char *name)
@@ -945,6 +961,17 @@ static uint8_t *memory_at(block *b, int space, uint64_t address, uint32_t bytes,
     return global_at(address, bytes, write);
 }
 
+/* Memory for one thread, which may be its own. */
+static uint8_t *thread_memory_at(block *b, warp *w, int lane, int space, uint64_t address,
+                                 uint32_t bytes, int write)
+{
+    if (space != 3)
+        return memory_at(b, space, address, bytes, write);
+    if (address % bytes || address + bytes > (uint64_t)M.p->local)
+        fail("byte %lld of local memory, of which there are %d", (long long)address, M.p->local);
+    return w->local + (uint64_t)lane * M.p->local + address;
+}
+
 static uint64_t atomic(int how, int type, uint64_t old, uint64_t x, uint64_t y)
 {
     switch (how) {
@@ -1022,13 +1049,14 @@ static int step(block *b, warp *w, uint32_t group)
             int n = i->extra[2];
             EACH {
                 uint64_t address = R(o[n]) + R(o[n + 1]);
-                uint8_t *p = memory_at(b, i->extra[0], address, i->extra[1], 0);
+                uint8_t *p = thread_memory_at(b, w, l, i->extra[0], address, i->extra[1], 0);
                 if (n > 1 && address % (uint64_t)(n * i->extra[1]))
                     fail("misaligned vector at %#llx", (unsigned long long)address);
                 for (int v = 0; v < n; v++) {
                     uint64_t value = 0;
                     if (v)
-                        p = memory_at(b, i->extra[0], address + v * i->extra[1], i->extra[1], 0);
+                        p = thread_memory_at(b, w, l, i->extra[0], address + v * i->extra[1],
+                                             i->extra[1], 0);
                     memcpy(&value, p, i->extra[1]);
                     if (i->extra[3])
                         value = (uint64_t)((int64_t)(value << (64 - 8 * i->extra[1]))
@@ -1045,7 +1073,8 @@ static int step(block *b, warp *w, uint32_t group)
                 if (n > 1 && address % (uint64_t)(n * i->extra[1]))
                     fail("misaligned vector at %#llx", (unsigned long long)address);
                 for (int v = 0; v < n; v++) {
-                    uint8_t *p = memory_at(b, i->extra[0], address + v * i->extra[1], i->extra[1], 1);
+                    uint8_t *p = thread_memory_at(b, w, l, i->extra[0], address + v * i->extra[1],
+                                                  i->extra[1], 1);
                     memcpy(p, &R(o[2 + v]), i->extra[1]);
                 }
             }
@@ -1054,6 +1083,20 @@ static int step(block *b, warp *w, uint32_t group)
         case CONVERT: /* between integers; extra: bits and sign of the result, of the operand */
             EACH R(o[0]) = resized(resized(R(o[1]), i->extra[2], i->extra[3]), i->extra[0],
                                    i->extra[1]);
+            break;
+        case CARRIED: /* extra: 0 add, 1 mad.lo, 2 mad.hi; 1 bits, 2 takes a carry, 3 gives one */
+            EACH {
+                int bits = i->extra[1];
+                unsigned __int128 x = resized(R(o[1]), bits, 0), y = resized(R(o[2]), bits, 0);
+                if (i->extra[0]) {
+                    x = i->extra[0] == 1 ? resized((uint64_t)(x * y), bits, 0) : x * y >> bits;
+                    y = resized(R(o[3]), bits, 0);
+                }
+                x += y + (i->extra[2] ? w->carry[l] : 0);
+                if (i->extra[3])
+                    w->carry[l] = (uint8_t)(x >> bits);
+                R(o[0]) = resized((uint64_t)x, bits, 0);
+            }
             break;
         case UNPACK: { /* extra: 0 parts, 1 bits of each */
             EACH {
@@ -1074,11 +1117,13 @@ static int step(block *b, warp *w, uint32_t group)
             }
             break;
         }
-        case SETP: { /* extra: 0 comparison, 1 type, 2 how to join, 3 two results */
+        case SETP: { /* extra: 0 comparison, 1 type, 2 how to join, 3 two results, 4 of halves */
             int at = i->extra[3] ? 2 : 1;
             EACH {
                 int first = compared(i->extra[0], i->extra[1], R(o[at]), R(o[at + 1])),
                     second = !first;
+                if (i->extra[4])
+                    second = compared(i->extra[0], i->extra[1], R(o[at]) >> 16, R(o[at + 1]) >> 16);
                 if (i->extra[2]) {
                     int with = R(o[at + 2]) & 1;
                     first = i->extra[2] == 1 ? first & with
@@ -1524,6 +1569,8 @@ static cluster *new_cluster(uint32_t number)
             uint32_t live = threads - 32 * j >= 32 ? 32 : threads - 32 * j;
             w->r = malloc(bytes);
             memset(w->r, 0xff, bytes);
+            w->local = malloc((size_t)M.p->local * LANES + 1);
+            memset(w->local, 0xff, (size_t)M.p->local * LANES);
             w->alive = live == 32 ? FULL : (1u << live) - 1;
             for (int l2 = 0; l2 < LANES; l2++) {
                 uint64_t *r = w->r;
@@ -1563,7 +1610,7 @@ static void free_cluster(cluster *c)
 {
     for (int n = 0; n < c->count; n++) {
         for (int j = 0; j < c->blocks[n].warp_count; j++)
-            free(c->blocks[n].warps[j].r);
+            free(c->blocks[n].warps[j].r), free(c->blocks[n].warps[j].local);
         free(c->blocks[n].warps);
         free(c->blocks[n].shared);
         free(c->blocks[n].stamp);
@@ -1589,10 +1636,10 @@ static void stuck(cluster *running)
                                w->waiting >= 16 ? "barrier" : w->waiting ? "yields" : "stands");
             }
     M.now = NULL;
-    fail("no warp goes on:%s", text);
+    fail("%s:%s", M.too_large ? "too many instructions" : "no warp goes on", text);
 }
 
-/* Runs all blocks. Returns 0, or 1 with a message. */
+/* Runs all blocks. Returns 0, or with a message 1, or 2 where the limit is reached. */
 int run(const program *p, const launch *l, char *message, int64_t *steps)
 {
     uint32_t clusters, next = 0;
@@ -1613,7 +1660,7 @@ int run(const program *p, const launch *l, char *message, int64_t *steps)
             running = c;
         }
         free(M.copies), free(M.outs), free(M.products);
-        return 1;
+        return M.too_large ? 2 : 1;
     }
     clusters = l->grid[0] * l->grid[1] * l->grid[2] / (l->cluster[0] * l->cluster[1] * l->cluster[2]);
     while (next < clusters || running) {
@@ -1653,7 +1700,7 @@ int run(const program *p, const launch *l, char *message, int64_t *steps)
         if (idle > PATIENCE)
             stuck(running);
         if (M.steps > l->limit)
-            stuck(running);
+            M.too_large = 1, stuck(running);
     }
     *steps = M.steps;
     free(M.copies), free(M.outs), free(M.products);

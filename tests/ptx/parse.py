@@ -20,6 +20,7 @@ _COMMENT = re.compile(r"//[^\n]*")
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?")
 _SHARED = re.compile(r"(\.extern\s+)?\.shared\s+\.align\s+(\d+)\s+\.b8\s+([\w$]+)\[(\d*)\]")
+_LOCAL = re.compile(r"\.local \.align (\d+) \.b8 ([\w$]+)\[(\d+)\]")
 _LABEL = re.compile(r"\s*([$\w]+)\s*:")
 _TOKEN = re.compile(r"\s*(-?0[fd][0-9A-Fa-f]+|-?0x[0-9A-Fa-f]+|-?\d+|[%$\w.]+|[{}\[\],+|!])")
 _SIZES = {"b8": 1, "b16": 2, "b32": 4, "b64": 8, "u8": 1, "u16": 2, "u32": 4, "u64": 8,
@@ -61,6 +62,7 @@ class Module:
         registers: how many there are; ``constants`` are filled with a value, ``specials`` with
             ``tid.x``, ``ctaid.y``, ... before the kernel starts.
         static_shared: bytes below dynamic shared memory that its variables take.
+        local: bytes of each thread's own memory.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Module:
     constants: dict[int, int] = field(default_factory=dict)
     specials: dict[int, str] = field(default_factory=dict)
     static_shared: int = 0
+    local: int = 0
 
 
 def parse(text: str) -> Module:
@@ -154,6 +157,9 @@ class _Body:
             if statement.startswith(".reg") and "%" not in statement:  # names of inline assembly
                 for name in statement.split(maxsplit=2)[2].split(","):
                     self.known[self._scoped(name.strip())] = self._new()
+            elif local := _LOCAL.fullmatch(statement):
+                start = -(-self.module.local // int(local[1])) * int(local[1])
+                self.symbols[local[2]], self.module.local = start, start + int(local[3])
             elif not statement.startswith((".reg", ".pragma")):
                 raise PtxError(f"unknown directive: {statement}")
             return

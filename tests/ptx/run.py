@@ -26,10 +26,15 @@ from tests.ptx.parse import Instruction, Module, PtxError, parse
 _FOLDER = Path(__file__).parent
 _FLAGS = ["-O2", "-march=native", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
 
+
+class TooLarge(Exception):
+    """A launch of more instructions than `Conditions` allow; says where its warps were."""
+
+
 # ------------------------------------------------------------------------------------- decoding
 
 #: parts of names that do not change the value, or that the machine does not tell apart
-_IGNORED = re.compile(r"\.(rn|rna|full|approx|uni|aligned|relaxed|relu)(?=\.|$)")
+_IGNORED = re.compile(r"\.(rn|rna|full|approx|uni|aligned|relaxed)(?=\.|$)")
 _WIDTH = re.compile(r"\.[bsuf](\d+)$")
 _BYTES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "b32": 4, "u32": 4, "s32": 4,
           "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16}  # fmt: skip
@@ -39,6 +44,12 @@ _COMPARISONS = {"eq": 0, "ne": 1, "lt": 2, "le": 3, "gt": 4, "ge": 5, "lo": 2, "
                 "hs": 5, "nan": 6, "num": 7, "equ": 8, "neu": 9, "ltu": 10, "leu": 11, "gtu": 12,
                 "geu": 13}  # fmt: skip
 _ATOMICS = {"add": 0, "exch": 1, "cas": 2, "or": 3, "and": 4, "max": 5, "min": 6, "inc": 7}
+#: sums that take a carry, give one, or do both
+_CARRIED = re.compile(
+    r"(?=addc|madc|.*\.cc\.)(?:add|mad)(c)?(?:\.(lo|hi(?=.*u\d\d$)))?(\.cc)?\.[us](32|64)"
+)
+_SPACES = {"param": 0, "shared": 1, "global": 2, "local": 3}
+_FLOATS = (".f64", ".f32", ".f16", ".bf16", ".f16x2", ".bf16x2")
 _SAME_BITS = ("add", "sub", "mul.lo", "mad.lo", "selp", "mov")
 _SPECIALS = {"tid": 0, "ctaid": 1, "ntid": 2, "nctaid": 3, "laneid": 4, "cluster_ctarank": 5,
              "cluster_nctarank": 6, "cluster_ctaid": 7, "cluster_nctaid": 8, "clusterid": 9,
@@ -70,10 +81,12 @@ def _elementwise(name: str) -> tuple[str, tuple[int, ...]]:
         to, bits, of, width = sizes.groups()
         return "convert", (int(bits), int(to == "s"), int(width), int(of == "s"))
     ftz = ".ftz" in name
-    short = _IGNORED.sub("", name.replace(".ftz", "").replace(".cc", ""))
-    if short.endswith((".f32", ".f16", ".bf16", ".f16x2", ".bf16x2")) and not short.startswith(
-        ("mov", "selp")
-    ):
+    if carried := _CARRIED.fullmatch(name):
+        takes, part, gives, bits = carried.groups()
+        kind = {None: 0, "lo": 1, "hi": 2}[part]
+        return "carried", (kind, int(bits), int(bool(takes)), int(bool(gives)))
+    short = _IGNORED.sub("", name.replace(".ftz", ""))
+    if short.endswith(_FLOATS) and not short.startswith(("mov", "selp")):
         return short, (int(ftz),)
     for start in _SAME_BITS:
         if short.startswith(start + ".") and "pred" not in short:
@@ -87,7 +100,7 @@ def _decode_by_head(i: Instruction, name: str, head: str) -> tuple[str, tuple[in
         case "bra" | "ret" | "exit" | "trap":
             return ("ret" if head == "exit" else head), ()
         case "ld" | "st" if parts[1] != "async":
-            space = 0 if "param" in name else 1 if "shared" in name else 2
+            space = _SPACES.get(parts[1].split("::")[0], 2)
             vector = int(parts[-2][1:]) if re.fullmatch(r"v\d", parts[-2]) else 1
             signed = head == "ld" and parts[-1][0] == "s"
             return head, (space, _BYTES[parts[-1]], vector, int(signed))
@@ -96,8 +109,10 @@ def _decode_by_head(i: Instruction, name: str, head: str) -> tuple[str, tuple[in
         case "setp":
             joins = {"and": 1, "or": 2, "xor": 3}
             join = next((joins[p] for p in parts if p in joins), 0)
-            kind = _TYPES[parts[-1]]
-            return "setp", (_COMPARISONS[parts[1]], kind, join, int("|" in i.text))
+            halves = parts[-1].endswith("x2")
+            kind = _TYPES[parts[-1].removesuffix("x2")]
+            two = int("|" in i.text)
+            return "setp", (_COMPARISONS[parts[1]], kind, join, two, int(halves))
         case "shfl":
             kind = {"idx": 0, "bfly": 1, "down": 2, "up": 3}[parts[2]]
             return "shfl", (kind, int("|" in i.text))
@@ -228,6 +243,7 @@ class _Program(ctypes.Structure):
         ("special_registers", ctypes.POINTER(ctypes.c_int32)),
         ("specials", ctypes.POINTER(ctypes.c_int32)),
         ("special_count", ctypes.c_int32),
+        ("local", ctypes.c_int32),
     ]
 
 
@@ -285,7 +301,10 @@ def executable(ptx: str) -> Executable:
     code = (_Instruction * len(module.instructions))()
     operands: list[int] = []
     for to, i in zip(code, module.instructions, strict=True):
-        name, extra = decode(i)
+        try:
+            name, extra = decode(i)
+        except LookupError as error:
+            raise PtxError(f"unknown instruction {i.name}: {i.text}") from error
         to.op = operation(name.encode())
         if to.op < 0:
             raise PtxError(f"unknown instruction {i.name} (as {name}): {i.text}")
@@ -304,6 +323,7 @@ def executable(ptx: str) -> Executable:
     program = _Program(
         arrays[0], len(module.instructions), arrays[1], module.registers, arrays[2], arrays[3],
         len(module.constants), arrays[4], arrays[5], len(module.specials),
+        module.local,
     )  # fmt: skip
     return Executable(module, program, arrays)
 
@@ -355,6 +375,7 @@ def run_launch(
 
     Raises:
         PtxError: the kernel did something that no kernel may do; says what and where.
+        TooLarge: it was not done after ``conditions.limit`` instructions.
     """
     module = kernel.module
     end = max((offset + size for offset, size in module.parameters), default=0)
@@ -371,10 +392,12 @@ def run_launch(
         int(conditions.late), conditions.limit,
     )  # fmt: skip
     message, steps = ctypes.create_string_buffer(1024), ctypes.c_int64()
-    if _machine().run(
+    failed = _machine().run(
         ctypes.byref(kernel.program), ctypes.byref(described), message, ctypes.byref(steps)
-    ):
-        raise PtxError(_explained(kernel, message.value.decode()))
+    )
+    if failed:
+        error = TooLarge if failed == 2 else PtxError
+        raise error(_explained(kernel, message.value.decode()))
     return steps.value
 
 
@@ -457,6 +480,7 @@ __all__ = [
     "Executable",
     "Launched",
     "PtxError",
+    "TooLarge",
     "decode",
     "executable",
     "fake_device",

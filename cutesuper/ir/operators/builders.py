@@ -113,6 +113,10 @@ class NamedOperators:
         """``log(sum exp(a))`` along ``dim``, which stays with extent 1; nothing overflows."""
         return self.apply("logsumexp", a, dim=dim)
 
+    def root(self, a: Tensor) -> Tensor:
+        """``sqrt(a)`` of sums of squares: its gradient is 0 where ``a`` is 0."""
+        return self.apply("root", a)
+
     def log_softmax(self, a: Tensor, dim: int = -1) -> Tensor:
         """``a - logsumexp(a)`` along ``dim``."""
         return self.apply("log_softmax", a, dim=dim)

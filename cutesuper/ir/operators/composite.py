@@ -25,6 +25,34 @@ if TYPE_CHECKING:
 
 
 @operator
+class Root(Operator):
+    """sqrt(x) of sums of squares, whose slope at 0 is 0, as PyTorch has it for norms and standard
+    deviations: without it, gradients of a row of zeros are 0 inf."""
+
+    name = "root"
+    arity = 1
+    composite = True
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        return shapes[0]
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        return args[0].sqrt()
+
+    def expand(self, g: KernelGraph, args: list[Tensor], attributes: Attributes) -> Tensor:
+        return g.sqrt(args[0])
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        """dx = dy / (2 y) where y is not 0: the root of the smallest float32 is 3.7e-23."""
+        return [g.keep(g.at_least(y, 1e-30), g.mul(g.div(dy, y), 0.5))]
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return float(size(result))
+
+
+@operator
 class RmsNorm(Operator):
     """x / sqrt(mean(x^2, last dim) + eps), times an optional weight (arXiv:1910.07467)."""
 

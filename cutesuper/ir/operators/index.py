@@ -69,11 +69,6 @@ class LengthMask(Operator):
                 f"{call}: lengths must have the first dimensions of the scores, without rows and "
                 f"columns: {show_shape(scores[:1])} or more of {show_shape(scores[:-2])}"
             )
-        if attributes["causal"] and isinstance(scores[-2], Symbol):
-            raise ShapeError(
-                f"{call}: causal=True counts rows from the last one, so their number {scores[-2]} "
-                "has to be known before the call; use a number in place of the symbol"
-            )
         return scores
 
     def visible(
@@ -152,7 +147,12 @@ class GatherPages(_Gather):
             raise ShapeError(f"{call}: a cache is [pages, positions of a page, ...]")
         if len(table) != 2:
             raise ShapeError(f"{call}: a table is [sequences, pages of a sequence]")
-        return (table[0], extent(table[1]) * extent(cache[1]), *cache[2:])
+        if isinstance(cache[1], Symbol) or isinstance(table[1], Symbol):
+            raise ShapeError(
+                f"{call}: positions of a page and pages of a sequence must be known before the "
+                "call; use numbers in place of symbols"
+            )
+        return (table[0], table[1] * cache[1], *cache[2:])
 
     def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
         return extent(shapes[0][0]) - 1

@@ -176,8 +176,9 @@ class CausalMask(Operator):
     """scores[..., i, j] where j <= i + offset, -inf elsewhere.
 
     The offset is 0 for ``top_left`` (what PyTorch calls ``is_causal``), and N - M for
-    ``bottom_right``, where the last row sees every column (FlashAttention; decoding). Factors of a
-    masked value have to be positive, as the scale of attention is: they leave -inf unchanged.
+    ``bottom_right``, where the last row sees every column (FlashAttention; decoding); where a call
+    gives symbolic extents more rows than columns, it is 0. Factors of a masked value have to be
+    positive, as the scale of attention is: they leave -inf unchanged.
     """
 
     name = "causal_mask"
@@ -202,10 +203,7 @@ class CausalMask(Operator):
             return shapes[0]
         rows, columns = shapes[0][-2:]
         if isinstance(rows, Symbol) or isinstance(columns, Symbol):
-            raise ShapeError(
-                f"{call}: 'bottom_right' needs extents that are known before the call; use "
-                "'top_left', or numbers in place of symbols"
-            )
+            return shapes[0]
         if rows > columns:
             raise ShapeError(
                 f"{call}: 'bottom_right' leaves the first {rows - columns} rows without any "
@@ -223,7 +221,7 @@ class CausalMask(Operator):
     ) -> Any:
         offset = 0
         if attributes["alignment"] == "bottom_right":
-            # Never below 0 in a graph that was built. The verifier may ask at small extents that
+            # Never below 0 in a graph of known extents. The verifier may ask at small extents that
             # have more rows than columns: there both programs need the same mask, any one that
             # leaves every row a column (a maximum of nothing and a sum of 0 would follow).
             offset = max(0, extents[1] - extents[0])

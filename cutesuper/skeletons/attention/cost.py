@@ -143,7 +143,7 @@ class _Model:
         if mask is None or mask.rows is None:
             return [p.loop]
         tile, whole = p.tile(mask.rows), p.extent(mask.rows)
-        before = mask.offset - 1 + (p.key_extent if mask.lengths is not None else 0)
+        before = p.offset(mask) - 1 + (p.key_extent if mask.lengths is not None else 0)
         ends = (min((i + 1) * tile, whole) for i in reversed(range(ceil_div(whole, tile))))
         seen = (min(p.key_extent, max(0, before + end)) for end in ends)
         return [ceil_div(n, p.key_tile * p.parts) for n in seen]

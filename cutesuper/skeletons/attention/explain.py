@@ -97,6 +97,8 @@ def _mask(plan: AttentionPlan, mask: Mask) -> str:
     """``N < lengths + L - 9``: the keys that a row sees."""
     terms = [] if mask.lengths is None else [_tensor(plan, mask.lengths.argument)]
     terms += [] if mask.rows is None else [mask.rows]
+    terms += [str(plan.program.dims[mask.added])] if mask.added else []
+    terms += [f"-{plan.program.dims[mask.taken]}"] if mask.taken else []
     limit = " + ".join([*terms, *([str(mask.offset)] if mask.offset else [])])
     return f"keys {plan.keys} < {limit.replace('+ -', '- ') or 0}"
 

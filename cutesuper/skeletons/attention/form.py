@@ -182,11 +182,13 @@ def _roles(
 def _check_extents(program: LabelledProgram, form: AttentionForm) -> None:
     for name in (form.inner, form.keys, form.columns):
         whole = program.dims[name]
+        if name == form.keys:
+            continue
         if isinstance(whole, Symbol):
             raise SearchError(
-                f"the attention loop: the extent {whole} may only be one of rows or batches"
+                f"the attention loop: the extent {whole} may only be one of rows, keys or batches"
             )
-        if name != form.keys and (whole % ALIGN or whole > MAX_WIDTH):
+        if whole % ALIGN or whole > MAX_WIDTH:
             raise SearchError(
                 f"the attention loop: {whole} elements of {name} in a row; a block holds "
                 f"multiples of {ALIGN} up to {MAX_WIDTH}"

@@ -21,7 +21,7 @@ from math import prod
 
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import AxisKind, BlockProgram
-from cutesuper.ir.dims import Dim, Symbol, ceil_div, extent
+from cutesuper.ir.dims import Dim, Symbol, Tiles, ceil_div, extent
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.thread import ThreadExpression
 from cutesuper.skeletons.attention.schedule import AttentionSchedule, room
@@ -76,12 +76,16 @@ class Mask:
     Attributes:
         lengths: the tensor of lengths, None if there is none.
         rows: the label whose position counts, None if there is none.
-        offset: for causal attention from the first key 1, to the last key 1 + keys - rows.
+        offset: for causal attention from the first key 1, to the last key 1 + keys - rows, without
+            extents that are symbolic.
+        added, taken: labels whose symbolic extents count as well: of the keys, of the rows.
     """
 
     lengths: View | None
     rows: str | None
     offset: int
+    added: str | None = None
+    taken: str | None = None
 
 
 @dataclass(frozen=True)
@@ -270,7 +274,17 @@ class AttentionPlan(Plan[AttentionSchedule]):
     @property
     def varying(self) -> bool:
         """True if the number of visible keys differs between tiles of rows or calls."""
-        return bool(self.masks)
+        return bool(self.masks) or self.grows(self.keys)
+
+    def grows(self, label: str) -> bool:
+        """True if the extent of a label is symbolic."""
+        return isinstance(self.program.dims[label], Symbol)
+
+    def offset(self, mask: Mask) -> int:
+        """The offset of a mask; symbolic extents count with their hint."""
+        added, taken = (self.extent(d) if d else 0 for d in (mask.added, mask.taken))
+        found = mask.offset + added - taken
+        return found if mask.lengths is not None else max(1, found)
 
     @property
     def ragged(self) -> bool:
@@ -419,15 +433,15 @@ class AttentionPlan(Plan[AttentionSchedule]):
             Scratch(self._tiles(units), "int32", True),
         )
 
-    def _tiles(self, each: int) -> tuple[Dim, ...]:
+    def _tiles(self, each: int) -> tuple[Dim | Tiles, ...]:
         """Shape of memory with ``each`` elements for every tile of rows."""
-        shape: list[Dim] = []
+        shape: list[Dim | Tiles] = []
         for d in self.batch + self.rows:
-            dim = self.program.dims[d]
+            dim, tile = self.program.dims[d], self.tile(d)
             if isinstance(dim, Symbol):
-                shape.insert(0, dim)
+                shape.append(dim if tile == 1 else Tiles(dim, tile))
             else:
-                each *= ceil_div(dim, self.tile(d))
+                each *= ceil_div(dim, tile)
         return (*shape, each)
 
 

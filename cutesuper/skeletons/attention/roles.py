@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cutesuper.errors import LoweringError
 from cutesuper.ir.block import ENDING, LOAD, BlockOp, BlockProgram, KernelStep
-from cutesuper.ir.dims import Dim, Symbol, extent
+from cutesuper.ir.dims import Symbol
 from cutesuper.ir.operators.base import CONSTANT
 from cutesuper.ir.operators.monoid import MAX, SUM
 from cutesuper.ir.thread import ThreadExpression, fuse
@@ -250,15 +250,14 @@ class AttentionRoles:
                 return Mask(lengths, None, 0)
         elif a["alignment"] == "top_left":
             return Mask(None, a["rows"], 1)
-        rows = self._known(a["rows"])
-        keys = 0 if lengths is not None else self._known(self.keys)
-        return Mask(lengths, a["rows"], 1 + keys - rows)
+        added, keys = (None, 0) if lengths is not None else self._end(self.keys)
+        taken, rows = self._end(a["rows"])
+        return Mask(lengths, a["rows"], 1 + keys - rows, added, taken)
 
-    def _known(self, label: str) -> int:
-        dim: Dim = self.program.dims[label]
-        if isinstance(dim, Symbol):
-            raise self._refuse(f"a causal mask that ends at the last key needs to know {dim}")
-        return extent(dim)
+    def _end(self, label: str) -> tuple[str | None, int]:
+        """A label whose extent is symbolic, and the extent of one where it is not."""
+        dim = self.program.dims[label]
+        return (label, 0) if isinstance(dim, Symbol) else (None, dim)
 
     # ------------------------------------------------------------------------ what accumulates
 
@@ -377,6 +376,13 @@ class AttentionRoles:
 
 def _check_operands(plan: AttentionPlan, where: str) -> None:
     check_element_type(where, plan.dtype)
+    for a in plan.arguments:
+        last = next((d for d in reversed(a.shape) if d != 1), 1)
+        if isinstance(last, Symbol) and any(d not in (1, last) for d in a.shape):
+            raise LoweringError(
+                f"{where}: {a.name}{list(map(str, a.shape))} is stored along {last}, which is "
+                "symbolic; give it a last dimension that is a number"
+            )
     for i, op in enumerate(plan.program.ops):
         if "table" in op.attributes:
             _check_pages(plan, where, i)

@@ -122,9 +122,9 @@ def resized(plan: AttentionPlan, tile: dict[str, int], cluster: int, grid: int) 
 
     def parts(d: str, kind: AxisKind) -> int | None:
         dim = program.dims[d]
-        if d == plan.keys:
-            return own[kind]
-        return None if isinstance(dim, Symbol) else ceil_div(dim, tile[d])
+        if d != plan.keys:
+            return None if isinstance(dim, Symbol) else ceil_div(dim, tile[d])
+        return None if isinstance(dim, Symbol) and kind == AxisKind.LOOP else own[kind]
 
     extents = {a.name: parts(a.dim, a.kind) for a in program.axes}
     return replace(plan, program=program.resized(program.dims, extents, tile))

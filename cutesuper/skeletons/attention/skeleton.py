@@ -35,6 +35,7 @@ class Attention(Skeleton):
     plans = (AttentionPlan,)
     schedules = (AttentionSchedule,)
     between_waists = True
+    inner_symbols = True
 
     def recognize(self, region: Region, program: LabelledProgram, target: Target) -> Form | None:
         """Rules for products of which the last one depends on another."""

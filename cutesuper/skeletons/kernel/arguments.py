@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cutesuper.ir.block import BlockProgram
@@ -38,12 +38,22 @@ class Extents:
     def of(self, label: str, tensors: list[cute.Tensor]) -> Any:
         """The extent of a label, read off an argument where it is symbolic."""
         dim = self.program.dims[label]
-        if not isinstance(dim, Symbol):
-            return dim
+        return self._read(dim, tensors) if isinstance(dim, Symbol) else dim
+
+    def _read(self, symbol: Symbol, tensors: list[cute.Tensor]) -> Any:
         for argument, tensor in zip(self.arguments, tensors, strict=True):
-            if argument.shape and argument.shape[0] == dim:
-                return tensor.shape[0]
-        raise AssertionError(f"no argument carries {dim}")  # the planner made the views
+            if symbol in argument.shape:
+                return tensor.shape[argument.shape.index(symbol)]
+        raise AssertionError(f"no argument carries {symbol}")  # the planner made the views
+
+    def stride(self, view: View, label: str, tensors: list[cute.Tensor]) -> Any:
+        """The stride of a label: an int, or a run-time number of 64 bits where an extent behind it
+        is symbolic. It is computed, since that of a dimension of extent 1 may be any number."""
+        known, symbols = view.stride(label), view.growth(label)
+        if not symbols:
+            return known
+        factor = prod(Int64(self._read(s, tensors)) for s in symbols)
+        return cute.assume(factor * known, divby=known)
 
 
 def labelled(
@@ -51,7 +61,7 @@ def labelled(
 ) -> cute.Tensor:
     """The argument behind ``view`` with one mode for each of ``labels``, in this order."""
     shape = tuple(extents.of(d, tensors) for d in labels)
-    stride = tuple(view.stride(d) for d in labels)
+    stride = tuple(extents.stride(view, d, tensors) for d in labels)
     return cute.make_tensor(tensors[view.argument].iterator, cute.make_layout(shape, stride=stride))
 
 
@@ -103,7 +113,8 @@ def fake_scratch(scratch: tuple[Scratch, ...]) -> tuple[cute.Tensor, ...]:
     """
 
     def length(s: Scratch) -> Any:
-        return cute.sym_int() if isinstance(s.shape[0], Symbol) else prod(s.shape)
+        known = [d for d in s.shape if isinstance(d, int)]
+        return prod(known) if len(known) == len(s.shape) else cute.sym_int()
 
     return tuple(
         make_fake_compact_tensor(ELEMENT[s.dtype], (length(s),), assumed_align=16) for s in scratch

@@ -35,7 +35,12 @@ from cutesuper.skeletons.matmul.plan import (
 from cutesuper.skeletons.matmul.schedule import MatmulSchedule
 from cutesuper.skeletons.matmul.shift import find_shift
 from cutesuper.skeletons.normalize import quotients_by_statistics, with_reciprocals
-from cutesuper.skeletons.operands import check_element_type, check_same_type, unaligned
+from cutesuper.skeletons.operands import (
+    check_element_type,
+    check_same_type,
+    check_symbols,
+    unaligned,
+)
 
 
 class Roles:
@@ -500,6 +505,7 @@ class Ends:
 def check_operands(plan: MatmulPlan, where: str) -> None:
     """Check that bulk copies and the tensor cores take the operands. Raises LoweringError."""
     check_element_type(where, plan.dtype)
+    check_symbols(plan.arguments, where)
     tails = [t.view for t in plan.tails]
     staged = (*plan.rows.values(), *plan.columns.values(), *plan.vectors.values())
     for view in (*staged, *plan.hidden.values(), *tails):

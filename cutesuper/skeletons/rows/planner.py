@@ -14,9 +14,9 @@ from cutesuper.ir.dims import Symbol, ceil_div, extent
 from cutesuper.skeletons.base import Argument, View, arguments_of, view_of
 from cutesuper.skeletons.cost import Setting
 from cutesuper.skeletons.legality import refuse_index
+from cutesuper.skeletons.operands import check_symbols
 from cutesuper.skeletons.rows.plan import RowLoopPlan, RowPlan
 from cutesuper.skeletons.rows.roles import (
-    check_symbols,
     check_views,
     find_roles,
     loop_column,

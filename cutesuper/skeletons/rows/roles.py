@@ -26,6 +26,7 @@ from cutesuper.ir.operators.monoid import SUM
 from cutesuper.skeletons.base import Argument, View
 from cutesuper.skeletons.form import FOLDED
 from cutesuper.skeletons.normalize import with_reciprocals
+from cutesuper.skeletons.operands import check_symbols
 from cutesuper.skeletons.rows.plan import Level, RowSum
 from cutesuper.skeletons.rows.settings import walks_long
 from cutesuper.targets import Target
@@ -255,16 +256,6 @@ def _levels(
                 "what is computed in the loop"
             )
     return tuple(found)
-
-
-def check_symbols(arguments: tuple[Argument, ...], where: str) -> None:
-    """Check that strides are numbers: only the outermost dimension may have an open extent. Raises
-    LoweringError."""
-    for a in arguments:
-        if any(isinstance(d, Symbol) for d in [d for d in a.shape if d != 1][1:]):
-            raise LoweringError(
-                f"{where}: {a.name} has a symbolic extent that is not its first dimension"
-            )
 
 
 def check_views(

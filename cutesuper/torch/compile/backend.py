@@ -7,8 +7,10 @@ compiles the rest. A model without a region that is taken is compiled by Inducto
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -101,6 +103,7 @@ def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> G
         options: of the backend.
         phase: inference, forward or backward, for the report.
     """
+    start = time.perf_counter()
     try:
         found = partition(gm.graph)
     except Exception as error:  # whatever the error, Inductor can compile the graph
@@ -120,7 +123,7 @@ def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> G
         rewrite(gm.graph, calls)
         gm.graph.lint()
         gm.recompile()
-    return report
+    return replace(report, seconds=time.perf_counter() - start)
 
 
 def _complain(what: str) -> None:

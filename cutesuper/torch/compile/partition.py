@@ -7,7 +7,7 @@ say) end a region by themselves, because the result has no kernel graph.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,10 +47,25 @@ def partition(graph: fx.Graph, *, constants: Collection[fx.Node] = ()) -> Partit
     return _Growing(graph, frozenset(constants)).run()
 
 
+#: where equal regions were cut, by program and operators; 48 nodes take 0.3 s
+_cuts: dict[tuple[str, ...], int] = {}
+
+
 def halves(region: Region) -> tuple[Region, Region] | None:
     """A region in two, cut where the least data crosses; None if there is no such place."""
+    kind = (region.key, *(str(n.target) for n in region.nodes))
+    place = _cuts.get(kind)
+    found = _halves(region, range(1, len(region.nodes)) if place is None else (place,))
+    if found is None:
+        return None
+    _cuts[kind] = len(found[0].nodes)
+    return found
+
+
+def _halves(region: Region, places: Iterable[int]) -> tuple[Region, Region] | None:
+    """The best cut after one of these numbers of nodes."""
     found: list[tuple[int, int, Region, Region]] = []
-    for i in range(1, len(region.nodes)):
+    for i in places:
         try:
             first = convert(region.nodes[:i])
             second = convert(region.nodes[i:])

@@ -164,7 +164,7 @@ class _Norm2(Reduction):
         dims = reduced_together(x, reduced_dims(node, a, len(x.dims)))
         if order == 2.0:
             squares = along(b, node, g.square(t), slots, dims, _sum)
-            return Built(g.sqrt(squares.tensor), squares.slots)  # type: ignore[arg-type]
+            return Built(g.root(squares.tensor), squares.slots)  # type: ignore[arg-type]
         return along(b, node, absolute(g, t), slots, dims, _sum if order == 1.0 else _maximum)
 
     def _order(self, a: Arguments) -> float:
@@ -208,7 +208,7 @@ class Variance(Entry):
         if correction:
             y = g.mul(y, n / (n - correction))  # type: ignore[arg-type]
         if "std" in str(node.target):
-            y = g.sqrt(y)  # type: ignore[arg-type]
+            y = g.root(y)  # type: ignore[arg-type]
         built = Built(y, mean.slots)
         return (built, mean) if "_mean" in str(node.target) else built
 

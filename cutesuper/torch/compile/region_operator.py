@@ -16,7 +16,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from cutesuper.runtime.programs import KERNEL_DEVICES, Kept, refuse_capture
 from cutesuper.runtime.tensors import usable
 from cutesuper.search.search import SearchResult
 from cutesuper.targets import Target, find_target
+from cutesuper.torch.compile import records
 
 #: part of every key: code that a cache holds must not call an operator that has changed since
 VERSION = 2
@@ -82,20 +83,38 @@ class Program:
 
     # ---------------------------------------------------------------------------------- making
 
-    def found(self, rows: int, target: Target) -> tuple[SearchResult, pipeline.Choice]:
+    def found(
+        self, rows: int, target: Target, most_us: float = inf
+    ) -> tuple[SearchResult, pipeline.Choice]:
         """The search's choice for this number of rows; verified, not compiled.
 
         Raises:
+            TooDear: every program costs more than ``most_us``, if that is what ended the search.
             CutesuperError: from `cutesuper.superoptimize`.
         """
         bucket = self._bucket(rows)
-        return self._found.made((bucket, target.name), lambda: self._search(bucket, target))
+        return self._found.made(
+            (bucket, target.name), lambda: self._search(bucket, target, most_us)
+        )
 
-    def _search(self, bucket: int, target: Target) -> tuple[SearchResult, pipeline.Choice]:
+    def _search(
+        self, bucket: int, target: Target, most_us: float
+    ) -> tuple[SearchResult, pipeline.Choice]:
         self._defined.check()
         graph = self.graph.with_hints({ROWS: bucket})
+        options = self._options(target)
+        known = records.found(graph, options)
+        if known is not None:
+            return known
         with progress_bar() as show:
-            return pipeline.find(graph, self._options(target), show)
+            found = pipeline.find(graph, options, show, most_us)
+        records.keep(graph, options, found[1])
+        return found
+
+    def tuned(self, rows: int, target: Target) -> tuple[str, ...]:
+        """The programs that the tuner has stored for this number of rows: file and time."""
+        graph = self.graph.with_hints({ROWS: self._bucket(rows)})
+        return records.tuned(graph, self._options(target))
 
     def variant(self, rows: int, device: torch.device) -> Variant:
         """The compiled kernels for this number of rows. Raises CutesuperError."""

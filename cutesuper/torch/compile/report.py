@@ -29,11 +29,13 @@ class RegionReport:
         where: lines of the user's program, like ``model.py:12-14``.
         operators: the number of its nodes in the graph.
         verdict: the decision.
+        seconds: that deciding took; 0 for one that was decided before.
     """
 
     where: str
     operators: int
     verdict: Verdict
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,13 @@ class GraphReport:
         phase: inference, forward or backward.
         regions: in order.
         outside: nodes that are in no region.
+        seconds: from the search for regions to the last decision.
     """
 
     phase: Phase
     regions: tuple[RegionReport, ...]
     outside: tuple[OutsideReport, ...]
+    seconds: float = 0.0
 
     @property
     def taken(self) -> int:
@@ -101,7 +105,8 @@ def graph_report(
 ) -> GraphReport:
     """The report of the decisions about a graph; its nodes still have their metadata."""
     regions = tuple(
-        RegionReport(d.region.place or UNKNOWN, len(d.region.nodes), d.verdict) for d in decisions
+        RegionReport(d.region.place or UNKNOWN, len(d.region.nodes), d.verdict, d.seconds)
+        for d in decisions
     )
     groups: dict[str, list[fx.Node]] = {}
     for node, reason in refused.items():
@@ -128,7 +133,8 @@ def _place(node: fx.Node) -> str:
 
 def _graph_text(number: int, graph: GraphReport) -> str:
     head = f"graph {number} ({graph.phase}): {graph.taken} of {len(graph.regions)} region(s) taken"
-    rows = [("region", "operators", "kernels", "us, model", "us, measured", "")]
+    head += f", decided in {graph.seconds:.1f} s"
+    rows = [("region", "operators", "kernels", "us, model", "us, measured", "s", "")]
     rows += [_row(r) for r in graph.regions]
     lines = [head, *(aligned(rows) if graph.regions else [])]
     lines += [f"  {r.where} {k}" for r in graph.regions if r.verdict.taken
@@ -148,6 +154,7 @@ def _row(region: RegionReport) -> tuple[str, ...]:
         str(len(v.kernels) or "-"),
         _pair(v.predicted_us, v.baseline_us),
         _pair(v.measured_us, v.inductor_us),
+        f"{region.seconds:.1f}",
         ("taken: " if v.taken else "not taken: ") + v.reason,
     )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import prod
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -17,11 +18,13 @@ from cutesuper.errors import CacheError, CutesuperError, DeviceError
 from cutesuper.pipeline import Choice
 from cutesuper.runtime.cache import warn_once
 from cutesuper.runtime.programs import Kept
+from cutesuper.search.bounds import TooDear
 from cutesuper.search.search import show
+from cutesuper.torch.compile import records
 from cutesuper.torch.compile.graph_builder import fake
 from cutesuper.torch.compile.inductor_model import baseline
 from cutesuper.torch.compile.internals import apart, compile_inner, compile_with
-from cutesuper.torch.compile.options import BackendOptions
+from cutesuper.torch.compile.options import BackendOptions, Take
 from cutesuper.torch.compile.partition import halves
 from cutesuper.torch.compile.region import Region
 from cutesuper.torch.compile.region_operator import Program, key_of, program_of
@@ -46,6 +49,7 @@ class Verdict:
         broken: whether this is a mistake of this package: the kernels compute other values than
             PyTorch, or something failed that must not.
         final: whether no part of the region can do any better.
+        passing: whether the next try may end otherwise, as for want of memory; else it is recorded.
     """
 
     taken: bool
@@ -57,6 +61,7 @@ class Verdict:
     inductor_us: float | None = None
     broken: bool = False
     final: bool = False
+    passing: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,15 +72,19 @@ class Decision:
         region: in its graph.
         key: of its program, for the operator.
         verdict: the decision.
+        seconds: that deciding took: search, compilation, trial.
     """
 
     region: Region
     key: str
     verdict: Verdict
+    seconds: float = 0.0
 
 
-#: earlier verdicts, by program, options, device and the surroundings of the program
-_verdicts: Kept[tuple[object, ...], Verdict] = Kept()
+#: a region's program, the options, and its tensors
+Place = tuple[object, ...]
+#: earlier verdicts
+_verdicts: Kept[Place, Verdict] = Kept()
 #: one trial at a time: Inductor compiles in it, and the GPU is timed
 _lock = threading.RLock()
 
@@ -90,7 +99,9 @@ def decide(region: Region, options: BackendOptions) -> list[Decision]:
     Returns:
         One decision, or those about the parts if one of them is taken.
     """
+    start = time.perf_counter()
     whole = _decision(region, options)
+    whole = replace(whole, seconds=time.perf_counter() - start)
     if whole.verdict.taken or whole.verdict.final or _anchors(region) < 2:
         return [whole]
     parts = halves(region)
@@ -119,7 +130,9 @@ def _decision(region: Region, options: BackendOptions) -> Decision:
     patches = str(sorted(options.inductor.items()))
     place = (key, options.take, options.budget_s, patches, sample.text)
     with _lock:
-        verdict = _verdicts.made(place, lambda: apart(partial(_judge, sample, options)))
+        verdict = _verdicts.made(
+            place, lambda: apart(partial(_known_or_judged, place, sample, options))
+        )
         return _bounded(Decision(region, key, verdict))
 
 
@@ -136,6 +149,42 @@ def _bounded(decision: Decision) -> Decision:
                     decision, verdict=replace(decision.verdict, taken=False, reason=reason)
                 )
     return decision
+
+
+def _known_or_judged(place: Place, sample: Sample, options: BackendOptions) -> Verdict:
+    """The recorded verdict on a region, or a new one, which is recorded if it will stay."""
+    if sample.device is None or (sample.device.type != "cuda" and options.take != "modelled"):
+        return _judge(sample, options)  # nothing is searched, compiled or timed
+    try:
+        question = ("verdict", *place, *_surroundings(sample, sample.device))
+        record = records.read(question)
+        if record is not None:
+            return _recorded(record, sample)
+    except (CutesuperError, TypeError, KeyError):
+        return _judge(sample, options)
+    verdict = _judge(sample, options)
+    if not verdict.passing and not verdict.broken and options.budget_s is None:
+        records.write(question, asdict(verdict))
+    return verdict
+
+
+def _surroundings(sample: Sample, device: torch.device) -> tuple[object, ...]:
+    """What else a verdict depends on: the GPU, and the programs that were tuned for it. Raises
+    CutesuperError."""
+    program = program_of(sample.key)
+    target = program.target_on(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return name, target.name, program.tuned(sample.rows, target)
+
+
+def _recorded(record: Mapping[str, Any], sample: Sample) -> Verdict:
+    """A verdict of another process, with its kernels compiled or found on disk. Raises
+    CutesuperError, TypeError, KeyError."""
+    values: dict[str, Any] = {**record, "kernels": tuple(record["kernels"])}
+    verdict = Verdict(**values)
+    if verdict.taken and sample.device is not None and sample.device.type == "cuda":
+        program_of(sample.key).variant(sample.rows, sample.device)
+    return verdict
 
 
 def _judge(sample: Sample, options: BackendOptions) -> Verdict:
@@ -163,8 +212,8 @@ def _judged(sample: Sample, options: BackendOptions) -> Verdict:
     verdict = Verdict(True, "")
     try:
         if device.type == "cuda" or options.take != "all":
-            verdict = _found(program, sample, device)
-        if options.take == "modelled":
+            verdict = _found(program, sample, device, options.take)
+        if options.take == "modelled" and verdict.taken:
             verdict = _modelled(verdict)
         if verdict.taken and device.type == "cuda":
             program.variant(sample.rows, device)
@@ -173,30 +222,31 @@ def _judged(sample: Sample, options: BackendOptions) -> Verdict:
         if verdict.taken and clock is not None:
             verdict = _timed(verdict, sample, options, clock)
     except DeviceError as error:
-        return replace(verdict, taken=False, reason=str(error), final=True)
+        return replace(verdict, taken=False, reason=str(error), final=True, passing=True)
     except CacheError as error:
         warn_once(f"compiled models get no kernels: {error}")
-        return replace(verdict, taken=False, reason=str(error), final=True)
+        return replace(verdict, taken=False, reason=str(error), final=True, passing=True)
     except CutesuperError as error:
         return replace(verdict, taken=False, reason=f"no kernels: {error}")
     except (torch.OutOfMemoryError, MemoryError) as error:
         reason = f"not tried, for want of memory: {str(error).splitlines()[0]}"
-        return replace(verdict, taken=False, reason=reason)
+        return replace(verdict, taken=False, reason=reason, passing=True)
     return verdict if verdict.reason else replace(verdict, reason="all regions are taken")
 
 
-def _found(program: Program, sample: Sample, device: torch.device) -> Verdict:
+def _found(program: Program, sample: Sample, device: torch.device, take: Take) -> Verdict:
     """The verdict of the search. Raises CutesuperError."""
     target = program.target_on(device)
-    _, choice = program.found(sample.rows, target)
     graph = program.graph.with_hints(dict.fromkeys(program.symbols, sample.rows))
-    return Verdict(
-        True,
-        "",
-        kernels=_kernels(choice),
-        predicted_us=choice.candidate.cost_us,
-        baseline_us=baseline(graph, target).us,
-    )
+    theirs = baseline(graph, target).us
+    try:
+        most = theirs if take == "modelled" else inf
+        _, choice = program.found(sample.rows, target, most)
+    except TooDear as error:
+        times = f"at least {error.least_us:.1f} us expected, {theirs:.1f} us of Inductor's kernels"
+        return Verdict(False, times, predicted_us=error.least_us, baseline_us=theirs)
+    ours = choice.candidate.cost_us
+    return Verdict(True, "", _kernels(choice), predicted_us=ours, baseline_us=theirs)
 
 
 def _kernels(choice: Choice) -> tuple[str, ...]:
@@ -232,7 +282,8 @@ def _timed(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # something in it cannot be recorded
-        return replace(verdict, taken=False, reason=f"it cannot be timed: {error}")
+        reason = f"it cannot be timed: {error}"
+        return replace(verdict, taken=False, reason=reason, passing=True)
     faster = ours <= theirs * (1 - GAIN)
     reason = f"{ours:.1f} us, Inductor's code {theirs:.1f} us"
     return replace(verdict, taken=faster, reason=reason, measured_us=ours, inductor_us=theirs)

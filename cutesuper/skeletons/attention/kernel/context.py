@@ -79,8 +79,10 @@ class Known:
     def steps(self) -> int | None:
         """Key tiles of every block, if all blocks have the same number."""
         plan = self.plan
+        if plan.varying:
+            return None
         tiles = -(-plan.key_extent // self.key_tile)
-        return tiles // plan.parts if not plan.varying and tiles % plan.parts == 0 else None
+        return tiles // plan.parts if tiles % plan.parts == 0 else None
 
     @property
     def hint(self) -> int | None:
@@ -142,7 +144,8 @@ class Place:
         tile: index among the tiles of rows of all batches.
         tiles: index of the tile along each row label.
         batch: coordinates along batch labels.
-        lengths: of masks.
+        lengths, offsets: of masks.
+        keys: number of all keys.
     """
 
     part: Any
@@ -151,6 +154,8 @@ class Place:
     tiles: dict[str, Any]
     batch: dict[str, Any]
     lengths: list[Any]
+    offsets: list[Any]
+    keys: Any
 
 
 @dataclass(frozen=True)

@@ -336,7 +336,7 @@ class Join:
                         leaves = [values[i] for i in output.expression.leaves]
                         x = Float32(output.expression.evaluate(leaves, self.k.math))
                         register[b] = x.to(dtype)
-                    offset = self.rows.offset(output.view, positions) + column
+                    offset = self.rows.offset(output.view, positions, here.tensors) + column
                     base = here.tensors[output.view.argument].iterator
                     target = neighbours(base + cute.assume(offset, divby=2), 2)
                     cute.autovec_copy(register, target)

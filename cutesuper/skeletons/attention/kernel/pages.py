@@ -101,7 +101,7 @@ class PagedLoads:
         them."""
         found = {}
         for argument, view in self.tables.items():
-            count = self.k.plan.key_extent // view.size
+            count = place.keys // view.size
             offset = 0 if view.sequences is None else place.batch[view.sequences] * count
             row = neighbours(tensors[argument].iterator + offset, count)
             end = (self.query.last_key(place) + view.size - 1) // view.size

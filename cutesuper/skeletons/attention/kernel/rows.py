@@ -33,7 +33,7 @@ from cutesuper.skeletons.attention.kernel.context import (
     Place,
     RowFacts,
 )
-from cutesuper.skeletons.attention.plan import ROW_BLOCK, Reduction
+from cutesuper.skeletons.attention.plan import ROW_BLOCK, Mask, Reduction
 from cutesuper.skeletons.base import View
 from cutesuper.skeletons.kernel.arguments import unravel
 
@@ -156,22 +156,37 @@ class Rows:
         tiles = unravel(row, {d: cute.ceil_div(extents[d], plan.tile(d)) for d in plan.rows})
         batch = unravel(z, {d: extents[d] for d in plan.batch})
         rank = part % plan.cluster
-        lengths = [self._length(m.lengths, tensors, batch) for m in plan.masks]
-        return Place(part, rank, tile, tiles, batch, lengths)
+        keys = self.k.extents.of(plan.keys, tensors)
+        lengths = [self._length(m.lengths, tensors, batch, keys) for m in plan.masks]
+        offsets = [self._offset(m, tensors) for m in plan.masks]
+        return Place(part, rank, tile, tiles, batch, lengths, offsets, keys)
 
-    def _length(self, view: View | None, tensors: list[cute.Tensor], batch: dict[str, Any]) -> Any:
+    def _length(
+        self, view: View | None, tensors: list[cute.Tensor], batch: dict[str, Any], keys: Any
+    ) -> Any:
         if view is None:
             return 0
         offset = Int32(0)
         for d in view.labels:
-            offset += batch[d] * view.stride(d)
-        return cutlass.min(element(tensors[view.argument].iterator, offset), self.plan.key_extent)
+            offset += batch[d] * self.k.extents.stride(view, d, tensors)
+        return cutlass.min(element(tensors[view.argument].iterator, offset), keys)
+
+    def _offset(self, mask: Mask, tensors: list[cute.Tensor]) -> Any:
+        """The offset of a mask with all extents; without lengths every row sees a key."""
+        if mask.added is None and mask.taken is None:
+            return mask.offset
+        added, taken = (
+            0 if d is None else self.k.extents.of(d, tensors) for d in (mask.added, mask.taken)
+        )
+        found = mask.offset + added - taken
+        return found if mask.lengths is not None else cutlass.max(found, 1)
 
     def limit(self, place: Place, positions: dict[str, Any]) -> Any:
         """Number of keys visible to a row at these positions (none if not positive)."""
-        limit: Any = self.plan.key_extent
-        for mask, length in zip(self.plan.masks, place.lengths, strict=True):
-            own = length + mask.offset
+        limit: Any = place.keys
+        masks = zip(self.plan.masks, place.lengths, place.offsets, strict=True)
+        for mask, length, offset in masks:
+            own = length + offset
             if mask.rows is not None:
                 own = own + positions[mask.rows]
             limit = cutlass.min(limit, own)
@@ -236,7 +251,7 @@ class Rows:
 
     def last_key(self, place: Place) -> Any:
         """End of the keys that have ever been written; memory behind it may hold anything."""
-        end: Any = self.plan.key_extent
+        end: Any = place.keys
         for mask, length in zip(self.plan.masks, place.lengths, strict=True):
             if mask.lengths is not None:
                 end = cutlass.min(end, length)
@@ -315,12 +330,12 @@ class Rows:
         pointer = cute.recast_ptr(own.rows.iterator, dtype=self.k.dtype)
         return neighbours(pointer + cute.assume(offset, divby=PIECE), PIECE)
 
-    def offset(self, view: View, positions: dict[str, Any]) -> Any:
+    def offset(self, view: View, positions: dict[str, Any], tensors: list[cute.Tensor]) -> Any:
         """Offset of a row in memory, in elements, without its column."""
         total = Int32(0)
         for d in view.labels:
             if d != self.plan.columns:
-                total = total + positions[d] * view.stride(d)
+                total = total + positions[d] * self.k.extents.stride(view, d, tensors)
         return total
 
     def exists(self, tensors: list[cute.Tensor], positions: dict[str, Any], inside: Any) -> Any:

@@ -11,7 +11,16 @@ from cutesuper.errors import DeviceError, DTypeError, LayoutError, ShapeError
 from cutesuper.ir.dtypes import as_dtype
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.programs import Kept
-from cutesuper.torch.ops.attention.kind import Kind, Order, Runner, batch_of, runner_of
+from cutesuper.torch.ops.attention.kind import (
+    Extents,
+    Kind,
+    Order,
+    Runner,
+    batch_of,
+    keys_of,
+    rows_of,
+    runner_of,
+)
 from cutesuper.torch.ops.attention.layout import (
     Stored,
     View,
@@ -166,11 +175,13 @@ def _plan(r: Request) -> Plan:
     key, value = _keys(r)
     limit = _limit(r, key)
     kind = _kind(r, query_order, key, value, r.key_lengths is not None or limit > 0)
-    b, h, g, n = r.query.shape[0], kind.heads, kind.group, kind.rows
+    h, g = kind.heads, kind.group
+    extents = Extents(r.query.shape[0], r.query.shape[2], key.positions)
+    b, n = extents.batch, extents.rows
     views = (
         _view(r.query, _memory(b, (h, g), n, kind.dim, query_order)),
-        _view(r.key, _key_memory(r, kind, kind.dim, key.order)),
-        _view(r.value, _key_memory(r, kind, kind.value_dim, value.order)),
+        _view(r.key, _key_memory(kind, extents, kind.dim, key.order)),
+        _view(r.value, _key_memory(kind, extents, kind.value_dim, value.order)),
     )
     width, heads = kind.value_dim, h * g
     strides = (heads * n * width, n * width, width, 1)
@@ -180,7 +191,7 @@ def _plan(r: Request) -> Plan:
     plain = g == 1 and query_order is Order.HEADS
     output = None if plain else ((b, heads, n, width), strides)
     capacity = key.positions if key.positions != r.positions else 0
-    return Plan(runner_of(kind, b, r.query.device), views, capacity, limit, output)
+    return Plan(runner_of(kind, extents, r.query.device), views, capacity, limit, output)
 
 
 def _keys(r: Request) -> tuple[Stored, Stored]:
@@ -220,8 +231,8 @@ def _kind(r: Request, order: Order, key: Stored, value: Stored, lengths: bool) -
         any_batch=any_batch,
         heads=r.key_heads,
         group=r.query.shape[1] // r.key_heads,
-        rows=r.query.shape[2],
-        keys=key.positions,
+        rows=rows_of(r.query.shape[2]),
+        keys=key.positions if paged else keys_of(key.positions),
         dim=r.query.shape[3],
         value_dim=r.value.shape[3],
         dtype=as_dtype(r.query.dtype),
@@ -245,13 +256,13 @@ def _memory(b: int, heads: tuple[int, int], rows: int, width: int, order: Order)
     return (b, *lead, rows, width) if order is Order.HEADS else (b, rows, *lead, width)
 
 
-def _key_memory(r: Request, kind: Kind, width: int, order: Order) -> tuple[int, ...]:
+def _key_memory(kind: Kind, extents: Extents, width: int, order: Order) -> tuple[int, ...]:
     """Extents of keys or values in the order of memory; an extent of 1 for each group of heads."""
     lead = (kind.heads, 1) if kind.group > 1 else (kind.heads,)
     if kind.pages:
         return (kind.pages, kind.page_size, *lead, width)
-    b = r.query.shape[0]
-    return (b, *lead, kind.keys, width) if order is Order.HEADS else (b, kind.keys, *lead, width)
+    b, keys = extents.batch, extents.keys
+    return (b, *lead, keys, width) if order is Order.HEADS else (b, keys, *lead, width)
 
 
 def _view(t: torch.Tensor, shape: tuple[int, ...]) -> View | None:

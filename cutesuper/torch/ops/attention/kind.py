@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from cutesuper.errors import LoweringError, ScheduleError, SearchError
-from cutesuper.ir.dims import Dim, Symbol
+from cutesuper.ir.dims import Dim, Symbol, extent
 from cutesuper.ir.dtypes import DType
 from cutesuper.ir.evaluate import run_reference
 from cutesuper.ir.graph import KernelGraph, Tensor, new_kernel_graph
 from cutesuper.runtime.kernel import BUCKETS, bucket_of
 from cutesuper.runtime.programs import KERNEL_DEVICES, Kept
+from cutesuper.torch.ops.classes import class_of
 
 if TYPE_CHECKING:
     from cutesuper.runtime.kernel import Kernel
@@ -42,8 +43,9 @@ class Kind:
         batch: sequences; with ``any_batch`` the hint, for kernels that take any number.
         heads: of keys and values.
         group: query heads per head of keys.
-        rows: positions of the query.
-        keys: positions of keys and values; the capacity if there are lengths.
+        rows: positions of the query: a number, or the symbol L for any.
+        keys: positions of keys and values, the capacity if there are lengths: a number, or the
+            symbol S for any.
         dim, value_dim: width of a head of query and key, and of value.
         query_order, key_order, value_order: with pages the last two are not used.
         causal: with ``lengths`` the last row sees the last key, else row 0 sees key 0.
@@ -57,8 +59,8 @@ class Kind:
     any_batch: bool
     heads: int
     group: int
-    rows: int
-    keys: int
+    rows: Dim
+    keys: Dim
     dim: int
     value_dim: int
     dtype: DType
@@ -73,6 +75,26 @@ class Kind:
     query_norm: bool = False
     key_norm: bool = False
     eps: float = 1e-6
+
+    @property
+    def open(self) -> bool:
+        """True if one kernel takes calls of several extents."""
+        return self.any_batch or isinstance(self.rows, Symbol) or isinstance(self.keys, Symbol)
+
+    def of(self, extents: Extents) -> Kind:
+        """The kind for calls with just these extents."""
+        return replace(
+            self, batch=extents.batch, any_batch=False, rows=extents.rows, keys=extents.keys
+        )
+
+
+@dataclass(frozen=True)
+class Extents:
+    """Sequences of a call, positions of its query, and positions of its keys."""
+
+    batch: int
+    rows: int
+    keys: int
 
 
 def graph_of(kind: Kind) -> KernelGraph:
@@ -96,7 +118,7 @@ def graph_of(kind: Kind) -> KernelGraph:
     )
     lengths = g.new_input((b,), dtype="int32", name="lengths") if kind.lengths else None
     if kind.pages:
-        table = g.new_input((b, kind.keys // kind.page_size), dtype="int32", name="table")
+        table = g.new_input((b, extent(kind.keys) // kind.page_size), dtype="int32", name="table")
         key, value = g.gather_pages(key, table), g.gather_pages(value, table)
     query = _by_heads(g, query, kind.query_order)
     key = _by_heads(g, key, Order.TOKENS if kind.pages else kind.key_order)
@@ -116,7 +138,7 @@ def graph_of(kind: Kind) -> KernelGraph:
 
 
 def _stored(
-    kind: Kind, b: Dim, name: str, heads: tuple[int, ...], rows: int, width: int, order: Order
+    kind: Kind, b: Dim, name: str, heads: tuple[int, ...], rows: Dim, width: int, order: Order
 ) -> tuple[Dim, ...]:
     """Extents of an input in the order of its memory."""
     if kind.pages and name != "query":
@@ -132,16 +154,16 @@ def _by_heads(g: KernelGraph, t: Tensor, order: Order) -> Tensor:
 
 # ----------------------------------------------------------------------------------------- kernels
 
-#: by kind; None if no kernels take all batches
+#: by kind; None if no kernels take all extents
 _kernels: Kept[Kind, Kernel | None] = Kept(KEPT_KINDS)
 
 
-def runner_of(kind: Kind, batch: int, device: torch.device) -> Runner:
+def runner_of(kind: Kind, extents: Extents, device: torch.device) -> Runner:
     """The runner of a kind: kernels on a GPU, the reference executor elsewhere.
 
     Args:
         kind: the kernels.
-        batch: of the call; used for kernels of this batch if those for any batch cannot be made.
+        extents: of the call; for kernels of just these if those for any cannot be made.
         device: of the call.
 
     Raises:
@@ -150,7 +172,7 @@ def runner_of(kind: Kind, batch: int, device: torch.device) -> Runner:
     """
     if device.type not in KERNEL_DEVICES:
         return _reference_of(kind)
-    kernel = _kept(kind, device) or _kept(replace(kind, batch=batch, any_batch=False), device)
+    kernel = _kept(kind, device) or _kept(kind.of(extents), device)
     if kernel is None:
         raise AssertionError(f"{kind}: neither kernels nor an error")
     return kernel
@@ -171,7 +193,8 @@ def _reference_of(kind: Kind) -> Runner:
         if not kind.lengths:
             return run_reference(graph, inputs)
         query, key, value, lengths, *others = inputs
-        seen = torch.arange(kind.keys, device=lengths.device) < lengths[:, None]
+        keys = kind.keys if isinstance(kind.keys, int) else key.shape[_axis(whole.key_order)]
+        seen = torch.arange(keys, device=lengths.device) < lengths[:, None]
         if kind.pages:
             table, *others = others
             pages = table.masked_fill(~seen[:, :: kind.page_size], 0).long()
@@ -181,6 +204,11 @@ def _reference_of(kind: Kind) -> Runner:
         return run_reference(graph, [query, key, value, lengths, *others])
 
     return run
+
+
+def _axis(order: Order) -> int:
+    """The dimension of the positions."""
+    return -2 if order is Order.HEADS else 1
 
 
 def _cleared(t: torch.Tensor, seen: torch.Tensor, order: Order) -> torch.Tensor:
@@ -196,14 +224,25 @@ def _kept(kind: Kind, device: torch.device) -> Kernel | None:
 
 
 def _made(kind: Kind) -> Kernel | None:
-    from cutesuper.pipeline import superoptimize
+    from cutesuper.pipeline import best_kernel
 
     try:
-        return superoptimize(graph_of(kind))
+        return best_kernel(graph_of(kind))
     except (SearchError, LoweringError, ScheduleError):
-        if kind.any_batch:
+        if kind.open:
             return None
         raise
+
+
+def rows_of(rows: int) -> Dim:
+    """``Kind.rows`` for this number of queries: the symbol of its class. One query, as in decoding,
+    is a class of its own, whose kernels have no positions of queries."""
+    return 1 if rows == 1 else Symbol("L", class_of("queries", rows))
+
+
+def keys_of(keys: int) -> Dim:
+    """``Kind.keys`` for this number of keys: the symbol of its class."""
+    return Symbol("S", class_of("keys", keys))
 
 
 def batch_of(batch: int) -> tuple[int, bool]:

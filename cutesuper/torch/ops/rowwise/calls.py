@@ -15,6 +15,7 @@ from cutesuper.runtime.calling import Picker, Runner, picker, reference_of
 from cutesuper.runtime.checks import ALIGNMENT, check_size
 from cutesuper.runtime.programs import Kept
 from cutesuper.runtime.tensors import usable
+from cutesuper.torch.ops.classes import class_of
 from cutesuper.torch.ops.rowwise.definition import (
     Definition,
     Kind,
@@ -28,7 +29,6 @@ from cutesuper.torch.ops.rowwise.graphs import (
     Programs,
     Source,
     programs_of,
-    rows_class,
     runner_of,
 )
 
@@ -231,9 +231,9 @@ def plan_of(
         check_size(f"{definition.name}: {definition.operands[0].name}", x.shape)
     lead = tuple(x.shape[: x.dim() - len(kind.inner)])
     rows = prod(lead)
-    programs = programs_of(definition, kind, rows_class(rows))
+    programs = programs_of(definition, kind, class_of("rows", rows))
     graph = programs.saving if saving else programs.plain
-    key = (definition.name, kind, rows_class(rows), "saving" if saving else "plain")
+    key = (definition.name, kind, class_of("rows", rows), "saving" if saving else "plain")
     shapes = [tuple(t.shape) for t in tensors if t is not None]
     made = output_shapes(definition, kind, lead, graph)
     step = step_of(key, graph, rows, shapes, made, x.device)
@@ -285,7 +285,7 @@ def gradients_of(
         given: for each result, whether it has a cotangent.
     """
     rows = prod(lead)
-    programs = programs_of(definition, kind, rows_class(rows))
+    programs = programs_of(definition, kind, class_of("rows", rows))
     used = tuple(g or not o.often_unused for g, o in zip(given, definition.outputs, strict=True))
     backward = programs.backward(tuple(needs), used)
     shapes = [result_shape(o.role, kind, lead) for o in definition.outputs]
@@ -299,7 +299,7 @@ def gradients_of(
     inputs = tuple(sources.index(s) for s in backward.inputs)
     step = None
     if backward.graph is not None:
-        key = (definition.name, kind, rows_class(rows), tuple(needs), used)
+        key = (definition.name, kind, class_of("rows", rows), tuple(needs), used)
         seen = [_source_shape(programs, s, lead) for s in backward.inputs]
         made = [operand_shape(programs, backward.gradients.index(n), lead)
                 for n in range(len(backward.graph.outputs))]  # fmt: skip

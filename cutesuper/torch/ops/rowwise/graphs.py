@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -20,24 +20,11 @@ from cutesuper.ir.operators.base import TABLE
 from cutesuper.ir.subgraph import only
 from cutesuper.runtime.calling import Launches, Runner, launcher, reference_of
 from cutesuper.runtime.programs import KERNEL_DEVICES, Kept
-from cutesuper.targets import H200
-from cutesuper.targets.settings import Decision, Settings
 from cutesuper.torch.ops.rowwise.definition import Definition, Kind, Role
 
 #: the number of rows for which the kernels of a class of calls are optimized, which share them
-_SETTINGS = Settings("ops", {"rows": Decision(("rows",), {"hint": 16384})})
-#: numbers of rows whose class is remembered
-_KNOWN_ROWS = 4096
-
 #: programs whose graphs, and whose kernels, are kept
 KEPT_PROGRAMS = 1024
-
-
-@lru_cache(maxsize=_KNOWN_ROWS)
-def rows_class(rows: int) -> int:
-    """The number of rows for which the kernels of a call are optimized; as measured on one
-    architecture, since graphs are made before a device is known."""
-    return _SETTINGS.choose(H200, "rows", rows=rows)["hint"]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from cutesuper.errors import GraphError, OperatorError
 from cutesuper.ir.operators.base import TABLE
 from cutesuper.runtime.checks import refuse_tangents
 from cutesuper.runtime.programs import Kept
+from cutesuper.torch.ops.classes import class_of
 from cutesuper.torch.ops.rowwise.calls import (
     KEPT_PLANS,
     Extents,
@@ -40,7 +41,7 @@ from cutesuper.torch.ops.rowwise.definition import (
     first_of,
     kind_of,
 )
-from cutesuper.torch.ops.rowwise.graphs import Programs, programs_of, rows_class
+from cutesuper.torch.ops.rowwise.graphs import Programs, programs_of
 
 _fragment = torch.library.Library("cutesuper", "FRAGMENT")
 
@@ -110,7 +111,7 @@ class Library:
         return self._any(kind), x, tuple(x.shape[: x.dim() - len(kind.inner)])
 
     def _any(self, kind: Kind) -> Programs:
-        return programs_of(self._definition, kind, rows_class(1))
+        return programs_of(self._definition, kind, class_of("rows", 1))
 
     def _keep(self, ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
         tensors, options = self._split(inputs)

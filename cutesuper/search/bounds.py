@@ -1,0 +1,124 @@
+"""Lower bounds of what kernels cost, and the regions of a graph that they leave worth searching.
+
+A sequence of kernels costs at least what its regions must read and write. Searching first those
+regions that the cheapest sequence by bounds consists of, as in shortest paths whose edges are
+expensive to evaluate (Dellin and Srinivasa, LazySP, ICAPS 2016), finds the cheapest program without
+searching the others: of 484 regions of a layer's projections and norm, backward, 150 are left, and
+4.3 s of 61.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf, prod
+
+from cutesuper.egraph.labelled import Region
+from cutesuper.errors import SearchError
+from cutesuper.ir.dims import extent
+from cutesuper.search.cuts import Segments
+from cutesuper.targets import Target
+
+#: regions of sequences this near to the cheapest one are searched together, in fewer rounds
+TOGETHER = 1.005
+
+
+def least_us(region: Region, target: Target) -> float:
+    """Microseconds below which no kernel of any skeleton is priced: a launch, and each tensor read
+    or written once. Of tensors in pages nobody knows how much is read."""
+    pages = {i for i, _ in region.pages}
+    read = [(s, t) for i, (s, t) in enumerate(zip(region.inputs, region.input_dtypes, strict=True))
+            if i not in pages]  # fmt: skip
+    written = zip(region.output_shapes, region.output_dtypes, strict=True)
+    moved = sum(prod(map(extent, s)) * t.itemsize for s, t in (*read, *written))
+    fastest = target.bandwidth * max(1.0, target.attention.streamed)
+    return target.launch_us + moved / fastest * 1e6
+
+
+class TooDear(SearchError):
+    """No program costs as little as was asked for.
+
+    Attributes:
+        least_us: microseconds that all programs cost at least.
+    """
+
+    def __init__(self, least_us: float, most_us: float) -> None:
+        super().__init__(
+            f"every program takes at least {least_us:.1f} us, and {most_us:.1f} are allowed"
+        )
+        self.least_us = least_us
+
+
+class Bounds:
+    """The sequences of kernels through a graph, and what they cost at least.
+
+    Args:
+        segments: of the graph.
+        prices: of the regions that may be kernels: what the cheapest kernel costs, at least.
+    """
+
+    def __init__(self, segments: Segments, prices: Mapping[Region, float]) -> None:
+        self._regions, self._prices = list(prices), list(prices.values())
+        self._places = {region: n for n, region in enumerate(prices)}
+        self._open = set(range(len(prices)))  # places of the regions whose price is a bound
+        #: for each order its length, and start, end and place of its kernels, sorted by start
+        self._orders = [(len(order), self._kernels(segments, order)) for order in segments.orders]
+
+    @property
+    def open(self) -> int:
+        """The number of regions of which only a bound is known."""
+        return len(self._open)
+
+    @property
+    def least(self) -> float:
+        """The cost of the cheapest sequence, at least; infinite if none has kernels."""
+        return min(self._through(), default=inf)
+
+    def learn(self, region: Region, price: float) -> None:
+        """Replace a bound by the price of the cheapest kernel; infinite if there is none."""
+        self._prices[self._places[region]] = price
+        self._open.discard(self._places[region])
+
+    def below(self, near: float) -> list[Region]:
+        """The regions with a bound that are part of a sequence of at most this many times the cost
+        of the cheapest one; if no sequence has kernels, those that tell how far kernels reach."""
+        through = self._through()
+        most = min(through, default=inf) * near
+        if most == inf:
+            return [self._regions[n] for n in sorted(self._next())]
+        return [self._regions[n] for n in sorted(self._open) if through[n] <= most]
+
+    def _next(self) -> set[int]:
+        """The places of regions with a bound that begin where a sequence of known kernels ends, and
+        end where none does."""
+        found = set[int]()
+        for _, kernels in self._orders:
+            reached = {0}
+            for start, end, n in kernels:
+                if start in reached and n not in self._open and self._prices[n] < inf:
+                    reached.add(end)
+            found |= {n for start, end, n in kernels
+                      if n in self._open and start in reached and end not in reached}  # fmt: skip
+        return found
+
+    def _through(self) -> list[float]:
+        """The cost, at least, of the cheapest sequence that contains each region."""
+        found, prices = [inf] * len(self._prices), self._prices
+        for length, kernels in self._orders:
+            before = [0.0, *[inf] * length]
+            after = [*[inf] * length, 0.0]
+            for start, end, n in kernels:
+                before[end] = min(before[end], before[start] + prices[n])
+            for start, end, n in reversed(kernels):
+                after[start] = min(after[start], prices[n] + after[end])
+            for start, end, n in kernels:
+                found[n] = min(found[n], before[start] + prices[n] + after[end])
+        return found
+
+    def _kernels(self, segments: Segments, order: tuple[int, ...]) -> list[tuple[int, int, int]]:
+        found = (
+            (start, end, segment.region)
+            for n, start in enumerate(segments.marks(order)[:-1])
+            for end in segments.ends(order, n)
+            if (segment := segments.known(order, start, end)) is not None
+        )
+        return [(a, b, self._places[r]) for a, b, r in found if r in self._places]
