@@ -185,7 +185,7 @@ class Kernels:
 
     def run(self, rows: int) -> None:
         inputs = tensors(rows)
-        outputs = self.program._outputs(inputs[0], rows)
+        outputs = self.program._outputs(inputs, rows, ())
         self.program._runner(rows, GPU)(inputs, outputs, rows)
         assert all(map(torch.equal, outputs, self.program(inputs)))
 

@@ -66,7 +66,7 @@ class _Distribution:
         for op in self.program.ops:
             new.append(self._again(op, [new[i] for i in op.inputs]))
         outputs = tuple((new[i], m) for i, m in self.program.outputs)
-        return LabelledProgram(self.program.dims, tuple(self.ops), outputs).needed()
+        return replace(self.program, ops=tuple(self.ops), outputs=outputs).needed()
 
     def _again(self, op: LabelledOp, args: list[int]) -> int:
         over = op.over

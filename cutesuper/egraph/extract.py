@@ -218,8 +218,7 @@ class _Builder:
 
     def store_output(self, n: int, i: int) -> None:
         value = self.place(i)
-        mapping = self.source.outputs[n][1]
-        self._add(STORE, (value,), self.ops[value].dims, {"tensor": f"out{n}", "map": mapping})
+        self._add(STORE, (value,), self.ops[value].dims, self.source.store(n))
 
     def place(self, i: int) -> int:
         """The operation that computes a class."""

@@ -66,6 +66,7 @@ class Region:
         output_dtypes: element type of every output.
         pages: the inputs that are gathered from pages, with the number of positions in a page.
         taken: the inputs that are rows of tables.
+        put: the outputs that are rows put into another tensor.
     """
 
     inputs: tuple[Shape, ...]
@@ -75,6 +76,7 @@ class Region:
     output_dtypes: tuple[DType, ...]
     pages: tuple[tuple[int, int], ...] = ()
     taken: tuple[TakenRows, ...] = ()
+    put: tuple[PutRows, ...] = ()
 
     @property
     def output_shapes(self) -> tuple[Shape, ...]:
@@ -98,6 +100,25 @@ class TakenRows:
     table: Shape
     index: Shape
     index_dtype: DType
+
+
+@dataclass(frozen=True)
+class PutRows:
+    """An output of a region that is put into a tensor, at the places that an index names.
+
+    Attributes:
+        output: the output; its shape is that of the rows.
+        base: shape of the tensor.
+        index: shape of the index.
+        index_dtype: its element type.
+        dim: the dimension whose places it names.
+    """
+
+    output: int
+    base: Shape
+    index: Shape
+    index_dtype: DType
+    dim: int
 
 
 LabelMap = tuple[str | None, ...]
@@ -147,11 +168,21 @@ class LabelledProgram:
         dims: extent of every label, those of the first output first and in its order.
         ops: loads and operators.
         outputs: for each output the operation and the label of each stored dimension.
+        put: the outputs that are put into a tensor, with the dimension whose places an index names.
     """
 
     dims: dict[str, Dim]
     ops: tuple[LabelledOp, ...]
     outputs: tuple[tuple[int, LabelMap], ...]
+    put: tuple[tuple[int, int], ...] = ()
+
+    def store(self, n: int) -> Attributes:
+        """Attributes of the store of an output."""
+        attributes: Attributes = {"tensor": f"out{n}", "map": self.outputs[n][1]}
+        for output, dim in self.put:
+            if output == n:
+                attributes |= {"index": f"place{n}", "base": f"base{n}", "dim": dim}
+        return attributes
 
     @cached_property
     def dependence(self) -> Dependence:
@@ -177,7 +208,7 @@ class LabelledProgram:
         ops = tuple(
             replace(self.ops[i], inputs=tuple(index[j] for j in self.ops[i].inputs)) for i in index
         )
-        return LabelledProgram(self.dims, ops, tuple((index[i], m) for i, m in self.outputs))
+        return replace(self, ops=ops, outputs=tuple((index[i], m) for i, m in self.outputs))
 
 
 def label(region: Region) -> LabelledProgram:
@@ -394,7 +425,8 @@ class _Unification:
         order += [n for op in ops if op.kind == LOAD for n in op.attributes["map"] if n]
         extents = {self.names[r]: self.extent(r) for r in self.names}
         dims = {n: extents[n] for n in dict.fromkeys(order)}
-        return LabelledProgram(dims, tuple(ops), outputs)
+        put = tuple((p.output, p.dim) for p in self.region.put)
+        return LabelledProgram(dims, tuple(ops), outputs, put)
 
     def _map(self, owner: Any, order: Sequence[int]) -> LabelMap:
         return tuple(self.names.get(self.find((owner, d))) for d in order)
@@ -419,8 +451,8 @@ class _Unification:
     ) -> int:
         labels = frozenset[str]().union(*(ops[a].labels for a in args))
         kind, over, attributes = op.kind, None, dict(op.attributes)
-        if op.facets.permutes or op.facets.converts:  # the type is that of the stored tensor
-            return args[0]
+        if op.facets.permutes or op.facets.converts or op.facets.puts:
+            return args[0]  # the type, and the place, are those of the stored tensor
         if op.facets.contracts:
             over = self.names.get(self.find(self.slots((i, 0))[-1]))
             kind = kind if over else "mul"  # an inner dimension of extent 1

@@ -69,8 +69,11 @@ ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE = "accumulate", "cluster_reduce", "grid_
 #: attributes of a load that name the integers through which it reads, and the operators that put
 #: parts of a tensor together in this way
 THROUGH = {"table": "gather_pages", "index": "take_rows"}
-#: attributes of a load or store that name tensors
+#: attributes of a load or store that name tensors which its kernel reads or writes
 NAMES = ("tensor", *THROUGH)
+#: attributes of a store that puts rows into a tensor at the places that an index names, and the
+#: operator that it does the work of
+PUTTING, PUT = ("index", "base", "dim"), "put_rows"
 #: operations that end an axis: they combine the partial results of its parts
 ENDING = (ACCUMULATE, CLUSTER_REDUCE, GRID_REDUCE)
 
@@ -98,8 +101,10 @@ class BlockOp:
             labels: ``columns``, and None as its ``rows``. Positions are those of the whole label,
             regardless of the axes that split it. A ``load`` through a table of pages has its name
             as ``table``, one of rows that an index names has the name of the index as ``index``;
-            ``tensor`` is the cache or the table of rows and ``map`` that of the gathered tensor.
-            Element-wise operators: their own.
+            ``tensor`` is the cache or the table of rows and ``map`` that of the gathered tensor. A
+            ``store`` that puts rows into a tensor has the name of the ``index``, the dimension
+            ``dim`` whose places it names, and as ``base`` the input that ``tensor`` is but for
+            these rows; ``map`` is that of the rows. Element-wise operators: their own.
     """
 
     kind: str
@@ -122,7 +127,14 @@ class BlockOp:
     def gathering(self) -> Operator | None:
         """For a load that puts parts of a tensor together as integers say: the operator that it
         does the work of."""
+        if self.kind != LOAD:
+            return None
         return next((facets(THROUGH[k]) for k in THROUGH if k in self.attributes), None)
+
+    @property
+    def puts(self) -> bool:
+        """True for a store that puts rows into a tensor at the places that an index names."""
+        return self.kind == STORE and "index" in self.attributes
 
     @property
     def rescaled(self) -> bool:
@@ -308,13 +320,22 @@ class KernelStep:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Names of the tensors it loads, and of the integers it loads them through, each once."""
-        return tuple(dict.fromkeys(n for op in self.program.loads() for n in op.tensors))
+        """Names of the tensors it loads, and of the integers it loads and stores through, each
+        once."""
+        found = [n for op in self.program.loads() for n in op.tensors]
+        found += [n for op in self.program.stores() for n in op.tensors[1:]]
+        return tuple(dict.fromkeys(found))
 
     @property
     def writes(self) -> tuple[str, ...]:
         """Names of the tensors it stores."""
         return tuple(op.attributes["tensor"] for op in self.program.stores())
+
+    @property
+    def bases(self) -> dict[str, str]:
+        """By the name of each tensor that it puts rows into, the input that it is elsewhere."""
+        puts = (op.attributes for op in self.program.stores() if op.puts)
+        return {a["tensor"]: a["base"] for a in puts}
 
 
 @dataclass(frozen=True)

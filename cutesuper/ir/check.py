@@ -13,6 +13,8 @@ from cutesuper.ir.block import (
     ENDING,
     GRID_REDUCE,
     LOAD,
+    PUT,
+    PUTTING,
     STORE,
     THROUGH,
     Axis,
@@ -23,7 +25,7 @@ from cutesuper.ir.block import (
     MuGraph,
     mapped_labels,
 )
-from cutesuper.ir.dims import Shape, Symbol, extent
+from cutesuper.ir.dims import Shape, Symbol, extent, show_shape
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import TABLE, Operator, lookup
 from cutesuper.ir.operators.monoid import monoid
@@ -211,14 +213,28 @@ def _check_attributes(op: BlockOp, where: str) -> None:
         raise GraphError(f"{where}: its map has a tuple of fewer than two labels; name the label")
     if op.gathering is not None:
         _check_through(op, where)
+    elif op.kind == STORE and {*THROUGH, *PUTTING} & set(op.attributes):
+        _check_put(op, where)
+
+
+def _check_put(op: BlockOp, where: str) -> None:
+    """Check a store of rows: it has an index, a base and a dimension, with one label."""
+    index, base, dim = (op.attributes.get(k) for k in PUTTING)
+    if "table" in op.attributes:
+        raise GraphError(f"{where}: only a load goes through a table of pages")
+    if not isinstance(index, str) or not isinstance(base, str):
+        raise GraphError(f"{where}: index={index!r} and base={base!r} must be names of tensors")
+    mapping = op.attributes["map"]
+    if isinstance(dim, bool) or not isinstance(dim, int) or not 0 <= dim < len(mapping):
+        raise GraphError(f"{where}: dim={dim!r} must be one of its {len(mapping)} dimensions")
+    if isinstance(mapping[dim], tuple):
+        raise GraphError(f"{where}: the rows, dimension {dim}, must have a label of their own")
 
 
 def _check_through(op: BlockOp, where: str) -> None:
     """Check a load through a table or an index: there is one of them, which is a name. The first
     two dimensions of sequences in pages have one label each."""
     given, mapping = [k for k in THROUGH if k in op.attributes], op.attributes["map"]
-    if op.kind == STORE:
-        raise GraphError(f"{where}: only a load goes through a table of pages, or an index")
     if len(given) > 1:
         raise GraphError(f"{where}: it goes through {' and '.join(given)}; one of them")
     name = op.attributes[given[0]]
@@ -483,6 +499,8 @@ def _check_map(mu: MuGraph, program: BlockProgram, op: BlockOp, where: str) -> N
     shape = mu.tensors[name].shape
     if (operator := op.gathering) is not None:
         shape = _gathered(mu, op, operator, where)
+    elif op.puts:
+        shape = _put(mu, op, where)
     mapping: tuple[Any, ...] = op.attributes["map"]
     if len(shape) != len(mapping):
         raise GraphError(f"{where}: {name} has {len(shape)} dimensions, its map {len(mapping)}")
@@ -506,6 +524,29 @@ def _gathered(mu: MuGraph, op: BlockOp, operator: Operator, where: str) -> Shape
         raise GraphError(f"{where}: load of {names[0]} through {names[1]}: {e}") from None
 
 
+def _put(mu: MuGraph, op: BlockOp, where: str) -> Shape:
+    """Shape of the rows that a store puts into an output."""
+    name, index, base = (op.attributes[k] for k in ("tensor", "index", "base"))
+    for given in (index, base):
+        if given not in mu.inputs:
+            raise GraphError(f"{where}: {given} is no input; an index and what rows go into are")
+    if name not in mu.outputs:
+        raise GraphError(f"{where}: {name} is no output; what rows are put into is one")
+    into, made = mu.tensors[base], mu.tensors[name]
+    if (into.shape, into.dtype) != (made.shape, made.dtype):
+        raise GraphError(
+            f"{where}: {name} is {made.dtype}{show_shape(made.shape)}, and {base}, which it is "
+            f"but for the rows, is {into.dtype}{show_shape(into.shape)}"
+        )
+    dim, places = op.attributes["dim"], mu.tensors[index].shape
+    if len(places) != 1 or isinstance(into.shape[dim], Symbol):
+        raise GraphError(
+            f"{where}: {index}{show_shape(places)} must have one dimension, and the extent "
+            f"{into.shape[dim]} of {base} must be a number"
+        )
+    return (*into.shape[:dim], *places, *into.shape[dim + 1 :])
+
+
 def _check_integers(mu: MuGraph, step: KernelStep) -> None:
     """Check that integers are operands of operators that take them, or what loads go through, in
     the types that these take."""
@@ -513,7 +554,7 @@ def _check_integers(mu: MuGraph, step: KernelStep) -> None:
     for i, op in enumerate(ops):
         if op.kind not in (LOAD, STORE):
             continue
-        name, operator = op.attributes["tensor"], op.gathering
+        name, operator = op.attributes["tensor"], TABLE[PUT] if op.puts else op.gathering
         uses = [(o, k) for o in ops for k, j in enumerate(o.inputs) if j == i]
         takers = [TABLE[o.kind] for o, k in uses if o.kind in TABLE and k in TABLE[o.kind].integers]
         dtype = mu.tensors[name].dtype
@@ -530,8 +571,8 @@ def _check_integers(mu: MuGraph, step: KernelStep) -> None:
         if integers or mu.tensors[through].dtype not in operator.integer_types:
             of = "cache" if operator.through == "table" else "table"
             raise GraphError(
-                f"{where}: the {operator.through} {through} must be {allowed}, the {of} {name} "
-                "must not"
+                f"{where}: the {operator.through or 'index'} {through} must be {allowed}, the {of} "
+                f"{name} must not"
             )
 
 

@@ -130,7 +130,7 @@ class KernelGraph(NamedOperators):
                 only one.
             dtype: fp16, bf16 or fp32, which may differ from input to input; int32 for lengths and
                 tables of pages (`length_mask`, `gather_pages`); int64 or int32 for labels (`pick`,
-                `label_weight`) and indices of rows (`take_rows`).
+                `label_weight`) and indices of rows (`take_rows`, `put_rows`).
             name: for messages and drawings; default ``X``, ``W``, ... by position.
             constant: this tensor is not written while a kernel that reads it may be in flight, so a
                 kernel launched with ``dependent_launch=True`` may load it before its predecessor in
@@ -219,6 +219,13 @@ class KernelGraph(NamedOperators):
     def inputs(self) -> list[int]:
         """Indices of the input nodes, in the order they were made."""
         return [i for i, n in enumerate(self.nodes) if n.operator == INPUT]
+
+    @property
+    def continued(self) -> dict[int, int]:
+        """The outputs that rows are put into, by position, and the position of the input that each
+        is elsewhere."""
+        made = {n: self.nodes[i] for n, i in enumerate(self.outputs)}
+        return {n: self.inputs.index(p.inputs[0]) for n, p in made.items() if p.facets.puts}
 
     def tensor(self, index: int) -> Tensor:
         """Handle of node ``index``, as returned by the builder."""
@@ -360,6 +367,11 @@ class KernelGraph(NamedOperators):
                 f"mark_output({t!r}, {dtype}): nothing is computed in integers; use one of "
                 f"{', '.join(ALL)}"
             )
+        if t.node.facets.puts and dtype != t.dtype:
+            raise DTypeError(
+                f"mark_output({t!r}, {dtype}): rows are put into a tensor of {t.dtype}, which the "
+                "result continues; leave the type out"
+            )
         self.nodes[t.index] = replace(t.node, dtype=dtype)
 
     def _own_dtype(self, t: Tensor) -> DType:
@@ -419,10 +431,11 @@ def _check_kinds(op: Operator, args: list[Tensor]) -> None:
         if k not in op.integers and t.dtype.integer:
             raise DTypeError(
                 f"{op.name}: operand {k}, {t!r}, is {t.dtype}, which only lengths (length_mask, "
-                "scaled_dot_product_attention), tables (gather_pages), indices (take_rows) and "
-                "labels (pick, label_weight, cross_entropy) are; use float16, bfloat16 or float32"
+                "scaled_dot_product_attention), tables (gather_pages), indices (take_rows, "
+                "put_rows) and labels (pick, label_weight, cross_entropy) are; use float16, "
+                "bfloat16 or float32"
             )
-        if op.of_inputs and t.node.operator != INPUT:
+        if k in op.of_inputs and t.node.operator != INPUT:
             raise GraphError(
                 f"{op.name}: operand {k}, {t!r}, is computed; it reads inputs of the graph only, "
                 "which lie in memory"

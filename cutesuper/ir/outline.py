@@ -133,7 +133,7 @@ def call(program: BlockProgram, index: int) -> str:
     if op.kind == LOAD:
         return phrase(program, index)
     if op.kind == STORE:
-        return f"store {operands} -> {op.attributes['tensor']}"
+        return f"store {operands} -> {' through '.join(op.tensors)}"
     if op.kind in ENDING or "over" in op.attributes:
         name, _, rest = phrase(program, index).partition(" ")
         return f"{name}({operands}) {rest}"

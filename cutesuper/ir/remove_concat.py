@@ -183,7 +183,7 @@ def _terms(graph: KernelGraph, cuts: list[Cuts], i: int, box: Box) -> list[list[
             f"{node.operator} {_show(node)}: it is needed in pieces, {_show_box(node, box)}, and "
             "positions count from the whole; mask the parts before they are put together"
         )
-    if operator.of_inputs and box != _whole(node.shape):
+    if (operator.gathers or operator.puts) and box != _whole(node.shape):
         raise OperatorError(
             f"{node.operator} {_show(node)}: it is needed in pieces, {_show_box(node, box)}, and a "
             "kernel reads inputs whole; pass the parts as separate inputs"

@@ -221,6 +221,8 @@ def node_values(graph: KernelGraph, given: dict[int, Array]) -> list[Array]:
         operator, args = lookup(node.operator), [values[j] for j in node.inputs]
         if i in given:
             values.append(given[i])
+        elif operator.puts:  # as a later kernel loads it
+            values.append(args[0])
         elif operator.permutes:
             values.append(args[0].transpose(0, *(1 + d for d in node.attributes["dims"])))
         elif operator.contracts:

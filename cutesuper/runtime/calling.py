@@ -140,7 +140,9 @@ class Program(ABC):
         Args:
             args: one tensor per input, or a single list of them.
             inputs: the same as a keyword.
-            out: tensors that receive the outputs; contiguous, not overlapping an input.
+            out: tensors that receive the outputs; contiguous, not overlapping an input. But what
+                rows are put into (`put_rows`) may be given as the output as well, if the program
+                reads it nowhere else: then it is changed in place, and nothing is copied.
 
         Raises:
             ShapeError, DTypeError, LayoutError, DeviceError: an argument that does not fit; the
@@ -192,12 +194,10 @@ class Program(ABC):
         if torch.autograd.forward_ad._current_level >= 0:
             refuse_tangents(repr(self), inputs)
         if out is None:
-            outputs = [
-                torch.empty(shape, dtype=dtype, device=device)
-                for shape, dtype in signature.output_shapes(extents)
-            ]
+            outputs = signature.new_outputs(inputs, extents)
         else:
             outputs = signature.check_out(out, inputs, extents)
+            signature.fill(outputs, inputs)
         values = [*inputs, *outputs]
         for shape, dtype in launches.intermediates:
             known = [extents[d.name] if isinstance(d, Symbol) else d for d in shape]

@@ -76,6 +76,11 @@ class Signature:
         self.shapes = [n.shape for n in nodes]
         self.dtypes = [n.dtype.torch for n in nodes]
         self.outputs = [(graph.nodes[i].shape, graph.nodes[i].dtype.torch) for i in graph.outputs]
+        #: by output that rows are put into: the input that it is elsewhere
+        self.continued = graph.continued
+        read = [graph.inputs.index(j) for n in graph.nodes for j in n.inputs if j in graph.inputs]
+        #: of these, those whose input may be the output: nothing else reads it
+        self._in_place = {n for n, k in self.continued.items() if read.count(k) == 1}
         found = {d.name: d for s in self.shapes for d in s if isinstance(d, Symbol)}
         self.symbols = tuple(found.values())
         #: for each input: the number of its first dimensions behind which all are known
@@ -143,6 +148,24 @@ class Signature:
             check_size(f"kernel{self._call()}: output {i}", shape)
         return known
 
+    def new_outputs(self, inputs: Sequence[Any], extents: dict[str, int]) -> list[Any]:
+        """Tensors for the outputs; copies of what rows are put into."""
+        import torch
+
+        device, continued = inputs[0].device, self.continued
+        return [
+            inputs[continued[n]].clone()
+            if n in continued
+            else torch.empty(shape, dtype=dtype, device=device)
+            for n, (shape, dtype) in enumerate(self.output_shapes(extents))
+        ]
+
+    def fill(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Copy what rows are put into, to outputs that are not the same memory."""
+        for n, k in self.continued.items():
+            if outputs[n].data_ptr() != inputs[k].data_ptr():
+                outputs[n].copy_(inputs[k])
+
     def check_out(self, out: Any, inputs: Sequence[Any], extents: dict[str, int]) -> list[Any]:
         """Check tensors given to receive the outputs. Raises like `bind`."""
         outputs = list(out) if isinstance(out, list | tuple) else [out]
@@ -152,12 +175,20 @@ class Signature:
         for i, (t, (shape, dtype)) in enumerate(zip(outputs, wanted, strict=True)):
             name = f"kernel(out=...): output {i}"
             try:
-                self._check_output(name, t, shape, dtype, [*inputs, *outputs[:i]])
+                self._check_output(name, t, shape, dtype, self._others(i, t, inputs, outputs))
             except (AttributeError, RuntimeError, TypeError) as error:
                 if not isinstance(error, CutesuperError):
                     self._refuse_other(name, t, error)
                 raise
         return outputs
+
+    def _others(self, i: int, t: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """The tensors that output i, given as t, must not overlap. What rows are put into may be
+        the output itself, if nothing else reads it."""
+        own = self.continued[i] if i in self._in_place else -1
+        if own >= 0 and inputs[own].data_ptr() != t.data_ptr():
+            own = -1
+        return [*(x for k, x in enumerate(inputs) if k != own), *outputs[:i]]
 
     def _check_output(
         self, name: str, t: Any, shape: Sequence[int], dtype: Any, others: Sequence[Any]

@@ -377,7 +377,8 @@ class ExportedProgram(Program):
         """Launch all kernels, for callers without PyTorch.
 
         Args:
-            values: one for each of `tensors`, compact and row-major; scratch with one dimension.
+            values: one for each of `tensors`, compact and row-major; scratch with one dimension. An
+                output that rows are put into holds what it is elsewhere, or is that input.
             stream: a ``cudaStream_t`` as an integer; 0 is the default stream.
             device: index of the device, which must be the current one.
 

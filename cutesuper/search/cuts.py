@@ -7,7 +7,9 @@ The costs of kernels include storing and loading the tensors between them.
 
 A transpose is a view of another value, which costs nothing, unless it is to be stored
 (`Flat.copies`): then it is an operator like any other, fused or its own kernel. The result of
-``gather_pages`` or ``take_rows`` is an input: kernels read it through the table or the index.
+``gather_pages`` or ``take_rows`` is an input: kernels read it through the table or the index. The
+rows of ``put_rows`` are stored at their places by the kernel that computes them, the last one that
+has to do with them: what is computed with the whole tensor is in a kernel after it.
 
 before: ``softmax(X @ W)``, 6 operators; after: ``[matmul] [max, sub, exp, sum, div]``.
 """
@@ -21,7 +23,7 @@ from itertools import groupby, pairwise
 from math import inf
 from typing import Any, NamedTuple
 
-from cutesuper.egraph.labelled import Region, RegionOp, TakenRows, View
+from cutesuper.egraph.labelled import PutRows, Region, RegionOp, TakenRows, View
 from cutesuper.errors import LoweringError, SearchError, frameless
 from cutesuper.ir.dims import Shape, extent, show_shape, size
 from cutesuper.ir.dtypes import DType, float16, float32
@@ -43,13 +45,15 @@ class Segment:
     """A region of a graph, and the names of the tensors that it reads and writes.
 
     ``through``: for each tensor that is read through integers, their name: a table of pages, or an
-    index of rows.
+    index of rows. ``put``: for each output of `Region.put` the names of the tensor that the rows
+    are put into, and of the index.
     """
 
     region: Region
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     through: tuple[str | None, ...]
+    put: tuple[tuple[str, str], ...] = ()
 
 
 class Cut(NamedTuple):
@@ -109,6 +113,12 @@ class Flat:
                 raise SearchError(
                     f"output {self.describe(o)}: no kernel copies pages; mark what is computed "
                     "with them as an output"
+                )
+        for i, n in enumerate(graph.nodes):
+            if n.facets.puts and self._output(i) is None:
+                raise SearchError(
+                    f"{self.describe(i)}: rows are put into a tensor of the caller, so the result "
+                    "is an output; mark it as one"
                 )
 
     def _transposed(self, i: int) -> View:
@@ -175,6 +185,8 @@ class Flat:
         """Operands of a node as views."""
         if i in self.copies:
             return (self._transposed(i),)
+        if self.graph.nodes[i].facets.puts:  # what the rows go into is not read
+            return (self.views[self.graph.nodes[i].inputs[-1]],)
         return tuple(self.views[j] for j in self.graph.nodes[i].inputs)
 
     def stored_as(self, value: int) -> str:
@@ -202,10 +214,19 @@ class Flat:
     def taken(self, value: int) -> tuple[Shape, Shape, DType] | None:
         """Shape of the table and of the index, and type of the index, of rows of a table."""
         node = self.graph.nodes[value]
-        if node.facets.counts != Counts.ROWS:
+        if node.facets.counts != Counts.ROWS or not node.given:
             return None
         table, index = (self.graph.nodes[j] for j in node.inputs)
         return table.shape, index.shape, index.dtype
+
+    def put(self, value: int) -> tuple[Shape, Shape, DType, int] | None:
+        """Shape of the tensor and of the index, type of the index, and the dimension whose places
+        it names, of rows that are put into a tensor."""
+        node = self.graph.nodes[value]
+        if not node.facets.puts:
+            return None
+        base, index = (self.graph.nodes[j] for j in node.inputs[:2])
+        return base.shape, index.shape, index.dtype, node.attributes["dim"]
 
     def fresh(self, name: str) -> str:
         """The name, changed if an input has it already."""
@@ -321,16 +342,20 @@ class _SegmentBuilder:
             tuple(dtype for _, _, dtype in stored),
             tuple((n, p) for n, v in enumerate(self.inputs) if (p := flat.page_of(v)) is not None),
             tuple(TakenRows(n, *t) for n, v in enumerate(self.inputs) if (t := flat.taken(v))),
+            tuple(PutRows(n, *p) for n, (v, _, _) in enumerate(stored) if (p := flat.put(v.value))),
         )
         reads = tuple(flat.stored_as(v) for v in self.inputs)
         through = tuple(map(flat.through, self.inputs))
-        return Segment(region, reads, tuple(name for _, name, _ in stored), through)
+        puts = (nodes[v.value] for v, _, _ in stored if nodes[v.value].facets.puts)
+        put = tuple((nodes[n.inputs[0]].name, nodes[n.inputs[1]].name) for n in puts)
+        return Segment(region, reads, tuple(name for _, name, _ in stored), through, put)
 
     def _op(self, i: int) -> RegionOp:
         node = self.flat.graph.nodes[i]
         operands = tuple(View(self.index[v.value], v.order) for v in self.flat.operands(i))
-        attributes = {} if i in self.flat.copies else node.attributes
-        return RegionOp(node.operator, operands, Items(attributes), node.shape)
+        moves = i in self.flat.copies or node.facets.puts
+        shape = self.flat.graph.nodes[node.inputs[-1]].shape if node.facets.puts else node.shape
+        return RegionOp(node.operator, operands, Items({} if moves else node.attributes), shape)
 
     def _stored(self) -> Iterable[tuple[View, str, DType]]:
         """Values that must outlive the kernel: outputs, and values with users elsewhere."""
@@ -435,8 +460,13 @@ class Segments:
         return self.segment(order, 0, len(order))
 
     def mixed(self, order: tuple[int, ...], start: int, end: int) -> bool:
-        """True if a segment contains parts of outputs that are computed apart."""
-        if self.flat.groups is None:
+        """True if a segment contains parts of outputs that are computed apart, or rows that are put
+        into a tensor and a user of that tensor."""
+        flat, inside = self.flat, frozenset(order[start:end])
+        put = (i for i in inside if flat.graph.nodes[i].facets.puts)
+        if any(not inside.isdisjoint(flat.users.get(i, ())) for i in put):
+            return True
+        if flat.groups is None:
             return False
         return len({self.flat.group[i] for i in order[start:end]}) > 1
 

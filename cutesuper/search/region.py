@@ -175,7 +175,8 @@ def search_region(
 
 def tensors_of(region: Region) -> dict[str, TensorSpec]:
     """The tensors of a region's programs: ``in0``, ``in1``, ..., then ``out0``, ``out1``, ...; the
-    index through which ``in1`` is read is ``index1``, and ``in1`` is the table."""
+    index through which ``in1`` is read is ``index1``, and ``in1`` is the table. Where ``out0`` is
+    put into a tensor, ``place0`` is its index."""
     shapes = region.inputs + region.output_shapes
     names = [f"in{i}" for i in range(len(region.inputs))]
     names += [f"out{i}" for i in range(len(region.outputs))]
@@ -185,6 +186,10 @@ def tensors_of(region: Region) -> dict[str, TensorSpec]:
         name, index = f"in{t.input}", f"index{t.input}"
         specs[name] = replace(specs[name], shape=t.table)
         specs[index] = TensorSpec(index, t.index, t.index_dtype)
+    for p in region.put:
+        name, index = f"out{p.output}", f"place{p.output}"
+        specs[name] = replace(specs[name], shape=p.base)
+        specs[index] = TensorSpec(index, p.index, p.index_dtype)
     return specs
 
 

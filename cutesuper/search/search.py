@@ -544,6 +544,8 @@ def assemble(flat: Flat, cut: Cut) -> MuGraph:
             name = names[p.name] = flat.fresh(f"partial{len(tensors)}")
             tensors[name] = TensorSpec(name, _extents(way.programs[0], p.map), float32)
         through = {f"in{j}": name for j, name in enumerate(segment.through) if name is not None}
+        for p, (base, index) in zip(segment.region.put, segment.put, strict=True):
+            names |= {f"base{p.output}": base, f"place{p.output}": index}
         for program in way.programs:
             steps.append(KernelStep(f"k{len(steps)}", _renamed(program, names, through)))
         tensors |= _written(segment)
@@ -554,7 +556,10 @@ def assemble(flat: Flat, cut: Cut) -> MuGraph:
 
 def _written(segment: Segment) -> dict[str, TensorSpec]:
     region = segment.region
-    stored = zip(segment.writes, region.output_shapes, region.output_dtypes, strict=True)
+    shapes = list(region.output_shapes)
+    for p in region.put:
+        shapes[p.output] = p.base
+    stored = zip(segment.writes, shapes, region.output_dtypes, strict=True)
     return {name: TensorSpec(name, shape, dtype) for name, shape, dtype in stored}
 
 
@@ -574,6 +579,8 @@ def _renamed(program: BlockProgram, names: dict[str, str], through: dict[str, st
         tensor = op.attributes["tensor"]
         how = "table" if op.gathering is None else op.gathering.through
         integers = {how: through[tensor]} if tensor in through else {}
+        if op.puts:
+            integers = {k: names[op.attributes[k]] for k in ("index", "base")}
         return replace(op, attributes=op.attributes | {"tensor": names[tensor]} | integers)
 
     return replace(program, ops=tuple(rename(op) for op in program.ops))

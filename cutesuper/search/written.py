@@ -73,7 +73,8 @@ def core(
         return None
     order = tuple(program.dims)
     maps = [tuple(d for d in order if d in program.ops[i].labels) for i in wanted]
-    return replace(program, outputs=tuple(zip(wanted, maps, strict=True))).needed(), wanted
+    begun = replace(program, outputs=tuple(zip(wanted, maps, strict=True)), put=())
+    return begun.needed(), wanted
 
 
 class Written:
@@ -108,10 +109,9 @@ class Written:
         for i, op in enumerate(self._needed()):
             if op is not None and i not in self.index:
                 self.index[i] = self._write(op, rules)
-        for n, (i, mapping) in enumerate(self.source.outputs):
+        for n, (i, _) in enumerate(self.source.outputs):
             value = self._complete(self.index[i])
-            attributes = {"tensor": f"out{n}", "map": mapping}
-            self._add(STORE, (value,), self.ops[value].dims, attributes)
+            self._add(STORE, (value,), self.ops[value].dims, self.source.store(n))
         found = unsized(self.source.dims, self.split.axes, tuple(self.ops))
         return found if self._legal(found, rules) else None
 

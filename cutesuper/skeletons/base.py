@@ -108,7 +108,8 @@ class Indexed(View):
     """Rows of a table as the block program sees them through an index.
 
     before: ``table[V, D]`` through ``index[M]``, mapped to ``(M, D)``; after: the labels M and D,
-    of which D has the stride of a row, and M stride 0: the index gives the places of the rows.
+    of which D has the stride of a row, and M stride 0: the index gives the places of the rows. For
+    rows that are put into ``table`` it is the same.
 
     Attributes:
         index: the view of the index.
@@ -190,11 +191,11 @@ class Plan(ABC, Generic[Knobs]):
 
     @cached_property
     def moved_bytes(self) -> int:
-        """Bytes that device memory must read and write: each tensor once, and of a table that is
-        read through an index the rows that are taken."""
+        """Bytes that device memory must read and write: each tensor once, and of a tensor that is
+        read or written through an index the rows that it names."""
         taken = {
             op.attributes["tensor"]: prod(extent(self.program.dims[d]) for d in op.dims)
-            for op in self.program.loads()
+            for op in (*self.program.loads(), *self.program.stores())
             if "index" in op.attributes
         }
         return sum(
@@ -330,8 +331,8 @@ def arguments_of(step: KernelStep, tensors: dict[str, TensorSpec]) -> tuple[Argu
 
 
 def view_of(op: BlockOp, arguments: tuple[Argument, ...]) -> View:
-    """A load's or store's view of its tensor; `Pages` for a load through a table, `Indexed` for one
-    through an index."""
+    """A load's or store's view of its tensor; `Pages` for a load through a table, `Indexed` for a
+    load or store through an index."""
     written = op.kind != LOAD
     index = next(
         i
@@ -364,20 +365,20 @@ def _strides(argument: Argument) -> list[int]:
 
 
 def _indexed(table: int, op: BlockOp, arguments: tuple[Argument, ...]) -> Indexed:
-    """The view of a load of rows that an index names."""
-    name, mapping = op.attributes["index"], op.attributes["map"]
+    """The view of a load or store of rows that an index names."""
+    name, mapping, dim = op.attributes["index"], op.attributes["map"], op.attributes.get("dim", 0)
     place = next(i for i, a in enumerate(arguments) if a.name == name)
-    rank, steps = len(arguments[place].shape), _strides(arguments[table])
+    last, steps = dim + len(arguments[place].shape), _strides(arguments[table])
 
     def view(argument: int, given: list[tuple[str | None, int]]) -> View:
         kept = [(d, s) for d, s in given if d is not None]
         return View(argument, tuple(d for d, _ in kept), tuple(s for _, s in kept))
 
-    index = view(place, list(zip(mapping[:rank], _strides(arguments[place]), strict=True)))
-    row = view(table, list(zip(mapping[rank:], steps[1:], strict=True)))
-    labels, strides = (*index.labels, *row.labels), (*(0 for _ in index.labels), *row.strides)
-    count = extent(arguments[table].shape[0])
-    return Indexed(table, labels, strides, index, count, steps[0])
+    index = view(place, list(zip(mapping[dim:last], _strides(arguments[place]), strict=True)))
+    own = (*steps[:dim], *(0 for _ in mapping[dim:last]), *steps[dim + 1 :])
+    row = view(table, list(zip(mapping, own, strict=True)))
+    count = extent(arguments[table].shape[dim])
+    return Indexed(table, row.labels, row.strides, index, count, steps[dim])
 
 
 def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule: Schedule) -> str:
@@ -394,6 +395,7 @@ def content_key(program: BlockProgram, arguments: tuple[Argument, ...], schedule
     data = program_dict(program)
     data["dims"] = [[k, v["symbol"] if isinstance(v, dict) else v] for k, v in data["dims"]]
     for op in data["ops"]:
+        op[3].pop("base", None)  # no argument of the kernel
         for tensor in op[3].keys() & NAMES:
             op[3][tensor] = names[op[3][tensor]]
     key = [data, shapes, schedule_dict(schedule)]

@@ -87,7 +87,12 @@ def needs_positions(region: Region) -> str | None:
 
 
 def check_index(region: Region) -> None:
-    """Check that no input is rows that an index names. Raises SearchError."""
+    """Check that no input and no output is rows that an index names. Raises SearchError."""
+    for put in region.put:
+        raise SearchError(
+            f"output {put.output} is rows that are put where an index names, which only kernels "
+            "with rows resident in a block store; put them there in a kernel after"
+        )
     for taken in region.taken:
         raise SearchError(
             f"input {taken.input} is rows that an index names, which only rows resident in a block "

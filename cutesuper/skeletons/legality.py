@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cutesuper.errors import LoweringError
-from cutesuper.ir.block import KernelStep, TensorSpec
+from cutesuper.ir.block import LOAD, KernelStep, TensorSpec
 from cutesuper.ir.check import check_block_program, passes
 from cutesuper.ir.unseen import guarded
 from cutesuper.targets import Target
@@ -55,13 +55,16 @@ def refuse_shared_dims(step: KernelStep) -> None:
 
 
 def refuse_index(step: KernelStep) -> None:
-    """Refuse loads of rows that an index names. Raises LoweringError."""
-    for op in step.program.loads():
+    """Refuse loads and stores of rows that an index names. Raises LoweringError."""
+    for op in (*step.program.loads(), *step.program.stores()):
         if "index" in op.attributes:
+            does, instead = ("stores", "put them there after")
+            if op.kind == LOAD:
+                does, instead = ("reads", "take the rows before")
             raise LoweringError(
-                f"kernel {step.name}, load of {op.attributes['tensor']} through the index "
-                f"{op.attributes['index']}: only a row kernel reads rows through an index; take "
-                "the rows before"
+                f"kernel {step.name}, {op.kind} of {op.attributes['tensor']} through the index "
+                f"{op.attributes['index']}: only a row kernel {does} rows through an index; "
+                f"{instead}"
             )
 
 

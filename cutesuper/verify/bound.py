@@ -202,6 +202,17 @@ class DegreeAlgebra:
         """Parts of an input: everywhere its degree."""
         return _spread(x, _sizes(shape))
 
+    def put(self, x: Degree, places: Any, rows: Degree, shape: tuple[int, ...], dim: int) -> Degree:
+        """Either of two values: everywhere the higher degree."""
+        count = x.sizes.get(str(len(shape) - 1 - dim), 1)
+        whole = _sizes((*shape[:dim], count, *shape[dim + 1 :]))
+        both = self.mul(x, rows)
+        most = Degree(
+            whole, max(x.num, rows.num), max(x.den, rows.den), both.varies,
+            max(x.terms, rows.terms), both.term_dims, both.moves,
+        )  # fmt: skip
+        return _spread(most, whole)
+
     def without_q(self, x: Degree) -> Degree:
         """x: degrees are the same for both residues."""
         return x

@@ -220,6 +220,36 @@ class FieldDomain(FieldAlgebra):
         q = None if x.q is None else gathered(x.q)
         return x.like(names_of(shape), gathered(x.p), q)
 
+    def put(
+        self,
+        x: FieldValue,
+        places: NDArray[np.int64],
+        rows: FieldValue,
+        shape: tuple[int, ...],
+        dim: int,
+    ) -> FieldValue:
+        """x with rows of this shape at some places of a dimension."""
+        count = x.sizes.get(str(len(shape) - 1 - dim), 1)
+        whole = (*shape[:dim], count, *shape[dim + 1 :])
+        own = {*names_of(whole), *names_of(shape)}
+        beside = tuple(d for d in dict.fromkeys((*x.dims, *rows.dims)) if d not in own)
+        more = tuple((x.sizes | rows.sizes)[d] for d in beside)
+
+        def spread(r: Residues, dims: tuple[str, ...], to: tuple[int, ...]) -> Residues:
+            squeezed = align(r, dims, (*beside, *names_of(to)))
+            full = np.broadcast_to(squeezed, (*more, *(n for n in to if n != 1)))
+            return full.reshape(*more, *to)
+
+        def put(r: Residues, s: Residues) -> Residues:
+            made = spread(r, x.dims, whole).copy()
+            at = (slice(None),) * (len(beside) + dim)
+            made[(*at, places)] = spread(s, rows.dims, shape)
+            return made.reshape(*more, *(n for n in whole if n != 1))
+
+        q = None if x.q is None or rows.q is None else put(x.q, rows.q)
+        known = x.masked or rows.masked, x.positive and rows.positive, x.flat or rows.flat
+        return FieldValue((*beside, *names_of(whole)), put(x.p, rows.p), q, *known)
+
     def load(self, x: FieldValue, mapped: Sequence[Mapped], window: Window) -> FieldValue:
         """Tiles of a tensor; padding holds random residues."""
         names = tuple(p for m in mapped for p in m.parts)

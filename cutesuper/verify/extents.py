@@ -178,6 +178,15 @@ def _join_node(classes: Classes[_Node], graph: KernelGraph, i: int) -> None:
             if (origin := node.facets.origin(d, len(shapes[1]))) is not None:
                 join(d, *origin)
         return
+    if node.facets.puts:
+        dim = node.attributes["dim"]
+        for d in range(rank):
+            join(d, 0, d)
+            if d != dim:
+                join(d, 2, d)
+        if shapes[1][0] != 1:
+            classes.join(("s", node.inputs[1], 0), ("s", node.inputs[2], dim))
+        return
     if lookup(node.operator).integers:  # lengths have the first dimensions of the scores
         for k, s in enumerate(shapes):
             for d in range(len(s)):
@@ -217,6 +226,8 @@ def _join_mugraph(classes: Classes[_Node], graph: KernelGraph, mu: MuGraph) -> N
 def _owner(mu: MuGraph, op: BlockOp, d: int) -> tuple[str, int] | None:
     """The tensor, and its dimension, that dimension d of a load or store is; None if its extent
     follows from those of two tensors."""
+    if op.puts and d == op.attributes["dim"]:
+        return op.attributes["index"], 0
     if op.gathering is None:
         return op.attributes["tensor"], d
     origin = op.gathering.origin(d, len(mu.tensors[op.tensors[1]].shape))
@@ -269,10 +280,11 @@ def _add_pages(classes: Classes[_Node], graph: KernelGraph, extents: dict[_Node,
     """Set the number of pages, or of a table's rows, to that of all that are named plus one: then
     none is named twice."""
     for n in graph.nodes:
-        if not n.facets.gathers:
+        if not (n.facets.gathers or n.facets.puts):
             continue
-        cache, table = n.inputs
-        pages, rank = classes.find(("s", cache, 0)), len(graph.nodes[table].shape)
+        cache, table = n.inputs[:2]
+        dim, rank = n.attributes.get("dim", 0), len(graph.nodes[table].shape)
+        pages = classes.find(("s", cache, dim))
         if pages != classes.find(_ONE):
             used = prod(extents.get(classes.find(("s", table, d)), TILE) for d in range(rank))
             step = extents.get(pages, 1)  # the rows may have a label, whose axes divide them

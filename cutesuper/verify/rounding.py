@@ -141,7 +141,7 @@ class _Check:
                 )
             return x
 
-        loaded = {n: self._value(tensors[n]) for n in step.reads}
+        loaded = self._loaded(step, tensors)
         run = RoundingRun(self.domain, program, loaded, visit)
         return {n: x.data.numpy() for n, x in run.run().items()}
 
@@ -180,6 +180,10 @@ class _Check:
                 full[i] = cache[:, table.data].reshape(-1, *node.shape)
         return full
 
+    def _loaded(self, step: KernelStep, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """What a kernel reads, and what it puts rows into."""
+        return {n: self._value(tensors[n]) for n in (*step.reads, *step.bases.values())}
+
     def _value(self, x: Any) -> Any:
         return x if isinstance(x, Integers) else TorchValue((), torch.from_numpy(x))
 
@@ -190,7 +194,7 @@ class _Check:
         tensors = {n: given[i] for n, i in zip(self.mu.inputs, self.graph.inputs, strict=True)}
         values = node_values(self.graph, self._with_pages(given))
         for step, program in zip(self.mu.steps, self.sizes.programs, strict=True):
-            loaded = {n: self._value(tensors[n]) for n in step.reads}
+            loaded = self._loaded(step, tensors)
             for name, x in RoundingRun(self.domain, program, loaded, _as_it_is).run().items():
                 tensors[name] = x.data.numpy()
                 found = {i: o for i, y in enumerate(values) if (o := _order(tensors[name], y))}
@@ -276,6 +280,16 @@ class _TrialDomain(TorchDomain):
         self, x: TorchValue, integers: NDArray[np.int64], operator: Operator, shape: tuple[int, ...]
     ) -> TorchValue:
         return TorchValue((), x.data[:, torch.from_numpy(integers)].reshape(-1, *shape))
+
+    def put(
+        self,
+        x: TorchValue,
+        places: NDArray[np.int64],
+        rows: TorchValue,
+        shape: tuple[int, ...],
+        dim: int,
+    ) -> TorchValue:
+        return super().put(x, places, rows, shape, dim + 1)
 
     def mask(
         self, x: TorchValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator

@@ -95,6 +95,8 @@ def _apply(graph: KernelGraph, i: int, a: Any, args: list[Any]) -> Any:
         return _mask(a, operator, args, shapes[0], node.attributes)
     if operator.gathers:
         return a.gather(args[0], args[1].data, operator, node.shape)
+    if operator.puts:
+        return a.put(args[0], args[1].data, args[2], shapes[2], node.attributes["dim"])
     if operator.reduces:
         return _reduce(a, operator, args[0], shapes[0], node.attributes["dim"])
     if operator.contracts:

@@ -32,6 +32,7 @@ from cutesuper.ir.block import (
     ENDING,
     GRID_REDUCE,
     LOAD,
+    PUTTING,
     STORE,
     AxisKind,
     BlockOp,
@@ -179,8 +180,17 @@ class BlockRun:
                     if self._cut[i] == cut:
                         self._store(i, window, out)
         ops = self.program.ops
-        maps = {_tensor(ops[i]): self.layout.mapped(ops[i]) for i in stores}
-        return {name: self.a.finish(x, maps[name]) for name, x in out.items()}
+        return {_tensor(ops[i]): self._finished(ops[i], out[_tensor(ops[i])]) for i in stores}
+
+    def _finished(self, op: BlockOp, x: Any) -> Any:
+        """The tensor behind stored tiles; rows are put into the tensor that they belong to."""
+        mapped = self.layout.mapped(op)
+        found = self.a.finish(x, mapped)
+        if not op.puts:
+            return found
+        index, base, dim = (op.attributes[k] for k in PUTTING)
+        shape = tuple(m.extent for m in mapped)
+        return self.a.put(self.tensors[base], self.tensors[index].data, found, shape, dim)
 
     # the walk ------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cutesuper.ir.block import PUT
 from cutesuper.ir.evaluate import hidden_difference
 from cutesuper.ir.operators.base import CONSTANT, Attributes, Operator, lookup
 from cutesuper.verify.tiles import Mapped, Window
@@ -127,6 +128,19 @@ class TorchDomain:
         index = torch.from_numpy(integers).to(x.data.device)
         found = operator.reference([x.data, index], {})
         return TorchValue(tuple(map(str, range(len(shape)))), found.reshape(shape))
+
+    def put(
+        self,
+        x: TorchValue,
+        places: NDArray[np.int64],
+        rows: TorchValue,
+        shape: tuple[int, ...],
+        dim: int,
+    ) -> TorchValue:
+        """x with rows of this shape at some places of a dimension."""
+        index = torch.from_numpy(places).to(x.data.device)
+        put = lookup(PUT).reference([x.data, index, rows.data], {"dim": dim})
+        return TorchValue(rows.dims, put)
 
     def load(self, x: TorchValue, mapped: Sequence[Mapped], window: Window) -> TorchValue:
         """Tiles of a tensor, zero past its end."""

@@ -205,7 +205,11 @@ class Draw:
         ends = [n + i for i in range(len(steps)) if n + i not in used]
         ends = ends[-3:]
         ends += [i for i in range(n, n + len(steps)) if i in used and rng.random() < 0.05]
-        outputs = tuple((i, rng.choice(FLOATS) if rng.random() < 0.15 else None) for i in ends)
+        put = [n + i for i, s in enumerate(steps) if s.operator == "put_rows"]
+        ends += [i for i in put if i in used and i not in ends]
+        outputs = tuple(
+            (i, rng.choice(FLOATS) if rng.random() < 0.15 and i not in put else None) for i in ends
+        )
         wrt = None
         if rng.random() < 0.15:
             case = Case(sources, steps, outputs).pruned()
@@ -313,7 +317,7 @@ def _tried(d: Draw, op: Operator) -> None:
             d.source(labels, "labels", op.integer_types[0].name, 2)
             if k in op.integers
             else d.source(shape)
-            if op.of_inputs
+            if k in op.of_inputs
             else d.value()
             for k in range(arity)
         ]
@@ -469,6 +473,17 @@ def _take_rows(d: Draw, op: Operator) -> None:
         d.source(shape, "rows", rng.choice(("int64", "int32")), rows),
     )
     d.step("take_rows", table, index)
+
+
+@recipe("put_rows")
+def _put_rows(d: Draw, op: Operator) -> None:
+    rng, i = d.rng, d.value()
+    rows, dtype = d.dims(i), d.made[i].dtype.name
+    dim = rng.randrange(len(rows))
+    places = (d.hint if isinstance(rows[dim], Symbol) else rows[dim]) + rng.randint(0, 9)
+    base = d.source((*rows[:dim], places, *rows[dim + 1 :]), dtype=dtype)
+    index = d.source((rows[dim],), "table", rng.choice(("int64", "int32")), places)
+    d.step("put_rows", base, index, i, dim=dim)
 
 
 @recipe("gather_pages")

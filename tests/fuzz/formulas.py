@@ -189,6 +189,17 @@ def _take_rows(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.d
     return m.move(taken, args[0])
 
 
+@formula("put_rows")
+def _put_rows(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
+    def put(base: Tensor, rows: Tensor) -> Tensor:
+        made = base.clone()
+        for place, row in zip(args[1].tolist(), rows.unbind(a["dim"]), strict=True):
+            made.select(a["dim"], place).copy_(row)
+        return made
+
+    return m.move(put, args[0], args[2])
+
+
 @formula("gather_pages")
 def _gather_pages(m: Arithmetic, args: list[Any], a: dict[str, Any], dtype: torch.dtype) -> Any:
     table = args[1].long()

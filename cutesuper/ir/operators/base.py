@@ -123,13 +123,17 @@ class Operator:
     integer_types: ClassVar[tuple[DType, ...]] = (int32,)
     #: meaning of the integer operands
     counts: ClassVar[Counts | None] = None
-    #: takes only inputs of the graph, as the integer operands of any operator do
-    of_inputs: ClassVar[bool] = False
+    #: positions of the operands that must be inputs of the graph, as the integer operands of any
+    #: operator are
+    of_inputs: ClassVar[tuple[int, ...]] = ()
     #: for operators that put parts of an input together: the attribute of a load that names the
     #: integers which say where the parts lie
     through: ClassVar[str | None] = None
     #: for such operators: a kernel may store what they put together
     stored: ClassVar[bool] = False
+    #: the result is the first operand, an input, with the last operand at the places that integers
+    #: name: the kernel that computes the last operand stores it there
+    puts: ClassVar[bool] = False
 
     @property
     def sums(self) -> bool:

@@ -213,6 +213,21 @@ class NamedOperators:
         """
         return self.apply("take_rows", table, index)
 
+    def put_rows(self, base: Tensor, index: Tensor, rows: Tensor, dim: int = 0) -> Tensor:
+        """``base`` with ``rows`` at the places of dimension ``dim`` that an index names: an append
+        to a cache.
+
+        Args:
+            base: an input.
+            index: an int64 or int32 input [T]; places below 0 count from the end, and rows of
+                places that do not exist are left out. Of equal places either row may be stored.
+            rows: shape of ``base`` with T in the place of dimension ``dim``; of its element type.
+            dim: a dimension of ``base``.
+
+        The result must be an output of the graph.
+        """
+        return self.apply("put_rows", base, index, rows, dim=dim)
+
     def scaled_dot_product_attention(
         self,
         query: Tensor,

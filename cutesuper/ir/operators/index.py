@@ -123,7 +123,7 @@ class _Gather(Operator):
 
     arity = 2
     integers: ClassVar[tuple[int, ...]] = (1,)
-    of_inputs = True
+    of_inputs = (0, 1)
 
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 0.0
@@ -236,6 +236,76 @@ class TakeRows(_Gather):
 
     def element(self, index: Shape, result: Shape) -> Shape:
         return result[len(index) :]
+
+
+@operator
+class PutRows(Operator):
+    """A tensor with other rows at the places that an index names: base, index[T], rows.
+
+    ``rows`` has the shape of ``base`` with T in the place of dimension ``dim``. The result has
+    row i of these at place ``index[i]`` of that dimension, and is ``base`` elsewhere. Places from
+    -V to -1 count from the end (V is the extent of ``base`` there). A row of any other place is
+    left out: nothing is written outside of the tensor. Of equal places either row may be stored,
+    as in PyTorch's ``index_copy``.
+    """
+
+    name = "put_rows"
+    arity = 3
+    attributes: ClassVar[Attributes] = {"dim": 0}
+    integers: ClassVar[tuple[int, ...]] = (1,)
+    integer_types = _LABELS
+    counts = Counts.ROWS
+    of_inputs = (0, 1)
+    one_type = True
+    puts = True
+
+    def check_attributes(self, given: Attributes) -> Attributes:
+        full = super().check_attributes(given)
+        dim = full["dim"]
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+            raise OperatorError(f"put_rows(dim={dim!r}): must be an int of at least 0")
+        return full
+
+    def shape(self, shapes: list[Shape], attributes: Attributes) -> Shape:
+        base, index, rows = shapes
+        call, dim = show_call(self.name, shapes), attributes["dim"]
+        if dim >= len(base):
+            raise ShapeError(f"{call}: dim={dim}, and the tensor has {len(base)} dimensions")
+        if isinstance(base[dim], Symbol):
+            raise ShapeError(
+                f"{call}: the number of places, {base[dim]}, must be known before the call; use a "
+                "number in place of the symbol"
+            )
+        if len(index) != 1:
+            raise ShapeError(f"{call}: an index has one dimension, a place for each row")
+        if not isinstance(index[0], Symbol) and index[0] > extent(base[dim]):
+            raise ShapeError(f"{call}: {index[0]} rows, and {base[dim]} places along dim={dim}")
+        if rows != (want := (*base[:dim], index[0], *base[dim + 1 :])):
+            raise ShapeError(f"{call}: the rows must be {show_shape(want)}")
+        return base
+
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+        return extent(shapes[0][attributes["dim"]]) - 1
+
+    def reference(self, args: list[Any], attributes: Attributes) -> Any:
+        base, index, rows = args
+        dim = attributes["dim"]
+        count = base.shape[dim]
+        known = ((index >= -count) & (index < count)).nonzero().flatten()
+        places = index.index_select(0, known).long() % count
+        return base.index_copy(dim, places, rows.index_select(dim, known).to(base.dtype))
+
+    def flops(self, shapes: list[Shape], result: Shape) -> float:
+        return 0.0
+
+    def derivative(
+        self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor
+    ) -> list[Tensor]:
+        raise GraphError(
+            f"derivative of put_rows({args[0]!r}): the gradient of the rows would be taken from a "
+            "gradient that is computed, and rows are taken from inputs only; differentiate a graph "
+            "of the rows alone"
+        )
 
 
 @operator

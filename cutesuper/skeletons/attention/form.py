@@ -310,7 +310,7 @@ class _Hoist:
         for op in self.program.ops:
             values.append(self._again(op, [values[i] for i in op.inputs]))
         outputs = tuple((self._made(values[i]), m) for i, m in self.program.outputs)
-        return LabelledProgram(self.program.dims, tuple(self.ops), outputs).needed()
+        return replace(self.program, ops=tuple(self.ops), outputs=outputs).needed()
 
     def _again(self, op: LabelledOp, args: list[Monomial]) -> Monomial:
         """An operation as a product of factors, which are only made if their value is needed."""

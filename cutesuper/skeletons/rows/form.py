@@ -199,7 +199,8 @@ def row_form(region: Region, program: LabelledProgram, target: Target) -> RowFor
         )
     if clustered:
         check_cluster_row(program, row)
-    better = bool(reduced) and not region.taken and _better_in_a_cluster(program, row, target)
+    through = bool(region.taken or region.put)
+    better = bool(reduced) and not through and _better_in_a_cluster(program, row, target)
     return RowForm(row, bool(reduced), clustered or better)
 
 

@@ -54,7 +54,7 @@ def walks(program: BlockProgram, target: Target) -> bool:
     kinds = {a.kind for a in program.axes} - {AxisKind.GRID}
     if kinds or any(op.kind in ENDING or op.facets.masks for op in program.ops):
         return True
-    if any("index" in op.attributes for op in program.loads()):
+    if any("index" in op.attributes for op in (*program.loads(), *program.stores())):
         return False
     along = {op.attributes["over"] for op in program.ops if op.facets.reduces}
     if len(along) != 1 or len(program.dims) == 1:

@@ -21,8 +21,9 @@ from cutesuper.torch.compile import internals
 from cutesuper.torch.compile.options import BackendOptions, read_options
 from cutesuper.torch.compile.partition import partition
 from cutesuper.torch.compile.region_operator import region as region_operator
+from cutesuper.torch.compile.region_operator import region_in_place
 from cutesuper.torch.compile.report import GraphReport, Phase, graph_report, nothing_taken
-from cutesuper.torch.compile.rewrite import Call, rewrite
+from cutesuper.torch.compile.rewrite import Call, changed, rewrite
 from cutesuper.torch.compile.selection import decide
 
 NAME = "cutesuper"
@@ -110,13 +111,16 @@ def take_regions(gm: fx.GraphModule, options: BackendOptions, phase: Phase) -> G
         _complain(why)
         return nothing_taken(phase, gm.graph, why)
     decisions = [d for region in found.regions for d in decide(region, options)]
-    report = graph_report(phase, decisions, found.refused)
+    taken = [d for d in decisions if d.verdict.taken]
+    calls = [Call(d.region, region_operator, (d.key,), region_in_place) for d in taken]
+    done = {copy for call in calls for copy in changed(call).values()}
+    refused = {n: why for n, why in found.refused.items() if n not in done}
+    report = graph_report(phase, decisions, refused)
     for entry, decision in zip(report.regions, decisions, strict=True):
         if decision.verdict.broken:
             _complain(f"{entry.where} gets no kernels: {decision.verdict.reason}")
-    taken = [d for d in decisions if d.verdict.taken]
-    if taken:
-        rewrite(gm.graph, [Call(d.region, region_operator, (d.key,)) for d in taken])
+    if calls:
+        rewrite(gm.graph, calls)
         gm.graph.lint()
         gm.recompile()
     return replace(report, seconds=time.perf_counter() - start)

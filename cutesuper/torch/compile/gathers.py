@@ -1,20 +1,31 @@
-"""Rows of a table by an index: embeddings, and tensors indexed along their first dimension."""
+"""Rows by an index: those of a table (embeddings, tensors indexed along their first dimension), and
+those that are put into a tensor, as into a cache of keys.
+
+A program that changes a tensor in place becomes one that makes a new tensor and copies it at the
+end. Where such a copy closes ``put_rows``, the kernel writes the rows into the tensor itself.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
-from cutesuper.torch.compile.factored_dims import leaves
+from cutesuper.ir.relations import reachable
+from cutesuper.torch.compile.factored_dims import leaves, unify
 from cutesuper.torch.compile.graph_builder import (
     FLOATS,
     Builder,
     Built,
     Shapes,
+    Slots,
     Unsupported,
     Value,
+    equal,
+    fake,
+    memory_order,
 )
 from cutesuper.torch.compile.table import Arguments, Entry, enter
 
@@ -71,3 +82,90 @@ class Index(TakeRows):
     def operands(self, a: Arguments) -> tuple[Any, Any]:
         first, *others = a["indices"]
         return a["self"], first if all(i is None for i in others) else None
+
+
+def closing_copy(node: fx.Node) -> fx.Node | None:
+    """The copy at the end that makes a change in place of rows that are put into a tensor: nothing
+    else reads the tensor. None if the result is a new tensor."""
+    base = node.args[0]
+    copies = [u for u in node.users if u.target is torch.ops.aten.copy_.default]
+    if len(copies) != 1 or not isinstance(base, fx.Node) or copies[0].args[:2] != (base, node):
+        return None
+    return copies[0] if set(base.users) == {node, copies[0]} else None
+
+
+def _records(nodes: Iterable[fx.Node]) -> bool:
+    """True if one of these is computed from a tensor with a gradient."""
+    known = (n.meta.get("val") for n in reachable(nodes, lambda n: n.all_input_nodes))
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in known)
+
+
+@enter("aten.index_copy.default")
+class PutRows(Entry):
+    """A tensor with rows at the places that an index names."""
+
+    def operands(self, a: Arguments) -> tuple[Any, Any, Any, int]:
+        """The tensor, the index, the rows, and the dimension; no index for several."""
+        return a["self"], a["index"], a["source"], a["dim"] % max(1, fake(a["self"]).dim())
+
+    def knows(self, node: fx.Node, a: Arguments) -> bool:
+        """True for rows of numbers without a gradient, whole, put into an argument of the program
+        by one index of integers; either into a new tensor, or in place."""
+        base, index, rows, dim = self.operands(a)
+        into, at, x = (getattr(n, "meta", {}).get("val") for n in (base, index, rows))
+        if not (isinstance(into, torch.Tensor) and isinstance(x, torch.Tensor)):
+            return False
+        if not isinstance(at, torch.Tensor):
+            return False
+        if base.op not in ("placeholder", "get_attr") or at.dtype not in _INDICES or at.dim() != 1:
+            return False
+        shape = (*into.shape[:dim], at.shape[0], *into.shape[dim + 1 :])
+        first = into.dim() - x.dim()  # dimensions in front of extent 1 may be left out
+        whole = 0 <= first <= dim and all(map(equal, (*[1] * first, *x.shape), shape))
+        places = into.shape[dim] if into.dim() else 1
+        numbers = into.dtype in FLOATS and not _records((base, rows))
+        known = whole and numbers and isinstance(places, int) and places > 1
+        if not any(u.target is torch.ops.aten.copy_.default for u in node.users):
+            return known
+        return known and closing_copy(node) is not None and memory_order(into) is not None
+
+    def shape(self, s: Shapes, node: fx.Node, a: Arguments) -> Value:
+        base, index, rows, dim = self.operands(a)
+        into, at, x = s.of(base), s.of(index), s.of(rows)
+        if into.absent or at.absent or x.absent:
+            raise Unsupported(node, "puts what repeats into a tensor, or by an index that repeats")
+        for d, own in enumerate(x.dims, len(into.dims) - len(x.dims)):
+            unify(own, at.dims[0] if d == dim else into.dims[d])
+        s.whole(into.dims[dim])
+        s.whole(at.dims[0])
+        return Value(into.dims)
+
+    def build(self, b: Builder, node: fx.Node, a: Arguments) -> Built:
+        base, index, rows, dim = self.operands(a)
+        before, place, after = self._slots(b, base, dim)
+        slots = (*before, *place, *after)
+        into, (at, _) = b.read(node, base, slots), b.index(node, index)
+        missing = len(b.value(base).dims) - len(b.value(rows).dims)
+        first, row, last = self._slots(b, rows, dim - missing)
+        x = b.tensor(node, rows, (*first, *row, *last), rank=len(slots))
+        x = x if x.dtype == into.dtype else b.g.convert(x, into.dtype)
+        return Built(b.g.put_rows(into, at, x, dim=len(before)), slots)
+
+    def _slots(self, b: Builder, node: Any, dim: int) -> tuple[Slots, Slots, Slots]:
+        """Slots of the dimensions before one, of that one, and of those after it."""
+        dims = b.value(node).dims
+        first, place, last = (
+            b.groups(tuple(p for d in part for p in leaves(d)))
+            for part in (dims[:dim], dims[dim : dim + 1], dims[dim + 1 :])
+        )
+        return first, place or (None,), last
+
+
+@enter("aten.index_put.default")
+class IndexPut(PutRows):
+    """The same with an index in one place: ``cache[:, :, at] = rows``."""
+
+    def operands(self, a: Arguments) -> tuple[Any, Any, Any, int]:
+        given = [d for d, i in enumerate(a["indices"]) if i is not None]
+        index = a["indices"][given[0]] if len(given) == 1 and not a["accumulate"] else None
+        return a["self"], index, a["values"], given[0]

@@ -416,7 +416,7 @@ class Builder:
         return self.g.transpose(t, order)
 
     def _in_front(self, node: fx.Node, t: Tensor) -> Tensor:
-        """An element-wise value with an extent of 1 in front.
+        """A value of element-wise work and reductions with an extent of 1 in front.
 
         before: ``x * 2`` of x[8, 16]; after: of x[1, 8, 16], the same memory.
         """
@@ -434,7 +434,7 @@ class Builder:
                 return []
         elif t.node.facets.permutes:
             return [a.index for a in args]
-        elif t.node.facets.elementwise:
+        elif t.node.facets.elementwise or _along_a_dimension(t):
             return [a.index for a in args if len(a.shape) == len(t.shape)]
         raise Unsupported(node, "has operands whose dimensions do not correspond")
 
@@ -446,7 +446,10 @@ class Builder:
         args = [made.get(i, self.g.tensor(i)) for i in t.node.inputs]
         if t.node.facets.permutes:
             return self.g.transpose(args[0], (0, *(d + 1 for d in t.node.attributes["dims"])))
-        return self.g.apply(t.node.operator, *args, **dict(t.node.attributes))
+        attributes = dict(t.node.attributes)
+        if attributes.get("dim", -1) >= 0:
+            attributes["dim"] += 1
+        return self.g.apply(t.node.operator, *args, **attributes)
 
     def fits(self, operand: Any, slots: Slots) -> bool:
         """True if an operand can have these slots without being rearranged."""
@@ -591,6 +594,13 @@ class Builder:
     def set(self, node: fx.Node, built: Any) -> None:
         """Set the built value of a node."""
         self.built[node] = built
+
+
+def _along_a_dimension(t: Tensor) -> bool:
+    """True for a reduction along a dimension, or a norm: any dimensions may stand in front."""
+    facets = t.node.facets
+    composed = facets.composite and not (facets.integers or facets.one_type)
+    return bool(facets.reduces) or composed
 
 
 def _in_memory(slots: Slots, stored: Sequence[Dims]) -> Slots:

@@ -69,7 +69,7 @@ def _groups(graph: KernelGraph) -> list[set[int]]:
 
 def _multiplies(node: Node) -> bool:
     """True for a product of matrices and for attention: tensor cores take operands of one type."""
-    return node.facets.one_type and not node.facets.joins
+    return node.facets.one_type and not (node.facets.joins or node.facets.puts)
 
 
 def _moves_nothing(graph: KernelGraph, i: int) -> bool:
@@ -82,10 +82,13 @@ def _moves_nothing(graph: KernelGraph, i: int) -> bool:
 def _bytes(graph: KernelGraph, group: set[int]) -> float:
     """Bytes that the kernel reads and writes in memory."""
     nodes = graph.nodes
-    read = {j for i in group for j in nodes[i].inputs if j not in group}
+    used = (j for i in group for j in nodes[i].inputs[nodes[i].facets.puts :])
+    read = {j for j in used if j not in group}
     users = {j for i, n in enumerate(nodes) if i not in group for j in n.inputs}
     written = {i for i in group if i in users or i in graph.outputs}
-    moved = [nodes[i] for i in read | written if nodes[i].operator != CONSTANT]
+    # of what rows are put into, in place, the rows are all that moves
+    stored = {i: nodes[i].inputs[-1] if nodes[i].facets.puts else i for i in written}
+    moved = [nodes[i] for i in (*read, *stored.values()) if nodes[i].operator != CONSTANT]
     return sum(prod(map(extent, n.shape)) * n.dtype.itemsize for n in moved)
 
 

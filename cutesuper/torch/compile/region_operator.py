@@ -1,4 +1,5 @@
-"""The operator that compiled models call: ``cutesuper::region(str key, Tensor[] inputs)``.
+"""The operators that compiled models call: ``cutesuper::region(str key, Tensor[] inputs)``, and
+``cutesuper::region_`` for regions that put rows into some of their inputs in place.
 
 A key contains its kernel graph, so any process can use it: code that calls the operator may come
 from a cache on disk, in a process where this package has never seen the model. Programs are made
@@ -16,6 +17,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf, prod
+from typing import Any
 
 import torch
 
@@ -162,9 +164,17 @@ class Program:
 
     # --------------------------------------------------------------------------------- calling
 
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(
+        self, inputs: Sequence[torch.Tensor], places: Sequence[int] = ()
+    ) -> list[torch.Tensor]:
         """Run the program. Raises ShapeError, DTypeError, DeviceError, GraphError, OperatorError as
-        a `Kernel` does."""
+        a `Kernel` does.
+
+        Args:
+            inputs: of the graph.
+            places: the outputs, in order, for which the input that rows are put into is changed in
+                place; they are not returned.
+        """
         self._defined.check_table()
         given = [usable(t) for t in inputs]
         if not all(t.numel() for t in given):
@@ -179,17 +189,33 @@ class Program:
             run = self._runner(rows, given[0].device)
         if run is self._reference:
             self._defined.check()
-        outputs = self._outputs(given[0], rows)
+        outputs = self._outputs(given, rows, places)
         run(given, outputs, rows)
-        return outputs
+        for n in places:
+            t = inputs[self._signature.continued[n]]
+            if outputs[n] is not t:  # it could not be written as it lies
+                t.copy_(outputs[n])
+        return [t for n, t in enumerate(outputs) if n not in places]
 
-    def fake(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def fake(
+        self, inputs: Sequence[torch.Tensor], places: Sequence[int] = ()
+    ) -> list[torch.Tensor]:
         """The results of a call for inputs without data; extents may be symbols of torch."""
         if len(inputs) != len(self._signature.names):
             raise GraphError(
                 f"cutesuper::region: {len(self._signature.names)} inputs, got {len(inputs)}"
             )
-        return self._outputs(inputs[0], self._rows(inputs))
+        outputs = self._outputs(inputs, self._rows(inputs), places)
+        return [t for n, t in enumerate(outputs) if n not in places]
+
+    def with_bases(
+        self, inputs: Sequence[torch.Tensor], places: Sequence[int], bases: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """The inputs of the graph, from the others and those that rows are put into."""
+        own = {self._signature.continued[n]: t for n, t in zip(places, bases, strict=True)}
+        rest = iter(inputs)
+        count = len(self._signature.names)
+        return [own[k] if k in own else next(rest) for k in range(count)]
 
     def _rows(self, inputs: Sequence[torch.Tensor]) -> int:
         for t, shape in zip(inputs, self._signature.shapes, strict=True):
@@ -197,10 +223,17 @@ class Program:
                 return t.shape[0]
         return 1
 
-    def _outputs(self, like: torch.Tensor, rows: int) -> list[torch.Tensor]:
+    def _outputs(
+        self, inputs: Sequence[torch.Tensor], rows: int, places: Sequence[int]
+    ) -> list[torch.Tensor]:
+        like, made = inputs[0], self._signature.continued
         return [
-            like.new_empty([rows if isinstance(d, Symbol) else d for d in shape], dtype=dtype)
-            for shape, dtype in self._signature.outputs
+            inputs[made[n]]
+            if n in places
+            else inputs[made[n]].clone(memory_format=torch.contiguous_format)
+            if n in made
+            else like.new_empty([rows if isinstance(d, Symbol) else d for d in shape], dtype=dtype)
+            for n, (shape, dtype) in enumerate(self._signature.outputs)
         ]
 
     def _runner(self, rows: int, device: torch.device) -> Runner:
@@ -321,6 +354,27 @@ def _fake(key: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return program_of(key).fake(inputs)
 
 
+def _run_in_place(
+    key: str, inputs: list[torch.Tensor], places: list[int], bases: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    program = program_of(key)
+    return program(program.with_bases(inputs, places, bases), places)
+
+
+def _fake_in_place(
+    key: str, inputs: list[torch.Tensor], places: list[int], bases: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    program = program_of(key)
+    return program.fake(program.with_bases(inputs, places, bases), places)
+
+
+def _refuse_functional(*args: Any) -> None:
+    raise GraphError(
+        "cutesuper::region_: it is part of compiled models only, and cannot be traced again; trace "
+        "the model"
+    )
+
+
 _library = torch.library.Library("cutesuper", "FRAGMENT")
 _library.define(
     "region(str key, Tensor[] inputs) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag, _STRIDES)
@@ -329,5 +383,17 @@ _library.impl("region", _run, "CPU")
 _library.impl("region", _run, "CUDA")
 torch.library.register_fake("cutesuper::region", _fake, lib=_library)
 
-#: the operator that compiled models call
+_library.define(
+    "region_(str key, Tensor[] inputs, int[] places, Tensor(a!)[] bases) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag, _STRIDES),
+)
+# Inductor lowers operators that change arguments and return a list only if they know how to become
+# functional, and this one enters graphs that are so already
+_library.impl("region_", _refuse_functional, "Functionalize")
+_library.impl("region_", _run_in_place, "CPU")
+_library.impl("region_", _run_in_place, "CUDA")
+torch.library.register_fake("cutesuper::region_", _fake_in_place, lib=_library)
+
+#: the operators that compiled models call, the second for regions that change inputs in place
 region = torch.ops.cutesuper.region.default
+region_in_place = torch.ops.cutesuper.region_.default

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from cutesuper.ir.relations import reachable
+from cutesuper.torch.compile.gathers import closing_copy
 from cutesuper.torch.compile.region import Length, Operand, Region, Result, Size
 from cutesuper.torch.compile.table import is_free
 
@@ -27,11 +28,15 @@ class Call:
         target: a function of the prefix and a list of tensors that returns a list, or the name of a
             submodule.
         prefix: further arguments.
+        in_place: a function for regions that change inputs in place; of the prefix, the other
+            inputs, the outputs that are such inputs, and these. It returns the other outputs. None:
+            copies are changed, and stay copied at the end.
     """
 
     region: Region
     target: Any
     prefix: tuple[Any, ...] = ()
+    in_place: Any = None
 
 
 def rewrite(graph: fx.Graph, calls: Sequence[Call]) -> list[fx.Node]:
@@ -69,20 +74,44 @@ def _rewrite(graph: fx.Graph, call: Call, replaced: dict[fx.Node, fx.Node]) -> f
     with graph.inserting_before(last.next):
         traced = isinstance(call.target, str)
         inputs = [_operand(graph, o, replaced, any_strides=traced) for o in region.inputs]
-        kind = "call_module" if traced else "call_function"
-        made = graph.create_node(kind, call.target, (*call.prefix, inputs))
-        parts = [
-            graph.call_function(operator.getitem, (made, i))
-            for i in range(len(region.graph.outputs))
-        ]
-        results = [_result(graph, parts[r.place], r, replaced) for r in region.outputs]
-    _move_users(graph, region, results[-1], place)
-    for r, new in zip(region.outputs, results, strict=True):
+        kind, target = "call_module" if traced else "call_function", call.target
+        closed = changed(call)
+        arguments: list[Any] = [inputs]
+        if closed:
+            own = [region.graph.continued[n] for n in closed]
+            target = call.in_place
+            rest = [x for k, x in enumerate(inputs) if k not in own]
+            arguments = [rest, list(closed), [inputs[k] for k in own]]
+        made = graph.create_node(kind, target, (*call.prefix, *arguments))
+        others = [n for n in range(len(region.graph.outputs)) if n not in closed]
+        parts = {n: graph.call_function(operator.getitem, (made, i)) for i, n in enumerate(others)}
+        own_results = [r for r in region.outputs if r.place not in closed]
+        results = [_result(graph, parts[r.place], r, replaced) for r in own_results]
+    bases = {n: closing.all_input_nodes[0] for n, closing in closed.items()}
+    for closing in closed.values():
+        graph.erase_node(closing)
+    _move_users(graph, region, results[-1] if results else made, place)
+    for r, new in zip(own_results, results, strict=True):
         new.meta = dict(r.node.meta)
         r.node.replace_all_uses_with(new)
         replaced[r.node] = new
+    for r in region.outputs:
+        if r.place in closed:
+            r.node.replace_all_uses_with(bases[r.place])
+            replaced[r.node] = bases[r.place]
     _remove_unused(graph, region)
     return made
+
+
+def changed(call: Call) -> dict[int, fx.Node]:
+    """The outputs for which an input is changed in place, in order, and the copies that say so."""
+    if call.in_place is None:
+        return {}
+    results = call.region.outputs
+    puts = [r for r in results if r.place in call.region.graph.continued]
+    alone = [r for r in puts if sum(o.place == r.place for o in results) == 1]
+    found = {r.place: closing_copy(r.node) for r in alone}
+    return {n: copy for n, copy in sorted(found.items()) if copy is not None}
 
 
 def _operand(

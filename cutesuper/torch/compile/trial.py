@@ -124,8 +124,9 @@ class Sample:
         region, found = self._alone[1], dict[fx.Node, tuple[int, int]]()
         for n in region.graph.nodes:
             if n.facets.counts == Counts.ROWS:
-                table, index = n.inputs
-                last = extent(region.graph.nodes[table].shape[0]) - 1
+                table, index = n.inputs[:2]
+                dim = n.attributes.get("dim", 0)
+                last = extent(region.graph.nodes[table].shape[dim]) - 1
                 node = region.inputs[region.graph.inputs.index(index)].node
                 found[node] = (0, min(last, found.get(node, (0, last))[1]))
         return found
@@ -258,8 +259,12 @@ def _drawn(
         flat = (flat.abs() if positive else flat).to(like.dtype)
     else:
         low, high = integers
-        flat = torch.randint(low, high + 1, (room,), generator=generator, device=like.device)
-        flat = flat.to(like.dtype)
+        if room <= high + 1 - low:  # each once: of equal places any row may be stored
+            flat = torch.randperm(high + 1 - low, generator=generator, device=like.device)[:room]
+            flat = (low + flat).to(like.dtype)
+        else:
+            flat = torch.randint(low, high + 1, (room,), generator=generator, device=like.device)
+            flat = flat.to(like.dtype)
     return flat.as_strided(sizes, strides)
 
 

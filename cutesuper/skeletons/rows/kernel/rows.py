@@ -94,12 +94,16 @@ class RowKernel:
 
         # rows past the end read the last one
         inside = cutlass.min(row, self.row_count(tensors) - 1)
+        places = self.places(tensors, inside)
         ahead = self.read_ahead(tensors, inside, first, bx * self.row_blocks_of)
         load = partial(self.load, tensors=tensors, row=inside, first=first, ahead=ahead)
         values = self.evaluate(load, ahead, slots, tidx, lane, group, first)
         for i, view in plan.stores.items():
             value = values[plan.program.ops[i].inputs[0]]
-            self.store(value, view, tensors, row, first, lane, valid)
+            if cutlass.const_expr(isinstance(view, Indexed)):
+                self.put(value, view, tensors, row, first, lane, valid, places.get(i))
+            else:
+                self.store(value, view, tensors, row, first, lane, valid)
 
     def evaluate(
         self,
@@ -250,6 +254,17 @@ class RowKernel:
         inside = Int32(select_(inside < 0, inside + view.count, inside))
         return Int64(inside) * view.row_stride, known
 
+    def places(self, tensors: list[cute.Tensor], row: Any) -> dict[int, tuple[Any, Any]]:
+        """`place` of the row for each store through an index that has one for it: the index is read
+        before the row is computed."""
+        stores = self.plan.stores.items()
+        own = {i: v for i, v in stores if isinstance(v, Indexed)}
+        return {
+            i: self.place(v, tensors, row)
+            for i, v in own.items()
+            if self.plan.column not in v.index.labels
+        }
+
     @cute.jit
     def keep_known(self, known, registers):
         """NaN in place of the elements of a row that does not exist."""
@@ -377,3 +392,46 @@ class RowKernel:
                             self.write(view, base, at, registers[None, c])
                     else:
                         self.write(view, base, at, registers[None, c])
+
+    @cute.jit
+    def put(
+        self,
+        value,
+        view: cutlass.Constexpr,
+        tensors,
+        row,
+        first,
+        lane,
+        valid,
+        found: cutlass.Constexpr,
+    ):
+        """Write a fragment, or a scalar of the row by its first thread, to the place that an index
+        names, if the tensor has it.
+
+        ``found``: `place` of the row; None if every element has its own.
+        """
+        dtype, column = dtype_of(self.plan, view), self.plan.column
+        target = tensors[view.argument].iterator
+        if cutlass.const_expr(column not in view.labels):
+            if valid and found[1] and lane == 0:
+                put(target + (self.offset(view, tensors, row) + found[0]), value.to(dtype))
+        elif cutlass.const_expr(found is not None):
+            registers = stored(value, (self.vector, self.chunks), dtype)
+            step = math.gcd(self.vector, view.row_stride)
+            if valid and found[1]:
+                base = target + self.offset(view, tensors, row)
+                base = base + cute.assume(found[0], divby=step)
+                for c in cutlass.range_constexpr(self.chunks):
+                    at = first + c * (self.lanes * self.vector)
+                    if at < self.length:
+                        self.write(view, base, at, registers[None, c])
+        else:
+            registers = stored(value, (self.vector, self.chunks), dtype)
+            base = target + self.offset(view, tensors, row)
+            for n in cutlass.range_constexpr(self.chunks * self.vector):
+                c, e = n // self.vector, n % self.vector
+                at = first + c * (self.lanes * self.vector) + e
+                if valid and at < self.length:
+                    place, known = self.place(view, tensors, row, at)
+                    if known:
+                        put(base + place, registers[e, c])

@@ -1,0 +1,435 @@
+"""Rows put into a tensor by an index: operator, field, search, plan and kernel, calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import cutesuper as cs
+from cutesuper.errors import (
+    CutesuperError,
+    DTypeError,
+    GraphError,
+    LayoutError,
+    LoweringError,
+    OperatorError,
+    SearchError,
+    ShapeError,
+)
+from cutesuper.ir.block import STORE, MuGraph
+from cutesuper.ir.check import check_mugraph
+from cutesuper.ir.dims import extent
+from cutesuper.ir.evaluate import evaluate
+from cutesuper.ir.graph import KernelGraph
+from cutesuper.ir.operators.base import TABLE
+from cutesuper.ir.serial import dumps, loads
+from cutesuper.report import plan_text
+from cutesuper.search.search import SearchOptions, search
+from cutesuper.skeletons.base import Indexed
+from cutesuper.skeletons.planner import make_plan
+from cutesuper.skeletons.rows.plan import RowPlan
+from cutesuper.skeletons.rows.schedule import RowLoopSchedule
+from cutesuper.targets import H200
+from cutesuper.torch.compile.backend import compile_graph
+from cutesuper.torch.compile.options import read_options
+from cutesuper.torch.compile.region_operator import key_of, program_of
+from cutesuper.verify.numeric import acceptable, compare
+from tests.backends import compiled as run_compiled
+from tests.mutants import change
+from tests.plans import compiled
+
+LOWERED = SearchOptions(lowered=True)
+Build = Callable[[KernelGraph, Any], Any]
+
+
+def put(rest: Build, base: tuple[int, ...], rows: Any, dim: int = 0, *given: int) -> KernelGraph:
+    """``rest(x)`` put into a tensor; x has the shape of the rows, or the given one."""
+    g = cs.new_kernel_graph()
+    cache, at = g.new_input(base, name="cache"), g.new_input((rows,), "int64", name="at")
+    x = g.new_input(given or (*base[:dim], rows, *base[dim + 1 :]), name="x")
+    g.mark_output(g.put_rows(cache, at, rest(g, x), dim=dim))
+    return g
+
+
+def normed(rows: Any = 8) -> KernelGraph:
+    return put(lambda g, x: g.rms_norm(x), (32, 64), rows)
+
+
+def best(g: KernelGraph) -> MuGraph:
+    return search(g, H200, options=LOWERED).candidates[0].mugraph
+
+
+def place_of(mu: MuGraph) -> int:
+    return next(n for n, op in enumerate(mu.steps[0].program.ops) if op.kind == STORE)
+
+
+# --------------------------------------------------------------------------------------- operator
+
+ERRORS: dict[str, tuple[Callable[..., Any], type[CutesuperError], str]] = {
+    "no index": (
+        lambda g, c, i, x: g.put_rows(c, x, x), DTypeError,
+        "put_rows: operand 1, x[3, 4] float16, must be an int64 or int32 input",
+    ),
+    "a computed tensor": (
+        lambda g, c, i, x: g.put_rows(g.exp(c), i, x), GraphError,
+        "put_rows: operand 0, t3[8, 4] float16, is computed; it reads inputs",
+    ),
+    "rows of another shape": (
+        lambda g, c, i, x: g.put_rows(c, i, c), ShapeError,
+        "put_rows([8, 4], [3], [8, 4]): the rows must be [3, 4]",
+    ),
+    "rows of another type": (
+        lambda g, c, i, x: g.put_rows(c, i, g.convert(x, "float32")), DTypeError,
+        "element types differ",
+    ),
+    "an index of two dimensions": (
+        lambda g, c, i, x: g.put_rows(c, g.new_input((3, 1), "int32"), x), ShapeError,
+        "an index has one dimension, a place for each row",
+    ),
+    "more rows than places": (
+        lambda g, c, i, x: g.put_rows(x, g.new_input((8,), "int32"), c), ShapeError,
+        "8 rows, and 3 places",
+    ),
+    "no such dimension": (
+        lambda g, c, i, x: g.put_rows(c, i, x, dim=2), ShapeError,
+        "dim=2, and the tensor has 2 dimensions",
+    ),
+    "from the end": (
+        lambda g, c, i, x: g.put_rows(c, i, x, dim=-1), OperatorError,
+        "put_rows(dim=-1): must be an int of at least 0",
+    ),
+    "symbolic places": (
+        lambda g, c, i, x: g.put_rows(g.new_input((cs.symbol("V"), 4)), i, x), ShapeError,
+        "the number of places, V, must be known before the call",
+    ),
+    "stored as another type": (
+        lambda g, c, i, x: g.mark_output(g.put_rows(c, i, x), "float32"), DTypeError,
+        "rows are put into a tensor of float16",
+    ),
+    "gradient": (
+        lambda g, c, i, x: cs.grad(normed(), wrt="x"), GraphError,
+        "the gradient of the rows would be taken from a gradient that is computed",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_messages(name: str) -> None:
+    build, error, message = ERRORS[name]
+    g = cs.new_kernel_graph()
+    c, i, x = (
+        g.new_input((8, 4), name="c"),
+        g.new_input((3,), "int64"),
+        g.new_input((3, 4), name="x"),
+    )
+    with pytest.raises(error) as caught:
+        build(g, c, i, x)
+    assert message in str(caught.value)
+
+
+def test_files() -> None:
+    g = put(lambda g, x: x, (2, 8, 4), 3, 1)
+    assert loads(dumps(g)).nodes == g.nodes  # type: ignore[union-attr]
+    assert g.tensor(g.outputs[0]).shape == (2, 8, 4) and g.continued == {0: 0}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_reference(dtype: torch.dtype) -> None:
+    """Places count from both ends, and rows of others are left out."""
+    base, rows = torch.randn(2, 5, 3), torch.randn(2, 4, 3)
+    index = torch.tensor([-5, 5, 3, -6], dtype=dtype)
+    before = base.clone()
+    found = TABLE["put_rows"].reference([base, index, rows], {"dim": 1})
+    expected = base.index_copy(1, torch.tensor([0, 3]), rows[:, [0, 2]])
+    assert torch.equal(found, expected) and torch.equal(base, before)
+
+
+# ------------------------------------------------------------------------------------------ field
+
+
+def test_programs_are_verified_and_wrong_ones_are_not() -> None:
+    g = normed()
+    other = g.new_input((32, 64), name="other")
+    second = g.new_input((8,), "int64", name="second")
+    g.mark_output(g.put_rows(other, second, g.exp(g.tensor(2))))
+    mu = best(g)
+    assert len(mu.steps) == 1 and cs.verify(g, mu, full=True) and compare(g, mu)
+    assert loads(dumps(mu)) == mu
+    place = place_of(mu)
+    given = dict(mu.steps[0].program.ops[place].attributes)
+    swapped = {"at": "second", "second": "at", "cache": "other", "other": "cache"}
+    for name in ("index", "base"):
+        wrong = given | {name: swapped[given[name]]}
+        assert not cs.verify(g, change(mu, 0, place, attributes=wrong))
+    for wrong, message in (
+        ({"index": "x"}, r"one dimension"),
+        ({"dim": 1}, r"extent \d+ of out\d is mapped"),
+        ({"dim": 2}, "must be one of its 2 dimensions"),
+        ({"base": 3}, "must be names of tensors"),
+        ({"base": "out1"}, "out1 is no input"),
+        ({"table": "at"}, "only a load goes through a table"),
+    ):
+        with pytest.raises(GraphError, match=message):
+            check_mugraph(change(mu, 0, place, attributes=given | wrong))
+    plain = {k: given[k] for k in ("tensor", "map")}
+    with pytest.raises(GraphError, match=r"extent 32 of out\d is mapped to M of extent 8"):
+        check_mugraph(change(mu, 0, place, attributes=plain))
+
+
+# ----------------------------------------------------------------------------------------- search
+
+
+def test_a_norm_stores_the_rows_itself(golden: Any) -> None:
+    mu = best(normed(cs.symbol("T")))
+    (step,) = mu.steps
+    assert step.reads == ("x", "at") and step.bases == {"out0": "cache"}
+    plan = make_plan(step, mu.tensors, H200)
+    assert isinstance(plan, RowPlan)
+    (view,) = plan.stores.values()
+    assert isinstance(view, Indexed)
+    assert (view.count, view.row_stride, view.index.labels) == (32, 64, ("M",))
+    # rows of 16 tokens, their places, and the same rows where they belong
+    assert plan.moved_bytes == 2 * 16 * 64 + 8 * 16 + 2 * 16 * 64
+    golden("plans/put_rows.txt", plan_text("k0", plan))
+    with pytest.raises(LoweringError, match="only a row kernel stores rows through an index"):
+        make_plan(step, mu.tensors, H200, RowLoopSchedule(8, 8, 1, 1))
+
+
+def attention() -> KernelGraph:
+    """A step of decoding: keys and values go into a cache, which attention reads."""
+    g = cs.new_kernel_graph()
+    cache = [g.new_input((1, 2, 64, 64), "bfloat16") for _ in range(2)]
+    at, q = g.new_input((1,), "int64"), g.new_input((1, 2, 16, 64), "bfloat16")
+    k, v = (g.new_input((1, 2, 1, 64), "bfloat16") for _ in range(2))
+    keys = g.mark_output(g.put_rows(cache[0], at, g.rms_norm(k), dim=2))
+    values = g.mark_output(g.put_rows(cache[1], at, v, dim=2))
+    g.mark_output(g.scaled_dot_product_attention(q, keys, values))
+    return g
+
+
+def kept_and_put() -> KernelGraph:
+    g = normed()
+    g.mark_output(g.exp(g.tensor(3)))
+    g.mark_output(g.tensor(3))
+    return g
+
+
+def taken_and_put() -> KernelGraph:
+    return put(lambda g, x: g.take_rows(x, g.new_input((8,), "int32")), (32, 64), 8, 0, 99, 64)
+
+
+PROGRAMS: dict[str, tuple[Callable[[], KernelGraph], int]] = {
+    "alone": (lambda: put(lambda g, x: x, (32, 64), 8), 1),
+    "any number of rows": (lambda: normed(cs.symbol("T")), 1),
+    "in the middle": (lambda: put(lambda g, x: g.softmax(x, -1), (3, 9, 64), 5, 1), 1),
+    "columns": (lambda: put(lambda g, x: g.exp(x), (6, 20), 5, 1), 1),
+    "a row": (lambda: put(lambda g, x: g.exp(x), (9, 64), 1), 1),
+    "elements": (lambda: put(lambda g, x: g.exp(x), (20,), 5), 1),
+    "values of rows": (lambda: put(lambda g, x: g.sum(x, 1), (20, 1), 5, 0, 5, 64), 1),
+    "reordered": (lambda: put(lambda g, x: g.transpose(x, (0, 2, 1, 3)), (2, 4, 9, 64), 8, 2,
+                              2, 8, 4, 64), 1),
+    "taken": (taken_and_put, 1),
+    "kept as well": (kept_and_put, 1),
+    "a product": (lambda: put(lambda g, x: g.matmul(x, g.new_input((64, 64))), (32, 64), 8), 2),
+    "a sum over rows": (lambda: put(lambda g, x: g.sum(x, 0), (9, 64), 1, 0, 4096, 64), 2),
+    "long rows": (lambda: put(lambda g, x: g.softmax(x, -1), (9, 1 << 17), 8), 2),
+    "read afterwards": (attention, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_kernels_of_programs(name: str) -> None:
+    build, kernels = PROGRAMS[name]
+    g = build()
+    mu = best(g)
+    assert len(mu.steps) == kernels and cs.verify(g, mu)
+    for step in mu.steps:
+        make_plan(step, mu.tensors, H200)
+
+
+def test_the_result_is_an_output() -> None:
+    g = cs.new_kernel_graph()
+    c, i, x = g.new_input((8, 64)), g.new_input((3,), "int64"), g.new_input((3, 64))
+    g.mark_output(g.exp(g.put_rows(c, i, x)))
+    with pytest.raises(SearchError, match="the result is an output; mark it as one"):
+        best(g)
+
+
+@pytest.mark.parametrize("name", ["columns", "elements", "values of rows", "in the middle"])
+def test_kernels_compile(name: str) -> None:
+    mu = best(PROGRAMS[name][0]())
+    assert compiled(make_plan(mu.steps[0], mu.tensors, H200)).cubin
+
+
+def test_names_of_tensors_are_no_part_of_the_code() -> None:
+    keys: set[str] = set()
+    for name in ("cache", "other"):
+        g = cs.new_kernel_graph()
+        c, i, x = g.new_input((8, 64), name=name), g.new_input((3,), "int64"), g.new_input((3, 64))
+        g.mark_output(g.put_rows(c, i, x))
+        mu = best(g)
+        keys.add(make_plan(mu.steps[0], mu.tensors, H200).key)
+    assert len(keys) == 1
+
+
+# ------------------------------------------------------------------------------------------ calls
+
+
+def test_calls_copy_or_change_in_place() -> None:
+    kernel = cs.superoptimize(normed(), target="h200")
+    assert "through" in kernel.explain()
+    cache, x = torch.randn(32, 64).half(), torch.randn(8, 64).half()
+    at = torch.tensor([3, -1, 31 - 32, 7, 0, 32, -33, 9])[[0, 1, 3, 4, 5, 6, 7, 7]]
+    at[-1] = 12
+    (expected,) = evaluate(kernel.graph, [cache, at, x])
+    before = cache.clone()
+    found = kernel(cache, at, x)
+    assert torch.equal(cache, before) and found.data_ptr() != cache.data_ptr()
+    torch.testing.assert_close(found, expected)
+    given = torch.empty_like(cache)
+    torch.testing.assert_close(kernel(cache, at, x, out=given), expected)
+    assert kernel(cache, at, x, out=cache) is cache
+    torch.testing.assert_close(cache, expected)
+    memory = torch.zeros(64 * 64).half()
+    cache, part = memory[: 32 * 64].view(32, 64), memory[64 : 33 * 64].view(32, 64)
+    with pytest.raises(LayoutError, match="overlaps an input"):
+        kernel(cache, at, x, out=part)
+
+
+def test_what_is_read_elsewhere_is_not_changed_in_place() -> None:
+    g = normed()
+    g.mark_output(g.exp(g.tensor(0)))
+    kernel = cs.superoptimize(g, target="h200")
+    cache, at, x = torch.randn(32, 64).half(), torch.arange(8), torch.randn(8, 64).half()
+    with pytest.raises(LayoutError, match="overlaps an input"):
+        kernel(cache, at, x, out=(cache, torch.empty_like(cache)))
+
+
+NUMBERS = ["alone", "in the middle", "columns", "a row", "elements", "values of rows", "reordered",
+           "taken", "kept as well", "a sum over rows", "a product"]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NUMBERS)
+def test_kernels_store_rows_at_their_places_and_nowhere_else(name: str) -> None:
+    g = PROGRAMS[name][0]()
+    kernel = cs.superoptimize(g)
+    shapes = [tuple(map(extent, g.nodes[i].shape)) for i in g.inputs]
+    dim = g.nodes[g.outputs[0]].attributes["dim"]
+    count, places = shapes[1][0], shapes[0][dim]
+    inputs = [
+        torch.randperm(places)[: s[0]] if g.nodes[i].dtype.integer else torch.randn(s)
+        for i, s in zip(g.inputs, shapes, strict=True)
+    ]
+    inputs = [x.to(g.nodes[i].dtype.torch) for x, i in zip(inputs, g.inputs, strict=True)]
+    # from the end, and places that do not exist
+    for n, wrong in enumerate((inputs[1][0] - places, places, -places - 1, 1 << 40)):
+        if n < count:
+            inputs[1][n] = wrong
+    exact, eager = evaluate(g, inputs, torch.float64), evaluate(g, inputs)
+    given = [x.cuda() for x in inputs]
+    found = kernel(given)
+    for out, want, theirs, i in zip(found, exact, eager, g.outputs, strict=True):
+        report = acceptable(out.cpu(), want, theirs, g.nodes[i].dtype)
+        assert report, report.message
+    assert torch.equal(given[0].cpu(), inputs[0])
+    again = kernel(given, out=[given[0], *(torch.empty_like(t) for t in found[1:])])
+    assert again[0] is given[0] and all(map(torch.equal, again, found))
+
+
+# ---------------------------------------------------------------------------------------- PyTorch
+
+
+def append(x: Any, keys: Any, values: Any, at: Any, weight: Any, q: Any) -> Any:
+    """A step of decoding, as a model with a static cache has it."""
+    keys.index_copy_(2, at, functional.rms_norm(x, (64,), weight, 1e-6))
+    values[:, :, at] = x * 2
+    return functional.scaled_dot_product_attention(q, keys, values)
+
+
+def nothing_returned(x: Any, cache: Any, at: Any) -> None:
+    cache[at] = functional.silu(x).softmax(-1)
+
+
+def functional_put(x: Any, cache: Any, at: Any) -> Any:
+    return torch.index_put(cache, (at,), x.softmax(-1))
+
+
+def read_before(x: Any, cache: Any, at: Any) -> Any:
+    y = cache.sum(-1)
+    cache[at] = x.softmax(-1)
+    return y
+
+
+def arguments(fn: Any) -> list[Any]:
+    if fn is append:
+        cache = [torch.randn(1, 3, 32, 64) for _ in range(2)]
+        x, q = (torch.randn(1, 3, 1, 64) for _ in range(2))
+        return [x, *cache, torch.tensor([7]), torch.randn(64), q]
+    return [torch.randn(4, 64), torch.randn(32, 64), torch.tensor([3, 31, 0, -2])]
+
+
+def same_results(fn: Any, call: Any) -> None:
+    given = arguments(fn)
+    for _ in range(2):
+        mine = [t.clone() for t in given]
+        expected = fn(*given)
+        torch.testing.assert_close(call(*mine), expected)
+        for a, b in zip(mine, given, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("fn", [append, nothing_returned, functional_put])
+def test_compiled_models_put_rows_in_place(fn: Any) -> None:
+    with torch.no_grad():
+        call, reports = run_compiled(fn)
+        same_results(fn, call)
+    assert reports[0].taken == 1 and not reports[0].outside
+
+
+def test_what_is_read_before_it_is_changed_stays_pytorchs() -> None:
+    with torch.no_grad():
+        call, reports = run_compiled(read_before)
+        same_results(read_before, call)
+    assert any("index_put" in o.reason for o in reports[0].outside)
+
+
+def test_inductor_compiles_the_rest() -> None:
+    reports: list[Any] = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        return compile_graph(gm, inputs, read_options({"take": "all"}), reports.append)
+
+    with torch.no_grad():
+        same_results(append, torch.compile(append, backend=backend, fullgraph=True))
+    assert reports[0].taken == 1
+
+
+def test_traced_functions() -> None:
+    given = arguments(functional_put)
+    program = cs.superoptimize(functional_put, given, target="h200")
+    assert "put_rows" in program.explain()
+    same_results(functional_put, program)
+    needs = [given[0].requires_grad_(), *given[1:]]
+    program(*needs).sum().backward()
+    assert needs[0].grad is not None
+
+
+@pytest.mark.gpu
+def test_regions_of_compiled_models_change_memory_of_the_caller() -> None:
+    """Also memory that kernels cannot write as it lies: a tensor that is not aligned."""
+    g = kept_and_put()
+    program = program_of(key_of(g))
+    for start in (0, 1):
+        memory = torch.randn(33 * 64).half().cuda()
+        cache = memory[start:][: 32 * 64].view(32, 64)
+        inputs = [torch.arange(8).cuda() * 3, torch.randn(8, 64).half().cuda()]
+        expected = evaluate(g, [cache.clone(), *inputs])
+        found = program(program.with_bases(inputs, (0,), [cache]), (0,))
+        assert len(found) == 2
+        for out, want in zip((cache, *found), expected, strict=True):
+            assert torch.allclose(out, want, atol=1e-2, rtol=1e-2)
