@@ -140,8 +140,13 @@ def random_sizes(count: int) -> list[tuple[int, int, int]]:
     ]
 
 
-@pytest.mark.ptx
-@pytest.mark.parametrize(("i", "size"), list(enumerate(random_sizes(30))))
+def few_on_the_machine(sizes: list[tuple[int, int, int]]) -> list[Any]:
+    """All of them, the first ones marked for the machine of tests/ptx in CI."""
+    few = len(TINY) + 4
+    return [pytest.param(i, s, marks=[pytest.mark.ptx] * (i < few)) for i, s in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(("i", "size"), few_on_the_machine(random_sizes(30)))
 def test_norm_linear_of_random_sizes(i: int, size: tuple[int, int, int]) -> None:
     """Sizes that fill no tile, in every combination of options."""
     options = {"gain": bool(i & 1), "transposed": bool(i & 2), "dependent": bool(i & 4)}
