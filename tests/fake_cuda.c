@@ -1,4 +1,5 @@
-/* A CUDA runtime that launches nothing: it writes every launch as a line of JSON.
+/* A CUDA runtime that launches nothing: it writes every launch as a line of JSON, or hands it to a
+ * function of this process (`set_launch_handler`, see ptx/run.py).
  *
  * Built two ways: as libcudart_static.a for exported kernels, and together with the DSL's launch
  * runtime as libcute_dsl_runtime.so for kernels loaded through CuTe DSL. Output goes to the file
@@ -25,6 +26,14 @@ typedef struct {
     unsigned count;
 } launch_config;
 
+/* extents: of grid, block and cluster */
+typedef int (*handler)(const unsigned *extents, unsigned long long shared, int cooperative,
+                       void **arguments);
+
+static handler on_launch;
+
+void set_launch_handler(handler given) { on_launch = given; }
+
 static void write_parameters(FILE *out, void **arguments)
 {
     const char *sizes = getenv("FAKE_CUDA_PARAMETERS");
@@ -48,7 +57,7 @@ int cudaLaunchKernelExC(const launch_config *c, const void *kernel, void **argum
     unsigned cluster[3] = { 1, 1, 1 }, i;
     int pdl = 0, cooperative = 0;
     const char *path = getenv("FAKE_CUDA_LOG"), *fail = getenv("FAKE_CUDA_FAIL");
-    FILE *out = path ? fopen(path, "a") : NULL;
+    FILE *out;
     if (fail)
         return atoi(fail);
     for (i = 0; i < c->count; i++) {
@@ -60,6 +69,12 @@ int cudaLaunchKernelExC(const launch_config *c, const void *kernel, void **argum
         else if (a->id == COOPERATIVE)
             cooperative = a->value.flag;
     }
+    if (on_launch) {
+        const unsigned extents[9] = { c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1],
+                                      c->block[2], cluster[0], cluster[1], cluster[2] };
+        return on_launch(extents, c->shared, cooperative, arguments);
+    }
+    out = path ? fopen(path, "a") : NULL;
     if (!out)
         out = stdout;
     fprintf(out,

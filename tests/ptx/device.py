@@ -67,14 +67,12 @@ class _CpuForCuda(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         del types
-        kwargs = {k: _on_cpu(v) for k, v in (kwargs or {}).items()}
-        if func is torch.device:  # asked for by name: strings become devices only elsewhere
-            return next((d for d in map(_on_cpu, args) if isinstance(d, torch.device)), None) or (
-                func(*args, **kwargs)
-            )
         if func is torch.Tensor.cuda:
             return args[0]
-        return func(*[_on_cpu(a) for a in args], **kwargs)
+        moved = [_on_cpu(a) for a in args]
+        if func is torch.device and moved and isinstance(moved[0], torch.device):
+            return moved[0]  # the name has become the device already
+        return func(*moved, **{k: _on_cpu(v) for k, v in (kwargs or {}).items()})
 
 
 def _on_cpu(value: Any) -> Any:

@@ -4,7 +4,7 @@
         run_launch(executable(artifact.ptx), launch, memory)
 
 Kernels are launched as everywhere, by the host code that CuTe DSL compiled, against a CUDA runtime
-(`launcher.c`) that hands each launch to the machine in `machine.c`. Tensors are PyTorch's, on the
+(`tests/fake_cuda.c`) that hands each launch to the machine in `machine.c`. Tensors are PyTorch's, on the
 CPU. `tests.ptx.device` makes it the device of all kernels of a process.
 """
 
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.fake_runtime import build_fake_runtime, cuda_tensor
 from tests.ptx.parse import Instruction, Module, PtxError, parse
 
 _FOLDER = Path(__file__).parent
@@ -450,8 +451,6 @@ class FakeDevice:
 
 def _on_device(tensor: Any) -> Any:
     """A TVM-FFI tensor on "CUDA device 0" with the memory of a tensor on the CPU."""
-    from tests.fake_runtime import cuda_tensor
-
     name = str(tensor.dtype).removeprefix("torch.")
     return cuda_tensor(tuple(tensor.shape), name, tuple(tensor.stride()), tensor.data_ptr())
 
@@ -459,19 +458,9 @@ def _on_device(tensor: Any) -> Any:
 @functools.cache
 def fake_device() -> FakeDevice:
     """The fake runtime of this process. CuTe DSL must not have been imported before."""
-    folder = tempfile.mkdtemp(prefix="cutesuper-ptx-")
-    library = Path(folder) / "libcute_dsl_runtime.so"
-    from cutesuper.runtime.toolchain import dsl_versions, require_dialect_archive
-
-    major = 13 if "cu13" in dsl_versions()["flavours"] else 12
-    launcher = require_dialect_archive(major)
-    subprocess.run(
-        ["gcc", "-O1", "-fPIC", "-shared", str(_FOLDER / "launcher.c"), "-o", str(library),
-         "-Wl,--whole-archive", str(launcher), "-Wl,--no-whole-archive", "-Wl,--no-undefined"],
-        check=True,
-    )  # fmt: skip
-    os.environ["CUTE_DSL_LIBS"] = str(library)
-    return FakeDevice(ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL))
+    library = str(build_fake_runtime().dsl_runtime)
+    os.environ["CUTE_DSL_LIBS"] = library
+    return FakeDevice(ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL))
 
 
 __all__ = [

@@ -125,6 +125,9 @@ class _Gather(Operator):
     integers: ClassVar[tuple[int, ...]] = (1,)
     of_inputs = (0, 1)
 
+    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
+        return extent(shapes[0][0]) - 1
+
     def flops(self, shapes: list[Shape], result: Shape) -> float:
         return 0.0
 
@@ -153,9 +156,6 @@ class GatherPages(_Gather):
                 "call; use numbers in place of symbols"
             )
         return (table[0], table[1] * cache[1], *cache[2:])
-
-    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
-        return extent(shapes[0][0]) - 1
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         cache, table = args
@@ -209,9 +209,6 @@ class TakeRows(_Gather):
         if not index:
             raise ShapeError(f"{call}: an index has a dimension; give it one of extent 1")
         return (*index, *table[1:])
-
-    def largest(self, shapes: list[Shape], attributes: Attributes) -> int:
-        return extent(shapes[0][0]) - 1
 
     def reference(self, args: list[Any], attributes: Attributes) -> Any:
         import torch
