@@ -48,7 +48,7 @@ class RegionOp:
 
     @property
     def facets(self) -> Operator:
-        """What the table of operators says of it."""
+        """The operator's entry in the table."""
         return facets(self.kind)
 
 
@@ -147,7 +147,7 @@ class LabelledOp:
 
     @property
     def facets(self) -> Operator:
-        """What the table of operators says of it; nothing for a load."""
+        """The operator's entry in the table; an empty one for a load."""
         return facets(self.kind)
 
     def __eq__(self, other: object) -> bool:

@@ -114,7 +114,7 @@ class BlockOp:
 
     @property
     def facets(self) -> Operator:
-        """What the table of operators says of it; nothing for a load, a store and ends of axes."""
+        """The operator's entry in the table; an empty one for a load, a store and ends of axes."""
         return facets(self.kind)
 
     @property

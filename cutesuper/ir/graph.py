@@ -30,7 +30,7 @@ class Node:
 
     @property
     def facets(self) -> Operator:
-        """What the table of operators says of it."""
+        """The operator's entry in the table."""
         return facets(self.operator)
 
     @property

@@ -29,7 +29,7 @@ class ThreadOp:
 
     @property
     def facets(self) -> Operator:
-        """What the table of operators says of it."""
+        """The operator's entry in the table."""
         return facets(self.kind)
 
 

@@ -4,8 +4,8 @@
         run_launch(executable(artifact.ptx), launch, memory)
 
 Kernels are launched as everywhere, by the host code that CuTe DSL compiled, against a CUDA runtime
-(`tests/fake_cuda.c`) that hands each launch to the machine in `machine.c`. Tensors are PyTorch's, on the
-CPU. `tests.ptx.device` makes it the device of all kernels of a process.
+(`tests/fake_cuda.c`) that hands each launch to the machine in `machine.c`. Tensors are PyTorch's,
+on the CPU. `tests.ptx.device` makes it the device of all kernels of a process.
 """
 
 from __future__ import annotations
