@@ -295,6 +295,18 @@ def test_ties_share_a_maximum_evenly() -> None:
     ]
 
 
+def test_infinite_cotangents_of_hidden_elements_are_refused() -> None:
+    """0 inf is NaN where PyTorch, which selects, has 0; a factor that is finite there is kept."""
+    for infinite in (
+        lambda g, x: 1.0 / g.exp(x),
+        lambda g, x: g.rsqrt(g.exp(x)),
+        lambda g, x: g.square(g.log(g.exp(x))),
+    ):
+        with pytest.raises(GraphError, match="may be infinite where elements are hidden"):
+            cs.grad(graph(lambda g, x, f=infinite: f(g, g.causal_mask(x)), (3, 4)))
+    check(cs.grad(graph(lambda g, x: 1.0 / (g.exp(g.causal_mask(x)) + 1), (3, 4))))
+
+
 def test_kinks_are_pytorchs() -> None:
     assert gradient_at(lambda g, x: g.relu(x), [-1, 0, 1]) == [0, 0, 1]
     assert gradient_at(lambda g, x: g.clamp(x, -1, 2), [-2, -1, 0, 2, 3]) == [0, 1, 1, 1, 0]

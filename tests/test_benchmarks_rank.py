@@ -576,6 +576,7 @@ def test_no_process_no_ranking(scripted, monkeypatch, capsys):
 def test_ranking_on_the_device():
     prepare = partial(candidates.prepare, dtype="float16", top=2, target=H200)
     cases = [*rank.parse_case("rmsnorm_linear:16x1024x512"), *rank.parse_case("softmax:64x512")]
-    for case in rank.run(cases, prepare, top=2)["cases"]:
-        assert [c["error"] for c in case["candidates"]] == [None] * 3
-        assert case["summary"]["timed"] == 3
+    # a program of rows that one kernel computes has no other candidate
+    for case, timed in zip(rank.run(cases, prepare, top=2)["cases"], (3, 1), strict=True):
+        assert [c["error"] for c in case["candidates"]] == [None] * timed
+        assert case["summary"]["timed"] == timed

@@ -262,6 +262,16 @@ def test_refusals_say_why(monkeypatch: pytest.MonkeyPatch, fn: Any, text: str) -
         traced(monkeypatch, fn, (X,))
 
 
+def test_dimensions_of_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch calls the dimension of a tensor that has none 0 or -1."""
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.amax()
+        return y.movedim(0, -1) * y.permute(()) * y.transpose(0, -1)
+
+    check(traced(monkeypatch, fn, (X,)), fn, (X,))
+
+
 def test_nothing_is_computed_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     text = r"add.Tensor, at .*test_trace\.py:.* reads an empty tensor, \[0, 32\]; there is nothing"
     with pytest.raises(TraceError, match=text):

@@ -180,16 +180,32 @@ class Derivation(KernelGraph):
     # --------------------------------------------------------------------------- hidden elements
 
     def vanishes(self, t: Tensor, masked: Tensor) -> bool:
-        """True if ``t`` is 0 wherever ``masked`` is -inf, as cotangents from a softmax are."""
+        """True if ``t`` is 0 wherever ``masked`` is -inf, as cotangents from a softmax are.
+
+        Raises:
+            GraphError: ``t`` may be infinite there, as the cotangent from 1 / e^masked is.
+        """
         hidden, found = self._hidden(t, masked), dict[int, bool]()
+        infinite = dict[int, bool]()
         for i in self._needed(t):
             facets, args = self.nodes[i].facets, self.nodes[i].inputs
             zero = [found[j] for j in args]
-            found[i] = (
+            infinite[i] = (
+                any(infinite[j] for j in args)
+                or (facets.powers is not None and any(zero) and any(hidden[j] for j in args))
+                or (facets.divides and zero[1])
+                or (facets.partial and any(zero))
+            )
+            found[i] = not infinite[i] and (
                 (facets.exponential and hidden[args[0]])
                 or (facets.multiplies and any(zero))
                 or (facets.divides and zero[0])
                 or (facets.signs is not None and all(zero))
+            )
+        if infinite[t.index]:
+            raise GraphError(
+                f"grad: the cotangent of {masked!r} may be infinite where elements are hidden, "
+                "since something divides by what is 0 there; hide them behind the quotient"
             )
         return found[t.index]
 

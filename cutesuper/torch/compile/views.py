@@ -91,6 +91,8 @@ class Permute(_Free):
         return Value(tuple(x.dims[d] for d in order), x.absent)
 
     def _order(self, node: fx.Node, a: Arguments, rank: int) -> list[int]:
+        if rank == 0:  # a number, whose dimension may be called 0 or -1
+            return []
         if "dims" in a:
             return [d % rank for d in integers(node, a["dims"])]
         if "source" in a:

@@ -67,15 +67,22 @@ class Stages:
         return cute.recast_ptr(row.memory + cute.assume(words, divby=4), dtype=dtype)
 
     def fragment(self, i: int, row: Row, p: int, place: Place) -> cute.Tensor:
-        """Read a piece of a row from the ring, in its own type."""
+        """Read a piece of a row from the ring, in its own type.
+
+        Threads past the row's end read its last elements, which count nowhere: what lies behind
+        may be memory that a load of another tile is just filling.
+        """
         plan, k = self.plan, self.k
         dtype = dtype_of(plan, plan.loads[i])
         registers = fragment((k.vector, k.piece), dtype)
         base = self.row_memory(i, row, dtype)
         wide = min(k.vector, 128 // dtype.width)
-        for c in range(k.piece):
+        for c, inside in enumerate(k.inside(p, place)):
+            first = place.first + k.chunk_at(p, c)
+            if inside is not None:
+                first = cutlass.min(first, place.left - k.vector)
             for e in range(0, k.vector, wide):
-                at = cute.assume(place.first + (k.chunk_at(p, c) + e), divby=wide)
+                at = cute.assume(first + e, divby=wide)
                 own = neighbours(registers[None, c].iterator + e, wide)
                 cute.autovec_copy(neighbours(base + at, wide), own)
         return registers
