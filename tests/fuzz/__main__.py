@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -69,7 +68,7 @@ def main(given: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     plan = Plan(
         a.seed, a.first, a.step, a.seconds, a.cases, a.front, a.budget, a.limit, a.compile, a.gpu,
-        a.ptx, not a.no_minimise, a.journal,
+        a.ptx, not a.no_minimise, a.json, a.journal,
     )  # fmt: skip
     with emulated_gpu() if a.ptx and a.jobs == 1 else nullcontext():
         return _run(a, plan)
@@ -83,7 +82,7 @@ def _run(a: argparse.Namespace, plan: Plan) -> int:
     tally = replace(tally, seconds=time.monotonic() - start)
     print(tally.text())
     if a.json:
-        a.json.write_text(json.dumps(tally.data(), indent=1), encoding="utf-8")
+        tally.save(a.json)
     return 1 if tally.findings else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import traceback
 from collections import Counter
@@ -131,6 +132,17 @@ class Tally:
             "operators": dict(self.operators.most_common()), "findings": self.findings,
             "repeated": dict(self.repeated), "seconds": self.seconds,
         }  # fmt: skip
+
+    def save(self, file: Path) -> None:
+        """Write `data`; a reader finds either this or what stood there before."""
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps(self.data(), indent=1), encoding="utf-8")
+        new.replace(file)
+
+    @staticmethod
+    def read(file: Path) -> Tally:
+        """What `save` wrote."""
+        return Tally.of(json.loads(file.read_text(encoding="utf-8")))
 
     @staticmethod
     def of(data: dict[str, Any]) -> Tally:

@@ -39,6 +39,7 @@ class Plan:
     gpu: bool = False
     ptx: bool = False
     minimise: bool = True
+    json: Path | None = None
     journal: Path | None = None
 
     def settings(self, index: int) -> Settings:
@@ -78,6 +79,8 @@ def run(plan: Plan) -> Tally:
     count = plan.cases if plan.cases is not None else 1 << 60
     while time.monotonic() < end and count > 0:
         _one(plan, index, tally)
+        if plan.json is not None:
+            tally.save(plan.json)
         index, count = index + plan.step, count - 1
     return tally
 

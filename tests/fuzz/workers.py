@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -16,12 +15,22 @@ GRACE = 900.0
 
 
 def in_processes(plan: Plan, jobs: int) -> Tally:
-    """Run a plan in so many processes; one that dies is a finding."""
+    """Run a plan in so many processes; one that dies is a finding.
+
+    Ctrl-C ends them all; what they have found until then counts.
+    """
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         started = [_start(plan, k, jobs, Path(folder)) for k in range(jobs)]
         tally = Tally()
-        for k, process in enumerate(started):
-            tally.merge(_result(process, Path(folder), k, plan))
+        try:
+            for k, process in enumerate(started):
+                tally.merge(_result(process, Path(folder), k, plan))
+        except KeyboardInterrupt:
+            for process in started:
+                process.kill()
+            tally = Tally()
+            for file in Path(folder).glob("*.json"):
+                tally.merge(Tally.read(file))
         return tally
 
 
@@ -48,9 +57,10 @@ def _result(process: subprocess.Popen[bytes], folder: Path, k: int, plan: Plan) 
         process.wait()
         why = "it did not end"
     file = folder / f"{k}.json"
-    if file.exists():
-        return Tally.of(json.loads(file.read_text(encoding="utf-8")))
-    tally, at = Tally(), folder / f"{k}.at"
+    tally = Tally.read(file) if file.exists() else Tally()
+    if not why and process.returncode in (0, 1):
+        return tally
+    at = folder / f"{k}.at"
     name = at.read_text(encoding="utf-8") if at.exists() else "nothing yet"
     outcome = Outcome("crash", name, why or f"the process ended with {process.returncode}")
     tally.add(outcome, set())
