@@ -50,6 +50,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "floor": torch.floor,
     "round": torch.round,
     "step": lambda x: (x > 0).double(),
+    "finite": lambda x: (x.abs() < 2.0**64).double(),
 }
 
 #: of two numbers
@@ -62,12 +63,13 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "maximum": torch.maximum,
     "keep": lambda c, x: torch.where(c > 0.5, x, 0.0),
     "hide": lambda c, x: torch.where(c > 0.5, x, -torch.inf),
+    "lift": lambda c, x: torch.where(c > 0.5, x, torch.inf),
 }
 
 #: these have no rounding of their own
-EXACT = {"relu", "floor", "round", "step", "at_least", "maximum", "keep", "hide"}
+EXACT = {"relu", "floor", "round", "step", "finite", "at_least", "maximum", "keep", "hide", "lift"}
 #: these jump: next to a threshold a right program may be on either side
-JUMPS = {"floor", "round", "step", "at_least", "keep", "hide"}
+JUMPS = {"floor", "round", "step", "finite", "at_least", "keep", "hide", "lift"}
 
 
 def formula(name: str) -> Callable[[Formula], Formula]:

@@ -180,7 +180,8 @@ class Where(Entry):
             raise Unsupported(node, "chooses by a number")
         if infinite:
             on = b.g.sub(1.0, c) if left in infinite else c
-            return _built(_hidden(b.g, on, values[0], infinite[0]), slots, node)
+            put = b.g.hide if infinite[0] < 0 else b.g.lift
+            return _built(put(on, values[0]), slots, node)
         x, y = values
         parts = [b.g.keep(on, v) for on, v in ((c, x), (b.g.sub(1.0, c), y)) if v != 0.0]
         return _built(reduce(b.g.add, parts) if parts else b.g.mul(c, 0.0), slots, node)
@@ -190,12 +191,6 @@ class Where(Entry):
         if "mask" in a:
             return a["mask"], a["value"], a["self"]
         return a["condition"], a["self"], a["other"]
-
-
-def _hidden(g: KernelGraph, on: Tensor, x: Operand, other: float) -> Tensor:
-    if other < 0:
-        return g.hide(on, x)
-    return g.mul(g.hide(on, g.mul(x, -1.0) if isinstance(x, Tensor) else -x), -1.0)
 
 
 def _constant(b: Builder, node: fx.Node, operand: Any) -> float | None:
