@@ -458,7 +458,16 @@ def _equal(g: KernelGraph, x: Operand, y: Operand) -> Tensor:
 
 def _is_number(g: KernelGraph, x: Tensor) -> Tensor:
     """1 where x is not NaN, without ``x == x``, which is 1 in any algebra."""
-    return g.maximum(g.at_least(x, 0.0), g.step(g.mul(x, -1.0)))
+    return g.maximum(g.at_least(x, 0.0), g.at_least(0.0, x))
+
+
+def _infinite(g: KernelGraph, x: Tensor, sign: float) -> Tensor:
+    """1 where x is inf or -inf, as ``sign`` says: half of it is at least the largest number.
+
+    What is subtracted from a number, to compare them, must not be hidden (-inf).
+    """
+    half = g.mul(x, 0.5)
+    return g.at_least(half, _LARGEST) if sign > 0 else g.at_least(-_LARGEST, half)
 
 
 def _at_least(g: KernelGraph, x: Operand, y: Operand) -> Operand:
@@ -466,10 +475,8 @@ def _at_least(g: KernelGraph, x: Operand, y: Operand) -> Operand:
         return _is_number(g, x)
     if x == inf or y == -inf:
         return _is_number(g, x if isinstance(x, Tensor) else y)  # type: ignore[arg-type]
-    if x == -inf:
-        return _greater(g, -_LARGEST, y)
-    if y == inf:
-        return _greater(g, x, _LARGEST)
+    if x == -inf or y == inf:
+        return _infinite(g, *((x, 1.0) if isinstance(x, Tensor) else (y, -1.0)))  # type: ignore[arg-type]
     return g.at_least(x, y)
 
 
