@@ -34,6 +34,7 @@ from cutesuper.ir.field import (
 )
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import CONSTANT, TABLE
+from cutesuper.ir.unseen import empty_quotients
 from cutesuper.verify.bound import (
     Bound,
     Source,
@@ -485,8 +486,10 @@ def evaluate_mugraph(
         wants.append(set(wanted))
         wanted |= exponents_loaded(program, wanted)
     tensors = dict(tensors)
-    for program, kept in zip(sizes.programs, reversed(wants), strict=True):
-        tensors |= BlockRun(a, program, tensors, kept, chunk_elements).run()
+    for program, kept, empty in zip(
+        sizes.programs, reversed(wants), empty_quotients(mu), strict=True
+    ):
+        tensors |= BlockRun(a, program, tensors, kept, chunk_elements, empty).run()
     return tensors
 
 

@@ -236,8 +236,7 @@ def _hidden_sub(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _empty_div(x: Tensor, y: Tensor) -> Tensor:
-    empty = (x == 0) & (y == 0)
-    return torch.where(empty, 0.0, x / torch.where(empty, 1.0, y))
+    return x / torch.where(y == 0, 1.0, y)
 
 
 # ----------------------------------------------------------------------------------- composites
@@ -332,9 +331,7 @@ def _scaled(m: Arithmetic, x: Any, factor: float) -> Any:
     return m.function(lambda t: t * factor, x)
 
 
-#: in programs that hide rows as a whole (docs/verification.md, "Masks"): -inf minus -inf is
-#: -inf, 0 / 0 is 0
-WITH_HIDDEN_ROWS = FORMULAS | {
-    "sub": _elementwise("sub", _hidden_sub),
-    "div": _elementwise("div", _empty_div),
-}
+#: in programs that hide rows as a whole (docs/verification.md, "Masks"): -inf minus -inf is -inf
+WITH_HIDDEN_ROWS = FORMULAS | {"sub": _elementwise("sub", _hidden_sub)}
+#: and a divisor that is 0 in such rows counts as 1
+OF_EMPTY = _elementwise("div", _empty_div)
