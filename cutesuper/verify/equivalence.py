@@ -406,8 +406,8 @@ class Verifier:
     ) -> tuple[_Trial, list[bool]]:
         """A trial with the graph's results, and what each condition hid (`FieldDomain.hid`).
 
-        Where a row that is hidden as a whole would be +inf on the way (the square of its maximum,
-        which `logsumexp` compares), such rows have no value: see `FieldDomain`.
+        Where a row that is hidden as a whole would be +inf on the way (the square of its maximum),
+        such rows have no value: see `FieldDomain`.
         """
         a = trial.domain(mode, 0)
         a.strict, a.records = True, keep
