@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from cutesuper import errors
+from cutesuper import errors, source_tree
 from cutesuper.api import superoptimize
 from cutesuper.autodiff.gradient import Split, grad, split
 from cutesuper.contrib.mirage.load import load_mirage
@@ -67,6 +67,7 @@ __all__ = [
     "verify",
 ]
 
+source_tree.announce()
 
 #: public names of modules that import torch
 _LATE = {

@@ -55,7 +55,7 @@ def mutations(mu: MuGraph, s: int, i: int, op: BlockOp) -> Iterator[tuple[str, M
             if other != j and ops[other].dims == ops[j].dims and ops[other].kind != STORE:
                 inputs = (*op.inputs[:k], other, *op.inputs[k + 1 :])
                 yield f"operand {k} is {other}", change(mu, s, i, inputs=inputs)
-    if op.kind in ("sub", "div", "maximum", "at_least", "keep", "hide"):
+    if op.kind in ("sub", "div", "maximum", "at_least", "keep", "hide", "lift"):
         yield "operands swapped", change(mu, s, i, inputs=op.inputs[::-1])
     kinds = {
         "add": ("sub", "mul"), "sub": ("add", "mul"), "mul": ("add", "div"), "div": ("mul",),
@@ -120,6 +120,7 @@ JUMPS: dict[str, Callable[..., torch.Tensor]] = {
     "round": lambda x: x - x.floor() - 0.5,
     "hide": lambda c, x: c - 0.5,
     "keep": lambda c, x: c - 0.5,
+    "lift": lambda c, x: c - 0.5,
 }
 #: a distance below this, relative to 1 and to the operand, is one of roundings; 0 is none: there
 #: both programs are on the same side, or differ in real numbers too

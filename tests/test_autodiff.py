@@ -198,6 +198,7 @@ CASES["at_least"] = (lambda g, x, y: g.at_least(x, y) * x * y, ((5, 6), (6,)))
 CASES["maximum"] = (lambda g, x, y: g.maximum(x, y), ((5, 6), (6,)))
 CASES["maximum, ties"] = (lambda g, x: g.maximum(x, x), ((5, 6),))
 CASES["hide"] = (lambda g, x, y: g.exp(g.hide(g.step(x - 1), x * y)), ((5, 6), (6,)))
+CASES["lift"] = (lambda g, x, y: g.exp(g.lift(g.step(x - 1), x * y) * -1.0), ((5, 6), (6,)))
 CASES["keep"] = (lambda g, x, y: g.keep(g.step(x - 1), x * y), ((5, 6), (6,)))
 
 

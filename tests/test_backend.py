@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.machinery
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 
 import cutesuper as cs
+from cutesuper import source_tree
 from cutesuper.errors import OptionError
 
 torch = pytest.importorskip("torch")
@@ -51,7 +54,6 @@ def own_inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
     """What Inductor has compiled in an earlier run has no say in this one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        backend.register()
         yield
 
 
@@ -495,3 +497,20 @@ def test_the_entry_point(tmp_path: Path) -> None:
 def test_importing_the_package_does_not_import_torch() -> None:
     script = "import sys, cutesuper; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+def test_the_name_is_known_where_the_package_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch looks for entry points; a source tree that was imported has those of the project."""
+    others = [f for f in sys.meta_path if f is not importlib.machinery.PathFinder]
+    monkeypatch.setattr(sys, "meta_path", others)
+    monkeypatch.setattr(source_tree, "package_version", lambda name: None)
+    assert not importlib.metadata.entry_points(group="torch_dynamo_backends")
+    source_tree.announce()
+    [found] = importlib.metadata.entry_points(group="torch_dynamo_backends")
+    assert importlib.metadata.version("cutesuper") == cs.__version__
+    assert (found.name, found.load()) == ("cutesuper", backend.cutesuper)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["torch_dynamo_backends"] == {found.name: found.value}
+    assert source_tree.SourceTree().locate_file("cutesuper/py.typed").exists()

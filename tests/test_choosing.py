@@ -18,7 +18,7 @@ from cutesuper.verify.equivalence import Verification, Verifier
 from cutesuper.verify.numeric import compare
 from tests.mugraphs import Block, mugraph
 
-NAMES = ("at_least", "maximum", "keep", "hide")
+NAMES = ("at_least", "maximum", "keep", "hide", "lift")
 
 
 def chosen(name: str, factor: float) -> KernelGraph:

@@ -20,7 +20,7 @@ from cutesuper import measure  # noqa: E402
 from cutesuper.errors import DeviceError  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
-from cutesuper.torch.compile import backend, region_operator, selection  # noqa: E402
+from cutesuper.torch.compile import region_operator, selection  # noqa: E402
 from cutesuper.torch.compile.region_operator import key_of  # noqa: E402
 from cutesuper.verify.numeric import acceptable  # noqa: E402
 from tests.backends import (  # noqa: E402
@@ -43,7 +43,6 @@ WIDTH = 256
 def fresh() -> Iterator[None]:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels are for sm_90a")
-    backend.register()
     torch.manual_seed(0)
     torch.compiler.reset()
     counters.clear()

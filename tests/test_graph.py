@@ -516,6 +516,10 @@ def reference_cases() -> dict[str, tuple[Callable[..., Any], Callable[..., torch
             lambda g, a, b: g.hide(g.step(a - b), a),
             lambda a, b: a.masked_fill(a <= b, -math.inf),
         ),
+        "lift": (
+            lambda g, a, b: g.lift(g.step(a - b), a),
+            lambda a, b: a.masked_fill(a <= b, math.inf),
+        ),
         "keep": (lambda g, a, b: g.keep(g.step(a - b), a), lambda a, b: torch.where(a > b, a, 0.0)),
     }
     for name in (
@@ -573,7 +577,7 @@ def test_evaluate_is_pytorch(name: str) -> None:
 
 def test_scalar_formulas_are_the_references() -> None:
     given = {"clamp": {"min": 0.25, "max": 0.5}, "convert": {"dtype": "float16"}}
-    for name in (*UNARY, *BINARY, *given, "at_least", "maximum", "keep", "hide"):
+    for name in (*UNARY, *BINARY, *given, "at_least", "maximum", "keep", "hide", "lift"):
         op, attributes = TABLE[name], given.get(name, {})
         for value in (0.125, 0.375, 2.0, 2.5):
             least, most = getattr(op, "domain", (-math.inf, math.inf))

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from cutesuper.errors import TraceError  # noqa: E402
-from cutesuper.torch.compile import backend, trace  # noqa: E402
+from cutesuper.torch.compile import trace  # noqa: E402
 from cutesuper.torch.compile.partition import Partition  # noqa: E402
 from cutesuper.torch.compile.region import Region  # noqa: E402
 from cutesuper.torch.compile.region_operator import key_of  # noqa: E402
@@ -216,7 +216,6 @@ def test_with_what_inductor_makes_of_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    backend.register()
     torch.compiler.reset()
     fn, (_, k, v, p) = Step(MASKS["bool"], "index"), tensors()
     x, caches = randn(3, 64), [(k.clone(), v.clone()) for _ in range(2)]

@@ -143,6 +143,21 @@ def test_names_from_the_current_folder(folder: Path, monkeypatch: pytest.MonkeyP
     assert os.fspath(folder.parent) in why(folder / "..")
 
 
+def test_a_current_folder_that_is_gone_matters_to_relative_paths_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process whose folder was removed goes on compiling."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert exposure(tmp_path) is None
+    with temporary_folder() as folder:
+        assert folder.is_dir()
+    with pytest.raises(FileNotFoundError):
+        exposure("entry")
+
+
 @pytest.mark.parametrize(
     ("name", "members", "lists", "safe"),
     [

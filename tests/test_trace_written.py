@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cutesuper as cs
+from cutesuper import pipeline
 from cutesuper.errors import TraceError
+from cutesuper.targets import H200
 from tests.backends import compiled
 from tests.complex_numbers import COMPLEX, Rotated, rotary
 from tests.small_models import MODELS
@@ -221,12 +223,58 @@ RULES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_nan_and_infinities_are_pytorchs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """In the reference; and each region has a program that the verifier accepts."""
     program = traced(monkeypatch, RULES[name], (A, B))
     torch.testing.assert_close(program(A, B), RULES[name](A, B), equal_nan=True)
+    for region in program.regions:
+        pipeline.find(region.kernel.graph, pipeline.Options(H200))
+
+
+#: infinities that are chosen, as data and so that a minimum or a softmax does not see them
+LIFTED: dict[str, Any] = {
+    "another value": lambda x, y: torch.where(x > 0, y, inf),
+    "a number": lambda x, y: torch.where(x > 0, inf, 2.0),
+    "both infinities": lambda x, y: torch.where(x > 0, inf, torch.where(y > 0, -inf, x)),
+    "amin": lambda x, y: x.masked_fill(y > 0, inf).amin(-1),
+    "minimum": lambda x, y: torch.minimum(torch.where(x > 0, inf, y), x),
+    "softmin": lambda x, y: (-x.masked_fill(y > 0, inf)).softmax(-1),
+    "exponential": lambda x, y: torch.exp(-torch.where(x > 0, inf, y)),
+    "reciprocal": lambda x, y: 1 / torch.where(x > 0, inf, y.exp()),
+    "added": lambda x, y: y + torch.where(x > 0, inf, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", LIFTED)
+def test_infinities_that_are_chosen(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    x, y = randn(16, 64), randn(64, 16).mT.contiguous()
+    y[3] = 1.0
+    program = traced(monkeypatch, LIFTED[name], (x, y))
+    torch.testing.assert_close(program(x, y), LIFTED[name](x, y), equal_nan=True)
+    for region in program.regions:
+        pipeline.find(region.kernel.graph, pipeline.Options(H200))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.ptx
+def test_infinities_that_are_chosen_on_a_gpu() -> None:
+    """The first half of each row, so that blocks of a long one see nothing at first."""
+
+    def softmin(x: Tensor, y: Tensor) -> Tensor:
+        return (-torch.where(y > 0, inf, x)).softmax(-1)
+
+    x, y = randn(4, 40000).cuda(), torch.zeros(4, 40000).cuda()
+    y[:, :20000] = 1.0
+    check(cs.superoptimize(softmin, (x, y)), softmin, (x, y))
+
+
+#: of these the kernels run without a GPU as well
+SMALL = ("infinite where true", "masked_fill")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.ptx) if n in SMALL else n for n in RULES]
+)
 def test_nan_and_infinities_on_a_gpu(name: str) -> None:
     x, y = A.repeat(8, 8).cuda(), B.repeat(8, 8).cuda()
     program = cs.superoptimize(RULES[name], (x, y))

@@ -243,6 +243,62 @@ def test_rows_whose_only_element_is_hidden_are_verified(seed: int) -> None:
     torch.testing.assert_close(found, seen)
 
 
+def of_lengths(build: Function) -> KernelGraph:
+    g = new_kernel_graph()
+    x, lengths = g.new_input((4, 8, 16), "float32", "x"), g.new_input((4,), "int32", "lengths")
+    g.mark_output(build(g, g.length_mask(x, lengths)))
+    return g
+
+
+def of_whole_rows(build: Function, columns: int = 16) -> KernelGraph:
+    g = new_kernel_graph()
+    x, seen = g.new_input((8, columns), "float32", "x"), g.new_input((8, 1), "float32", "seen")
+    g.mark_output(build(g, g.hide(seen, x)))
+    return g
+
+
+def weights(g: KernelGraph, x: Tensor) -> Tensor:
+    """Exponentials times the reciprocal of their sum: 1 is divided by nothing."""
+    e = g.exp(x)
+    return e * (1.0 / g.sum(e, -1))
+
+
+@pytest.mark.parametrize("build", [lambda g, x: g.logsumexp(x), weights], ids=["lse", "weights"])
+@pytest.mark.parametrize("of", [of_lengths, of_whole_rows, lambda f: of_whole_rows(f, 1)])
+def test_rows_that_are_only_ever_hidden_whole_are_verified(
+    of: Callable[[Function], KernelGraph], build: Function
+) -> None:
+    graph = of(build)
+    mu = cs.mugraphs(graph, target="h200").candidates[0].mugraph
+    [name] = [graph.nodes[i].name for i in graph.inputs[1:]]
+    rest = torch.tensor([0, 3, 16, 1]) if name == "lengths" else torch.arange(8.0)[:, None] % 2
+    x = torch.randn([extent(d) for d in graph.nodes[graph.inputs[0]].shape], dtype=torch.float64)
+    [want] = evaluate(graph, [x, rest], torch.float64)
+    [found] = execute(mu, [x, rest])
+    assert not want.isnan().any()
+    torch.testing.assert_close(found, want)
+
+
+def gradient_of_weights() -> KernelGraph:
+    """Of exponentials divided by their sum: a number divided by a sum of nothing."""
+    g = new_kernel_graph()
+    x, lengths = g.new_input((4, 8, 16), "float32", "x"), g.new_input((4,), "int32", "lengths")
+    e = g.exp(g.length_mask(x, lengths, causal=True))
+    g.mark_output(e / g.sum(e, -1))
+    return cs.grad(g, ["x"])
+
+
+def test_the_gradient_of_exponentials_divided_by_their_sum_is_verified() -> None:
+    graph = gradient_of_weights()
+    mu = cs.mugraphs(graph, target="h200").candidates[0].mugraph
+    x, dy = (torch.randn(4, 8, 16, dtype=torch.float64) for _ in range(2))
+    inputs = [x, torch.tensor([0, 3, 16, 9]), dy]
+    [want] = evaluate(graph, inputs, torch.float64)
+    [found] = execute(mu, inputs)
+    assert not want.isnan().any() and not want[0].any()
+    torch.testing.assert_close(found, want)
+
+
 def test_a_refusal_of_the_verifier_says_why() -> None:
     """The square of a hidden element would be +inf."""
     with pytest.raises(SearchError, match=r"rejected all .* is multiplied by another"):

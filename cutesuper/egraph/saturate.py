@@ -106,6 +106,7 @@ class Table:
         #: operators on normal forms, by name: the functions that `Operator.symbolic` calls
         self._arithmetic = {k: getattr(space.table, k) for k in (*space.products, *space.sums)}
         self._divides = {k: lookup(k).divides for k in space.products}
+        self._empties = any(op.facets.empties for op in space.program.ops)
         self._symmetric = {k: len(set(lookup(k).signs or ())) == 1 for k in space.sums}
         self._rng = np.random.default_rng(seed)
         self.goals = self._leaves()
@@ -389,6 +390,8 @@ class Table:
         operator = lookup(kind)
         if operator.masks:
             return self._masked_value(operator, args, attributes)
+        if operator.divides and self._empties:
+            args = [args[0], self._field.seen(args[1])]
         return operator.symbolic(self._field, args, attributes)
 
     def _masked_value(
@@ -402,7 +405,6 @@ class Table:
         outer, integers = (), None
         if operator.integers:
             outer, integers = args[1].dims, args[1].p.astype(np.int64)[..., None, None]
-        self._field.empty_rows |= operator.empties
         keep = operator.visible(
             np.arange(extents[0])[:, None],
             np.arange(extents[1])[None, :],

@@ -384,9 +384,6 @@ class FieldAlgebra:
         nested_exp: an exponential met a value that is itself the result of an exponential; it was
             evaluated as an opaque function, and no error bound holds.
         used_max: `max` was called.
-        empty_rows: 0 / 0 counts as 0. Where rows may be hidden as a whole, their exponentials and
-            all sums of them are 0, and so is the quotient; kernels keep this rule
-            (``docs/verification.md``, "Masks").
         records: whether `partial` is recorded.
         partial: divisors that may be 0 for many inputs, and other arguments outside a function's
             domain.
@@ -404,7 +401,6 @@ class FieldAlgebra:
         self._p, self._q = _U(primes.p), _U(primes.q)
         self.nested_exp = False
         self.used_max = False
-        self.empty_rows = False
         self.records = False
         self.partial: list[FieldValue] = []
         self._keys: dict[str, int] = {}
@@ -440,10 +436,14 @@ class FieldAlgebra:
             _refuse(y.gone(), "is a denominator")
         if y.flat and self.records:
             self.partial.append(y)
-        if self.empty_rows:
-            y = _without_empty(x, y)
         q = None if x.q is None or y.q is None else inverse(y.q, self.primes.q)
         return self.mul(x, y.like(y.dims, inverse(y.p, self.primes.p), q))
+
+    def seen(self, y: FieldValue) -> FieldValue:
+        """The divisor y, with 1 in place of 0, as where all its summands are hidden (see
+        `cutesuper.ir.unseen`). Those went through an exponential and have no residues mod q."""
+        one = _U(1)
+        return y if y.q is not None else y.like(y.dims, np.where(y.p == 0, one, y.p), None)
 
     def exp(self, x: FieldValue) -> FieldValue:
         """OMEGA^x: consumes the residues mod q; see `nested_exp` for a value that has none."""
@@ -618,20 +618,6 @@ class FieldAlgebra:
 _WORD = _U(0xFFFFFFFF)
 #: (shift, odd factor) of an invertible 32-bit mixer; shifts of at least 11 invert in two steps
 _ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
-
-
-def _without_empty(x: FieldValue, y: FieldValue) -> FieldValue:
-    """The denominator y, with 1 in place of 0 where its numerators are all 0.
-
-    Only a value that went through an exponential (no residues mod q) is 0 because of empty rows.
-    """
-    zero = y.p == 0
-    if y.q is not None or not zero.any():
-        return y
-    dims = y.dims + tuple(d for d in x.dims if d not in y.dims)
-    divided = align(x.p, x.dims, dims) != 0
-    nothing = zero & ~divided.any(tuple(range(len(y.dims), len(dims))))
-    return y.like(y.dims, np.where(nothing, _U(1), y.p), None)
 
 
 def _refuse(gone: NDArray[np.bool_], what: str) -> None:

@@ -188,14 +188,41 @@ def guarded(program: BlockProgram, tensors: Mapping[str, TensorSpec]) -> BlockPr
 
 def followed(mu: MuGraph) -> dict[str, TensorSpec]:
     """The tensors of a muGraph; those that hidden rows reach are marked with their values there."""
-    tensors = dict(mu.tensors)
+    return _followed(mu)[0]
+
+
+def empty_quotients(mu: MuGraph) -> list[set[int]]:
+    """For each kernel of a muGraph the operations of which `empties_quotient` is true."""
+    if not any(op.facets.empties for step in mu.steps for op in step.program.ops):
+        return [set() for _ in mu.steps]
+    return [
+        {i for i, op in enumerate(step.program.ops) if _empties(op.kind, op.inputs, fates)}
+        for step, fates in zip(mu.steps, _followed(mu)[1], strict=True)
+    ]
+
+
+def empty_quotients_of_graph(graph: KernelGraph) -> set[int]:
+    """The nodes of a kernel graph of which `empties_quotient` is true."""
+    if not any(node.facets.empties for node in graph.nodes):
+        return set()
+    fates = fates_of(graph)
+    return {i for i, n in enumerate(graph.nodes) if _empties(n.operator, n.inputs, fates)}
+
+
+def _empties(kind: str, inputs: Sequence[int], fates: Fates) -> bool:
+    return empties_quotient(kind, [fates[j] for j in inputs])
+
+
+def _followed(mu: MuGraph) -> tuple[dict[str, TensorSpec], list[Fates]]:
+    """The tensors as `followed` marks them, and the fates in each kernel."""
+    tensors, found = dict(mu.tensors), list[Fates]()
     for step in mu.steps:
-        fates = _fates(step.program, tensors)
+        found.append(_fates(step.program, tensors))
         for op in step.program.stores():
-            found, name = fates[op.inputs[0]], op.attributes["tensor"]
-            if found is not None and found.hidden:
-                tensors[name] = replace(tensors[name], hidden=found.value)
-    return tensors
+            fate, name = found[-1][op.inputs[0]], op.attributes["tensor"]
+            if fate is not None and fate.hidden:
+                tensors[name] = replace(tensors[name], hidden=fate.value)
+    return tensors, found
 
 
 def guarded_mugraph(mu: MuGraph) -> MuGraph:

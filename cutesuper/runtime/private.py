@@ -169,7 +169,9 @@ def checked_temporary(folder: Path) -> Path:
 def _steps(path: str | os.PathLike[str]) -> Iterator[tuple[str, os.stat_result]]:
     """Every folder on the way to a path, then the path itself; links, and the folders they lead
     through."""
-    rest = os.path.join(os.getcwd(), os.fspath(path)).split(os.sep)[::-1]
+    path = os.fspath(path)
+    # the current folder may be gone, and only a relative path needs it
+    rest = (path if os.path.isabs(path) else os.path.join(os.getcwd(), path)).split(os.sep)[::-1]
     place, links = os.sep, 0
     yield place, os.lstat(place)
     while rest:

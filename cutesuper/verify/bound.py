@@ -19,6 +19,7 @@ from cutesuper.ir.block import MuGraph
 from cutesuper.ir.field import SMALLEST
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import Attributes, Operator, lookup
+from cutesuper.ir.unseen import empty_quotients
 from cutesuper.verify.extents import Sizes
 from cutesuper.verify.integers import Integers
 from cutesuper.verify.source import evaluate_graph, names_of
@@ -89,7 +90,7 @@ class DegreeAlgebra:
         exponents: arguments of exponentials.
         ordered: `max` was used in its meaning of the largest element.
         kept_zero: a function that is 0 at 0 was applied.
-        empty_rows: 0 / 0 is 0, see `cutesuper.ir.field.FieldAlgebra`.
+        empty_rows: a divisor that is 0 counts as 1, see `cutesuper.ir.field.FieldAlgebra.seen`.
     """
 
     def __init__(self, shifted: bool, shift_degree: int = 1) -> None:
@@ -189,7 +190,6 @@ class DegreeAlgebra:
 
     def mask(self, x: Degree, names: Any, keep: Any, operator: Operator) -> Degree:
         """x: the elements set to -inf or 0 do not depend on the inputs."""
-        self.empty_rows |= operator.empties
         return x
 
     def literal(self, names: tuple[str, ...], numbers: Any) -> Degree:
@@ -213,6 +213,11 @@ class DegreeAlgebra:
         )  # fmt: skip
         return _spread(most, whole)
 
+    def seen(self, x: Degree) -> Degree:
+        """x: 1 in place of 0 raises no degree."""
+        self.empty_rows = True
+        return x
+
     def without_q(self, x: Degree) -> Degree:
         """x: degrees are the same for both residues."""
         return x
@@ -220,7 +225,6 @@ class DegreeAlgebra:
     def elementwise(self, kind: str, args: list[Degree], attributes: Attributes) -> Degree:
         """An element-wise operator of the table."""
         self.kept_zero |= lookup(kind).keeps_zero
-        self.empty_rows |= lookup(kind).empties
         return lookup(kind).symbolic(self, args, attributes)
 
     def rename(self, x: Degree, names: Mapping[str, str]) -> Degree:
@@ -329,8 +333,8 @@ def degrees(source: Source, mu: MuGraph, sizes: Sizes) -> Degrees:
     """Evaluate a muGraph over degrees, at the extents of the kernel graph."""
     found = DegreeAlgebra(source.algebra.shifted)
     tensors: dict[str, Any] = dict(zip(mu.inputs, source.inputs, strict=True))
-    for program in sizes.programs:
-        tensors |= BlockRun(found, program, tensors, set()).run()
+    for program, empty in zip(sizes.programs, empty_quotients(mu), strict=True):
+        tensors |= BlockRun(found, program, tensors, set(), empty=empty).run()
     outputs = zip(source.outputs, (tensors[name] for name in mu.outputs), strict=True)
     return Degrees(source.algebra, found, tuple(outputs))
 
@@ -359,7 +363,7 @@ def error_bound(both: Degrees, exponents: str | None, drawn: Sequence[str] = ())
     weight += _accidents(source.exponents, arguments)
     zeros = source.zeros + found.zeros
     if source.empty_rows or found.empty_rows:
-        weight += zeros  # an accidental 0 / 0 is not drawn again
+        weight += zeros  # an accidental 0 is not drawn again
     if arguments:
         bound = _bound(weight, 2 * zeros, SMALLEST.q, "exponents jointly uniform, degree")
     else:

@@ -93,6 +93,7 @@ class FieldDomain(FieldAlgebra):
     Attributes:
         hid: for each operation that hides by a condition, true if it hid anything.
         strict: -inf minus -inf is `NoNumber`, as PyTorch's is NaN, unless `empty_rows`.
+        empty_rows: rows may be hidden as a whole.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class FieldDomain(FieldAlgebra):
     ) -> None:
         super().__init__(seed, shifts, primes)
         self._whole = whole
-        self.strict = False
+        self.strict = self.empty_rows = False
         self.hid: list[bool] = []
         self._failing = np.uint64(failing * primes.p)
         self._padding = np.random.default_rng(seed + 1)
@@ -183,7 +184,7 @@ class FieldDomain(FieldAlgebra):
         self, x: FieldValue, names: tuple[str, ...], keep: NDArray[np.bool_], operator: Operator
     ) -> FieldValue:
         """A masking operator applied to x: elements are kept where ``keep``, with dimensions
-        ``names``, holds. If it may hide rows as a whole, 0 / 0 is 0 from now on."""
+        ``names``, holds."""
         self.empty_rows |= operator.empties
         return x.replace(align(~keep, names, x.dims), operator.fill)
 

@@ -34,6 +34,7 @@ from cutesuper.ir.field import (
 )
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import CONSTANT, TABLE
+from cutesuper.ir.unseen import empty_quotients
 from cutesuper.verify.bound import (
     Bound,
     Source,
@@ -405,8 +406,8 @@ class Verifier:
     ) -> tuple[_Trial, list[bool]]:
         """A trial with the graph's results, and what each condition hid (`FieldDomain.hid`).
 
-        Where a row that is hidden as a whole would be +inf on the way (the square of its maximum,
-        which `logsumexp` compares), such rows have no value: see `FieldDomain`.
+        Where a row that is hidden as a whole would be +inf on the way (the square of its maximum),
+        such rows have no value: see `FieldDomain`.
         """
         a = trial.domain(mode, 0)
         a.strict, a.records = True, keep
@@ -485,8 +486,10 @@ def evaluate_mugraph(
         wants.append(set(wanted))
         wanted |= exponents_loaded(program, wanted)
     tensors = dict(tensors)
-    for program, kept in zip(sizes.programs, reversed(wants), strict=True):
-        tensors |= BlockRun(a, program, tensors, kept, chunk_elements).run()
+    for program, kept, empty in zip(
+        sizes.programs, reversed(wants), empty_quotients(mu), strict=True
+    ):
+        tensors |= BlockRun(a, program, tensors, kept, chunk_elements, empty).run()
     return tensors
 
 

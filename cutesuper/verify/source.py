@@ -16,6 +16,7 @@ from cutesuper.errors import VerificationError
 from cutesuper.ir.field import DivisionByZero
 from cutesuper.ir.graph import KernelGraph
 from cutesuper.ir.operators.base import INPUT, Attributes, Operator, facets, lookup
+from cutesuper.ir.unseen import empty_quotients_of_graph
 from cutesuper.verify.integers import without_q
 
 #: name of the contracted dimension while a matrix product runs
@@ -60,6 +61,7 @@ def evaluate_graph(graph: KernelGraph, a: Any, inputs: list[Any]) -> list[Any]:
     )
     live = graph.needed(graph.outputs)
     last = {j: i for i, n in enumerate(graph.nodes) if i in live for j in n.inputs}
+    empty = empty_quotients_of_graph(graph)
     values: dict[int, Any] = {}
     for i, node in enumerate(graph.nodes):
         if i not in live and node.operator != INPUT:
@@ -70,6 +72,8 @@ def evaluate_graph(graph: KernelGraph, a: Any, inputs: list[Any]) -> list[Any]:
             args = [values[j] for j in node.inputs]
             if i not in wanted and not node.facets.exponential:
                 args = [without_q(a, v) for v in args]
+            if i in empty:
+                args[1] = a.seen(args[1])
             try:
                 value = _apply(graph, i, a, args)
             except DivisionByZero as error:

@@ -17,7 +17,7 @@ out, stores drop them. They hold random residues, so a leak would show.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -143,6 +143,8 @@ class BlockRun:
         tensors: the tensors to load, by name; `Integers` for integers.
         wanted: names of stored tensors whose residues mod q a later kernel uses.
         chunk_elements: None holds all tiles at once; else the size to which values are cut.
+        empty: quotients whose divisor may be a sum of hidden elements only, by operation; see
+            `cutesuper.ir.unseen`.
     """
 
     def __init__(
@@ -152,8 +154,9 @@ class BlockRun:
         tensors: Mapping[str, Any],
         wanted: set[str],
         chunk_elements: int | None = None,
+        empty: Collection[int] = (),
     ) -> None:
-        self.a, self.program, self.tensors = a, program, tensors
+        self.a, self.program, self.tensors, self.empty = a, program, tensors, empty
         self.layout = Layout(program)
         self.q_wanted = _with_exponents(program, wanted)
         self._names = self._dims_of_values()
@@ -233,6 +236,8 @@ class BlockRun:
         args = [self._memo[j][1] for j in op.inputs]
         if i not in self.q_wanted and not op.facets.exponential and not op.rescaled:
             args = [without_q(self.a, v) for v in args]
+        if i in self.empty:
+            args[1] = self.a.seen(args[1])
         value = self._apply(op, args, here)
         self._memo[i] = (here, value if i in self.q_wanted else without_q(self.a, value))
 
@@ -261,17 +266,7 @@ class BlockRun:
         if operator.integers:
             [x] = args
             return self.a.literal(x.dims, operator.numbers(x.data, op.attributes))
-        if operator.powers == (1, -1) and self.a.empty_rows:
-            args = [self._without_padding(args[0], window), args[1]]
         return self.a.elementwise(op.kind, args, dict(op.attributes))
-
-    def _without_padding(self, x: Any, window: Window) -> Any:
-        """x, 0 where elements do not exist: the sum of a row without visible elements is 0, and 0 /
-        0 is 0, but elements past the end of that row may be anything."""
-        for names, exists in self.layout.valid.values():
-            if set(names) <= set(x.dims):
-                x = self.a.masked(x, (names, _cut_window(names, exists, window)))
-        return x
 
     def _load(self, op: BlockOp, window: Window) -> Any:
         for needed in op.tensors:

@@ -34,9 +34,6 @@ class TorchValue:
 class TorchDomain:
     """PyTorch as the algebra of `cutesuper.verify.tiles.BlockRun`."""
 
-    #: hidden rows are defined by guards in the program (`cutesuper.ir.unseen`), not by the algebra
-    empty_rows = False
-
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 

@@ -50,7 +50,7 @@ DOMAINS: dict[str, tuple[tuple[str, float | None], ...]] = {
 #: operators that programs are made of more often than a draw from the table gives them
 USUAL = ("add", "mul", "sub", "div", "maximum", "matmul", "matmul", "matmul", "sum", "mean", "max",
          "softmax", "rms_norm", "layer_norm", "silu", "gelu", "exp", "square", "transpose",
-         "scaled_dot_product_attention", "concat", "hide", "keep")  # fmt: skip
+         "scaled_dot_product_attention", "concat", "hide", "keep", "lift")  # fmt: skip
 
 
 def draw_case(seed: int, index: int) -> Case:
@@ -351,7 +351,7 @@ def _convert(d: Draw, op: Operator) -> None:
     d.step("convert", d.value(), dtype=d.rng.choice(("float16", "bfloat16", "float32")))
 
 
-@recipe("keep", "hide")
+@recipe("keep", "hide", "lift")
 def _choice(d: Draw, op: Operator) -> None:
     i = d.value()
     shape = d.dims(i)

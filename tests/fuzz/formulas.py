@@ -50,6 +50,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "floor": torch.floor,
     "round": torch.round,
     "step": lambda x: (x > 0).double(),
+    "finite": lambda x: (x.abs() < 2.0**64).double(),
 }
 
 #: of two numbers
@@ -62,12 +63,13 @@ PAIRS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "maximum": torch.maximum,
     "keep": lambda c, x: torch.where(c > 0.5, x, 0.0),
     "hide": lambda c, x: torch.where(c > 0.5, x, -torch.inf),
+    "lift": lambda c, x: torch.where(c > 0.5, x, torch.inf),
 }
 
 #: these have no rounding of their own
-EXACT = {"relu", "floor", "round", "step", "at_least", "maximum", "keep", "hide"}
+EXACT = {"relu", "floor", "round", "step", "finite", "at_least", "maximum", "keep", "hide", "lift"}
 #: these jump: next to a threshold a right program may be on either side
-JUMPS = {"floor", "round", "step", "at_least", "keep", "hide"}
+JUMPS = {"floor", "round", "step", "finite", "at_least", "keep", "hide", "lift"}
 
 
 def formula(name: str) -> Callable[[Formula], Formula]:
@@ -234,8 +236,7 @@ def _hidden_sub(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _empty_div(x: Tensor, y: Tensor) -> Tensor:
-    empty = (x == 0) & (y == 0)
-    return torch.where(empty, 0.0, x / torch.where(empty, 1.0, y))
+    return x / torch.where(y == 0, 1.0, y)
 
 
 # ----------------------------------------------------------------------------------- composites
@@ -330,9 +331,7 @@ def _scaled(m: Arithmetic, x: Any, factor: float) -> Any:
     return m.function(lambda t: t * factor, x)
 
 
-#: in programs that hide rows as a whole (docs/verification.md, "Masks"): -inf minus -inf is
-#: -inf, 0 / 0 is 0
-WITH_HIDDEN_ROWS = FORMULAS | {
-    "sub": _elementwise("sub", _hidden_sub),
-    "div": _elementwise("div", _empty_div),
-}
+#: in programs that hide rows as a whole (docs/verification.md, "Masks"): -inf minus -inf is -inf
+WITH_HIDDEN_ROWS = FORMULAS | {"sub": _elementwise("sub", _hidden_sub)}
+#: and a divisor that is 0 in such rows counts as 1
+OF_EMPTY = _elementwise("div", _empty_div)

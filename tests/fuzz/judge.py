@@ -37,7 +37,7 @@ from torch import Tensor
 
 from cutesuper.ir.graph import KernelGraph, Node
 from tests.fuzz.arithmetic import Arithmetic, Ball, Balls, Numbers, reach, smallest, unit
-from tests.fuzz.formulas import FORMULAS, JUMPS, WITH_HIDDEN_ROWS
+from tests.fuzz.formulas import FORMULAS, JUMPS, OF_EMPTY, WITH_HIDDEN_ROWS
 
 #: times the bound of an element
 AT_WORST = 4.0
@@ -51,10 +51,10 @@ MASKS = {"causal_mask", "length_mask", "hide", "scaled_dot_product_attention"}
 
 def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any]:
     """The outputs of a kernel graph by the formulas, on the numbers of an arithmetic."""
-    hidden = any(node.operator in ("length_mask", "hide") for node in graph.nodes)
+    hidden = any(node.operator in HIDING for node in graph.nodes)
     formulas = WITH_HIDDEN_ROWS if hidden else FORMULAS
     values: list[Any] = []
-    feed = iter(inputs)
+    feed, empty = iter(inputs), _empty(graph)
     for node in graph.nodes:
         if node.operator == "input":
             x = next(feed)
@@ -67,9 +67,38 @@ def run(graph: KernelGraph, inputs: Sequence[Tensor], m: Arithmetic) -> list[Any
             attributes = dict(node.attributes) | {"factors": factors}
             if node.operator == "matmul":
                 args = [m.store(x, factors, limited=False) for x in args]
-            y = formulas[node.operator](m, args, attributes, dtype)
+            by_none = node.operator == "div" and node.inputs[1] in empty
+            formula = OF_EMPTY if by_none else formulas[node.operator]
+            y = formula(m, args, attributes, dtype)
             values.append(m.store(y, dtype))
     return [values[i] for i in graph.outputs]
+
+
+#: -inf of elements that are all -inf, and 0 of such that are all 0
+KEPT = ("sum", "mean", "max", "transpose", "convert", "causal_mask")
+#: -inf where their first operand is, as for positive divisors
+FIRST = ("sub", "div", *KEPT)
+#: they may hide a row as a whole
+HIDING = ("length_mask", "hide")
+
+
+def _empty(graph: KernelGraph) -> set[int]:
+    """The nodes that are 0 in rows which the graph hides as a whole."""
+    gone, zero = set[int](), set[int]()
+    for i, node in enumerate(graph.nodes):
+        op, args = node.operator, node.inputs
+        lost, none = ([j in known for j in args] for known in (gone, zero))
+        if op in HIDING or (any(lost) if op in ("add", "mul") else op in FIRST and lost[0]):
+            gone.add(i)
+        if (
+            (op in ("exp", "softmax") and lost[0])
+            or (op == "mul" and any(none))
+            or (op in ("add", "sub") and all(none))
+            or (op in ("div", "square", "sqrt", "relu", *KEPT) and none[0])
+            or (op == "keep" and none[1])
+        ):
+            zero.add(i)
+    return zero
 
 
 def _factors(graph: KernelGraph, node: Node) -> torch.dtype:

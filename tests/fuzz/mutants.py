@@ -78,7 +78,14 @@ def _other_steps(step: Step) -> Iterator[Step]:
             for value in values:
                 if value != step.attributes[flag]:
                     yield replace(step, attributes={**step.attributes, flag: value})
-    if len(step.operands) == 2 and step.operator in ("sub", "div", "at_least", "keep", "hide"):
+    if len(step.operands) == 2 and step.operator in (
+        "sub",
+        "div",
+        "at_least",
+        "keep",
+        "hide",
+        "lift",
+    ):
         yield replace(step, operands=step.operands[::-1])
 
 

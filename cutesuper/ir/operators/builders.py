@@ -87,6 +87,10 @@ class NamedOperators:
         """``a`` where the condition is 1, -inf where it is 0, whatever ``a`` is there."""
         return self.apply("hide", condition, a)
 
+    def lift(self, condition: Operand, a: Operand) -> Tensor:
+        """``a`` where the condition is 1, inf where it is 0, whatever ``a`` is there."""
+        return self.apply("lift", condition, a)
+
     def clamp(self, a: Tensor, min: float, max: float) -> Tensor:  # noqa: A002 (PyTorch's names)
         """``a`` limited to [min, max]."""
         return self.apply("clamp", a, min=min, max=max)

@@ -244,7 +244,7 @@ class LogSumExp(Operator):
         dim = attributes["dim"]
         largest = g.max(args[0], dim)
         rest = g.log(g.sum(g.exp(g.sub(args[0], largest)), dim))
-        return g.add(g.keep(g.at_least(LARGEST, g.square(largest)), rest), largest)
+        return g.add(g.keep(g.apply("finite", largest), rest), largest)
 
     def derivative(
         self, g: Derivation, args: list[Tensor], attributes: Attributes, y: Tensor, dy: Tensor

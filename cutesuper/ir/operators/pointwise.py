@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from cutesuper.errors import DTypeError, OperatorError
 from cutesuper.ir.dtypes import ALL, DType, as_dtype
 from cutesuper.ir.field import NoNumber, Unbounded
-from cutesuper.ir.operators.base import Attributes, Elementwise, opaque, operator, torch_module
+from cutesuper.ir.operators.base import (
+    LARGEST,
+    Attributes,
+    Elementwise,
+    opaque,
+    operator,
+    torch_module,
+)
 
 if TYPE_CHECKING:
     from cutesuper.ir.derivation import Derivation
@@ -204,6 +211,9 @@ FUNCTIONS = (
     function("step", "1 where x > 0, 0 elsewhere (NaN too): the slope of relu, and comparisons.",
         lambda g, x, y, dy: None, of_tensor=lambda torch, x: (x > 0).to(x.dtype),
         keeps_zero=True, flat=True, at_hidden=0.0),
+    function("finite", "1 where x x is finite in float32, 0 for larger x, infinities and NaN.",
+        lambda g, x, y, dy: None, of_tensor=lambda torch, x: (x * x <= LARGEST).to(x.dtype),
+        of_element=lambda m, x: m.at_least(LARGEST, x * x), at_hidden=0.0),
     function("floor", "The largest integer that is at most x.", lambda g, x, y, dy: None,
         keeps_zero=True, flat=True, at_hidden=-inf),
     function("round", "The nearest integer, the even one of two.", lambda g, x, y, dy: None,

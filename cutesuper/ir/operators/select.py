@@ -97,6 +97,11 @@ class _Choice(_OfTwo):
     def scalar(self, m: Any, args: list[Any], attributes: Attributes) -> Any:
         return m.kept(*args, self.other)
 
+    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
+        """Mask of the results that are -inf: those where x is and the condition holds."""
+        condition, x = args
+        return a.mul(a.gone(x), a.sub(a.constant(1.0), a.fails(condition)))
+
 
 @operator
 class Keep(_Choice):
@@ -106,10 +111,13 @@ class Keep(_Choice):
     flat = True
     other = 0.0
 
-    def hidden(self, a: Any, args: list[Any], attributes: Attributes) -> Any:
-        """Mask of the results that are -inf: those where x is and the condition holds."""
-        condition, x = args
-        return a.mul(a.gone(x), a.sub(a.constant(1.0), a.fails(condition)))
+
+@operator
+class Lift(_Choice):
+    """x where a condition holds, inf elsewhere: a number like any other, nothing that is hidden."""
+
+    name = "lift"
+    other = inf
 
 
 @operator

@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx
 
 from cutesuper.torch.compile import internals
@@ -25,8 +24,6 @@ from cutesuper.torch.compile.region_operator import region_in_place
 from cutesuper.torch.compile.report import GraphReport, Phase, graph_report, nothing_taken
 from cutesuper.torch.compile.rewrite import Call, changed, rewrite
 from cutesuper.torch.compile.selection import decide
-
-NAME = "cutesuper"
 
 
 def cutesuper(
@@ -132,10 +129,3 @@ def _complain(what: str) -> None:
 
 
 cutesuper.reset = internals.forget_cuda_graphs  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def register() -> None:
-    """Make the name known to ``torch.compile`` if the package is not installed; if it is, PyTorch
-    finds it by the entry point."""
-    if NAME not in torch.compiler.list_backends(exclude_tags=()):
-        torch._dynamo.register_backend(cutesuper, name=NAME)

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from cutesuper.errors import OptionError
 from cutesuper.ir.relations import reachable
-from cutesuper.torch.compile.backend import compile_graph, register
+from cutesuper.torch.compile.backend import compile_graph
 from cutesuper.torch.compile.internals import random_as_in_eager, run_eagerly
 from cutesuper.torch.compile.options import read_options
 from cutesuper.torch.compile.report import GraphReport, Report
@@ -51,7 +51,6 @@ def explain(
             f"explain(model, {type(example_inputs).__name__}): give it the arguments of the model "
             "as a tuple"
         )
-    register()
     chosen = read_options(options)
     graphs: list[GraphReport] = []
     backend = partial(compile_graph, options=chosen, observe=graphs.append, finish=run_eagerly)

@@ -180,7 +180,8 @@ class Where(Entry):
             raise Unsupported(node, "chooses by a number")
         if infinite:
             on = b.g.sub(1.0, c) if left in infinite else c
-            return _built(_hidden(b.g, on, values[0], infinite[0]), slots, node)
+            put = b.g.hide if infinite[0] < 0 else b.g.lift
+            return _built(put(on, values[0]), slots, node)
         x, y = values
         parts = [b.g.keep(on, v) for on, v in ((c, x), (b.g.sub(1.0, c), y)) if v != 0.0]
         return _built(reduce(b.g.add, parts) if parts else b.g.mul(c, 0.0), slots, node)
@@ -190,12 +191,6 @@ class Where(Entry):
         if "mask" in a:
             return a["mask"], a["value"], a["self"]
         return a["condition"], a["self"], a["other"]
-
-
-def _hidden(g: KernelGraph, on: Tensor, x: Operand, other: float) -> Tensor:
-    if other < 0:
-        return g.hide(on, x)
-    return g.mul(g.hide(on, g.mul(x, -1.0) if isinstance(x, Tensor) else -x), -1.0)
 
 
 def _constant(b: Builder, node: fx.Node, operand: Any) -> float | None:
@@ -463,7 +458,16 @@ def _equal(g: KernelGraph, x: Operand, y: Operand) -> Tensor:
 
 def _is_number(g: KernelGraph, x: Tensor) -> Tensor:
     """1 where x is not NaN, without ``x == x``, which is 1 in any algebra."""
-    return g.maximum(g.at_least(x, 0.0), g.step(g.mul(x, -1.0)))
+    return g.maximum(g.at_least(x, 0.0), g.at_least(0.0, x))
+
+
+def _infinite(g: KernelGraph, x: Tensor, sign: float) -> Tensor:
+    """1 where x is inf or -inf, as ``sign`` says: half of it is at least the largest number.
+
+    What is subtracted from a number, to compare them, must not be hidden (-inf).
+    """
+    half = g.mul(x, 0.5)
+    return g.at_least(half, _LARGEST) if sign > 0 else g.at_least(-_LARGEST, half)
 
 
 def _at_least(g: KernelGraph, x: Operand, y: Operand) -> Operand:
@@ -471,10 +475,8 @@ def _at_least(g: KernelGraph, x: Operand, y: Operand) -> Operand:
         return _is_number(g, x)
     if x == inf or y == -inf:
         return _is_number(g, x if isinstance(x, Tensor) else y)  # type: ignore[arg-type]
-    if x == -inf:
-        return _greater(g, -_LARGEST, y)
-    if y == inf:
-        return _greater(g, x, _LARGEST)
+    if x == -inf or y == inf:
+        return _infinite(g, *((x, 1.0) if isinstance(x, Tensor) else (y, -1.0)))  # type: ignore[arg-type]
     return g.at_least(x, y)
 
 
