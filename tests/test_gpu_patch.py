@@ -35,8 +35,8 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     made: dict[Any, Any] = Kept()
     monkeypatch.setattr(fused, "_programs", made)
     monkeypatch.setattr(fused, "refused", {})
-    slow = lambda call, _: 1.0 - isinstance(call, cs.TracedProgram)  # noqa: E731
-    monkeypatch.setattr(fused, "_microseconds", slow)
+    slow = lambda call, _: 1.0 - isinstance(call.func, cs.TracedProgram)  # noqa: E731
+    monkeypatch.setattr(fused, "called_us", slow)
     return made
 
 

@@ -25,7 +25,8 @@ from tests.patching import TOKENS, in_float64, new_model  # noqa: E402
 def programs(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """All programs, which are made on the CPU too."""
     made: dict[Any, Any] = Kept()
-    monkeypatch.setattr(fused, "DEVICES", ("cpu",))
+    monkeypatch.setattr(fused, "KERNEL_DEVICES", {"cpu"})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(fused, "_programs", made)
     monkeypatch.setattr(fused, "refused", {})
     return made

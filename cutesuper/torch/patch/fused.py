@@ -20,13 +20,10 @@ from cutesuper.ir.operators.base import TABLE
 from cutesuper.measure import called_us
 from cutesuper.runtime.cache import warn_once
 from cutesuper.runtime.kernel import bucket_of
-from cutesuper.runtime.programs import Kept, is_capturing
+from cutesuper.runtime.programs import KERNEL_DEVICES, Kept, refuse_capture
 from cutesuper.torch.patch.probing import Failed, within_rule
 from cutesuper.torch.patch.report import refused
 from cutesuper.torch.patch.usual_calls import MOST_POSITIONS, is_usual
-
-#: devices on which programs are made
-DEVICES = ("cuda",)
 
 #: rows up to which kernels are faster than those for large matrices; more share their weights
 MOST_ROWS = 64
@@ -52,14 +49,18 @@ def run(function: Function, parameters: Sequence[Tensor], x: Any) -> tuple[Tenso
         return None
     rows = x.shape[:-1].numel()
     few = x.dim() == 3 and x.shape[1] <= MOST_POSITIONS and 0 < rows <= MOST_ROWS
-    if not few or x.device.type not in DEVICES or not all(p.is_contiguous() for p in parameters):
+    if (
+        not few
+        or x.device.type not in KERNEL_DEVICES
+        or not all(p.is_contiguous() for p in parameters)
+    ):
         return None
     inputs = [x.reshape(rows, x.shape[-1]), *parameters]
     shapes = tuple(tuple(t.shape) for t in parameters)
     few_rows = rows if rows == 1 else bucket_of(rows)
     kind = (function, few_rows, shapes, x.dtype, x.device, TABLE.changes)
-    if kind not in _programs and x.device.type == "cuda" and is_capturing():
-        return None  # the next call outside of a capture makes it
+    if kind not in _programs:
+        refuse_capture(f"{function} of a patched model, with {rows} rows")
     program = _programs.made(kind, lambda: _made(kind, function, inputs))
     if program is None:
         return None
