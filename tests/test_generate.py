@@ -42,7 +42,7 @@ def windowed(family: str, window: int) -> Any:
     if family == "Mistral":
         return new_model(family, sliding_window=window)
     kinds = ["sliding_attention", "full_attention"]
-    options = EXTENTS | {"sliding_window": window, "layer_types": kinds}
+    options: dict[str, Any] = EXTENTS | {"sliding_window": window, "layer_types": kinds}
     torch.manual_seed(0)
     config = {"Gemma2": transformers.Gemma2Config, "Gemma3": transformers.Gemma3TextConfig}[family]
     return getattr(transformers, f"{family}ForCausalLM")(config(**options)).eval()
@@ -54,7 +54,8 @@ def theirs(model: Any, prompts: Any, shown: Any, **options: Any) -> Any:
 
 
 def ours(model: Any, prompts: Any, shown: Any, **options: Any) -> Any:
-    return cs.generate(model, prompts, shown, **{"max_new_tokens": NEW} | options)
+    options = {"max_new_tokens": NEW} | options
+    return cs.generate(model, prompts, shown, **options)
 
 
 def assert_same(model: Any, of: Any = None, **options: Any) -> None:
@@ -217,12 +218,15 @@ def test_draws_are_those_of_the_seed(graphs: list[Recording]) -> None:
 def test_distributions(options: dict[str, Any]) -> None:
     """Those that transformers samples from, by a chi-squared statistic; nothing else is drawn."""
     logits = torch.randn(1, 16, generator=torch.Generator().manual_seed(4)) * 2
-    warpers = [transformers.TemperatureLogitsWarper(options["temperature"])]
+    warpers: list[Any] = [transformers.TemperatureLogitsWarper(options["temperature"])]
     if "top_k" in options:
         warpers.append(transformers.TopKLogitsWarper(options["top_k"]))
     if "top_p" in options:
         warpers.append(transformers.TopPLogitsWarper(options["top_p"]))
-    likely = transformers.LogitsProcessorList(warpers)(None, logits.clone()).softmax(-1)[0]
+    scores = logits.clone()
+    for warp in warpers:
+        scores = warp(None, scores)
+    likely = scores.softmax(-1)[0]
     count = 20000
     drawn = Sampling(**options).choose(
         logits.expand(count, -1), torch.Generator().manual_seed(5)
@@ -262,9 +266,9 @@ def test_distributions(options: dict[str, Any]) -> None:
 def test_arguments_that_are_refused(
     options: dict[str, Any], error: type[Exception], why: str
 ) -> None:
-    given = {"input_ids": PROMPTS, "attention_mask": SHOWN, "max_new_tokens": 3} | options
+    options = {"input_ids": PROMPTS, "attention_mask": SHOWN, "max_new_tokens": 3} | options
     with pytest.raises(error, match=why):
-        cs.generate(LLAMA, **given)
+        cs.generate(LLAMA, **options)
 
 
 def test_models_that_are_refused(graphs: list[Recording]) -> None:
@@ -281,9 +285,8 @@ def test_models_that_are_refused(graphs: list[Recording]) -> None:
     chunks = new_model("Llama")
     chunks.config.attention_chunk_size = 4
     refused(chunks, "attention in chunks")
-    linear = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(
-        **EXTENTS, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
-    ))  # fmt: skip
+    few: dict[str, Any] = EXTENTS | {"num_experts": 2, "num_experts_per_tok": 1}
+    linear = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**few))
     refused(linear, "LinearAttention.*use model.generate")
     with pytest.raises(ShapeError, match="room for 14 positions; make a"):
         cs.Decoder(new_model("Llama"), 4, 14)(PROMPTS, SHOWN, max_new_tokens=9)

@@ -52,7 +52,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Any:
 def decoder(model: Any) -> Any:
     """A function that decodes the tokens from ``begin`` to ``end`` with a cache that holds those
     before, and one that gives the same again."""
-    cache = transformers.StaticCache(model.config, max_cache_len=32)
+    cache: Any = transformers.StaticCache(model.config, max_cache_len=32)
     model(TOKENS[:, :8], past_key_values=cache)
 
     def step(begin: int, end: int, **options: Any) -> Any:

@@ -26,10 +26,12 @@ class Ring(StaticLayer):
     """The last S positions of each sequence: position p is in column ``p % S``."""
 
     is_sliding = True
+    keys: Any
+    values: Any
 
-    def fill(self, layer: StaticSlidingWindowLayer, written: int) -> None:
-        """Take over the keys and values of a prompt of ``written`` positions. A layer that holds
-        fewer than these has the last ones in order."""
+    def fill(self, layer: Any, written: int) -> None:
+        """Take over the keys and values of a prompt of ``written`` positions from a window layer,
+        which has the last ones in order if it holds fewer."""
         shift = written if written > self.max_cache_len else 0
         keys, values = (t.roll(shift, 2) for t in (layer.keys, layer.values))
         if not self.is_initialized:
@@ -71,8 +73,8 @@ class Caches:
         self._rings: list[Ring] = []
         for n, layer in enumerate(self._steps.layers):
             if isinstance(layer, StaticSlidingWindowLayer):
-                self._steps.layers[n] = Ring(layer.max_cache_len)
-                self._rings.append(self._steps.layers[n])
+                self._steps.layers[n] = ring = Ring(layer.max_cache_len)
+                self._rings.append(ring)
 
     def _new(self) -> StaticCache:
         return StaticCache(self._config, max_cache_len=self._length)
@@ -105,7 +107,7 @@ class Caches:
             return padding  # the model makes the same masks of it, from lengths on the device
         lengths = {"full_attention": self._length,
                    "sliding_attention": self._rings[0].max_cache_len}  # fmt: skip
-        kinds = set(getattr(self._text, "layer_types", None) or ())
+        kinds: set[str] = set(getattr(self._text, "layer_types", None) or ())
         made = {k: self._mask(n, place, padding, like) for k, n in lengths.items()
                 if k in kinds or (not kinds and k == "sliding_attention")}  # fmt: skip
         return made if kinds else made["sliding_attention"]
@@ -133,7 +135,7 @@ class Caches:
 
 def _check(config: Any, cache: StaticCache) -> None:
     kinds = {type(layer) for layer in cache.layers} - {StaticLayer, StaticSlidingWindowLayer}
-    types = set(getattr(config, "layer_types", None) or ())
+    types: set[str] = set(getattr(config, "layer_types", None) or ())
     if kinds or "chunked_attention" in types or getattr(config, "attention_chunk_size", None):
         found = ", ".join(sorted(k.__name__ for k in kinds)) or "attention in chunks"
         raise GenerationError(

@@ -300,8 +300,8 @@ def _device_of(model: Any) -> torch.device:
         GenerationError: it is no causal language model of transformers.
         DeviceError: it is on several devices, or on one without kernels.
     """
-    config = getattr(model, "config", None)
-    if getattr(model, "generation_config", None) is None or config.is_encoder_decoder:
+    generates = getattr(model, "generation_config", None) is not None
+    if not generates or model.config.is_encoder_decoder:
         raise GenerationError(
             f"generate({type(model).__name__}): give it a causal language model of the "
             "transformers library, such as LlamaForCausalLM"
