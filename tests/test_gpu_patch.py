@@ -37,6 +37,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     monkeypatch.setattr(fused, "refused", {})
     slow = lambda call, _: 1.0 - isinstance(call.func, cs.TracedProgram)  # noqa: E731
     monkeypatch.setattr(fused, "called_us", slow)
+    monkeypatch.setattr(fused, "device_us", lambda calls, draw, device: [0.0, 1.0])
     return made
 
 

@@ -84,6 +84,32 @@ def test_steps_are_captured(family: str, capture: Any, monkeypatch: pytest.Monke
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("called", "recorded"), [(True, False), (False, True)])
+def test_programs_run_where_they_are_faster(
+    called: bool, recorded: bool, capture: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In calls, where the host counts, or in graphs, where it does not."""
+    seen: list[Any] = []
+
+    def found(function: Any, inputs: Any) -> Any:
+        del inputs
+        program = lambda *given: (seen.append(function), function(*given))[1]  # noqa: E731
+        return fused.Found(program, called, recorded)
+
+    monkeypatch.setattr(fused, "_found", found)
+    model = new_model("Llama")
+    cs.patch(model)
+    step = decoder(model)
+    seen.clear()
+    step(8, 9)()
+    assert len(seen) == 4 * called  # projections and MLPs of two layers
+    seen.clear()
+    with capture():
+        step(8, 9)()
+    assert len(seen) == 4 * recorded
+
+
+@torch.no_grad()
 def test_first_calls_are_refused(capture: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model("Llama")
     cs.patch(model)

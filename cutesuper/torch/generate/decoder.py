@@ -165,13 +165,14 @@ class Decoder:
             with self._loan.taken():
                 return capture(lambda: self._step(padded), stream, [self._generator])
         except Exception as error:
-            lines = str(error).splitlines() or [type(error).__name__]
+            first = error.__context__ or error  # the end of a failed capture raises once more
+            lines = str(first).splitlines() or [type(first).__name__]
             raise GenerationError(
                 f"generate({type(self._original).__name__}): its decoding step cannot be captured "
                 f"into a CUDA graph: {lines[0]}; something in the model reads from the device, "
                 "moves data from the host or compiles at every step (see the cause of this error): "
                 "take that out of the model, or use model.generate"
-            ) from error
+            ) from first
 
     def _run(self, padded: bool, most: int, every: int, on_tokens: Any) -> int:
         """Run the steps; the number of tokens up to the end of the last sequence.
