@@ -54,6 +54,7 @@ class Decoder:
         OptionError: a value that an option cannot have.
     """
 
+    @torch.inference_mode(False)  # inference tensors could not be written in other modes
     def __init__(
         self,
         model: Any,
@@ -215,19 +216,25 @@ class Decoder:
                 f"generate(input_ids{list(shape)}, max_new_tokens={max_new_tokens}): there is room "
                 f"for {room} positions; make a cutesuper.Decoder with a greater length"
             )
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
-            raise ShapeError(
-                f"generate(input_ids{list(shape)}): attention_mask must be a tensor of that shape, "
-                "1 at tokens and 0 at padding"
-            )
-        if not attention_mask[:, -1].all():
-            raise ShapeError(
-                "generate(attention_mask): a prompt ends with padding, which must be on the left; "
-                'set tokenizer.padding_side = "left"'
-            )
-        return input_ids.to(self._device, torch.int64), attention_mask.to(self._device, torch.bool)
+        shown = _shown(input_ids, attention_mask)
+        return input_ids.to(self._device, torch.int64), shown.to(self._device, torch.bool)
+
+
+def _shown(input_ids: Tensor, attention_mask: Any) -> Tensor:
+    """Where prompts are no padding. Raises ShapeError if that is not known, or not on the left."""
+    if attention_mask is None:
+        return torch.ones_like(input_ids)
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != input_ids.shape:
+        raise ShapeError(
+            f"generate(input_ids{list(input_ids.shape)}): attention_mask must be a tensor of that "
+            "shape, 1 at tokens and 0 at padding"
+        )
+    if not attention_mask[:, -1].all():
+        raise ShapeError(
+            "generate(attention_mask): a prompt ends with padding, which must be on the left; "
+            'set tokenizer.padding_side = "left"'
+        )
+    return attention_mask
 
 
 def generate(
