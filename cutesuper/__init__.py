@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cutesuper import nn, ops
     from cutesuper.torch.compile.explain import explain
     from cutesuper.torch.compile.traced_program import TracedProgram
+    from cutesuper.torch.generate import Decoder, generate
     from cutesuper.torch.patch import Patch, patch
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "H100",
     "H200",
     "DType",
+    "Decoder",
     "Kernel",
     "KernelGraph",
     "MuGraph",
@@ -49,6 +51,7 @@ __all__ = [
     "explain",
     "float16",
     "float32",
+    "generate",
     "grad",
     "int32",
     "int64",
@@ -71,9 +74,11 @@ source_tree.announce()
 
 #: public names of modules that import torch
 _LATE = {
+    "Decoder": "cutesuper.torch.generate",
     "Patch": "cutesuper.torch.patch",
     "TracedProgram": "cutesuper.torch.compile.traced_program",
     "explain": "cutesuper.torch.compile.explain",
+    "generate": "cutesuper.torch.generate",
     "patch": "cutesuper.torch.patch",
 }
 

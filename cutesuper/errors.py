@@ -98,6 +98,10 @@ class PatchError(CutesuperError, RuntimeError):
     """A model that cannot be patched, or a patch that cannot be undone."""
 
 
+class GenerationError(CutesuperError, RuntimeError):
+    """A model whose decoding steps `cutesuper.generate` cannot run or record."""
+
+
 __all__ = [
     "CacheError",
     "CompileError",
@@ -105,6 +109,7 @@ __all__ = [
     "DTypeError",
     "DeviceError",
     "FormatError",
+    "GenerationError",
     "GraphError",
     "LayoutError",
     "LoweringError",

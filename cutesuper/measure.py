@@ -107,19 +107,12 @@ class CudaDevice:
             for i in range(min(WARM_LAUNCHES, count)):
                 launch(i)
         self.synchronize()
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        try:
-            # other threads of the process, such as those of compilers, may call CUDA freely
-            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-                for i in range(count):
-                    launch(i)
-        except Exception:
-            # the allocator is not told that a capture has failed, and frees nothing while one is
-            # under way: after a failure, 137 of 140 GB stayed allocated unused
-            with suppress(RuntimeError):  # "already ended"
-                torch._C._cuda_endAllocateToPool(stream.device_index, pool)
-                torch._C._cuda_releasePool(stream.device_index, pool)
-            raise
+
+        def launch_all() -> None:
+            for i in range(count):
+                launch(i)
+
+        graph = capture(launch_all, stream)
         self.synchronize()
         return graph
 
@@ -150,6 +143,36 @@ class CudaDevice:
     def evict_l2(self) -> None:
         """Fill L2 with other lines by reading, since dirty lines would be written back later."""
         torch.sum(self._flush, dim=0, out=self._sum)
+
+
+def capture(
+    call: Callable[[], Any], stream: torch.cuda.Stream, generators: Sequence[torch.Generator] = ()
+) -> torch.cuda.CUDAGraph:
+    """The CUDA graph of a call. What the call needs has been made by a call before.
+
+    Args:
+        call: launches kernels.
+        stream: to capture on, not the default one; the graph may be replayed on any.
+        generators: that the call draws from, besides the device's own; replays go on with them.
+
+    Raises:
+        Exception: from the call, or from CUDA: it cannot be captured.
+    """
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    try:
+        # other threads of the process, such as those of compilers, may call CUDA freely
+        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            call()
+    except Exception:
+        # the allocator is not told that a capture has failed, and frees nothing while one is
+        # under way: after a failure, 137 of 140 GB stayed allocated unused
+        with suppress(RuntimeError):  # "already ended"
+            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+            torch._C._cuda_releasePool(stream.device_index, pool)
+        raise
+    return graph
 
 
 def device_of(device: torch.device) -> Device | None:

@@ -37,6 +37,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     monkeypatch.setattr(fused, "refused", {})
     slow = lambda call, _: 1.0 - isinstance(call.func, cs.TracedProgram)  # noqa: E731
     monkeypatch.setattr(fused, "called_us", slow)
+    monkeypatch.setattr(fused, "device_us", lambda calls, draw, device: [0.0, 1.0])
     return made
 
 
@@ -149,6 +150,41 @@ def test_decoding_in_a_cuda_graph(programs: dict[Any, Any]) -> None:
     assert len(programs) == 2 and None not in programs.values(), fused.refused
     ours = result[:, 0]
     assert acceptable(ours, exact[1][:, 0], theirs[1][:, 0], torch.bfloat16)
+
+
+def test_steps_captured_by_the_user(programs: dict[Any, Any]) -> None:
+    """Without masks of his own; replayed, the graph decodes one token after the other."""
+    model, tokens = on_gpu("Llama"), TOKENS.cuda()
+    token, position = tokens[:, :1].clone(), torch.zeros(2, 1, dtype=torch.long, device="cuda")
+
+    def prompted() -> Any:
+        cache = transformers.StaticCache(model.config, max_cache_len=128)
+        model(tokens[:, :9], past_key_values=cache)
+        return cache
+
+    def step(cache: Any) -> Any:
+        return model(token, past_key_values=cache, position_ids=position).logits
+
+    with torch.no_grad():
+        exact, theirs = logits(in_float64(model))[1], logits(model)[1]
+        cs.patch(model)
+        cache = prompted()
+        with (
+            pytest.raises(cs.errors.DeviceError, match="call it once before the capture"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            step(cache)
+        torch.cuda.synchronize()
+        step(prompted())
+        cache, graph = prompted(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = step(cache)
+        for n in (9, 10, 11):
+            token.copy_(tokens[:, n : n + 1])
+            position.fill_(n)
+            graph.replay()
+            assert acceptable(result[:, 0], exact[:, n - 9], theirs[:, n - 9], torch.bfloat16)
+    assert len(programs) == 2 and None not in programs.values(), fused.refused
 
 
 def model_mask(cache: Any) -> Any:

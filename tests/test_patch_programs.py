@@ -25,7 +25,8 @@ from tests.patching import TOKENS, in_float64, new_model  # noqa: E402
 def programs(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """All programs, which are made on the CPU too."""
     made: dict[Any, Any] = Kept()
-    monkeypatch.setattr(fused, "DEVICES", ("cpu",))
+    monkeypatch.setattr(fused, "KERNEL_DEVICES", {"cpu"})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(fused, "_programs", made)
     monkeypatch.setattr(fused, "refused", {})
     return made
@@ -199,3 +200,25 @@ def test_programs_that_are_refused(found: list[str], monkeypatch: pytest.MonkeyP
             assert text.startswith("3 products of one tensor of [2, 32] [64, 32] [64]")
             assert why in text and "\n" not in text
             fused.refused.clear()
+
+
+@pytest.mark.parametrize(
+    ("called", "recorded", "where"),
+    [
+        ((5.0, 4.0), [3.0, 4.0], (False, True)), ((3.0, 4.0), [5.0, 4.0], (True, False)),
+        ((3.0, 4.0), None, (True, True)), ((5.0, 4.0), [5.0, 4.0], None), ((5.0, 4.0), None, None),
+    ],
+)  # fmt: skip
+def test_two_clocks(
+    called: Any, recorded: Any, where: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory for the second one, the first decides."""
+    times = iter(called)
+    monkeypatch.setattr(fused, "called_us", lambda call, device: next(times))
+    monkeypatch.setattr(fused, "_recorded_us", lambda functions, inputs: recorded)
+    program, function, inputs = lambda x: (x,), lambda x: (x,), [torch.ones(1)]
+    if where is not None:
+        assert fused._timed(program, function, inputs) == fused.Found(program, *where)
+        return
+    with pytest.raises(fused.Failed, match="calls: 5 us, the original 4 us; in CUDA graphs: 5 us"):
+        fused._timed(program, function, inputs)

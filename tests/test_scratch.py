@@ -136,6 +136,24 @@ def test_every_captured_call_has_its_own(cuda: Cuda) -> None:
     assert cuda.chunks == 1
 
 
+def test_memory_on_loan_is_given_back(cuda: Cuda) -> None:
+    """One graph after the other has the same memory; meanwhile nobody else has it."""
+    memory = ScratchMemory([COUNTERS, FLAGS], {"M": (1, 0)})
+    calls = [call(memory)]
+    loan, cuda.capturing = scratch.Loan(), True
+    found = []
+    for _ in range(3):
+        with loan.taken():
+            found.append([call(memory) for _ in range(4)])
+        calls.append(call(memory))
+        assert apart(*calls, *found[-1])
+        loan.give_back()
+    loan.give_back()  # there is nothing to give
+    assert len({frozenset(s for c in calls for s in spans(c)) for calls in found}) == 1
+    calls += [call(memory) for _ in range(8)]
+    assert apart(*calls)
+
+
 def test_capturing_without_a_call_before(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = ScratchMemory([FLAGS], {})
     cuda.capturing = True

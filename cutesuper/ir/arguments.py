@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from math import inf
 from numbers import Integral, Real
 from typing import Any
 
@@ -59,6 +60,10 @@ def _is_seconds(value: Any) -> bool:
         return False
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 _FLAG = (_is_flag, "True or False")
 _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (_is_count(0), "an int of at least 0"),
@@ -71,6 +76,15 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a concurrent.futures.Executor, or None",
     ),
     "on_progress": (lambda v: v is None or callable(v), "a function of one argument, or None"),
+    "temperature": (
+        lambda v: _is_number(v) and 0 <= v < inf,
+        "a number of at least 0, which takes the likeliest token",
+    ),
+    "top_k": (lambda v: v is None or _is_count(1)(v), "an int of at least 1, or None for no limit"),
+    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0 and up to 1"),
+    "max_new_tokens": (_is_count(1), "an int of at least 1"),
+    "look_every": (_is_count(1), "an int of at least 1, steps between looks at the device"),
+    "on_tokens": (lambda v: v is None or callable(v), "a function of one argument, or None"),
     "dependent_launch": _FLAG,
     "tuned": _FLAG,
     "constant": _FLAG,

@@ -11,15 +11,19 @@ blocks that have arrived). No two launches that may run at the same time share s
 
 Both come from a pool of zeros, one for each device. It is filled outside of captures only, by calls
 that see it run low; a capture that finds it empty has its memory zeroed in the graph, which costs
-one more node. Memory that the pool has given away never comes back: neither the end of the last
-launch nor that of the last graph can be detected here, and it is some KiB for each.
+one more node. Memory that the pool has given away does not come back: neither the end of the last
+launch nor that of the last graph can be detected here, and it is some KiB for each. Only who owns a
+graph knows its end, and may give back what it took in a `Loan`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -101,7 +105,7 @@ class ScratchMemory:
 
         lengths = [n.rounded(values) for n in self._zeroed]
         if is_capturing():
-            taken = pool_of(device).take(self._bytes(lengths))
+            taken = _take_captured(pool_of(device), self._bytes(lengths))
             if taken is None:
                 taken = torch.zeros(sum(self._bytes(lengths)), dtype=torch.uint8, device=device)
             return self._cut(taken, lengths)
@@ -175,6 +179,8 @@ class Pool:
         self._lock = threading.Lock()
         self._left: Any = None
         self._bytes = 0
+        #: given back, by bytes
+        self._back: dict[int, list[Any]] = defaultdict(list)
         #: all memory that it ever had: captured graphs use it without a reference of their own
         self._chunks: list[Any] = []
 
@@ -194,11 +200,55 @@ class Pool:
         are left."""
         size = sum(sizes)
         with self._lock:
+            if self._back[size]:
+                return self._back[size].pop()
             if size > self._bytes:
                 return None
             taken, self._left = self._left[:size], self._left[size:]
             self._bytes -= size
             return taken
+
+    def give_back(self, taken: Any) -> None:
+        """Return what `take` gave, which is zero again and which nothing uses any more."""
+        with self._lock:
+            self._back[taken.numel()].append(taken)
+
+
+class Loan:
+    """Memory of captured calls that is given back when their graph is replayed no more."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[Pool, Any]] = []
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """A context: what is captured in it takes its memory on this loan."""
+        before = _loan.set(self)
+        try:
+            yield
+        finally:
+            _loan.reset(before)
+
+    def add(self, pool: Pool, memory: Any) -> None:
+        """Note what was taken."""
+        self._taken.append((pool, memory))
+
+    def give_back(self) -> None:
+        """Return all of it; the last replay has ended."""
+        for pool, memory in self._taken:
+            pool.give_back(memory)
+        self._taken = []
+
+
+_loan: ContextVar[Loan | None] = ContextVar("loan", default=None)
+
+
+def _take_captured(pool: Pool, sizes: Sequence[int]) -> Any:
+    """Memory for one captured call, or None."""
+    taken, loan = pool.take(sizes), _loan.get()
+    if taken is not None and loan is not None:
+        loan.add(pool, taken)
+    return taken
 
 
 _pools: Kept[int, Pool] = Kept()

@@ -3,7 +3,9 @@
 It is registered with the ``AttentionInterface`` of transformers, as ``"cutesuper"``. It calls
 ``"sdpa"`` except for few queries on a cache of fixed length in which the keys up to the query are
 visible. The mask tells which: it is made as for ``"sdpa"``, and carries the numbers of visible keys
-if it expresses nothing else. A mask that was made or changed elsewhere carries none.
+if it expresses nothing else. A mask that was made or changed elsewhere carries none. While a CUDA
+graph is captured nothing is read from the device, and only masks without padding and windows carry
+numbers.
 
 This module imports transformers, and is imported only for models that come from it.
 """
@@ -21,11 +23,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     AttentionMaskInterface,
+    causal_mask_function,
     sdpa_mask,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from cutesuper.errors import CutesuperError, DeviceError, LayoutError
+from cutesuper.errors import CutesuperError, LayoutError
+from cutesuper.runtime.programs import KERNEL_DEVICES, is_capturing
 from cutesuper.torch.ops.attention.layout import order_of, stored
 from cutesuper.torch.ops.attention.operator import attention
 from cutesuper.torch.patch.probing import Failed, drawn, unnoticed, within_rule
@@ -56,17 +60,22 @@ def register() -> None:
 
 
 _MASK = inspect.signature(sdpa_mask)
-if not {"q_length", "q_offset"} <= set(_MASK.parameters):
+if not {"q_length", "q_offset", "allow_is_causal_skip"} <= set(_MASK.parameters):
     raise ImportError("masks are made from other arguments")
 
 
 def mask_of(*args: Any, **options: Any) -> Tensor | None:
     """The mask of ``sdpa_mask`` of transformers; one of the keys up to the query carries their
     numbers."""
-    mask = ALL_MASK_ATTENTION_FUNCTIONS[BASE](*args, **options)
-    if mask is None or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    given = _MASK.bind(*args, **options)
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if not traced and _is_captured(torch.device(given.arguments.get("device", "cpu"))):
+        # whether it can be left out is read from the device
+        given.arguments["allow_is_causal_skip"] = False
+    mask = ALL_MASK_ATTENTION_FUNCTIONS[BASE](*given.args, **given.kwargs)
+    if mask is None or traced:
         return mask  # traced tensors take no attributes
-    keys = _keys_seen(mask, _MASK.bind(*args, **options).arguments)
+    keys = _keys_seen(mask, given.arguments)
     if keys is not None:
         # contiguous, as `generate` makes it, which then keeps this object
         mask = _with_version(mask.contiguous())
@@ -85,21 +94,41 @@ def _with_version(t: Tensor) -> Tensor:
 def _keys_seen(mask: Tensor, given: dict[str, Any]) -> Tensor | None:
     """int32 [B]: the keys that the last query sees, if the mask expresses nothing else.
 
-    The i-th query before it must see i keys less. The mask is read once for all layers of a model.
+    The i-th query before it must see i keys less.
     """
     rows, keys, offset = given["q_length"], given["kv_length"], given.get("q_offset", 0)
     seen = offset + rows
-    if rows > MOST_POSITIONS or given.get("kv_offset", 0) != 0:
+    if rows > MOST_POSITIONS or isinstance(begin := given.get("kv_offset", 0), Tensor) or begin:
         return None
     # a growing cache is as long as its visible keys at every call, and each length would have
     # kernels of its own; the offset is a tensor if the length is fixed, except for sliding windows
     if not isinstance(seen, Tensor) and seen >= keys:
         return None
-    first = torch.arange(rows, device=mask.device)[:, None] + offset
-    if not torch.equal(mask, (torch.arange(keys, device=mask.device) <= first).expand_as(mask)):
+    if not _is_causal(mask, given):
         return None
-    number = torch.as_tensor(seen, dtype=torch.int32, device=mask.device)
-    return number.expand(mask.shape[0]).contiguous()
+    return torch.zeros(mask.shape[0], dtype=torch.int32, device=mask.device).add_(seen)
+
+
+def _is_causal(mask: Tensor, given: dict[str, Any]) -> bool:
+    """True if a mask shows the keys up to each query, and no others.
+
+    It is causal if it is made of nothing else. Padding and windows may hide nothing: that is read,
+    once for all layers of a model, but not while a CUDA graph is captured, which would be replayed
+    where they hide something.
+    """
+    rule = given.get("mask_function", causal_mask_function)
+    if rule is causal_mask_function and given.get("attention_mask") is None:
+        return True
+    if _is_captured(mask.device):
+        return False
+    rows, keys, offset = given["q_length"], given["kv_length"], given.get("q_offset", 0)
+    last = torch.arange(rows, device=mask.device)[:, None] + offset
+    return torch.equal(mask, (torch.arange(keys, device=mask.device) <= last).expand_as(mask))
+
+
+def _is_captured(device: torch.device) -> bool:
+    """True while work on a device is captured into a CUDA graph."""
+    return device.type in KERNEL_DEVICES and is_capturing()
 
 
 def _keys_of(mask: Any) -> Tensor | None:
@@ -183,9 +212,9 @@ def _attend(
         return None
     try:
         return attention(query, key, value, **call)
-    except DeviceError:  # while a CUDA graph is captured, kernels cannot be made
-        return None
     except CutesuperError as error:
+        if _is_captured(query.device):  # kernels cannot be made then; the next call may
+            raise
         refused[kind] = f"attention: {str(error).splitlines()[0]}"
         return None
 
