@@ -30,7 +30,7 @@ from torch.nn import functional  # noqa: E402
 from cutesuper import measure, pipeline  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
-from cutesuper.torch.compile import backend, region_operator, selection  # noqa: E402
+from cutesuper.torch.compile import ahead, backend, case, region_operator, selection  # noqa: E402
 from cutesuper.torch.compile.inductor_model import baseline  # noqa: E402
 from cutesuper.torch.compile.options import read_options  # noqa: E402
 from cutesuper.torch.compile.region_operator import key_of, program_of  # noqa: E402
@@ -52,6 +52,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.compiler.reset()
     monkeypatch.setattr(region_operator, "_programs", Kept())
     monkeypatch.setattr(selection, "_verdicts", Kept())
+    monkeypatch.setattr(ahead, "shared", lambda: None)
     monkeypatch.setenv(ROOT_VARIABLE, str(tmp_path))
 
 
@@ -351,7 +352,7 @@ def gated() -> tuple[Any, Any]:
 def test_faster_is_two_percent(
     monkeypatch: pytest.MonkeyPatch, gated: Any, ours: float, taken: bool
 ) -> None:
-    monkeypatch.setattr(selection, "halves", lambda region: None)
+    monkeypatch.setattr(case, "halves", lambda region: None)
     report = take_faster(monkeypatch, *gated, Clock([ours, 100.0]))
     [verdict] = [r.verdict for r in report.regions]
     assert verdict.taken == taken
@@ -372,7 +373,7 @@ def test_what_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, gated: Any) -> No
         def record(self, launch: Any, count: int) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(selection, "halves", lambda region: None)
+    monkeypatch.setattr(case, "halves", lambda region: None)
     report = take_faster(monkeypatch, *gated, Refuses([1.0]))
     assert "it cannot be timed: operation not permitted" in report.regions[0].verdict.reason
     torch.compiler.reset()
@@ -484,8 +485,8 @@ def test_a_search_that_finds_nothing(
     model, x = gated
     tried: list[int] = []
 
-    def found(program: Any, sample: Any, device: Any, take: Any) -> Verdict:
-        tried.append(len(sample.region.nodes))
+    def found(tried_case: Any) -> Verdict:
+        tried.append(len(tried_case.region.nodes))
         if tried[-1] == tried[0] or not parts:
             raise SearchError("nothing fits")
         return Verdict(True, "", predicted_us=1.0, baseline_us=2.0)
@@ -517,7 +518,7 @@ def test_wrong_kernels_are_not_used(
         return [t * 1.05 for t in made]
 
     if damage == "strides":  # views of what the operator returns put them right: take these away
-        monkeypatch.setattr(selection.Sample, "kernels", property(
+        monkeypatch.setattr(case.Sample, "kernels", property(
             lambda self: lambda *a: [t.t().contiguous().t() for t in self.module(*a)]
         ))  # fmt: skip
     else:
@@ -659,7 +660,10 @@ def test_the_text_of_a_report() -> None:
     refused = Verdict(False, "no kernels: nothing fits")
     graph = GraphReport(
         "forward",
-        (RegionReport("model.py:3-5", 12, taken, 1.25), RegionReport("model.py:9", 1, refused)),
+        (
+            RegionReport("model.py:3-5", 12, taken, case.Seconds(1.25, 0.5, 12.0)),
+            RegionReport("model.py:9", 1, refused),
+        ),
         (OutsideReport("aten.sort is no operator", tuple(f"model.py:{n}" for n in range(6)), 7),),
         3.5,
     )
@@ -668,9 +672,9 @@ def test_the_text_of_a_report() -> None:
 take='faster': 1 of 2 region(s) taken
 
 graph 0 (forward): 1 of 2 region(s) taken, decided in 3.5 s
-  region        operators  kernels  us, model     us, measured  s
-  model.py:3-5  12         1        8.0 vs. 11.0  9.0 vs. 12.0  1.2  taken: 9.0 us, Inductor's code 12.0 us
-  model.py:9    1          -        -             -             0.0  not taken: no kernels: nothing fits
+  region        operators  kernels  us, model     us, measured  s: search  compile  trial
+  model.py:3-5  12         1        8.0 vs. 11.0  9.0 vs. 12.0  1.2        0.5      12.0   taken: 9.0 us, Inductor's code 12.0 us
+  model.py:9    1          -        -             -             0.0        0.0      0.0    not taken: no kernels: nothing fits
   model.py:3-5 k0: y = relu(x)
   outside, 7 x aten.sort is no operator (model.py:0, model.py:1, model.py:2, model.py:3 and 2 more)\
 """  # noqa: E501

@@ -60,6 +60,11 @@ def found(graph: KernelGraph, options: pipeline.Options) -> Found | None:
     return None
 
 
+def has(graph: KernelGraph, options: pipeline.Options) -> bool:
+    """True if a choice was recorded for a graph; it may not be valid any more."""
+    return _path(_about(graph, options)).exists()
+
+
 def keep(graph: KernelGraph, options: pipeline.Options, choice: pipeline.Choice) -> None:
     """Record a choice, unless the tuner has, or a time limit made it."""
     if choice.stored is not None or options.budget_s is not None:
