@@ -7,8 +7,9 @@ say) end a region by themselves, because the result has no kernel graph.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -17,7 +18,7 @@ from cutesuper.ir.relations import reachable
 from cutesuper.torch.compile.graph_builder import INTEGERS, Unsupported
 from cutesuper.torch.compile.length_masks import unread
 from cutesuper.torch.compile.region import Region, convert
-from cutesuper.torch.compile.table import entry_of, is_free, unknown
+from cutesuper.torch.compile.table import entry_of, is_free, products, unknown
 
 #: most nodes and products of a region: a search over more takes longer than 10 s and finds no more
 MOST_NODES, MOST_PRODUCTS = 48, 8
@@ -47,41 +48,40 @@ def partition(graph: fx.Graph, *, constants: Collection[fx.Node] = ()) -> Partit
     return _Growing(graph, frozenset(constants)).run()
 
 
-#: where equal regions were cut, by program and operators; 48 nodes take 0.3 s
+#: where equal regions were cut, by program and operators
 _cuts: dict[tuple[str, ...], int] = {}
 
 
 def halves(region: Region) -> tuple[Region, Region] | None:
-    """A region in two, cut where the least data crosses; None if there is no such place."""
+    """A region in two, cut where the work is halved and, of such places, the least data crosses;
+    None if there is no place."""
     kind = (region.key, *(str(n.target) for n in region.nodes))
     place = _cuts.get(kind)
-    found = _halves(region, range(1, len(region.nodes)) if place is None else (place,))
-    if found is None:
-        return None
-    _cuts[kind] = len(found[0].nodes)
+    found = _best_cut(region) if place is None else _cut(region, place)
+    if found is not None:
+        _cuts[kind] = len(found[0].nodes)
     return found
 
 
-def _halves(region: Region, places: Iterable[int]) -> tuple[Region, Region] | None:
-    """The best cut after one of these numbers of nodes."""
-    found: list[tuple[int, int, Region, Region]] = []
-    for i in places:
-        try:
-            first = convert(region.nodes[:i])
-            second = convert(region.nodes[i:])
-        except Unsupported:
-            continue
-        balance = abs(_work(first) - _work(second))
-        carried = len(first.outputs) + len(second.inputs)
-        found.append((balance, carried, first, second))
-    if not found:
+def _cut(region: Region, place: int) -> tuple[Region, Region] | None:
+    """The region cut after a number of nodes; None if a part has no kernel graph."""
+    try:
+        return convert(region.nodes[:place]), convert(region.nodes[place:])
+    except Unsupported:
         return None
-    _, _, first, second = min(found, key=lambda f: f[:2])
-    return first, second
 
 
-def _work(region: Region) -> int:
-    return 100 * region.products + len(region.nodes)
+def _best_cut(region: Region) -> tuple[Region, Region] | None:
+    work = [0, *accumulate(100 * products(n) + 1 for n in region.nodes)]
+    apart = [abs(2 * w - work[-1]) for w in work]
+    found: list[tuple[int, int, int, tuple[Region, Region]]] = []
+    for i in sorted(range(1, len(region.nodes)), key=apart.__getitem__):
+        if found and apart[i] > found[0][0]:
+            break  # 2 conversions of 10 ms at each place
+        if (parts := _cut(region, i)) is not None:
+            carried = len(parts[0].outputs) + len(parts[1].inputs)
+            found.append((apart[i], carried, i, parts))
+    return min(found, key=lambda f: f[:3])[3] if found else None
 
 
 @dataclass
