@@ -66,6 +66,7 @@ class Workers(Executor):
         self._workers: set[_Worker] = set()
         self._idle = 0
         self._ended = self._at_once = False
+        atexit.register(self._exit)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue a call; its future raises what the call raises, or `WorkerLost`.
@@ -87,6 +88,7 @@ class Workers(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End all workers after the jobs that they have, or, with ``cancel_futures``, at once."""
+        atexit.unregister(self._exit)
         with self._changed:
             self._ended = True
             threads = list(self._threads)
@@ -99,6 +101,9 @@ class Workers(Executor):
             self._changed.notify_all()
         for thread in threads if wait else ():
             thread.join()
+
+    def _exit(self) -> None:
+        self.shutdown(cancel_futures=True)
 
     def _drain(self) -> None:
         """Feed one worker, with a new one after a death; runs in a thread of its own."""
@@ -155,9 +160,7 @@ def shared() -> Workers | None:
     """The workers of this process, one for each processor that it may use; None if that is one."""
     if available_processors() < 2:
         return None
-    workers = Workers(available_processors())
-    atexit.register(workers.shutdown, cancel_futures=True)
-    return workers
+    return Workers(available_processors())
 
 
 if hasattr(os, "register_at_fork"):  # a forked process has no threads that feed workers
