@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import warnings
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from torch.nn import functional  # noqa: E402
 from cutesuper import measure, pipeline  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
-from cutesuper.torch.compile import ahead, backend, case, region_operator, selection  # noqa: E402
+from cutesuper.torch.compile import ahead, backend, case, records, region_operator, selection  # noqa: E402
 from cutesuper.torch.compile.inductor_model import baseline  # noqa: E402
 from cutesuper.torch.compile.options import read_options  # noqa: E402
 from cutesuper.torch.compile.region_operator import key_of, program_of  # noqa: E402
@@ -366,6 +367,50 @@ def test_a_part_that_is_faster(monkeypatch: pytest.MonkeyPatch, gated: Any) -> N
     report = take_faster(monkeypatch, *gated, Clock([200.0, 100.0, 10.0, 100.0, 300.0, 100.0]))
     assert report.regions[0].verdict.taken and len(report.regions) > 1
     assert report.taken == 1
+
+
+@pytest.mark.parametrize(("factor", "theirs", "tried"), [(10.0, 1.0, False), (10.0, 1e6, True)])
+def test_what_is_out_of_reach_is_not_compiled(
+    monkeypatch: pytest.MonkeyPatch, gated: Any, factor: float, theirs: float, tried: bool
+) -> None:
+    """Inductor's code is timed first where the model expects it to be faster."""
+    kept, compiled_here = selection._found, list[Any]()
+
+    def found(tried_case: Any) -> Verdict:
+        v = kept(tried_case)
+        return replace(v, predicted_us=v.baseline_us * factor)
+
+    monkeypatch.setattr(selection, "_found", found)
+    monkeypatch.setattr(selection, "_compile", compiled_here.append)
+    monkeypatch.setattr(case, "halves", lambda region: None)
+    clock = Clock([theirs, 2.0, theirs])
+    [region] = take_faster(monkeypatch, *gated, clock).regions
+    v = region.verdict
+    assert bool(compiled_here) == tried == v.taken
+    assert clock.recorded == (3 if tried else 1) and v.inductor_us == pytest.approx(theirs)
+    if not tried:
+        assert v.reason == f"{v.predicted_us:.1f} us expected, Inductor's code 1.0 us"
+        assert v.measured_us is None and region.seconds.trial > 0
+
+
+def test_the_folder_of_records_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MOST", 10)
+    records._bound.cache_clear()
+    for n in range(9):
+        records.write(("question", n), {"answer": n})
+    folder = KernelCache().root / "regions"
+    for n, path in enumerate(sorted(folder.iterdir())):
+        os.utime(path, (n, n))
+    read = next(n for n in range(9) if records._path(("question", n)) == min(folder.iterdir()))
+    assert records.read(("question", read)) == {"answer": read}, "and so it is the newest"
+    records.write(("question", 9), {"answer": 9})
+    assert len(list(folder.iterdir())) == 10, "a process looks once"
+    records._bound.cache_clear()
+    records.write(("question", 10), {"answer": 10})
+    assert len(list(folder.iterdir())) == 10
+    assert all(records.read(("question", n)) == {"answer": n} for n in (read, 10))
+    KernelCache().clear()
+    assert records.read(("question", 10)) is None and not folder.exists()
 
 
 def test_what_cannot_be_timed(monkeypatch: pytest.MonkeyPatch, gated: Any) -> None:
