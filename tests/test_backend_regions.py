@@ -31,8 +31,17 @@ from torch.nn import functional  # noqa: E402
 from cutesuper import measure, pipeline  # noqa: E402
 from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
-from cutesuper.torch.compile import ahead, backend, case, records, region_operator, selection  # noqa: E402
+from cutesuper.torch.compile import (  # noqa: E402
+    ahead,
+    backend,
+    case,
+    partition,
+    records,
+    region_operator,
+    selection,
+)
 from cutesuper.torch.compile.inductor_model import baseline  # noqa: E402
+from cutesuper.torch.compile.likeness import Likeness  # noqa: E402
 from cutesuper.torch.compile.options import read_options  # noqa: E402
 from cutesuper.torch.compile.region_operator import key_of, program_of  # noqa: E402
 from cutesuper.torch.compile.report import (  # noqa: E402
@@ -42,7 +51,7 @@ from cutesuper.torch.compile.report import (  # noqa: E402
     Report,
 )
 from cutesuper.torch.compile.selection import Verdict  # noqa: E402
-from tests.backends import GatedMLP, Layers, compiled, judge  # noqa: E402
+from tests.backends import Attention, GatedMLP, Layers, compiled, judge  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("error:.*please report")
 
@@ -724,3 +733,60 @@ graph 0 (forward): 1 of 2 region(s) taken, decided in 3.5 s
   outside, 7 x aten.sort is no operator (model.py:0, model.py:1, model.py:2, model.py:3 and 2 more)\
 """  # noqa: E501
     assert str(report) == expected
+
+
+# --- parts that are alike -------------------------------------------------------------------------
+
+
+def test_parts_that_are_alike_have_one_kernel_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of the first layer is what a conversion says of the others."""
+    alike, hits = partition._Growing._alike, list[bool]()
+
+    def checked(self: Any, nodes: Any) -> Any:
+        known = self._likeness.of(nodes) in self._made
+        found = alike(self, nodes)
+        if known:
+            try:
+                key = partition.convert(nodes).key
+            except partition.Unsupported:
+                key = None
+            hits.append(key == (None if found is None else found.key))
+        return found
+
+    monkeypatch.setattr(partition._Growing, "_alike", checked)
+    model = Layers(lambda: torch.nn.Sequential(GatedMLP(16, 24), Attention(16, 2, 1)), 3).bfloat16()
+    call, reports = compiled(model, take="all")
+    call(torch.randn(2, 4, 16).bfloat16()).float().sum().backward()
+    assert [r.phase for r in reports] == ["forward", "backward"]
+    assert len(hits) > 20 and all(hits)
+
+
+def test_parts_that_are_not_alike() -> None:
+    def f(x: Any, t: Any, mask: Any) -> Any:
+        heads = x[None, None]
+        one, other = (torch.where(m, 0.0, -torch.inf) for m in (mask[None] < 2, mask[None] < 3))
+        attend = functional.scaled_dot_product_attention
+        return (torch.exp(x), torch.exp(x.t()), torch.exp(t), torch.exp(x * 1), torch.exp(x).half(),
+                attend(heads, heads, heads, attn_mask=one),
+                attend(heads, heads, heads, attn_mask=other))  # fmt: skip
+
+    x = torch.randn(4, 4)
+    program = torch.export.export(Function(f), (x, x.clone().t(), torch.arange(4)))
+    described = Likeness(())
+    for name, kinds in (("exp", 3), ("scaled_dot", 2)):
+        nodes = [n for n in program.graph.nodes if name in str(n.target)]
+        assert len({described.of([n]) for n in nodes}) >= kinds
+        assert len({Likeness(()).of([n]) for n in (nodes[0], nodes[0])}) == 1
+    a, b, *_ = (n for n in program.graph.nodes if n.op == "placeholder")
+    assert described.of([a]) != Likeness({a}).of([a]) and described.of([a]) != described.of([b])
+
+
+class Function(torch.nn.Module):
+    """A function as a module."""
+
+    def __init__(self, f: Any) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, *args: Any) -> Any:
+        return self.f(*args)
