@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from cutesuper.runtime.cache import ROOT_VARIABLE, KernelCache  # noqa: E402
 from cutesuper.runtime.programs import Kept  # noqa: E402
 from cutesuper.runtime.workers import WorkerLost, Workers  # noqa: E402
 from cutesuper.torch.compile import ahead, records, region_operator, selection  # noqa: E402
+from cutesuper.torch.compile.case import Case  # noqa: E402
 from cutesuper.torch.compile.region_operator import key_of, program_of  # noqa: E402
 from tests.backends import GatedMLP, compiled  # noqa: E402
 
@@ -112,6 +114,35 @@ def test_processes_that_die_meanwhile(alone: Verdicts) -> None:
     with Dies(2) as pool, pytest.warns(RuntimeWarning, match=r"process died \(exit code 1\)"):
         assert decided(pool)[0] == alone
     assert not pool._workers
+
+
+def test_a_compiler_that_dies_is_not_tried_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compiles(Loses):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            future = super().submit(fn)
+            if fn is pipeline.outcome:
+                future = Future[Any]()
+                future.set_result(fn(*args))
+            return future
+
+    monkeypatch.setattr(ahead, "shared", Compiles)
+    monkeypatch.setattr(Case, "runs", True)
+    monkeypatch.setattr(Case, "record", None)
+    monkeypatch.setattr(selection, "_known_or_judged", selection._judge)
+    model = torch.nn.Sequential(torch.nn.RMSNorm(64), torch.nn.Linear(64, 64, bias=False))
+    call, reports = compiled(model.bfloat16(), take="modelled")
+    with torch.no_grad():
+        call(torch.randn(4, 64).bfloat16())
+    reasons = [r.verdict.reason for g in reports for r in g.regions]
+    assert reasons == ["no kernels: a kernel: the compiler process died (SIGKILL)"]
+
+
+def test_what_cannot_be_pickled_is_searched_here(alone: Verdicts) -> None:
+    class Refuses(Executor):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            raise PicklingError("Can't pickle")
+
+    assert decided(Refuses())[0] == alone
 
 
 def test_an_interrupt_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ from cutesuper.runtime.resources import (
     shared_limit,
 )
 from cutesuper.runtime.toolchain import find_nvdisasm
-from cutesuper.runtime.workers import run_in_workers, running
+from cutesuper.runtime.workers import run_in_workers
 
 Flavour = Literal["tvm_ffi", "plain"]
 Build = Callable[[], tuple[Any, tuple[Any, ...]]]
@@ -244,8 +244,7 @@ def compile_many(
     """Compile several kernels in worker processes; results come back through the cache.
 
     A kernel that crashes the compiler takes down its worker, not this process. A single missing
-    kernel is compiled here if ``workers`` is not given and no worker runs: starting one costs about
-    a second.
+    kernel is compiled here when ``workers`` is not given: starting a worker costs about a second.
 
     Args:
         requests: the kernels; ``build`` must be picklable.
@@ -265,7 +264,7 @@ def compile_many(
         if not request.operators and cache.load(digest) is None
     }
     failures: dict[str, CompileError] = {}
-    if len(missing) > 1 or (missing and (workers is not None or running())):
+    if len(missing) > 1 or (missing and workers is not None):
         problems = run_in_workers(list(missing.values()), str(cache.root), workers)
         failures = {
             digest: CompileError(problem)

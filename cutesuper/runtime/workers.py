@@ -163,12 +163,6 @@ def shared() -> Workers | None:
     return Workers(available_processors())
 
 
-def running() -> bool:
-    """True if there are shared workers that have started."""
-    pool = shared() if shared.cache_info().currsize else None
-    return pool is not None and bool(pool._workers)
-
-
 if hasattr(os, "register_at_fork"):  # a forked process has no threads that feed workers
     os.register_at_fork(after_in_child=shared.cache_clear)
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Container
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from pickle import PicklingError
 from types import TracebackType
 from typing import Any
 
 from cutesuper import pipeline
-from cutesuper.errors import CutesuperError
+from cutesuper.errors import CompileError, CutesuperError
 from cutesuper.runtime.cache import KernelCache, warn_once
 from cutesuper.runtime.workers import WorkerLost, Workers, compile_into, shared
 from cutesuper.torch.compile.case import Case, Place
@@ -51,7 +52,8 @@ class Ahead:
 
     def begin(self, case: Case) -> None:
         """Have a program for a region searched for, unless that is known or must be done here."""
-        with suppress(CutesuperError):  # it is raised again where it becomes a verdict
+        # what is raised here, or cannot be pickled, is raised or searched again where it is decided
+        with suppress(CutesuperError, PicklingError, TypeError, AttributeError):
             if self._pool is None or case.refusal or not case.searches:
                 return
             if case.place in self._jobs or case.place in self._decided or case.record is not None:
@@ -69,6 +71,7 @@ class Ahead:
                 done, _ = wait({*missing, *self._searches}, return_when=FIRST_COMPLETED)
                 for future in [f for f in self._searches if f in done]:
                     self._follow(future, self._searches.pop(future))
+            self._check_compiled(case)
 
     def _missing(self, place: Place) -> list[Future[Any]]:
         jobs = self._jobs.get(place, ())
@@ -95,6 +98,13 @@ class Ahead:
             request = pipeline.compile_request(plan, step.name, case.target)
             if self._pool is not None:
                 self._jobs[case.place].append(self._pool.submit(compile_into, request, root))
+
+    def _check_compiled(self, case: Case) -> None:
+        """Refuse kernels of which the compiler died: in this process it would take that along."""
+        for future in self._jobs.get(case.place, ())[1:]:  # the first one is the search
+            if isinstance(error := future.exception(), WorkerLost):
+                died = pipeline.Outcome(CompileError(f"a kernel: the compiler {error}"), 0.0)
+                case.program.bring(case.sample.rows, case.target, case.most_us, died)
 
 
 def _refused(case: Case, choice: pipeline.Choice) -> bool:
